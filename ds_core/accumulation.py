@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from ds_core.partition import Partitioner
     from ds_core.runner import Batches
 
-__all__ = ["Accumulation", "Origin", "Window"]
+__all__ = ["KEEP", "LATER", "REDUCE", "Accumulation", "BackwardPlan", "Origin", "Window"]
 
 MIXED = (
     "gradients of one accumulation window came both from engine.backward(loss), which divides by "
@@ -37,6 +38,29 @@ UNSCALED = (
     "loss.backward() was called without the loss scale that fp16 needs; write engine.scale(loss).backward(), or "
     "engine.backward(loss)"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardPlan:
+    """What becomes of the gradients of one backward. The core decides it; a partitioner follows it."""
+
+    changed: bool = False
+    """Whether parameters were frozen or unfrozen since the last backward; true in the first."""
+
+    reduce: bool = False
+    """Whether gradients are to be reduced, each as soon as it is ready; else a later backward, or the step, does it."""
+
+    keep_local: bool = False
+    """Whether gradients must stay with this rank for now, even partitioned ones (`reduce` is off then)."""
+
+    may_wait: bool = True
+    """Whether `on_gradient` may wait for other ranks. False where a backward may reach the models of several engines,
+    in an order that differs between ranks."""
+
+
+REDUCE = BackwardPlan(reduce=True)
+LATER = BackwardPlan(reduce=False)
+KEEP = BackwardPlan(reduce=False, keep_local=True)
 
 
 class Origin(IntEnum):
@@ -146,7 +170,10 @@ class Reduction(Enum):
 
 
 class Accumulation:
-    """Decides which backward reduces gradients and which `step` updates, and changes the batch sizes."""
+    """Decides which backward reduces gradients and which `step` updates, and changes the batch sizes.
+
+    plan: of the next backward, unless a runner has one of its own.
+    """
 
     def __init__(self, ctx: Context, partitioner: Partitioner, hooks: GradientHooks, batches: Batches) -> None:
         self._ctx, self._partitioner, self._hooks, self._batches = ctx, partitioner, hooks, batches
@@ -156,6 +183,7 @@ class Accumulation:
         self._reduction = Reduction.AT_BOUNDARY
         self._window = hooks.window
         self._window.data = batches.position()
+        hooks.accumulation = self
         self.update()
 
     @property
@@ -171,12 +199,13 @@ class Accumulation:
         self.update()
 
     def update(self) -> None:
-        """Tell the partitioner whether the next backward reduces. Called whenever the answer may have changed."""
+        """Plan the next backward. Called whenever the answer may have changed."""
         # Without managed accumulation any backward may be followed by another, so the step reduces.
         counted = self._managed or self._forced is not None
-        at_boundary = self._reduction is Reduction.AT_BOUNDARY
-        self._partitioner.sync = counted and at_boundary and self.at_boundary
-        self._partitioner.hold = not at_boundary
+        if self._reduction is not Reduction.AT_BOUNDARY:
+            self.plan = KEEP
+        else:
+            self.plan = REDUCE if counted and self.at_boundary else LATER
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -195,7 +224,7 @@ class Accumulation:
             raise UsageError(f"coalesce_grad_reduction cannot be nested in {self._reduction.value}")
         with self._reducing(Reduction.COALESCED):
             yield
-        self._partitioner.finish()
+        self._partitioner.finish(self.plan)
 
     @contextlib.contextmanager
     def _reducing(self, reduction: Reduction) -> Iterator[None]:

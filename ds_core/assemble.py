@@ -28,6 +28,7 @@ from ds_core.errors import ConfigError, PluginError, UsageError
 from ds_core.kernels import UsesKernels
 from ds_core.mesh import Mesh
 from ds_core.multi_engine import give_back, keep
+from ds_core.old_forms import give_plans
 from ds_core.opening import open_run, transform
 from ds_core.optim import torch_grain
 from ds_core.params import check_grain, collect_buffers, collect_params
@@ -262,7 +263,10 @@ def _partitioner(ctx: Context, optimizer: OptimizerEntry) -> Partitioner:
     """The partitioner of a plugin, of the optimizer, or else `Replicated`."""
     answer = ctx.plugins.driver("ds_partitioner", ctx=ctx)
     if optimizer.partitioner is None:
-        return answer.value if answer is not None else Replicated(ctx)
+        if answer is None:
+            return Replicated(ctx)
+        give_plans(answer.value)
+        return cast(Partitioner, answer.value)
     if answer is not None:
         raise UsageError(
             f"this optimizer reduces gradients by itself, and so does plugin {answer.plugin}; leave its section out "
@@ -273,6 +277,7 @@ def _partitioner(ctx: Context, optimizer: OptimizerEntry) -> Partitioner:
         raise PluginError(
             f"{optimizer.partitioner} of an OptimizerEntry gave a {type(made).__name__}, not a Partitioner"
         )
+    give_plans(made)
     return made
 
 
@@ -292,7 +297,7 @@ def _attach(
     if isinstance(optimizer, Optimizer):
         old = optimizer.param_groups
         _note_trained(ctx, old)
-        updated = partitioner.attach(model, [dict(g) for g in old])
+        updated = partitioner.attach(model, [dict(g) for g in old], updated=True)
         attached.append(partitioner)
         for group, new in zip(old, updated, strict=True):
             for before, after in zip(group["params"], new["params"], strict=True):
@@ -306,8 +311,7 @@ def _attach(
     if optimizer is None and chosen.optimizer is not None:
         wanted = chosen.optimizer.groups(wanted, {p: info.name for p, info in ctx.params.items()})
     make = optimizer if optimizer is not None else chosen.optimizer.build if chosen.optimizer is not None else None
-    partitioner.updated = make is not None
-    groups = partitioner.attach(model, wanted)
+    groups = partitioner.attach(model, wanted, updated=make is not None)
     attached.append(partitioner)
     if make is None:
         return None

@@ -21,6 +21,7 @@ from ds_core.config.core import with_micro_batch_size, with_train_batch_size
 from ds_core.discovery import Answer
 from ds_core.errors import PluginError, UsageError
 from ds_core.gradient_hooks import GradientHooks, unwatch_zero_grad, watch_zero_grad
+from ds_core.partition import KEEP, LATER, REDUCE
 from ds_core.precision import cast_floats, forward_context
 from ds_core.process import STATE
 from ds_core.runner import Batches, check_loss, eval_mode, mean_over_dp
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.data import Loader
     from ds_core.entries import Request
-    from ds_core.partition import Partitioner
+    from ds_core.partition import BackwardPlan, Partitioner
     from ds_core.runner import Runner
 
 __all__ = ["Engine"]
@@ -176,23 +177,27 @@ class Engine(RunningEngine):
     def backward_micro(self, loss: Tensor, *, last: bool) -> None:
         """For runners: backward of one micro-batch's loss; gradients are reduced after the `last`."""
         check_loss(loss)
-        self.partitioner.sync = last
-        self._backward(loss, self.ctx.batch.gas, False)
+        self._backward(loss, self.ctx.batch.gas, False, REDUCE if last else LATER)
 
-    def _backward(self, loss: Tensor, gas: int, retain_graph: bool) -> None:
+    def _backward(self, loss: Tensor, gas: int, retain_graph: bool, plan: BackwardPlan | None = None) -> None:
         self._window.add(Origin.ENGINE)
         factor = self.loss_factor(gas)
         root = loss * factor if factor != 1.0 else loss
         wanted = self.ctx.batch.gas
         self.telemetry.loss(loss if gas == wanted else loss.detach() * wanted)
-        self._hooks.run(lambda: root.backward(retain_graph=retain_graph), self.loss_factor(), self._phase)
+        self._hooks.run(lambda: root.backward(retain_graph=retain_graph), self.loss_factor(), self._phase, plan=plan)
 
-    def run_backward(self, backward: Callable[[], object]) -> None:
-        """For runners: run `backward`, whose losses are multiplied by `loss_factor`; then reduce what is due.
+    def run_backward(self, backward: Callable[[], object], *, keep_local: bool = False) -> None:
+        """For runners: run `backward`, whose losses are multiplied by `loss_factor`; `reduce_gradients` ends the batch.
 
-        Ranks may call it at different times, and differently often.
+        keep_local: partitioned gradients stay with this rank until then. Ranks may call it at different times, and
+        differently often.
         """
-        self._hooks.run(backward, self.loss_factor(), self._phase, alike=False)
+        self._hooks.run(backward, self.loss_factor(), self._phase, plan=KEEP if keep_local else LATER, alike=False)
+
+    def reduce_gradients(self) -> None:
+        """For runners: reduce the gradients of `run_backward`; without it the step does. Collective."""
+        self.partitioner.finish(REDUCE)
 
     # -- accumulation ----------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ that both contributed to. So a partitioner need not know which one runs. No hook
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import types
 import weakref
@@ -17,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ds_core.accumulation import Origin, Window
+from ds_core.accumulation import LATER, Origin, Window
 from ds_core.process import STATE, log_once
 
 if TYPE_CHECKING:
+    from ds_core.accumulation import Accumulation, BackwardPlan
     from ds_core.multi_engine import JointBackwards
     from ds_core.running import RunningEngine
 
@@ -37,7 +39,11 @@ class GradientHooks:
 
     engine: a weak reference, since hooks on a model may outlive a forgotten engine.
     window: where the gradients since the last update came from. origin: whose backward gives gradients now.
+    accumulation: plans backwards; set by itself. plan: of the backward that runs, or ran last.
     """
+
+    accumulation: Accumulation
+    plan: BackwardPlan = LATER
 
     def __init__(self, engine: RunningEngine) -> None:
         self._ctx, self.module, self.partitioner = engine.ctx, engine.module, engine.partitioner
@@ -104,13 +110,19 @@ class GradientHooks:
     # -- backwards -------------------------------------------------------------------------------------------
 
     def run(
-        self, backward: Callable[[], object], factor: float, phase: Phase | None = None, *, alike: bool = True
+        self,
+        backward: Callable[[], object],
+        factor: float,
+        phase: Phase | None = None,
+        *,
+        plan: BackwardPlan | None = None,
+        alike: bool = True,
     ) -> None:
         """Run `backward`, of a loss that this engine has scaled, and complete the reductions that are due.
 
         factor: what the engine multiplies losses by; other engines whose parameters the loss comes through receive it.
-        phase: times the phases "backward", "backward_inner" and "backward_allreduce". alike: all ranks run it now;
-        otherwise they call `finish_joint` later, together.
+        phase: times the phases "backward", "backward_inner" and "backward_allreduce". plan: a runner's, which knows its
+        batch; None: the accumulation's. alike: all ranks run it now; else they call `finish_joint` later, together.
         """
         outer, self.origin = self.origin, Origin.ENGINE
         joint, outer_driver = self.joint, None
@@ -118,12 +130,12 @@ class GradientHooks:
             outer_driver, joint.driver = joint.driver, (self, factor)
         try:
             if phase is None:
-                self.begin()
+                self.begin(plan)
                 backward()
                 self._finish(alike)
                 return
             with phase("backward"):
-                self.begin()
+                self.begin(plan)
                 with phase("backward_inner"):
                     backward()
                 with phase("backward_allreduce"):
@@ -134,7 +146,7 @@ class GradientHooks:
                 joint.driver = outer_driver
 
     def _finish(self, alike: bool) -> None:
-        self.partitioner.finish()
+        self.partitioner.finish(self.plan)
         if alike:
             self.finish_joint()
 
@@ -170,19 +182,22 @@ class GradientHooks:
         self.origin = Origin.PLAIN if driver is None else Origin.JOINT
         self.window.add(self.origin, 1.0 if driver is None else driver[1])
 
-    def begin(self) -> None:
-        """Tell the partitioner that a backward begins."""
+    def begin(self, plan: BackwardPlan | None = None) -> None:
+        """Tell the partitioner that a backward begins. plan: see `run`."""
         if self._installed and self._trainable != [p.requires_grad for p in self._ctx.trained]:
             self.install()
-        if self.joint is not None and self.joint.group is not None:
-            self.partitioner.may_wait = self.origin is Origin.ENGINE
-        self.partitioner.begin(self._changed)
-        self._changed = False
+        plan = plan if plan is not None else self.accumulation.plan
+        several = self.joint is not None and self.joint.group is not None
+        may_wait = not several or self.origin is Origin.ENGINE
+        if self._changed or not may_wait:
+            plan = dataclasses.replace(plan, changed=self._changed, may_wait=may_wait)
+        self.plan, self._changed = plan, False
+        self.partitioner.begin(plan)
 
     def leave(self) -> None:
         """The backward that was entered is over."""
         self.forget()
-        self.partitioner.finish()
+        self.partitioner.finish(self.plan)
 
     def forget(self) -> None:
         """No backward runs, also when the last one failed half-way."""

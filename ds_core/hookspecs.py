@@ -106,7 +106,6 @@ def ds_schedulers() -> Mapping[str, entries.SchedulerEntry]:  # type: ignore[emp
     """Driver, by the name in ``scheduler.type`` (case-insensitive)."""
 
 
-
 @gives(many(("name", "write_events", "flush", "close")))
 def ds_monitors(ctx: Context) -> Iterable[Monitor]:  # type: ignore[empty-body]
     """Hook: the monitors that receive metric events. Called on rank 0 only, once, when the engine is built."""
@@ -218,7 +217,6 @@ def ds_open(ctx: Context) -> None:
     Last in `initialize`. What is made here may change numerics, so an exception ends `initialize`, on all ranks.
     Collectives are allowed. `ds_close` is called for whoever was asked.
     """
-
 
 
 @gives(nothing)

@@ -70,7 +70,7 @@ class JointBackwards:
         if len(STATE.present()) < 2:
             self.group = None
             for hooks in filter(None, STATE.present()):
-                hooks.joint, hooks.partitioner.may_wait = None, True
+                hooks.joint = None
 
     def finish_later(self, hooks: GradientHooks) -> None:
         """Have `hooks.leave` called when the running backward is over. Runs inside backward."""

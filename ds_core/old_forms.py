@@ -1,7 +1,7 @@
-"""Hooks in the form of an earlier contract, which plugins may still have (torch-free).
+"""Hooks and partitioners in the form of an earlier contract, which plugins may still have (torch-free).
 
-`adapted` gives in place of such a module one with the hooks of today, and warns its author. What is here goes two minor
-releases after it was replaced (docs/stability.md).
+`adapted` gives in place of such a module one with the hooks of today, `give_plans` lets such a partitioner find what it
+reads; both warn the author. What is here goes two minor releases after it was replaced (docs/stability.md).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ds_core.context import Context
+    from ds_core.partition import BackwardPlan, Partitioner
 
-__all__ = ["adapted"]
+__all__ = ["adapted", "give_plans"]
 
 
 Hooks = dict[str, Callable[..., Any]]
@@ -90,3 +91,70 @@ FORMS: tuple[tuple[Callable[[Hooks], bool], str, Callable[[Hooks], None]], ...] 
     ),
 )
 """How an old form is known, what to write instead, and how it is brought into today's form."""
+
+
+# -- partitioners that were written before `BackwardPlan` ------------------------------------------------------------
+
+PLANS = (
+    "{kind}.{old}: begin and finish take a BackwardPlan and attach takes updated=, in place of the attributes sync, "
+    "hold, may_wait and updated that the core set (ds_core.partition.BackwardPlan)"
+)
+
+
+def give_plans(made: Partitioner) -> None:
+    """Let `made`, if it is of the earlier contract, find the parts of each plan where it looks for them.
+
+    Raises PluginError for a subclass of another partitioner, whose own methods want plans.
+    """
+    from ds_core.errors import PluginError
+
+    kind: type[Partitioner] = type(made)
+    old = [name for name in ("attach", "begin", "finish") if _is_old(name, getattr(kind, name))]
+    if not old:
+        return
+    text = PLANS.format(kind=kind.__name__, old=old[0])
+    if any(_wraps_another(kind, name) for name in old):
+        raise PluginError(text)
+    warnings.warn(text, DeprecationWarning, stacklevel=2)
+    told: Any = made  # has the attributes of the earlier contract
+    told.sync, told.hold, told.may_wait, told.updated = True, False, True, True
+    for name in {*old, "begin"}:  # `begin` tells of the plan in any case
+        setattr(told, name, _with_plan(told, name))
+
+
+def _is_old(name: str, method: Callable[..., Any]) -> bool:
+    taken = inspect.signature(method).parameters
+    if name == "attach":
+        return "updated" not in taken and not any(p.kind is p.VAR_KEYWORD for p in taken.values())
+    return "changed" in taken if name == "begin" else len(taken) == 1
+
+
+def _wraps_another(kind: type, name: str) -> bool:
+    """Whether the method stands before that of another partitioner, which it probably calls."""
+    having = [c for c in kind.__mro__ if name in vars(c)]
+    return any(c.__module__ != "ds_core.partition" for c in having[1:])
+
+
+def _with_plan(told: Any, name: str) -> Callable[..., Any]:
+    method = getattr(told, name)
+
+    def attach(module: Any, groups: Any, *, updated: bool = True) -> Any:
+        told.updated = updated
+        return method(module, groups)
+
+    def begin(plan: BackwardPlan) -> None:
+        _tell(told, plan)
+        method(plan.changed if _is_old("begin", type(told).begin) else plan)
+
+    def finish(plan: BackwardPlan) -> None:
+        _tell(told, plan)
+        method()
+
+    forms: dict[str, Callable[..., Any]] = {"attach": attach, "begin": begin, "finish": finish}
+    return forms[name]
+
+
+def _tell(told: Any, plan: BackwardPlan) -> None:
+    told.sync = plan.reduce
+    told.hold = plan.keep_local
+    told.may_wait = plan.may_wait

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_core import comm
+from ds_core.accumulation import KEEP, LATER, REDUCE, BackwardPlan
 from ds_core.params import GradGroup
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from ds_core.gradient_hooks import GradientHooks
     from ds_core.gradients import GradientShard
 
-__all__ = ["GradState", "Partitioner", "broadcast_module"]
+__all__ = ["KEEP", "LATER", "REDUCE", "BackwardPlan", "GradState", "Partitioner", "broadcast_module"]
 
 ParamGroups = list[dict[str, Any]]
 
@@ -41,7 +42,7 @@ class Partitioner(ABC):
 
     The core calls `attach` once. Around every backward that reaches its parameters, from the engine or not, it calls
     `begin`, `on_gradient` for each gradient, and `finish`; for an optimizer step `finish`, `gradients`, `step`,
-    `publish`, `zero_grad`. It sets `sync`, `hold` and `may_wait` beforehand.
+    `publish`, `zero_grad`.
     """
 
     partitions_gradients = False
@@ -54,28 +55,16 @@ class Partitioner(ABC):
     """Whether `on_gradient` is called. False where gradients just accumulate in ``param.grad``: then no hook on
     parameters is needed, and `begin` and `finish` may not be called around a plain ``loss.backward()``."""
 
-    sync = True
-    """Set by the core: whether the backward that comes next may reduce gradients as they become ready."""
-
-    hold = False
-    """Set by the core: gradients must stay with this rank for now, even partitioned ones (`sync` is off then)."""
-
-    may_wait = True
-    """Set by the core: whether `on_gradient` may wait for other ranks. False where a backward may reach the models of
-    several engines, in an order that differs between ranks."""
-
-    updated = True
-    """Set by the core before `attach`: whether there is an optimizer."""
-
     gradient_hooks: GradientHooks
     """Set by the core: what calls `on_gradient`. A partitioner with hooks on modules, which see a backward before there
     is a gradient, calls ``gradient_hooks.enter()`` in them, so that `begin` and `finish` are called in any case."""
 
     @abstractmethod
-    def attach(self, module: nn.Module, groups: ParamGroups) -> ParamGroups:
+    def attach(self, module: nn.Module, groups: ParamGroups, *, updated: bool = True) -> ParamGroups:
         """Take over `module`, whose weights are cast and on their device, and make ranks agree on them.
 
-        groups: optimizer parameter groups over the module's parameters. Returns the same groups with the tensors
+        groups: optimizer parameter groups over the module's parameters. updated: whether there will be an optimizer;
+        without one weights rest as they are. Returns the same groups with the tensors
         that the optimizer is to update in the place of the parameters. Collective.
         """
 
@@ -89,11 +78,8 @@ class Partitioner(ABC):
     def bind(self, optimizer: Optimizer) -> None:  # noqa: B027
         """Called once, when the optimizer has been made of what `attach` returned."""
 
-    def begin(self, changed: bool) -> None:  # noqa: B027
-        """A backward begins, and `finish` will be called after it.
-
-        changed: parameters were frozen or unfrozen since the last one; also true in the first.
-        """
+    def begin(self, plan: BackwardPlan) -> None:  # noqa: B027
+        """A backward begins, and `finish` will be called after it with the same plan."""
 
     def on_gradient(self, param: nn.Parameter) -> None:  # noqa: B027
         """``param.grad`` is complete for this backward; may move it elsewhere. Runs inside backward.
@@ -106,15 +92,18 @@ class Partitioner(ABC):
 
         No hooks on `param` run: what `grad` was made of has been through them.
         """
-        self.begin(changed=False)
+        self.begin(LATER)
         # Not in place: one of the two may be sparse, and the old one a view of a bucket.
         param.grad = grad if param.grad is None else grad + param.grad
         if self.takes_gradients:
             self.on_gradient(param)
 
     @abstractmethod
-    def finish(self) -> None:
-        """Complete the reduction of all gradients; does nothing when `sync` is off or none is due. Collective."""
+    def finish(self, plan: BackwardPlan) -> None:
+        """A backward is over: complete the reduction of all gradients if the plan is to `reduce`. Collective.
+
+        Also called without a backward, before a step. Does nothing where no reduction is due.
+        """
 
     @abstractmethod
     def gradients(self) -> Sequence[GradGroup]:

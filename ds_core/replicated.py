@@ -1,11 +1,11 @@
 """`Replicated`: data parallelism, where every rank holds all states of what it shares with others.
 
-[Note: one reduction per boundary] Micro-batches accumulate into ``param.grad``. While `sync` is on, a gradient that
-is ready goes into its bucket, and a full bucket is reduced while backward goes on; `finish` waits. Buckets are
-reduced in one fixed order on all ranks. A second backward at the same boundary needs no special case: what is
-already averaged is the same on a parameter's replicas, so averaging it over them again together with the new local
-part changes nothing. That holds for an average over the replicas only. Where those are fewer than dp has ranks, the
-step multiplies by what is left of the average over dp (`Slot.weight`).
+[Note: one reduction per boundary] Micro-batches accumulate into ``param.grad``. In a backward whose plan is to
+`reduce`, a gradient that is ready goes into its bucket, and a full bucket is reduced while backward goes on; `finish`
+waits. Buckets are reduced in one fixed order on all ranks. A second backward at the same boundary needs no special
+case: what is already averaged is the same on a parameter's replicas, so averaging it over them again together with the
+new local part changes nothing. That holds for an average over the replicas only. Where those are fewer than dp has
+ranks, the step multiplies by what is left of the average over dp (`Slot.weight`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_core.params import GradGroup
-from ds_core.partition import GradState, ParamGroups, Partitioner, broadcast_module
+from ds_core.partition import LATER, BackwardPlan, GradState, ParamGroups, Partitioner, broadcast_module
 from ds_core.stepping import Stepper
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class Replicated(Partitioner):
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
+        self._plan = LATER
         self.slots: dict[nn.Parameter, Slot] = {}
         self._shares = False  # some parameter has replicas
         self._buckets: list[Bucket] | None = None  # None: to be made before the next reduction
@@ -77,7 +78,7 @@ class Replicated(Partitioner):
 
     # -- set-up ----------------------------------------------------------------------------------------------
 
-    def attach(self, module: nn.Module, groups: ParamGroups) -> ParamGroups:
+    def attach(self, module: nn.Module, groups: ParamGroups, *, updated: bool = True) -> ParamGroups:
         """See `Partitioner.attach`."""
         self.module = module
         broadcast_module(self.ctx, module)
@@ -115,11 +116,12 @@ class Replicated(Partitioner):
     @property
     def _reduces(self) -> bool:
         """Whether the running backward is to reduce gradients."""
-        return self._shares and self.sync and self.averages
+        return self._shares and self._plan.reduce and self.averages
 
-    def begin(self, changed: bool) -> None:
+    def begin(self, plan: BackwardPlan) -> None:
         """See `Partitioner.begin`."""
-        if changed:
+        self._plan = plan
+        if plan.changed:
             self._buckets = None
         self.grad_state = GradState.LOCAL
         if self._reduces:
@@ -166,8 +168,9 @@ class Replicated(Partitioner):
     def _launch(self, bucket: Bucket) -> None:
         bucket.launch([self.slots[p].gradient for p in bucket.params])
 
-    def finish(self) -> None:
+    def finish(self, plan: BackwardPlan) -> None:
         """See `Partitioner.finish`."""
+        self._plan = plan
         if not self._reduces or self.grad_state is GradState.REDUCED:
             return
         if self.grad_state is GradState.LOCAL:

@@ -71,8 +71,15 @@ class RunningEngine(ABC):
         """Backward of one micro-batch's loss; gradients are reduced after the `last`."""
 
     @abstractmethod
-    def run_backward(self, backward: Callable[[], object]) -> None:
-        """Run `backward`, whose losses are multiplied by `loss_factor`; gradients are reduced as `sync` says."""
+    def run_backward(self, backward: Callable[[], object], *, keep_local: bool = False) -> None:
+        """Run `backward`, whose losses are multiplied by `loss_factor`; `reduce_gradients` ends the batch.
+
+        keep_local: partitioned gradients stay with this rank until then.
+        """
+
+    @abstractmethod
+    def reduce_gradients(self) -> None:
+        """Reduce the gradients of `run_backward`; without it the step does. Collective."""
 
     def loss_factor(self, count: int | None = None) -> float:
         """What a loss is multiplied by before its backward: the loss scale over `count`, which is gas by default."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ds_core.errors import UsageError
 from ds_core.params import GradNorm, squared_norm
-from ds_core.partition import Partitioner
+from ds_core.partition import REDUCE, Partitioner
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -68,8 +68,7 @@ class WeightUpdate:
         Returns their global L2 norm, unscaled and before clipping, and whether the weights were updated.
         """
         partitioner, scaler = engine.partitioner, engine.scaler
-        partitioner.sync = True
-        partitioner.finish()
+        partitioner.finish(REDUCE)
         unscale = self._sum / engine.loss_scale / partitioner.gradient_hooks.window.divisor
         raw = self._norm(engine, unscale)
         norm, overflow = raw * unscale, not math.isfinite(raw)

@@ -45,9 +45,9 @@ def start(gas: int = 1, stage: int = 0) -> tuple[Any, list[str]]:
         calls.append(text)
         call(*args)
 
-    partitioner.begin = lambda changed: noted(f"begin {changed}", begin, changed)
+    partitioner.begin = lambda plan: noted(f"begin {plan.changed}", begin, plan)
     partitioner.on_gradient = lambda p: noted(f"{names[p]} {Origin(hooks.origin).name}", on_gradient, p)
-    partitioner.finish = lambda: noted("finish", finish)
+    partitioner.finish = lambda plan: noted("finish", finish, plan)
     return engine, calls
 
 

@@ -110,6 +110,7 @@ class PipelineRunner(Runner):
         self.makes_loss = self._has_last
         self.additional_losses: dict[str, float] = {}
         self._failed = False
+        self._keep_local = False  # partitioned gradients stay with their rank until the batch is over
         self._plans: dict[tuple[int, bool], tuple[list[s.PipeInstruction], list[Incoming], int]] = {}
         self._signatures: dict[bool, Any] = {}
         self._handlers = {
@@ -132,9 +133,7 @@ class PipelineRunner(Runner):
     def train(self, engine: RunningEngine, batches: Iterator[Any], count: int) -> Tensor:
         """See `Runner.train`."""
         self._engine, self._count, self._train, self._with_loss = engine, count, True, True
-        partitioner = engine.partitioner
-        partitioner.sync = False
-        partitioner.hold = partitioner.partitions_gradients and self.section.reduce == "batch"
+        self._keep_local = engine.partitioner.partitions_gradients and self.section.reduce == "batch"
         self._execute(batches, return_logits=False)
         loss = self._shared_loss()
         assert loss is not None
@@ -371,7 +370,9 @@ class PipelineRunner(Runner):
         self._collect(buffer)
 
     def _run_backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        self._engine.run_backward(lambda: torch.autograd.backward(roots, grads) if roots else None)
+        self._engine.run_backward(
+            lambda: torch.autograd.backward(roots, grads) if roots else None, keep_local=self._keep_local
+        )
 
     def _collect(self, buffer: _PipeBuffer) -> None:
         """The inputs' gradients; zeros for one that was not used."""
@@ -393,7 +394,7 @@ class PipelineRunner(Runner):
         def backward() -> None:
             buffer.later = backward_inputs(roots, grads, buffer.leaves)
 
-        self._engine.run_backward(backward)
+        self._engine.run_backward(backward, keep_local=self._keep_local)
         self._collect(buffer)
 
     def _can_cut(self, roots: Sequence[Tensor]) -> bool:
@@ -408,16 +409,14 @@ class PipelineRunner(Runner):
             self._run_backward(*buffer.deferred)
             buffer.deferred = None
         elif buffer.later is not None:
-            self._engine.run_backward(buffer.later.run)
+            self._engine.run_backward(buffer.later.run, keep_local=self._keep_local)
             buffer.later = None
 
     def _reduce_ties(self, what: s.PipeInstruction) -> None:
         self.ties.reduce(self._engine.partitioner)
 
     def _reduce(self, what: s.PipeInstruction) -> None:
-        partitioner = self._engine.partitioner
-        partitioner.hold, partitioner.sync = False, True
-        partitioner.finish()
+        self._engine.reduce_gradients()
 
 
 def _tune_malloc() -> None:

@@ -15,7 +15,7 @@ from ds_core import comm
 from ds_core.errors import DSError, UsageError
 from ds_core.gradients import GradientShard
 from ds_core.params import GradGroup, check_grain
-from ds_core.partition import broadcast_module
+from ds_core.partition import BackwardPlan, broadcast_module
 from ds_zero import states
 from ds_zero.config import AllowUntestedOptimizer, switch
 from ds_zero.flat import FlatBucket, needs_full_tensors
@@ -63,18 +63,20 @@ class ZeroPartitioner(WeightOwner):
         self.param_index: dict[nn.Parameter, int] = {}
         self.in_context: set[nn.Parameter] = set()
         self._module: nn.Module | None = None
+        self.updated = True  # there is an optimizer
         self._load_hooks: list[Any] = []
         self._reducer: GradientSource | None = None
         self.updates = Updates(self)
 
     # -- set-up ----------------------------------------------------------------------------------------------
 
-    def attach(self, module: nn.Module, groups: ParamGroups) -> ParamGroups:
+    def attach(self, module: nn.Module, groups: ParamGroups, *, updated: bool = True) -> ParamGroups:
         """See `Partitioner.attach`."""
         _check_grain(self.ctx)
         self.offload = OffloadStores(self.ctx, self.section, full_tensors=needs_full_tensors(self.ctx))
         self._module = module
-        mine = [p for group in groups for p in group["params"]] if self.updated else []
+        self.updated = updated
+        mine = [p for group in groups for p in group["params"]] if updated else []
         prepare_module(module, self.ctx)
         self.buckets = self._lay_out(module, mine)
         if needs_full_tensors(self.ctx):
@@ -86,10 +88,10 @@ class ZeroPartitioner(WeightOwner):
         unshard_module(module)
         broadcast_module(self.ctx, module, but=self.pieces)
         self._reducer = self._make_reducer()
-        self.takes_gradients = not (self.updated and self._reducer.local)
+        self.takes_gradients = not (updated and self._reducer.local)
         self.updates = self._make_updates()
         self._install_hooks(module)
-        if not self.updated:  # weights rest as they are, for inference
+        if not updated:  # weights rest as they are, for inference
             return groups
         return [{**group, "params": [self.pieces[p].master for p in group["params"]]} for group in groups]
 
@@ -192,7 +194,7 @@ class ZeroPartitioner(WeightOwner):
 
     # -- backward and step -----------------------------------------------------------------------------------
 
-    def begin(self, changed: bool) -> None:
+    def begin(self, plan: BackwardPlan) -> None:
         """See `Partitioner.begin`."""
         if not self.updated and self.trainable:
             raise UsageError(
@@ -201,8 +203,8 @@ class ZeroPartitioner(WeightOwner):
                 "with requires_grad_(False) to pass through it only"
             )
         self.offloaded.require("backward", BACKWARD)
-        self.updates.begin()
-        self.reducer.begin(changed)
+        self.updates.begin(plan)
+        self.reducer.begin(plan)
 
     def on_gradient(self, param: nn.Parameter) -> None:
         """See `Partitioner.on_gradient`."""
@@ -213,10 +215,10 @@ class ZeroPartitioner(WeightOwner):
         self.updates.settle()
         self.reducer.add(param, grad)
 
-    def finish(self) -> None:
+    def finish(self, plan: BackwardPlan) -> None:
         """See `Partitioner.finish`."""
         self.offloaded.require("reducing gradients", BACKWARD)
-        self.reducer.finish()
+        self.reducer.finish(plan)
 
     def gradients(self) -> Sequence[GradGroup]:
         """See `Partitioner.gradients`."""

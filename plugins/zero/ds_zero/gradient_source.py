@@ -13,6 +13,7 @@ from ds_core.errors import UsageError
 from ds_core.params import GradGroup
 
 if TYPE_CHECKING:
+    from ds_core.partition import BackwardPlan
     from ds_zero.base import ZeroPartitioner
     from ds_zero.bucket_grads import Grads
     from ds_zero.flat import FlatBucket
@@ -36,13 +37,13 @@ class GradientSource(ABC):
         self._params = {p for b in buckets for p in b.params}
         self._axes = {b: self.ctx.mesh.expand((*b.held, *b.axes)) for b in buckets}
 
-    def begin(self, changed: bool) -> None:  # noqa: B027
+    def begin(self, plan: BackwardPlan) -> None:  # noqa: B027
         """See `Partitioner.begin`."""
 
     def on_gradient(self, param: nn.Parameter) -> None:  # noqa: B027
         """See `Partitioner.on_gradient`."""
 
-    def finish(self) -> None:  # noqa: B027
+    def finish(self, plan: BackwardPlan) -> None:  # noqa: B027
         """See `Partitioner.finish`."""
 
     @abstractmethod

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ds_core import comm
 from ds_core.buckets import averaging_factors, wire_dtype
 from ds_core.params import GradGroup, squared_norm
-from ds_core.partition import GradState
+from ds_core.partition import LATER, BackwardPlan, GradState
 from ds_core.process import log_once
 from ds_zero.bucket_grads import Grads
 from ds_zero.gradient_source import GradientSource
@@ -124,6 +124,7 @@ class Reducer(GradientSource):
         self._in_flight: deque[_Reduction] = deque()
         self._wire_dtypes: dict[FlatBucket, torch.dtype] = {}
         self._state = GradState.LOCAL
+        self._plan = LATER
         self._before, self._after = averaging_factors(self.ctx, self.ctx.mesh.size("dp"))
         self._keeps = self.section.stage == 1
         self._pool = _Pool(None if self._keeps else 2 * IN_FLIGHT)
@@ -136,12 +137,13 @@ class Reducer(GradientSource):
     @property
     def _reduces(self) -> bool:
         """Whether the running backward reduces gradients."""
-        owner = self.owner
-        return not owner.hold and (owner.sync or owner.partitions_gradients)
+        plan = self._plan
+        return not plan.keep_local and (plan.reduce or self.owner.partitions_gradients)
 
-    def begin(self, changed: bool) -> None:
+    def begin(self, plan: BackwardPlan) -> None:
         """See `Partitioner.begin`."""
-        if changed:
+        self._plan = plan
+        if plan.changed:
             for grads in self._all.values():
                 grads.awaited = sum(p.requires_grad for p in grads.bucket.params)
         self._state = GradState.LOCAL
@@ -210,7 +212,7 @@ class Reducer(GradientSource):
         # [Note: several engines] Buckets are waited for in backward, too, to keep few in memory. If ranks came to the
         # engines' parts in different orders, each would wait for a bucket of another engine. So only the engine that
         # runs the backward sends before its end.
-        if not self.owner.may_wait:
+        if not self._plan.may_wait:
             return
         while self._next < len(self._queue) and len(self._queue[self._next].arrived) >= self._queue[self._next].awaited:
             self._launch(self._queue[self._next])
@@ -295,7 +297,7 @@ class Reducer(GradientSource):
             self._pool.put(done.source)
         if not inside and grads.shard is not out:
             self._pool.put(out)
-        if self.on_reduced is not None and self.owner.sync:
+        if self.on_reduced is not None and self._plan.reduce:
             self.on_reduced(bucket)
 
     def _synchronize(self) -> None:
@@ -307,8 +309,9 @@ class Reducer(GradientSource):
         """The dtype in which gradients accumulate."""
         return (self.ctx.precision.accumulate if bucket.full.is_floating_point() else None) or bucket.dtype
 
-    def finish(self) -> None:
+    def finish(self, plan: BackwardPlan) -> None:
         """See `Partitioner.finish`."""
+        self._plan = plan
         if not self._reduces or self._state is GradState.REDUCED:
             return
         if self._state is GradState.LOCAL:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from ds_core.context import Context
     from ds_core.mesh import Mesh
+    from ds_core.partition import BackwardPlan
     from ds_zero.config import ZeroConfig
     from ds_zero.gradient_source import GradientSource
     from ds_zero.hierarchy import TwoSteps
@@ -125,12 +126,12 @@ class Stage3(ZeroPartitioner):
         if not trained:
             self._untrained.add(bucket)
 
-    def attach(self, module: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def attach(self, module: nn.Module, groups: list[dict[str, Any]], *, updated: bool = True) -> list[dict[str, Any]]:
         """See `Partitioner.attach`."""
         for part in module.modules():
             for param in externals(part):
                 self._check_external(part, param)
-        out = super().attach(module, groups)
+        out = super().attach(module, groups, updated=updated)
         self.unit_of = {p: u for u in self.units for p in u.bucket.params}
         mesh = self.ctx.mesh
         for unit in self.units:
@@ -286,11 +287,11 @@ class Stage3(ZeroPartitioner):
 
     # -- backward and step -----------------------------------------------------------------------------------
 
-    def begin(self, changed: bool) -> None:
+    def begin(self, plan: BackwardPlan) -> None:
         """See `Partitioner.begin`."""
         if torch._C._current_graph_task_id() == -1:  # else hooks on modules may have seen the backward before
             self.gathering.in_backward = False
-        super().begin(changed)
+        super().begin(plan)
 
     def on_gradient(self, param: nn.Parameter) -> None:
         """See `Partitioner.on_gradient`."""

@@ -38,6 +38,7 @@ from ds_zero.updates import Updates
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from ds_core.partition import BackwardPlan
     from ds_zero.base import ZeroPartitioner
     from ds_zero.bucket_grads import Grads
     from ds_zero.flat import FlatBucket
@@ -94,9 +95,9 @@ class SuperOffload(Updates):
 
     # -- during backward -------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin(self, plan: BackwardPlan) -> None:
         """See `Updates.begin`."""
-        self._open = bool(self._spares) and self._likely and self.owner.sync and not self._stuck
+        self._open = bool(self._spares) and self._likely and plan.reduce and not self._stuck
         if self._open and not self._optimizer.takes_inputs:
             self._open = False
             log_once(log, logging.INFO, "SuperOffload: no update begins in backward: the optimizer's step has hooks")

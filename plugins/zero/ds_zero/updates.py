@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ds_run_state.states import StateSource
     from torch.optim import Optimizer
 
+    from ds_core.partition import BackwardPlan
     from ds_zero.base import ZeroPartitioner
     from ds_zero.flat import FlatBucket
 
@@ -33,7 +34,7 @@ class Updates:
     def bind(self, optimizer: Optimizer) -> None:
         """The optimizer is there. Raises UsageError for one that will not do."""
 
-    def begin(self) -> None:
+    def begin(self, plan: BackwardPlan) -> None:
         """A backward begins."""
 
     def step(self, optimizer: Optimizer, factor: float) -> None:
