@@ -338,18 +338,18 @@ class Engine(RunningEngine):
         """
         if reduce_output not in ("avg", None):
             raise UsageError(f"reduce_output={reduce_output!r}; it is 'avg' or None")
-        self.telemetry.notify("ds_eval_begin")
         count, wants_outputs = num_micro_batches or self.ctx.batch.gas, return_logits or not compute_loss
-        with eval_mode(self.module):
-            loss, outputs = self.runner.evaluate(
-                self, iter(data_iter), count, return_logits=wants_outputs, compute_loss=compute_loss
-            )
-        if not compute_loss or (not bcast_loss and not self.runner.makes_loss):
-            loss = None
-        if loss is not None and reduce_output == "avg":
-            loss = mean_over_dp(loss, self.ctx.mesh)
-        if self.telemetry.observes("ds_eval_end"):
-            self.telemetry.notify("ds_eval_end", metrics={} if loss is None else {"loss": loss.item()})
+        with self.telemetry.evaluation() as metrics:
+            with eval_mode(self.module):
+                loss, outputs = self.runner.evaluate(
+                    self, iter(data_iter), count, return_logits=wants_outputs, compute_loss=compute_loss
+                )
+            if not compute_loss or (not bcast_loss and not self.runner.makes_loss):
+                loss = None
+            if loss is not None and reduce_output == "avg":
+                loss = mean_over_dp(loss, self.ctx.mesh)
+            if loss is not None:
+                metrics["loss"] = loss
         if not compute_loss:
             return outputs
         return (loss, outputs) if return_logits else loss

@@ -279,30 +279,22 @@ def ds_request(ctx: Context, step: int, metrics: Mapping[str, float]) -> entries
 
 @gives(nothing, observer=True)
 def ds_phase_begin(ctx: Context, phase: str, inputs: Any) -> None:
-    """Hook (observer): a phase begins. Every rank, once per micro-batch; in a pipeline per micro-batch and stage.
+    """Hook (observer): a phase begins. Every rank; those of a step once per micro-batch, in a pipeline and per stage.
 
     phase: ``"forward"``, whose `inputs` are (args, kwargs) of the model or of the first stage of a pipeline, else None;
     ``"backward"``, and in it, where the engine runs it, ``"backward_inner"`` (autograd) and ``"backward_allreduce"``
-    (waiting for reductions); ``"step"``, once per optimizer step. A plain ``loss.backward()`` is not seen. Phases nest
-    properly. Work on the device may still be under way: measure by timing events (`Accelerator.new_event`).
+    (waiting for reductions); ``"step"``, once per optimizer step; ``"eval"``, around ``engine.eval_batch``, which is no
+    part of a step, so `ds_listens` does not silence it. A plain ``loss.backward()`` is not seen. Phases nest properly.
+    Work on the device may still be under way: measure by timing events (`Accelerator.new_event`).
     """
 
 
 @gives(nothing, observer=True)
-def ds_phase_end(ctx: Context, phase: str) -> None:
-    """Hook (observer): the phase has ended, also by an exception."""
+def ds_phase_end(ctx: Context, phase: str, metrics: Mapping[str, float]) -> None:
+    """Hook (observer): the phase has ended, also by an exception.
 
-
-@gives(nothing, observer=True)
-def ds_eval_begin(ctx: Context) -> None:
-    """Hook (observer): ``engine.eval_batch`` begins. Every rank."""
-
-
-@gives(nothing, observer=True)
-def ds_eval_end(ctx: Context, metrics: Mapping[str, float]) -> None:
-    """Hook (observer): ``engine.eval_batch`` is done. Not called when it raised. Every rank.
-
-    metrics: ``loss``, where it was computed and this rank knows it (`eval_batch` says of which ranks it is the mean).
+    metrics: of ``"eval"`` ``loss``, where it was computed and this rank knows it (`eval_batch` says of which ranks it
+    is the mean); else empty.
     """
 
 

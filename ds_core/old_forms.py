@@ -78,6 +78,29 @@ def _call(hook: Callable[..., Any], **arguments: Any) -> Any:
     return hook(**{name: value for name, value in arguments.items() if name in taken})
 
 
+def _hear_of_evaluations(hooks: Hooks) -> None:
+    """Evaluations are the phase "eval"; who asked for nothing else hears of no other phase."""
+    begun = hooks.pop("ds_eval_begin", None)
+    ended = hooks.pop("ds_eval_end", None)
+    begin = hooks.get("ds_phase_begin")
+    end = hooks.get("ds_phase_end")
+    listens = hooks.get("ds_listens")
+
+    def ds_phase_begin(ctx: Context, phase: str, inputs: Any) -> None:
+        if (hook := begun if phase == "eval" else begin) is not None:
+            _call(hook, ctx=ctx, phase=phase, inputs=inputs)
+
+    def ds_phase_end(ctx: Context, phase: str, metrics: Any) -> None:
+        if (hook := ended if phase == "eval" else end) is not None:
+            _call(hook, ctx=ctx, phase=phase, metrics=metrics)
+
+    def ds_listens(ctx: Context) -> Any:
+        own = {name: 0 for name, hook in (("ds_phase_begin", begin), ("ds_phase_end", end)) if hook is None}
+        return (_call(listens, ctx=ctx) if listens is not None else {}) | own
+
+    hooks |= {"ds_phase_begin": ds_phase_begin, "ds_phase_end": ds_phase_end, "ds_listens": ds_listens}
+
+
 FORMS: tuple[tuple[Callable[[Hooks], bool], str, Callable[[Hooks], None]], ...] = (
     (
         _methods_ask,
@@ -88,6 +111,11 @@ FORMS: tuple[tuple[Callable[[Hooks], bool], str, Callable[[Hooks], None]], ...] 
         lambda hooks: "ds_exception" in hooks,
         "ds_exception is ds_close(ctx, error) now, whose error is None where all went well",
         _close_with_error,
+    ),
+    (
+        lambda hooks: "ds_eval_begin" in hooks or "ds_eval_end" in hooks,
+        'ds_eval_begin and ds_eval_end are the phase "eval" of ds_phase_begin and ds_phase_end now',
+        _hear_of_evaluations,
     ),
 )
 """How an old form is known, what to write instead, and how it is brought into today's form."""

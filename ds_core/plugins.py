@@ -68,7 +68,7 @@ __all__ = [
 
 AUTOLOAD_OFF = "DS_PLUGINS_DISABLE_AUTOLOAD"
 BUILTIN = "ds_core.builtin"
-OLD_HOOKS = frozenset(("ds_engine_methods", "ds_exception"))
+OLD_HOOKS = frozenset(("ds_engine_methods", "ds_eval_begin", "ds_eval_end", "ds_exception"))
 """Hooks that had another form or name, see `ds_core.old_forms`."""
 LOADED = "plugins.load"  # in place of a distribution, for modules that the config loads
 

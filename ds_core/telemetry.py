@@ -7,7 +7,7 @@ import logging
 import sys
 import weakref
 from collections import UserDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -121,7 +121,7 @@ class _Phase:
         self._telemetry.notify("ds_phase_begin", phase=self._name, inputs=self._inputs)
 
     def __exit__(self, *_: object) -> None:
-        self._telemetry.notify("ds_phase_end", phase=self._name)
+        self._telemetry.notify("ds_phase_end", phase=self._name, metrics={})
 
 
 class Telemetry:
@@ -208,6 +208,23 @@ class Telemetry:
     def phase(self, name: str, inputs: Any = None) -> contextlib.AbstractContextManager[None]:
         """To run a phase of a step in, as `ds_phase_begin` describes it. It is observed where a plugin wants it."""
         return _Phase(self, name, inputs) if self.follows_phases else _NOTHING
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[Metrics]:
+        """To evaluate in: the phase "eval". It is no part of a step, so all observers of phases hear of it.
+
+        What is put into the metrics that it gives is read when an observer asks.
+        """
+        metrics = Metrics()
+        self._tell_all("ds_phase_begin", phase="eval", inputs=None)
+        try:
+            yield metrics
+        finally:
+            self._tell_all("ds_phase_end", phase="eval", metrics=metrics)
+
+    def _tell_all(self, hook: str, **arguments: Any) -> None:
+        for observer in self.ctx.plugins.observers(hook):
+            observer({**arguments, "ctx": self.ctx})
 
     # -- steps -----------------------------------------------------------------------------------------------
 

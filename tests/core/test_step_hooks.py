@@ -59,8 +59,6 @@ OBSERVERS = {
     "ds_phase_end": "phase",
     "ds_step_begin": "step",
     "ds_step_end": "step",
-    "ds_eval_begin": "",
-    "ds_eval_end": "metrics",
     "ds_checkpoint_saved": "tag",
     "ds_checkpoint_loaded": "path",
     "ds_close": "error",
@@ -74,7 +72,7 @@ def test_observers_see_what_happens_in_its_order(start: Start, tmp_path: Path) -
     one_step(engine)
     engine.save_checkpoint(str(tmp_path / "saved"))
     engine.load_checkpoint(str(tmp_path / "saved"))
-    loss = engine.eval_batch(iter([torch.ones(2, 2)]))
+    engine.eval_batch(iter([torch.ones(2, 2)]))
     engine.destroy()
     forward, step = (
         [("phase_begin", "forward"), ("phase_end", "forward")],
@@ -85,12 +83,39 @@ def test_observers_see_what_happens_in_its_order(start: Start, tmp_path: Path) -
     backward += [("phase_begin", reduction), ("phase_end", reduction), ("phase_end", "backward")]
     trained = [*forward, *backward, ("step_begin", 0), *step, ("step_end", 0)]
     assert seen[: len(trained)] == trained
-    rest = ["checkpoint_saved", "checkpoint_loaded", "eval_begin", "phase_begin", "phase_end", "eval_end", "close"]
-    assert [name for name, _ in seen[len(trained) :]] == rest
+    rest = ["checkpoint_saved", "checkpoint_loaded", *4 * ["phase"], "close"]
+    assert [name.removesuffix("_begin").removesuffix("_end") for name, _ in seen[len(trained) :]] == rest
+    evaluated = [("phase_begin", "eval"), *forward, ("phase_end", "eval")]
+    assert seen[-5:-1] == evaluated
     told = dict(seen)
     assert told["checkpoint_saved"] == "global_step1"
     assert told["checkpoint_loaded"].endswith("global_step1")
-    assert told["eval_end"] == {"loss": loss.item()}
+
+
+EVALUATES = """
+def ds_listens(ctx): return {"ds_phase_begin": 0, "ds_phase_end": 0}
+def ds_phase_begin(phase, inputs): SEEN.append((phase, inputs))
+def ds_phase_end(phase, metrics): SEEN.append((phase, dict(metrics)))
+"""
+EVALUATED_BEFORE = """
+def ds_eval_begin(): SEEN.append(("eval", None))
+def ds_eval_end(ctx, metrics): SEEN.append(("eval", dict(metrics)))
+"""
+
+
+@pytest.mark.parametrize("body", [EVALUATES, EVALUATED_BEFORE])
+@pytest.mark.filterwarnings("ignore:.*the phase .eval.:DeprecationWarning")
+def test_an_evaluation_is_told_to_who_listens_to_no_step(start: Start, body: str) -> None:
+    engine = start(body)
+    (seen,) = engine.seen
+    one_step(engine)
+    assert seen == []
+    loss = engine.eval_batch(iter([torch.ones(2, 2)]))
+    assert seen == [("eval", None), ("eval", {"loss": loss.item()})]
+    seen.clear()
+    with pytest.raises(RuntimeError, match="shapes"):
+        engine.eval_batch(iter([torch.ones(2, 3)]))
+    assert seen == [("eval", None), ("eval", {})]
 
 
 SPARSE = """
@@ -129,7 +154,7 @@ def test_an_observer_is_called_in_the_steps_that_it_named(start: Start, tmp_path
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        ({"ds_eval_end": 2}, "ds_listens of hooked_.* names ds_eval_end; it may name ds_step_begin"),
+        ({"ds_close": 2}, "ds_listens of hooked_.* names ds_close; it may name ds_step_begin"),
         ({"ds_step_end": -1}, "'ds_step_end' must be a whole number from 0 on"),
         ({"ds_step_end": True}, "'ds_step_end' must be a whole number from 0 on"),
         ({"ds_step_end": 1.5}, "mapping of names to"),

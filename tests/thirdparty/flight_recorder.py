@@ -46,12 +46,8 @@ def ds_phase_begin(ctx: Context, phase: str) -> None:
     _add(ctx, f"{phase} begins")
 
 
-def ds_phase_end(ctx: Context, phase: str) -> None:
-    _add(ctx, f"{phase} ends")
-
-
-def ds_eval_end(ctx: Context, metrics: Mapping[str, float]) -> None:
-    _add(ctx, f"evaluated: {sorted(metrics)}")
+def ds_phase_end(ctx: Context, phase: str, metrics: Mapping[str, float]) -> None:
+    _add(ctx, f"evaluated: {sorted(metrics)}" if phase == "eval" else f"{phase} ends")
 
 
 def ds_checkpoint_saved(ctx: Context, tag: str) -> None:

@@ -45,7 +45,7 @@ class StepProfile:
 
     def begin(self, phase: str) -> None:
         """A phase of the step begins."""
-        if phase == "forward" and not torch.is_grad_enabled():
+        if phase == "eval" or (phase == "forward" and not torch.is_grad_enabled()):
             return  # an evaluation before the step
         if not self._profiler.started:
             self._profiler.attach()

@@ -24,7 +24,7 @@ class Kind:
 
 
 OBSERVERS = (
-    *("ds_step_begin", "ds_step_end", "ds_request", "ds_phase_begin", "ds_phase_end", "ds_eval_begin", "ds_eval_end"),
+    *("ds_step_begin", "ds_step_end", "ds_request", "ds_phase_begin", "ds_phase_end"),
     *("ds_checkpoint_saved", "ds_checkpoint_loaded", "ds_open", "ds_close", "ds_checkpointables"),
 )
 

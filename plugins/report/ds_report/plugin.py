@@ -21,7 +21,6 @@ __all__ = [
     "ds_commands",
     "ds_config",
     "ds_engine_methods",
-    "ds_eval_end",
     "ds_open",
     "ds_phase_begin",
     "ds_phase_end",
@@ -68,27 +67,26 @@ def plan_steps(engine: Any, total: int) -> None:
 
 
 def ds_phase_begin(ctx: Context, phase: str) -> None:
-    """Remember what this rank does."""
-    if (recorder := ctx.stash.get(RECORDER)) is not None:
+    """Remember what this rank does in a step."""
+    if phase != "eval" and (recorder := ctx.stash.get(RECORDER)) is not None:
         recorder.phase_begin(phase)
 
 
-def ds_phase_end(ctx: Context, phase: str) -> None:
-    """It does the next thing."""
-    if (recorder := ctx.stash.get(RECORDER)) is not None:
+def ds_phase_end(ctx: Context, phase: str, metrics: Mapping[str, Any]) -> None:
+    """It does the next thing; an evaluation is one line."""
+    recorder = ctx.stash.get(RECORDER)
+    if recorder is None:
+        return
+    if phase != "eval":
         recorder.phase_end(phase)
+    elif metrics:  # else it has failed, or was of outputs alone
+        recorder.add("eval", step=ctx.engine.global_steps, metrics=dict(metrics))
 
 
 def ds_step_end(ctx: Context, step: int, metrics: Mapping[str, Any]) -> None:
     """One line."""
     if (recorder := ctx.stash.get(RECORDER)) is not None:
         recorder.step(step + 1, metrics)
-
-
-def ds_eval_end(ctx: Context, metrics: Mapping[str, Any]) -> None:
-    """One line."""
-    if (recorder := ctx.stash.get(RECORDER)) is not None:
-        recorder.add("eval", step=ctx.engine.global_steps, metrics=dict(metrics))
 
 
 def ds_checkpoint_saved(ctx: Context, folder: str, tag: str) -> None:

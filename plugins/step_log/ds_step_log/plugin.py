@@ -18,8 +18,6 @@ __all__ = [
     "ds_checkpoint_loaded",
     "ds_close",
     "ds_config",
-    "ds_eval_begin",
-    "ds_eval_end",
     "ds_listens",
     "ds_metrics",
     "ds_open",
@@ -81,16 +79,6 @@ def ds_step_begin(ctx: Context) -> None:
     """In the step that ``memory_snapshot`` names: look at what is held."""
     if (snapshot := ctx.stash[LOG].snapshot) is not None:
         snapshot.step_begin()
-
-
-def ds_eval_begin(ctx: Context) -> None:
-    """Evaluation is no part of a step."""
-    ctx.stash[LOG].eval_begin()
-
-
-def ds_eval_end(ctx: Context) -> None:
-    """Training goes on."""
-    ctx.stash[LOG].eval_end()
 
 
 def ds_metrics(ctx: Context) -> Mapping[str, SupportsFloat]:

@@ -90,7 +90,10 @@ class StepLog:
     # -- events of a step ------------------------------------------------------------------------------------
 
     def phase_begin(self, phase: str, inputs: Any) -> None:
-        """See `ds_phase_begin`."""
+        """See `ds_phase_begin`; evaluation is no part of a step."""
+        if phase == "eval":
+            self._clock.pause()
+            return
         if phase == "forward":
             self._training = self._ctx.engine.module.training
         if not self._training:
@@ -110,20 +113,14 @@ class StepLog:
 
     def phase_end(self, phase: str) -> None:
         """See `ds_phase_end`."""
-        if self._training:
+        if phase == "eval":
+            self._clock.resume()
+        elif self._training:
             if self._watched is not None:
                 self._watched.end(phase)
             self._clock.end(phase)
         elif phase == "forward":
             self._training = True
-
-    def eval_begin(self) -> None:
-        """See `ds_eval_begin`."""
-        self._clock.pause()
-
-    def eval_end(self) -> None:
-        """See `ds_eval_end`."""
-        self._clock.resume()
 
     def metrics(self, engine: RunningEngine) -> dict[str, SupportsFloat]:
         """The step that is over, for monitors: where not every step is read, the mean of those since the last one.
