@@ -162,7 +162,8 @@ class CollectivesEntry(_Record):
     """A provider of collectives for tensors on `device` in groups of `backend`; the highest available priority serves.
 
     load: called as ``load(group, messages)`` on each rank of a group, when it is first used; gives a
-    `ds_core.comm.GroupCollectives`. build: as `KernelEntry.build`.
+    `ds_core.comm.GroupCollectives`. Where it takes an argument ``config``, it is given the `RunConfig` too, of the
+    first run that uses the group. build: as `KernelEntry.build`.
     """
 
     load: Ref

@@ -63,7 +63,7 @@ def open_run(
     accelerator = get_accelerator(chosen.plugins)
     rank, world_size = (0, 1) if alone else _place(chosen.plugins)
     several = not alone and (world_size > 1 or core.collectives is not None)
-    providers = comm.choose_providers(chosen.plugins, core.collectives) if several else {}
+    providers = comm.choose_providers(chosen.plugins, core.collectives, chosen.config) if several else {}
     check_rules(chosen.config, chosen.plugins, newer_than=asked)
     kernels = Kernels(chosen.plugins, core.kernels)
     if chosen.notes and rank == 0:

@@ -115,7 +115,8 @@ class Partitioner(ABC):
     def gradient_shards(self) -> Iterable[GradientShard]:
         """What `gradients` has just given, by parameter: the same tensors, so that changes in place count.
 
-        Asked only where a plugin implements `ds_gradients`. A partitioner without it refuses such plugins.
+        Optional: asked only where a plugin implements `ds_gradients`, and `initialize` refuses such a plugin beside a
+        partitioner without it.
         """
         raise NotImplementedError
 

@@ -35,6 +35,7 @@ KITS = {
     "ds_metrics": "ObserverConformance",
     "ds_compile_passes": "CompilePassConformance",
     "ds_launchers": "LauncherConformance",
+    "ds_pipeline_schedules": "PipelineScheduleConformance",
     "ds_engine_methods": "EngineMethodsConformance",
     "ds_mesh_axes": "MeshAxisConformance",
     "ds_param_axes": "MeshAxisConformance",
@@ -45,6 +46,8 @@ KITS = {
     "ds_memory": "MemoryConformance",
 }
 """The kit of each hook that has one of its own; observers have `ObserverConformance`, the rest `PluginConformance`."""
+OWN_KITS = {"PipelineScheduleConformance"}
+"""Kits that come with the hook's package, not with ds-testing."""
 
 
 def hook_pages(root: Path) -> dict[str, str]:
@@ -62,7 +65,8 @@ def hook_pages(root: Path) -> dict[str, str]:
         kit = KITS.get(name, "ObserverConformance" if "observer" in kind else "PluginConformance")
         first = re.split(r"(?<=[.;])\s", text)[0].rstrip(".;").replace("``", "`").strip()
         rows.append(f"| [`{name}`](#{name}) | {re.split('[,.]', kind)[0].lower()} | {first} |")
-        facts = [f"- Kit: [`{kit}`](api/ds_testing.md)"]
+        where = homes[name].parent.name if kit in OWN_KITS else "ds_testing"
+        facts = [f"- Kit: [`{kit}`](api/{where}.md)"]
         if name in callers:
             facts.append("- Called by: " + ", ".join(f"`{module}`" for module in callers[name]))
         if name in recipes:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +20,7 @@ from ds_core.entries import CollectivesEntry, ask
 from ds_core.errors import CommError, ConfigError, PluginError
 
 if TYPE_CHECKING:
+    from ds_core.config import RunConfig
     from ds_core.discovery import Found
     from ds_core.plugins import Plugins
 
@@ -188,6 +190,7 @@ class Provider:
     name: str
     entry: CollectivesEntry
     plugin: Found
+    config: RunConfig | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"{self.name} ({self.plugin.dist})"
@@ -196,15 +199,19 @@ class Provider:
         """See `GroupCollectives`. Raises PluginError, naming the plugin, for whatever goes wrong."""
         load = Answer(self.plugin, self.entry).resolve(self.entry.load, f"collectives {self.name!r}")
         with blaming(self.plugin, f"failed in {self.entry.load} (ds_collectives)"):
-            made = load(group, messages)
+            more = {"config": self.config} if "config" in inspect.signature(load).parameters else {}
+            made = load(group, messages, **more)
             if not isinstance(made, GroupCollectives):
                 raise TypeError(f"it must give a ds_core.comm.GroupCollectives, not {made!r}")
         return made
 
 
-def choose_providers(plugins: Plugins, wanted: str | None) -> dict[tuple[str, str], Provider]:
+def choose_providers(
+    plugins: Plugins, wanted: str | None, config: RunConfig | None = None
+) -> dict[tuple[str, str], Provider]:
     """(device type, backend) -> what serves its groups: the highest priority that is available, or `wanted` alone.
 
+    config: of the run, for providers that have a section.
     Raises ConfigError when no plugin offers `wanted` or it is not available, PluginError for two of one priority.
     """
     offers = plugins.named("ds_collectives", "collectives")
@@ -213,7 +220,7 @@ def choose_providers(plugins: Plugins, wanted: str | None) -> dict[tuple[str, st
 
         raise ConfigError([missing("collectives", wanted, [*offers, PLAIN], more=plugins.quarantined())], "collectives")
     names = offers if wanted is None else {wanted.lower()} - {PLAIN}
-    found = [Provider(name, offers[name].value, offers[name].plugin) for name in sorted(names)]
+    found = [Provider(name, offers[name].value, offers[name].plugin, config) for name in sorted(names)]
     chosen: dict[tuple[str, str], Provider] = {}
     for one in sorted(found, key=lambda provider: -provider.entry.priority):
         pair = one.entry.device, one.entry.backend

@@ -24,6 +24,7 @@ HOOKS = {
     "ds_commands": "commands",
     "ds_config_formats": "config_formats",
     "ds_compile_passes": "compile_passes",
+    "ds_pipeline_schedules": "pipeline_schedules",
 }
 DRIVERS = ("ds_checkpointer", "ds_mesh")
 """Hooks that an installed backend answers without being named; see `Plugins.driver`."""

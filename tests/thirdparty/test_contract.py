@@ -106,12 +106,14 @@ ENTRY = {
     "ds_transforms": "Transform(Phase.SHARD, print)",
     "ds_config_formats": "'m:a'",
     "ds_compile_passes": "'m:a'",
+    "ds_pipeline_schedules": "'m:a'",
     "ds_charts": "Chart('n', 't', 'x')",
 }
 LISTS = ("ds_accelerators", "ds_kernels", "ds_check", "ds_monitors", "ds_mesh_axes", "ds_transforms", "ds_charts")
 MAPPINGS = (
     *("ds_optimizers", "ds_schedulers", "ds_state_stores", "ds_launchers", "ds_commands", "ds_config_formats"),
     "ds_compile_passes",
+    "ds_pipeline_schedules",
     "ds_checkpointables",
 )
 WRONG: list[tuple[str, str, str]] = [

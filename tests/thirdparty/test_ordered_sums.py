@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ds_testing import CollectivesConformance, run_ranks
+from ds_testing import CollectivesConformance, WorkerPool, run_ranks
 
 from ds_core.errors import ConfigError
 
 HERE = str(Path(__file__).parent)
 
 
-def train(collectives: str | None) -> list[Any]:
+def train(collectives: str | None, **sections: Any) -> list[Any]:
     import torch
 
     import ds_core
@@ -25,8 +25,9 @@ def train(collectives: str | None) -> list[Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "plugins": {"load": ["ordered_sums"]},
+        "plugins": {"load": ["ordered_sums=ordered_sums"]},
         "collectives": collectives,
+        **sections,
     }
     engine, *_ = ds_core.initialize(model=model, config=config)
     sys.modules["ordered_sums"].CALLS.clear()
@@ -44,6 +45,17 @@ def test_it_serves_where_the_config_names_it() -> None:
     assert named == plain
     with pytest.raises(ConfigError, match="no collective is called 'quick'; installed: .*ordered.*torch"):
         train("quick")
+
+
+def train_with(largest: int) -> list[Any]:
+    return train("Ordered", ordered_sums={"largest": largest})
+
+
+def test_it_is_given_its_section() -> None:
+    """Each pool has groups of its own, which are served as the first run says."""
+    for largest, sums in ((8, 0), (65536, 3)):
+        with WorkerPool(2) as pool:
+            assert len(pool.run(train_with, largest)[0][1]) == sums, "gradients have 32 bytes"
 
 
 def ordered_sums(group: Any, messages: bool) -> Any:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_cli.memory import memory_of
+
 from ds_autotuning.profile import build, fit_line
 from ds_autotuning.records import Forecast, Parameter, Profile, read_json
 from ds_core.compose import compose
@@ -83,18 +85,16 @@ def states_of(profile: Profile, chosen: Composition, world: int) -> Mapping[str,
     mesh = chosen.mesh(world)
     module = build(profile, _share(profile, mesh), _elsewhere(profile, mesh))
     cast_module(module, make_precision(chosen.config, chosen.plugins))
-    answer = chosen.plugins.driver(
-        "ds_memory", config=chosen.config, plugins=chosen.plugins, module=module, world=mesh.size("dp")
-    )
-    if answer is not None:
-        told: Mapping[str, float] = answer.value
+    told, complete = memory_of(chosen, module, mesh.size("dp"))
+    if complete:
         return told
     count = sum(p.numel() for p in module.parameters())
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     weights = sum(p.numel() * p.element_size() for p in module.parameters())
     half = weights < 4 * count
     # Weights, gradients, and in 16-bit modes fp32 masters with their gradients; Adam's moments in fp32.
-    return {"device": weights + trained * ((2 + 8 if half else 4) + 4 * ADAM), "host": 0.0, "disk": 0.0}
+    told["device"] += weights + trained * ((2 + 8 if half else 4) + 4 * ADAM)
+    return told
 
 
 def _size(mesh: Mesh, axis: str) -> int:

@@ -85,6 +85,21 @@ def test_states_are_those_of_the_plan(stage: int) -> None:
     assert told["device"] == pytest.approx(need.device.peak, rel=0.02) and told["host"] == need.host.peak
 
 
+ADDS = "def ds_memory(module): return {'device': 7.0, 'host': 11.0, 'disk': 0.0}"
+
+
+@pytest.mark.parametrize("stage", [None, 2])
+def test_what_plugins_add_counts_too(stage: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "adds_memory.py").write_text(ADDS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = {k: v for k, v in BASE.items() if k != "zero_optimization"}
+    if stage is not None:
+        config["zero_optimization"] = {"stage": stage}
+    alone = states_of(profile(), compose(config), 2)
+    more = states_of(profile(), compose({**config, "plugins": {"load": ["adds_memory"]}}), 2)
+    assert {place: more[place] - alone[place] for place in alone} == {"device": 7.0, "host": 11.0, "disk": 0.0}
+
+
 def test_without_a_plan_adam_is_assumed() -> None:
     made = profile()
     config = {k: v for k, v in BASE.items() if k != "zero_optimization"}

@@ -26,13 +26,18 @@ def ds_commands() -> Mapping[str, entries.CommandEntry]:  # type: ignore[empty-b
 
 
 @gives(many("ds_core.entries:Chart"))
-def ds_charts(config: RunConfig) -> Iterable[entries.Chart]:  # type: ignore[empty-body]
-    """Hook: what ``dscore plan`` shows of a config besides memory and messages, such as a timeline. Nothing runs."""
+def ds_charts(config: RunConfig, plugins: Plugins) -> Iterable[entries.Chart]:  # type: ignore[empty-body]
+    """Hook: what ``dscore plan`` shows of a config besides memory and messages, such as a timeline. Nothing runs.
+
+    plugins: to ask for what a name in the config means, as in `ds_check`.
+    """
 
 
 @gives(numbers)
 def ds_memory(config: RunConfig, plugins: Plugins, module: nn.Module, world: int) -> Mapping[str, float]:  # type: ignore[empty-body]
-    """Driver: the most bytes of model states on one rank, by "device", "host" and "disk", for tools. Nothing runs.
+    """Hook: the most bytes that a plugin keeps on one rank, by "device", "host" and "disk", for tools. Nothing runs.
 
+    What answers `ds_partitioner` tells of the model states, and nobody: they are replicated. Others tell of what they
+    add, such as averages of the weights; all answers are added up (`ds_cli.memory.memory_of`).
     module: what a rank computes with, of meta tensors in the dtypes of training. world: data-parallel ranks.
     """

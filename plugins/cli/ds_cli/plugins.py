@@ -40,6 +40,7 @@ KINDS = {
     "ds_engine_methods": "engine methods",
     "ds_open": "acts at the start",
     "ds_compile_passes": "compile pass",
+    "ds_pipeline_schedules": "pipeline schedule",
     "ds_checkpointables": "checkpointed state",
     "ds_checkpointer": "checkpointer",
     "ds_launchers": "launcher",

@@ -35,7 +35,7 @@ def plugin(
 
     if kind not in KINDS:
         raise CommandError(_which(kind))
-    names = names_of(name)
+    names = names_of(name, kind)
     target = Path(names.name) if folder is None else folder
     if target.exists() or target.is_symlink():
         raise CommandError(f"{target} is there already, and nothing is overwritten; give another --folder")

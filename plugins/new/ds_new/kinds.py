@@ -115,8 +115,15 @@ KINDS: dict[str, Kind] = {
         "A pass over compiled graphs",
         needs=("ds-compile",),
     ),
+    "pipeline-schedule": Kind(
+        "the order of work in a pipeline",
+        ("ds_pipeline_schedules",),
+        False,
+        "A pipeline schedule",
+        needs=("ds-pipeline",),
+    ),
     "check": Kind("rules that span a config's sections", ("ds_check",), True, "A check"),
     "chart": Kind("what dscore plan shows of a config", ("ds_charts",), True, "A chart"),
-    "memory": Kind("how much memory model states take", ("ds_memory",), True, "The memory of model states"),
+    "memory": Kind("how much memory it keeps", ("ds_memory",), True, "What a plugin keeps in memory"),
 }
 """By the name that ``--kind`` takes; in the order of docs/plugins.md."""

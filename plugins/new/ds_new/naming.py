@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from ds_cli.show import CommandError
 
-from ds_core.catalogue import documented
-from ds_core.plugins import discover
+from ds_core.catalogue import documented, offered_by
+from ds_core.discovery import HOOKS
+from ds_core.plugins import Plugins, discover
 
 __all__ = ["Names", "forms_of", "names_of"]
 
@@ -25,8 +26,11 @@ class Names:
     cls: str
 
 
-def names_of(name: str) -> Names:
-    """The forms of `name`. Raises CommandError for one that cannot be used, and says why and what could."""
+def names_of(name: str, kind: str = "") -> Names:
+    """The forms of `name`. Raises CommandError for one that cannot be used, and says why and what could.
+
+    kind: of `KINDS`; what configs and commands name it by must be free too.
+    """
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9]*([-_.][A-Za-z0-9]+)*", name):
         words = "-".join(re.findall(r"[a-z0-9]+", name.lower())).lstrip("-0123456789")
         fix = f"; {words!r} would do" if words else ""
@@ -34,7 +38,7 @@ def names_of(name: str) -> Names:
             f"{name!r} is no name for a plugin: letters and digits, with single dashes between, and a letter first{fix}"
         )
     made = forms_of(name)
-    if why := _taken(made):
+    if why := _taken(made) or _offered(made, kind):
         other = f"{made.name}-2" if made.name.startswith("my-") else f"my-{made.name}"
         raise CommandError(f"{name!r} cannot be used: {why}; choose another name, such as {other!r}")
     return made
@@ -61,6 +65,36 @@ def _taken(names: Names) -> str:
         return f"{names.package!r} is a key of the core's config"
     if importlib.util.find_spec(names.package) is not None:
         return f"a package {names.package!r} can be imported here, and the new one would hide it"
+    return ""
+
+
+BY_NAME = {
+    "collectives": "ds_collectives",
+    "command": "ds_commands",
+    "compile-pass": "ds_compile_passes",
+    "launcher": "ds_launchers",
+    "optimizer": "ds_optimizers",
+    "pipeline-schedule": "ds_pipeline_schedules",
+    "scheduler": "ds_schedulers",
+    "state-store": "ds_state_stores",
+}
+"""The kinds whose plugins are chosen by a name, and the hook by which they offer it."""
+
+
+def _offered(names: Names, kind: str) -> str:
+    """Who offers something of this kind by the name already; "" where nobody does."""
+    hook = BY_NAME.get(kind)
+    if hook is None:
+        return ""
+    what = hook.removeprefix("ds_")
+    given = {names.package, names.cls.lower()}
+    offers = Plugins().named(hook, what) if hook in HOOKS else {}
+    for name, answer in offers.items():
+        if name in given:
+            return f"the {kind} {name!r} is {answer.plugin.dist}'s"
+    for name in sorted(given):
+        if dist := offered_by(what, name):
+            return f"the {kind} {name!r} is {dist}'s"
     return ""
 
 

@@ -29,6 +29,8 @@ COMMON = {
     "init.py.jinja": "{package}/__init__.py",
     "train.py.jinja": "example/train.py",
 }
+EXAMPLE = "train.py.example.jinja"
+"""The example of a kind whose model is not the common one."""
 BASE = {
     "train_micro_batch_size_per_gpu": 16,
     "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
@@ -46,6 +48,8 @@ def render(kind: str, names: Names) -> dict[str, str]:
         path.format(package=names.package): environment.get_template(f"common/{file}").render(given)
         for file, path in COMMON.items()
     }
+    if (TEMPLATES / kind / EXAMPLE).exists():  # a model of its own
+        files["example/train.py"] = environment.get_template(f"{kind}/{EXAMPLE}").render(given)
     files[f"{names.package}/py.typed"] = ""
     files["example/config.json"] = _pretty({**BASE, **own}) + "\n"
     for file in modules(kind):

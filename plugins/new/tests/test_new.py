@@ -104,6 +104,26 @@ def test_a_name_that_cannot_be_used(name: str, why: str, tmp_path: Path, capfd: 
     assert code == 2 and why in error and not folder.exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "whose"),
+    [
+        ("adam", "optimizer", "ds-optimizers"),
+        ("one-cycle", "scheduler", "ds-schedulers"),
+        ("slurm", "launcher", "ds-cli"),
+        ("z3", "compile-pass", "ds-zero"),
+    ],
+)
+def test_what_is_chosen_by_name_needs_a_free_one(
+    name: str, kind: str, whose: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "out"
+    code, _, error = dscore(name, "--kind", kind, "--folder", str(folder), capfd=capfd)
+    assert code == 2 and f"'my-{name}'" in error and not folder.exists()
+    assert re.search(rf"the {kind} '.*' is ds-", error), (error, whose)
+    code, _, error = dscore(f"my-{name}", "--kind", kind, "--folder", str(folder), capfd=capfd)
+    assert code == 0, error
+
+
 def test_a_kind_that_there_is_not(capfd: pytest.CaptureFixture[str]) -> None:
     code, _, error = dscore("my-x", "--kind", "monitors", capfd=capfd)
     assert code == 2 and "did you mean 'monitor'?" in error

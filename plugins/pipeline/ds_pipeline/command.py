@@ -33,7 +33,8 @@ def draw(
     from ds_cli.show import say_error
 
     from ds_core.errors import UsageError
-    from ds_pipeline.choose import make_schedule
+    from ds_core.plugins import Plugins
+    from ds_pipeline.choose import find_schedule, make_schedule
     from ds_pipeline.timeline import as_svg, as_text, titled
     from ds_pipeline.validate import ScheduleError, check
 
@@ -41,8 +42,9 @@ def draw(
     if schedule == "interleaved" and chunks == 1:
         chunks = 2
     try:
+        make = find_schedule(schedule, Plugins()) if train else None
         proof = check(
-            lambda stage: make_schedule(schedule, micro_batches, stages, stage, chunks, train=train),
+            lambda stage: make_schedule(schedule, micro_batches, stages, stage, chunks, train=train, make=make),
             train=train,
             forward=forward,
             backward=backward,

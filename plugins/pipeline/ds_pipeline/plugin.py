@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from ds_core.config import RunConfig
     from ds_core.context import Context
+    from ds_core.plugins import Plugins
     from ds_core.runner import Runner
 
 __all__ = [
@@ -39,21 +40,30 @@ def ds_commands() -> Mapping[str, CommandEntry]:
     return {"pipeline": CommandEntry("ds_pipeline.command:app", "Prove and draw pipeline schedules.")}
 
 
-def ds_charts(config: RunConfig) -> Iterable[Chart]:
+def ds_charts(config: RunConfig, plugins: Plugins) -> Iterable[Chart]:
     """The timeline of the config's schedule."""
     from ds_pipeline.timeline import timeline
 
-    return timeline(config)
+    return timeline(config, plugins)
 
 
-def ds_check(config: RunConfig) -> Iterable[Problem]:
-    """A pipeline runs all micro-batches of a batch in one call, so the caller cannot place the boundaries."""
+def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
+    """The schedule is offered by somebody; and the caller cannot place the boundaries of a batch."""
+    from ds_core.errors import UsageError
+    from ds_pipeline.choose import OWN, find_schedule
     from ds_pipeline.config import PipelineConfig
 
-    if config.section(PipelineConfig) is not None and not config.core.managed_gradient_accumulation:
+    section = config.section(PipelineConfig)
+    if section is None:
+        return
+    if not config.core.managed_gradient_accumulation:
         why = "false is not possible with a pipeline: train_batch runs every micro-batch of a batch and then steps"
-        return [Problem("managed_gradient_accumulation", why, "leave it out")]
-    return []
+        yield Problem("managed_gradient_accumulation", why, "leave it out")
+    if section.schedule not in OWN and ":" not in section.schedule:
+        try:
+            find_schedule(section.schedule, plugins)
+        except UsageError as error:
+            yield Problem("pipeline.schedule", str(error))
 
 
 def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:

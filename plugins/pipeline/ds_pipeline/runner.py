@@ -19,7 +19,7 @@ from ds_core.params import COUNTED_ELSEWHERE
 from ds_core.precision import cast_floats, forward_context
 from ds_core.runner import Runner, check_loss, loss_of
 from ds_pipeline import schedule as s
-from ds_pipeline.choose import make_schedule
+from ds_pipeline.choose import find_schedule, make_schedule
 from ds_pipeline.config import PipelineConfig
 from ds_pipeline.micro_batches import BatchRequest, agree, signature, take_micro_batches, to_device
 from ds_pipeline.module import PipelineModule
@@ -103,6 +103,7 @@ class PipelineRunner(Runner):
         self.stages, self.stage, self.chunks = self.module.num_stages, self.module.stage_id, self.module.chunks
         self.parts = self.stages * self.chunks
         split = (self.section.pipe_partitioned, self.section.pipe_partitioned and self.section.grad_partitioned)
+        self._make_own = find_schedule(self.section.schedule, ctx.plugins)  # None: one of ds-pipeline's
         self.transport = StageTransport(ctx, self.stages, self.stage, self.chunks, split)
         self.ties = Ties(ctx, self.module)
         if ctx.accelerator.device_type == "cpu":
@@ -245,7 +246,8 @@ class PipelineRunner(Runner):
     # -- plans -----------------------------------------------------------------------------------------------
 
     def _make(self, count: int, train: bool, stage: int) -> s.PipeSchedule:
-        return make_schedule(self.section.schedule, count, self.stages, stage, self.chunks, train=train)
+        name = self.section.schedule
+        return make_schedule(name, count, self.stages, stage, self.chunks, train=train, make=self._make_own)
 
     def _plan(self, count: int, train: bool) -> tuple[list[s.PipeInstruction], list[Incoming], int]:
         """This stage's instructions, the messages it receives, and how many sends may be in flight; checked once."""

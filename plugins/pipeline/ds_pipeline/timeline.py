@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from ds_core.entries import Chart
 from ds_core.errors import UsageError
-from ds_pipeline.choose import make_schedule
+from ds_pipeline.choose import find_schedule, make_schedule
 from ds_pipeline.config import PipelineConfig
 from ds_pipeline.validate import Busy, ScheduleError, ScheduleProof, check
 
 if TYPE_CHECKING:
     from ds_core.config import RunConfig
+    from ds_core.plugins import Plugins
 
 __all__ = ["as_svg", "as_text", "facts", "timeline", "titled"]
 
@@ -21,7 +22,7 @@ MEANING = {"F": "forward", "B": "backward", "I": "backward, inputs' half", "W": 
 ROW, LEFT, TOP = 26, 64, 30
 
 
-def timeline(config: RunConfig) -> list[Chart]:
+def timeline(config: RunConfig, plugins: Plugins) -> list[Chart]:
     """What ``dscore plan`` shows: the schedule of the section ``pipeline``, where it has a number of stages."""
     section = config.section(PipelineConfig)
     if section is None:
@@ -34,7 +35,8 @@ def timeline(config: RunConfig) -> list[Chart]:
         hint = 'the PipelineModule decides the number of stages; with "stages" in the config, they are drawn here'
         return [Chart("pipeline", "pipeline", hint)]
     try:
-        proof = check(lambda stage: make_schedule(section.schedule, count, stages, stage, chunks))
+        make = find_schedule(section.schedule, plugins)
+        proof = check(lambda stage: make_schedule(section.schedule, count, stages, stage, chunks, make=make))
     except ScheduleError as error:
         raise UsageError(f"pipeline.schedule: {section.schedule} is wrong: {error}") from None
     title = titled(section.schedule, stages, chunks, count)

@@ -457,7 +457,7 @@ REFUSED = [
     "pipeline.stages.*4.*2|2.*4",
     "chunks=2 or more",
     "is for one chunk per stage, the model has 2",
-    "schedule 'gpipe' is unknown; use 'auto'",
+    "no pipeline schedule is called 'gpipe'",
 ]
 
 

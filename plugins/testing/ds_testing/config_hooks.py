@@ -23,7 +23,7 @@ from ds_core.compose import compose
 from ds_core.errors import ConfigError
 try:
     chosen = compose(json.loads(sys.argv[2]))
-    [row for answer in chosen.plugins.ask("ds_charts", config=chosen.config) for row in answer.value]
+    [row for a in chosen.plugins.ask("ds_charts", config=chosen.config, plugins=chosen.plugins) for row in a.value]
 except ConfigError:
     pass
 sys.exit("torch" in sys.modules)
@@ -87,7 +87,8 @@ class ChartConformance:
     def charts(self) -> list[Chart]:
         """What ``dscore plan`` is given for `config`."""
         chosen = compose(_loading(self.config, self.load))
-        return [chart for answer in chosen.plugins.ask("ds_charts", config=chosen.config) for chart in answer.value]
+        answers = chosen.plugins.ask("ds_charts", config=chosen.config, plugins=chosen.plugins)
+        return [chart for answer in answers for chart in answer.value]
 
     def test_there_is_a_chart(self) -> None:
         """At least one, and the same when asked again."""

@@ -112,7 +112,8 @@ def plan(
         advice = planning.recommend(needs, left, host, min(ranks_per_host, world))
     elif host_memory is not None or reserve != "0":
         raise UsageError("--host-memory and --reserve are options of the recommendation; give --device-memory too")
-    charts = [chart for answer in chosen.plugins.ask("ds_charts", config=chosen.config) for chart in answer.value]
+    answers = chosen.plugins.ask("ds_charts", config=chosen.config, plugins=chosen.plugins)
+    charts = [chart for answer in answers for chart in answer.value]
     _show(whole, run, divided, activations, needs, advice, charts, as_json)
     _draw(charts, svg)
 
