@@ -22,6 +22,7 @@ HOOKS = {
     "ds_collectives": "collectives",
     "ds_launchers": "launchers",
     "ds_commands": "commands",
+    "ds_run_options": "run_options",
     "ds_config_formats": "config_formats",
     "ds_compile_passes": "compile_passes",
     "ds_pipeline_schedules": "pipeline_schedules",

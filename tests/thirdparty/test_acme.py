@@ -145,3 +145,14 @@ def test_its_command_stands_beside_our_own(acme: Path) -> None:
     dscore = str(Path(sys.executable).with_name("dscore"))
     assert "Say who made this." in run([dscore, "--help"], env=env)
     assert run([dscore, "acme", "--name", "ds"], env=env).strip() == "acme greets ds"
+
+
+def test_its_options_stand_beside_those_of_dscore_run(acme: Path, tmp_path: Path) -> None:
+    env = clean_environment(PYTHONPATH=str(acme))
+    dscore = str(Path(sys.executable).with_name("dscore"))
+    (tmp_path / "say.py").write_text("import os, sys; print(os.environ['ACME_MOOD'], sys.argv[1:])")
+    said = run([dscore, "run", "--mood=good", "say.py", "--mood", "bad"], env=env, cwd=tmp_path)
+    assert said.strip() == "good ['--mood', 'bad']"
+    said = run([dscore, "run", "--nproc", "1", "--only_greet", "--tag", "say.py", "x"], env=env, cwd=tmp_path, status=3)
+    assert said.strip() == "acme greets --nproc 1 --tag say.py x"
+    assert "--mood 'odd': it is one of good, bad" in run([dscore, "run", "--mood", "odd", "say.py"], env=env, status=2)

@@ -26,6 +26,7 @@ from ds_core.plugins import BACKENDS, SECTIONS, Found, Plugins, PluginSettings, 
 
 PLAIN = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 HEAD = "import functools, sys\nfrom ds_core.entries import *\nfrom ds_core.errors import *\n"
+HEAD += "from ds_cli.run_options import RunOption\n"
 _number = itertools.count()
 
 Write = Callable[..., Found]
@@ -108,12 +109,14 @@ ENTRY = {
     "ds_compile_passes": "'m:a'",
     "ds_pipeline_schedules": "'m:a'",
     "ds_charts": "Chart('n', 't', 'x')",
+    "ds_run_options": "RunOption('m:a', 'help')",
 }
 LISTS = ("ds_accelerators", "ds_kernels", "ds_check", "ds_monitors", "ds_mesh_axes", "ds_transforms", "ds_charts")
 MAPPINGS = (
     *("ds_optimizers", "ds_schedulers", "ds_state_stores", "ds_launchers", "ds_commands", "ds_config_formats"),
     "ds_compile_passes",
     "ds_pipeline_schedules",
+    "ds_run_options",
     "ds_checkpointables",
 )
 WRONG: list[tuple[str, str, str]] = [

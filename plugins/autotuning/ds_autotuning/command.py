@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ds_autotuning.records import Row
     from ds_autotuning.session import Outcome
 
-__all__ = ["app", "tune"]
+__all__ = ["app", "tune", "tune_first"]
 
 
 def tune(
@@ -61,6 +61,13 @@ def tune(
     typer.echo(shlex.join(command))
     if then_run:
         raise typer.Exit(_run(outcome, optimal))
+
+
+def tune_first(wanted: str, words: list[str]) -> int:
+    """``dscore run --autotuning tune|run``: the command ``tune`` with the other words; its exit code."""
+    then = ["--then-run"] if wanted == "run" else []
+    code = typer.main.get_command(app)([*then, *words], prog_name="dscore tune", standalone_mode=False)
+    return code if isinstance(code, int) else 0
 
 
 def _tell(row: Row, best: Row | None, section: Autotuning) -> None:

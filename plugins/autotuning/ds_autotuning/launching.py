@@ -108,7 +108,7 @@ def parse_words(words: Sequence[str]) -> Launch:
     arguments = tuple(given["arguments"] or ())
     head = list(words[: len(words) - len(arguments)])
     script = head.pop()
-    if given["show"] or given["autotuning"] is not None:
+    if given["show"] or given.get("autotuning"):
         raise CommandError("--show and --autotuning do not go together with tuning; leave them out")
     low, high = parse_nodes(given["nnodes"])
     if low != high:

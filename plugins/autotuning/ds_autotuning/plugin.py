@@ -9,6 +9,7 @@ from ds_core.context import StashKey
 from ds_core.entries import CommandEntry, Phase, Transform
 
 if TYPE_CHECKING:
+    from ds_cli.run_options import RunOption
     from pydantic import BaseModel
 
     from ds_autotuning.measuring import Measuring
@@ -21,6 +22,7 @@ __all__ = [
     "ds_config",
     "ds_open",
     "ds_request",
+    "ds_run_options",
     "ds_step_end",
     "ds_transforms",
 ]
@@ -38,6 +40,14 @@ def ds_config() -> type[BaseModel]:
 def ds_commands() -> Mapping[str, CommandEntry]:
     """The tuner."""
     return {"tune": CommandEntry("ds_autotuning.command:app", "Find the fastest settings of a script by short trials.")}
+
+
+def ds_run_options() -> Mapping[str, RunOption]:
+    """``dscore run --autotuning``."""
+    from ds_cli.run_options import RunOption
+
+    text = "Find the fastest settings first; 'run' then runs with them."
+    return {"--autotuning": RunOption("ds_autotuning.command:tune_first", text, choices=("tune", "run"))}
 
 
 def ds_open(ctx: Context) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ds_autotuning.launching import Launch, at, parse_words
@@ -113,6 +115,13 @@ def test_dotted_keys() -> None:
 # -- dscore run --autotuning -------------------------------------------------------------------------------------------
 
 
+def replaced(get_command: Callable[..., Any], main: Callable[..., int]) -> Callable[..., Any]:
+    """``typer.main.get_command``, which gives `main` for the tuner's app."""
+    from ds_autotuning.command import app as tuner
+
+    return lambda app: main if app is tuner else get_command(app)
+
+
 @pytest.mark.parametrize(
     ("given", "passed"),
     [
@@ -126,15 +135,16 @@ def test_dotted_keys() -> None:
 def test_autotuning_hands_the_words_to_the_command_tune(
     given: str, passed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from ds_autotuning import command
     from ds_cli import app
 
     seen: list[list[str]] = []
 
-    def tune(words: list[str], **_: object) -> int:
+    def main(words: list[str], **_: object) -> int:
         seen.append(words)
         return 7
 
-    monkeypatch.setattr(app, "other_command", lambda name: tune)
+    monkeypatch.setattr(command.typer.main, "get_command", replaced(command.typer.main.get_command, main))
     ended = CliRunner().invoke(app.make_app(), ["run", *given.split()])
     assert ended.exit_code == 7, ended.output
     assert seen == [passed]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ds_core.entries import CommandEntry
     from ds_core.plugins import Answer
 
-__all__ = ["Group", "OpenGroup", "make_app", "other_command"]
+__all__ = ["Group", "OpenGroup", "make_app"]
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, or that of the copy which newer typers bring
 
@@ -134,13 +134,6 @@ def _offers() -> dict[str, list[Answer]]:
             for name, entry in answer.value.items():
                 offers.setdefault(name, []).append(Answer(answer.plugin, entry))
     return offers
-
-
-def other_command(name: str) -> Any:
-    """A command of another package, for one that hands its work on. Raises CommandError where nobody offers it."""
-    if (rows := _offers().get(name)) is None:
-        raise CommandError(f"no command is called {name!r}.{_why_not(name)}")
-    return _load(name, rows)
 
 
 def _why_not(name: str) -> str:

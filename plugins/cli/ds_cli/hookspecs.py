@@ -10,6 +10,7 @@ from ds_core.entries import gives, many, named, numbers
 if TYPE_CHECKING:
     from torch import nn
 
+    from ds_cli.run_options import RunOption
     from ds_core import entries
     from ds_core.config import RunConfig
     from ds_core.plugins import Plugins
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
 @gives(named("ds_core.entries:LauncherEntry"))
 def ds_launchers() -> Mapping[str, entries.LauncherEntry]:  # type: ignore[empty-body]
     """Driver, by name: ways to start processes for ``dscore run --launcher NAME``."""
+
+
+@gives(named("ds_cli.run_options:RunOption"))
+def ds_run_options() -> Mapping[str, RunOption]:  # type: ignore[empty-body]
+    """Hook: options for ``dscore run``, by name ("--record"). One that there is already is an error."""
 
 
 @gives(named("ds_core.entries:CommandEntry"))

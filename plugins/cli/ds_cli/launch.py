@@ -19,56 +19,64 @@ __all__ = ["Launcher", "LaunchRequest", "check_program", "check_script", "find_l
 
 @dataclass(frozen=True, slots=True)
 class LaunchRequest:
-    """What ``dscore run`` was asked for; a launcher takes it and returns the exit code.
-
-    script: path of a file, or the name of a module when `is_module`. arguments: the script's own, untouched.
-    nproc: processes per machine; None means one per accelerator, or 1 where there is none.
-    slots: the numbers of the accelerators to use here; None means all. max_restarts: how often all processes are
-    started again after one fails.
-    hosts: the machines to start on, of which the first has number 0; empty: this one, or those that the launcher
-    finds. min_nodes, max_nodes: how many; 0 lets the launcher decide. node_rank: of this machine; None lets the
-    rendezvous decide.
-    rdzv_endpoint: ``host[:port]`` where machines meet, "" for none. rdzv_id: names the run among several that
-    meet there. master_addr, master_port: of rank 0's store; "" and None let the launcher choose.
-    tag: put the rank before every line of output. grace: seconds that processes get to end by themselves. notice: the
-    same after SIGTERM, for those that save something.
-    local_rank: pass ``--local_rank=i`` as the script's first argument. is_command: `script` is a program that is run
-    as it is. log_folder: each rank's output goes to a file there, "" for none. bind, cores: tie each process to its
-    share of these cores, or of all when empty. venv_script: is sourced first, "" for none. save_pid: leave this
-    process's id in a file while it runs. level: of `logging`; what the launcher itself says.
-    launcher_args: for the program that reaches the hosts, after its own options. ssh_port: None means ssh's own choice.
-    exported: variables for every host; their values may be secrets. show: print what would be run, and run nothing.
-    """
+    """What ``dscore run`` was asked for; a launcher takes it and returns the exit code."""
 
     script: str
+    """The path of a file, or the name of a module when `is_module`, or a program when `is_command`."""
     arguments: tuple[str, ...] = ()
+    """The script's own, untouched."""
     is_module: bool = False
     nproc: int | None = None
+    """Processes per machine; None: one per accelerator, or 1 where there is none."""
     slots: tuple[int, ...] | None = None
+    """The numbers of the accelerators to use here; None: all."""
     max_restarts: int = 0
+    """How often all processes are started again after one fails."""
     hosts: tuple[Host, ...] = ()
+    """The machines to start on, of which the first has number 0; empty: this one, or those that the launcher finds."""
     min_nodes: int = 1
     max_nodes: int = 1
+    """How many machines; 0 lets the launcher decide, and the two are equal where the run is not elastic."""
     node_rank: int | None = None
+    """The number of this machine; None lets the rendezvous decide."""
     rdzv_endpoint: str = ""
+    """``host[:port]`` where machines meet; "": none."""
     rdzv_id: str = "dscore"
+    """Names the run among several that meet there."""
     master_addr: str = ""
+    """Of rank 0's store; "" lets the launcher choose."""
     master_port: int | None = None
+    """The same; None lets the launcher choose."""
     tag: bool = False
+    """Put the rank before every line of output."""
     grace: float = 5.0
+    """Seconds that processes get to end by themselves."""
     notice: float = 30.0
+    """The same after SIGTERM, for those that save something."""
     local_rank: bool = False
+    """Pass ``--local_rank=i`` as the script's first argument."""
     is_command: bool = False
+    """`script` is a program that is run as it is."""
     log_folder: str = ""
+    """Each rank's output goes to a file there; "": to this process's output."""
     bind: bool = False
+    """Tie each process to its share of the cores."""
     cores: tuple[int, ...] = ()
+    """The cores to share; empty: all."""
     venv_script: str = ""
+    """Is sourced first; "": nothing is."""
     save_pid: bool = False
+    """Leave this process's id in a file while it runs."""
     level: int = logging.WARNING
+    """Of `logging`: what the launcher itself says."""
     launcher_args: tuple[str, ...] = ()
+    """For the program that reaches the hosts, after its own options."""
     ssh_port: int | None = None
+    """None: ssh's own choice."""
     exported: tuple[tuple[str, str], ...] = field(default=(), repr=False, compare=False)
+    """Variables for every host; their values may be secrets."""
     show: bool = False
+    """Print what would be run, and run nothing."""
 
 
 Launcher = Callable[[LaunchRequest], int]

@@ -45,6 +45,7 @@ KINDS = {
     "ds_checkpointer": "checkpointer",
     "ds_launchers": "launcher",
     "ds_commands": "command",
+    "ds_run_options": "option of dscore run",
     "ds_charts": "chart",
     "ds_memory": "memory",
     "ds_check": "check",

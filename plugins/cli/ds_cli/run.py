@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import importlib.util
-import json
 import logging
 import os
 import shlex
 from enum import Enum
-from typing import Annotated, Any, NoReturn
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
 
 from ds_cli.hosts.agent import on_host
 from ds_cli.hosts.choice import Choice, choose_hosts, is_here, slots_here
 from ds_cli.hosts.settings import exported
 from ds_cli.launch import LaunchRequest, check_program, check_script, find_launcher, parse_nodes, parse_nproc
+from ds_cli.run_options import RunCommand
 from ds_cli.show import CommandError, say_error
 from ds_cli.surroundings import parse_cores
 
-__all__ = ["Level", "Tuning", "app", "run"]
+__all__ = ["Level", "app", "run"]
 
 
 class Level(str, Enum):
@@ -35,22 +32,11 @@ class Level(str, Enum):
     CRITICAL = "critical"
 
 
-class Tuning(str, Enum):
-    """What ``--autotuning`` takes."""
-
-    TUNE = "tune"
-    RUN = "run"
-
-
-class _RunCommand(TyperCommand):
-    """Keeps the words as they were given: `--autotuning` hands them on."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta[_WORDS] = list(args)
-        return super().parse_args(ctx, args)
-
-
-_WORDS = "ds_cli.run.words"
+ALIKE = {
+    *("script", "max_restarts", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "tag", "grace", "notice"),
+    *("local_rank", "venv_script", "save_pid", "ssh_port", "show"),
+}
+"""The options that a `LaunchRequest` has under their names, as they were given."""
 
 
 def run(
@@ -144,16 +130,6 @@ def run(
             help="Pass --local_rank=i to the script, for scripts that do not read LOCAL_RANK.",
         ),
     ] = False,
-    as_deepspeed: Annotated[
-        bool, typer.Option("--as-deepspeed", help="`import deepspeed` in the script gives ds_core.")
-    ] = False,
-    record: Annotated[
-        str, typer.Option("--record", metavar="FOLDER", help="Keep a record of the run in FOLDER, for dscore report.")
-    ] = "",
-    autotuning: Annotated[
-        Tuning | None,
-        typer.Option(help="Find the fastest settings first (needs ds-autotuning); 'run' then runs with them."),
-    ] = None,
     no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program, run as it is.")] = False,
     save_pid: Annotated[
         bool, typer.Option("--save-pid", help="Keep this process's id in <temporary folder>/<id>.dscore.")
@@ -179,8 +155,6 @@ def run(
 
     Everything after SCRIPT belongs to the script. The exit code is that of the first process that fails.
     """
-    if autotuning is not None:
-        _tune(ctx.meta[_WORDS], len(arguments or ()), autotuning)
     if no_python and module:
         raise CommandError("--no-python and --module say different things of SCRIPT; give one of them")
     if tag and each_rank_log:
@@ -193,37 +167,20 @@ def run(
     min_nodes, max_nodes = _elastic(parse_nodes(nnodes), elastic_training, min_elastic_nodes, max_elastic_nodes)
     count = parse_nproc(nproc)
     request = LaunchRequest(
-        script=script,
+        **{name: value for name, value in ctx.params.items() if name in ALIKE},
         arguments=tuple(arguments or ()),
         is_module=module,
         nproc=count,
-        max_restarts=max_restarts,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         node_rank=None if node_rank == -1 else node_rank,
-        rdzv_endpoint=rdzv_endpoint,
-        rdzv_id=rdzv_id,
-        master_addr=master_addr,
-        master_port=master_port,
-        tag=tag,
-        grace=grace,
-        notice=notice,
-        local_rank=local_rank,
         is_command=no_python,
         log_folder=each_rank_log,
         bind=bind_cores,
         cores=tuple(parse_cores(core_list)) if core_list else (),
-        venv_script=venv_script,
-        save_pid=save_pid,
         level=max(logging.ERROR if quiet else logging.NOTSET, getattr(logging, log_level.name)),
         launcher_args=_split(launcher_args),
-        ssh_port=ssh_port,
-        show=show,
     )
-    if as_deepspeed:
-        _as_deepspeed()
-    if record:
-        _record(record)
     by_hand = no_ssh or request.node_rank is not None or bool(rdzv_endpoint)
     choice = Choice(hostfile, include, exclude, max_nodes, count)
     if hostfile or not ((by_hand and not no_ssh) or launcher == "local"):
@@ -304,49 +261,13 @@ def _checked_here(request: LaunchRequest) -> LaunchRequest:
     return dataclasses.replace(request, min_nodes=low, max_nodes=most, nproc=count)
 
 
-def _tune(words: list[str], after: int, wanted: Tuning) -> NoReturn:
-    """The command ``tune``, with the words but ``--autotuning``. after: how many of them are the script's own."""
-    from ds_cli.app import other_command
-
-    options, own = words[: len(words) - after], words[len(words) - after :]
-    kept = []
-    while options:
-        word = options.pop(0)
-        if word == "--autotuning":
-            del options[:1]
-        elif not word.startswith("--autotuning="):
-            kept.append(word)
-    then = ["--then-run"] if wanted is Tuning.RUN else []
-    code = other_command("tune")([*then, *kept, *own], prog_name="dscore tune", standalone_mode=False)
-    raise typer.Exit(code if isinstance(code, int) else 0)
-
-
-def _as_deepspeed() -> None:
-    """Let the processes read the variable that the package of DeepSpeed's names looks for."""
-    _needs("--as-deepspeed", "ds_deepspeed_compat", "ds-deepspeed-compat")
-    os.environ["DS_CORE_AS_DEEPSPEED"] = "1"
-
-
-def _record(folder: str) -> None:
-    """Let the config of the processes have the section ``run_record``."""
-    from ds_core.config import read_config
-
-    _needs("--record", "ds_report", "ds-report")
-    given = read_config(os.environ.get("DS_CONFIG_OVERRIDES") or {}).raw
-    text = json.dumps({**given, "run_record": {"folder": os.path.abspath(folder)}})
-    os.environ["DS_CONFIG_OVERRIDES"] = base64.urlsafe_b64encode(text.encode()).decode()
-
-
-def _needs(option: str, package: str, dist: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        from ds_core.catalogue import install
-
-        raise CommandError(f"{option} needs {dist}, which is not installed: {install(dist)}")
+class _Run(RunCommand):
+    function = staticmethod(run)
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 # Options may be spelt with underscores too, as in the documents.
 app.command(
-    cls=_RunCommand,
+    cls=_Run,
     context_settings={"allow_interspersed_args": False, "token_normalize_func": lambda name: name.replace("_", "-")},
 )(run)

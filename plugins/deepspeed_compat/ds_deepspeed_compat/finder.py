@@ -20,10 +20,15 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-__all__ = ["FINDER", "VARIABLE", "ServedModule", "displaced", "install", "last_resort"]
+__all__ = ["FINDER", "VARIABLE", "ServedModule", "as_deepspeed", "displaced", "install", "last_resort"]
 
 VARIABLE = "DS_CORE_AS_DEEPSPEED"
 _ROOT = "deepspeed"
+
+
+def as_deepspeed(wanted: bool, words: list[str]) -> dict[str, str]:
+    """``dscore run --as-deepspeed``: the variable by which processes take this package for DeepSpeed."""
+    return {VARIABLE: "1"}
 
 
 class ServedModule(ModuleType):

@@ -8,18 +8,27 @@ from typing import TYPE_CHECKING, Any
 from ds_core.entries import CommandEntry, Ref
 
 if TYPE_CHECKING:
+    from ds_cli.run_options import RunOption
     from torch import nn
 
     from ds_core.context import Context
     from ds_core.mesh import Mesh
 
-__all__ = ["ds_commands", "ds_engine_methods", "ds_mesh", "ds_param_axes"]
+__all__ = ["ds_commands", "ds_engine_methods", "ds_mesh", "ds_param_axes", "ds_run_options"]
 
 
 def ds_commands() -> Mapping[str, CommandEntry]:
     """``dscore config migrate``."""
     help_line = "Say what becomes of each key of a DeepSpeed config, and write the config as ds_core wants it."
     return {"config migrate": CommandEntry("ds_deepspeed_compat.migration:migrate", help_line)}
+
+
+def ds_run_options() -> Mapping[str, RunOption]:
+    """``dscore run --as-deepspeed``."""
+    from ds_cli.run_options import RunOption
+
+    text = "`import deepspeed` in the script gives ds_core."
+    return {"--as-deepspeed": RunOption("ds_deepspeed_compat.finder:as_deepspeed", text)}
 
 
 def ds_engine_methods() -> Mapping[str, Ref]:

@@ -51,6 +51,5 @@ def test_a_name_that_nobody_offers() -> None:
     plugins = Plugins(PluginSettings(load=["offers_schedules"]))
     with pytest.raises(UsageError, match=r"no pipeline schedule is called 'wavs'; did you mean 'waves'\?.*zero_bubble"):
         find_schedule("wavs", plugins)
-    assert "offers_schedules" not in plugins.members()
     assert find_schedule("waves", plugins) is not None
     assert "offers_schedules" in plugins.members()

@@ -9,6 +9,7 @@ from ds_core.context import StashKey
 from ds_core.entries import CommandEntry, Ref
 
 if TYPE_CHECKING:
+    from ds_cli.run_options import RunOption
     from pydantic import BaseModel
 
     from ds_core.context import Context
@@ -24,6 +25,7 @@ __all__ = [
     "ds_open",
     "ds_phase_begin",
     "ds_phase_end",
+    "ds_run_options",
     "ds_step_end",
 ]
 
@@ -43,6 +45,14 @@ def ds_commands() -> Mapping[str, CommandEntry]:
         "report": CommandEntry("ds_report.command:report", "Write one HTML page that shows one or several runs."),
         "top": CommandEntry("ds_report.top_command:top", "Watch a run in the terminal."),
     }
+
+
+def ds_run_options() -> Mapping[str, RunOption]:
+    """``dscore run --record``."""
+    from ds_cli.run_options import RunOption
+
+    text = "Keep a record of the run in FOLDER, for dscore report."
+    return {"--record": RunOption("ds_report.recording:record_into", text, metavar="FOLDER")}
 
 
 def ds_engine_methods() -> Mapping[str, Ref]:

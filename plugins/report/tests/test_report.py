@@ -19,7 +19,7 @@ from ds_report.chart import label, nice_ticks
 from ds_report.page import differences, duration, page, short
 from ds_report.run import Run, find_runs, names_of, read_run
 from ds_report.thin import means, thin
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -132,6 +132,7 @@ def test_a_million_points_are_a_small_page(tmp_path: Path) -> None:
 
 @given(st.floats(-1e12, 1e12), st.floats(1e-9, 1e12))
 def test_ticks_are_round_and_cover(low: float, width: float) -> None:
+    assume(width > abs(low) * 1e-12)  # a chart of what floats can tell apart
     ticks = nice_ticks(low, low + width, 4)
     assert 2 <= len(ticks) <= 8
     slack = width * 1e-3 + abs(low) * 1e-9

@@ -179,14 +179,15 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_flag_switches_it_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ds_cli.run import _record
+    from ds_report.recording import record_into
 
     from ds_core.compose import compose
 
     (tmp_path / "more.json").write_text('{"run_record": {"folder": "x"}, "gradient_clipping": 0.5}')
     monkeypatch.setenv("DS_CONFIG_OVERRIDES", str(tmp_path / "more.json"))
     monkeypatch.chdir(tmp_path)
-    _record("runs/a")
+    for name, value in record_into("runs/a", []).items():
+        monkeypatch.setenv(name, value)
     config = compose({"gradient_clipping": 1.0, "run_record": {"folder": "y", "seconds": 7}}).config
     assert config.section("run_record").directory() == tmp_path / "runs" / "a"  # type: ignore[union-attr]
     assert config.core.gradient_clipping == 0.5

@@ -15,6 +15,8 @@ from ds_core.entries import AcceleratorEntry, CommandEntry, OptimizerEntry, Phas
 from ds_core.errors import Problem
 
 if TYPE_CHECKING:
+    from ds_cli.run_options import RunOption
+
     from ds_core.config import RunConfig
     from ds_core.context import Context
     from ds_core.telemetry import Monitor
@@ -41,6 +43,16 @@ def ds_check(config: RunConfig) -> Iterable[Problem]:
     section = config.section("acme")
     if isinstance(section, AcmeConfig) and section.journal == section.events:
         yield Problem("acme.events", f"is the journal, {section.journal}, too", "name another file")
+
+
+def ds_run_options() -> Mapping[str, RunOption]:
+    """``dscore run --mood WORD`` and ``--only-greet``."""
+    from ds_cli.run_options import RunOption
+
+    return {
+        "--mood": RunOption("acme_ds.command:mood", "How acme feels in the run.", choices=("good", "bad")),
+        "--only-greet": RunOption("acme_ds.command:only_greet", "Greet the script, and do not run it."),
+    }
 
 
 def ds_accelerators() -> Iterable[AcceleratorEntry]:
