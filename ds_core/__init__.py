@@ -7,7 +7,16 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ds_core.moved import install
+
 __version__ = "0.1.0"
+contract = 2
+"""What plugins are written against, by number (docs/stability.md). A declaration module says the least that it needs:
+``DS_CONTRACT = 2``."""
+oldest_contract = 1
+"""The oldest contract whose plugins still work."""
+
+install()
 
 if TYPE_CHECKING:
     from ds_core.accelerator import get_accelerator as get_accelerator

@@ -22,6 +22,7 @@ import importlib_metadata
 from ds_core import hookspecs
 from ds_core.entries import Ref, WrongAnswer, nothing, resolve
 from ds_core.errors import PluginError, did_you_mean
+from ds_core.moved import names_of
 
 __all__ = [
     "Answer",
@@ -43,6 +44,7 @@ __all__ = [
     "unmet",
 ]
 
+__getattr__ = names_of(__name__)
 SECTIONS = "ds_core.plugins"
 BACKENDS = "ds_core.backends"
 
@@ -106,6 +108,11 @@ class Found:
     module: str
     dist: str
     version: str
+
+    @property
+    def owns_section(self) -> bool:
+        """Whether `name` is a section of configs."""
+        return self.group == SECTIONS
 
     def __str__(self) -> str:
         return f"{self.name!r} ({self.dist} {self.version}, module {self.module})"

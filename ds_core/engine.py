@@ -21,6 +21,7 @@ from ds_core.config.core import with_micro_batch_size, with_train_batch_size
 from ds_core.discovery import Answer
 from ds_core.errors import PluginError, UsageError
 from ds_core.gradient_hooks import GradientHooks, unwatch_zero_grad, watch_zero_grad
+from ds_core.moved import names_of
 from ds_core.partition import KEEP, LATER, REDUCE
 from ds_core.precision import cast_floats, forward_context
 from ds_core.process import STATE
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from ds_core.runner import Runner
 
 __all__ = ["Engine"]
+
+__getattr__ = names_of(__name__)
 
 
 class Engine(RunningEngine):

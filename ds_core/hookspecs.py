@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from ds_core.entries import gives, many, model_class, named, nothing, numbers, one_or_none, periods, references
+from ds_core.moved import names_of
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from ds_core.runner import Runner
     from ds_core.telemetry import Monitor
 
+__getattr__ = names_of(__name__)
 hookimpl = pluggy.HookimplMarker("ds_core")
 """Optional: names that start with ``ds_`` are hooks anyway. Use it for pluggy's ordering options."""
 

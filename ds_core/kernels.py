@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from ds_core.entries import KernelEntry, ask, resolve
 from ds_core.errors import KernelError, PluginError
+from ds_core.moved import names_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from ds_core.plugins import Found, Plugins
 
 __all__ = ["Candidate", "Kernels", "UsesKernels"]
+
+__getattr__ = names_of(__name__)
+__path__: list[str] = []  # for modules that lay below it and have moved
 
 log = logging.getLogger("ds_core.kernels")
 

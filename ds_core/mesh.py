@@ -16,11 +16,14 @@ from ds_core import comm
 from ds_core.comm import ALONE
 from ds_core.entries import Axis
 from ds_core.errors import ConfigError, Problem
+from ds_core.moved import names_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["Mesh", "plan_mesh"]
+
+__getattr__ = names_of(__name__)
 
 
 class Mesh:

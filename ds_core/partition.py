@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.accumulation import KEEP, LATER, REDUCE, BackwardPlan
+from ds_core.moved import names_of
 from ds_core.params import GradGroup
 
 if TYPE_CHECKING:
@@ -20,9 +21,21 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.gradient_hooks import GradientHooks
     from ds_core.gradients import GradientShard
+    from ds_core.mesh import Mesh
 
-__all__ = ["KEEP", "LATER", "REDUCE", "BackwardPlan", "GradState", "Partitioner", "broadcast_module"]
+__all__ = [
+    "KEEP",
+    "LATER",
+    "REDUCE",
+    "BackwardPlan",
+    "GradState",
+    "Partitioner",
+    "broadcast_from_first",
+    "broadcast_module",
+]
 
+
+__getattr__ = names_of(__name__)
 ParamGroups = list[dict[str, Any]]
 
 
@@ -145,14 +158,19 @@ class Partitioner(ABC):
 
 def broadcast_module(ctx: Context, module: nn.Module, but: Collection[nn.Parameter] = ()) -> None:
     """Give every rank the weights, `but` these, and the buffers of the first of its replicas. Collective."""
-    batches: dict[tuple[Any, ...], list[Tensor]] = {}
     tensors = [(ctx.params[p].replicas, p.data) for p in module.parameters() if p not in but]
     tensors += [(ctx.buffers[n].replicas, b.data) for n, b in module.named_buffers()]
+    broadcast_from_first(ctx.mesh, tensors)
+
+
+def broadcast_from_first(mesh: Mesh, tensors: Iterable[tuple[tuple[str, ...], Tensor]]) -> None:
+    """Give each of `tensors`, in place, the values of the first rank along its axes. Collective."""
+    batches: dict[tuple[Any, ...], list[Tensor]] = {}
     for axes, tensor in tensors:
         if axes and tensor.numel():
             batches.setdefault((axes, tensor.dtype, tensor.device), []).append(tensor)
     for (axes, _, _), members in batches.items():  # one call for all of a kind
         flat = torch.cat([t.reshape(-1) for t in members])
-        comm.broadcast(flat, src=ctx.mesh.ranks(*axes)[0], group=ctx.mesh.group(*axes))
+        comm.broadcast(flat, src=mesh.ranks(*axes)[0], group=mesh.group(*axes))
         for tensor, piece in zip(members, flat.split([t.numel() for t in members]), strict=True):
             tensor.copy_(piece.view_as(tensor))

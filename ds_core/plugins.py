@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pluggy
 
-from ds_core import __version__, hookspecs
+from ds_core import hookspecs
 from ds_core.discovery import (
     BACKENDS,
     HOOKS,
@@ -45,6 +45,7 @@ from ds_core.discovery import (
     unmet,
 )
 from ds_core.errors import ConfigError, PluginError, UsageError
+from ds_core.moved import check_contract
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -290,6 +291,8 @@ class Plugins:
         with blaming(found, "failed to import"):
             module = importlib.import_module(found.module)
         hooks: Any = module
+        if hasattr(module, "DS_CONTRACT"):
+            check_contract(found, module.DS_CONTRACT)
         if OLD_HOOKS & vars(module).keys():
             from ds_core.old_forms import adapted
 

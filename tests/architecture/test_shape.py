@@ -17,7 +17,7 @@ PACKAGES = [
     CORE,
     *sorted(d for kind in ("plugins", "ops", "monitors") for d in ROOT.glob(f"{kind}/*/ds_*") if d.is_dir()),
 ]
-TOKENS = 68_000
+TOKENS = 68_500
 """The core's budget, in tokens of code: lines, comments and docstrings are free, so nobody packs lines."""
 LONGEST = 500
 """Lines of one file."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from ds_access.param_shard import ParamShard
 from ds_core.partition import GradState
 
 if TYPE_CHECKING:
-    from ds_core.replicated import Replicated, Slot
+    from ds_core.replicated import Replicated
 
 __all__ = ["ReplicatedShard"]
 
@@ -21,7 +21,7 @@ class ReplicatedShard(ParamShard):
 
     partitions_weights = local = False
 
-    def __init__(self, owner: Replicated, slot: Slot) -> None:
+    def __init__(self, owner: Replicated, slot: Any) -> None:
         mesh, axes = owner.ctx.mesh, slot.info.replicas
         self._owner, self._slot = owner, slot
         self.name, self.shape, self.param, self.updated = (
@@ -58,7 +58,7 @@ class ReplicatedShard(ParamShard):
     @property
     def _factor(self) -> float:
         """What the step will still multiply what this rank holds by, once that is the average over replicas."""
-        return self._slot.weight
+        return float(self._slot.weight)
 
     def _held(self) -> Tensor | None:
         grad = self._slot.gradient

@@ -5,33 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from ds_core.entries import gives, many, named, numbers
+from ds_core import entries
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ds_cli.run_options import RunOption
-    from ds_core import entries
     from ds_core.config import RunConfig
     from ds_core.plugins import Plugins
 
 
-@gives(named("ds_core.entries:LauncherEntry"))
+@entries.gives(entries.named("ds_core.entries:LauncherEntry"))
 def ds_launchers() -> Mapping[str, entries.LauncherEntry]:  # type: ignore[empty-body]
     """Driver, by name: ways to start processes for ``dscore run --launcher NAME``."""
 
 
-@gives(named("ds_cli.run_options:RunOption"))
+@entries.gives(entries.named("ds_cli.run_options:RunOption"))
 def ds_run_options() -> Mapping[str, RunOption]:  # type: ignore[empty-body]
     """Hook: options for ``dscore run``, by name ("--record"). One that there is already is an error."""
 
 
-@gives(named("ds_core.entries:CommandEntry"))
+@entries.gives(entries.named("ds_core.entries:CommandEntry"))
 def ds_commands() -> Mapping[str, entries.CommandEntry]:  # type: ignore[empty-body]
     """Hook: sub-commands for ``dscore``, by name ("config migrate" in a group). One name twice is an error."""
 
 
-@gives(many("ds_core.entries:Chart"))
+@entries.gives(entries.many("ds_core.entries:Chart"))
 def ds_charts(config: RunConfig, plugins: Plugins) -> Iterable[entries.Chart]:  # type: ignore[empty-body]
     """Hook: what ``dscore plan`` shows of a config besides memory and messages, such as a timeline. Nothing runs.
 
@@ -39,7 +38,7 @@ def ds_charts(config: RunConfig, plugins: Plugins) -> Iterable[entries.Chart]:  
     """
 
 
-@gives(numbers)
+@entries.gives(entries.numbers)
 def ds_memory(config: RunConfig, plugins: Plugins, module: nn.Module, world: int) -> Mapping[str, float]:  # type: ignore[empty-body]
     """Hook: the most bytes that a plugin keeps on one rank, by "device", "host" and "disk", for tools. Nothing runs.
 

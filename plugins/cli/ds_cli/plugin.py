@@ -14,7 +14,7 @@ def ds_commands() -> Mapping[str, CommandEntry]:
     return {
         "run": CommandEntry("ds_cli.run:app", "Run a script in several processes, here or with other machines."),
         "plugins": CommandEntry(
-            "ds_cli.plugins:plugins", "Show every installed plugin: the names that it offers, its state and why."
+            "ds_cli.plugins:app", "Show every installed plugin: the names that it offers, its state and why."
         ),
         "doctor": CommandEntry("ds_cli.doctor:doctor", "Examine this machine and the installation."),
         "config": CommandEntry("ds_cli.config:app", "Check and explain configs."),

@@ -1,4 +1,4 @@
-"""``dscore plugins``: what is installed, what it offers and how it stands (no torch)."""
+"""``dscore plugins``: what is installed, what it offers and how it stands; what brings a plugin forward (no torch)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ds_cli.app import OpenGroup
 from ds_cli.show import CommandError, other_output_to_stderr, show_json, show_list
+from ds_cli.upgrade import upgrade
 
 if TYPE_CHECKING:
     from ds_core.plugins import Plugins, Report
 
-__all__ = ["KINDS", "plugins"]
+__all__ = ["KINDS", "app", "make_app"]
 
 KINDS = {
     "ds_config_formats": "config format",
@@ -53,7 +55,25 @@ KINDS = {
 """What a hook makes of its plugin; all others are observers'."""
 
 
-def plugins(
+class _Group(OpenGroup):
+    """``dscore plugins NAME`` is ``dscore plugins show NAME``, and without a name all are shown."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the word ``show`` where no command is named."""
+        if args != ["--help"] and (not args or self.get_command(ctx, args[0]) is None):
+            args = ["show", *args]
+        return super().parse_args(ctx, args)
+
+
+def make_app() -> typer.Typer:
+    """The group ``dscore plugins``."""
+    app = typer.Typer(cls=_Group, help="Show every installed plugin; bring a plugin of yours forward.")
+    app.command("show")(show)
+    app.command("upgrade")(upgrade)
+    return app
+
+
+def show(
     name: Annotated[str, typer.Argument(help="Of a plugin or a distribution: all about it.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> None:
@@ -92,9 +112,9 @@ def _named(name: str, reports: list[Report]) -> list[Report]:
 
 def _offers(known: Plugins, report: Report) -> dict[str, list[str]]:
     """Kind -> the names that the plugin offers; none where names depend on a config, or it has none."""
-    from ds_core.plugins import SECTIONS, PluginState
+    from ds_core.plugins import PluginState
 
-    found: dict[str, list[str]] = {"section": [report.found.name]} if report.found.group == SECTIONS else {}
+    found: dict[str, list[str]] = {"section": [report.found.name]} if report.found.owns_section else {}
     for hook in report.hooks:
         if hook != "ds_config":
             found.setdefault(KINDS.get(hook, "observer"), [])
@@ -148,12 +168,12 @@ def _row(known: Plugins, report: Report) -> dict[str, Any]:
 
 def _details(known: Plugins, report: Report) -> dict[str, Any]:
     """`_row`, and the file, the requirements and the keys of the section."""
-    from ds_core.plugins import SECTIONS, PluginState
+    from ds_core.plugins import PluginState
 
     row = _row(known, report)
     row["file"] = _file(report.found.module)
     row["requires"] = _requirements(report.found.dist)
-    if report.state is PluginState.LOADED and report.found.group == SECTIONS:
+    if report.state is PluginState.LOADED and report.found.owns_section:
         from ds_cli.explanation import explain
 
         owner = f"{report.found.dist} {report.found.version}"
@@ -195,3 +215,6 @@ def _described(row: dict[str, Any]) -> str:
     for key, about in row.get("keys", {}).items():
         said.append(f"    {row['name']}.{key}: {about}" if about else f"    {row['name']}.{key}")
     return "\n".join(said)
+
+
+app = make_app()

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from ds_core.entries import gives, named
-
-if TYPE_CHECKING:
-    from ds_core import entries
+from ds_core import entries
 
 
-@gives(named("builtins:str"))
+@entries.gives(entries.named("builtins:str"))
 def ds_compile_passes() -> Mapping[str, entries.Ref]:  # type: ignore[empty-body]
     """Driver, by the name in ``compile.passes``: reference to a function ``ctx -> pass``; see `ds_compile.passes`.
 

@@ -16,7 +16,7 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, create_model, model_validator
 
 from ds_core.config import Section
-from ds_core.config.core import BF16, FP16
+from ds_core.config.core import CoreConfig
 from ds_core.config.section import is_class
 
 __all__ = [
@@ -147,8 +147,9 @@ def values_of(parsed: BaseModel | None, model: type[BaseModel]) -> Any:
     return model() if parsed is None else model.model_validate(parsed.model_dump(exclude_unset=True))
 
 
-DeepSpeedFP16Config: Any = opened(FP16, _FP16, "DeepSpeedFP16Config")
-DeepSpeedBF16Config: Any = opened(BF16, DeepSpeedConfigModel, "DeepSpeedBF16Config")
+_FIELDS: Any = CoreConfig.model_fields
+DeepSpeedFP16Config: Any = opened(_FIELDS["fp16"].annotation, _FP16, "DeepSpeedFP16Config")
+DeepSpeedBF16Config: Any = opened(_FIELDS["bf16"].annotation, DeepSpeedConfigModel, "DeepSpeedBF16Config")
 
 
 def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from ds_core.entries import gives, named
-
-if TYPE_CHECKING:
-    from ds_core import entries
+from ds_core import entries
 
 
-@gives(named("builtins:str"))
+@entries.gives(entries.named("builtins:str"))
 def ds_pipeline_schedules() -> Mapping[str, entries.Ref]:  # type: ignore[empty-body]
     """Driver, by the name in ``pipeline.schedule``: reference to a `ds_pipeline.schedule.PipeSchedule`.
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from ds_core.entries import gives, named
-
-if TYPE_CHECKING:
-    from ds_core import entries
+from ds_core import entries
 
 
-@gives(named("ds_core.entries:StateStoreEntry"))
+@entries.gives(entries.named("ds_core.entries:StateStoreEntry"))
 def ds_state_stores() -> Mapping[str, entries.StateStoreEntry]:  # type: ignore[empty-body]
     """Driver, by the name in the ``device`` of an offload section (case-insensitive): where states can rest."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ds_core.catalogue import missing
 from ds_core.entries import resolve
 from ds_core.errors import DSError, PluginError, Problem, UsageError
+from ds_core.moved import METHODS
 from ds_core.plugins import blaming
 
 if TYPE_CHECKING:
@@ -41,6 +43,15 @@ class StateStore(ABC):
 
     resident = True
     """Whether tensors always stay in memory; then `fetch`, `wait`, `evict` and `discard` do nothing."""
+
+    def __init_subclass__(cls) -> None:
+        """A store whose methods have the names of an earlier contract keeps working, with a warning."""
+        super().__init_subclass__()
+        for old, new in METHODS["StateStore"].items():
+            if old in vars(cls) and new not in vars(cls):
+                text = f"{cls.__name__}.{old} is {new} now (ds_state_stores.StateStore)"
+                warnings.warn(text, DeprecationWarning, stacklevel=2)
+                setattr(cls, new, vars(cls)[old])
 
     def __init__(self, ctx: Context, options: Mapping[str, Any]) -> None:
         self._accelerator = ctx.accelerator

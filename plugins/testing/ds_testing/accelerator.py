@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
+from ds_core import entries as offered
 from ds_core.accelerator import Accelerator
-from ds_core.entries import AcceleratorEntry, ask, resolve
+from ds_core.entries import AcceleratorEntry, resolve
 from ds_core.errors import AcceleratorError
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class AcceleratorConformance:
         made = self.accelerator_factory()
         if self.entry is not None:
             assert self.entry.name == made.name
-            assert ask(self.entry.probe) is None
+            assert offered.ask(self.entry.probe) is None
 
     def test_description(self, accelerator: Accelerator) -> None:
         """Names and tags have the types that the core relies on."""

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 from ds_kernel_kit.comparisons import check, has_check
 
-from ds_core.entries import KernelEntry, ask, resolve
+from ds_core import entries as offered
+from ds_core.entries import KernelEntry, resolve
 
 __all__ = ["KernelConformance"]
 
@@ -33,7 +34,7 @@ class KernelConformance:
         """At least one entry is for this device, and says None when asked whether it is available."""
         entries = self.entries()
         assert entries, f"{self.plugin} offers no kernel for {self.device}"
-        reasons = {e.provider: why for e in entries if (why := ask(e.available)) is not None}
+        reasons = {e.provider: why for e in entries if (why := offered.ask(e.available)) is not None}
         assert len(reasons) < len({e.provider for e in entries}), f"none is available: {reasons}"
 
     def test_every_operation_has_a_check(self) -> None:
@@ -43,5 +44,5 @@ class KernelConformance:
     def test_against_the_reference(self) -> None:
         """Every available provider gives what the reference gives, to rounding."""
         for entry in self.entries():
-            if entry.provider != "reference" and ask(entry.available) is None:
+            if entry.provider != "reference" and offered.ask(entry.available) is None:
                 check(entry, self.device)

@@ -21,10 +21,12 @@ import pytest
 from pydantic import BaseModel, RootModel, ValidationError
 from pydantic_core import to_jsonable_python
 
+from ds_core import entries as offered
+from ds_core import old_forms
 from ds_core.catalogue import offered_by
 from ds_core.config.section import is_class
 from ds_core.discovery import HOOKS
-from ds_core.entries import Grain, ask, resolve
+from ds_core.entries import resolve
 from ds_core.errors import ConfigError
 from ds_core.plugins import Plugins, PluginSettings, PluginState, Report, discover
 
@@ -99,8 +101,11 @@ class PluginConformance:
     # -- hooks -------------------------------------------------------------------------------------------------
 
     def test_every_hook_is_known_and_fits(self) -> None:
-        """Every function named ``ds_*`` is a hook and takes only arguments that the hook offers."""
-        module = resolve(self.entry_point)
+        """Every function named ``ds_*`` is a hook and takes only arguments that the hook offers.
+
+        One in the form of an earlier contract works on, and a DeprecationWarning says what to write instead.
+        """
+        module = old_forms.adapted(resolve(self.entry_point))
         names = [n for n in vars(module) if n.startswith("ds_") and inspect.isroutine(getattr(module, n))]
         assert names, f"{self.entry_point} implements no hook; define at least one function ds_*"
         for name in names:
@@ -156,7 +161,7 @@ class PluginConformance:
                 known = isinstance(getattr(torch, dtype, None), torch.dtype)
                 assert known, f"{where}.dtypes holds {dtype!r}; write torch's name without 'torch.'"
             grain = getattr(entry, "grain", "element")
-            assert grain in get_args(Grain), f"{where}.grain is {grain!r}"
+            assert grain in get_args(offered.Grain), f"{where}.grain is {grain!r}"
             if _reason(where, entry) is None and getattr(entry, "params", None) is not None:
                 _check_model(resolve(entry.params), f"{where}.params")
 
@@ -290,7 +295,7 @@ def _reason(where: str, entry: Any) -> str | None:
     """Why the entry cannot be used on this machine; asked twice, since a probe must not change what it asks about."""
     for name in ("probe", "available"):
         probe = getattr(entry, name, None)
-        first, second = ask(probe), ask(probe)
+        first, second = offered.ask(probe), offered.ask(probe)
         assert first != "", f"{where}.{name} answers '', not a reason"
         assert "neither None nor a reason" not in (first or ""), f"{where}.{name}: {first}"
         assert first == second, f"{where}.{name} answered {first!r}, and then {second!r}"

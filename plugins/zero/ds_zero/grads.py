@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ds_core import comm
 from ds_core.buckets import averaging_factors, wire_dtype
 from ds_core.params import GradGroup, squared_norm
-from ds_core.partition import LATER, BackwardPlan, GradState
+from ds_core.partition import BackwardPlan, GradState
 from ds_core.process import log_once
 from ds_zero.bucket_grads import Grads
 from ds_zero.gradient_source import GradientSource
@@ -124,7 +124,7 @@ class Reducer(GradientSource):
         self._in_flight: deque[_Reduction] = deque()
         self._wire_dtypes: dict[FlatBucket, torch.dtype] = {}
         self._state = GradState.LOCAL
-        self._plan = LATER
+        self._plan = BackwardPlan()
         self._before, self._after = averaging_factors(self.ctx, self.ctx.mesh.size("dp"))
         self._keeps = self.section.stage == 1
         self._pool = _Pool(None if self._keeps else 2 * IN_FLIGHT)

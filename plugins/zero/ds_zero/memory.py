@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ds_core.config import RunConfig
-    from ds_core.optim import Choice
     from ds_core.plugins import Plugins
     from ds_core.precision import Precision
     from ds_zero.config import ZeroConfig
@@ -59,7 +58,7 @@ def offload_of(section: ZeroConfig) -> Offload:
 
 
 def measured_states(
-    optimizer: Choice | None, precision: Precision, like: nn.Parameter | None = None
+    optimizer: Any | None, precision: Precision, like: nn.Parameter | None = None
 ) -> tuple[int, bool, bool]:
     """`PlannedRun.states`, `wide` and `casts`, measured in a small step of a tensor as the optimizer updates it.
 

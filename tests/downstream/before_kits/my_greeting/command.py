@@ -1,0 +1,2 @@
+def greet(name: str = "world") -> None:
+    print(f"hello {name}")

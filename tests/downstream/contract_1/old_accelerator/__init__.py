@@ -1,0 +1,1 @@
+"""old-accelerator: a type of device; ``plugin.py`` is the declaration."""

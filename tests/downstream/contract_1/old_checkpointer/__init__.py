@@ -1,0 +1,1 @@
+"""old-checkpointer: saves and loads checkpoints; ``plugin.py`` is the declaration."""

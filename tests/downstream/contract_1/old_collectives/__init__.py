@@ -1,0 +1,1 @@
+"""old-collectives: serves all-reduce and others; ``plugin.py`` is the declaration."""

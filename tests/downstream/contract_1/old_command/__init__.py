@@ -1,0 +1,1 @@
+"""old-command: a command of dscore; ``plugin.py`` is the declaration."""

@@ -1,0 +1,1 @@
+"""old-compile-pass: changes the graphs of torch.compile; ``plugin.py`` is the declaration."""

@@ -1,0 +1,1 @@
+"""old-config-format: a format of config files; ``plugin.py`` is the declaration."""

@@ -1,0 +1,1 @@
+"""old-divided-layers: divides layers among ranks; ``plugin.py`` is the declaration."""

@@ -1,0 +1,1 @@
+"""old-engine-methods: methods for the engine; ``plugin.py`` is the declaration."""

@@ -1,0 +1,1 @@
+"""old-interceptor: called around every collective; ``plugin.py`` is the declaration."""

@@ -1,0 +1,1 @@
+"""old-kernel: serves a named operation; ``plugin.py`` is the declaration."""

@@ -1,0 +1,1 @@
+"""old-launcher: starts processes for dscore run; ``plugin.py`` is the declaration."""

@@ -1,0 +1,1 @@
+"""old-loader: turns a dataset into batches; ``plugin.py`` is the declaration."""

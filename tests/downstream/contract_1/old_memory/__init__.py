@@ -1,0 +1,1 @@
+"""old-memory: how much memory model states take; ``plugin.py`` is the declaration."""

@@ -1,0 +1,1 @@
+"""old-mesh-axis: an axis along which parameters differ; ``plugin.py`` is the declaration."""

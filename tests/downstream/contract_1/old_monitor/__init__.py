@@ -1,0 +1,1 @@
+"""old-monitor: where metrics are written; ``plugin.py`` is the declaration."""

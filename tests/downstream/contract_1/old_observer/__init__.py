@@ -1,0 +1,1 @@
+"""old-observer: watches a run; ``plugin.py`` is the declaration."""

@@ -1,0 +1,1 @@
+"""old-optimizer: an optimizer, by name; ``plugin.py`` is the declaration."""

@@ -1,0 +1,1 @@
+"""old-partitioner: how model states lie over ranks; ``plugin.py`` is the declaration."""

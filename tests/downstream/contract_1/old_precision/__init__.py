@@ -1,0 +1,1 @@
+"""old-precision: dtypes, loss scaling, layers; ``plugin.py`` is the declaration."""

@@ -1,0 +1,1 @@
+"""old-rendezvous: how ranks find each other; ``plugin.py`` is the declaration."""

@@ -1,0 +1,1 @@
+"""old-runner: runs the micro-batches of a step; ``plugin.py`` is the declaration."""

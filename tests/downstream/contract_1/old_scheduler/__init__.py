@@ -1,0 +1,1 @@
+"""old-scheduler: a learning-rate schedule, by name; ``plugin.py`` is the declaration."""

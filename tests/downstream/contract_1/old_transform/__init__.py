@@ -1,0 +1,1 @@
+"""old-transform: changes the model before training; ``plugin.py`` is the declaration."""
