@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-__all__ = ["METHODS", "MODULES", "NAMES", "check_contract", "install", "names_of", "now"]
+__all__ = ["HOOKS_BEFORE", "METHODS", "MODULES", "NAMES", "check_contract", "install", "names_of", "now"]
 
 MODULES = {
     "ds_core.access": "ds_access.states",
@@ -89,6 +89,9 @@ NAMES = {
 }
 """Module -> its names that are elsewhere now: old name -> ``module:name``, or ``module:name()`` for what it gives."""
 
+
+HOOKS_BEFORE = frozenset(("ds_engine_methods", "ds_eval_begin", "ds_eval_end", "ds_exception"))
+"""Hooks that had another form or name, see `ds_core.old_forms`."""
 
 METHODS = {"StateStore": {"drop": "discard", "place": "copy_in", "ready": "wait", "stow": "evict"}}
 """Class of a contract -> its methods that have another name now."""

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pluggy
 
-from ds_core import hookspecs
+from ds_core import __version__, hookspecs
 from ds_core.discovery import (
     BACKENDS,
     HOOKS,
@@ -45,7 +45,7 @@ from ds_core.discovery import (
     unmet,
 )
 from ds_core.errors import ConfigError, PluginError, UsageError
-from ds_core.moved import check_contract
+from ds_core.moved import HOOKS_BEFORE, check_contract
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -69,8 +69,6 @@ __all__ = [
 
 AUTOLOAD_OFF = "DS_PLUGINS_DISABLE_AUTOLOAD"
 BUILTIN = "ds_core.builtin"
-OLD_HOOKS = frozenset(("ds_engine_methods", "ds_eval_begin", "ds_eval_end", "ds_exception"))
-"""Hooks that had another form or name, see `ds_core.old_forms`."""
 LOADED = "plugins.load"  # in place of a distribution, for modules that the config loads
 
 log = logging.getLogger("ds_core.plugins")
@@ -293,7 +291,7 @@ class Plugins:
         hooks: Any = module
         if hasattr(module, "DS_CONTRACT"):
             check_contract(found, module.DS_CONTRACT)
-        if OLD_HOOKS & vars(module).keys():
+        if HOOKS_BEFORE & vars(module).keys():
             from ds_core.old_forms import adapted
 
             hooks = adapted(module)
