@@ -7,3 +7,4 @@ from ds_testing import LauncherConformance
 
 class TestLocal(LauncherConformance):
     load = "ds_cli.local:launch"
+    nodes = (1, 1)  # `dscore run` decides it for this launcher

@@ -77,6 +77,9 @@ class LauncherConformance:
     stand-ins for the program that reaches hosts: name -> lines of sh, such as ``{"docker": 'shift 3; exec "$@"'}``.
     For real hosts override `popen`, which starts the launcher, and set `master_addr` to "".
 
+    nodes: fewest and most machines, of a launcher that finds them itself. `dscore run` tells 0 and 0 unless it is given
+    a number; then the launcher decides.
+
     hides: whether the run's variables stay out of what `ps` shows; where they cannot, the launcher's README says so.
     """
 
@@ -87,6 +90,7 @@ class LauncherConformance:
     launcher_args: ClassVar[tuple[str, ...]] = ()
     master_addr: ClassVar[str] = "127.0.0.1"
     hides: ClassVar[bool] = True
+    nodes: ClassVar[tuple[int, int]] = (0, 0)
     timeout: ClassVar[float] = 60.0
     patience: ClassVar[float] = 10.0
 
@@ -136,7 +140,8 @@ class LauncherConformance:
     def _where(self, tmp_path: Path, more: dict[str, Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
         """Hosts, variables for them, and the other fields of the request."""
         if not self.hosts:
-            return [], [], {"nproc": self.nproc, **more}
+            low, most = self.nodes
+            return [], [], {"nproc": self.nproc, "min_nodes": low, "max_nodes": most, **more}
         count = len(self.hosts)
         fixed = {"min_nodes": count, "max_nodes": count, "launcher_args": self.launcher_args}
         place = {"master_addr": self.master_addr, "master_port": _free_port()} if self.master_addr else {}

@@ -37,6 +37,28 @@ class _Watched(Sequence[Any]):
         return self.data[index]
 
 
+def watched(data: Any) -> Any:
+    """`data`, which counts in ``read`` what is taken of it; a dataset that is only iterated stays one."""
+    from torch.utils.data import IterableDataset
+
+    if not isinstance(data, IterableDataset):
+        return _Watched(data)
+    kind = type(data)
+
+    def __iter__(self: Any) -> Iterator[Any]:
+        for sample in data:
+            self.read += 1
+            yield sample
+
+    class Stream(kind):  # type: ignore[misc, valid-type, unused-ignore]
+        """Of the dataset's own class, for loaders that ask for it."""
+
+    Stream.__iter__ = __iter__
+    made = Stream.__new__(Stream)
+    made.__dict__.update(data.__dict__, read=0)
+    return made
+
+
 class LoaderConformance:
     """Subclass me; see the module's docstring.
 
@@ -55,7 +77,10 @@ class LoaderConformance:
     shuffles: ClassVar[bool] = True
 
     def make_dataset(self) -> Any:
-        """A dataset with at least some steps' worth of samples for the largest of `replicas`; called once per test."""
+        """A dataset with at least some steps' worth of samples for the largest of `replicas`; called once per test.
+
+        It may be an ``IterableDataset``.
+        """
         return list(range(50))
 
     def all_samples(self) -> list[Any]:
@@ -134,7 +159,7 @@ class LoaderConformance:
 
     def test_making_and_loading_reads_nothing(self, engine: Engine) -> None:
         """A pipeline's inner stages make a loader, give and load its state, and never iterate it."""
-        data = _Watched(self.make_dataset())
+        data = watched(self.make_dataset())
         loader = self.make_loader(engine, dataset=data)
         loader.load_state_dict(loader.state_dict())
         assert data.read == 0
