@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import ds_core
 from ds_core import __version__
 from ds_new.kinds import KINDS
 from ds_new.naming import Names
@@ -73,6 +74,7 @@ def _variables(kind: str, names: Names) -> dict[str, Any]:
         "package": names.package,
         "cls": names.cls,
         "kind": kind,
+        "contract": ds_core.contract,
         "description": f"{names.name}: {meaning}",
         "group": "ds_core.plugins" if about.section else "ds_core.backends",
         "dependencies": _ours("ds-core", *about.needs),

@@ -1,0 +1,75 @@
+"""Our own packages reach the top level of ``dscore plugins grade``, but for the exceptions that are written here.
+
+Rules that run tests or train are left out: `make test` does both.
+"""
+
+from __future__ import annotations
+
+import pytest
+from ds_testing.grade import RULES, Subject, examine, level_of
+
+from ds_core.plugins import discover
+
+RUN_ELSEWHERE = frozenset(("tests", "parallel", "resumes", "given-back"))
+"""By `make test`: the tests of each package, its combinations, and tests/combinations/test_given_back.py."""
+LOCK_STEP = frozenset(("contract",))
+"""This repository's packages are released together with the core: they need no number."""
+
+OTHERWISE = {
+    "ChartConformance": "tests draw each chart",
+    "CheckConformance": "tests ask for each rule by its message",
+    "CommandConformance": "tests run each command",
+    "CompilePassConformance": "tests compare compiled runs with plain ones on several ranks",
+    "InterceptorConformance": "tests record what is intercepted",
+    "KernelConformance": "of the packages that serve its kernels",
+    "LauncherConformance": "tests start real clusters, in network namespaces",
+    "LoaderConformance": "tests of its loader, among ranks that come and go",
+    "MeshAxisConformance": "tests train along the axis on 2 and 4 ranks",
+    "MeshConformance": "tests make Megatron's groups",
+    "MonitorConformance": "tests run the real service, or its recorded protocol",
+    "ObserverConformance": "tests compare runs with and without it",
+    "PartitionerConformance": "tests compare losses and weights with the core's",
+    "PluginConformance": "tests/architecture asks the same of every declaration",
+    "StateStoreConformance": "of the packages that bring stores",
+    "TransformConformance|ShardedTransformConformance": "tests train on 2 and 4 ranks, and save and load",
+}
+"""A kit that a package's own tests do not run -> what they do instead."""
+DOCUMENTED = {
+    "ds_checkpoint.plugin": "keys of DeepSpeed's are told in docs/checkpoints.md",
+    "ds_data_sampling.plugin": "its keys are told in docs/data.md",
+    "ds_deepspeed_compat.plugin": "what there is not is told in docs/differences.md",
+    "ds_inference.sections": "keys of DeepSpeed's are told in docs/deepspeed-keys.md",
+    "ds_moe.plugin": "keys of AutoEP are told in docs/deepspeed-keys.md",
+    "ds_pipeline.plugin": "keys of DeepSpeed's without effect are told in docs/differences.md",
+    "ds_sparse_gradients.plugin": "its limits are a list at the end of its README",
+    "ds_zero.plugin": "keys of DeepSpeed's without effect are told in docs/differences.md",
+}
+"""A README without all that the rule asks for -> where it is told."""
+
+MODULES = sorted({found.module for found in discover() if found.dist.startswith("ds-")})
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_package_of_ours_reaches_the_top(module: str) -> None:
+    verdicts = list(examine(Subject(module), RUN_ELSEWHERE | LOCK_STEP))
+    wrong = []
+    for verdict in verdicts:
+        if verdict.passed is not False or (verdict.rule.name == "documented" and module in DOCUMENTED):
+            continue
+        if verdict.rule.name == "kits":
+            lacking = set(verdict.why.removeprefix("its tests do not run ").split(", "))
+            if lacking <= OTHERWISE.keys():
+                continue
+        wrong.append(f"{verdict.rule.name}: {verdict.why}")
+    assert wrong == []
+
+
+def test_rules_and_levels() -> None:
+    assert 20 <= len(RULES) <= 25
+    assert level_of([]) == "whole"
+
+
+def test_exceptions_are_still_needed() -> None:
+    for module in DOCUMENTED:
+        (verdict,) = (v for v in examine(Subject(module), RUN_ELSEWHERE | LOCK_STEP) if v.rule.name == "documented")
+        assert verdict.passed is False, f"{module} needs no exception any more"
