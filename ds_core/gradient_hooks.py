@@ -107,6 +107,12 @@ class GradientHooks:
         # Where no hook is needed, a plain ``loss.backward()`` is seen by its gradients alone.
         return self.window.open or any(p.grad is not None for p in self._ctx.trained)
 
+    def unscaling(self) -> float:
+        """What the step multiplies gradients by, before it clips: it undoes the loss scale and the accumulation."""
+        ctx, engine = self._ctx, self.engine()
+        total = ctx.mesh.size("batch") if ctx.config.core.gradient_allreduce_op == "sum" else 1
+        return total / (engine.loss_scale if engine is not None else 1.0) / self.window.divisor
+
     # -- backwards -------------------------------------------------------------------------------------------
 
     def run(

@@ -36,7 +36,6 @@ class WeightUpdate:
     def __init__(self, engine: RunningEngine) -> None:
         ctx, groups = engine.ctx, engine.param_groups()
         self._clip = ctx.config.core.gradient_clipping
-        self._sum = ctx.mesh.size("batch") if ctx.config.core.gradient_allreduce_op == "sum" else 1
         self._schedule_needs = required(engine.lr_scheduler.step) if engine.lr_scheduler is not None else ()
         self._num_params = sum(len(g["params"]) for g in groups)
         self._changes_gradients = _takes_gradients(engine)
@@ -69,7 +68,7 @@ class WeightUpdate:
         """
         partitioner, scaler = engine.partitioner, engine.scaler
         partitioner.finish(REDUCE)
-        unscale = self._sum / engine.loss_scale / partitioner.gradient_hooks.window.divisor
+        unscale = partitioner.gradient_hooks.unscaling()
         raw = self._norm(engine, unscale)
         norm, overflow = raw * unscale, not math.isfinite(raw)
         applied = not (overflow and engine.ctx.precision.skip_nonfinite) and engine.optimizer is not None

@@ -22,14 +22,10 @@ from ds_kernel_kit.marshal import (
     Tensors,
     compiled_steps,
     pairs_by_kind,
-    quantized_parts,
-    quantized_rows,
-    room_for_quantized,
-    room_for_values,
     sizes_differ,
     sorted_out,
 )
-from ds_kernel_kit.references import Quantized
+from ds_kernel_kit.quantized import quantized_operations
 from torch import Tensor
 
 from ds_core.errors import KernelError
@@ -155,81 +151,14 @@ def _place_and_dtype(total: Tensor, more: Tensor) -> tuple[torch.device, torch.d
 # -- quantisation ------------------------------------------------------------------------------------------------------
 
 
-def quantize(x: Tensor, *, bits: int, group: int, symmetric: bool, out: Quantized | None = None) -> Quantized:
-    """See `ds_kernel_kit.references.quantize`; the same bits."""
-    references.check_quantize(bits, group)
-    if x.dtype not in TYPES or not native.serves(x.device):
-        return references.quantize(x, bits=bits, group=group, symmetric=symmetric, out=out)
-    x = x.detach().contiguous()
-    room = room_for_quantized(x.numel(), x.device, bits=bits, group=group, symmetric=symmetric, out=out)
-    q, scales, lows = room
-    native.call(
-        "quantize", x.device, x.numel(), TYPES[x.dtype], x.data_ptr(), group, bits, symmetric, q.data_ptr(),
-        scales.data_ptr(), 0 if lows is None else lows.data_ptr(),
-    )  # fmt: skip
-    return room
+def _call_late(name: str, device: torch.device, *arguments: Any) -> None:
+    native.call(name, device, *arguments)
 
 
-def dequantize(
-    q: Tensor,
-    scales: Tensor,
-    lows: Tensor | None,
-    *,
-    bits: int,
-    group: int,
-    numel: int,
-    dtype: torch.dtype,
-    out: Tensor | None = None,
-) -> Tensor:
-    """See `ds_kernel_kit.references.dequantize`; the same bits."""
-    references.check_quantize(bits, group)
-    given, alike = quantized_parts(q, scales, lows, bits=bits, group=group, numel=numel)
-    alike = alike and all(native.serves(t.device) and t.device == q.device for t in given)
-    if dtype not in TYPES or not alike:
-        return references.dequantize(q, scales, lows, bits=bits, group=group, numel=numel, dtype=dtype, out=out)
-    given = [t.detach().contiguous() for t in given]
-    out = room_for_values(numel, dtype, q.device, out)
-    native.call(
-        "dequantize", q.device, numel, TYPES[dtype], out.data_ptr(), group, bits, given[0].data_ptr(),
-        given[1].data_ptr(), 0 if lows is None else given[2].data_ptr(),
-    )  # fmt: skip
-    return out
+def _serves(device: torch.device) -> bool:
+    return native.serves(device)
 
 
-def dequantize_sum(
-    q: Tensor,
-    scales: Tensor,
-    *,
-    bits: int,
-    group: int,
-    numel: int,
-    dtype: torch.dtype,
-    out: Tensor | None = None,
-) -> Tensor:
-    """See `ds_kernel_kit.references.dequantize_sum`; the same bits."""
-    references.check_quantize(bits, group)
-    alike = quantized_rows(q, scales, bits=bits, group=group, numel=numel)
-    if dtype not in TYPES or not alike or not native.serves(q.device) or q.device != scales.device:
-        return references.dequantize_sum(q, scales, bits=bits, group=group, numel=numel, dtype=dtype, out=out)
-    out = room_for_values(numel, dtype, q.device, out)
-    native.call("dequantize_sum", q.device, numel, group, bits, *_rows(q, scales), TYPES[dtype], out.data_ptr(), 0)
-    return out
-
-
-def requantize_sum(
-    q: Tensor, scales: Tensor, *, bits: int, group: int, numel: int, out: Quantized | None = None
-) -> Quantized:
-    """See `ds_kernel_kit.references.requantize_sum`; the same bits."""
-    references.check_quantize(bits, group)
-    alike = quantized_rows(q, scales, bits=bits, group=group, numel=numel)
-    if not alike or not native.serves(q.device) or q.device != scales.device:
-        return references.requantize_sum(q, scales, bits=bits, group=group, numel=numel, out=out)
-    room = room_for_quantized(numel, q.device, bits=bits, group=group, symmetric=True, out=out)
-    places = (room[0].data_ptr(), room[1].data_ptr())
-    native.call("dequantize_sum", q.device, numel, group, bits, *_rows(q, scales), NONE, *places)
-    return room
-
-
-def _rows(q: Tensor, scales: Tensor) -> tuple[int, int, int, int, int]:
-    """How many rows, where the first ones are, and the elements from one to the next."""
-    return len(q), q.data_ptr(), q.stride(0), scales.data_ptr(), scales.stride(0)
+quantize, dequantize, dequantize_sum, requantize_sum = quantized_operations(
+    _call_late, _serves, TYPES, none=NONE, scale_bytes=1
+)

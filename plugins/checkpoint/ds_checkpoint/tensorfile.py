@@ -154,11 +154,13 @@ def carry(move: Move, values: Tensor, out: Tensor) -> None:
 class TensorFile:
     """An open safetensors file whose header has been checked against its size.
 
-    bytes_read: tensor data read so far. Raises CheckpointError naming the file for anything wrong with it.
+    links: whether `path` may be a link. bytes_read: tensor data read so far. Raises CheckpointError naming the file for
+    anything wrong with it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, links: bool = False) -> None:
         self.path = path
+        self._links = links
         self.bytes_read = 0
         self._handle: FileIO | None = None
         self._identity: tuple[int, ...] | None = None
@@ -174,7 +176,7 @@ class TensorFile:
     def _file(self) -> FileIO:
         """The file, opened again if it was closed meanwhile, and known to be the one whose header was checked."""
         if self._handle is None:
-            descriptor, _ = open_plain(self.path)
+            descriptor, _ = open_plain(self.path, links=self._links)
             self._handle = open(descriptor, "rb", buffering=0)  # noqa: SIM115
             status = os.fstat(descriptor)
             identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)

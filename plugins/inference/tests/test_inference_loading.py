@@ -137,7 +137,7 @@ def test_a_damaged_file_of_torch(tmp_path: Path) -> None:
     ("files", "said"),
     [
         ({}, "holds no weights"),
-        ({"model.safetensors": "no file"}, "no file of safetensors"),
+        ({"model.safetensors": "no file"}, "not a safetensors file"),
         ({"model.safetensors.index.json": "[]"}, "holds a list"),
         ({"model.safetensors.index.json": "{"}, "cannot be read as JSON"),
         ({"model.safetensors.index.json": '{"weight_map": 3}'}, "has no weight_map"),

@@ -109,7 +109,7 @@ class SuperOffload(Updates):
             return
         if self._worker is None:
             self._worker = _Worker(max(1, int(self._share * torch.get_num_threads())))
-        attempt = _Attempt(self._optimizer, spare, grads, self._unscale())
+        attempt = _Attempt(self._optimizer, spare, grads, self.owner.gradient_hooks.unscaling())
         self._attempts[bucket] = attempt
         self._worker.do(attempt.future, attempt.make)
 
@@ -117,13 +117,6 @@ class SuperOffload(Updates):
         """See `Reducer.on_late`."""
         if bucket in self._attempts:
             self._undo()
-
-    def _unscale(self) -> float:
-        """The factor of a step that does not clip, as `ds_core.stepping.WeightUpdate` computes it."""
-        ctx, hooks = self.owner.ctx, self.owner.gradient_hooks
-        engine = hooks.engine()
-        total = ctx.mesh.size("batch") if ctx.config.core.gradient_allreduce_op == "sum" else 1
-        return total / (engine.loss_scale if engine is not None else 1.0) / hooks.window.divisor
 
     # -- after it --------------------------------------------------------------------------------------------
 
@@ -143,7 +136,7 @@ class SuperOffload(Updates):
                 attempt.undo()
                 self.undone += 1
             place += len(bucket.optimized)
-        self._likely = factor == self._unscale()
+        self._likely = factor == self.owner.gradient_hooks.unscaling()
         if any(g is not None for g in given):
             self.update(optimizer, given, factor)
 
