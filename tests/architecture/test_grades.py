@@ -37,11 +37,9 @@ OTHERWISE = {
 DOCUMENTED = {
     "ds_checkpoint.plugin": "keys of DeepSpeed's are told in docs/checkpoints.md",
     "ds_data_sampling.plugin": "its keys are told in docs/data.md",
-    "ds_deepspeed_compat.plugin": "what there is not is told in docs/differences.md",
     "ds_inference.sections": "keys of DeepSpeed's are told in docs/deepspeed-keys.md",
     "ds_moe.plugin": "keys of AutoEP are told in docs/deepspeed-keys.md",
     "ds_pipeline.plugin": "keys of DeepSpeed's without effect are told in docs/differences.md",
-    "ds_sparse_gradients.plugin": "its limits are a list at the end of its README",
     "ds_zero.plugin": "keys of DeepSpeed's without effect are told in docs/differences.md",
 }
 """A README without all that the rule asks for -> where it is told."""

@@ -254,3 +254,11 @@ def test_one_module_owns_several_sections(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(plugins.implementing("ds_step_end")) == 1  # asked once, whichever sections the config names
     with pytest.raises(PluginError, match="claims section 'three' but has no ds_config hook to describe it"):
         plugins.models(["three"])
+
+
+def test_two_distributions_that_claim_a_section_are_both_named_also_with_one_module() -> None:
+    found = [Found("two", SECTIONS, "two_claims", dist, "1.0") for dist in ("dist-one", "dist-other")]
+    with pytest.raises(PluginError, match=r"section 'two' is offered by dist-one 1.0 and dist-other 1.0"):
+        Plugins(found=found).section("two")
+    chosen = Plugins(PluginSettings(prefer={"two": "dist-other"}), found=found).section("two")
+    assert chosen is not None and chosen.dist == "dist-other"
