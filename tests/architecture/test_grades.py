@@ -12,9 +12,6 @@ from ds_core.plugins import discover
 
 RUN_ELSEWHERE = frozenset(("tests", "parallel", "resumes", "given-back"))
 """By `make test`: the tests of each package, its combinations, and tests/combinations/test_given_back.py."""
-LOCK_STEP = frozenset(("contract",))
-"""This repository's packages are released together with the core: they need no number."""
-
 OTHERWISE = {
     "ChartConformance": "tests draw each chart",
     "CheckConformance": "tests ask for each rule by its message",
@@ -49,7 +46,7 @@ MODULES = sorted({found.module for found in discover() if found.dist.startswith(
 
 @pytest.mark.parametrize("module", MODULES)
 def test_a_package_of_ours_reaches_the_top(module: str) -> None:
-    verdicts = list(examine(Subject(module), RUN_ELSEWHERE | LOCK_STEP))
+    verdicts = list(examine(Subject(module), RUN_ELSEWHERE))
     wrong = []
     for verdict in verdicts:
         if verdict.passed is not False or (verdict.rule.name == "documented" and module in DOCUMENTED):
@@ -69,5 +66,5 @@ def test_rules_and_levels() -> None:
 
 def test_exceptions_are_still_needed() -> None:
     for module in DOCUMENTED:
-        (verdict,) = (v for v in examine(Subject(module), RUN_ELSEWHERE | LOCK_STEP) if v.rule.name == "documented")
+        (verdict,) = (v for v in examine(Subject(module), RUN_ELSEWHERE) if v.rule.name == "documented")
         assert verdict.passed is False, f"{module} needs no exception any more"
