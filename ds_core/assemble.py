@@ -28,7 +28,6 @@ from ds_core.errors import ConfigError, PluginError, UsageError
 from ds_core.kernels import UsesKernels
 from ds_core.mesh import Mesh
 from ds_core.multi_engine import give_back, keep
-from ds_core.old_forms import give_plans
 from ds_core.opening import open_run, transform
 from ds_core.optim import torch_grain
 from ds_core.params import check_grain, collect_buffers, collect_params
@@ -263,10 +262,7 @@ def _partitioner(ctx: Context, optimizer: OptimizerEntry) -> Partitioner:
     """The partitioner of a plugin, of the optimizer, or else `Replicated`."""
     answer = ctx.plugins.driver("ds_partitioner", ctx=ctx)
     if optimizer.partitioner is None:
-        if answer is None:
-            return Replicated(ctx)
-        give_plans(answer.value)
-        return cast(Partitioner, answer.value)
+        return Replicated(ctx) if answer is None else _with_plans(answer.value)
     if answer is not None:
         raise UsageError(
             f"this optimizer reduces gradients by itself, and so does plugin {answer.plugin}; leave its section out "
@@ -277,6 +273,13 @@ def _partitioner(ctx: Context, optimizer: OptimizerEntry) -> Partitioner:
         raise PluginError(
             f"{optimizer.partitioner} of an OptimizerEntry gave a {type(made).__name__}, not a Partitioner"
         )
+    return _with_plans(made)
+
+
+def _with_plans(made: Partitioner) -> Partitioner:
+    """The partitioner, also where it is of a contract without plans."""
+    from ds_core.old_forms import give_plans
+
     give_plans(made)
     return made
 
