@@ -1,4 +1,6 @@
-"""A contestant in a process of its own, in another environment: it is told what to do line by line, and answers."""
+"""A contestant in a process of its own, in another environment: it is told what to do line by line,
+and answers.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,11 @@ MARK = "> "
 
 
 def other_python(python: str, script: str, arguments: Sequence[str]) -> Callable[[str], str]:
-    """Start `script` by the interpreter `python`, without accelerators, and wait for its first answer.
+    """Start `script` by the interpreter `python`, without accelerators, and wait for its first
+    answer.
 
-    What comes back gives it an order and waits for the answer. SystemExit where the process ends before.
+    What comes back gives it an order and waits for the answer. SystemExit where the process ends
+    before.
     """
     process = subprocess.Popen(
         [python, script, *arguments],
@@ -25,7 +29,8 @@ def other_python(python: str, script: str, arguments: Sequence[str]) -> Callable
         text=True,
         env={**os.environ, "DS_ACCELERATOR": "cpu"},
     )
-    into, out = process.stdin, process.stdout
+    into = process.stdin
+    out = process.stdout
     assert into is not None and out is not None
 
     def heard() -> str:

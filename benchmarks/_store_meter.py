@@ -1,6 +1,7 @@
 """A relay in front of torch's TCPStore that counts what each rank asks of it: operations and bytes.
 
-Rank r connects to the r-th address of the loopback network, which tells the relay whose connection it is.
+Rank r connects to the r-th address of the loopback network, which tells the relay whose connection
+it is.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from dataclasses import dataclass, field
 
 __all__ = ["Counts", "Meter", "address_of"]
 
-# The numbers of torch's protocol, and what follows each: k key, v value, n 8-byte number, u 4-byte number, s: a count
-# of keys and the keys, m: a count of pairs and the pairs.
+# The numbers of torch's protocol, and what follows each: k key, v value, n 8-byte number, u 4-byte
+# number, s: a count of keys and the keys, m: a count of pairs and the pairs.
 _OPERATIONS: dict[int, tuple[str, str]] = {
     0: ("validate", "u"),
     1: ("set", "kv"),
@@ -50,7 +51,9 @@ class Counts:
 
 
 class Meter:
-    """Relays the connections of `ranks` ranks to 127.0.0.1:`store`; `port` is its own, at every address."""
+    """Relays the connections of `ranks` ranks to 127.0.0.1:`store`; `port` is its own, at every
+    address.
+    """
 
     def __init__(self, store: int, ranks: int) -> None:
         self.store = store
@@ -59,8 +62,14 @@ class Meter:
         first = socket.create_server((address_of(0), 0), backlog=1024)
         self.port: int = first.getsockname()[1]
         for rank in range(ranks):
-            server = first if rank == 0 else socket.create_server((address_of(rank), self.port), backlog=1024)
-            self._selector.register(server, selectors.EVENT_READ, self._accepter(server, self.counts[rank]))
+            server = (
+                first
+                if rank == 0
+                else socket.create_server((address_of(rank), self.port), backlog=1024)
+            )
+            self._selector.register(
+                server, selectors.EVENT_READ, self._accepter(server, self.counts[rank])
+            )
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store meter", daemon=True)
         self._thread.start()
@@ -85,12 +94,18 @@ class Meter:
             for end in (rank, store):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             parser = _Parser(counts)
-            self._selector.register(rank, selectors.EVENT_READ, lambda: self._move(rank, store, counts, parser))
-            self._selector.register(store, selectors.EVENT_READ, lambda: self._move(store, rank, counts, None))
+            self._selector.register(
+                rank, selectors.EVENT_READ, lambda: self._move(rank, store, counts, parser)
+            )
+            self._selector.register(
+                store, selectors.EVENT_READ, lambda: self._move(store, rank, counts, None)
+            )
 
         return accept
 
-    def _move(self, source: socket.socket, to: socket.socket, counts: Counts, parser: _Parser | None) -> None:
+    def _move(
+        self, source: socket.socket, to: socket.socket, counts: Counts, parser: _Parser | None
+    ) -> None:
         try:
             data = source.recv(1 << 16)
             if data:
@@ -112,7 +127,8 @@ class _Parser:
     """Reads the operations of one connection."""
 
     def __init__(self, counts: Counts) -> None:
-        self._counts, self._rest = counts, b""
+        self._counts = counts
+        self._rest = b""
 
     def feed(self, data: bytes) -> None:
         self._rest += data

@@ -1,4 +1,5 @@
-"""The tuner against an exhaustive search: the GPT of examples/gpt on two ranks, every setting of `SPACE`.
+"""The tuner against an exhaustive search: the GPT of examples/gpt on two ranks, every setting of
+`SPACE`.
 
     python benchmarks/autotuning.py            # the last two of these:
     python benchmarks/autotuning.py measure    # every setting in processes of its own -> benchmarks/autotuning.json
@@ -7,8 +8,8 @@
     python benchmarks/autotuning.py replay     # the tuner's searches over that file: how good after 20 trials?
     python benchmarks/autotuning.py memory     # its forecasts of memory against what was measured
 
-`measure` takes up again what it was killed in. `replay` runs no training: a trial is looked up, so that five seeds of
-each search see the same timings.
+`measure` takes up again what it was killed in. `replay` runs no training: a trial is looked up, so
+that five seeds of each search see the same timings.
 """
 
 from __future__ import annotations
@@ -62,7 +63,13 @@ def name_of(setting: dict[str, Any]) -> str:
 def base() -> dict[str, Any]:
     """The example's config without its monitors and its batch."""
     given: dict[str, Any] = json.loads((EXAMPLE / "ds_config.json").read_text())
-    left_out = ("train_batch_size", "gradient_accumulation_steps", "csv_monitor", "tensorboard", "run_record")
+    left_out = (
+        "train_batch_size",
+        "gradient_accumulation_steps",
+        "csv_monitor",
+        "tensorboard",
+        "run_record",
+    )
     return {key: value for key, value in given.items() if key not in left_out}
 
 
@@ -81,13 +88,21 @@ def config_of(setting: dict[str, Any]) -> dict[str, Any]:
     return {**config, "train_batch_size": micro * RANKS, "gradient_accumulation_steps": 1}
 
 
-# -- measure ---------------------------------------------------------------------------------------------------------
+# -- measure ---------------------------------------------------------------------------------------
 
 
 def run(
-    config: dict[str, Any], folder: Path, *, profile: bool = False, large: bool = False, steps: tuple[int, int] = (3, 6)
+    config: dict[str, Any],
+    folder: Path,
+    *,
+    profile: bool = False,
+    large: bool = False,
+    steps: tuple[int, int] = (3, 6),
 ) -> Any:
-    """One trial in processes of its own; what its rank 0 wrote. They are forked, with torch imported already."""
+    """One trial in processes of its own; what its rank 0 wrote.
+
+    They are forked, with torch imported already.
+    """
     section: dict[str, Any] = {"enabled": True, "metric_path": str(folder / "result.json")}
     section |= {"start_profile_step": steps[0], "end_profile_step": steps[1]}
     if profile:
@@ -103,7 +118,9 @@ def run(
     try:
         result = json.loads((folder / "result.json").read_text())
         marks = [json.loads((folder / f"cpu{rank}").read_text()) for rank in range(RANKS)]
-        result["cpu_seconds"] = [max(b[i + 1] - b[i] for b in marks) for i in range(len(marks[0]) - 1)]
+        result["cpu_seconds"] = [
+            max(b[i + 1] - b[i] for b in marks) for i in range(len(marks[0]) - 1)
+        ]
         return result
     except FileNotFoundError:
         return {"status": "crashed", "reason": (folder / "log0").read_text()[-500:]}
@@ -126,7 +143,9 @@ def _import_all() -> None:
 
 
 def _count_cpu(folder: Path, rank: int) -> None:
-    """Besides the time of each step write this process's CPU time, which work of others does not swell as much."""
+    """Besides the time of each step write this process's CPU time, which work of others does not
+    swell as much.
+    """
     from ds_autotuning import measuring
 
     class Counting(measuring.Measuring):
@@ -148,7 +167,11 @@ def _fork(rank: int, port: int, folder: Path, large: bool) -> int:
         os.dup2(log, 2)
         signal.alarm(200)  # a rank that waits for one that has died
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-        os.environ |= {"LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {
+            "LOCAL_WORLD_SIZE": str(RANKS),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
         os.environ["DS_CONFIG_OVERRIDES"] = str(folder / "config.json")
         _count_cpu(folder, rank)
         sys.path.insert(0, str(EXAMPLE))
@@ -211,20 +234,31 @@ def measure_large() -> None:
 
 def measure() -> None:
     """Fill `DATA`."""
-    data: dict[str, Any] = json.loads(DATA.read_text()) if DATA.exists() else {"profiles": {}, "results": {}}
+    data: dict[str, Any] = (
+        json.loads(DATA.read_text()) if DATA.exists() else {"profiles": {}, "results": {}}
+    )
     data["about"] = {
         "date": data.get("about", {}).get("date", time.strftime("%Y-%m-%d")),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "model": "GPT of examples/gpt, 2 ranks, fp32, gloo",
     }
     _import_all()
-    everything, most = list(settings()), int(sys.argv[2]) if len(sys.argv) > 2 else sys.maxsize
+    everything = list(settings())
+    most = int(sys.argv[2]) if len(sys.argv) > 2 else sys.maxsize
     for micro in (1, 8):
         if str(micro) not in data["profiles"]:
             with tempfile.TemporaryDirectory() as folder:
-                plain = {key: values[0] for key, values in SPACE.items()} | {"zero_optimization.stage": 2}
-                run(config_of({**plain, "train_micro_batch_size_per_gpu": micro}), Path(folder), profile=True)
-                data["profiles"][str(micro)] = json.loads((Path(folder) / "profile.json").read_text())
+                plain = {key: values[0] for key, values in SPACE.items()} | {
+                    "zero_optimization.stage": 2
+                }
+                run(
+                    config_of({**plain, "train_micro_batch_size_per_gpu": micro}),
+                    Path(folder),
+                    profile=True,
+                )
+                data["profiles"][str(micro)] = json.loads(
+                    (Path(folder) / "profile.json").read_text()
+                )
     for number, setting in enumerate(everything):
         if data["results"].get(name_of(setting), {}).get("result", {}).get("status") == "done":
             continue
@@ -236,10 +270,13 @@ def measure() -> None:
         part = DATA.with_suffix(".part")
         part.write_text(json.dumps(data, indent=1) + "\n")
         part.replace(DATA)
-        print(f"{number + 1}/{len(everything)} {name_of(setting)}: {result.get('throughput')}", flush=True)
+        print(
+            f"{number + 1}/{len(everything)} {name_of(setting)}: {result.get('throughput')}",
+            flush=True,
+        )
 
 
-# -- replay ----------------------------------------------------------------------------------------------------------
+# -- replay ----------------------------------------------------------------------------------------
 
 
 def by_the_clock(row: dict[str, Any]) -> float:
@@ -248,9 +285,13 @@ def by_the_clock(row: dict[str, Any]) -> float:
 
 
 def by_cpu_time(row: dict[str, Any]) -> float:
-    """Samples per CPU second of a rank, over all ranks: what the clock would say if nothing waited for anything."""
+    """Samples per CPU second of a rank, over all ranks: what the clock would say if nothing waited
+    for anything.
+    """
     return float(
-        row["setting"]["train_micro_batch_size_per_gpu"] * RANKS / statistics.median(row["result"]["cpu_seconds"])
+        row["setting"]["train_micro_batch_size_per_gpu"]
+        * RANKS
+        / statistics.median(row["result"]["cpu_seconds"])
     )
 
 
@@ -294,17 +335,24 @@ def search_all(speed: Callable[[dict[str, Any]], float]) -> None:
         for kind in ("model_based", "random", "gridsearch"):
             found = []
             for seed in range(5):
-                section = Autotuning(tuner_type=kind, seed=seed, tuner_num_trials=20, tuner_early_stopping=patience)
-                tuning = Tuning(section, space, lambda _: SPACE[MICRO], lambda s: Candidate(s, {}), look_up)
+                section = Autotuning(
+                    tuner_type=kind, seed=seed, tuner_num_trials=20, tuner_early_stopping=patience
+                )
+                tuning = Tuning(
+                    section, space, lambda _: SPACE[MICRO], lambda s: Candidate(s, {}), look_up
+                )
                 tune(tuning)
                 assert tuning.best is not None
                 reached = (tuning.best.result.throughput or 0.0) / speed(best)
                 found.append((reached, len(tuning.rows)))
             shown = "  ".join(f"{part:.3f} ({trials})" for part, trials in found)
-            print(f"{kind:12} early stopping {patience}: {shown}   part of the best (trials), seeds 0 to 4")
+            print(
+                f"{kind:12} early stopping {patience}: {shown}   part of the best (trials), seeds "
+                "0 to 4"
+            )
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def memory() -> None:
@@ -328,20 +376,35 @@ def compare(title: str, data: dict[str, Any]) -> None:
             files[-1].write_text(json.dumps(profile))
         profile = make_profile(files)
     mib = 2**20
-    slope, base = profile.activation_bytes_per_sample or 0.0, profile.fixed_bytes or 0.0
+    slope = profile.activation_bytes_per_sample or 0.0
+    base = profile.fixed_bytes or 0.0
     print(f"{title}: a sample {slope / mib:.3f} MiB, fixed {base / mib:.1f} MiB")
     rows = []
     for name, row in data["results"].items():
         told = forecast(profile, compose(config_of(row["setting"])), RANKS)
-        rows.append((told.device / row["result"]["peak_device"] - 1, told, row["result"]["peak_device"], name))
+        rows.append(
+            (
+                told.device / row["result"]["peak_device"] - 1,
+                told,
+                row["result"]["peak_device"],
+                name,
+            )
+        )
     beyond = sorted((abs(told.device - peak) / max(peak - base, mib) for _, told, peak, _ in rows))
     errors = sorted(abs(error) for error, *_ in rows)
     print(
-        f"  {len(rows)} trials: error of the forecast at most {errors[-1]:.1%}, median {errors[len(errors) // 2]:.1%}"
+        f"  {len(rows)} trials: error of the forecast at most {errors[-1]:.1%}, median "
+        f"{errors[len(errors) // 2]:.1%}"
     )
-    print(f"  of what is beyond `fixed`: at most {beyond[-1]:.1%}, median {beyond[len(beyond) // 2]:.1%}")
+    print(
+        f"  of what is beyond `fixed`: at most {beyond[-1]:.1%}, median "
+        f"{beyond[len(beyond) // 2]:.1%}"
+    )
     for error, told, peak, name in sorted(rows, key=lambda row: -abs(row[0]))[:9]:
-        print(f"  {error:+.1%}  told {told.device / mib:.1f} MiB, measured {peak / mib:.1f} MiB  {name}")
+        print(
+            f"  {error:+.1%}  told {told.device / mib:.1f} MiB, measured {peak / mib:.1f} MiB  "
+            f"{name}"
+        )
 
 
 if __name__ == "__main__":
@@ -349,4 +412,6 @@ if __name__ == "__main__":
         replay()
         memory()
     else:
-        {"measure": measure, "large": measure_large, "replay": replay, "memory": memory}[sys.argv[1]]()
+        {"measure": measure, "large": measure_large, "replay": replay, "memory": memory}[
+            sys.argv[1]
+        ]()

@@ -1,12 +1,15 @@
-"""Saving and loading 100 M parameters with Adam states: ds_core against torch.save, torch's DCP and DeepSpeed.
+"""Saving and loading 100 M parameters with Adam states: ds_core against torch.save, torch's DCP and
+DeepSpeed.
 
-All on the same ranks, the same bytes, the same folder, in the same run, in rounds that begin with another one each.
-Every save ends with fsync (those that do not call it are followed by one of their files, which is told apart), so that
-what is measured is work that is done. Before each load the files are dropped from the system's cache; then they are
-loaded once more with them there, as a job does that is started again at once. ds_core compares all with their checksums
-before it changes a state; "unchecked" leaves that out, as the others do (``"checkpoint": {"verify": false}``).
+All on the same ranks, the same bytes, the same folder, in the same run, in rounds that begin with
+another one each. Every save ends with fsync (those that do not call it are followed by one of their
+files, which is told apart), so that what is measured is work that is done. Before each load the
+files are dropped from the system's cache; then they are loaded once more with them there, as a job
+does that is started again at once. ds_core compares all with their checksums before it changes a
+state; "unchecked" leaves that out, as the others do (``"checkpoint": {"verify": false}``).
 
-    python benchmarks/checkpoint.py [--nproc 2] [--millions 100] [--folder .] [--deepspeed-python /tmp/dsv/bin/python]
+    python benchmarks/checkpoint.py [--nproc 2] [--millions 100] [--folder .] [--deepspeed-python
+    /tmp/dsv/bin/python]
 """
 
 from __future__ import annotations
@@ -70,7 +73,9 @@ def forget(folder: Path) -> None:
 
 
 def disk(folder: Path, size: int) -> tuple[float, float]:
-    """Seconds to write `size` bytes in one stream and bring them to the disk, and to read them from there."""
+    """Seconds to write `size` bytes in one stream and bring them to the disk, and to read them from
+    there.
+    """
     block = memoryview(bytearray(os.urandom(1 << 24)))
     path = folder / "stream"
     start = time.perf_counter()
@@ -79,7 +84,8 @@ def disk(folder: Path, size: int) -> tuple[float, float]:
         os.fsync(file.fileno())
     written = time.perf_counter() - start
     forget(folder)
-    start, room = time.perf_counter(), bytearray(1 << 18)
+    start = time.perf_counter()
+    room = bytearray(1 << 18)
     with open(path, "rb", buffering=0) as file:
         while file.readinto(room):
             pass
@@ -119,7 +125,9 @@ def train_once(engine: Any) -> None:
     engine.step()
 
 
-def loads(name: str, folder: Path, note: Callable[[str, float], None], load: Callable[[], Any]) -> None:
+def loads(
+    name: str, folder: Path, note: Callable[[str, float], None], load: Callable[[], Any]
+) -> None:
     if dist.get_rank() == 0:
         forget(folder)
     note(f"{name} load", timed(load))
@@ -127,7 +135,8 @@ def loads(name: str, folder: Path, note: Callable[[str, float], None], load: Cal
 
 
 def worker(arguments: argparse.Namespace) -> None:
-    rank, folder = int(os.environ["RANK"]), Path(arguments.folder)
+    rank = int(os.environ["RANK"])
+    folder = Path(arguments.folder)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     times: dict[str, list[float]] = {}
@@ -144,7 +153,12 @@ def worker(arguments: argparse.Namespace) -> None:
                     f"DeepSpeed stage {stage}: save",
                     timed(lambda e=engine: (e.save_checkpoint(str(folder)), rank or sync(folder))),
                 )
-                loads(f"DeepSpeed stage {stage}:", folder, note, lambda e=engine: e.load_checkpoint(str(folder)))
+                loads(
+                    f"DeepSpeed stage {stage}:",
+                    folder,
+                    note,
+                    lambda e=engine: e.load_checkpoint(str(folder)),
+                )
                 rank or shutil.rmtree(folder)
                 dist.barrier()
     else:
@@ -155,7 +169,9 @@ def worker(arguments: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def others(arguments: argparse.Namespace, folder: Path, rank: int, note: Callable[[str, float], None]) -> None:
+def others(
+    arguments: argparse.Namespace, folder: Path, rank: int, note: Callable[[str, float], None]
+) -> None:
     import torch.distributed.checkpoint as dcp
 
     engines = {
@@ -185,7 +201,10 @@ def others(arguments: argparse.Namespace, folder: Path, rank: int, note: Callabl
 
     def torch_save() -> None:
         if rank == 0:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "all.pt")
+            torch.save(
+                {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+                folder / "all.pt",
+            )
             sync(folder)
 
     def torch_load() -> None:
@@ -195,14 +214,20 @@ def others(arguments: argparse.Namespace, folder: Path, rank: int, note: Callabl
             optimizer.load_state_dict(state["optimizer"])
 
     def dcp_state() -> dict[str, Any]:
-        return {"model": model.state_dict(), "optimizer": {str(i): s for i, s in enumerate(optimizer.state.values())}}
+        return {
+            "model": model.state_dict(),
+            "optimizer": {str(i): s for i, s in enumerate(optimizer.state.values())},
+        }
 
     def by_torch() -> None:
         note("torch.save by one process: save", timed(torch_save))
         loads("torch.save by one process:", folder, note, torch_load)
 
     def by_dcp() -> None:
-        note("torch DCP: save", timed(lambda: (dcp.save(dcp_state(), checkpoint_id=folder), rank or sync(folder))))
+        note(
+            "torch DCP: save",
+            timed(lambda: (dcp.save(dcp_state(), checkpoint_id=folder), rank or sync(folder))),
+        )
         loads("torch DCP:", folder, note, lambda: dcp.load(dcp_state(), checkpoint_id=folder))
 
     def by_engine(name: str) -> None:
@@ -219,24 +244,51 @@ def others(arguments: argparse.Namespace, folder: Path, rank: int, note: Callabl
             for what, seconds in zip(("write", "read"), disk(folder, size), strict=True):
                 note(f"the disk, one stream: {what}", seconds)
 
-    turns: list[Callable[[], None]] = [by_hand, by_torch, by_dcp, *(partial(by_engine, name) for name in engines)]
+    turns: list[Callable[[], None]] = [
+        by_hand,
+        by_torch,
+        by_dcp,
+        *(partial(by_engine, name) for name in engines),
+    ]
     for turn in range(arguments.rounds):
-        for work in turns[turn % len(turns) :] + turns[: turn % len(turns)]:  # who follows whom matters to a disk
+        # who follows whom matters to a disk
+        for work in turns[turn % len(turns) :] + turns[: turn % len(turns)]:
             clean()
             work()
 
 
-def launch(python: str, kind: str, arguments: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
+def launch(
+    python: str, kind: str, arguments: argparse.Namespace, folder: Path
+) -> dict[str, list[float]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     result = folder / "result.json"
-    command = [python, __file__, "--worker", kind, "--folder", str(folder / "checkpoints"), "--result", str(result)]
+    command = [
+        python,
+        __file__,
+        "--worker",
+        kind,
+        "--folder",
+        str(folder / "checkpoints"),
+        "--result",
+        str(result),
+    ]
     command += ["--millions", str(arguments.millions), "--rounds", str(arguments.rounds)]
-    shared = {"WORLD_SIZE": str(arguments.nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    env = os.environ | shared | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])}
+    shared = {
+        "WORLD_SIZE": str(arguments.nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    env = (
+        os.environ
+        | shared
+        | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])}
+    )
     ranks = [
-        subprocess.Popen(command, env=env | {"RANK": str(r), "LOCAL_RANK": str(r)}, stdout=sys.stderr)
+        subprocess.Popen(
+            command, env=env | {"RANK": str(r), "LOCAL_RANK": str(r)}, stdout=sys.stderr
+        )
         for r in range(arguments.nproc)
     ]
     if any(p.wait() for p in ranks):
@@ -263,7 +315,9 @@ def main() -> None:
         if arguments.deepspeed_python:
             times |= launch(arguments.deepspeed_python, "deepspeed", arguments, Path(folder))
     for name, values in times.items():
-        print(f"{name:45s} {median(values):8.3f}   (best {min(values):.3f}, worst {max(values):.3f})")
+        print(
+            f"{name:45s} {median(values):8.3f}   (best {min(values):.3f}, worst {max(values):.3f})"
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""Plain torch.distributed over gloo against ds_core.comm, in one run: median milliseconds per call and GB/s.
+"""Plain torch.distributed over gloo against ds_core.comm, in one run: median milliseconds per call
+and GB/s.
 
-    python benchmarks/collectives.py [--ranks 2,4] [--dtypes fp32,bf16] [--sizes 1K,64K,1M,16M,64M] [--ops all_reduce]
+    python benchmarks/collectives.py [--ranks 2,4] [--dtypes fp32,bf16] [--sizes 1K,64K,1M,16M,64M]
+    [--ops all_reduce]
                                      [--shared] [--budget 1.5]
 
-Each size is the whole buffer in bytes (what all_gather produces, what reduce_scatter and all_reduce take). The
-sides take turns within a measurement, so that a busy machine slows them alike. --shared: ds_core.comm through shared
-memory too (of ds-ops-cpu); its columns are then gloo's own, ds_core.comm over gloo, through shared memory, and the
-gain of the last over the better of the others.
+Each size is the whole buffer in bytes (what all_gather produces, what reduce_scatter and all_reduce
+take). The sides take turns within a measurement, so that a busy machine slows them alike. --shared:
+ds_core.comm through shared memory too (of ds-ops-cpu); its columns are then gloo's own,
+ds_core.comm over gloo, through shared memory, and the gain of the last over the better of the
+others.
 """
 
 from __future__ import annotations
@@ -32,13 +35,18 @@ from ds_core import comm
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-OPERATIONS: dict[str, tuple[Callable[[Tensor, Tensor], object], Callable[[Tensor, Tensor], object]]] = {
+OPERATIONS: dict[
+    str, tuple[Callable[[Tensor, Tensor], object], Callable[[Tensor, Tensor], object]]
+] = {
     "all_gather": (GATHER, comm.all_gather_into_tensor),
     "reduce_scatter": (
         lambda whole, part: SCATTER(part, whole),
         lambda whole, part: comm.reduce_scatter_tensor(part, whole),
     ),
-    "all_reduce": (lambda whole, part: dist.all_reduce(whole), lambda whole, part: comm.all_reduce(whole)),
+    "all_reduce": (
+        lambda whole, part: dist.all_reduce(whole),
+        lambda whole, part: comm.all_reduce(whole),
+    ),
 }
 
 
@@ -84,7 +92,9 @@ def worker(rank: int, ranks: int, store: str, plan: Plan) -> None:
                 dtype = DTYPES[dtype_name]
                 part = torch.zeros(max(1, size // dtype.itemsize // ranks), dtype=dtype)
                 whole = torch.zeros(part.numel() * ranks, dtype=dtype)
-                calls: list[Callable[[], object]] = [functools.partial(f, whole, part) for f in OPERATIONS[op]]
+                calls: list[Callable[[], object]] = [
+                    functools.partial(f, whole, part) for f in OPERATIONS[op]
+                ]
                 if plan.shared:
                     calls.append(functools.partial(through_memory, calls[1]))
                 plain, ours, *memory = median_times(calls, plan.budget)
@@ -113,11 +123,15 @@ def through_memory(call: Callable[[], object]) -> None:
 def size_of(text: str) -> int:
     """``"64K"`` -> 65536."""
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    return int(float(text[:-1]) * units[text[-1].upper()]) if text[-1].upper() in units else int(text)
+    return (
+        int(float(text[:-1]) * units[text[-1].upper()]) if text[-1].upper() in units else int(text)
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--dtypes", default="fp32,bf16")
     parser.add_argument("--sizes", default="1K,16K,256K,1M,4M,16M,64M")
@@ -134,7 +148,9 @@ def main() -> int:
     )
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, gloo, one machine")
     names = ["plain", "ours", *(["shared"] if args.shared else [])]
-    columns = " ".join(f"{n + ' ms':>10s}" for n in names) + "".join(f" {n[:3] + ' GB/s':>8s}" for n in names)
+    columns = " ".join(f"{n + ' ms':>10s}" for n in names) + "".join(
+        f" {n[:3] + ' GB/s':>8s}" for n in names
+    )
     print(f"ranks operation       dtype      bytes {columns}   gain")
     for ranks in (int(r) for r in args.ranks.split(",")):
         with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,9 @@
-"""Seconds per step of a small transformer on 2 ranks: eager, compiled by blocks, and with a graph per gathering module.
+"""Seconds per step of a small transformer on 2 ranks: eager, compiled by blocks, and with a graph
+per gathering module.
 
-Run: ``python benchmarks/compile_blocks.py [--layers 4] [--width 128] [--steps 10] [--stage 3]``. The last is what
-``model.compile()`` gives at stage 3. Backend inductor; compiling is not counted, and its time is shown apart.
+Run: ``python benchmarks/compile_blocks.py [--layers 4] [--width 128] [--steps 10] [--stage 3]``.
+The last is what ``model.compile()`` gives at stage 3. Backend inductor; compiling is not counted,
+and its time is shown apart.
 """
 
 from __future__ import annotations
@@ -22,12 +24,17 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        q, k, v = (
+            t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1)
+        )
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(out.transpose(1, 2).flatten(2))
         result: Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
@@ -55,7 +62,8 @@ def measure(how: str, stage: int, layers: int, width: int, steps: int) -> tuple[
         engine.compile()
     elif how == "model":
         model.compile()
-    x, times = torch.randn(4, 128, width), []
+    x = torch.randn(4, 128, width)
+    times = []
     for _ in range(steps + 1):
         begin = time.perf_counter()
         engine.backward(engine(x).square().mean())

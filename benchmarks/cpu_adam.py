@@ -1,15 +1,18 @@
 """CPU optimizer steps as a fraction of what memory allows, beside torch's and DeepSpeed's.
 
-The limit is a kernel with the same reads and writes and no arithmetic (cpu_limit.cpp), measured in turns with each
-contestant; the fraction is median against median. For a thousand tensors it works on a thousand of its own, which lie
-as malloc puts them: that alone makes it slower than on one flat tensor. `again` is the same limit on other memory: how
-much of a fraction is chance. `kernel` is one call of the kernel table's
-function; `step` is ``optimizer.step()`` of ds-optimizers where that is installed; both run on ds-ops-cpu.
+The limit is a kernel with the same reads and writes and no arithmetic (cpu_limit.cpp), measured in
+turns with each contestant; the fraction is median against median. For a thousand tensors it works
+on a thousand of its own, which lie as malloc puts them: that alone makes it slower than on one flat
+tensor. `again` is the same limit on other memory: how much of a fraction is chance. `kernel` is one
+call of the kernel table's function; `step` is ``optimizer.step()`` of ds-optimizers where that is
+installed; both run on ds-ops-cpu.
 
-    python benchmarks/cpu_adam.py [--sizes 1e7 1e8] [--threads 1 2] [--cases fp32 ...] [--deepspeed PYTHON]
+    python benchmarks/cpu_adam.py [--sizes 1e7 1e8] [--threads 1 2] [--cases fp32 ...] [--deepspeed
+    PYTHON]
 
-``--deepspeed PYTHON`` names an interpreter that has deepspeed and can build its CPU operations; it is timed in a
-process of its own, with the same limit beside it. Build them before (it takes minutes), and set TORCH_EXTENSIONS_DIR.
+``--deepspeed PYTHON`` names an interpreter that has deepspeed and can build its CPU operations; it
+is timed in a process of its own, with the same limit beside it. Build them before (it takes
+minutes), and set TORCH_EXTENSIONS_DIR.
 """
 
 from __future__ import annotations
@@ -39,7 +42,15 @@ CLIP = 1.0
 
 def build_limit(folder: Path) -> Path:
     target = folder / "limit.so"
-    command = ["g++", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", str(HERE / "cpu_limit.cpp")]
+    command = [
+        "g++",
+        "-O3",
+        "-march=native",
+        "-fopenmp",
+        "-shared",
+        "-fPIC",
+        str(HERE / "cpu_limit.cpp"),
+    ]
     subprocess.run([*command, "-o", str(target)], check=True)
     return target
 
@@ -58,7 +69,9 @@ class Bench:
 
     def __init__(self, case: str, n: int, threads: int, limit: ctypes.CDLL) -> None:
         torch.set_num_threads(threads)
-        self.case, self.n, self.many = case, n, 1000 if "x1000" in case else 1
+        self.case = case
+        self.n = n
+        self.many = 1000 if "x1000" in case else 1
         half = torch.bfloat16
         self.params = tensors(n, self.many, half if case == "bf16" else torch.float32)
         self.grads = tensors(n, self.many, half if case in ("bf16", "mixed") else torch.float32)
@@ -68,8 +81,11 @@ class Bench:
 
     def make_limit(self, limit: ctypes.CDLL, threads: int) -> Step:
         """What all are compared with, each time on new memory."""
-        # The limit works on memory of its own: it leaves whatever bits, and some are slow to calculate with.
-        case, n, many = self.case, self.n, self.many  # what is returned must not keep `self`
+        # The limit works on memory of its own: it leaves whatever bits, and some are slow to
+        # calculate with. what is returned must not keep `self`
+        case = self.case
+        n = self.n
+        many = self.many
         room = [torch.zeros(64), torch.ones(n, dtype=self.grads[0].dtype)]
         room += [torch.ones(n, dtype=self.params[0].dtype) for _ in range(3)]
         self.room += room
@@ -92,7 +108,9 @@ class Bench:
         return lambda: limit.limit32_each(threads, ctypes.c_long(many), sizes, *lists)
 
     def with_grads(self) -> list[torch.nn.Parameter]:
-        """The same tensors as parameters with gradients (widened for an optimizer that takes only its own dtype)."""
+        """The same tensors as parameters with gradients (widened for an optimizer that takes only
+        its own dtype).
+        """
         params = [torch.nn.Parameter(p) for p in self.params]
         for param, grad in zip(params, self.grads, strict=True):
             if grad.dtype == param.dtype:
@@ -108,12 +126,15 @@ def loop(optimizer: Any) -> Step:
 
 
 def mixed_by_hand(bench: Bench, params: list[torch.nn.Parameter], optimizer: Any) -> Step:
-    """The step as people write it: norm of 16-bit gradients, widen and clip, fp32 step, cast out."""
+    """The step as people write it: norm of 16-bit gradients, widen and clip, fp32 step, cast
+    out."""
     copies = bench.copies
     assert copies is not None
 
     def step() -> None:
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in bench.grads]))
+        norm = torch.linalg.vector_norm(
+            torch.stack([torch.linalg.vector_norm(g) for g in bench.grads])
+        )
         scale = min(1.0, CLIP / (float(norm) + 1e-6))
         for param, grad in zip(params, bench.grads, strict=True):
             param.grad = grad.float().mul_(scale)
@@ -135,7 +156,9 @@ def torchs(bench: Bench) -> dict[str, Step]:
         if bench.case == "adagrad":
             out[f"torch {name}"] = loop(torch.optim.Adagrad(params, lr=1e-3, **how))
         elif bench.case == "mixed":
-            out[f"torch {name}"] = mixed_by_hand(bench, params, torch.optim.AdamW(params, **ADAM, **how))
+            out[f"torch {name}"] = mixed_by_hand(
+                bench, params, torch.optim.AdamW(params, **ADAM, **how)
+            )
         else:
             out[f"torch {name}"] = loop(torch.optim.AdamW(params, **ADAM, **how))
     return out
@@ -144,7 +167,8 @@ def torchs(bench: Bench) -> dict[str, Step]:
 def ours(bench: Bench) -> dict[str, Step]:
     from ds_ops_cpu import kernels as k
 
-    p, g = bench.params, bench.grads
+    p = bench.params
+    g = bench.grads
     first = [torch.zeros_like(t) for t in p]
     if bench.case == "lion":
         return {"kernel": lambda: k.lion(p, g, first, beta1=0.9, beta2=0.99, **KERNEL)}
@@ -180,7 +204,11 @@ def theirs(bench: Bench) -> dict[str, Step]:
     if bench.case == "adagrad":
         return {"DeepSpeed": loop(DeepSpeedCPUAdagrad(params, lr=1e-3))}
     optimizer = DeepSpeedCPUAdam(params, fp32_optimizer_states=bench.case != "bf16", **ADAM)
-    return {"DeepSpeed": mixed_by_hand(bench, params, optimizer) if bench.case == "mixed" else loop(optimizer)}
+    return {
+        "DeepSpeed": mixed_by_hand(bench, params, optimizer)
+        if bench.case == "mixed"
+        else loop(optimizer)
+    }
 
 
 def clock(step: Step) -> float:
@@ -203,7 +231,9 @@ def compare(bench: Bench, contestants: dict[str, Step], seconds: float) -> dict[
     return {"limit": best, **{name: best / median(times[name]) for name in contestants}}
 
 
-def measure(who: str, cases: list[str], sizes: list[int], threads: list[int], limit: str) -> list[dict[str, Any]]:
+def measure(
+    who: str, cases: list[str], sizes: list[int], threads: list[int], limit: str
+) -> list[dict[str, Any]]:
     library = ctypes.CDLL(limit)
     rows = []
     for n in sizes:
@@ -213,9 +243,15 @@ def measure(who: str, cases: list[str], sizes: list[int], threads: list[int], li
                 if who == "deepspeed":
                     contestants = theirs(bench)
                 else:
-                    contestants = {"again": bench.make_limit(library, count), **ours(bench), **torchs(bench)}
+                    contestants = {
+                        "again": bench.make_limit(library, count),
+                        **ours(bench),
+                        **torchs(bench),
+                    }
                 seconds = 2.0 if n < 5e7 else 4.0
-                rows.append({"case": case, "n": n, "threads": count, **compare(bench, contestants, seconds)})
+                rows.append(
+                    {"case": case, "n": n, "threads": count, **compare(bench, contestants, seconds)}
+                )
                 del bench, contestants
                 print(rows[-1], file=sys.stderr)
     return rows
@@ -232,7 +268,9 @@ def table(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", nargs="+", type=float, default=[1e7, 1e8])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
@@ -242,16 +280,31 @@ def main() -> None:
     options = parser.parse_args()
     sizes = [int(s) for s in options.sizes]
     if options.who != "main":
-        print(json.dumps(measure(options.who, options.cases, sizes, options.threads, options.limit)))
+        print(
+            json.dumps(measure(options.who, options.cases, sizes, options.threads, options.limit))
+        )
         return
     with tempfile.TemporaryDirectory() as folder:
         limit = str(build_limit(Path(folder)))
         rows = measure("ours", options.cases, sizes, options.threads, limit)
         if options.deepspeed:
             numbers = [str(x) for x in (*sizes, "--threads", *options.threads)]
-            command = [options.deepspeed, __file__, "--as", "deepspeed", "--limit", limit, "--cases", *options.cases]
-            environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"DS_ACCELERATOR": "cpu"}
-            done = subprocess.run([*command, "--sizes", *numbers], stdout=subprocess.PIPE, text=True, env=environment)
+            command = [
+                options.deepspeed,
+                __file__,
+                "--as",
+                "deepspeed",
+                "--limit",
+                limit,
+                "--cases",
+                *options.cases,
+            ]
+            environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
+                "DS_ACCELERATOR": "cpu"
+            }
+            done = subprocess.run(
+                [*command, "--sizes", *numbers], stdout=subprocess.PIPE, text=True, env=environment
+            )
             found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else []
             for row, other in zip(rows, found, strict=False):
                 row |= {k: v for k, v in other.items() if k not in row}

@@ -1,6 +1,8 @@
-"""Data parallelism over gloo: wall time per step of ds_core's `Replicated` against torch's DistributedDataParallel.
+"""Data parallelism over gloo: wall time per step of ds_core's `Replicated` against torch's
+DistributedDataParallel.
 
-Both train the same model on the same ranks in the same run, in interleaved blocks; the median block counts.
+Both train the same model on the same ranks in the same run, in interleaved blocks; the median block
+counts.
 
     python benchmarks/data_parallel.py [--nproc 2] [--width 1024] [--layers 6]
 """
@@ -17,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-BATCH, STEPS, BLOCKS = 32, 4, 25
+BATCH = 32
+STEPS = 4
+BLOCKS = 25
 
 
 def build(layers: int, width: int) -> nn.Module:
@@ -38,7 +42,9 @@ def worker(rank: int, arguments: argparse.Namespace, port: int) -> None:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     }
     engine, *_ = ds_core.initialize(model=build(arguments.layers, arguments.width), config=config)
-    ddp = nn.parallel.DistributedDataParallel(build(arguments.layers, arguments.width), gradient_as_bucket_view=True)
+    ddp = nn.parallel.DistributedDataParallel(
+        build(arguments.layers, arguments.width), gradient_as_bucket_view=True
+    )
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3, fused=True)
 
     def ours() -> None:
@@ -64,14 +70,19 @@ def worker(rank: int, arguments: argparse.Namespace, port: int) -> None:
     if rank == 0:
         base = median(times["torch DDP"])
         count = sum(p.numel() for p in ddp.parameters())
-        print(f"torch {torch.__version__}, {arguments.nproc} ranks over gloo, {count / 1e6:.1f}M parameters")
+        print(
+            f"torch {torch.__version__}, {arguments.nproc} ranks over gloo, {count / 1e6:.1f}M "
+            "parameters"
+        )
         for name, values in times.items():
             print(f"{name:10s} {median(values):8.1f} ms/step  {median(values) / base:5.2f}x DDP")
     dist.destroy_process_group()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=6)

@@ -1,9 +1,10 @@
 """What batches by tokens and packed rows gain over padding, and what planning costs.
 
-Training: a small Llama of transformers on samples of 8 to 512 tokens, log-normal (median 66), in one process: tokens of
-samples per second, padding not counted. The ways take turns in blocks of steps; each has about as many tokens in a
-micro-batch, padding included, as the padded one has at most. Planning: seconds for an epoch's batches of 20,000 samples
-of one token, with nothing else, beside the loader of the core.
+Training: a small Llama of transformers on samples of 8 to 512 tokens, log-normal (median 66), in
+one process: tokens of samples per second, padding not counted. The ways take turns in blocks of
+steps; each has about as many tokens in a micro-batch, padding included, as the padded one has at
+most. Planning: seconds for an epoch's batches of 20,000 samples of one token, with nothing else,
+beside the loader of the core.
 
     python benchmarks/data_sampling.py [--blocks 6] [--steps 4]
 """
@@ -22,7 +23,13 @@ import torch
 WAYS: dict[str, dict[str, Any]] = {
     "padded, 16 samples": {},
     "dynamic_batching": {"dynamic_batching": {"enabled": True, "max_tokens": 4096}},
-    "the same, seqlen": {"dynamic_batching": {"enabled": True, "max_tokens": 4096, "sequence_picking_order": "seqlen"}},
+    "the same, seqlen": {
+        "dynamic_batching": {
+            "enabled": True,
+            "max_tokens": 4096,
+            "sequence_picking_order": "seqlen",
+        }
+    },
     "packing": {"packing": {"enabled": True, "row_tokens": 512}},
 }
 MICRO = {"packing": 8}
@@ -46,7 +53,11 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 def start(model: Any, way: str, data: Any) -> Any:
     import ds_core
 
-    sampling = {"enabled": True, **({"loss_weights": "targets"} if data.__class__ is Samples else {}), **WAYS[way]}
+    sampling = {
+        "enabled": True,
+        **({"loss_weights": "targets"} if data.__class__ is Samples else {}),
+        **WAYS[way],
+    }
     config = {
         "train_micro_batch_size_per_gpu": MICRO.get(way, 16),
         "gradient_accumulation_steps": 2,
@@ -80,7 +91,9 @@ class Counted:
     """A loader's batches, with how many of their tokens are of samples, and how many there are."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
-        self.batches, self.used, self.all = batches, 0, 0
+        self.batches = batches
+        self.used = 0
+        self.all = 0
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -105,14 +118,17 @@ def train(blocks: int, steps: int) -> None:
     engines = {way: start(llama(), way, Samples(lengths)) for way in WAYS}
     from ds_core.data import RepeatingLoader
 
-    data = {way: Counted(iter(RepeatingLoader(e.training_dataloader))) for way, e in engines.items()}
+    data = {
+        way: Counted(iter(RepeatingLoader(e.training_dataloader))) for way, e in engines.items()
+    }
     for way, engine in engines.items():
         engine.train_batch(data[way])
         data[way].used = data[way].all = 0
     rates: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(blocks):
         for way, engine in engines.items():
-            before, began = data[way].used, time.process_time()
+            before = data[way].used
+            began = time.process_time()
             for _ in range(steps):
                 engine.train_batch(data[way])
             rates[way].append((data[way].used - before) / (time.process_time() - began))

@@ -1,12 +1,15 @@
-"""What a profiled forward costs, and what is counted: ds-flops-profiler, torch's FlopCounterMode, DeepSpeed's profiler.
+"""What a profiled forward costs, and what is counted: ds-flops-profiler, torch's FlopCounterMode,
+DeepSpeed's profiler.
 
-Three models in fp32 on one thread: a GPT, a ResNet and a mixture of experts. Each contestant profiles the same forward
-of the same input, in turn with the others; DeepSpeed's runs in a process of its own, in turn with this one.
+Three models in fp32 on one thread: a GPT, a ResNet and a mixture of experts. Each contestant
+profiles the same forward of the same input, in turn with the others; DeepSpeed's runs in a process
+of its own, in turn with this one.
 
     python benchmarks/flops_profiler.py [--blocks 7] [--deepspeed-python PYTHON]
 
-ms: the best forward of all blocks, and how much longer than without a profiler it takes. Torch's counter has no times
-of modules, and counts products alone; it does not know attention on the CPU, so the GPT has its attention written out.
+ms: the best forward of all blocks, and how much longer than without a profiler it takes. Torch's
+counter has no times of modules, and counts products alone; it does not know attention on the CPU,
+so the GPT has its attention written out.
 """
 
 from __future__ import annotations
@@ -32,13 +35,20 @@ Counts = tuple[int, int]
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.ffn = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.first = nn.LayerNorm(width)
+        self.second = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.ffn = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        split = (t.view(batch, length, 8, width // 8).transpose(1, 2) for t in self.qkv(self.first(x)).chunk(3, -1))
+        split = (
+            t.view(batch, length, 8, width // 8).transpose(1, 2)
+            for t in self.qkv(self.first(x)).chunk(3, -1)
+        )
         q, k, v = split
         weights = F.softmax(torch.matmul(q, k.transpose(2, 3)) / math.sqrt(width // 8), dim=-1)
         x = x + self.out(torch.matmul(weights, v).transpose(1, 2).reshape(x.shape))
@@ -48,7 +58,8 @@ class Block(nn.Module):
 class Residual(nn.Module):
     def __init__(self, wide: int, out: int, stride: int) -> None:
         super().__init__()
-        self.one, self.two = nn.Conv2d(wide, out, 3, stride, 1, bias=False), nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.one = nn.Conv2d(wide, out, 3, stride, 1, bias=False)
+        self.two = nn.Conv2d(out, out, 3, 1, 1, bias=False)
         self.norms = nn.ModuleList(nn.BatchNorm2d(out) for _ in range(2))
         self.short = nn.Conv2d(wide, out, 1, stride, bias=False)
 
@@ -61,11 +72,13 @@ class Experts(nn.Module):
         super().__init__()
         self.gate = nn.Linear(width, experts, bias=False)
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(experts)
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+            for _ in range(experts)
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        chosen, y = self.gate(x).argmax(-1), torch.zeros_like(x)
+        chosen = self.gate(x).argmax(-1)
+        y = torch.zeros_like(x)
         for index, expert in enumerate(self.experts):
             y[chosen == index] = expert(x[chosen == index])
         return y
@@ -73,8 +86,15 @@ class Experts(nn.Module):
 
 def models() -> dict[str, tuple[nn.Module, Tensor]]:
     torch.manual_seed(0)
-    gpt = nn.Sequential(nn.Embedding(1000, 256), *(Block(256) for _ in range(4)), nn.Linear(256, 1000))
-    stem = (nn.Conv2d(3, 32, 7, 2, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+    gpt = nn.Sequential(
+        nn.Embedding(1000, 256), *(Block(256) for _ in range(4)), nn.Linear(256, 1000)
+    )
+    stem = (
+        nn.Conv2d(3, 32, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+    )
     body = (Residual(32, 32, 1), Residual(32, 64, 2), Residual(64, 128, 2))
     resnet = nn.Sequential(*stem, *body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 100))
     moe = nn.Sequential(Experts(256, 8), nn.LayerNorm(256), Experts(256, 8))
@@ -94,7 +114,9 @@ def plain(model: nn.Module, x: Tensor) -> Callable[[], Counts]:
 
 
 def profiled(profiler: Any) -> Callable[[nn.Module, Tensor], Callable[[], Counts]]:
-    """Ours and DeepSpeed's: the hooks are put on before the forward and removed after it, as at a profiled step."""
+    """Ours and DeepSpeed's: the hooks are put on before the forward and removed after it, as at a
+    profiled step.
+    """
 
     def make(model: nn.Module, x: Tensor) -> Callable[[], Counts]:
         def run() -> Counts:
@@ -177,9 +199,15 @@ def main() -> None:
     if arguments.deepspeed_python:
         command = [arguments.deepspeed_python, __file__, "--peer"]
         env = {**os.environ, "DS_ACCELERATOR": "cpu"}
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        )
     best: dict[str, dict[str, list[float]]] = {}
-    contestants = {"plain": plain, "ds-flops-profiler": profiled(FlopsProfiler), "FlopCounterMode": by_torch}
+    contestants = {
+        "plain": plain,
+        "ds-flops-profiler": profiled(FlopsProfiler),
+        "FlopCounterMode": by_torch,
+    }
     for _ in range(arguments.blocks):
         for made in (block(contestants), ask(process) if process else {}):
             for model, rows in made.items():

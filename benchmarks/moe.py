@@ -1,15 +1,18 @@
-"""Forward and backward of one mixture-of-experts layer, as a fraction of the speed of a dense layer of the same FLOPs.
+"""Forward and backward of one mixture-of-experts layer, as a fraction of the speed of a dense layer
+of the same FLOPs.
 
-fp32 on 2 cores: 1 rank of 2 threads, and 2 ranks of 1 thread with half of the experts each (ep 2), over gloo. Tokens
-are per rank. The dense layer is what one could have at best: the same matrix products in one piece, no gate, nothing
-sent. Beside it: this layer; tokens sorted by expert in plain torch, with the experts in a loop; DeepSpeed's layer,
-without dropping and dropping. None of the others drops a token. Contestants run in interleaved blocks of a few steps,
-so that a noisy machine hits all alike; DeepSpeed has processes of its own, which run in turn with the others.
+fp32 on 2 cores: 1 rank of 2 threads, and 2 ranks of 1 thread with half of the experts each (ep 2),
+over gloo. Tokens are per rank. The dense layer is what one could have at best: the same matrix
+products in one piece, no gate, nothing sent. Beside it: this layer; tokens sorted by expert in
+plain torch, with the experts in a loop; DeepSpeed's layer, without dropping and dropping. None of
+the others drops a token. Contestants run in interleaved blocks of a few steps, so that a noisy
+machine hits all alike; DeepSpeed has processes of its own, which run in turn with the others.
 
     python benchmarks/moe.py [--experts 8 64] [--k 1 2] [--ranks 1 2] [--deepspeed-python PYTHON]
 
-fraction: the dense layer's time over the contestant's, of the best steps of both, and of the medians; a step takes as
-long as on the slower rank. off: the largest difference of outputs to plain torch's, where both compute the same.
+fraction: the dense layer's time over the contestant's, of the best steps of both, and of the
+    medians; a step takes as long as on the slower rank. off: the largest difference of outputs to
+    plain torch's, where both compute the same.
 kept: bytes per token that forward keeps for backward.
 """
 
@@ -31,7 +34,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from zero_step import Processes
 
-DENSE, OURS, SORTED, THEIRS, DROPPING = "dense", "ds_moe", "torch, sorted", "DeepSpeed", "DeepSpeed, dropping"
+DENSE = "dense"
+OURS = "ds_moe"
+SORTED = "torch, sorted"
+THEIRS = "DeepSpeed"
+DROPPING = "DeepSpeed, dropping"
 Layer = Callable[[Tensor], tuple[Tensor, Any]]
 """tokens -> (output, auxiliary loss or None)"""
 
@@ -51,10 +58,15 @@ class Sorted(nn.Module):
 
     def __init__(self, arguments: argparse.Namespace, experts: int, k: int, world: int) -> None:
         super().__init__()
-        self.wg, self.k, self.num, self.world = nn.Linear(arguments.hidden, experts, bias=False), k, experts, world
+        self.wg = nn.Linear(arguments.hidden, experts, bias=False)
+        self.k = k
+        self.num = experts
+        self.world = world
         torch.manual_seed(0)
         one = ffn(arguments.hidden, arguments.inner)
-        self.experts = nn.ModuleList(ffn(arguments.hidden, arguments.inner) for _ in range(experts // world))
+        self.experts = nn.ModuleList(
+            ffn(arguments.hidden, arguments.inner) for _ in range(experts // world)
+        )
         for expert in self.experts:
             expert.load_state_dict(one.state_dict())
 
@@ -79,9 +91,12 @@ class Sorted(nn.Module):
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts)
         theirs = theirs.view(self.world, -1)
-        given, taken = counts.view(self.world, -1).sum(1).tolist(), theirs.sum(1).tolist()
+        given = counts.view(self.world, -1).sum(1).tolist()
+        taken = theirs.sum(1).tolist()
         rows = all_to_all_single(x.new_empty(sum(taken), x.shape[1]), x, taken, given)
-        here = torch.arange(theirs.shape[1]).repeat(self.world).repeat_interleave(theirs.reshape(-1))
+        here = (
+            torch.arange(theirs.shape[1]).repeat(self.world).repeat_interleave(theirs.reshape(-1))
+        )
         order = here.argsort(stable=True)
         done = self.each(rows[order], theirs.sum(0).tolist())
         return all_to_all_single(torch.empty_like(x), done[order.argsort()], given, taken)
@@ -97,13 +112,22 @@ def ours(arguments: argparse.Namespace, experts: int, k: int, world: int) -> nn.
 
     torch.manual_seed(0)
     options = {"drop_tokens": False, "top2_2nd_expert_sampling": False}
-    layer = MoE(arguments.hidden, ffn(arguments.hidden, arguments.inner), experts, ep_size=world, k=k, **options)
+    layer = MoE(
+        arguments.hidden,
+        ffn(arguments.hidden, arguments.inner),
+        experts,
+        ep_size=world,
+        k=k,
+        **options,
+    )
     engine, *_ = ds_core.initialize(model=layer, config={"train_micro_batch_size_per_gpu": 1})
     engine.no_sync().__enter__()  # gradients of the gate are not averaged here, by nobody
     return layer
 
 
-def theirs(arguments: argparse.Namespace, experts: int, k: int, world: int, drop: bool) -> nn.Module:
+def theirs(
+    arguments: argparse.Namespace, experts: int, k: int, world: int, drop: bool
+) -> nn.Module:
     import deepspeed  # type: ignore[import-not-found]
     from deepspeed.moe.layer import MoE  # type: ignore[import-not-found]
 
@@ -111,13 +135,20 @@ def theirs(arguments: argparse.Namespace, experts: int, k: int, world: int, drop
     torch.manual_seed(0)
     options = {"drop_tokens": drop, "top2_2nd_expert_sampling": False}
     layer: nn.Module = MoE(
-        arguments.hidden, ffn(arguments.hidden, arguments.inner), experts, ep_size=world, k=k, **options
+        arguments.hidden,
+        ffn(arguments.hidden, arguments.inner),
+        experts,
+        ep_size=world,
+        k=k,
+        **options,
     )
     layer.set_deepspeed_parallelism()  # type: ignore[operator]
     return layer
 
 
-def make(kind: str, experts: int, k: int, arguments: argparse.Namespace) -> tuple[Layer, list[nn.Parameter]]:
+def make(
+    kind: str, experts: int, k: int, arguments: argparse.Namespace
+) -> tuple[Layer, list[nn.Parameter]]:
     world = dist.get_world_size() if dist.is_initialized() else 1
     if kind == DENSE:
         dense = ffn(arguments.hidden, arguments.inner * k)
@@ -134,7 +165,7 @@ def make(kind: str, experts: int, k: int, arguments: argparse.Namespace) -> tupl
     return lambda x: layer(x)[:2], list(layer.parameters())
 
 
-# -- one rank, and the one who asks -------------------------------------------------------------------------------
+# -- one rank, and the one who asks ----------------------------------------------------------------
 
 
 def kept(layer: Layer, weights: list[nn.Parameter], x: Tensor) -> float:
@@ -181,15 +212,21 @@ def serve(rank: int, arguments: argparse.Namespace) -> None:
             start = time.perf_counter()
             out, aux = layer(x)
             roots = [out] if aux is None else [out, aux]
-            torch.autograd.backward(roots, [grad] if aux is None else [grad, torch.full_like(aux, 0.01)])
+            torch.autograd.backward(
+                roots, [grad] if aux is None else [grad, torch.full_like(aux, 0.01)]
+            )
             answer["walls"].append(time.perf_counter() - start)
         print("ANSWER " + json.dumps(answer), flush=True)
     os._exit(0)
 
 
-def measure(arguments: argparse.Namespace, world: int, cache: str) -> dict[tuple[str, int, int], list[Any]]:
+def measure(
+    arguments: argparse.Namespace, world: int, cache: str
+) -> dict[tuple[str, int, int], list[Any]]:
     kinds = [DENSE, OURS, SORTED, *([THEIRS, DROPPING] if arguments.deepspeed_python else [])]
-    chosen = [(kind, experts, k) for experts in arguments.experts for k in arguments.k for kind in kinds]
+    chosen = [
+        (kind, experts, k) for experts in arguments.experts for k in arguments.k for kind in kinds
+    ]
     found: dict[tuple[str, int, int], list[Any]] = {c: [] for c in chosen}
     sets: dict[bool, Processes] = {}
     try:
@@ -208,40 +245,61 @@ def measure(arguments: argparse.Namespace, world: int, cache: str) -> dict[tuple
     return found
 
 
-def summary(found: dict[tuple[str, int, int], list[Any]], arguments: argparse.Namespace, world: int) -> None:
+def summary(
+    found: dict[tuple[str, int, int], list[Any]], arguments: argparse.Namespace, world: int
+) -> None:
     for experts in arguments.experts:
         for k in arguments.k:
-            rows = {kind: blocks for (kind, e, n), blocks in found.items() if (e, n) == (experts, k)}
+            rows = {
+                kind: blocks for (kind, e, n), blocks in found.items() if (e, n) == (experts, k)
+            }
             walls = {
-                kind: [max(times) for block in blocks[1:] for times in zip(*(a["walls"] for a in block), strict=True)]
+                kind: [
+                    max(times)
+                    for block in blocks[1:]
+                    for times in zip(*(a["walls"] for a in block), strict=True)
+                ]
                 for kind, blocks in rows.items()
             }
             plain = [x for a in rows[SORTED][0] for x in a["output"]]
             print(
-                f"\n| {world} ranks, {experts} experts, top-{k} | best | median | off | kept |\n" + "| --- " * 5 + "|"
+                f"\n| {world} ranks, {experts} experts, top-{k} | best | median | off | kept |\n"
+                + "| --- " * 5
+                + "|"
             )
             for kind, blocks in rows.items():
-                best, middle = min(walls[DENSE]) / min(walls[kind]), median(walls[DENSE]) / median(walls[kind])
+                best = min(walls[DENSE]) / min(walls[kind])
+                middle = median(walls[DENSE]) / median(walls[kind])
                 told = f"{best:.3f}" if kind != DENSE else f"{min(walls[kind]) * 1e3:.1f} ms"
                 output = [x for a in blocks[0] for x in a["output"]]
                 off = max(abs(a - b) for a, b in zip(output, plain, strict=True))
                 shown = "" if kind in (DENSE, DROPPING) else f"{off:.0e}"
-                print(f"| {kind} | {told} | {middle:.3f} | {shown} | {blocks[0][0]['kept']:,.0f} |", flush=True)
+                print(
+                    f"| {kind} | {told} | {middle:.3f} | {shown} | {blocks[0][0]['kept']:,.0f} |",
+                    flush=True,
+                )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     sizes = {"hidden": 256, "inner": 1024, "tokens": 4096, "steps": 3, "blocks": 8}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     for name, given in {"experts": [8, 64], "k": [1, 2], "ranks": [1, 2]}.items():
         parser.add_argument(f"--{name}", type=int, nargs="+", default=given)
-    parser.add_argument("--deepspeed-python", metavar="PYTHON", help="an interpreter that has deepspeed installed")
+    parser.add_argument(
+        "--deepspeed-python", metavar="PYTHON", help="an interpreter that has deepspeed installed"
+    )
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child is not None:
         serve(arguments.child, arguments)
-    print(f"torch {torch.__version__}, {arguments.tokens} tokens of {arguments.hidden}, inner width {arguments.inner}")
+    print(
+        f"torch {torch.__version__}, {arguments.tokens} tokens of {arguments.hidden}, inner width "
+        f"{arguments.inner}"
+    )
     with tempfile.TemporaryDirectory() as cache:
         for world in arguments.ranks:
             try:

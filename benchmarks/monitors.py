@@ -1,11 +1,14 @@
-"""What monitors cost: a step of examples/gpt with all installed monitors and wall_clock_breakdown, and without.
+"""What monitors cost: a step of examples/gpt with all installed monitors and wall_clock_breakdown,
+and without.
 
-A rank's share of a step of the quickstart (two micro-batches of 16), in one process with one thread. Engines take turns
-in blocks of steps. Medians over blocks; CPU time is that of the process with all its threads.
+A rank's share of a step of the quickstart (two micro-batches of 16), in one process with one
+thread. Engines take turns in blocks of steps. Medians over blocks; CPU time is that of the process
+with all its threads.
 
     python benchmarks/monitors.py [--blocks 30] [--steps 10] [--only wandb ...]
 
-Run it with ``.venv-monitors/bin/python`` after ``make test-monitors`` to have the services' packages too.
+Run it with ``.venv-monitors/bin/python`` after ``make test-monitors`` to have the services'
+packages too.
 """
 
 from __future__ import annotations
@@ -55,7 +58,8 @@ def start(sections: dict[str, Any]) -> Any:
 def block(engine: Any, steps: int) -> tuple[float, float]:
     """Seconds, and seconds of CPU, of one step."""
     batch = torch.randint(0, 127, (2, 16, engine.module.context))
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    cpu = time.process_time()
     for _ in range(steps):
         for _ in range(2):
             engine.backward(engine(batch[0], batch[1]))
@@ -64,10 +68,14 @@ def block(engine: Any, steps: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--blocks", type=int, default=30)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--only", nargs="*", default=list(SECTIONS), choices=[*SECTIONS, "wall_clock_breakdown"])
+    parser.add_argument(
+        "--only", nargs="*", default=list(SECTIONS), choices=[*SECTIONS, "wall_clock_breakdown"]
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     found = {
@@ -78,7 +86,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(OFFLINE)
         os.chdir(folder)
-        without, with_all = start({}), start({**found, "wall_clock_breakdown": True, "steps_per_print": 10**9})
+        without = start({})
+        with_all = start({**found, "wall_clock_breakdown": True, "steps_per_print": 10**9})
         rows: dict[str, list[tuple[float, float]]] = {"none": [], "all": []}
         for number in range(args.blocks + 1):
             pairs = [("none", without), ("all", with_all)]
@@ -89,11 +98,17 @@ def main() -> None:
         without.destroy()
         with_all.destroy()
         os.chdir(ROOT)
-    print(f"with {', '.join(found)} and wall_clock_breakdown; {args.blocks} blocks of {args.steps} steps")
+    print(
+        f"with {', '.join(found)} and wall_clock_breakdown; {args.blocks} blocks of {args.steps} "
+        "steps"
+    )
     for index, what in enumerate(("wall", "CPU")):
         none, full = (median(row[index] for row in rows[name]) for name in ("none", "all"))
         ratio = median(b[index] / a[index] for a, b in zip(rows["none"], rows["all"], strict=True))
-        print(f"{what:>5}: none {none * 1e3:.2f} ms, all {full * 1e3:.2f} ms per step; median of ratios {ratio:.3f}")
+        print(
+            f"{what:>5}: none {none * 1e3:.2f} ms, all {full * 1e3:.2f} ms per step; median of "
+            f"ratios {ratio:.3f}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""Reading and writing a disk: ds-nvme's engines beside raw io_uring, fio and DeepSpeed's aio handle.
+"""Reading and writing a disk: ds-nvme's engines beside raw io_uring, fio and DeepSpeed's aio
+handle.
 
-    python benchmarks/nvme.py FOLDER [--size MIB] [--rounds N] [--only NAME ...] [--deepspeed-python PYTHON]
+    python benchmarks/nvme.py FOLDER [--size MIB] [--rounds N] [--only NAME ...] [--deepspeed-python
+    PYTHON]
 
-All move one file by direct I/O in blocks of 1 MiB, 8 under way, one thread. raw io_uring: a loop in C++ (raw_uring.cpp)
-that does nothing else, with memory registered in the ring; ds-nvme's engines use the same memory. In each round each
-contestant writes the file for about half a second (fio, which counts whole ones, a second), and then each reads it, in
-random order; the medians over rounds count, and ratios to raw io_uring are taken round by round. Needs g++, and fio
-(Debian: apt install fio) unless --only leaves it out. DeepSpeed has a process of its own.
+All move one file by direct I/O in blocks of 1 MiB, 8 under way, one thread. raw io_uring: a loop in
+C++ (raw_uring.cpp) that does nothing else, with memory registered in the ring; ds-nvme's engines
+use the same memory. In each round each contestant writes the file for about half a second (fio,
+which counts whole ones, a second), and then each reads it, in random order; the medians over rounds
+count, and ratios to raw io_uring are taken round by round. Needs g++, and fio (Debian: apt install
+fio) unless --only leaves it out. DeepSpeed has a process of its own.
 """
 
 from __future__ import annotations
@@ -29,14 +32,17 @@ from typing import Any
 
 from _other_python import answer, orders, other_python
 
-BLOCK, DEPTH = 1 << 20, 8
-RAW, CHECKED = "raw io_uring", "ds-nvme, io_uring, checksums"
+BLOCK = 1 << 20
+DEPTH = 8
+RAW = "raw io_uring"
+CHECKED = "ds-nvme, io_uring, checksums"
 Contestant = Callable[[bool], float]
 """Write (True) or read for a while: bytes per second."""
 
 
 def rate(move: Callable[[], object], nbytes: int, seconds: float) -> float:
-    begin, moved = time.perf_counter(), 0
+    begin = time.perf_counter()
+    moved = 0
     while (took := time.perf_counter() - begin) < seconds or not moved:
         move()
         moved += nbytes
@@ -44,7 +50,9 @@ def rate(move: Callable[[], object], nbytes: int, seconds: float) -> float:
 
 
 def filled(nbytes: int) -> Any:
-    """The memory of raw io_uring and of ds-nvme's engines: how it lies in pages counts, so all have the same."""
+    """The memory of raw io_uring and of ds-nvme's engines: how it lies in pages counts, so all have
+    the same.
+    """
     import torch
     from ds_nvme.memory import aligned
 
@@ -56,7 +64,9 @@ def filled(nbytes: int) -> Any:
 def raw(path: Path, memory: Any, seconds: float, built: Path) -> Contestant:
     """The limit."""
     source = Path(__file__).parent / "raw_uring.cpp"
-    subprocess.run(["g++", "-O2", "-std=c++17", "-shared", "-fPIC", str(source), "-o", str(built)], check=True)
+    subprocess.run(
+        ["g++", "-O2", "-std=c++17", "-shared", "-fPIC", str(source), "-o", str(built)], check=True
+    )
     library = ctypes.CDLL(str(built), use_errno=True)
     library.open_ring.restype = ctypes.c_void_p
     nbytes = memory.numel()
@@ -86,8 +96,20 @@ def fio(path: Path, nbytes: int, seconds: float) -> Contestant:
 
     def run(write: bool) -> float:
         command = [
-            *("fio", "--name=raw", f"--filename={path}", f"--size={nbytes}", f"--rw={'write' if write else 'read'}"),
-            *(f"--bs={BLOCK}", f"--iodepth={DEPTH}", "--ioengine=io_uring", "--direct=1", "--overwrite=1"),
+            *(
+                "fio",
+                "--name=raw",
+                f"--filename={path}",
+                f"--size={nbytes}",
+                f"--rw={'write' if write else 'read'}",
+            ),
+            *(
+                f"--bs={BLOCK}",
+                f"--iodepth={DEPTH}",
+                "--ioengine=io_uring",
+                "--direct=1",
+                "--overwrite=1",
+            ),
             *(
                 "--time_based",
                 f"--runtime={math.ceil(seconds)}",
@@ -97,7 +119,9 @@ def fio(path: Path, nbytes: int, seconds: float) -> Contestant:
             ),
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["write" if write else "read"]
+        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][
+            "write" if write else "read"
+        ]
         return float(job["io_bytes"] / job["runtime"] * 1e3)
 
     return run
@@ -135,18 +159,27 @@ def ours(path: Path, memory: Any, seconds: float, engine_name: str, checks: bool
 
 
 def ours_in_little_memory(path: Path, nbytes: int, seconds: float) -> Contestant:
-    """As fio does it: all blocks are moved from and to the same few MiB, which stay in the processor's caches."""
+    """As fio does it: all blocks are moved from and to the same few MiB, which stay in the
+    processor's caches.
+    """
     from ds_nvme.engines import Settings
     from ds_nvme.files import open_file
     from ds_nvme.memory import aligned
     from ds_nvme.probe import open_engine
 
-    engine, part = open_engine("io_uring", Settings(BLOCK, DEPTH)), BLOCK * DEPTH
+    engine = open_engine("io_uring", Settings(BLOCK, DEPTH))
+    part = BLOCK * DEPTH
     memory = aligned(part).random_()
 
     def move(write: bool) -> None:
         under_way = [
-            engine.start(open_file(path, write=write), write=write, offset=at, address=memory.data_ptr(), nbytes=part)
+            engine.start(
+                open_file(path, write=write),
+                write=write,
+                offset=at,
+                address=memory.data_ptr(),
+                nbytes=part,
+            )
             for at in range(0, nbytes, part)
         ]
         for transfer in under_way:
@@ -156,7 +189,9 @@ def ours_in_little_memory(path: Path, nbytes: int, seconds: float) -> Contestant
 
 
 def deepspeed(python: str, path: Path, nbytes: int, seconds: float) -> Contestant:
-    ask = other_python(python, __file__, [str(path), "--serve", str(nbytes), "--seconds", str(seconds)])
+    ask = other_python(
+        python, __file__, [str(path), "--serve", str(nbytes), "--seconds", str(seconds)]
+    )
     return lambda write: float(ask("write" if write else "read"))
 
 
@@ -186,7 +221,9 @@ def main() -> None:
     if given.serve:
         serve(str(given.folder), given.serve, given.seconds)
         return
-    path, nbytes, seconds = given.folder / "nvme-benchmark", given.size << 20, given.seconds
+    path = given.folder / "nvme-benchmark"
+    nbytes = given.size << 20
+    seconds = given.seconds
     memory = filled(nbytes)
     makers: dict[str, Callable[[], Contestant]] = {
         "fio, io_uring": lambda: fio(path, nbytes, seconds),
@@ -198,24 +235,34 @@ def main() -> None:
         "ds-nvme, io_uring, 8 MiB of memory": lambda: ours_in_little_memory(path, nbytes, seconds),
     }
     if given.deepspeed_python:
-        makers["DeepSpeed aio_handle"] = lambda: deepspeed(given.deepspeed_python, path, nbytes, seconds)
+        makers["DeepSpeed aio_handle"] = lambda: deepspeed(
+            given.deepspeed_python, path, nbytes, seconds
+        )
     if unknown := set(given.only or ()) - set(makers):
-        parser.error(f"--only: no contestant is called {min(unknown)!r}; there are {', '.join(makers)}")
+        parser.error(
+            f"--only: no contestant is called {min(unknown)!r}; there are {', '.join(makers)}"
+        )
     with tempfile.TemporaryDirectory() as folder:
         contestants = {RAW: raw(path, memory, seconds, Path(folder) / "raw_uring.so")}
-        contestants |= {name: make() for name, make in makers.items() if not given.only or name in given.only}
+        contestants |= {
+            name: make() for name, make in makers.items() if not given.only or name in given.only
+        }
     measure(contestants, path, nbytes, given.rounds)
 
 
 def measure(contestants: dict[str, Contestant], path: Path, nbytes: int, rounds: int) -> None:
-    found: dict[str, dict[bool, list[float]]] = {name: {True: [], False: []} for name in contestants}
+    found: dict[str, dict[bool, list[float]]] = {
+        name: {True: [], False: []} for name in contestants
+    }
     try:
         with path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)
         contestants[RAW](True)  # the file is there, with all its space, before anything is timed
         for number in range(rounds):
             for write in (True, False):
-                for name in random.Random(f"{number}{write}").sample(list(contestants), len(contestants)):
+                for name in random.Random(f"{number}{write}").sample(
+                    list(contestants), len(contestants)
+                ):
                     found[name][write].append(contestants[name](write))
     finally:
         path.unlink(missing_ok=True)

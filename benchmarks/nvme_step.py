@@ -1,12 +1,15 @@
-"""An optimizer step with states on disk beside its two parts: the arithmetic alone, and the reads and writes alone.
+"""An optimizer step with states on disk beside its two parts: the arithmetic alone, and the reads
+and writes alone.
 
     python benchmarks/nvme_step.py FOLDER [--layers N] [--rounds N] [--deepspeed-python PYTHON]
 
-One process trains a GPT (examples/gpt/model.py, width 1024) in bf16 with AdamW, ZeRO stage 3 and `offload_optimizer`.
-compute: the step with states in host memory. disk: the states and gradients that a step reads and writes, in the same
-order and with the same read-ahead and write-behind, and no arithmetic. step: both; unchecked: without checksums.
-DeepSpeed's step, with the same tiles, settings of the disk and pipelines, runs in a process of its own. Each ends when
-all is written. Rounds are interleaved, in random order; ratios are taken round by round, and medians count.
+One process trains a GPT (examples/gpt/model.py, width 1024) in bf16 with AdamW, ZeRO stage 3 and
+`offload_optimizer`.
+compute: the step with states in host memory. disk: the states and gradients that a step reads and
+    writes, in the same order and with the same read-ahead and write-behind, and no arithmetic.
+    step: both; unchecked: without checksums. DeepSpeed's step, with the same tiles, settings of the
+    disk and pipelines, runs in a process of its own. Each ends when all is written. Rounds are
+    interleaved, in random order; ratios are taken round by round, and medians count.
 """
 
 from __future__ import annotations
@@ -76,9 +79,13 @@ def disk(engine: Any) -> float:
     """Seconds of the reads and writes of a step."""
     from ds_zero.tiled_step import states_of
 
-    store, reducer = engine.partitioner.offload.optimizer, engine.partitioner.reducer
+    store = engine.partitioner.offload.optimizer
+    reducer = engine.partitioner.reducer
     tiles = [b for b in reducer.buckets if b.evictable]
-    grads = [[g.host] if (g := reducer.grads(b)) is not None and g.host is not None else [] for b in tiles]
+    grads = [
+        [g.host] if (g := reducer.grads(b)) is not None and g.host is not None else []
+        for b in tiles
+    ]
     states = [states_of(b, engine.optimizer) for b in tiles]
     begin = time.perf_counter()
     store.fetch(grads[0] + states[0])
@@ -98,17 +105,31 @@ def deepspeed(python: str, layers: int, folder: str) -> Callable[[], float]:
 
 
 def serve(layers: int, folder: str) -> None:
-    """DeepSpeed: runs in its own environment. Fewer than 12 buffers fail an assertion of its pipeline."""
+    """DeepSpeed: runs in its own environment.
+
+    Fewer than 12 buffers fail an assertion of its pipeline.
+    """
     import deepspeed  # type: ignore[import-not-found]
 
-    place = {"device": "nvme", "nvme_path": folder, "pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
-    config = {**settings(place, {"single_submit": False, "overlap_events": True}), "steps_per_print": 10**9}
+    place = {
+        "device": "nvme",
+        "nvme_path": folder,
+        "pipeline_read": True,
+        "pipeline_write": True,
+        "buffer_count": 12,
+    }
+    config = {
+        **settings(place, {"single_submit": False, "overlap_events": True}),
+        "steps_per_print": 10**9,
+    }
     config["zero_optimization"]["sub_group_size"] = TILE
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     model = build(layers)
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[
+        0
+    ]
     for _ in orders():
         x = torch.randint(0, 256, (1, 65))
         engine.backward(engine(x[:, :-1], x[:, 1:]))
@@ -118,7 +139,9 @@ def serve(layers: int, folder: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=7)
@@ -129,9 +152,15 @@ def main() -> None:
         serve(given.layers, str(given.folder))
         return
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        place = {"device": "nvme", "nvme_path": folder, "pipeline_read": True, "pipeline_write": True}
+        place = {
+            "device": "nvme",
+            "nvme_path": folder,
+            "pipeline_read": True,
+            "pipeline_write": True,
+        }
         beside = start(given.layers, {"device": "cpu"})
-        away, unchecked = start(given.layers, place, checksum=True), start(given.layers, place, checksum=False)
+        away = start(given.layers, place, checksum=True)
+        unchecked = start(given.layers, place, checksum=False)
         contestants: dict[str, Callable[[], float]] = {
             "compute": lambda: step(beside),
             "disk": lambda: disk(away),
@@ -148,7 +177,9 @@ def main() -> None:
             if number >= 2:  # the first step makes the states
                 rounds.append(took)
         moved = away.partitioner.offload.optimizer.moved
-        elements = sum(b.layout.shard_numel for b in away.partitioner.reducer.buckets if b.evictable)
+        elements = sum(
+            b.layout.shard_numel for b in away.partitioner.reducer.buckets if b.evictable
+        )
         for engine in (beside, away, unchecked):
             engine.destroy()
     show(rounds, {"parameters": elements, "read": moved.read, "written": moved.written})
@@ -163,7 +194,11 @@ def show(rounds: list[dict[str, float]], facts: dict[str, int]) -> None:
     if "deepspeed" in rounds[0]:
         ratios["step / deepspeed"] = lambda r: r["step"] / r["deepspeed"]
     found = {kind: round(median(r[kind] for r in rounds), 3) for kind in rounds[0]}
-    print(json.dumps({**found, **{k: round(median(map(f, rounds)), 3) for k, f in ratios.items()}, **facts}))
+    print(
+        json.dumps(
+            {**found, **{k: round(median(map(f, rounds)), 3) for k, f in ratios.items()}, **facts}
+        )
+    )
 
 
 if __name__ == "__main__":

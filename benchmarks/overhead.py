@@ -1,15 +1,18 @@
-"""Engine overhead: CPU time per step of ds_core (and DeepSpeed, when installed) over a bare torch loop.
+"""Engine overhead: CPU time per step of ds_core (and DeepSpeed, when installed) over a bare torch
+loop.
 
-One process, one thread; every contestant does the same: zero gradients, forward, backward, clip, fused AdamW step.
-Contestants run interleaved in blocks, and the median block counts, so that a noisy machine hits all alike. Each
-stage runs without ``steps_per_print`` (0), and with it as users set it.
+One process, one thread; every contestant does the same: zero gradients, forward, backward, clip,
+fused AdamW step. Contestants run interleaved in blocks, and the median block counts, so that a
+noisy machine hits all alike. Each stage runs without ``steps_per_print`` (0), and with it as users
+set it.
 
-    python benchmarks/overhead.py [--layers 2 32] [--width 16] [--stages 0 1 2 3] [--prints 0 10 1000]
+    python benchmarks/overhead.py [--layers 2 32] [--width 16] [--stages 0 1 2 3] [--prints 0 10
+    1000]
                                   [--deepspeed PYTHON]
 
-``--stages`` names the ZeRO stages to measure, ``--prints`` the values of ``steps_per_print``. ``--deepspeed PYTHON``
-names an interpreter that has deepspeed; it is timed in processes of its own, with its own bare loop beside it, because
-it patches torch.
+``--stages`` names the ZeRO stages to measure, ``--prints`` the values of ``steps_per_print``.
+``--deepspeed PYTHON`` names an interpreter that has deepspeed; it is timed in processes of its own,
+with its own bare loop beside it, because it patches torch.
 """
 
 from __future__ import annotations
@@ -29,14 +32,19 @@ from statistics import median
 import torch
 from torch import nn
 
-BATCH, CLIP, STEPS, BLOCKS = 8, 1.0, 60, 25
+BATCH = 8
+CLIP = 1.0
+STEPS = 60
+BLOCKS = 25
 
 Step = Callable[[], None]
 
 
 def build(layers: int, width: int) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))), torch.randn(BATCH, width)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))), torch.randn(
+        BATCH, width
+    )
 
 
 def bare(layers: int, width: int) -> Step:
@@ -87,7 +95,9 @@ def theirs(layers: int, width: int, stage: int) -> Step:
         **config(stage),
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True, "fused": True}},
     }
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=settings
+    )
 
     def step() -> None:
         loss = engine(x).square().mean()
@@ -114,12 +124,21 @@ def measure(contestants: dict[str, Step]) -> dict[str, float]:
 
 def run_deepspeed(python: str, layers: int, width: int, stage: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as cache:
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}
+        alone = {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29577",
+        }
         quiet = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": cache, "OMP_NUM_THREADS": "1"}
         environment = {**os.environ, **alone, **quiet}
         command = [python, __file__, "--child", str(layers), str(width), str(stage)]
-        done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=600)
-    for leftover in glob.glob("/dev/shm/deepspeed_allreduce_buffer_*"):  # 66 MiB a rank, which it never unlinks
+        done = subprocess.run(
+            command, check=False, env=environment, capture_output=True, text=True, timeout=600
+        )
+    # 66 MiB a rank, which it never unlinks
+    for leftover in glob.glob("/dev/shm/deepspeed_allreduce_buffer_*"):
         os.unlink(leftover)
     if done.returncode:
         raise SystemExit(f"the deepspeed run failed:\n{done.stderr[-2000:]}")
@@ -128,20 +147,33 @@ def run_deepspeed(python: str, layers: int, width: int, stage: int) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 32])
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--stages", type=int, nargs="+", default=[0], choices=range(4))
     parser.add_argument("--prints", type=int, nargs="+", default=[0, 10, 1000])
-    parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has deepspeed installed")
+    parser.add_argument(
+        "--deepspeed", metavar="PYTHON", help="an interpreter that has deepspeed installed"
+    )
     parser.add_argument("--child", nargs=3, type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.child:
         layers, width, stage = arguments.child
-        print(json.dumps(measure({"bare torch": bare(layers, width), "deepspeed": theirs(layers, width, stage)})))
+        print(
+            json.dumps(
+                measure(
+                    {"bare torch": bare(layers, width), "deepspeed": theirs(layers, width, stage)}
+                )
+            )
+        )
         return
-    print(f"torch {torch.__version__}, python {sys.version.split()[0]}, width {arguments.width}, batch {BATCH}")
+    print(
+        f"torch {torch.__version__}, python {sys.version.split()[0]}, width {arguments.width}, "
+        f"batch {BATCH}"
+    )
     for layers in arguments.layers:
         own = {
             f"ds_core stage {stage}, prints {prints}": ours(layers, arguments.width, stage, prints)
@@ -152,7 +184,10 @@ def main() -> None:
         rows = {name: (us, us / times["bare torch"]) for name, us in times.items()}
         for stage in arguments.stages if arguments.deepspeed else ():
             other = run_deepspeed(arguments.deepspeed, layers, arguments.width, stage)
-            rows[f"deepspeed stage {stage}"] = (other["deepspeed"], other["deepspeed"] / other["bare torch"])
+            rows[f"deepspeed stage {stage}"] = (
+                other["deepspeed"],
+                other["deepspeed"] / other["bare torch"],
+            )
         for name, (us, ratio) in rows.items():
             print(f"{layers:3d} layers  {name:28s} {us:8.1f} us/step  {ratio:5.2f}x bare torch")
 

@@ -1,17 +1,20 @@
-"""A batch through 2 pipeline stages on 2 cores, beside one process, torch.distributed.pipelining and DeepSpeed.
+"""A batch through 2 pipeline stages on 2 cores, beside one process, torch.distributed.pipelining
+and DeepSpeed.
 
-All train the same residual MLP blocks in fp32 with AdamW on the same data, 2 ranks over gloo, one thread each; the one
-process is rank 0 alone, while rank 1 waits. Contestants run in interleaved blocks of a few batches, so that a noisy
-machine hits all alike. DeepSpeed has processes of its own, which run in turn with the others. The C library keeps freed
-memory in all of them, as ds_core asks it to: else page faults, which depend on who ran before, decide.
+All train the same residual MLP blocks in fp32 with AdamW on the same data, 2 ranks over gloo, one
+thread each; the one process is rank 0 alone, while rank 1 waits. Contestants run in interleaved
+blocks of a few batches, so that a noisy machine hits all alike. DeepSpeed has processes of its own,
+which run in turn with the others. The C library keeps freed memory in all of them, as ds_core asks
+it to: else page faults, which depend on who ran before, decide.
 
     python benchmarks/pipeline.py [--micro-batches 2 4 8] [--deepspeed-python PYTHON]
 
-A batch takes seconds; with --width 256 --batch 128 --blocks 25 a quarter of one, where messages and calls count more.
+A batch takes seconds; with --width 256 --batch 128 --blocks 25 a quarter of one, where messages and
+calls count more.
 
-speed-up: the one process's wall time over the contestant's; of the best blocks of both, and of the medians. ideal: what
-a perfect 1F1B has, 2m / (m + 1). CPU: of both ranks together, against the one process, least of all blocks. loss: the
-largest difference to the one process's, over all batches.
+speed-up: the one process's wall time over the contestant's; of the best blocks of both, and of the
+medians. ideal: what a perfect 1F1B has, 2m / (m + 1). CPU: of both ranks together, against the one
+process, least of all blocks. loss: the largest difference to the one process's, over all batches.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from zero_step import Processes
 
-LR, DECAY, WARMUP = 1e-3, 0.01, 2
+LR = 1e-3
+DECAY = 0.01
+WARMUP = 2
 KINDS = ("one process", "torch 1F1B", "torch ZBV", "ds_core 1f1b", "ds_core zero_bubble")
 DEEPSPEED = "DeepSpeed"
 mse = nn.functional.mse_loss
@@ -45,7 +50,9 @@ Step = Callable[[Batch], float]
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
@@ -82,14 +89,16 @@ def _backward(loss: Tensor) -> float:
 def with_torch(arguments: argparse.Namespace, count: int, kind: str) -> Step:
     from torch.distributed import pipelining
 
-    rank, layers = dist.get_rank(), build(arguments)
+    rank = dist.get_rank()
+    layers = build(arguments)
     # ZBV has two parts per rank, in the shape of a V: the first and the last on rank 0.
     places = [rank] if kind == "torch 1F1B" else [rank, 3 - rank]
     total = 2 * len(places)
     size = len(layers) // total
     parts = [nn.Sequential(*layers[p * size : (p + 1) * size]) for p in places]
     stages = [
-        pipelining.PipelineStage(part, p, total, torch.device("cpu")) for p, part in zip(places, parts, strict=True)
+        pipelining.PipelineStage(part, p, total, torch.device("cpu"))
+        for p, part in zip(places, parts, strict=True)
     ]
     last_rank = total - 1 in places
     if kind == "torch 1F1B":
@@ -115,7 +124,10 @@ def settings(arguments: argparse.Namespace, count: int, **more: Any) -> dict[str
         "train_micro_batch_size_per_gpu": arguments.batch,
         "gradient_accumulation_steps": count,
         "gradient_clipping": 0.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY, **more.pop("optimizer", {})}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": LR, "weight_decay": DECAY, **more.pop("optimizer", {})},
+        },
         **more,
     }
 
@@ -137,8 +149,12 @@ def with_deepspeed(arguments: argparse.Namespace, count: int) -> Step:
 
     deepspeed.init_distributed("gloo")
     model = Theirs(build(arguments), num_stages=2, loss_fn=mse, partition_method="uniform")
-    config = settings(arguments, count, steps_per_print=10**9, optimizer={"torch_adam": True, "fused": True})
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    config = settings(
+        arguments, count, steps_per_print=10**9, optimizer={"torch_adam": True, "fused": True}
+    )
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[
+        0
+    ]
     return lambda batch: float(engine.train_batch(iter(batch)))
 
 
@@ -150,7 +166,7 @@ def make(kind: str, count: int, arguments: argparse.Namespace) -> Step:
     return (with_torch if kind.startswith("torch") else with_ds_core)(arguments, count, kind)
 
 
-# -- one rank, and the one who asks -------------------------------------------------------------------------------
+# -- one rank, and the one who asks ----------------------------------------------------------------
 
 
 def batches(arguments: argparse.Namespace, count: int) -> Iterator[Batch]:
@@ -172,7 +188,8 @@ def serve(rank: int, arguments: argparse.Namespace) -> None:
         step, data = steps[kind, count]
         given = [copy.copy(next(data)) for _ in range(times)]
         dist.barrier()
-        cpu, start = time.process_time(), time.perf_counter()
+        cpu = time.process_time()
+        start = time.perf_counter()
         losses = [step(batch) for batch in given]
         cpu = time.process_time() - cpu
         wall = time.perf_counter() - start
@@ -181,11 +198,18 @@ def serve(rank: int, arguments: argparse.Namespace) -> None:
     os._exit(0)
 
 
-def measure(arguments: argparse.Namespace, count: int, cache: str) -> dict[str, list[list[dict[str, Any]]]]:
-    """kind -> blocks -> what each rank found. The processes are new ones: memory that others left decides a lot."""
+def measure(
+    arguments: argparse.Namespace, count: int, cache: str
+) -> dict[str, list[list[dict[str, Any]]]]:
+    """kind -> blocks -> what each rank found.
+
+    The processes are new ones: memory that others left decides a lot.
+    """
     kinds = [*KINDS, *([DEEPSPEED] if arguments.deepspeed_python else [])]
     # ZBV wants two micro-batches per rank and two more.
-    found: dict[str, list[list[dict[str, Any]]]] = {k: [] for k in kinds if k != "torch ZBV" or count >= 4}
+    found: dict[str, list[list[dict[str, Any]]]] = {
+        k: [] for k in kinds if k != "torch ZBV" or count >= 4
+    }
     sets: dict[bool, Processes] = {}
     try:
         for block in range(arguments.blocks + 1):
@@ -195,7 +219,9 @@ def measure(arguments: argparse.Namespace, count: int, cache: str) -> dict[str, 
                     python = arguments.deepspeed_python if theirs else sys.executable
                     os.environ["PIPELINE_BENCHMARK_DEEPSPEED"] = "yes" if theirs else ""
                     sets[theirs] = Processes.start(python, 2, cache, __file__)
-                blocks.append(sets[theirs].block([kind, count], arguments.steps if block else WARMUP))
+                blocks.append(
+                    sets[theirs].block([kind, count], arguments.steps if block else WARMUP)
+                )
     finally:
         for processes in sets.values():
             processes.stop()
@@ -207,24 +233,36 @@ def summary(rows: dict[str, list[list[dict[str, Any]]]], count: int, steps: int)
     base_walls = [b[0]["wall"] for b in base[1:]]
     base_cpu = min(b[0]["cpu"] for b in base[1:])
     base_losses = [x for b in base for x in b[0]["losses"]]
-    print(f"\n| {count} micro-batches, ideal {2 * count / (count + 1):.2f} | speed-up, best | median | CPU | loss |")
+    print(
+        f"\n| {count} micro-batches, ideal {2 * count / (count + 1):.2f} | speed-up, best | median "
+        "| CPU | loss |"
+    )
     print("| --- " * 5 + "|")
     for kind, blocks in rows.items():
         walls = [max(a["wall"] for a in block) for block in blocks[1:]]
         cpu = min(sum(a["cpu"] for a in b) if kind != KINDS[0] else b[0]["cpu"] for b in blocks[1:])
-        losses = [max(a["losses"][i] for a in b) for b in blocks for i in range(len(b[0]["losses"]))]
+        losses = [
+            max(a["losses"][i] for a in b) for b in blocks for i in range(len(b[0]["losses"]))
+        ]
         off = max(abs(a - b) for a, b in zip(losses, base_losses, strict=True))
-        best, middle = min(base_walls) / min(walls), median(base_walls) / median(walls)
+        best = min(base_walls) / min(walls)
+        middle = median(base_walls) / median(walls)
         shown = f"{min(base_walls) / steps * 1e3:.0f} ms" if kind == KINDS[0] else f"{best:.2f}"
-        print(f"| {kind} | {shown} | {middle:.2f} | {cpu / base_cpu:.2f}x | {off:.1e} |", flush=True)
+        print(
+            f"| {kind} | {shown} | {middle:.2f} | {cpu / base_cpu:.2f}x | {off:.1e} |", flush=True
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in {"width": 512, "layers": 8, "batch": 512, "steps": 1, "blocks": 8}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--deepspeed-python", metavar="PYTHON", help="an interpreter that has deepspeed installed")
+    parser.add_argument(
+        "--deepspeed-python", metavar="PYTHON", help="an interpreter that has deepspeed installed"
+    )
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.deepspeed_child = os.environ.get("PIPELINE_BENCHMARK_DEEPSPEED", "")
@@ -232,7 +270,8 @@ def main() -> None:
         serve(arguments.child, arguments)
     count = sum(p.numel() for layer in build(arguments) for p in layer.parameters())
     print(
-        f"torch {torch.__version__}, {count / 1e6:.1f}M parameters, {arguments.batch} x {arguments.width} a micro-batch"
+        f"torch {torch.__version__}, {count / 1e6:.1f}M parameters, {arguments.batch} x "
+        f"{arguments.width} a micro-batch"
     )
     os.environ.update(MALLOC_MMAP_THRESHOLD_=str(1 << 25), MALLOC_TRIM_THRESHOLD_=str(1 << 30))
     with tempfile.TemporaryDirectory() as cache:

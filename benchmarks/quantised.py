@@ -1,14 +1,17 @@
-"""Stage 3 over a slow link between hosts: plain, qwZ, qgZ and hpZ, alone and together, beside FSDP2.
+"""Stage 3 over a slow link between hosts: plain, qwZ, qgZ and hpZ, alone and together, beside
+FSDP2.
 
-Hosts are `ds_testing.hosts.Lab`'s (root and Linux): namespaces of one machine, the link between them shaped by tc. All
-train one GPT (examples/gpt/model.py) with AdamW on the same data and seeds, one thread a rank, driven in interleaved
-blocks of a few steps; first with the link as fast as it is, then shaped. "kept": weights stay gathered from forward to
-backward (`max_reuse_distance`); without the word they are gathered twice, as FSDP2 does.
+Hosts are `ds_testing.hosts.Lab`'s (root and Linux): namespaces of one machine, the link between
+them shaped by tc. All train one GPT (examples/gpt/model.py) with AdamW on the same data and seeds,
+one thread a rank, driven in interleaved blocks of a few steps; first with the link as fast as it
+is, then shaped. "kept": weights stay gathered from forward to backward (`max_reuse_distance`);
+without the word they are gathered twice, as FSDP2 does.
 
     python benchmarks/quantised.py [--hosts 2] [--ranks 2] [--rate 1e9] [--bf16] [--only NAME ...]
 
-MB: sent and received by the first host's interface, with headers: of a step, and of a forward without gradients, which
-is one gather of the weights. What a step sends beside its two gathers are gradients.
+MB: sent and received by the first host's interface, with headers: of a step, and of a forward
+without gradients, which is one gather of the weights. What a step sends beside its two gathers are
+gradients.
 """
 
 from __future__ import annotations
@@ -23,8 +26,10 @@ from hosts import WARMUP, Job, serve
 from torch import Tensor
 from zero_step import Step, build, fsdp2, settings, with_engine
 
-QWZ, QGZ = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
-AGAIN, KEPT = {"max_reuse_distance": 0}, {"max_reuse_distance": 1_000_000_000}
+QWZ = {"zero_quantized_weights": True}
+QGZ = {"zero_quantized_gradients": True}
+AGAIN = {"max_reuse_distance": 0}
+KEPT = {"max_reuse_distance": 1_000_000_000}
 STAGE_3: dict[str, dict[str, Any]] = {
     "stage 3": AGAIN,
     "qwZ": {**AGAIN, **QWZ},
@@ -40,7 +45,7 @@ FORWARD = ("stage 3", "qwZ")  # of which a forward alone is measured too
 engines: dict[str, Any] = {}
 
 
-# -- one rank ------------------------------------------------------------------------------------------------------
+# -- one rank --------------------------------------------------------------------------------------
 
 
 def make(name: str, arguments: argparse.Namespace) -> Step:
@@ -67,7 +72,7 @@ def make(name: str, arguments: argparse.Namespace) -> Step:
     return with_engine(engines[name])
 
 
-# -- the one who asks ----------------------------------------------------------------------------------------------
+# -- the one who asks ------------------------------------------------------------------------------
 
 Found = dict[str, list[dict[str, Any]]]
 
@@ -110,7 +115,8 @@ def megabytes(blocks: list[dict[str, Any]]) -> float:
 def summary(free: Found, shaped: Found, arguments: argparse.Namespace) -> None:
     base = "stage 3" if "stage 3" in free else next(iter(free))
     print(
-        f"| | MB of a step | to {base} | {arguments.rate / 1e9:g} Gbit/s: ms, best | median | {base}'s / its "
+        f"| | MB of a step | to {base} | {arguments.rate / 1e9:g} Gbit/s: ms, best | median | "
+        f"{base}'s / its "
         f"| FSDP2's / its | unshaped: ms, best | median | {base}'s / its | CPU, ms | last loss |\n"
         + "| --- " * 12
         + "|"
@@ -124,25 +130,42 @@ def summary(free: Found, shaped: Found, arguments: argparse.Namespace) -> None:
         times = f"{best(blocks) * 1e3:.0f} | {seconds(blocks) * 1e3:.0f}"
         fsdp = f"{seconds(shaped['FSDP2']) / seconds(blocks):.2f}x" if "FSDP2" in shaped else ""
         print(
-            f"| {name} | {megabytes(blocks):.1f} | {megabytes(blocks) / megabytes(shaped[base]):.3f} "
+            f"| {name} | {megabytes(blocks):.1f} | "
+            f"{megabytes(blocks) / megabytes(shaped[base]):.3f} "
             f"| {times} | {seconds(shaped[base]) / seconds(blocks):.2f}x "
-            f"| {fsdp} | {best(own) * 1e3:.0f} | {seconds(own) * 1e3:.0f} | {seconds(free[base]) / seconds(own):.2f}x "
+            f"| {fsdp} | {best(own) * 1e3:.0f} | {seconds(own) * 1e3:.0f} | "
+            f"{seconds(free[base]) / seconds(own):.2f}x "
             f"| {cpu * 1e3:.0f} | {loss:.4f} |"
         )
     if not {"stage 3", "qwZ", "qgZ", "hpZ"} <= shaped.keys():
         return
     step = {name: megabytes(shaped[name]) for name in shaped}
-    gather, small = step["stage 3, forward"], step["qwZ, forward"]
+    gather = step["stage 3, forward"]
+    small = step["qwZ, forward"]
     gradients = step["stage 3"] - 2 * gather
     print(f"\none gather: {gather:.1f} MB plain, {small:.1f} MB by qwZ: {small / gather:.3f}x")
-    print(f"gradients: {gradients:.1f} MB plain, {step['qgZ'] - 2 * gather:.1f} MB by qgZ", end=": ")
+    print(
+        f"gradients: {gradients:.1f} MB plain, {step['qgZ'] - 2 * gather:.1f} MB by qgZ", end=": "
+    )
     print(f"{(step['qgZ'] - 2 * gather) / gradients:.3f}x")
-    print(f"gathers of backward: {gather:.1f} MB plain, {step['hpZ'] - gather - gradients:.2f} MB by hpZ")
+    print(
+        f"gathers of backward: {gather:.1f} MB plain, {step['hpZ'] - gather - gradients:.2f} MB "
+        "by hpZ"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"hosts": 2, "ranks": 2, "width": 512, "layers": 7, "context": 32, "batch": 1}.items():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in {
+        "hosts": 2,
+        "ranks": 2,
+        "width": 512,
+        "layers": 7,
+        "context": 32,
+        "batch": 1,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=3)
@@ -150,15 +173,23 @@ def main() -> None:
     parser.add_argument("--clip", type=float, default=0.0, help="gradient clipping; 0: none")
     parser.set_defaults(overlap=False)
     parser.add_argument("--bf16", action="store_true", help="train in bf16; default fp32")
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=NAMES, help="of the contestants")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", choices=NAMES, help="of the contestants"
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         serve(arguments, make)
-    count = sum(p.numel() for p in build(arguments.width, arguments.layers, arguments.context).parameters())
+    count = sum(
+        p.numel() for p in build(arguments.width, arguments.layers, arguments.context).parameters()
+    )
     shown = f"{arguments.hosts} hosts x {arguments.ranks} ranks, {arguments.rate / 1e9:g} Gbit/s"
     shown += f", {count / 1e6:.1f}M parameters in {'bf16' if arguments.bf16 else 'fp32'}"
-    print(f"torch {torch.__version__}, {shown}, {arguments.batch} x {arguments.context} tokens a rank", flush=True)
+    print(
+        f"torch {torch.__version__}, {shown}, {arguments.batch} x {arguments.context} tokens a "
+        "rank",
+        flush=True,
+    )
     summary(*measure(arguments), arguments)
 
 

@@ -1,12 +1,15 @@
-"""What recomputation costs: ds-activation-checkpointing against torch.utils.checkpoint, in the same run.
+"""What recomputation costs: ds-activation-checkpointing against torch.utils.checkpoint, in the same
+run.
 
-A GPT's blocks in fp32 on one thread, with dropout, in three sizes; forward and backward of all blocks, each contestant
-in turn. `config` is the section activation_checkpointing with `modules`, the others are called by hand per block.
+A GPT's blocks in fp32 on one thread, with dropout, in three sizes; forward and backward of all
+blocks, each contestant in turn. `config` is the section activation_checkpointing with `modules`,
+the others are called by hand per block.
 
     python benchmarks/recompute.py [--rounds 15] [--sizes tiny small medium]
 
-ms: the median of all rounds, of this process's time on the CPU; extra: over no recomputation; ratio: of the extra time
-to that of torch's non-reentrant checkpoint with the same policy. kept: MB that a forward leaves for backward.
+ms: the median of all rounds, of this process's time on the CPU; extra: over no recomputation;
+ratio: of the extra time to that of torch's non-reentrant checkpoint with the same policy. kept: MB
+that a forward leaves for backward.
 """
 
 from __future__ import annotations
@@ -35,13 +38,19 @@ SIZES = {"tiny": (8, 32, 2, 16), "small": (6, 128, 4, 64), "medium": (4, 256, 4,
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.first = nn.LayerNorm(width)
+        self.second = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        split = (t.view(batch, length, 4, width // 4).transpose(1, 2) for t in self.qkv(self.first(x)).chunk(3, -1))
+        split = (
+            t.view(batch, length, 4, width // 4).transpose(1, 2)
+            for t in self.qkv(self.first(x)).chunk(3, -1)
+        )
         q, k, v = split
         weights = F.softmax(torch.matmul(q, k.transpose(2, 3)) / math.sqrt(width // 4), dim=-1)
         x = x + F.dropout(self.out(torch.matmul(weights, v).transpose(1, 2).reshape(x.shape)), 0.1)
@@ -61,14 +70,19 @@ class Blocks(nn.Module):
 
 def calls() -> dict[str, Callable[[nn.Module, Tensor], Tensor]]:
     """How each contestant calls a block."""
-    ours, kept = Settings(), TORCH_CONTEXTS["keep_matmuls"]
+    ours = Settings()
+    kept = TORCH_CONTEXTS["keep_matmuls"]
     return {
         "none": lambda block, x: block(x),
         "torch": lambda block, x: checkpoint(block, x, use_reentrant=False),
         "torch reentrant": lambda block, x: checkpoint(block, x, use_reentrant=True),
         "ours": lambda block, x: recompute(block, (x,), {}, ours.options("block")),
-        "torch, keep_matmuls": lambda block, x: checkpoint(block, x, use_reentrant=False, context_fn=kept),
-        "ours, keep_matmuls": lambda block, x: recompute(block, (x,), {}, ours.options("block", "keep_matmuls")),
+        "torch, keep_matmuls": lambda block, x: checkpoint(
+            block, x, use_reentrant=False, context_fn=kept
+        ),
+        "ours, keep_matmuls": lambda block, x: recompute(
+            block, (x,), {}, ours.options("block", "keep_matmuls")
+        ),
     }
 
 
@@ -82,10 +96,13 @@ def contestants(size: str) -> dict[str, Callable[[], Tensor]]:
     """Name -> a forward to the loss."""
     count, width, batch, length = SIZES[size]
     torch.manual_seed(0)
-    model, x = Blocks(count, width), torch.randn(batch, length, width, requires_grad=True)
+    model = Blocks(count, width)
+    x = torch.randn(batch, length, width, requires_grad=True)
     found = {name: functools.partial(forward, model, call, x) for name, call in calls().items()}
     section = {"activation_checkpointing": {"modules": "auto"}}
-    engine, *_ = ds_core.initialize(model=Blocks(count, width), config={"train_batch_size": batch, **section})
+    engine, *_ = ds_core.initialize(
+        model=Blocks(count, width), config={"train_batch_size": batch, **section}
+    )
     found["ours, config"] = functools.partial(engine.module, x)
     return {name: lambda run=run: run().square().mean() for name, run in found.items()}
 
@@ -113,7 +130,8 @@ def compare(size: str, rounds: int) -> None:
     times: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
     for index in range(rounds):
-        for name in names[index % len(names) :] + names[: index % len(names)]:  # nobody is always first
+        # nobody is always first
+        for name in names[index % len(names) :] + names[: index % len(names)]:
             times[name].append(seconds(runs[name], repeats))
     plain = times["none"]
     print(f"\n{size}: blocks, width, batch, length = {SIZES[size]}")
@@ -121,12 +139,15 @@ def compare(size: str, rounds: int) -> None:
     for name in names:
         rival = times["torch, keep_matmuls" if "keep" in name else "torch"]
         base, ms, theirs = (statistics.median(found) * 1e3 for found in (plain, times[name], rival))
-        more, ratio = ms - base, (ms - base) / (theirs - base)
+        more = ms - base
+        ratio = (ms - base) / (theirs - base)
         print(f"{name:24}{ms:9.2f}{more:9.2f}{ratio:8.2f}{memory[name]:10.2f}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
     given = parser.parse_args()

@@ -1,16 +1,19 @@
-"""Causal attention over a divided sequence, forward and backward: ours and torch's context parallelism, in one run.
+"""Causal attention over a divided sequence, forward and backward: ours and torch's context
+parallelism, in one run.
 
-fp32 on 2 cores: 2 ranks of 1 thread over gloo. Contestants run in interleaved blocks, so that a noisy machine hits all
-alike; a step takes as long as on the slower rank. All use the same kernel for a block (torch's fused attention of the
-CPU).
+fp32 on 2 cores: 2 ranks of 1 thread over gloo. Contestants run in interleaved blocks, so that a
+noisy machine hits all alike; a step takes as long as on the slower rank. All use the same kernel
+for a block (torch's fused attention of the CPU).
 
-    python benchmarks/sequence_parallel.py [--lengths 2048 8192] [--heads 8] [--key-heads 8 2] [--ranks 2]
+    python benchmarks/sequence_parallel.py [--lengths 2048 8192] [--heads 8] [--key-heads 8 2]
+    [--ranks 2]
 
-torch's `context_parallel` is tried as its documentation has it, first. It dispatches the fused kernels of CUDA alone,
-so on a CPU torch's own ring is called directly, with both of its ways to rotate and the kernel of the CPU as its
-operation.
+torch's `context_parallel` is tried as its documentation has it, first. It dispatches the fused
+kernels of CUDA alone, so on a CPU torch's own ring is called directly, with both of its ways to
+rotate and the kernel of the CPU as its operation.
 
-speed: torch's best time over the contestant's. sent: bytes that the rank that sends most gives to others, both ways.
+speed: torch's best time over the contestant's. sent: bytes that the rank that sends most gives to
+    others, both ways.
 off: the largest difference to attention in one process, of output and gradients.
 """
 
@@ -35,7 +38,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_core import comm
 
 SIZE = 64
-RING, ULYSSES, THEIRS, THEIR_ALL = "ds ring", "ds ulysses", "torch, all-to-all", "torch, all-gather"
+RING = "ds ring"
+ULYSSES = "ds ulysses"
+THEIRS = "torch, all-to-all"
+THEIR_ALL = "torch, all-gather"
 Step = Callable[[list[Tensor], Tensor], Tensor]
 """(query, key, value of this rank), gradient of the output -> output; gradients are in ``.grad``"""
 
@@ -60,8 +66,11 @@ class Given(comm.Interceptor):
 
     def around(self, collective: comm.Collective, call: Callable[[], Any]) -> Any:
         """Count one collective."""
-        given, rank = collective.arguments["input"], dist.get_rank()
-        rows = collective.arguments.get("input_split_sizes") or [len(given) // dist.get_world_size()] * (rank + 1)
+        given = collective.arguments["input"]
+        rank = dist.get_rank()
+        rows = collective.arguments.get("input_split_sizes") or [
+            len(given) // dist.get_world_size()
+        ] * (rank + 1)
         own = rows[rank] * (given.numel() // max(1, len(given)))
         self.total += (given.numel() - own) * given.element_size()
         return call()
@@ -80,11 +89,22 @@ def theirs(way: str) -> Step:
 
     aten = torch.ops.aten
 
-    def forward(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **_: Any) -> Any:
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **_: Any
+    ) -> Any:
         return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal)
 
-    def backward(*, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
-                 is_causal: bool, **_: Any) -> Any:  # fmt: skip
+    def backward(
+        *,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        is_causal: bool,
+        **_: Any,
+    ) -> Any:
         function = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return function(grad_out, query, key, value, out, logsumexp, 0.0, is_causal)
 
@@ -136,17 +156,24 @@ def documented(layout: Any) -> str:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
 
-    length, ranks = 256, dist.get_world_size()
+    length = 256
+    ranks = dist.get_world_size()
     torch.manual_seed(0)
     whole = [torch.randn(1, 2, length, SIZE) for _ in range(3)]
     wanted = plain(*whole)
     parts = [x.clone() for x in whole]
     try:
-        with context_parallel(init_device_mesh("cpu", (ranks,)), buffers=parts, buffer_seq_dims=[2, 2, 2]):
+        with context_parallel(
+            init_device_mesh("cpu", (ranks,)), buffers=parts, buffer_seq_dims=[2, 2, 2]
+        ):
             out = scaled_dot_product_attention(*parts, is_causal=True)
             shape = tuple(out.shape)
             found = out.full_tensor() if hasattr(out, "full_tensor") else out
-            right = bool(torch.allclose(found, layout(length, ranks, True).cut(wanted, dist.get_rank(), 2), atol=1e-5))
+            right = bool(
+                torch.allclose(
+                    found, layout(length, ranks, True).cut(wanted, dist.get_rank(), 2), atol=1e-5
+                )
+            )
     except Exception as error:  # whatever it is, it is the answer
         return f"{type(error).__name__}: {str(error).splitlines()[0][:150]}"
     return f"output {shape}, {'right' if right else 'wrong: each rank attends to its own part'}"
@@ -162,10 +189,13 @@ def bytes_of(step: Step, name: str, parts: list[Tensor], grad: Tensor) -> int:
     return sent.total
 
 
-def measure(arguments: argparse.Namespace, length: int, key_heads: int) -> dict[str, dict[str, float]]:
+def measure(
+    arguments: argparse.Namespace, length: int, key_heads: int
+) -> dict[str, dict[str, float]]:
     from ds_sequence_parallel import Layout
 
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     made = torch.Generator().manual_seed(0)
     heads = (arguments.heads, key_heads, key_heads, arguments.heads)
     *whole, grad = [torch.randn(1, h, length, SIZE, generator=made) for h in heads]
@@ -173,7 +203,10 @@ def measure(arguments: argparse.Namespace, length: int, key_heads: int) -> dict[
         x.requires_grad_()
     wanted = plain(*whole)
     wanted.backward(grad)
-    steps: dict[str, Step] = {RING: ours(RING, Layout(length, ranks, True)), ULYSSES: ours(ULYSSES, None)}
+    steps: dict[str, Step] = {
+        RING: ours(RING, Layout(length, ranks, True)),
+        ULYSSES: ours(ULYSSES, None),
+    }
     if key_heads == arguments.heads:
         steps |= {THEIRS: theirs("alltoall"), THEIR_ALL: theirs("allgather")}
     found: dict[str, dict[str, float]] = {}
@@ -230,9 +263,16 @@ def show(arguments: argparse.Namespace, rows: list[Any]) -> None:
     for length, key_heads, found in rows[1:]:
         bests = [row["best"] for name, row in found.items() if name in (THEIRS, THEIR_ALL)]
         for name, row in found.items():
-            best, middle = row["best"] * 1e3, row["median"] * 1e3
+            best = row["best"] * 1e3
+            middle = row["median"] * 1e3
             speed = f"{min(bests) * 1e3 / best:.2f}" if bests else ""
-            cells = [f"{best:.1f}", f"{middle:.1f}", speed, f"{row['sent'] / 1e6:.2f}", f"{row['off']:.1e}"]
+            cells = [
+                f"{best:.1f}",
+                f"{middle:.1f}",
+                speed,
+                f"{row['sent'] / 1e6:.2f}",
+                f"{row['off']:.1e}",
+            ]
             print(f"| {length} | {arguments.heads}/{key_heads} | {name} | {' | '.join(cells)} |")
     if arguments.json:
         with open(arguments.json, "w") as file:
@@ -240,7 +280,9 @@ def show(arguments: argparse.Namespace, rows: list[Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--key-heads", type=int, nargs="+", default=[8, 2])
@@ -251,7 +293,13 @@ def main() -> None:
     if "RANK" in os.environ:
         work(arguments)
         return
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}", *sys.argv]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={arguments.ranks}",
+        *sys.argv,
+    ]
     os.execv(sys.executable, [sys.executable, *command])
 
 

@@ -1,8 +1,10 @@
-"""How evenly model states lie over 4,096 ranks: our flat parts against dim-0 sharding, by arithmetic.
+"""How evenly model states lie over 4,096 ranks: our flat parts against dim-0 sharding, by
+arithmetic.
 
-FSDP2 (`torch.distributed.fsdp.fully_shard`) cuts each parameter along its first dimension with `torch.chunk`: every
-rank but the last ones gets ``ceil(rows / ranks)`` rows, so a few more rows than ranks means two rows for some ranks and
-none for the others. The rule is taken from torch itself, on meta tensors.
+FSDP2 (`torch.distributed.fsdp.fully_shard`) cuts each parameter along its first dimension with
+`torch.chunk`: every rank but the last ones gets ``ceil(rows / ranks)`` rows, so a few more rows
+than ranks means two rows for some ranks and none for the others. The rule is taken from torch
+itself, on meta tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def llama(d: int, hidden: int, layers: int, words: int, kv: int | None = None) -
 
 def gpt2(d: int, layers: int, words: int = 50257, positions: int = 1024) -> list[Shapes]:
     """GPT-2 in torch's layout of linear layers, its head tied to the embedding."""
-    linear = [[(rows, columns), (rows,)] for rows, columns in ((3 * d, d), (d, d), (4 * d, d), (d, 4 * d))]
+    linear = [
+        [(rows, columns), (rows,)] for rows, columns in ((3 * d, d), (d, d), (4 * d, d), (d, 4 * d))
+    ]
     norm: list[Shapes] = [[(d,), (d,)]]
     block = [*norm, linear[0], linear[1], *norm, linear[2], linear[3]]
     return [[(words, d)], [(positions, d)], *(block * layers), *norm]
@@ -52,10 +56,14 @@ def dim0(shapes: Iterable[tuple[int, ...]], world: int) -> list[int]:
 
 
 def flat(modules: list[Shapes], world: int) -> list[int]:
-    """Elements per rank, padding included, when each module's parameters are one flat bucket of stage 3."""
+    """Elements per rank, padding included, when each module's parameters are one flat bucket of
+    stage 3.
+    """
     from ds_zero.layout import Layout
 
-    return [sum(Layout.of([math.prod(s) for s in shapes], world).shard_numel for shapes in modules)] * world
+    return [
+        sum(Layout.of([math.prod(s) for s in shapes], world).shard_numel for shapes in modules)
+    ] * world
 
 
 def main() -> None:
@@ -63,12 +71,16 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=4096)
     world = parser.parse_args().world
     print(f"Share of each of {world} ranks, over the ideal one (all parameters / ranks)\n")
-    print("| model | FSDP2: rank 0 | middle rank | last rank | ranks with nothing | ds-zero: every rank |")
+    print(
+        "| model | FSDP2: rank 0 | middle rank | last rank | ranks with nothing | ds-zero: every "
+        "rank |"
+    )
     print("| --- | --- | --- | --- | --- | --- |")
     for name, modules in MODELS.items():
         shapes = [shape for module in modules for shape in module]
         ideal = sum(math.prod(s) for s in shapes) / world
-        theirs, ours = dim0(shapes, world), flat(modules, world)
+        theirs = dim0(shapes, world)
+        ours = flat(modules, world)
         cells = [f"{theirs[rank] / ideal:.2f}x" for rank in (0, world // 2, world - 1)]
         print(f"| {name} | {' | '.join(cells)} | {theirs.count(0)} | {max(ours) / ideal:.4f}x |")
 

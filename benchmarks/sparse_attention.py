@@ -1,4 +1,5 @@
-"""Sparse attention against torch's dense attention: forward and backward, time and what backward keeps.
+"""Sparse attention against torch's dense attention: forward and backward, time and what backward
+keeps.
 
     .venv/bin/python benchmarks/sparse_attention.py [--tokens 1024 2048 4096 8192]
 
@@ -42,12 +43,16 @@ def main() -> None:
         inputs = [torch.randn(1, 8, tokens, 64, requires_grad=True) for _ in range(3)]
         ways: dict[tuple[int, str], Callable[..., Tensor]] = {
             (0, "dense"): scaled_dot_product_attention,
-            (0, "dense, causal"): lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True),
+            (0, "dense, causal"): lambda q, k, v: scaled_dot_product_attention(
+                q, k, v, is_causal=True
+            ),
         }
         density = {}
         for block in args.block:
             for name, section in SECTIONS.items():
-                attention = SparseAttention(SparseAttentionConfig.model_validate({**section, "block": block}))
+                attention = SparseAttention(
+                    SparseAttentionConfig.model_validate({**section, "block": block})
+                )
                 ways[block, name] = attention
                 density[block, name] = attention.pattern(8, tokens, torch.device("cpu")).density
         times: dict[tuple[int, str], list[float]] = {way: [] for way in ways}
@@ -59,7 +64,8 @@ def main() -> None:
             seen = f"{density[block, name]:11.1%}" if block else " " * 11
             ratios = [took / median[0, other] for other in ("dense, causal", "dense")]
             print(
-                f"{tokens:6}  {block or '':5}  {name:13} {seen} {took * 1e3:7.1f} {ratios[0]:14.2f} {ratios[1]:11.2f}"
+                f"{tokens:6}  {block or '':5}  {name:13} {seen} {took * 1e3:7.1f} "
+                f"{ratios[0]:14.2f} {ratios[1]:11.2f}"
             )
 
 

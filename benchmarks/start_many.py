@@ -1,8 +1,9 @@
-"""A start with many ranks on this machine: seconds to the end of the first step, and what each rank asks of the store.
+"""A start with many ranks on this machine: seconds to the end of the first step, and what each rank
+asks of the store.
 
-Tiny model, ZeRO-1, over gloo; beside it torch alone (DDP), which connects every rank with every other. The ranks are
-forked from a process that has imported everything: 64 imports on few cores would hide the rest. Seconds are taken
-without the relay that counts.
+Tiny model, ZeRO-1, over gloo; beside it torch alone (DDP), which connects every rank with every
+other. The ranks are forked from a process that has imported everything: 64 imports on few cores
+would hide the rest. Seconds are taken without the relay that counts.
 
     python benchmarks/start_many.py [--ranks 8 16 32 64]
 """
@@ -39,7 +40,8 @@ def start(kind: str, rank: int, ranks: int) -> None:
     model: Any = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     x = torch.randn(1, 8)
     if kind == "torch, DDP":
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        address = os.environ["MASTER_ADDR"]
+        port = int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(  # type: ignore[attr-defined]
             address, port, is_master=False, timeout=timedelta(minutes=5), wait_for_workers=False
         )
@@ -63,10 +65,17 @@ def start(kind: str, rank: int, ranks: int) -> None:
 
 def warm() -> None:
     """Import what a start needs: the modules of a start with one rank in a process of its own."""
-    code = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})\nimport start_many, json\n"
+    code = (
+        f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})\nimport start_many, json\n"
+    )
     code += "start_many.start('ds_core', 0, 1)\nprint(json.dumps(list(sys.modules)))"
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    extra = ["ds_rendezvous.meeting", "ds_core.comm.agreement", "ds_comm_gloo.two_level", "ds_ops_cpu.shared"]
+    extra = [
+        "ds_rendezvous.meeting",
+        "ds_core.comm.agreement",
+        "ds_comm_gloo.two_level",
+        "ds_ops_cpu.shared",
+    ]
     for name in [*json.loads(said.stdout.splitlines()[-1]), *extra]:
         if name not in ("__main__", "start_many"):
             with contextlib.suppress(Exception):
@@ -126,13 +135,26 @@ def one(kind: str, ranks: int, metered: bool) -> None:
     port = os.read(ports, 100).decode().strip()
 
     def rank_of(rank: int) -> None:
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+        place = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": ranks,
+            "LOCAL_WORLD_SIZE": ranks,
+            "MASTER_PORT": port,
+        }
         os.environ.update({name: str(value) for name, value in place.items()})
-        os.environ.update(MASTER_ADDR=address_of(rank) if metered else "127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")
+        os.environ.update(
+            MASTER_ADDR=address_of(rank) if metered else "127.0.0.1",
+            TORCHELASTIC_USE_AGENT_STORE="True",
+        )
         before = os.times()
         start(kind, rank, ranks)
         after = os.times()
-        row = {"at": time.monotonic(), "cpu": sum(after[:2]) - sum(before[:2]), "sockets": sockets()}
+        row = {
+            "at": time.monotonic(),
+            "cpu": sum(after[:2]) - sum(before[:2]),
+            "sockets": sockets(),
+        }
         os.write(tell, (json.dumps(row) + "\n").encode())
         time.sleep(LINGER)
 
@@ -143,7 +165,9 @@ def one(kind: str, ranks: int, metered: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -154,14 +178,21 @@ def main() -> None:
     print(f"{'':24s} ranks  seconds  CPU s/rank  sockets  operations (most)  bytes (most)")
     for ranks in arguments.ranks:
         for kind, lazy in KINDS.items():
-            variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_GLOO_LAZY_INIT": lazy}
+            variables = {
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "TORCH_GLOO_LAZY_INIT": lazy,
+            }
             found: dict[str, float] = {}
             for metered in "10":  # the second run's seconds are those without the relay
                 command = [sys.executable, __file__, "--one", kind, str(ranks), metered]
-                said = subprocess.check_output(command, env=os.environ | variables, text=True, timeout=300)
+                said = subprocess.check_output(
+                    command, env=os.environ | variables, text=True, timeout=300
+                )
                 found |= json.loads(said.splitlines()[-1])
             print(
-                f"{kind:24s} {ranks:5d} {found['seconds']:8.2f} {found['cpu']:11.2f} {found['sockets']:8.0f} "
+                f"{kind:24s} {ranks:5d} {found['seconds']:8.2f} {found['cpu']:11.2f} "
+                f"{found['sockets']:8.0f} "
                 f"{found['operations']:11.0f} ({found['most operations']:.0f}) "
                 f"{found['bytes']:9.0f} ({found['most bytes']:.0f})",
                 flush=True,

@@ -1,12 +1,15 @@
-"""A step with `offload_optimizer.super_offload` beside one of plain offload, in turns in one process.
+"""A step with `offload_optimizer.super_offload` beside one of plain offload, in turns in one
+process.
 
-    python benchmarks/super_offload.py [--width 1024] [--layers 16] [--wait 0 8] [--steps 12] [--clip]
+    python benchmarks/super_offload.py [--width 1024] [--layers 16] [--wait 0 8] [--steps 12]
+    [--clip]
 
-A machine without accelerators has nothing idle in backward: ``--wait 0`` shows what SuperOffload costs there. A device
-that computes elsewhere is played by a pause of so many milliseconds in the backward of each layer (`time.sleep`, which
-leaves the cores to others); of a real one neither its speed nor its link is shown. bf16 weights, AdamW with fp32
-masters on the host, stage 2, one rank. The weights of both must be equal at the end, bit by bit. ``--clip``: every
-second step is clipped, so that half of what is begun ahead is undone.
+A machine without accelerators has nothing idle in backward: ``--wait 0`` shows what SuperOffload
+costs there. A device that computes elsewhere is played by a pause of so many milliseconds in the
+backward of each layer (`time.sleep`, which leaves the cores to others); of a real one neither its
+speed nor its link is shown. bf16 weights, AdamW with fp32 masters on the host, stage 2, one rank.
+The weights of both must be equal at the end, bit by bit. ``--clip``: every second step is clipped,
+so that half of what is begun ahead is undone.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ class Pause(torch.autograd.Function):
 class Model(nn.Module):
     def __init__(self, width: int, layers: int, wait: float) -> None:
         super().__init__()
-        self.layers, self.wait = nn.ModuleList(nn.Linear(width, width) for _ in range(layers)), wait
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.wait = wait
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -78,9 +82,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--clip", action="store_true")
     given = parser.parse_args()
-    small = torch.randn(1, given.width, generator=torch.Generator().manual_seed(0)).bfloat16() * 0.01
+    small = (
+        torch.randn(1, given.width, generator=torch.Generator().manual_seed(0)).bfloat16() * 0.01
+    )
     print(
-        f"{given.layers} layers of {given.width}, {torch.get_num_threads()} threads; median of {given.steps} steps, ms"
+        f"{given.layers} layers of {given.width}, {torch.get_num_threads()} threads; median of "
+        f"{given.steps} steps, ms"
     )
     for wait in given.wait:
         engines = [make(given.width, given.layers, wait / 1e3, ahead) for ahead in (False, True)]
@@ -94,7 +101,8 @@ def main() -> None:
         pairs = zip(engines[0].module.parameters(), engines[1].module.parameters(), strict=True)
         equal = all(torch.equal(a, b) for a, b in pairs)
         print(
-            f"pause {wait:g} per layer: plain {plain:.1f}, super_offload {early:.1f} ({early / plain:.2f}x); "
+            f"pause {wait:g} per layer: plain {plain:.1f}, super_offload {early:.1f} "
+            f"({early / plain:.2f}x); "
             f"{updates.kept} buckets ahead, {updates.undone} undone; same weights: {equal}",
             flush=True,
         )

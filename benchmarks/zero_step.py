@@ -1,15 +1,18 @@
-"""A training step of every ZeRO stage beside what else there is: DDP, FSDP2, ZeroRedundancyOptimizer, DeepSpeed.
+"""A training step of every ZeRO stage beside what else there is: DDP, FSDP2,
+ZeroRedundancyOptimizer, DeepSpeed.
 
-All train one GPT of 30 M parameters (examples/gpt/model.py) in fp32 with AdamW on the same data and seeds, 2 ranks over
-gloo, one thread each. Each contestant is driven in blocks of a few steps, which are interleaved, so that a noisy
-machine hits all alike. DeepSpeed, which patches torch, has processes of its own, which run in turn with the others.
+All train one GPT of 30 M parameters (examples/gpt/model.py) in fp32 with AdamW on the same data and
+seeds, 2 ranks over gloo, one thread each. Each contestant is driven in blocks of a few steps, which
+are interleaved, so that a noisy machine hits all alike. DeepSpeed, which patches torch, has
+processes of its own, which run in turn with the others.
 
     python benchmarks/zero_step.py [--clip 1.0] [--deepspeed-python PYTHON] [--only NAME ...]
 
-samples/s: of all ranks together; best and median block. CPU: time of a rank's process (its threads too) per step,
-median over blocks, mean over ranks. sent: elements per parameter, rank and step, from the byte counter of the loopback
-interface, so with headers and with whatever else ran over it (the least of all blocks counts). loss: the largest
-difference of a rank-mean loss to DDP's, over all steps.
+samples/s: of all ranks together; best and median block. CPU: time of a rank's process (its threads
+too) per step, median over blocks, mean over ranks. sent: elements per parameter, rank and step,
+from the byte counter of the loopback interface, so with headers and with whatever else ran over it
+(the least of all blocks counts). loss: the largest difference of a rank-mean loss to DDP's, over
+all steps.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 ROOT = Path(__file__).parent.parent
-LR, DECAY, WARMUP = 1e-3, 0.01, 2
+LR = 1e-3
+DECAY = 0.01
+WARMUP = 2
 ONE_SET = ("DDP", "FSDP2", "ZeroRedundancyOptimizer", *(f"ds_core stage {s}" for s in range(4)))
 DEEPSPEED = tuple(f"DeepSpeed stage {s}" for s in (1, 2, 3))
 
@@ -52,7 +57,7 @@ def build(width: int, layers: int, context: int) -> nn.Module:
     return model
 
 
-# -- contestants: each gives a function (x, y) -> loss that does one whole step -----------------------------------
+# -- contestants: each gives a function (x, y) -> loss that does one whole step --------------------
 
 
 def with_torch(wrapped: nn.Module, optimizer: torch.optim.Optimizer, clip: float) -> Step:
@@ -79,7 +84,9 @@ def zero_redundancy(model: nn.Module, arguments: argparse.Namespace) -> Step:
 
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     kind = torch.optim.AdamW
-    optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), kind, lr=LR, weight_decay=DECAY, fused=True)
+    optimizer = ZeroRedundancyOptimizer(
+        wrapped.parameters(), kind, lr=LR, weight_decay=DECAY, fused=True
+    )
     return with_torch(wrapped, optimizer, arguments.clip)
 
 
@@ -124,7 +131,9 @@ def deepspeed_stage(model: nn.Module, arguments: argparse.Namespace, stage: int)
     import deepspeed  # type: ignore[import-not-found]
 
     config = settings(stage, arguments, torch_adam=True, fused=True)
-    return with_engine(deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0])
+    return with_engine(
+        deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    )
 
 
 def make(name: str, arguments: argparse.Namespace) -> Step:
@@ -136,7 +145,7 @@ def make(name: str, arguments: argparse.Namespace) -> Step:
     return maker(model, arguments, int(name[-1]))
 
 
-# -- one rank: reads names of contestants, answers with what a block of each took ---------------------------------
+# -- one rank: reads names of contestants, answers with what a block of each took ------------------
 
 
 def loopback() -> int:
@@ -145,7 +154,9 @@ def loopback() -> int:
         lines = Path("/proc/net/dev").read_text().splitlines()
     except OSError:
         return 0
-    return next((int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:")), 0)
+    return next(
+        (int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:")), 0
+    )
 
 
 def serve(rank: int, arguments: argparse.Namespace) -> None:
@@ -156,13 +167,18 @@ def serve(rank: int, arguments: argparse.Namespace) -> None:
     for line in sys.stdin:
         name, count = json.loads(line)
         if name not in steps:
-            steps[name], taken[name] = make(name, arguments), 0
+            steps[name] = make(name, arguments)
+            taken[name] = 0
         losses = []
         dist.barrier()
-        sent, cpu, start = loopback(), time.process_time(), time.perf_counter()
+        sent = loopback()
+        cpu = time.process_time()
+        start = time.perf_counter()
         for _ in range(count):
             random = torch.Generator().manual_seed(taken[name] * dist.get_world_size() + rank)
-            tokens = torch.randint(0, 256, (arguments.batch, arguments.context + 1), generator=random)
+            tokens = torch.randint(
+                0, 256, (arguments.batch, arguments.context + 1), generator=random
+            )
             losses.append(steps[name](tokens[:, :-1], tokens[:, 1:]).detach())
             taken[name] += 1
         cpu = time.process_time() - cpu
@@ -172,7 +188,7 @@ def serve(rank: int, arguments: argparse.Namespace) -> None:
     os._exit(0)  # engines and groups of several libraries, in any order of destruction
 
 
-# -- the one who asks ----------------------------------------------------------------------------------------------
+# -- the one who asks ------------------------------------------------------------------------------
 
 
 @dataclass
@@ -196,7 +212,8 @@ class Processes:
             "DS_ACCELERATOR": "cpu",
             "TORCH_EXTENSIONS_DIR": cache,
         }
-        command, pipe = [python, script, *sys.argv[1:], "--child"], subprocess.PIPE
+        command = [python, script, *sys.argv[1:], "--child"]
+        pipe = subprocess.PIPE
         errors = [tempfile.TemporaryFile("w+") for _ in range(nproc)]  # noqa: SIM115
         ranks = [
             subprocess.Popen(
@@ -227,7 +244,10 @@ class Processes:
                 answer: dict[str, Any] = json.loads(line.removeprefix("ANSWER "))
                 return answer
         self.errors[rank].seek(0)
-        raise SystemExit(f"{name}: rank {rank} ended with status {process.wait()}\n{self.errors[rank].read()[-3000:]}")
+        raise SystemExit(
+            f"{name}: rank {rank} ended with status "
+            f"{process.wait()}\n{self.errors[rank].read()[-3000:]}"
+        )
 
     def stop(self) -> None:
         for process in self.ranks:
@@ -256,48 +276,90 @@ def measure(arguments: argparse.Namespace, cache: str) -> dict[str, list[list[di
     return found
 
 
-def summary(found: dict[str, list[list[dict[str, Any]]]], arguments: argparse.Namespace, count: int) -> None:
+def summary(
+    found: dict[str, list[list[dict[str, Any]]]], arguments: argparse.Namespace, count: int
+) -> None:
     def losses(name: str) -> list[float]:
         """Mean over ranks, step by step."""
-        return [mean(ls) for block in found[name] for ls in zip(*(a["losses"] for a in block), strict=True)]
+        return [
+            mean(ls)
+            for block in found[name]
+            for ls in zip(*(a["losses"] for a in block), strict=True)
+        ]
 
     samples = arguments.batch * arguments.nproc * arguments.steps
     base = "DDP" if "DDP" in found else next(iter(found))
     base_cpu = 0.0
-    print("| | samples/s, best | median | CPU per step | to DDP | sent | loss - DDP's |\n" + "| --- " * 7 + "|")
+    print(
+        "| | samples/s, best | median | CPU per step | to DDP | sent | loss - DDP's |\n"
+        + "| --- " * 7
+        + "|"
+    )
     for name, blocks in found.items():
         walls = [max(a["wall"] for a in block) for block in blocks[1:]]
         cpu = median(mean(a["cpu"] for a in block) for block in blocks[1:]) / arguments.steps
         base_cpu = base_cpu or cpu
-        sent = min(a["sent"] for block in blocks[1:] for a in block) / 4 / arguments.steps / arguments.nproc / count
+        sent = (
+            min(a["sent"] for block in blocks[1:] for a in block)
+            / 4
+            / arguments.steps
+            / arguments.nproc
+            / count
+        )
         off = max(abs(a - b) for a, b in zip(losses(name), losses(base), strict=True))
         print(
-            f"| {name} | {samples / min(walls):.1f} | {samples / median(walls):.1f} | {cpu * 1e3:.0f} ms "
+            f"| {name} | {samples / min(walls):.1f} | {samples / median(walls):.1f} | "
+            f"{cpu * 1e3:.0f} ms "
             f"| {cpu / base_cpu:.2f}x | {sent:.2f} P | {off:.1e} |"
         )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"nproc": 2, "width": 512, "layers": 9, "context": 64, "batch": 2, "steps": 3}.items():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in {
+        "nproc": 2,
+        "width": 512,
+        "layers": 9,
+        "context": 64,
+        "batch": 2,
+        "steps": 3,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--blocks", type=int, default=7)
     parser.add_argument("--clip", type=float, default=0.0, help="gradient clipping; 0: none")
-    parser.add_argument("--overlap", action="store_true", help="set overlap_comm, which is off in stages 1 and 2")
-    parser.add_argument("--deepspeed-python", metavar="PYTHON", help="an interpreter that has deepspeed installed")
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=(*ONE_SET, *DEEPSPEED), help="of the contestants")
+    parser.add_argument(
+        "--overlap", action="store_true", help="set overlap_comm, which is off in stages 1 and 2"
+    )
+    parser.add_argument(
+        "--deepspeed-python", metavar="PYTHON", help="an interpreter that has deepspeed installed"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        choices=(*ONE_SET, *DEEPSPEED),
+        help="of the contestants",
+    )
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child is not None:
         serve(arguments.child, arguments)
-    count = sum(p.numel() for p in build(arguments.width, arguments.layers, arguments.context).parameters())
-    shown = f"{count / 1e6:.1f}M parameters, {arguments.batch} x {arguments.context} tokens, clip {arguments.clip:g}"
+    count = sum(
+        p.numel() for p in build(arguments.width, arguments.layers, arguments.context).parameters()
+    )
+    shown = (
+        f"{count / 1e6:.1f}M parameters, {arguments.batch} x {arguments.context} tokens, clip "
+        f"{arguments.clip:g}"
+    )
     print(f"torch {torch.__version__}, {arguments.nproc} ranks over gloo, {shown}", flush=True)
     with tempfile.TemporaryDirectory() as cache:
         try:
             found = measure(arguments, cache)
         finally:
-            for leftover in glob.glob("/dev/shm/deepspeed_allreduce_buffer_*"):  # 66 MiB a rank, never unlinked
+            # 66 MiB a rank, never unlinked
+            for leftover in glob.glob("/dev/shm/deepspeed_allreduce_buffer_*"):
                 os.unlink(leftover)
     summary(found, arguments, count)
 

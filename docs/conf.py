@@ -1,4 +1,7 @@
-"""How Sphinx builds the site: `make docs`. Pages below reference/ are written anew at each build by `_site`."""
+"""How Sphinx builds the site: `make docs`.
+
+Pages below reference/ are written anew at each build by `_site`.
+"""
 
 import sys
 from pathlib import Path
@@ -33,7 +36,8 @@ add_module_names = False
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 toc_object_entries = False
-suppress_warnings = ["ref.python"]  # two packages may have classes of one name; which one a type hint means is not said
+# two packages may have classes of one name; which one a type hint means is not said
+suppress_warnings = ["ref.python"]
 
 html_theme = "furo"
 html_title = f"ds_core {version}"
@@ -53,12 +57,20 @@ def defined_elsewhere(app, what, name, obj, skip, options):
     """A module of the core that hands names of another one on: they are described there."""
     page = app.env.docname.rpartition("/")[2]
     home = getattr(obj, "__module__", None) or ""
-    return True if page.startswith("ds_core.") and home.startswith("ds_core.") and not inside(home, page) else None
+    return (
+        True
+        if page.startswith("ds_core.") and home.startswith("ds_core.") and not inside(home, page)
+        else None
+    )
 
 
 def inside(home, page):
     """Whether `home` is the module `page`, a module below it, or one without a page of its own."""
-    return home == page or home.startswith(f"{page}.") or not (HERE / "reference" / "api" / f"{home}.md").exists()
+    return (
+        home == page
+        or home.startswith(f"{page}.")
+        or not (HERE / "reference" / "api" / f"{home}.md").exists()
+    )
 
 
 def setup(app):

@@ -1,4 +1,7 @@
-"""Distributed training whose every feature is a pip package. ``import ds_core`` loads no torch (PEP 562)."""
+"""Distributed training whose every feature is a pip package.
+
+``import ds_core`` loads no torch (PEP 562).
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from ds_core.moved import install
 
 __version__ = "0.1.0"
 contract = 2
-"""What plugins are written against, by number (docs/stability.md). A declaration module says the least that it needs:
-``DS_CONTRACT = 2``."""
+"""What plugins are written against, by number (docs/stability.md). A declaration module says the
+least that it needs: ``DS_CONTRACT = 2``."""
 oldest_contract = 1
 """The oldest contract whose plugins still work."""
 
@@ -36,8 +39,12 @@ if TYPE_CHECKING:
     from ds_core.runner import Sequential as Sequential
 
 
-def names_on_first_use(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The package's ``__getattr__`` and ``__dir__``. homes: module below it -> its names that the package has."""
+def names_on_first_use(
+    package: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The package's ``__getattr__`` and ``__dir__``. homes: module below it -> its names that the
+    package has.
+    """
     home = {name: module for module, names in homes.items() for name in names.split()}
 
     def load(name: str) -> Any:
@@ -46,7 +53,9 @@ def names_on_first_use(package: str, homes: Mapping[str, str]) -> tuple[Callable
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = importlib.import_module(f"{package}.{home[name]}")
-        value = module if name == home[name] and not hasattr(module, name) else getattr(module, name)
+        value = (
+            module if name == home[name] and not hasattr(module, name) else getattr(module, name)
+        )
         setattr(sys.modules[package], name, value)
         return value
 

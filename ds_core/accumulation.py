@@ -1,8 +1,10 @@
-"""Gradient accumulation: where the gradients between two updates come from, and which `step` updates the weights.
+"""Gradient accumulation: where the gradients between two updates come from, and which `step`
+updates the weights.
 
-`engine.backward` divides a loss by the accumulation steps before backward. A plain ``loss.backward()`` does not, so the
-step divides by them. The loss of a joint backward was divided by the engine that ran it. Mixing these in one window
-would be wrong by a factor, so the checks here refuse it.
+`engine.backward` divides a loss by the accumulation steps before backward. A plain
+``loss.backward()`` does not, so the step divides by them. The loss of a joint backward was divided
+by the engine that ran it. Mixing these in one window would be wrong by a factor, so the checks here
+refuse it.
 """
 
 from __future__ import annotations
@@ -27,35 +29,47 @@ __all__ = ["KEEP", "LATER", "REDUCE", "Accumulation", "BackwardPlan", "Origin", 
 
 MIXED = (
     "gradients of one accumulation window came both from engine.backward(loss), which divides by "
-    "gradient_accumulation_steps, and from a plain loss.backward(), which does not; use one of the two between two "
-    "steps, or add the losses up and call engine.backward once (engine.zero_grad() drops what has come)"
+    "gradient_accumulation_steps, and from a plain loss.backward(), which does not; use one of the "
+    "two between two "
+    "steps, or add the losses up and call engine.backward once (engine.zero_grad() drops what has "
+    "come)"
 )
 NO_BACKWARD = (
-    "step() found no engine.backward(loss) for this micro-batch, though earlier ones of the window had one. A window "
-    "that mixes it with loss.backward() is divided wrongly; to skip a micro-batch, skip its step() too"
+    "step() found no engine.backward(loss) for this micro-batch, though earlier ones of the window "
+    "had one. A window "
+    "that mixes it with loss.backward() is divided wrongly; to skip a micro-batch, skip its "
+    "step() too"
 )
 UNSCALED = (
-    "loss.backward() was called without the loss scale that fp16 needs; write engine.scale(loss).backward(), or "
+    "loss.backward() was called without the loss scale that fp16 needs; write "
+    "engine.scale(loss).backward(), or "
     "engine.backward(loss)"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardPlan:
-    """What becomes of the gradients of one backward. The core decides it; a partitioner follows it."""
+    """What becomes of the gradients of one backward.
+
+    The core decides it; a partitioner follows it.
+    """
 
     changed: bool = False
     """Whether parameters were frozen or unfrozen since the last backward; true in the first."""
 
     reduce: bool = False
-    """Whether gradients are to be reduced, each as soon as it is ready; else a later backward, or the step, does it."""
+    """Whether gradients are to be reduced, each as soon as it is ready; else a later backward, or
+    the step, does it.
+    """
 
     keep_local: bool = False
-    """Whether gradients must stay with this rank for now, even partitioned ones (`reduce` is off then)."""
+    """Whether gradients must stay with this rank for now, even partitioned ones (`reduce` is off
+    then).
+    """
 
     may_wait: bool = True
-    """Whether `on_gradient` may wait for other ranks. False where a backward may reach the models of several engines,
-    in an order that differs between ranks."""
+    """Whether `on_gradient` may wait for other ranks. False where a backward may reach the models
+    of several engines, in an order that differs between ranks."""
 
 
 REDUCE = BackwardPlan(reduce=True)
@@ -64,10 +78,11 @@ KEEP = BackwardPlan(reduce=False, keep_local=True)
 
 
 class Origin(IntEnum):
-    """Whose backward gradients of one engine come from; several are or-ed together as bits of an int.
+    """Whose backward gradients of one engine come from; several are or-ed together as bits of an
+    int.
 
-    NONE: no backward. ENGINE: the engine's own ``backward``. PLAIN: a ``loss.backward()``. JOINT: another engine's
-    ``backward``, of a loss that both engines contributed to.
+    NONE: no backward. ENGINE: the engine's own ``backward``. PLAIN: a ``loss.backward()``. JOINT:
+    another engine's ``backward``, of a loss that both engines contributed to.
     """
 
     NONE = 0
@@ -76,16 +91,20 @@ class Origin(IntEnum):
     JOINT = 4
 
 
-ENGINE, PLAIN, JOINT = int(Origin.ENGINE), int(Origin.PLAIN), int(Origin.JOINT)  # a member's ``|`` costs 0.1 us
+# a member's ``|`` costs 0.1 us
+ENGINE = int(Origin.ENGINE)
+PLAIN = int(Origin.PLAIN)
+JOINT = int(Origin.JOINT)
 
 
 class Window:
     """The gradients of one engine between two updates; `restart` makes it the next window.
 
-    gas: accumulation steps of this window. micros: micro-batches that `step` has ended. seen, micro: the origins, as
-    bits, of the gradients of the window and of the running micro-batch. scaled: whether the running micro-batch's loss
-    went through ``engine.scale``. backwards: how many there were, as far as hooks on gradients saw them. data: the
-    position of the engine's loader when the window began.
+    gas: accumulation steps of this window. micros: micro-batches that `step` has ended. seen,
+    micro: the origins, as bits, of the gradients of the window and of the running micro-batch.
+    scaled: whether the running micro-batch's loss went through ``engine.scale``. backwards: how
+    many there were, as far as hooks on gradients saw them. data: the position of the engine's
+    loader when the window began.
     """
 
     data: Any = None
@@ -95,7 +114,8 @@ class Window:
 
     def restart(self, gas: int) -> None:
         """Begin a new window: the weights were updated, or other gradients follow."""
-        self.gas, self.micros = gas, 0
+        self.gas = gas
+        self.micros = 0
         self.drop()
 
     def drop(self) -> None:
@@ -131,34 +151,43 @@ class Window:
 
     def add_batch(self) -> None:
         """A runner has run the whole window, with losses divided before backward."""
-        self.seen, self.micro, self.backwards = ENGINE, 0, self.gas
+        self.seen = ENGINE
+        self.micro = 0
+        self.backwards = self.gas
 
     def check(self, factor: float, *, scales: bool) -> None:
         """``engine.step`` was called: raise UsageError for gradients that cannot be right.
 
         factor: what this engine multiplies losses by. scales: whether it has a loss scaler.
         """
-        several, driven, joint = self.gas > 1, self.micro & ENGINE, self.seen & JOINT
+        several = self.gas > 1
+        driven = self.micro & ENGINE
+        joint = self.seen & JOINT
         if several and self.seen & PLAIN and (driven or joint):
             raise UsageError(MIXED)
         if joint and self._joint_factor != factor:
             raise UsageError(
-                "gradients came from another engine's backward (a joint loss), which multiplied the loss by "
-                f"{self._joint_factor:g}, and this engine multiplies by {factor:g} (loss scale over "
-                "gradient_accumulation_steps); engines that share a loss need the same gradient_accumulation_steps, "
+                "gradients came from another engine's backward (a joint loss), which multiplied "
+                "the loss by "
+                f"{self._joint_factor:g}, and this engine multiplies by {factor:g} (loss scale "
+                "over "
+                "gradient_accumulation_steps); engines that share a loss need the same "
+                "gradient_accumulation_steps, "
                 "and bf16 or fp32, or the same fp16.loss_scale"
             )
         if scales and not self.scaled and (self.seen & PLAIN or not (driven or joint)):
             raise UsageError(UNSCALED)
         if several and not driven and not joint and self.seen & ENGINE:
             raise UsageError(NO_BACKWARD)
-        if not driven and not joint:  # without hooks a plain backward is not seen, and there may have been none
+        # without hooks a plain backward is not seen, and there may have been none
+        if not driven and not joint:
             self.seen |= PLAIN
 
     def next_micro(self) -> None:
         """A micro-batch has ended that was not the last."""
         self.micros += 1
-        self.micro, self.scaled = 0, False
+        self.micro = 0
+        self.scaled = False
 
 
 class Reduction(Enum):
@@ -170,13 +199,19 @@ class Reduction(Enum):
 
 
 class Accumulation:
-    """Decides which backward reduces gradients and which `step` updates, and changes the batch sizes.
+    """Decides which backward reduces gradients and which `step` updates, and changes the batch
+    sizes.
 
     plan: of the next backward, unless a runner has one of its own.
     """
 
-    def __init__(self, ctx: Context, partitioner: Partitioner, hooks: GradientHooks, batches: Batches) -> None:
-        self._ctx, self._partitioner, self._hooks, self._batches = ctx, partitioner, hooks, batches
+    def __init__(
+        self, ctx: Context, partitioner: Partitioner, hooks: GradientHooks, batches: Batches
+    ) -> None:
+        self._ctx = ctx
+        self._partitioner = partitioner
+        self._hooks = hooks
+        self._batches = batches
         self._managed = ctx.config.core.managed_gradient_accumulation
         self._forced: bool | None = None  # the boundary, where the user decides
         self._next_batch: Batch | None = None  # set in the middle of a window, for the next one
@@ -213,7 +248,9 @@ class Accumulation:
         assert not self._partitioner.partitions_gradients, (
             "no_sync cannot be used when gradients are partitioned over ranks"
         )
-        assert self._reduction is Reduction.AT_BOUNDARY, f"no_sync cannot be nested in {self._reduction.value}"
+        assert self._reduction is Reduction.AT_BOUNDARY, (
+            f"no_sync cannot be nested in {self._reduction.value}"
+        )
         with self._reducing(Reduction.NO_SYNC):
             yield
 
@@ -240,7 +277,8 @@ class Accumulation:
         """Refuse a `step` whose gradients cannot be right; see `Window.check`."""
         if self._reduction is not Reduction.AT_BOUNDARY:
             raise UsageError(
-                f"step() inside {self._reduction.value}(): gradients are not reduced yet; call it after the block"
+                f"step() inside {self._reduction.value}(): gradients are not reduced yet; call it "
+                "after the block"
             )
         self._hooks.forget()
         self._window.check(factor, scales=scales)
@@ -262,11 +300,14 @@ class Accumulation:
             self.begin_window()
 
     def begin_window(self) -> None:
-        """The weights were updated, or gradients dropped: a new window begins, with the batch sizes that were set."""
+        """The weights were updated, or gradients dropped: a new window begins, with the batch sizes
+        that were set.
+        """
         if (batch := self._next_batch) is not None:
             if batch.micro != self._ctx.batch.micro:
                 self._batches.set_batch_size(batch.micro)
-            self._ctx.batch, self._next_batch = batch, None
+            self._ctx.batch = batch
+            self._next_batch = None
             self._hooks.install()
         self._window.restart(self._ctx.batch.gas)
         self._window.data = self._batches.position()
@@ -279,7 +320,9 @@ class Accumulation:
         self.update()
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of the optimizer's parameters, and how they came about; the window goes on counting."""
+        """Drop the gradients of the optimizer's parameters, and how they came about; the window
+        goes on counting.
+        """
         self._partitioner.zero_grad()
         self._window.drop()
         self._hooks.forget()

@@ -1,8 +1,9 @@
 """Gradient buckets: many small gradients reduced as one flat buffer, in the background.
 
-The flat buffer ends with one flag per parameter ("this rank has a gradient for it"), which the same reduction sums.
-So ranks agree on which parameters no rank used, and those keep ``grad=None`` as in one-process torch, at no extra
-collective; the flags are only looked at when this rank lacks a gradient.
+The flat buffer ends with one flag per parameter ("this rank has a gradient for it"), which the same
+reduction sums. So ranks agree on which parameters no rank used, and those keep ``grad=None`` as in
+one-process torch, at no extra collective; the flags are only looked at when this rank lacks a
+gradient.
 """
 
 from __future__ import annotations
@@ -25,24 +26,36 @@ __all__ = ["BUCKET_BYTES", "Bucket", "arrange", "averaging_factors", "make_bucke
 K = TypeVar("K", bound=Hashable)
 
 BUCKET_BYTES = 25 * 2**20
-"""Large enough that a reduction's start-up cost vanishes, small enough to start while backward still runs."""
+"""Large enough that a reduction's start-up cost vanishes, small enough to start while backward
+still runs.
+"""
 
 FIRST_BYTES = 2**20
-"""Of the first bucket of a kind, as a link between hosts is idle until it is complete; each may have `GROWTH` times
-the bytes of the one before."""
+"""Of the first bucket of a kind, as a link between hosts is idle until it is complete; each may
+have `GROWTH` times the bytes of the one before."""
 
 GROWTH = 4
 
 
 class Bucket:
-    """Parameters of one wire dtype, device and replica group, whose gradients are reduced together."""
+    """Parameters of one wire dtype, device and replica group, whose gradients are reduced
+    together."""
 
     def __init__(
-        self, params: Sequence[nn.Parameter], dtype: torch.dtype, group: Any, before: float, after: float, about: str
+        self,
+        params: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        group: Any,
+        before: float,
+        after: float,
+        about: str,
     ) -> None:
-        self.params, self._about = list(params), about
+        self.params = list(params)
+        self._about = about
         self.arrived: set[Tensor] = set()
-        self._group, self._before, self._after = group, before, after
+        self._group = group
+        self._before = before
+        self._after = after
         sizes = [p.numel() for p in params]
         self._flat = torch.zeros(sum(sizes) + len(sizes), dtype=dtype, device=params[0].device)
         *pieces, self._flags = self._flat.split([*sizes, len(sizes)])
@@ -56,7 +69,9 @@ class Bucket:
         return len(self.arrived) >= len(self.params)
 
     def settle(self) -> None:
-        """Be ready for a new backward; a reduction that an interrupted one left behind is waited for."""
+        """Be ready for a new backward; a reduction that an interrupted one left behind is waited
+        for.
+        """
         self.arrived.clear()
         if self._work is not None:
             self._work.wait()
@@ -67,7 +82,8 @@ class Bucket:
         """Start reducing `grads` (one per parameter; None counts as zeros)."""
         self._have = [g is not None for g in grads]
         self._flags.fill_(1.0)
-        into, given = [], []
+        into = []
+        given = []
         for i, (view, grad) in enumerate(zip(self._views, grads, strict=True)):
             if grad is None:
                 view.zero_()
@@ -85,26 +101,38 @@ class Bucket:
         self._work = comm.all_reduce(self._flat, group=self._group, async_op=True)
 
     def collect(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Wait; then each parameter that any rank had a gradient for, with the reduced gradient (a live view)."""
+        """Wait; then each parameter that any rank had a gradient for, with the reduced gradient (a
+        live view).
+        """
         self.settle()
         used = [True] * len(self.params)
         if not all(self._have):
-            used = [have or flag > 0 for have, flag in zip(self._have, self._flags.tolist(), strict=True)]
+            used = [
+                have or flag > 0
+                for have, flag in zip(self._have, self._flags.tolist(), strict=True)
+            ]
         if self._after != 1.0:
             self._flat.mul_(self._after)
         return ((p, v) for p, v, u in zip(self.params, self._views, used, strict=True) if u)
 
 
 def _shaped_like(param: nn.Parameter, flat: Tensor) -> Tensor:
-    """`flat` as a tensor of the parameter's shape *and strides*: fused optimizers index memory, not dimensions."""
-    dense = sum((s - 1) * t for s, t in zip(param.shape, param.stride(), strict=True)) + 1 == param.numel()
+    """`flat` as a tensor of the parameter's shape *and strides*: fused optimizers index memory, not
+    dimensions.
+    """
+    dense = (
+        sum((s - 1) * t for s, t in zip(param.shape, param.stride(), strict=True)) + 1
+        == param.numel()
+    )
     if param.is_contiguous() or not dense:
         return flat.view(param.shape)
     return flat.as_strided(param.shape, param.stride(), flat.storage_offset())
 
 
 def make_buckets(params: Sequence[nn.Parameter], ctx: Context) -> list[Bucket]:
-    """The buckets of those of `params` that have replicas, in about the order in which backward finishes them."""
+    """The buckets of those of `params` that have replicas, in about the order in which backward
+    finishes them.
+    """
     place = {p: i for i, p in enumerate(params)}
 
     def kind(param: nn.Parameter) -> tuple[tuple[str, ...], torch.dtype, torch.device]:
@@ -131,7 +159,9 @@ def make_buckets(params: Sequence[nn.Parameter], ctx: Context) -> list[Bucket]:
 
 
 def averaging_factors(ctx: Context, ranks: int) -> tuple[float, float]:
-    """What gradients are multiplied by before and after they are summed over ranks; the product is 1 / `ranks`."""
+    """What gradients are multiplied by before and after they are summed over ranks; the product is
+    1 / `ranks`.
+    """
     core = ctx.config.core
     if core.prescale_gradients:
         return 1.0 / ranks, 1.0
@@ -144,17 +174,21 @@ def wire_dtype(param: nn.Parameter, ctx: Context) -> torch.dtype:
 
 
 def arrange(
-    params: Sequence[nn.Parameter], kind: Callable[[nn.Parameter], K], full: Callable[[K, int, int], bool]
+    params: Sequence[nn.Parameter],
+    kind: Callable[[nn.Parameter], K],
+    full: Callable[[K, int, int], bool],
 ) -> list[list[nn.Parameter]]:
-    """Which parameters share a buffer: runs of one kind, in reverse order, about that in which backward finishes them.
+    """Which parameters share a buffer: runs of one kind, in reverse order, about that in which
+    backward finishes them.
 
-    kind: what must be the same in a buffer. full: kind, elements in the buffer, elements of the next parameter ->
-    whether that one begins a new buffer.
+    kind: what must be the same in a buffer. full: kind, elements in the buffer, elements of the
+    next parameter -> whether that one begins a new buffer.
     """
     runs: dict[K, list[list[nn.Parameter]]] = {}
     filled: dict[K, int] = {}
     for param in reversed(params):
-        key, size = kind(param), param.numel()
+        key = kind(param)
+        size = param.numel()
         if key not in runs or full(key, filled[key], size):
             runs.setdefault(key, []).append([])
             filled[key] = 0

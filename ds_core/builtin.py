@@ -11,7 +11,10 @@ __all__ = ["ds_accelerators", "ds_optimizers"]
 
 
 def _missing(name: str) -> str | None:
-    """Why torch has no device of this name to use; None if it has one. Counts devices only: none is initialized."""
+    """Why torch has no device of this name to use; None if it has one.
+
+    Counts devices only: none is initialized.
+    """
     import torch
 
     device_type = torch._C._get_privateuse1_backend_name() if name == "privateuse1" else name
@@ -20,12 +23,17 @@ def _missing(name: str) -> str | None:
         return "no package has registered a PrivateUse1 device with torch"
     if module.device_count() > 0:
         return None
-    return f"torch {torch.__version__} sees no {device_type} device: its build, the driver or the environment lacks it"
+    return (
+        f"torch {torch.__version__} sees no {device_type} device: its build, the driver or the "
+        "environment lacks it"
+    )
 
 
 _ACCELERATORS = (
     *(
-        AcceleratorEntry(name, name, f"ds_core.accelerator.generic:{name}", partial(_missing, name), priority)
+        AcceleratorEntry(
+            name, name, f"ds_core.accelerator.generic:{name}", partial(_missing, name), priority
+        )
         for name, priority in (("cuda", 40), ("xpu", 30), ("mps", 20), ("privateuse1", 10))
     ),
     AcceleratorEntry("cpu", "cpu", "ds_core.accelerator.cpu:CpuAccelerator"),

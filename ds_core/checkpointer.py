@@ -1,6 +1,7 @@
 """The contract of what saves and loads checkpoints.
 
-A checkpointer is given the engine; it decides where and in which format what there is to save is kept.
+A checkpointer is given the engine; it decides where and in which format what there is to save is
+kept.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ class SaveOptions:
 class LoadOptions:
     """The arguments of ``engine.load_checkpoint`` except the folder.
 
-    tag: None: the checkpoint that was saved last with `save_latest`. strict: weights that only the model or only the
-    checkpoint has are an error. optimizer: load its states, its hyperparameters and the loss scaler. scheduler: load
-    the schedule. module_only: load weights and buffers, nothing else. custom: loads the weights itself, from the
-    unsharded module tensors (CPU, by name) into the module. missing_ok: that there is no checkpoint is no warning.
+    tag: None: the checkpoint that was saved last with `save_latest`. strict: weights that only the
+        model or only the checkpoint has are an error. optimizer: load its states, its
+        hyperparameters and the loss scaler. scheduler: load the schedule. module_only: load weights
+        and buffers, nothing else. custom: loads the weights itself, from the unsharded module
+        tensors (CPU, by name) into the module. missing_ok: that there is no checkpoint is no
+        warning.
     fallback: where the checkpoint cannot be loaded, take the newest that can.
     """
 
@@ -58,9 +61,10 @@ class LoadOptions:
 class Checkpointer(ABC):
     """Saves and loads the state of one engine, for as long as the engine lives.
 
-    Every method is collective: all ranks call it with the same folder, in the same order. When it fails on one rank it
-    must raise `CheckpointError` on all of them. What was saved before must then still be loadable, and a load must not
-    have changed the run. An option that is not supported must raise `UsageError`.
+    Every method is collective: all ranks call it with the same folder, in the same order. When it
+    fails on one rank it must raise `CheckpointError` on all of them. What was saved before must
+    then still be loadable, and a load must not have changed the run. An option that is not
+    supported must raise `UsageError`.
     """
 
     @property
@@ -70,7 +74,10 @@ class Checkpointer(ABC):
 
     @abstractmethod
     def save(self, engine: RunningEngine, folder: Folder, options: SaveOptions) -> None:
-        """Save all that a resumed run needs below `folder`. It may go on after this has returned, until `wait`."""
+        """Save all that a resumed run needs below `folder`.
+
+        It may go on after this has returned, until `wait`.
+        """
 
     @abstractmethod
     def load(self, engine: RunningEngine, folder: Folder, options: LoadOptions) -> Loaded:
@@ -79,13 +86,19 @@ class Checkpointer(ABC):
         (None, None) where none was saved and no tag is given; (None, {}) with ``missing_ok``.
         """
 
-    def export(self, engine: RunningEngine, folder: Folder, filename: str, exclude_frozen_parameters: bool) -> bool:
+    def export(
+        self, engine: RunningEngine, folder: Folder, filename: str, exclude_frozen_parameters: bool
+    ) -> bool:
         """Write the unsharded 16-bit weights to one file ``folder/filename``; whether it did."""
-        raise UsageError(f"{type(self).__name__} does not write a 16-bit model; use another checkpointer for it")
+        raise UsageError(
+            f"{type(self).__name__} does not write a 16-bit model; use another checkpointer for it"
+        )
 
     def wait(self) -> None:  # noqa: B027
         """Return when the save under way is durable; raises what went wrong with it."""
 
     def close(self) -> None:
-        """The engine is being destroyed: finish, and release what other jobs may want (locks, connections)."""
+        """The engine is being destroyed: finish, and release what other jobs may want (locks,
+        connections).
+        """
         self.wait()

@@ -34,36 +34,59 @@ class Composition:
 
     @property
     def notes(self) -> tuple[Problem, ...]:
-        """Every key that was accepted and has no effect, or has another name now; see `ds_core.config.build`."""
+        """Every key that was accepted and has no effect, or has another name now; see
+        `ds_core.config.build`.
+        """
         chosen = [c.notes for c in (self.optimizer, self.scheduler) if c is not None]
-        return tuple(note for notes in (self.config.notes, *chosen, self._unmet()) for note in notes)
+        return tuple(
+            note for notes in (self.config.notes, *chosen, self._unmet()) for note in notes
+        )
 
     def mesh(self, world_size: int, rank: int = 0) -> Mesh:
-        """The mesh of the axes that plugins add (`ds_mesh_axes`). ConfigError where they do not fit that many ranks."""
+        """The mesh of the axes that plugins add (`ds_mesh_axes`).
+
+        ConfigError where they do not fit that many ranks.
+        """
         return plan_mesh(self.plugins.mesh_axes(self.config), world_size, rank)
 
     def batch(self, dp_world: int) -> Batch:
-        """The batch sizes on `dp_world` data-parallel ranks: a plugin's (`ds_batch`), else those of the batch keys."""
+        """The batch sizes on `dp_world` data-parallel ranks: a plugin's (`ds_batch`), else those of
+        the batch keys.
+        """
         answer = self.plugins.driver("ds_batch", config=self.config, dp_world=dp_world)
-        return resolve_batch(self.config.core, dp_world) if answer is None else cast("Batch", answer.value)
+        return (
+            resolve_batch(self.config.core, dp_world)
+            if answer is None
+            else cast("Batch", answer.value)
+        )
 
     def _unmet(self) -> Iterator[Problem]:
-        """Names in ``plugins.disable`` and ``plugins.prefer`` that nothing installed has; on another host it may be."""
+        """Names in ``plugins.disable`` and ``plugins.prefer`` that nothing installed has; on
+        another host it may be.
+        """
         names = {name for r in self.plugins.reports() for name in (r.found.name, r.found.dist)}
         asked = self.config.core.plugins
         rows = [(f"plugins.disable[{i}]", name) for i, name in enumerate(asked.disable)]
         rows += [(f"plugins.prefer.{name}", name) for name in asked.prefer if "/" not in name]
         for path, name in rows:
             if name not in names:
-                yield Problem(path, f"has no effect: nothing installed is called {name!r}", did_you_mean(name, names))
+                yield Problem(
+                    path,
+                    f"has no effect: nothing installed is called {name!r}",
+                    did_you_mean(name, names),
+                )
 
 
-def compose(source: Any, model: nn.Module | None = None, *, fill_later: bool = False) -> Composition:
+def compose(
+    source: Any, model: nn.Module | None = None, *, fill_later: bool = False
+) -> Composition:
     """Read, load the plugins that the config names, validate everything and choose by name.
 
-    model: the attribute ``ds_sections`` (section -> keys) of its modules fills in what the config leaves out.
-    fill_later: see `ds_core.config.load_config`; `config.autos` then says what is still to be filled in.
-    Raises ConfigError with every problem found, or PluginError when a named plugin is missing or broken.
+    model: the attribute ``ds_sections`` (section -> keys) of its modules fills in what the config
+        leaves out.
+    fill_later: see `ds_core.config.load_config`; `config.autos` then says what is still to be
+        filled in. Raises ConfigError with every problem found, or PluginError when a named plugin
+        is missing or broken.
     """
     read = read_config(source)
     if model is not None:
@@ -79,7 +102,8 @@ def compose(source: Any, model: nn.Module | None = None, *, fill_later: bool = F
 
 def _with_sections_of(model: nn.Module, read: ConfigSource) -> ConfigSource:
     """`read` with the sections that the model's modules ask for; "auto" leaves a key to them."""
-    raw, problems = dict(read.raw), []
+    raw = dict(read.raw)
+    problems = []
     for name, module in model.named_modules():
         for section, values in getattr(module, "ds_sections", {}).items():
             given = {} if raw.get(section) is None else raw[section]
@@ -87,7 +111,10 @@ def _with_sections_of(model: nn.Module, read: ConfigSource) -> ConfigSource:
                 continue  # an error that the section's own model tells
             for key, value in values.items():
                 if (known := given.get(key, "auto")) not in ("auto", value):
-                    why = f"is {known!r}, but {name or 'the model'} ({type(module).__name__}) was built for {value!r}"
+                    why = (
+                        f"is {known!r}, but {name or 'the model'} ({type(module).__name__}) was "
+                        f"built for {value!r}"
+                    )
                     fix = "leave the key out of the config, and build all modules alike"
                     problems.append(Problem(f"{section}.{key}", why, fix))
             raw[section] = {**given, **values}

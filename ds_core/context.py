@@ -55,7 +55,9 @@ class Stash:
         try:
             value: T = self._slots[key]
         except KeyError:
-            raise KeyError(f"nothing was stashed under {key!r}; its plugin has not run yet") from None
+            raise KeyError(
+                f"nothing was stashed under {key!r}; its plugin has not run yet"
+            ) from None
         return value
 
     def get(self, key: StashKey[T], default: T | None = None) -> T | None:
@@ -70,12 +72,14 @@ class Stash:
 class Context:
     """One run, as plugins see it. Filled from top to bottom while the engine is built.
 
-    batch: the resolved batch triple. grain: what the optimizer's arithmetic needs whole (see OptimizerEntry); None
-    when it is an object or function of the user's that no plugin has declared. own_optimizer: whether it was given to
-    `initialize` and is of no installed package. collate_fn: what `initialize` was given. params: per parameter of
-    the transformed model, its name and axes; empty until the transforms have run. trained: the parameters that the
-    optimizer was given, frozen ones too. buffers: as params, of buffers, by name. module: the transformed model,
-    None before. stash: typed plugin state. undo: takes a step that gives the model back as it was (`ds_core.undo`).
+    batch: the resolved batch triple. grain: what the optimizer's arithmetic needs whole (see
+    OptimizerEntry); None when it is an object or function of the user's that no plugin has
+    declared. own_optimizer: whether it was given to `initialize` and is of no installed package.
+    collate_fn: what `initialize` was given. params: per parameter of the transformed model, its
+    name and axes; empty until the transforms have run. trained: the parameters that the optimizer
+    was given, frozen ones too. buffers: as params, of buffers, by name. module: the transformed
+    model, None before. stash: typed plugin state. undo: takes a step that gives the model back as
+    it was (`ds_core.undo`).
     """
 
     config: RunConfig
@@ -98,7 +102,9 @@ class Context:
 
     @property
     def engine(self) -> RunningEngine:
-        """The engine, once it is built: for observers and other functions that are called while it trains."""
+        """The engine, once it is built: for observers and other functions that are called while it
+        trains.
+        """
         engine = self.engine_ref()
         assert engine is not None, "the engine is not built yet, or gone"
         return engine

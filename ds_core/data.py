@@ -1,4 +1,6 @@
-"""From a dataset to this rank's batches: the contract of loaders, and the loader that is used without a plugin."""
+"""From a dataset to this rank's batches: the contract of loaders, and the loader that is used
+without a plugin.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,20 @@ __all__ = ["DistributedLoader", "Loader", "LoaderRequest", "RepeatingLoader", "m
 
 
 class Loader(Protocol):
-    """What `training_data` becomes: this rank's batches, epoch after epoch, at a position that can be saved.
+    """What `training_data` becomes: this rank's batches, epoch after epoch, at a position that can
+    be saved.
 
-    Iterating again starts the next epoch. Making one reads no sample: some ranks never iterate theirs. Batches of
-    unequal size carry a weight, since losses are averaged with equal ones; see docs/plugins.md. A loader may also have:
+    Iterating again starts the next epoch. Making one reads no sample: some ranks never iterate
+    theirs. Batches of unequal size carry a weight, since losses are averaged with equal ones; see
+    docs/plugins.md. A loader may also have:
 
     - ``len()``: batches per epoch on this rank. Leave it out if that is unknown.
-    - ``set_epoch(epoch)``: the next pass is that epoch; a position within it that was loaded is kept.
-    - ``set_batch_size(samples)``: for `Engine.set_train_micro_batch_size`, which is an error without it.
-    - ``samples_seen``: samples in the batches of all ranks yielded so far by this object. The engine then counts
-      `global_samples` with it; without it each step counts the train batch size.
+    - ``set_epoch(epoch)``: the next pass is that epoch; a position within it that was loaded is
+      kept.
+    - ``set_batch_size(samples)``: for `Engine.set_train_micro_batch_size`, which is an error
+      without it.
+    - ``samples_seen``: samples in the batches of all ranks yielded so far by this object. The
+      engine then counts `global_samples` with it; without it each step counts the train batch size.
     """
 
     def __iter__(self) -> Iterator[Any]:
@@ -36,9 +42,11 @@ class Loader(Protocol):
         ...
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The position: JSON and tensors, equal on all ranks (one is saved), also of use at another world size.
+        """The position: JSON and tensors, equal on all ranks (one is saved), also of use at another
+        world size.
 
-        Asked after every update, where the next window begins, so it is cheap; what was given stays as it is.
+        Asked after every update, where the next window begins, so it is cheap; what was given stays
+        as it is.
         """
         ...
 
@@ -51,8 +59,9 @@ class Loader(Protocol):
 class LoaderRequest:
     """What a loader is to be made of; see the arguments of torch's DataLoader.
 
-    batch_size: samples per micro-batch and rank. replicas, index: data-parallel ranks, and which of them this is; a
-    loader depends on these, never on the global rank, so that ranks with one index get the same batches.
+    batch_size: samples per micro-batch and rank. replicas, index: data-parallel ranks, and which of
+        them this is; a loader depends on these, never on the global rank, so that ranks with one
+        index get the same batches.
     route: "train", or what else the user says. sampler: of indices, for this rank.
     """
 
@@ -72,16 +81,18 @@ class LoaderRequest:
 class DistributedLoader:
     """Batches of this rank's share of a dataset, through torch's DataLoader and DistributedSampler.
 
-    Route "train" is shuffled, by (seed, epoch) alone, so any world size walks through the same permutation. An
-    IterableDataset is taken as already split over ranks. After `load_state_dict` the next iteration starts at that
-    position without loading what was seen.
+    Route "train" is shuffled, by (seed, epoch) alone, so any world size walks through the same
+    permutation. An IterableDataset is taken as already split over ranks. After `load_state_dict`
+    the next iteration starts at that position without loading what was seen.
     """
 
     def __init__(self, request: LoaderRequest) -> None:
-        dataset, batch_size = request.dataset, request.batch_size
+        dataset = request.dataset
+        batch_size = request.batch_size
         if batch_size < 1:
             raise UsageError(f"batch_size is {batch_size}; it must be at least 1")
-        self.batch_size, self._request = batch_size, request
+        self.batch_size = batch_size
+        self._request = request
         self.epoch = self.position = self._skip = 0
         self._generator = torch.Generator()
         self._sampler: Sampler[Any] | None = None
@@ -89,20 +100,30 @@ class DistributedLoader:
             if len(dataset) == 0:
                 raise UsageError("training_data is empty")
             self._sampler = request.sampler or DistributedSampler(
-                dataset, request.replicas, request.index, request.route == "train", request.seed, request.drop_last
+                dataset,
+                request.replicas,
+                request.index,
+                request.route == "train",
+                request.seed,
+                request.drop_last,
             )
         self._build()
         if self._batches is not None and not len(self._batches):
             raise UsageError(
-                f"training_data has {len(dataset)} samples, fewer than one batch of {batch_size} on each of "
-                f"{request.replicas} ranks, and dataloader_drop_last drops it; lower train_micro_batch_size_per_gpu or "
+                f"training_data has {len(dataset)} samples, fewer than one batch of {batch_size} "
+                "on each of "
+                f"{request.replicas} ranks, and dataloader_drop_last drops it; lower "
+                "train_micro_batch_size_per_gpu or "
                 "set dataloader_drop_last to false"
             )
 
     def _build(self) -> None:
         self._batches: _Batches | None = None
         if self._sampler is None:
-            options: dict[str, Any] = {"batch_size": self.batch_size, "drop_last": self._request.drop_last}
+            options: dict[str, Any] = {
+                "batch_size": self.batch_size,
+                "drop_last": self._request.drop_last,
+            }
         else:
             self._batches = _Batches(self._sampler, self.batch_size, self._request.drop_last)
             options = {"batch_sampler": self._batches}
@@ -123,7 +144,8 @@ class DistributedLoader:
         if self.position > skip:  # the last pass was left early
             self.epoch += 1
         self.position = skip
-        # Its own generator keeps torch's global one, and so a resumed run, untouched by how often a loader starts.
+        # Its own generator keeps torch's global one, and so a resumed run, untouched by how often a
+        # loader starts.
         self._generator.manual_seed(self._request.seed + self.epoch)
         if (set_epoch := getattr(self._sampler, "set_epoch", None)) is not None:
             set_epoch(self.epoch)
@@ -138,26 +160,36 @@ class DistributedLoader:
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is `epoch`; a position within it that was loaded is kept."""
         if epoch != self.epoch or self.position > self._skip:
-            self.epoch, self.position, self._skip = epoch, 0, 0
+            self.epoch = epoch
+            self.position = 0
+            self._skip = 0
 
     def set_batch_size(self, batch_size: int) -> None:
-        """Samples per batch from the next iteration on, which goes on where this one is (rounded down to a batch)."""
+        """Samples per batch from the next iteration on, which goes on where this one is (rounded
+        down to a batch).
+        """
         place = self.state_dict()
         self.batch_size = batch_size
         self._build()
         self.load_state_dict(place)
 
     def state_dict(self) -> dict[str, int]:
-        """The position: epoch, batches yielded in it on each rank, and their samples over all ranks."""
+        """The position: epoch, batches yielded in it on each rank, and their samples over all
+        ranks.
+        """
         samples = self.position * self.batch_size * self._request.replicas
         return {"epoch": self.epoch, "batches": self.position, "samples": samples}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from `state` at the next iteration; with another batch size or world size at the same sample."""
+        """Go on from `state` at the next iteration; with another batch size or world size at the
+        same sample.
+        """
         self.epoch = int(state["epoch"])
         self._skip = int(state["samples"]) // (self.batch_size * self._request.replicas)
-        if self._batches is not None and self._skip >= len(self._batches):  # saved after the last batch of an epoch
-            self.epoch, self._skip = self.epoch + 1, 0
+        # saved after the last batch of an epoch
+        if self._batches is not None and self._skip >= len(self._batches):
+            self.epoch = self.epoch + 1
+            self._skip = 0
         self.position = self._skip
 
 
@@ -192,13 +224,21 @@ class RepeatingLoader:
         return len(self.loader)
 
 
-def make_loader(ctx: Context, dataset: Any, batch_size: int | None = None, **options: Any) -> Loader:
-    """A loader of this rank's share of `dataset`: a plugin's (hook `ds_loader`), else `DistributedLoader`.
+def make_loader(
+    ctx: Context, dataset: Any, batch_size: int | None = None, **options: Any
+) -> Loader:
+    """A loader of this rank's share of `dataset`: a plugin's (hook `ds_loader`), else
+    `DistributedLoader`.
 
-    batch_size: samples per micro-batch; None: the config's. options: other fields of `LoaderRequest`.
+    batch_size: samples per micro-batch; None: the config's. options: other fields of
+    `LoaderRequest`.
     """
-    options = {"drop_last": ctx.config.core.dataloader_drop_last, "collate_fn": ctx.collate_fn} | options
-    replicas, index = ctx.mesh.size("batch"), ctx.mesh.index("batch")
+    options = {
+        "drop_last": ctx.config.core.dataloader_drop_last,
+        "collate_fn": ctx.collate_fn,
+    } | options
+    replicas = ctx.mesh.size("batch")
+    index = ctx.mesh.index("batch")
     request = LoaderRequest(dataset, batch_size or ctx.batch.micro, replicas, index, **options)
     answer = ctx.plugins.driver("ds_loader", ctx=ctx, request=request)
     return DistributedLoader(request) if answer is None else cast("Loader", answer.value)

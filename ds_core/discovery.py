@@ -1,5 +1,5 @@
-"""What is installed, read from metadata alone: entry points, and whether a distribution's requirements are met
-(torch-free; imports no plugin)."""
+"""What is installed, read from metadata alone: entry points, and whether a distribution's
+requirements are met (torch-free; imports no plugin)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ SECTIONS = "ds_core.plugins"
 BACKENDS = "ds_core.backends"
 
 KIT_HOOKS = "ds_core.hooks"
-"""The entry points of hooks that packages define: name of the hook -> the module with its specification."""
+"""The entry points of hooks that packages define: name of the hook -> the module with its
+specification.
+"""
 
 CORE_HOOKS: dict[str, Any] = {n: f for n, f in vars(hookspecs).items() if n.startswith("ds_")}
 OBSERVERS = tuple(n for n, f in CORE_HOOKS.items() if f.ds_observer)
@@ -57,7 +59,10 @@ OBSERVERS = tuple(n for n, f in CORE_HOOKS.items() if f.ds_observer)
 
 
 class Hooks(Mapping[str, Any]):
-    """Hook -> its specification. Those of installed packages are imported when they are first looked up."""
+    """Hook -> its specification.
+
+    Those of installed packages are imported when they are first looked up.
+    """
 
     def __getitem__(self, name: str) -> Any:
         if name in CORE_HOOKS:
@@ -68,7 +73,9 @@ class Hooks(Mapping[str, Any]):
         with blaming(found, f"cannot specify {name}"):
             spec = getattr(importlib.import_module(found.module), name)
             if not hasattr(spec, "ds_answer"):
-                raise WrongAnswer("it is not marked by ds_core.entries.gives, which says what it may return")
+                raise WrongAnswer(
+                    "it is not marked by ds_core.entries.gives, which says what it may return"
+                )
         return spec
 
     def __contains__(self, name: object) -> bool:
@@ -125,7 +132,9 @@ def discover() -> tuple[Found, ...]:
 
 @functools.cache
 def kit_hooks() -> Mapping[str, tuple[Found, ...]]:
-    """The hooks that installed packages define; of more than one package where the name is not clear."""
+    """The hooks that installed packages define; of more than one package where the name is not
+    clear.
+    """
     hooks: dict[str, tuple[Found, ...]] = {}
     for found in _entry_points():
         if found.group != KIT_HOOKS:
@@ -133,7 +142,9 @@ def kit_hooks() -> Mapping[str, tuple[Found, ...]]:
         if found.name.startswith("ds_") and found.name not in CORE_HOOKS:
             hooks[found.name] = (*hooks.get(found.name, ()), found)
         else:
-            log.warning("hook %s is left out: a name begins with ds_, and is none of the core's", found)
+            log.warning(
+                "hook %s is left out: a name begins with ds_, and is none of the core's", found
+            )
     return hooks
 
 
@@ -145,14 +156,17 @@ def _entry_points() -> tuple[Found, ...]:
     for group in (SECTIONS, BACKENDS, KIT_HOOKS):
         for point in points.select(group=group):
             about = _header([point.dist])
-            # Not `point.module`, which raises for a value that names no module: that is one plugin's fault.
+            # Not `point.module`, which raises for a value that names no module: that is one
+            # plugin's fault.
             module = point.value.partition("[")[0].strip()
             found.add(Found(point.name, group, module, about["Name"], about["Version"]))
     return tuple(sorted(found))
 
 
 def _header(dists: Iterable[Any]) -> Message:
-    """The metadata of the first, if any; importlib_metadata parses the README in it too, for each thing it is asked."""
+    """The metadata of the first, if any; importlib_metadata parses the README in it too, for each
+    thing it is asked.
+    """
     texts = (dist.read_text("METADATA") or dist.read_text("PKG-INFO") for dist in dists)
     return message_from_string((next(texts, None) or "").partition("\n\n")[0])
 
@@ -170,7 +184,10 @@ def reset_discovery() -> None:
 def _import_path() -> list[object]:
     """What is another after a distribution was installed or removed."""
     folders = map(os.path.abspath, sys.path)
-    return [*sys.meta_path, *((path, os.path.isdir(path) and os.path.getmtime(path)) for path in folders)]
+    return [
+        *sys.meta_path,
+        *((path, os.path.isdir(path) and os.path.getmtime(path)) for path in folders),
+    ]
 
 
 _discovered_on = functools.cache(_import_path)
@@ -178,7 +195,9 @@ _discovered_on = functools.cache(_import_path)
 
 @functools.cache
 def unmet(dist: str) -> str:
-    """The first requirement of a distribution that is not met, in words; "" when all are, or none are known."""
+    """The first requirement of a distribution that is not met, in words; "" when all are, or none
+    are known.
+    """
     _discovered_on()
     for text in _header(importlib_metadata.distributions(name=dist)).get_all("Requires-Dist", ()):
         from packaging.requirements import InvalidRequirement
@@ -193,15 +212,20 @@ def unmet(dist: str) -> str:
 
 
 def check_required(requirements: Sequence[str]) -> Iterator[str]:
-    """The canonical name of each distribution that ``plugins.require`` names, installed in a version that will do."""
+    """The canonical name of each distribution that ``plugins.require`` names, installed in a
+    version that will do.
+    """
     from packaging.requirements import InvalidRequirement, Requirement
     from packaging.utils import canonicalize_name
 
     for text in requirements:
         try:
-            name, why = Requirement(text).name, _lacking(text)
+            name = Requirement(text).name
+            why = _lacking(text)
         except InvalidRequirement as error:
-            raise PluginError(f"plugins.require: {text!r} is not a requirement like 'ds-zero>=0.1': {error}") from error
+            raise PluginError(
+                f"plugins.require: {text!r} is not a requirement like 'ds-zero>=0.1': {error}"
+            ) from error
         if why:
             from ds_core.catalogue import install
 
@@ -239,7 +263,9 @@ def hooks_of(module: ModuleType | SimpleNamespace) -> tuple[str, ...]:
             else:
                 _check_absent(name, value)
         elif name in HOOKS:
-            raise PluginError(f"defines {name} as a {type(value).__name__}; a hook must be a plain function (def)")
+            raise PluginError(
+                f"defines {name} as a {type(value).__name__}; a hook must be a plain function (def)"
+            )
     if not any(name.startswith("ds_") for name in vars(module)):
         raise PluginError(f"defines no hook; known hooks: {', '.join(sorted(HOOKS))}")
     return tuple(names)
@@ -265,16 +291,24 @@ def _check_function(name: str, function: Any) -> None:
         raise PluginError(f"{name} is a wrapper; ds_core hooks are called one by one")
     for parameter in inspect.signature(function).parameters.values():
         open_ended = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if open_ended or (parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty):
+        if open_ended or (
+            parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+        ):
             offered = ", ".join(inspect.signature(HOOKS[name]).parameters) or "nothing"
-            raise PluginError(f"defines {name} with {parameter}; a hook names the plain arguments it takes: {offered}")
+            raise PluginError(
+                f"defines {name} with {parameter}; a hook names the plain arguments it takes: "
+                f"{offered}"
+            )
 
 
-# -- what plugins answer, and whose fault it is when something that they brought fails -------------------------------
+# -- what plugins answer, and whose fault it is when something that they brought fails -------------
 
 
 def blame(found: Found, what: str, error: BaseException) -> PluginError:
-    """The error ``plugin <found> <what>: <cause>``. A KeyboardInterrupt is raised again as it is."""
+    """The error ``plugin <found> <what>: <cause>``.
+
+    A KeyboardInterrupt is raised again as it is.
+    """
     if isinstance(error, KeyboardInterrupt):
         raise error
     kind = "" if isinstance(error, (WrongAnswer, PluginError)) else f"{type(error).__name__}: "
@@ -282,8 +316,12 @@ def blame(found: Found, what: str, error: BaseException) -> PluginError:
 
 
 @contextlib.contextmanager
-def blaming(found: Found, what: str, *, passing: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-    """Whatever is raised inside, SystemExit included, is raised as `blame` tells it. passing: errors left alone."""
+def blaming(
+    found: Found, what: str, *, passing: tuple[type[BaseException], ...] = ()
+) -> Iterator[None]:
+    """Whatever is raised inside, SystemExit included, is raised as `blame` tells it. passing:
+    errors left alone.
+    """
     try:
         yield
     except passing:
@@ -300,19 +338,25 @@ class Answer:
     value: Any
 
     def resolve(self, ref: Ref | Callable[..., Any], what: str) -> Any:
-        """Import what a reference of the plugin's names; a failure is an error of the plugin's. what: it is for."""
+        """Import what a reference of the plugin's names; a failure is an error of the plugin's.
+        what: it is for.
+        """
         with blaming(self.plugin, f"cannot serve {what}"):
             return resolve(ref) if isinstance(ref, str) else ref
 
 
 class Offers(Mapping[str, Answer]):
-    """Lower-case name -> the offer that serves it. Two offers of one name are an error only when it is looked up.
+    """Lower-case name -> the offer that serves it. Two offers of one name are an error only when it
+    is looked up.
 
     rows: name -> plugin -> what it offers. choose: which plugin serves a name.
     """
 
-    def __init__(self, rows: Mapping[str, Mapping[Found, Any]], choose: Callable[[str], Found]) -> None:
-        self._rows, self._choose = rows, choose
+    def __init__(
+        self, rows: Mapping[str, Mapping[Found, Any]], choose: Callable[[str], Found]
+    ) -> None:
+        self._rows = rows
+        self._choose = choose
 
     def __getitem__(self, name: str) -> Answer:
         rows = self._rows[name]  # or KeyError

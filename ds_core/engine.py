@@ -1,7 +1,8 @@
-"""The engine: forward, backward, step. It knows no feature; a partitioner, a runner and hooks do the work.
+"""The engine: forward, backward, step. It knows no feature; a partitioner, a runner and hooks do
+the work.
 
-One step: gradients are final (`Partitioner.finish`) -> norm, the same on all ranks -> not finite: skip -> unscale and
-clip in one pass -> optimizer -> publish -> schedule -> observers and monitors.
+One step: gradients are final (`Partitioner.finish`) -> norm, the same on all ranks -> not finite:
+skip -> unscale and clip in one pass -> optimizer -> publish -> schedule -> observers and monitors.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ __getattr__ = names_of(__name__)
 
 
 class Engine(RunningEngine):
-    """A model being trained. Made by `ds_core.initialize`; unknown attributes are methods of plugins that take part
-    (`ds_engine_methods`), then the module's, then methods of installed backends.
+    """A model being trained. Made by `ds_core.initialize`; unknown attributes are methods of
+    plugins that take part (`ds_engine_methods`), then the module's, then methods of installed
+    backends.
 
     Its parts, counters and getters: `RunningEngine`.
     """
@@ -62,12 +64,16 @@ class Engine(RunningEngine):
         loader: Loader | None = None,
     ) -> None:
         assert ctx.module is not None
-        self.ctx, self.module = ctx, ctx.module
-        self.partitioner, self.runner = partitioner, runner
-        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        self.ctx = ctx
+        self.module = ctx.module
+        self.partitioner = partitioner
+        self.runner = runner
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
         self.scaler = ctx.precision.scaler() if ctx.precision.scaler is not None else None
         self.training_dataloader = loader
-        self.config, ctx.engine_ref = ctx.config, weakref.ref(self)
+        ctx.engine_ref = weakref.ref(self)
+        self.config = ctx.config
         self.telemetry = telemetry = Telemetry(ctx)
         self.monitor = telemetry.monitor
         # What plugins give the engine: answers until they are first asked for, then functions.
@@ -83,7 +89,8 @@ class Engine(RunningEngine):
         watch_zero_grad(self.optimizer, self.module)
 
     def begin(self) -> None:
-        """Let plugins hear that the engine is built, and say at which steps they listen; the last act of `initialize`.
+        """Let plugins hear that the engine is built, and say at which steps they listen; the last
+        act of `initialize`.
 
         Raises what a plugin raises; the engine is to be destroyed then, on all ranks.
         """
@@ -106,24 +113,32 @@ class Engine(RunningEngine):
             return find_elsewhere(self, name, error)
 
     def add_methods(self, given: Mapping[str, Answer]) -> None:
-        """Take what plugins answer to ``ds_engine_methods``. Raises PluginError for a name that is taken."""
+        """Take what plugins answer to ``ds_engine_methods``.
+
+        Raises PluginError for a name that is taken.
+        """
         taken = {*dir(self), *self._methods}
         for name in given.keys() & taken:
             raise PluginError(
-                f"ds_engine_methods: plugin {given[name].plugin} gives {name!r}, which the engine has itself"
+                f"ds_engine_methods: plugin {given[name].plugin} gives {name!r}, which the engine "
+                "has itself"
             )
         self._methods |= given
 
     def _follow_phases(self) -> None:
-        """Keep what every forward and backward of a step would otherwise ask again: whether phases are observed."""
+        """Keep what every forward and backward of a step would otherwise ask again: whether phases
+        are observed.
+        """
         followed = self.telemetry.follows_phases
         self._plain_forward = self.ctx.precision.plain_forward and not followed
         self._phase = self.telemetry.phase if followed else None
 
-    # -- forward and backward --------------------------------------------------------------------------------
+    # -- forward and backward ----------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module; under the config's autocast, with inputs cast when ``fp16.auto_cast`` is set."""
+        """Run the module; under the config's autocast, with inputs cast when ``fp16.auto_cast`` is
+        set.
+        """
         if not self.runner.manual:
             self._refuse_by_hand("forward")
         if self._plain_forward and not torch.is_autocast_enabled(self.ctx.accelerator.device_type):
@@ -134,7 +149,8 @@ class Engine(RunningEngine):
 
     def _forward(self, inputs: Any, kwargs: Any) -> Any:
         if (dtype := self.ctx.precision.cast_inputs) is not None:
-            inputs, kwargs = cast_floats(inputs, dtype), cast_floats(kwargs, dtype)
+            inputs = cast_floats(inputs, dtype)
+            kwargs = cast_floats(kwargs, dtype)
         context = forward_context(self.ctx.precision, self.ctx.accelerator)
         with self.telemetry.phase("forward", (inputs, kwargs)), context or contextlib.nullcontext():
             return self.module(*inputs, **kwargs)
@@ -144,7 +160,9 @@ class Engine(RunningEngine):
             raise UsageError(f"{what} cannot be called explicitly: {self.runner.manual_reason}")
 
     def scale(self, loss: Tensor) -> Tensor:
-        """`loss` times the loss scale, for a ``loss.backward()`` of your own; unchanged without a loss scaler."""
+        """`loss` times the loss scale, for a ``loss.backward()`` of your own; unchanged without a
+        loss scaler.
+        """
         check_loss(loss)
         self._window.scaled = True
         return loss if self.scaler is None else loss * self.scaler.scale
@@ -158,15 +176,17 @@ class Engine(RunningEngine):
         retain_graph: bool = False,
         scale_wrt_gas: bool = True,
     ) -> Tensor:
-        """Scale `loss` (by the loss scale and 1/gas), run backward, and reduce gradients at the boundary.
+        """Scale `loss` (by the loss scale and 1/gas), run backward, and reduce gradients at the
+        boundary.
 
-        loss: 0-d tensor with a graph. allreduce_gradients: False is an error where there are other ranks to average
-        with. scale_wrt_gas=False: the caller has divided by gas already.
-        Returns the loss divided by gas, detached when `release_loss`.
+        loss: 0-d tensor with a graph. allreduce_gradients: False is an error where there are other
+        ranks to average with. scale_wrt_gas=False: the caller has divided by gas already. Returns
+        the loss divided by gas, detached when `release_loss`.
         """
         if not allreduce_gradients and self.ctx.mesh.size("dp") > 1:
             raise UsageError(
-                "backward(allreduce_gradients=False) would leave each rank to its own gradients, and weights would "
+                "backward(allreduce_gradients=False) would leave each rank to its own gradients, "
+                "and weights would "
                 "drift apart; to reduce several backwards once, put them into engine.no_sync() or "
                 "engine.coalesce_grad_reduction()"
             )
@@ -178,31 +198,49 @@ class Engine(RunningEngine):
         return shown.detach() if release_loss else shown
 
     def backward_micro(self, loss: Tensor, *, last: bool) -> None:
-        """For runners: backward of one micro-batch's loss; gradients are reduced after the `last`."""
+        """For runners: backward of one micro-batch's loss; gradients are reduced after the
+        `last`."""
         check_loss(loss)
         self._backward(loss, self.ctx.batch.gas, False, REDUCE if last else LATER)
 
-    def _backward(self, loss: Tensor, gas: int, retain_graph: bool, plan: BackwardPlan | None = None) -> None:
+    def _backward(
+        self, loss: Tensor, gas: int, retain_graph: bool, plan: BackwardPlan | None = None
+    ) -> None:
         self._window.add(Origin.ENGINE)
         factor = self.loss_factor(gas)
         root = loss * factor if factor != 1.0 else loss
         wanted = self.ctx.batch.gas
         self.telemetry.loss(loss if gas == wanted else loss.detach() * wanted)
-        self._hooks.run(lambda: root.backward(retain_graph=retain_graph), self.loss_factor(), self._phase, plan=plan)
+        self._hooks.run(
+            lambda: root.backward(retain_graph=retain_graph),
+            self.loss_factor(),
+            self._phase,
+            plan=plan,
+        )
 
     def run_backward(self, backward: Callable[[], object], *, keep_local: bool = False) -> None:
-        """For runners: run `backward`, whose losses are multiplied by `loss_factor`; `reduce_gradients` ends the batch.
+        """For runners: run `backward`, whose losses are multiplied by `loss_factor`;
+        `reduce_gradients` ends the batch.
 
-        keep_local: partitioned gradients stay with this rank until then. Ranks may call it at different times, and
-        differently often.
+        keep_local: partitioned gradients stay with this rank until then. Ranks may call it at
+        different times, and differently often.
         """
-        self._hooks.run(backward, self.loss_factor(), self._phase, plan=KEEP if keep_local else LATER, alike=False)
+        self._hooks.run(
+            backward,
+            self.loss_factor(),
+            self._phase,
+            plan=KEEP if keep_local else LATER,
+            alike=False,
+        )
 
     def reduce_gradients(self) -> None:
-        """For runners: reduce the gradients of `run_backward`; without it the step does. Collective."""
+        """For runners: reduce the gradients of `run_backward`; without it the step does.
+
+        Collective.
+        """
         self.partitioner.finish(REDUCE)
 
-    # -- accumulation ----------------------------------------------------------------------------------------
+    # -- accumulation ------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the coming `step` updates the weights."""
@@ -213,7 +251,9 @@ class Engine(RunningEngine):
         self._accumulation.force_boundary(is_boundary)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """No gradient is reduced inside; the backward after the block (or the step) reduces what has accumulated."""
+        """No gradient is reduced inside; the backward after the block (or the step) reduces what
+        has accumulated.
+        """
         self._refuse_by_hand("no_sync")
         return self._accumulation.no_sync()
 
@@ -223,26 +263,32 @@ class Engine(RunningEngine):
         return self._accumulation.coalesced()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the batch by changing the accumulation steps; a multiple of micro x dp (ValueError otherwise).
+        """Change the batch by changing the accumulation steps; a multiple of micro x dp (ValueError
+        otherwise).
 
-        In the middle of an accumulation window it holds from the next window on, and so do the getters.
+        In the middle of an accumulation window it holds from the next window on, and so do the
+        getters.
         """
         self._accumulation.set_batch(with_train_batch_size, train_batch_size)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch, and with it the batch; accumulation steps stay. Takes effect as the train size does.
+        """Change the micro-batch, and with it the batch; accumulation steps stay. Takes effect as
+        the train size does.
 
-        The engine's own loader follows from its next iteration on (`train_batch` starts one at once).
+        The engine's own loader follows from its next iteration on (`train_batch` starts one at
+        once).
         """
         self._accumulation.set_batch(with_micro_batch_size, micro_batch_size)
 
-    # -- step ------------------------------------------------------------------------------------------------
+    # -- step --------------------------------------------------------------------------------------
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """At the accumulation boundary: unscale, clip, update, zero gradients, then step the schedule.
+        """At the accumulation boundary: unscale, clip, update, zero gradients, then step the
+        schedule.
 
-        Before the boundary it only counts. Overflowed (non-finite) gradients: no update, no schedule step,
-        ``skipped_steps += 1``. lr_kwargs go to the schedule's ``step``. Collective at the boundary.
+        Before the boundary it only counts. Overflowed (non-finite) gradients: no update, no
+        schedule step, ``skipped_steps += 1``. lr_kwargs go to the schedule's ``step``. Collective
+        at the boundary.
         """
         self._refuse_by_hand("step")
         self._accumulation.check_step(self.loss_factor(), scales=self.scaler is not None)
@@ -255,7 +301,9 @@ class Engine(RunningEngine):
         self._end_step(1, request)
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> Request | None:
-        """One optimizer step, the schedule's, and what is reported of them; returns what plugins ask for."""
+        """One optimizer step, the schedule's, and what is reported of them; returns what plugins
+        ask for.
+        """
         self._weight_update.check(self, lr_kwargs)
         self.telemetry.step_begin(self.global_steps)
         with self.telemetry.phase("step"):
@@ -284,26 +332,35 @@ class Engine(RunningEngine):
                 raise SystemExit(request.exit_code)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients. `step` has done so already; gradients are always dropped, not filled with zeros."""
+        """Drop all gradients.
+
+        `step` has done so already; gradients are always dropped, not filled with zeros.
+        """
         if not set_to_none:
-            raise UsageError("zero_grad(set_to_none=False) is not supported: gradients are dropped, which costs less")
+            raise UsageError(
+                "zero_grad(set_to_none=False) is not supported: gradients are dropped, which costs "
+                "less"
+            )
         for param in self.module.parameters():  # those that the optimizer does not have
             param.grad = None
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of the optimizer's parameters, and how they came about; the window goes on counting."""
+        """Drop the gradients of the optimizer's parameters, and how they came about; the window
+        goes on counting.
+        """
         self._accumulation.drop_gradients()
         self.telemetry.drop_loss()
 
-    # -- whole batches ---------------------------------------------------------------------------------------
+    # -- whole batches -----------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """One optimizer step over gas micro-batches from `data_iter` (or the engine's own endless loader).
+        """One optimizer step over gas micro-batches from `data_iter` (or the engine's own endless
+        loader).
 
-        Tensors in batches, also nested ones, are brought to the accelerator's device, and so they are in `eval_batch`.
-        Returns the mean loss over micro-batches and dp ranks, a 0-d tensor. Raises StopIteration when the iterator
-        runs out; no weight has changed then.
+        Tensors in batches, also nested ones, are brought to the accelerator's device, and so they
+        are in `eval_batch`. Returns the mean loss over micro-batches and dp ranks, a 0-d tensor.
+        Raises StopIteration when the iterator runs out; no weight has changed then.
         """
         if not torch.is_grad_enabled():
             raise UsageError("train_batch needs gradients; it was called under torch.no_grad()")
@@ -335,17 +392,23 @@ class Engine(RunningEngine):
     ) -> Any:
         """Forward of gas micro-batches in eval mode, without gradients.
 
-        Returns the loss averaged over micro-batches and dp ranks (with `return_logits`: ``(loss, outputs)``; outputs
-        alone when `compute_loss` is off). reduce_output: "avg", or None for the loss of this rank alone. bcast_loss:
-        False leaves the loss on the ranks that made it (`Runner.makes_loss`); others have None.
+        Returns the loss averaged over micro-batches and dp ranks (with `return_logits`: ``(loss,
+        outputs)``; outputs alone when `compute_loss` is off). reduce_output: "avg", or None for the
+        loss of this rank alone. bcast_loss: False leaves the loss on the ranks that made it
+        (`Runner.makes_loss`); others have None.
         """
         if reduce_output not in ("avg", None):
             raise UsageError(f"reduce_output={reduce_output!r}; it is 'avg' or None")
-        count, wants_outputs = num_micro_batches or self.ctx.batch.gas, return_logits or not compute_loss
+        count = num_micro_batches or self.ctx.batch.gas
+        wants_outputs = return_logits or not compute_loss
         with self.telemetry.evaluation() as metrics:
             with eval_mode(self.module):
                 loss, outputs = self.runner.evaluate(
-                    self, iter(data_iter), count, return_logits=wants_outputs, compute_loss=compute_loss
+                    self,
+                    iter(data_iter),
+                    count,
+                    return_logits=wants_outputs,
+                    compute_loss=compute_loss,
                 )
             if not compute_loss or (not bcast_loss and not self.runner.makes_loss):
                 loss = None
@@ -361,7 +424,7 @@ class Engine(RunningEngine):
         """What `train_batch` takes its micro-batches from when it is given nothing."""
         self._batches.given = iterator
 
-    # -- the module ------------------------------------------------------------------------------------------
+    # -- the module --------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Engine:
         """Put the module into training mode (or evaluation)."""
@@ -373,10 +436,12 @@ class Engine(RunningEngine):
         return self.train(False)
 
     def compile(self, *arguments: Any, **options: Any) -> None:
-        """Compile the model with torch.compile, in place: `compile_model` of the package ds-compile."""
+        """Compile the model with torch.compile, in place: `compile_model` of the package
+        ds-compile.
+        """
         self.compile_model(*arguments, **options)
 
-    # -- the end ---------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def begin_anew(self) -> None:
         """See `RunningEngine`."""
@@ -391,14 +456,16 @@ class Engine(RunningEngine):
         self._accumulation.begin_window()
 
     def destroy(self) -> None:
-        """Close monitors, free buffers, and give the module back: whole weights, and nothing of the run. Collective.
+        """Close monitors, free buffers, and give the module back: whole weights, and nothing of the
+        run. Collective.
 
-        A checkpoint that is being saved is waited for. Any later use of the engine is an error, but for its counters.
-        While an exception passes, other ranks may not be here: what takes them (`Undo`) waits for the next
-        `initialize` on the module.
+        A checkpoint that is being saved is waited for. Any later use of the engine is an error, but
+        for its counters. While an exception passes, other ranks may not be here: what takes them
+        (`Undo`) waits for the next `initialize` on the module.
         """
         if self.serial in STATE.members:
-            error = sys.exc_info()[1]  # destroyed by a ``finally`` while an exception ends training?
+            # destroyed by a ``finally`` while an exception ends training?
+            error = sys.exc_info()[1]
             self._hooks.close()
             self.close_checkpointer()
             self.telemetry.close(error)
@@ -409,18 +476,24 @@ class Engine(RunningEngine):
 
 
 class DestroyedEngine(Engine):
-    """What an engine is after `destroy`. Its hooks are gone, so it would train each rank for itself.
+    """What an engine is after `destroy`. Its hooks are gone, so it would train each rank for
+    itself.
 
-    The class of the object is changed rather than asked for at each call, which would cost every forward.
+    The class of the object is changed rather than asked for at each call, which would cost every
+    forward.
     """
 
-    _left = frozenset({"module", "destroy", "config", "ctx", "serial", "global_rank", "world_size", "should_stop"})
-    _left |= {"micro_steps", "global_steps", "global_samples", "skipped_steps"}  # programs that end report them
+    _left = frozenset(
+        {"module", "destroy", "config", "ctx", "serial", "global_rank", "world_size", "should_stop"}
+    )
+    # programs that end report them
+    _left |= {"micro_steps", "global_steps", "global_samples", "skipped_steps"}
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("__") or name in DestroyedEngine._left:
             return object.__getattribute__(self, name)
         raise UsageError(
-            f"engine.{name}: this engine was destroyed (by destroy(), or by a second initialize on its model); use the "
+            f"engine.{name}: this engine was destroyed (by destroy(), or by a second initialize on "
+            "its model); use the "
             "engine that initialize made last, or the plain engine.module"
         )

@@ -1,8 +1,9 @@
-"""What a declaration module hands to the core, and its checks: small records with lazy references (torch-free).
+"""What a declaration module hands to the core, and its checks: small records with lazy references
+(torch-free).
 
-A reference is a string ``"package.module:attribute"``; it is imported only when the core has chosen it, so a
-hundred installed plugins cost nothing until one is used. A record checks its fields when it is made; what a hook
-returns is checked by what `gives` declares at the hook's specification.
+A reference is a string ``"package.module:attribute"``; it is imported only when the core has chosen
+it, so a hundred installed plugins cost nothing until one is used. A record checks its fields when
+it is made; what a hook returns is checked by what `gives` declares at the hook's specification.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ Ref = str
 """``"package.module:attribute"``."""
 
 Probe = Ref | Callable[[], "str | None"]
-"""Answers None when the thing can be used here, else the reason why not. Must be cheap and change nothing."""
+"""Answers None when the thing can be used here, else the reason why not.
+
+Must be cheap and change nothing.
+"""
 
 Grain = Literal["element", "tensor", "matrix", "model"]
 
@@ -57,7 +61,8 @@ Grain = Literal["element", "tensor", "matrix", "model"]
 def resolve(ref: Ref) -> Any:
     """Import what `ref` names.
 
-    Raises PluginError with the reference and the cause when the module cannot be imported or has no such attribute.
+    Raises PluginError with the reference and the cause when the module cannot be imported or has no
+    such attribute.
     """
     module_name, _, attribute = ref.partition(":")
     try:
@@ -72,7 +77,9 @@ def resolve(ref: Ref) -> Any:
 
 
 def ask(probe: Probe | None) -> str | None:
-    """Run a probe; an exception in it counts as a reason, since a probe must never take the process down."""
+    """Run a probe; an exception in it counts as a reason, since a probe must never take the process
+    down.
+    """
     if probe is None:
         return None
     try:
@@ -92,7 +99,10 @@ def _is_reference(value: Any) -> bool:
 
 _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "Ref": (_is_reference, "a reference 'package.module:attribute'"),
-    "Probe": (lambda v: _is_reference(v) or callable(v), "a reference 'package.module:attribute', a function"),
+    "Probe": (
+        lambda v: _is_reference(v) or callable(v),
+        "a reference 'package.module:attribute', a function",
+    ),
     "Grain": (lambda v: v in get_args(Grain), "'element', 'tensor', 'matrix', 'model'"),
     "Phase": (lambda v: isinstance(v, Phase), "a ds_core.entries.Phase"),
     "Callable[[nn.Module], nn.Module]": (callable, "a function of a module"),
@@ -108,26 +118,35 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 class _Record:
-    """Checks its fields when it is made, so that the traceback ends in the line of the plugin that is wrong."""
+    """Checks its fields when it is made, so that the traceback ends in the line of the plugin that
+    is wrong.
+    """
 
     __slots__ = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]
-            value, (kind, or_none, _) = getattr(self, field.name), str(field.type).partition(" | None")
-            if kind not in _RULES or (or_none and value is None):  # a subclass may have fields of its own
+            value = getattr(self, field.name)
+            (kind, or_none, _) = str(field.type).partition(" | None")
+            # a subclass may have fields of its own
+            if kind not in _RULES or (or_none and value is None):
                 continue
             fits, wanted = _RULES[kind]
             if not fits(value):
                 none = " or None" if or_none else ""
-                raise ValueError(f"{type(self).__name__}.{field.name} is {value!r}; it must be {wanted}{none}")
+                raise ValueError(
+                    f"{type(self).__name__}.{field.name} is {value!r}; it must be {wanted}{none}"
+                )
             if not (value or or_none) and kind == "str" and field.default is MISSING:
                 raise ValueError(f"{type(self).__name__}.{field.name} is empty")
 
 
 @dataclass(frozen=True, slots=True)
 class AcceleratorEntry(_Record):
-    """A device kind. `load` gives a class or function without arguments that returns an `Accelerator`."""
+    """A device kind.
+
+    `load` gives a class or function without arguments that returns an `Accelerator`.
+    """
 
     name: str
     device_type: str
@@ -141,9 +160,10 @@ class KernelEntry(_Record):
     """One provider of one named operation; the highest available `priority` serves.
 
     devices, dtypes: torch names without the ``torch.`` (``"cpu"``, ``"float32"``); empty means any.
-    By convention cuda 30, triton 20, cpp 10, reference 0. build: reference to the `ds_kernel_kit.build.Extension`
-    that is compiled on first use, for ``dscore ops build``. check: for an operation of the plugin's own, reference to a
-    function like those in `ds_kernel_kit.comparisons.CHECKS`, for ``dscore ops test`` and `KernelConformance`.
+    By convention cuda 30, triton 20, cpp 10, reference 0. build: reference to the
+    `ds_kernel_kit.build.Extension` that is compiled on first use, for ``dscore ops build``. check:
+    for an operation of the plugin's own, reference to a function like those in
+    `ds_kernel_kit.comparisons.CHECKS`, for ``dscore ops test`` and `KernelConformance`.
     """
 
     op: str
@@ -159,11 +179,12 @@ class KernelEntry(_Record):
 
 @dataclass(frozen=True, slots=True)
 class CollectivesEntry(_Record):
-    """A provider of collectives for tensors on `device` in groups of `backend`; the highest available priority serves.
+    """A provider of collectives for tensors on `device` in groups of `backend`; the highest
+    available priority serves.
 
-    load: called as ``load(group, messages)`` on each rank of a group, when it is first used; gives a
-    `ds_core.comm.GroupCollectives`. Where it takes an argument ``config``, it is given the `RunConfig` too, of the
-    first run that uses the group. build: as `KernelEntry.build`.
+    load: called as ``load(group, messages)`` on each rank of a group, when it is first used; gives
+    a `ds_core.comm.GroupCollectives`. Where it takes an argument ``config``, it is given the
+    `RunConfig` too, of the first run that uses the group. build: as `KernelEntry.build`.
     """
 
     load: Ref
@@ -178,13 +199,17 @@ class CollectivesEntry(_Record):
 class OptimizerEntry(_Record):
     """A named optimizer. `load` is called as ``load(param_groups, **params)``.
 
-    params: reference to a pydantic model of the keyword arguments, which is validated before anything starts.
-    grain: what its arithmetic needs whole: single elements, tensors (norms), matrices, or the model (values over all
-    tensors); None when unknown. Where ranks have parts of what it needs whole, `initialize` refuses.
-    partitioner: for one that reduces gradients by itself: reference to a function ``ctx -> Partitioner`` that
-    leaves them to it, and is given the optimizer by `Partitioner.bind`. None: any partitioner will do.
-    groups: for one that treats parameters differently by name or shape; called before anything is partitioned, as
-    ``groups(param_groups, names, **params)`` with the names of parameters, and gives the groups to use.
+    params: reference to a pydantic model of the keyword arguments, which is validated before
+        anything starts.
+    grain: what its arithmetic needs whole: single elements, tensors (norms), matrices, or the model
+        (values over all tensors); None when unknown. Where ranks have parts of what it needs whole,
+        `initialize` refuses.
+    partitioner: for one that reduces gradients by itself: reference to a function ``ctx ->
+        Partitioner`` that leaves them to it, and is given the optimizer by `Partitioner.bind`.
+        None: any partitioner will do.
+    groups: for one that treats parameters differently by name or shape; called before anything is
+        partitioned, as ``groups(param_groups, names, **params)`` with the names of parameters, and
+        gives the groups to use.
     """
 
     load: Ref
@@ -204,7 +229,8 @@ class SchedulerEntry(_Record):
 
 @dataclass(frozen=True, slots=True)
 class StateStoreEntry(_Record):
-    """Where model states can rest. `load` is called as ``load(ctx, options)`` and gives a `ds_state_stores.StateStore`.
+    """Where model states can rest. `load` is called as ``load(ctx, options)`` and gives a
+    `ds_state_stores.StateStore`.
 
     options: the keys next to ``device`` where the config chose it.
     """
@@ -214,7 +240,9 @@ class StateStoreEntry(_Record):
 
 @dataclass(frozen=True, slots=True)
 class LauncherEntry(_Record):
-    """A way to start processes for ``dscore run --launcher NAME``; `load` gives ``(LaunchRequest) -> exit code``."""
+    """A way to start processes for ``dscore run --launcher NAME``; `load` gives ``(LaunchRequest)
+    -> exit code``.
+    """
 
     load: Ref
     help: str = ""
@@ -222,7 +250,9 @@ class LauncherEntry(_Record):
 
 @dataclass(frozen=True, slots=True)
 class Chart(_Record):
-    """Something that ``dscore plan`` shows of a config. name: of its file; svg: a drawing that stands on its own."""
+    """Something that ``dscore plan`` shows of a config. name: of its file; svg: a drawing that
+    stands on its own.
+    """
 
     name: str
     title: str
@@ -234,7 +264,8 @@ class Chart(_Record):
 class Request(_Record):
     """What a plugin asks all ranks to do after a step (`ds_request`).
 
-    stop: end training, ``engine.should_stop`` is true from now on. save: save a checkpoint into this folder.
+    stop: end training, ``engine.should_stop`` is true from now on. save: save a checkpoint into
+        this folder.
     exit_code: when it is durable, end the program with SystemExit of this code, 1 to 255.
     """
 
@@ -245,11 +276,12 @@ class Request(_Record):
 
 @dataclass(frozen=True, slots=True)
 class RendezvousEntry(_Record):
-    """How ranks find each other where torchrun's variables are missing, and how they meet. The highest priority serves.
+    """How ranks find each other where torchrun's variables are missing, and how they meet. The
+    highest priority serves.
 
-    find: gives ``environment -> ds_core.comm.Job``, or None for a process alone; it is asked only where one of
-    `variables` is set. store: gives ``(ds_core.comm.Rendezvous, timedelta) -> torch Store``, at which all ranks meet;
-    it raises CommError within the time. None: torch's `TCPStore`.
+    find: gives ``environment -> ds_core.comm.Job``, or None for a process alone; it is asked only
+    where one of `variables` is set. store: gives ``(ds_core.comm.Rendezvous, timedelta) -> torch
+    Store``, at which all ranks meet; it raises CommError within the time. None: torch's `TCPStore`.
     """
 
     find: Ref | None = None
@@ -260,7 +292,9 @@ class RendezvousEntry(_Record):
 
 @dataclass(frozen=True, slots=True)
 class CommandEntry(_Record):
-    """A sub-command of ``dscore``: `load` gives a function (typer reads its signature) or a ``typer.Typer``."""
+    """A sub-command of ``dscore``: `load` gives a function (typer reads its signature) or a
+    ``typer.Typer``.
+    """
 
     load: Ref
     help: str = ""
@@ -268,11 +302,13 @@ class CommandEntry(_Record):
 
 @dataclass(frozen=True, slots=True)
 class Axis(_Record):
-    """A named axis of the process mesh. With ``inside="dp"`` it folds into dp and does not multiply the world.
+    """A named axis of the process mesh. With ``inside="dp"`` it folds into dp and does not multiply
+    the world.
 
-    outermost: its ranks are as far apart as can be (little is sent along it); along an axis that is neither that nor
-    inside dp they are neighbours. Inside dp `size` counts the ranks of the axes that fold inside it, too: an axis of 8
-    around one of 2 has 4. same_batch: ranks along it, inside dp, get the same samples, to work on a part each.
+    outermost: its ranks are as far apart as can be (little is sent along it); along an axis that is
+    neither that nor inside dp they are neighbours. Inside dp `size` counts the ranks of the axes
+    that fold inside it, too: an axis of 8 around one of 2 has 4. same_batch: ranks along it, inside
+    dp, get the same samples, to work on a part each.
     """
 
     name: str
@@ -297,8 +333,8 @@ class Phase(IntEnum):
 class Transform(_Record):
     """One step model -> model; transforms of one phase run in plugin-name order.
 
-    For each change `apply` gives ``ctx.undo`` a step that takes it back: after `Engine.destroy` the model that was
-    given is as it was, but for the values, the dtype and the device of its tensors.
+    For each change `apply` gives ``ctx.undo`` a step that takes it back: after `Engine.destroy` the
+    model that was given is as it was, but for the values, the dtype and the device of its tensors.
     """
 
     phase: Phase
@@ -313,13 +349,15 @@ class Event(NamedTuple):
     step: int
 
 
-# -- what a hook may return -------------------------------------------------------------------------------------------
-# A check gives an answer back in one form (iterables as tuples, mappings as dicts), or raises `WrongAnswer`. It runs
-# generators, so that what they raise is the plugin's failure too.
+# -- what a hook may return ------------------------------------------------------------------------
+# A check gives an answer back in one form (iterables as tuples, mappings as dicts), or raises
+# `WrongAnswer`. It runs generators, so that what they raise is the plugin's failure too.
 
 Check = Callable[[Any], Any]
 Item = Ref | tuple[str, ...]
-"""What an element must be: an instance of the class named, or anything that has the attributes named."""
+"""What an element must be: an instance of the class named, or anything that has the attributes
+named.
+"""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -329,10 +367,13 @@ class WrongAnswer(TypeError):
 
 
 def gives(check: Check, *, observer: bool = False) -> Callable[[F], F]:
-    """Declare a hook, and the check of what it returns. observer: a plugin that fails in it is switched off."""
+    """Declare a hook, and the check of what it returns. observer: a plugin that fails in it is
+    switched off.
+    """
 
     def mark(hook: F) -> F:
-        hook.ds_answer, hook.ds_observer = check, observer  # type: ignore[attr-defined]
+        hook.ds_answer = check  # type: ignore[attr-defined]
+        hook.ds_observer = observer  # type: ignore[attr-defined]
         return pluggy.HookspecMarker("ds_core")(hook)
 
     return mark
@@ -351,7 +392,8 @@ def model_class(value: Any) -> Any:
     for model in value.values() if isinstance(value, Mapping) else [value]:
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
             raise WrongAnswer(
-                f"it must return a pydantic model class (inherit ds_core.config.Section), not {_shown(model)}"
+                "it must return a pydantic model class (inherit ds_core.config.Section), not "
+                f"{_shown(model)}"
             )
     return value
 
@@ -361,14 +403,18 @@ def one_or_none(item: Item) -> Check:
 
     def check(value: Any) -> Any:
         if value is not None and not _fits(value, item):
-            raise WrongAnswer(f"it must return {_words(item, 'a', 'an object')} or None, not {_shown(value)}")
+            raise WrongAnswer(
+                f"it must return {_words(item, 'a', 'an object')} or None, not {_shown(value)}"
+            )
         return value
 
     return check
 
 
 def many(item: Item, *, or_none: bool = False) -> Check:
-    """An iterable of `item`; given back as a tuple. or_none: None is an answer too, and given back as it is."""
+    """An iterable of `item`; given back as a tuple. or_none: None is an answer too, and given back
+    as it is.
+    """
 
     def check(value: Any) -> Any:
         if value is None and or_none:
@@ -400,23 +446,36 @@ def named(item: Item) -> Check:
             if not _fits(element, item):
                 raise WrongAnswer(f"{wanted}, but {name!r} is {_shown(element)}")
             if (twin := lowered.setdefault(name.lower(), name)) != name:
-                raise WrongAnswer(f"it offers {twin!r} and {name!r}; names must differ in more than case")
+                raise WrongAnswer(
+                    f"it offers {twin!r} and {name!r}; names must differ in more than case"
+                )
         return found
 
     return check
 
 
 def references(value: Any) -> Any:
-    """A mapping of names to references; functions themselves are imported too early, and go with a warning."""
+    """A mapping of names to references; functions themselves are imported too early, and go with a
+    warning.
+    """
     found: dict[str, Any] = named(("__class__",))(value)
     for name, element in found.items():
         if not isinstance(element, str) and not callable(element):
-            raise WrongAnswer(f"it must return a mapping of names to references, but {name!r} is {_shown(element)}")
+            raise WrongAnswer(
+                f"it must return a mapping of names to references, but {name!r} is "
+                f"{_shown(element)}"
+            )
         if isinstance(element, str) and not _is_reference(element):
-            raise WrongAnswer(f"{name!r} is {element!r}, which is no reference 'package.module:function'")
+            raise WrongAnswer(
+                f"{name!r} is {element!r}, which is no reference 'package.module:function'"
+            )
         if not isinstance(element, str):
             where = f"{element.__module__}:{getattr(element, '__qualname__', name)}"
-            text = f"{name!r} is given as a function; give the reference {where!r}, which is imported when it is used"
+            text = (
+                f"{name!r} is given as a function; give the reference {where!r}, which is "
+                "imported "
+                "when it is used"
+            )
             warnings.warn(text, DeprecationWarning, stacklevel=2)
     return found
 
@@ -425,7 +484,9 @@ def numbers(value: Any) -> Any:
     """A mapping of names to numbers, and tensors of one element."""
     for name, number in (found := named(("__float__",))(value)).items():
         if getattr(number, "numel", lambda: 1)() != 1:
-            raise WrongAnswer(f"{name!r} must be a number or a tensor of one element, not {_shown(number)}")
+            raise WrongAnswer(
+                f"{name!r} must be a number or a tensor of one element, not {_shown(number)}"
+            )
     return found
 
 
@@ -444,7 +505,11 @@ def _fits(element: Any, item: Item) -> bool:
 
 
 def _words(item: Item, one: str = "", thing: str = "objects") -> str:
-    return f"{thing} with {', '.join(item)}" if isinstance(item, tuple) else f"{one} {item.rpartition(':')[2]}".strip()
+    return (
+        f"{thing} with {', '.join(item)}"
+        if isinstance(item, tuple)
+        else f"{one} {item.rpartition(':')[2]}".strip()
+    )
 
 
 def _shown(value: Any) -> str:

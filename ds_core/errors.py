@@ -1,7 +1,7 @@
 """Every error a user can meet, each saying what is wrong, where, and the fix.
 
-`ValueError`-family classes are for mistakes the user can correct; an `assert` elsewhere in the core marks
-an invariant that only we can break.
+`ValueError`-family classes are for mistakes the user can correct; an `assert` elsewhere in the core
+marks an invariant that only we can break.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class ConfigError(DSError, ValueError):
         if len(lines) == 1:
             super().__init__(f"{origin}: {lines[0]}")
         else:
-            super().__init__(f"{origin}: {len(lines)} problems\n" + "\n".join(f"  - {line}" for line in lines))
+            super().__init__(
+                f"{origin}: {len(lines)} problems\n" + "\n".join(f"  - {line}" for line in lines)
+            )
 
 
 class PluginError(DSError, RuntimeError):
@@ -82,7 +84,9 @@ class CommError(DSError, RuntimeError):
 
 
 class LostRankError(CommError):
-    """Another rank did not take part in a collective: its process has ended, or it has given up, or it is too late."""
+    """Another rank did not take part in a collective: its process has ended, or it has given up, or
+    it is too late.
+    """
 
 
 class RankMismatchError(CommError):
@@ -109,7 +113,9 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """ "did you mean 'x'?" of the known name most like `name`, or `otherwise` when nothing is close."""
+    """ "did you mean 'x'?" of the known name most like `name`, or `otherwise` when nothing is
+    close.
+    """
     close = nearest(name, known)
     return f"did you mean {close!r}?" if close else otherwise
 

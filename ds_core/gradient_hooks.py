@@ -1,8 +1,9 @@
 """Hooks on the parameters of one engine, and whose backward each gradient comes from.
 
-`GradientHooks` calls `Partitioner.begin` before, `on_gradient` during and `finish` after every backward that reaches
-the engine's parameters: its own ``backward``, a plain ``loss.backward()``, and another engine's ``backward`` of a loss
-that both contributed to. So a partitioner need not know which one runs. No hook is installed where none is needed.
+`GradientHooks` calls `Partitioner.begin` before, `on_gradient` during and `finish` after every
+backward that reaches the engine's parameters: its own ``backward``, a plain ``loss.backward()``,
+and another engine's ``backward`` of a loss that both contributed to. So a partitioner need not know
+which one runs. No hook is installed where none is needed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class GradientHooks:
     """The gradients of one engine. A partitioner has it as `Partitioner.gradient_hooks`.
 
     engine: a weak reference, since hooks on a model may outlive a forgotten engine.
-    window: where the gradients since the last update came from. origin: whose backward gives gradients now.
+    window: where the gradients since the last update came from. origin: whose backward gives
+        gradients now.
     accumulation: plans backwards; set by itself. plan: of the backward that runs, or ran last.
     """
 
@@ -46,13 +48,17 @@ class GradientHooks:
     plan: BackwardPlan = LATER
 
     def __init__(self, engine: RunningEngine) -> None:
-        self._ctx, self.module, self.partitioner = engine.ctx, engine.module, engine.partitioner
+        self._ctx = engine.ctx
+        self.module = engine.module
+        self.partitioner = engine.partitioner
         self.engine = weakref.ref(engine)
         self.window = Window(engine.ctx.batch.gas)
         self.origin = Origin.NONE
-        self._entered = False  # in a backward that the engine did not start, and after which `leave` will be called
+        # in a backward that the engine did not start, and after which `leave` will be called
+        self._entered = False
         self._handles: list[Any] = []
-        self._installed = False  # also where all parameters are frozen, so that there is none to hook
+        # also where all parameters are frozen, so that there is none to hook
+        self._installed = False
         self._trainable: list[bool] = []
         self._changed = True
         self.joint: JointBackwards | None = None
@@ -73,7 +79,9 @@ class GradientHooks:
             self.joint.leave()
 
     def install(self) -> None:
-        """Install the hooks that are needed now; called again when accumulation steps or live engines changed."""
+        """Install the hooks that are needed now; called again when accumulation steps or live
+        engines changed.
+        """
         self.remove()
         trained = self._ctx.trained
         before, self._trainable = self._trainable, [p.requires_grad for p in trained]
@@ -81,7 +89,9 @@ class GradientHooks:
         self._installed = self.partitioner.takes_gradients or self._origin_matters()
         if self._installed:
             self._handles = [
-                p.register_post_accumulate_grad_hook(self._on_gradient) for p in trained if p.requires_grad
+                p.register_post_accumulate_grad_hook(self._on_gradient)
+                for p in trained
+                if p.requires_grad
             ]
 
     def remove(self) -> None:
@@ -92,13 +102,16 @@ class GradientHooks:
         self._installed = False
 
     def _origin_matters(self) -> bool:
-        """Whether it must be known which gradients came from another backward than the engine's own.
+        """Whether it must be known which gradients came from another backward than the engine's
+        own.
 
         They differ by a factor, or (without managed accumulation) backwards are counted.
         """
         ctx = self._ctx
         counted = not ctx.config.core.managed_gradient_accumulation
-        others = (h for h in STATE.present() if h is not None and h is not self and h.engine() is not None)
+        others = (
+            h for h in STATE.present() if h is not None and h is not self and h.engine() is not None
+        )
         return ctx.batch.gas > 1 or ctx.precision.scaler is not None or counted or any(others)
 
     @property
@@ -108,12 +121,15 @@ class GradientHooks:
         return self.window.open or any(p.grad is not None for p in self._ctx.trained)
 
     def unscaling(self) -> float:
-        """What the step multiplies gradients by, before it clips: it undoes the loss scale and the accumulation."""
-        ctx, engine = self._ctx, self.engine()
+        """What the step multiplies gradients by, before it clips: it undoes the loss scale and the
+        accumulation.
+        """
+        ctx = self._ctx
+        engine = self.engine()
         total = ctx.mesh.size("batch") if ctx.config.core.gradient_allreduce_op == "sum" else 1
         return total / (engine.loss_scale if engine is not None else 1.0) / self.window.divisor
 
-    # -- backwards -------------------------------------------------------------------------------------------
+    # -- backwards ---------------------------------------------------------------------------------
 
     def run(
         self,
@@ -124,14 +140,18 @@ class GradientHooks:
         plan: BackwardPlan | None = None,
         alike: bool = True,
     ) -> None:
-        """Run `backward`, of a loss that this engine has scaled, and complete the reductions that are due.
+        """Run `backward`, of a loss that this engine has scaled, and complete the reductions that
+        are due.
 
-        factor: what the engine multiplies losses by; other engines whose parameters the loss comes through receive it.
-        phase: times the phases "backward", "backward_inner" and "backward_allreduce". plan: a runner's, which knows its
-        batch; None: the accumulation's. alike: all ranks run it now; else they call `finish_joint` later, together.
+        factor: what the engine multiplies losses by; other engines whose parameters the loss comes
+            through receive it.
+        phase: times the phases "backward", "backward_inner" and "backward_allreduce". plan: a
+            runner's, which knows its batch; None: the accumulation's. alike: all ranks run it now;
+            else they call `finish_joint` later, together.
         """
         outer, self.origin = self.origin, Origin.ENGINE
-        joint, outer_driver = self.joint, None
+        joint = self.joint
+        outer_driver = None
         if joint is not None:
             outer_driver, joint.driver = joint.driver, (self, factor)
         try:
@@ -157,12 +177,17 @@ class GradientHooks:
             self.finish_joint()
 
     def finish_joint(self) -> None:
-        """Finish the reductions of other engines that this one's backwards came to. Collective where there are any."""
+        """Finish the reductions of other engines that this one's backwards came to.
+
+        Collective where there are any.
+        """
         if self.joint is not None:
             self.joint.finish(self)
 
     def _on_gradient(self, param: Tensor) -> None:
-        """Runs inside backward each time ``param.grad`` is complete for this backward, or one nested in it."""
+        """Runs inside backward each time ``param.grad`` is complete for this backward, or one
+        nested in it.
+        """
         if self.origin is Origin.NONE:
             self.enter()
             self.note()
@@ -170,9 +195,11 @@ class GradientHooks:
             self.partitioner.on_gradient(param)  # type: ignore[arg-type]
 
     def enter(self) -> None:
-        """A backward has reached the engine's modules or parameters: if the engine does not run it, begin it here.
+        """A backward has reached the engine's modules or parameters: if the engine does not run it,
+        begin it here.
 
-        For hooks on modules, which see a backward before any gradient is there. Runs inside backward.
+        For hooks on modules, which see a backward before any gradient is there. Runs inside
+        backward.
         """
         if self.origin is Origin.NONE and not self._entered:
             self.begin()
@@ -197,7 +224,8 @@ class GradientHooks:
         may_wait = not several or self.origin is Origin.ENGINE
         if self._changed or not may_wait:
             plan = dataclasses.replace(plan, changed=self._changed, may_wait=may_wait)
-        self.plan, self._changed = plan, False
+        self.plan = plan
+        self._changed = False
         self.partitioner.begin(plan)
 
     def leave(self) -> None:
@@ -207,15 +235,17 @@ class GradientHooks:
 
     def forget(self) -> None:
         """No backward runs, also when the last one failed half-way."""
-        self.origin, self._entered = Origin.NONE, False
+        self.origin = Origin.NONE
+        self._entered = False
         if self.joint is not None:
             self.joint.forget()
 
 
-# -- zero_grad of the optimizer and of the module --------------------------------------------------------------------
-# Their own methods only see ``param.grad``, and gradients may lie elsewhere: in buckets, in shards, in fp32. torch has
-# no hook for it, so an attribute of the instance stands before the class's method until the engine is destroyed. A copy
-# of the module by ``copy.deepcopy`` or pickle belongs to no engine, and its `zero_grad` is the class's.
+# -- zero_grad of the optimizer and of the module --------------------------------------------------
+# Their own methods only see ``param.grad``, and gradients may lie elsewhere: in buckets, in shards,
+# in fp32. torch has no hook for it, so an attribute of the instance stands before the class's
+# method until the engine is destroyed. A copy of the module by ``copy.deepcopy`` or pickle belongs
+# to no engine, and its `zero_grad` is the class's.
 
 
 def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -225,11 +255,17 @@ def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         if engine.optimizer is self or engine.module is self:
             engine.drop_gradients()
             if not (args[0] if args else kwargs.get("set_to_none", True)):
-                log_once(log, logging.INFO, "zero_grad(set_to_none=False): gradients are dropped, not filled with 0")
+                log_once(
+                    log,
+                    logging.INFO,
+                    "zero_grad(set_to_none=False): gradients are dropped, not filled with 0",
+                )
 
 
 def watch_zero_grad(*owners: Any) -> None:
-    """Let ``zero_grad`` of each of `owners`, an engine's optimizer and module, drop the engine's gradients."""
+    """Let ``zero_grad`` of each of `owners`, an engine's optimizer and module, drop the engine's
+    gradients.
+    """
     for owner in owners:
         if owner is not None:
             owner.__dict__.setdefault("zero_grad", types.MethodType(zero_grad, owner))

@@ -19,13 +19,15 @@ __all__ = ["GradientShard", "Gradients"]
 
 @dataclass(frozen=True, slots=True)
 class GradientShard:
-    """This rank's elements of one parameter's gradient: the range [start, stop) of the row-major flattened parameter.
+    """This rank's elements of one parameter's gradient: the range [start, stop) of the row-major
+    flattened parameter.
 
-    name: the parameter's. tensor: the elements, to be changed in place: in the parameter's `shape` or flat, in the
-    dtype in which they are accumulated, times 1 / `Gradients.factor`. shape: of the parameter. held: mesh axes along
-    which ranks have different parameters under this name. axes: mesh axes along which all ranks' elements are disjoint;
-    along the others every rank has the same, and must change them alike. counted: False for a copy of a parameter that
-    another rank counts (tied weights).
+    name: the parameter's. tensor: the elements, to be changed in place: in the parameter's `shape`
+    or flat, in the dtype in which they are accumulated, times 1 / `Gradients.factor`. shape: of the
+    parameter. held: mesh axes along which ranks have different parameters under this name. axes:
+    mesh axes along which all ranks' elements are disjoint; along the others every rank has the
+    same, and must change them alike. counted: False for a copy of a parameter that another rank
+    counts (tied weights).
     """
 
     name: str
@@ -38,23 +40,39 @@ class GradientShard:
     counted: bool = True
 
     def take(self, values: Tensor) -> Tensor:
-        """The elements of `values`, of the parameter's shape, that belong to this shard, in the shape of `tensor`."""
+        """The elements of `values`, of the parameter's shape, that belong to this shard, in the
+        shape of `tensor`.
+        """
         return values.reshape(-1)[self.start : self.stop].view(self.tensor.shape)
 
 
 class Gradients:
     """One step's gradients, reduced and finite.
 
-    shards: those of this rank; of a parameter that no rank used there are none. factor: a gradient is its tensor times
-    `factor`, which undoes the loss scale and divides by what is not divided yet. norm: the global L2 norm of the
-    gradients (times `factor`) before any plugin changed them. step: the optimizer step, counted from 0.
+    shards: those of this rank; of a parameter that no rank used there are none. factor: a gradient
+    is its tensor times `factor`, which undoes the loss scale and divides by what is not divided
+    yet. norm: the global L2 norm of the gradients (times `factor`) before any plugin changed them.
+    step: the optimizer step, counted from 0.
     """
 
-    def __init__(self, ctx: Context, shards: Sequence[GradientShard], *, factor: float, norm: float, step: int) -> None:
-        self._ctx, self.shards, self.factor, self.norm, self.step = ctx, shards, factor, norm, step
+    def __init__(
+        self,
+        ctx: Context,
+        shards: Sequence[GradientShard],
+        *,
+        factor: float,
+        norm: float,
+        step: int,
+    ) -> None:
+        self._ctx = ctx
+        self.shards = shards
+        self.factor = factor
+        self.norm = norm
+        self.step = step
 
     def total(self, value: Callable[[Tensor], Tensor]) -> float:
-        """`value` of each shard's tensor, a 0-d tensor, summed so that each element of the model counts once.
+        """`value` of each shard's tensor, a 0-d tensor, summed so that each element of the model
+        counts once.
 
         The same on all ranks. Collective.
         """
@@ -69,7 +87,8 @@ class Gradients:
         return total.item()
 
     def sums(self, value: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """`value` of each shard's tensor, a 0-d tensor, summed over the shards of each parameter that this rank has.
+        """`value` of each shard's tensor, a 0-d tensor, summed over the shards of each parameter
+        that this rank has.
 
         The same on all ranks with the parameter. Collective.
         """
@@ -89,4 +108,6 @@ class Gradients:
         return found
 
     def _zeros(self, count: int) -> Tensor:
-        return torch.zeros(count, dtype=torch.float64, device=self._ctx.accelerator.current_device())
+        return torch.zeros(
+            count, dtype=torch.float64, device=self._ctx.accelerator.current_device()
+        )

@@ -1,8 +1,10 @@
-"""The kernel table: named operations, the providers that offer them, and which one serves (torch-free).
+"""The kernel table: named operations, the providers that offer them, and which one serves
+(torch-free).
 
-An operation is known by its name alone. Providers (compiled code, or the pure-torch reference that defines what an
-operation means) announce themselves through `ds_kernels`. The highest priority that is available serves, or the
-provider that ``"kernels": {"op": "provider"}`` forces. With no provider installed, callers fall back on plain torch.
+An operation is known by its name alone. Providers (compiled code, or the pure-torch reference that
+defines what an operation means) announce themselves through `ds_kernels`. The highest priority that
+is available serves, or the provider that ``"kernels": {"op": "provider"}`` forces. With no provider
+installed, callers fall back on plain torch.
 """
 
 from __future__ import annotations
@@ -92,7 +94,9 @@ class Kernels:
     @cached_property
     def _entries(self) -> dict[str, list[tuple[KernelEntry, Found]]]:
         """Those of each operation, best first."""
-        offered = [(entry, a.plugin) for a in self._plugins.offers("ds_kernels") for entry in a.value]
+        offered = [
+            (entry, a.plugin) for a in self._plugins.offers("ds_kernels") for entry in a.value
+        ]
         table: dict[str, list[tuple[KernelEntry, Found]]] = {}
         for entry, plugin in sorted(offered, key=lambda r: (-r[0].priority, r[0].provider)):
             table.setdefault(entry.op, []).append((entry, plugin))
@@ -103,7 +107,8 @@ class Kernels:
         return sorted(self._entries)
 
     def candidates(self, op: str, device: str, dtype: str) -> list[Candidate]:
-        """The providers of `op`, best first, each with the reason why it cannot serve, if it cannot.
+        """The providers of `op`, best first, each with the reason why it cannot serve, if it
+        cannot.
 
         Raises KernelError when no provider offers `op`.
         """
@@ -111,7 +116,9 @@ class Kernels:
         if rows is None:
             from ds_core.catalogue import missing
 
-            raise KernelError(str(missing("kernels", op, self.ops(), more=self._plugins.quarantined())))
+            raise KernelError(
+                str(missing("kernels", op, self.ops(), more=self._plugins.quarantined()))
+            )
         return [self._candidate(entry, plugin, device, dtype) for entry, plugin in rows]
 
     def _candidate(self, entry: KernelEntry, plugin: Found, device: str, dtype: str) -> Candidate:
@@ -120,11 +127,14 @@ class Kernels:
                 return Candidate(entry, plugin, f"serves {', '.join(served)} only", meant=False)
         return Candidate(entry, plugin, self._broken.get(entry) or ask(entry.available))
 
-    def get(self, op: str, device: str = "cpu", dtype: str = "float32", default: Function | None = None) -> Function:
-        """The function that serves `op` for tensors of `dtype` on `device` (names as torch prints them).
+    def get(
+        self, op: str, device: str = "cpu", dtype: str = "float32", default: Function | None = None
+    ) -> Function:
+        """The function that serves `op` for tensors of `dtype` on `device` (names as torch prints
+        them).
 
-        default: what to use when no installed provider can serve. Without one, and when the config forces a provider
-        that cannot serve, raises KernelError with the reason of each provider.
+        default: what to use when no installed provider can serve. Without one, and when the config
+        forces a provider that cannot serve, raises KernelError with the reason of each provider.
         """
         key = (op, device, dtype)
         if key not in self._functions:
@@ -136,15 +146,26 @@ class Kernels:
         return self.get(op, like.device.type, str(like.dtype).removeprefix("torch."), default)
 
     def accumulate(self, into: Tensor, added: Tensor) -> None:
-        """``into += added``: by kernel ``accumulate`` where fp32 takes in many 16-bit elements, else by torch."""
-        widens = into.dtype.itemsize == 4 and added.dtype.itemsize == 2 and added.is_floating_point()
-        if widens and into.is_floating_point() and added.numel() >= MANY and added.layout == into.layout:
+        """``into += added``: by kernel ``accumulate`` where fp32 takes in many 16-bit elements,
+        else by torch.
+        """
+        widens = (
+            into.dtype.itemsize == 4 and added.dtype.itemsize == 2 and added.is_floating_point()
+        )
+        if (
+            widens
+            and into.is_floating_point()
+            and added.numel() >= MANY
+            and added.layout == into.layout
+        ):
             self.serving("accumulate", into, _accumulate)([into], [added])
         else:
             into.add_(added)
 
     def resolve_all(self, device: str, dtype: str) -> None:
-        """Resolve every operation for such tensors; one without a provider is an error only when it is used."""
+        """Resolve every operation for such tensors; one without a provider is an error only when it
+        is used.
+        """
         for op in self.ops():
             try:
                 self.get(op, device, dtype)
@@ -155,23 +176,33 @@ class Kernels:
                 self._served[op, device, dtype] = _Served("nobody")
 
     def resolved(self) -> dict[str, str]:
-        """``op/device/dtype`` -> provider for what was resolved so far: part of the cross-rank fingerprint."""
+        """``op/device/dtype`` -> provider for what was resolved so far: part of the cross-rank
+        fingerprint.
+        """
         return {"/".join(key): served.by for key, served in self._served.items()}
 
     def summary(self) -> tuple[str, list[str]]:
-        """For the log: which provider serves which operations, and why a better one that is installed does not."""
+        """For the log: which provider serves which operations, and why a better one that is
+        installed does not.
+        """
         rows = sorted(self._served.items())
         serving = _joined("by", ((served.by, op) for (op, *_), served in rows))
-        return "; ".join(serving), _joined("not by", ((why, op) for (op, *_), served in rows for why in served.better))
+        return "; ".join(serving), _joined(
+            "not by", ((why, op) for (op, *_), served in rows for why in served.better)
+        )
 
     def check_forced(self) -> None:
-        """Raise KernelError now for a ``kernels`` entry of an unknown op or provider; a known one takes part."""
+        """Raise KernelError now for a ``kernels`` entry of an unknown op or provider; a known one
+        takes part.
+        """
         for op, provider in self._forced.items():
             offered = {c.entry.provider: c.plugin for c in self.candidates(op, "", "")}
             if provider not in offered:
                 names = ", ".join(sorted(offered))
                 broken = self._plugins.quarantined()
-                raise KernelError(f"kernels.{op}: no provider {provider!r}; installed: {names}{broken}")
+                raise KernelError(
+                    f"kernels.{op}: no provider {provider!r}; installed: {names}{broken}"
+                )
             self._plugins.join(offered[provider])
 
     def _resolve(self, key: _Key, default: Function | None) -> Function:
@@ -185,13 +216,19 @@ class Kernels:
         if best is None:
             if default is not None:
                 return default
-            head = f"kernels.{op} forces {forced!r}, but" if forced else f"no provider can serve {op!r}:"
+            head = (
+                f"kernels.{op} forces {forced!r}, but"
+                if forced
+                else f"no provider can serve {op!r}:"
+            )
             why = "; ".join(map(str, asked)) or "no provider offers it"
             raise KernelError(f"{head} {why} on {device} {dtype}")
-        better, rest = asked[: asked.index(best)], asked[asked.index(best) + 1 :]
+        better = asked[: asked.index(best)]
+        rest = asked[asked.index(best) + 1 :]
         if twin := next((c for c in rest if c.reason is None and c.claim == best.claim), None):
             raise KernelError(
-                f"kernel {op!r} provider {best.entry.provider!r} is offered by {best.dist} and {twin.dist}; "
+                f"kernel {op!r} provider {best.entry.provider!r} is offered by {best.dist} and "
+                f"{twin.dist}; "
                 "disable one with plugins.disable"
             )
         try:
@@ -204,7 +241,9 @@ class Kernels:
                 raise KernelError(f"kernels.{op} forces {forced!r}, but {why}") from error
             self._broken[best.entry] = why  # the next one serves; ranks compare providers at start
             return self._resolve(key, default)
-        self._served[key] = _Served(str(best), () if forced else tuple(str(c) for c in better if c.meant))
+        self._served[key] = _Served(
+            str(best), () if forced else tuple(str(c) for c in better if c.meant)
+        )
         log.debug("kernel %s on %s %s is served by %s", *key, best)
         return function
 

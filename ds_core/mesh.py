@@ -1,7 +1,8 @@
 """The named process grid: axis arithmetic (torch-free) and the groups over it.
 
-Ranks are laid out row-major: axes that are `outermost`, then ``dp`` (``edp`` and the axes that fold inside it), then
-all others. All groups are made up front, in one order, on every rank: making a group is itself a collective.
+Ranks are laid out row-major: axes that are `outermost`, then ``dp`` (``edp`` and the axes that fold
+inside it), then all others. All groups are made up front, in one order, on every rank: making a
+group is itself a collective.
 """
 
 from __future__ import annotations
@@ -29,12 +30,17 @@ __getattr__ = names_of(__name__)
 class Mesh:
     """Where this rank stands on each axis, and the groups along any set of axes.
 
-    names, shape: the axes of the grid. ``dp`` is an alias of all its parts, ``batch`` of those whose ranks get other
-    samples (`Axis.same_batch`). A group over axes of size 1 is `ALONE`, over which collectives do nothing.
+    names, shape: the axes of the grid. ``dp`` is an alias of all its parts, ``batch`` of those
+    whose ranks get other samples (`Axis.same_batch`). A group over axes of size 1 is `ALONE`, over
+    which collectives do nothing.
     """
 
     def __init__(
-        self, names: Sequence[str], shape: Sequence[int], rank: int, alias: dict[str, tuple[str, ...]]
+        self,
+        names: Sequence[str],
+        shape: Sequence[int],
+        rank: int,
+        alias: dict[str, tuple[str, ...]],
     ) -> None:
         self.names = tuple(names)
         self.shape = tuple(shape)
@@ -48,8 +54,13 @@ class Mesh:
         """`axes` with aliases replaced by their parts, in grid order, without those of size 1."""
         wanted = {part for axis in axes for part in self.alias.get(axis, (axis,))}
         if unknown := wanted - set(self.names):
-            raise KeyError(f"no mesh axis {sorted(unknown)}; this mesh has {list(self.names) + list(self.alias)}")
-        return tuple(n for n, s in zip(self.names, self.shape, strict=True) if n in wanted and s > 1)
+            raise KeyError(
+                f"no mesh axis {sorted(unknown)}; this mesh has "
+                f"{list(self.names) + list(self.alias)}"
+            )
+        return tuple(
+            n for n, s in zip(self.names, self.shape, strict=True) if n in wanted and s > 1
+        )
 
     def has(self, axis: str) -> bool:
         """Whether the mesh knows `axis` (possibly with size 1)."""
@@ -66,7 +77,10 @@ class Mesh:
     def ranks(self, *axes: str) -> list[int]:
         """The global ranks that differ from this one only along `axes`, in grid order."""
         free = set(self.expand(axes))
-        choices = [range(s) if n in free else (self.coord[n],) for n, s in zip(self.names, self.shape, strict=True)]
+        choices = [
+            range(s) if n in free else (self.coord[n],)
+            for n, s in zip(self.names, self.shape, strict=True)
+        ]
         return [self._ravel(c) for c in itertools.product(*choices)]
 
     def group(self, *axes: str) -> ProcessGroup:
@@ -84,7 +98,8 @@ class Mesh:
         return tuple(a for a in self.expand(("dp",)) if a not in without)
 
     def build_groups(self, timeout: Any = None, *, own: bool = False) -> None:
-        """Make every group and open its transport. Collective over the world; torch.distributed must be initialised.
+        """Make every group and open its transport. Collective over the world; torch.distributed
+        must be initialised.
 
         own: a group of its own also where the default group would do, which no other code uses.
         """
@@ -105,10 +120,11 @@ class Mesh:
     def own_group(self, *axes: str, only: Sequence[int] | None = None) -> ProcessGroup:
         """Make another process group along `axes`, for this caller alone, and open its transport.
 
-        Collective over the world: all ranks give the same arguments. Messages on it meet no others; whoever needs it no
-        longer destroys it with ``torch.distributed.destroy_process_group``.
+        Collective over the world: all ranks give the same arguments. Messages on it meet no others;
+        whoever needs it no longer destroys it with ``torch.distributed.destroy_process_group``.
 
-        only: the positions along `axes` that take part; None: all. Gives `ALONE` on ranks that are alone in it.
+        only: the positions along `axes` that take part; None: all. Gives `ALONE` on ranks that are
+        alone in it.
         """
         rows = self._rows(self.expand(axes))
         own = self._new_group(rows if only is None else [[row[i] for i in only] for row in rows])
@@ -120,7 +136,9 @@ class Mesh:
         return dict(zip(self.names, self.shape, strict=True))
 
     def _new_group(self, rows: Iterable[Sequence[int]], timeout: Any = None) -> ProcessGroup:
-        """Make a group of each row, and give the one that this rank is in; `ALONE` when there is none."""
+        """Make a group of each row, and give the one that this rank is in; `ALONE` when there is
+        none.
+        """
         import torch.distributed as dist
 
         own = ALONE
@@ -132,10 +150,16 @@ class Mesh:
 
     def _rows(self, combo: tuple[str, ...]) -> list[list[int]]:
         """The ranks of every group along `combo`, in the same order on all ranks."""
-        fixed = [range(s) if n not in combo else (0,) for n, s in zip(self.names, self.shape, strict=True)]
+        fixed = [
+            range(s) if n not in combo else (0,)
+            for n, s in zip(self.names, self.shape, strict=True)
+        ]
         rows = []
         for base in itertools.product(*fixed):
-            free = [range(s) if n in combo else (b,) for n, s, b in zip(self.names, self.shape, base, strict=True)]
+            free = [
+                range(s) if n in combo else (b,)
+                for n, s, b in zip(self.names, self.shape, base, strict=True)
+            ]
             rows.append([self._ravel(c) for c in itertools.product(*free)])
         return rows
 
@@ -165,7 +189,9 @@ def plan_mesh(axes: Iterable[Axis], world_size: int, rank: int) -> Mesh:
     wrong = [f"{n!r} is declared twice" for n in sorted({n for n in names if names.count(n) > 1})]
     wrong += [f"{a.name!r} has size {a.size}; it must be at least 1" for a in axes if a.size < 1]
     wrong += [
-        f"{a.name!r} folds inside {a.inside!r}; only 'dp' can hold other axes" for a in folded if a.inside != "dp"
+        f"{a.name!r} folds inside {a.inside!r}; only 'dp' can hold other axes"
+        for a in folded
+        if a.inside != "dp"
     ]
     if wrong:
         raise ConfigError([Problem("", f"mesh axis {text}") for text in wrong], "mesh")
@@ -173,19 +199,29 @@ def plan_mesh(axes: Iterable[Axis], world_size: int, rank: int) -> Mesh:
     shown = " x ".join(f"{a.name} {a.size}" for a in outer)
     if world_size % product:
         raise ConfigError(
-            f"{shown} = {product} ranks do not divide the world of {world_size}; start a multiple of {product}", "mesh"
+            f"{shown} = {product} ranks do not divide the world of {world_size}; start a multiple "
+            f"of {product}",
+            "mesh",
         )
     around = [a for a in folded if a.outermost]
     within = math.prod(a.size for a in folded[len(around) :])
     parted = [*(replace(a, size=a.size // within) for a in around), *folded[len(around) :]]
-    dp, inner = world_size // product, math.prod(a.size for a in parted)
+    dp = world_size // product
+    inner = math.prod(a.size for a in parted)
     if not inner or dp % inner or any(a.size % within for a in around):
         inside = " x ".join(f"{a.name} {a.size}" for a in folded)
-        good = ", ".join(str(d) for d in range(1, dp + 1) if dp % d == 0 and not (around and d % within))
+        good = ", ".join(
+            str(d) for d in range(1, dp + 1) if dp % d == 0 and not (around and d % within)
+        )
         raise ConfigError(
-            f"{inside} must divide dp {dp} (world {world_size}{' / ' + shown if outer else ''}); use {good}", "mesh"
+            f"{inside} must divide dp {dp} (world {world_size}{' / ' + shown if outer else ''}); "
+            f"use {good}",
+            "mesh",
         )
     parts = [Axis("edp" if folded else "dp", dp // inner), *parted]
     grid = [*(a for a in outer if a.outermost), *parts, *(a for a in outer if not a.outermost)]
-    alias = {"batch": tuple(a.name for a in parts if not a.same_batch), "dp": tuple(a.name for a in parts)}
+    alias = {
+        "batch": tuple(a.name for a in parts if not a.same_batch),
+        "dp": tuple(a.name for a in parts),
+    }
     return Mesh([a.name for a in grid], [a.size for a in grid], rank, alias)

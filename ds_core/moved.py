@@ -1,7 +1,9 @@
-"""Names that have moved, under their old ones: modules and attributes of earlier layouts (torch-free).
+"""Names that have moved, under their old ones: modules and attributes of earlier layouts
+(torch-free).
 
-An old name gives what the new one has, with a DeprecationWarning that says the new one. ``dscore plugins upgrade``
-rewrites sources by the same tables. What is here goes two minor releases after it moved (docs/stability.md).
+An old name gives what the new one has, with a DeprecationWarning that says the new one. ``dscore
+plugins upgrade`` rewrites sources by the same tables. What is here goes two minor releases after it
+moved (docs/stability.md).
 """
 
 from __future__ import annotations
@@ -13,7 +15,16 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-__all__ = ["HOOKS_BEFORE", "METHODS", "MODULES", "NAMES", "check_contract", "install", "names_of", "now"]
+__all__ = [
+    "HOOKS_BEFORE",
+    "METHODS",
+    "MODULES",
+    "NAMES",
+    "check_contract",
+    "install",
+    "names_of",
+    "now",
+]
 
 MODULES = {
     "ds_core.access": "ds_access.states",
@@ -87,7 +98,9 @@ NAMES = {
     "ds_core.slices": {"as_wholes": "ds_run_state.slices:unslice"},
     "ds_core.stores": {"away": "ds_state_stores:is_evicted"},
 }
-"""Module -> its names that are elsewhere now: old name -> ``module:name``, or ``module:name()`` for what it gives."""
+"""Module -> its names that are elsewhere now: old name -> ``module:name``, or ``module:name()`` for
+what it gives.
+"""
 
 
 HOOKS_BEFORE = frozenset(("ds_engine_methods", "ds_eval_begin", "ds_eval_end", "ds_exception"))
@@ -99,7 +112,8 @@ METHODS = {"StateStore": {"drop": "discard", "place": "copy_in", "ready": "wait"
 
 def now(module: str) -> str | None:
     """Where the module `module` of an earlier layout is now; None for one that has not moved."""
-    head, rest = module, ""
+    head = module
+    rest = ""
     while head:
         if head in MODULES:
             return MODULES[head] + rest
@@ -114,13 +128,16 @@ def check_contract(plugin: object, needs: Any) -> None:
     from ds_core.errors import PluginError
 
     if type(needs) is not int:
-        raise PluginError(f"plugin {plugin} has DS_CONTRACT = {needs!r}; it is a whole number, such as {contract}")
+        raise PluginError(
+            f"plugin {plugin} has DS_CONTRACT = {needs!r}; it is a whole number, such as {contract}"
+        )
     keeps = f"ds-core {__version__} keeps {oldest_contract} to {contract}"
     if needs > contract:
         raise PluginError(f"plugin {plugin} needs contract {needs}, and {keeps}: upgrade ds-core")
     if needs < oldest_contract:
         raise PluginError(
-            f"plugin {plugin} was written for contract {needs}, and {keeps}: upgrade it, or install an older ds-core"
+            f"plugin {plugin} was written for contract {needs}, and {keeps}: upgrade it, or "
+            "install an older ds-core"
         )
 
 
@@ -181,7 +198,8 @@ class _Loader:
         self.new = new
 
     def create_module(self, spec: Any) -> ModuleType:
-        """An own object, so that the new module keeps its name; a package, for what lies below it."""
+        """An own object, so that the new module keeps its name; a package, for what lies below
+        it."""
         made = ModuleType(spec.name)
         made.__path__ = []
         return made
@@ -207,6 +225,8 @@ class _Loader:
 
 
 def install() -> None:
-    """Let imports find modules of earlier layouts; before other finders, which would look below the new ones."""
+    """Let imports find modules of earlier layouts; before other finders, which would look below the
+    new ones.
+    """
     if _Finder not in sys.meta_path:
         sys.meta_path.insert(0, _Finder)

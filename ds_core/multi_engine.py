@@ -1,13 +1,15 @@
-"""Several engines in one process: a model has one engine, but one backward may go through the models of several.
+"""Several engines in one process: a model has one engine, but one backward may go through the
+models of several.
 
-[Note: joint losses] Which engines a backward came to, and in which order, may differ between ranks; reductions must
-not. So each engine but the first has process groups of its own, and after a backward ranks agree which engines took
-part on any of them, and finish the reductions of those: first the one whose `backward` it was, then the others in the
-order in which they were made. With one engine none of this happens.
+[Note: joint losses] Which engines a backward came to, and in which order, may differ between ranks;
+reductions must not. So each engine but the first has process groups of its own, and after a
+backward ranks agree which engines took part on any of them, and finish the reductions of those:
+first the one whose `backward` it was, then the others in the order in which they were made. With
+one engine none of this happens.
 
-[Note: backwards of a runner] The stages of a pipeline run backwards at different times, and each waits for messages of
-others in between: agreeing after each of them would wait for ever. So what a runner runs by `run_backward` is agreed on
-once, when the batch is over.
+[Note: backwards of a runner] The stages of a pipeline run backwards at different times, and each
+waits for messages of others in between: agreeing after each of them would wait for ever. So what a
+runner runs by `run_backward` is agreed on once, when the batch is over.
 """
 
 from __future__ import annotations
@@ -39,9 +41,11 @@ log = logging.getLogger("ds_core")
 
 
 class JointBackwards:
-    """The backward that runs while there are several engines, each of which has this as `GradientHooks.joint`.
+    """The backward that runs while there are several engines, each of which has this as
+    `GradientHooks.joint`.
 
-    driver: the engine whose ``backward`` runs, with what it multiplies losses by; None in a plain ``loss.backward()``.
+    driver: the engine whose ``backward`` runs, with what it multiplies losses by; None in a plain
+        ``loss.backward()``.
     group: of all ranks, for agreeing on engines after each backward; None in one process.
     """
 
@@ -56,10 +60,13 @@ class JointBackwards:
     def enter(self, ctx: Context) -> None:
         """One more engine was made. Collective."""
         if self._first != STATE.first:
-            self.group, self._first = None, STATE.first
+            self.group = None
+            self._first = STATE.first
         if self.group is None and ctx.world_size > 1:
-            # Of all ranks, not along dp: that of a pipeline has fewer ranks than that of an engine beside it.
-            self.group, self._device = ctx.mesh.own_group(*ctx.mesh.names), ctx.accelerator.current_device()
+            # Of all ranks, not along dp: that of a pipeline has fewer ranks than that of an engine
+            # beside it.
+            self.group = ctx.mesh.own_group(*ctx.mesh.names)
+            self._device = ctx.accelerator.current_device()
         for hooks in filter(None, STATE.present()):
             hooks.joint = self
             if hooks.engine() is not None:
@@ -84,16 +91,20 @@ class JointBackwards:
             queue(self.finish)
 
     def finish(self, driver: GradientHooks | None = None) -> None:
-        """A backward is over: finish the reductions of the other engines that it came to on any rank. Collective.
+        """A backward is over: finish the reductions of the other engines that it came to on any
+        rank. Collective.
 
-        driver: the engine that ran it. It has finished its own first: they began in backward, where ranks may wait.
+        driver: the engine that ran it. It has finished its own first: they began in backward, where
+        ranks may wait.
         """
         if self.group is None:
             return
         touched = self._touched.copy()
         self.forget()
         members = STATE.present()
-        flags = torch.tensor([m in touched for m in members], dtype=torch.uint8, device=self._device)
+        flags = torch.tensor(
+            [m in touched for m in members], dtype=torch.uint8, device=self._device
+        )
         comm.label("which engines took part in this backward")
         comm.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=self.group)
         for member, took_part in zip(members, flags.tolist(), strict=True):
@@ -112,32 +123,35 @@ class JointBackwards:
 JOINT = JointBackwards()
 
 
-# -- one model, one engine -------------------------------------------------------------------------------------------
+# -- one model, one engine -------------------------------------------------------------------------
 
 
 def release_model(model: nn.Module) -> None:
     """Make sure that no other engine trains `model` or a part of it. Collective.
 
-    An engine of this very model, as a second ``initialize`` in a notebook finds it, is destroyed with a warning; hooks
-    of one that was garbage-collected are removed. Raises UsageError while an engine of a part of the model, or of a
-    module around it, is in use.
+    An engine of this very model, as a second ``initialize`` in a notebook finds it, is destroyed
+    with a warning; hooks of one that was garbage-collected are removed. Raises UsageError while an
+    engine of a part of the model, or of a module around it, is in use.
     """
     mine = {p: name for name, p in model.named_parameters() if p.requires_grad}
     if any(hooks.engine() is not None for hooks in _sharing(model, mine)):
-        gc.collect()  # an engine in a reference cycle lives on for a while though no code can reach it
+        # an engine in a reference cycle lives on for a while though no code can reach it
+        gc.collect()
     for hooks, what in _sharing(model, mine).items():
         if (engine := hooks.engine()) is None:
             hooks.remove()
             hooks.partitioner.detach()
         elif hooks.module is model:
             log.warning(
-                "initialize was called again on a model whose engine is in use; that engine is destroyed, with its "
+                "initialize was called again on a model whose engine is in use; that engine is "
+                "destroyed, with its "
                 "optimizer states (call its destroy() first to avoid this warning)"
             )
             engine.destroy()
         else:
             raise UsageError(
-                f"{what} belongs to the engine that an earlier initialize made, which is still in use, and two engines "
+                f"{what} belongs to the engine that an earlier initialize made, which is still in "
+                "use, and two engines "
                 "cannot train the same weights; call destroy() on that engine first"
             )
 
@@ -153,14 +167,17 @@ def _sharing(model: nn.Module, trainable: dict[nn.Parameter, str]) -> dict[Gradi
     return found
 
 
-# -- what a run has left in a model ---------------------------------------------------------------------------------
+# -- what a run has left in a model ----------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def keep(undo: Undo, model: nn.Module) -> Iterator[None]:
-    """Let `model` hold `undo`, so that it is found when nobody has destroyed the engine; run it if the block fails."""
+    """Let `model` hold `undo`, so that it is found when nobody has destroyed the engine; run it if
+    the block fails.
+    """
     model.__dict__[_ATTRIBUTE] = undo
-    undo(lambda: model.__dict__.pop(_ATTRIBUTE, None), collective=True)  # the first: it goes when nothing is left
+    # the first: it goes when nothing is left
+    undo(lambda: model.__dict__.pop(_ATTRIBUTE, None), collective=True)
     try:
         yield
     except BaseException:
@@ -169,7 +186,10 @@ def keep(undo: Undo, model: nn.Module) -> Iterator[None]:
 
 
 def give_back(model: nn.Module) -> None:
-    """Undo what a run has left in `model`: its `initialize` failed, or its engine was forgotten. Collective."""
+    """Undo what a run has left in `model`: its `initialize` failed, or its engine was forgotten.
+
+    Collective.
+    """
     used = [engine.ctx.undo for engine in STATE.engines]
     for part in list(model.modules()):
         left = part.__dict__.get(_ATTRIBUTE)

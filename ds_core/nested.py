@@ -1,4 +1,7 @@
-"""Nested containers, such as a batch: lists, tuples (also named ones) and mappings. Everything else is a leaf."""
+"""Nested containers, such as a batch: lists, tuples (also named ones) and mappings.
+
+Everything else is a leaf.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,14 @@ __all__ = ["map_leaves", "to_device"]
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """`value` with each leaf replaced by ``function(leaf)``. Containers keep their type; mappings become dicts."""
+    """`value` with each leaf replaced by ``function(leaf)``.
+
+    Containers keep their type; mappings become dicts.
+    """
     if isinstance(value, Mapping):
         return {key: map_leaves(function, item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and not isinstance(value, Size):  # a torch.Size holds integers only
+    # a torch.Size holds integers only
+    if isinstance(value, (list, tuple)) and not isinstance(value, Size):
         items = [map_leaves(function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return function(value)
@@ -25,6 +32,10 @@ def to_device(value: Any, where: device) -> Any:
 
     def move(leaf: Any) -> Any:
         # To the host a copy that does not wait could be read too early.
-        return leaf.to(where, non_blocking=leaf.device.type == "cpu") if isinstance(leaf, Tensor) else leaf
+        return (
+            leaf.to(where, non_blocking=leaf.device.type == "cpu")
+            if isinstance(leaf, Tensor)
+            else leaf
+        )
 
     return map_leaves(move, value)

@@ -1,7 +1,9 @@
-"""Hooks and partitioners in the form of an earlier contract, which plugins may still have (torch-free).
+"""Hooks and partitioners in the form of an earlier contract, which plugins may still have
+(torch-free).
 
-`adapted` gives in place of such a module one with the hooks of today, `give_plans` lets such a partitioner find what it
-reads; both warn the author. What is here goes two minor releases after it was replaced (docs/stability.md).
+`adapted` gives in place of such a module one with the hooks of today, `give_plans` lets such a
+partitioner find what it reads; both warn the author. What is here goes two minor releases after it
+was replaced (docs/stability.md).
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def adapted(module: ModuleType) -> ModuleType | SimpleNamespace:
 
 
 def _methods_ask(hooks: Hooks) -> bool:
-    return "ds_engine_methods" in hooks and bool(inspect.signature(hooks["ds_engine_methods"]).parameters)
+    return "ds_engine_methods" in hooks and bool(
+        inspect.signature(hooks["ds_engine_methods"]).parameters
+    )
 
 
 def _give_methods_at_open(hooks: Hooks) -> None:
@@ -95,16 +99,25 @@ def _hear_of_evaluations(hooks: Hooks) -> None:
             _call(hook, ctx=ctx, phase=phase, metrics=metrics)
 
     def ds_listens(ctx: Context) -> Any:
-        own = {name: 0 for name, hook in (("ds_phase_begin", begin), ("ds_phase_end", end)) if hook is None}
+        own = {
+            name: 0
+            for name, hook in (("ds_phase_begin", begin), ("ds_phase_end", end))
+            if hook is None
+        }
         return (_call(listens, ctx=ctx) if listens is not None else {}) | own
 
-    hooks |= {"ds_phase_begin": ds_phase_begin, "ds_phase_end": ds_phase_end, "ds_listens": ds_listens}
+    hooks |= {
+        "ds_phase_begin": ds_phase_begin,
+        "ds_phase_end": ds_phase_end,
+        "ds_listens": ds_listens,
+    }
 
 
 FORMS: tuple[tuple[Callable[[Hooks], bool], str, Callable[[Hooks], None]], ...] = (
     (
         _methods_ask,
-        "ds_engine_methods takes no arguments any more and gives references; what acts on the engine is ds_open(ctx)",
+        "ds_engine_methods takes no arguments any more and gives references; what acts on the "
+        "engine is ds_open(ctx)",
         _give_methods_at_open,
     ),
     (
@@ -121,16 +134,18 @@ FORMS: tuple[tuple[Callable[[Hooks], bool], str, Callable[[Hooks], None]], ...] 
 """How an old form is known, what to write instead, and how it is brought into today's form."""
 
 
-# -- partitioners that were written before `BackwardPlan` ------------------------------------------------------------
+# -- partitioners that were written before `BackwardPlan` ------------------------------------------
 
 PLANS = (
-    "{kind}.{old}: begin and finish take a BackwardPlan and attach takes updated=, in place of the attributes sync, "
+    "{kind}.{old}: begin and finish take a BackwardPlan and attach takes updated=, in place of the "
+    "attributes sync, "
     "hold, may_wait and updated that the core set (ds_core.partition.BackwardPlan)"
 )
 
 
 def give_plans(made: Partitioner) -> None:
-    """Let `made`, if it is of the earlier contract, find the parts of each plan where it looks for them.
+    """Let `made`, if it is of the earlier contract, find the parts of each plan where it looks for
+    them.
 
     Raises PluginError for a subclass of another partitioner, whose own methods want plans.
     """
@@ -145,7 +160,10 @@ def give_plans(made: Partitioner) -> None:
         raise PluginError(text)
     warnings.warn(text, DeprecationWarning, stacklevel=2)
     told: Any = made  # has the attributes of the earlier contract
-    told.sync, told.hold, told.may_wait, told.updated = True, False, True, True
+    told.sync = True
+    told.hold = False
+    told.may_wait = True
+    told.updated = True
     for name in {*old, "begin"}:  # `begin` tells of the plan in any case
         setattr(told, name, _with_plan(told, name))
 

@@ -1,8 +1,10 @@
-"""The first half of every run, of training and of inference: from a validated config to ranks that talk.
+"""The first half of every run, of training and of inference: from a validated config to ranks that
+talk.
 
-`open_run` chooses accelerator, kernels, precision and collectives, places the rank in a mesh, starts the process group
-and compares what ranks were started with. Everything that can be wrong in a config is found before any process talks.
-`transform` is what comes next: the model after the transforms of all plugins.
+`open_run` chooses accelerator, kernels, precision and collectives, places the rank in a mesh,
+starts the process group and compares what ranks were started with. Everything that can be wrong in
+a config is found before any process talks. `transform` is what comes next: the model after the
+transforms of all plugins.
 """
 
 from __future__ import annotations
@@ -50,10 +52,10 @@ def open_run(
 ) -> Context:
     """Open a run: the context that plugins are given, without a model. Collective, but for `alone`.
 
-    mesh: ``(rank, world size) -> mesh``; None: the config's own (`Composition.mesh`). late: it needs the process group.
-    alone: this process takes part in nothing, whatever else runs. model: what is to be trained; an engine that has it
-    already ends here.
-    Raises ConfigError, PluginError or RankMismatchError.
+    mesh: ``(rank, world size) -> mesh``; None: the config's own (`Composition.mesh`). late: it
+        needs the process group.
+    alone: this process takes part in nothing, whatever else runs. model: what is to be trained; an
+        engine that has it already ends here. Raises ConfigError, PluginError or RankMismatchError.
     """
     make = mesh if mesh is not None else lambda rank, world_size: chosen.mesh(world_size, rank)
     core = chosen.config.core
@@ -63,7 +65,9 @@ def open_run(
     accelerator = get_accelerator(chosen.plugins)
     rank, world_size = (0, 1) if alone else _place(chosen.plugins)
     several = not alone and (world_size > 1 or core.collectives is not None)
-    providers = comm.choose_providers(chosen.plugins, core.collectives, chosen.config) if several else {}
+    providers = (
+        comm.choose_providers(chosen.plugins, core.collectives, chosen.config) if several else {}
+    )
     check_rules(chosen.config, chosen.plugins, newer_than=asked)
     kernels = Kernels(chosen.plugins, core.kernels)
     if chosen.notes and rank == 0:
@@ -74,15 +78,20 @@ def open_run(
     # The first talk: start, and compare what ranks were started with.
     if not alone:
         comm.init_distributed(
-            accelerator.communication_backend, distributed_port=distributed_port, dist_init_required=dist_init_required
+            accelerator.communication_backend,
+            distributed_port=distributed_port,
+            dist_init_required=dist_init_required,
         )
     if planned is None or batch is None:
         planned = make(comm.rank(), comm.world_size())
         batch = chosen.batch(planned.size("batch"))
     precision = make_precision(chosen.config, chosen.plugins)
     ctx = Context(chosen.config, chosen.plugins, planned, accelerator, kernels, precision, batch)
-    served = {f"collectives {device}/{backend}": str(p) for (device, backend), p in providers.items()}
-    updated = precision.master or precision.param or torch.float32  # the dtype of the tensors that are updated
+    served = {
+        f"collectives {device}/{backend}": str(p) for (device, backend), p in providers.items()
+    }
+    # the dtype of the tensors that are updated
+    updated = precision.master or precision.param or torch.float32
     if not alone:
         kernels.resolve_all(accelerator.device_type, str(updated).removeprefix("torch."))
         add_interceptors_of(chosen.plugins, chosen.config)
@@ -103,7 +112,10 @@ def open_run(
 
 
 def transform(ctx: Context, model: nn.Module) -> nn.Module:
-    """The model after all transforms. What a transform raises is its plugin's error, but for errors of ours."""
+    """The model after all transforms.
+
+    What a transform raises is its plugin's error, but for errors of ours.
+    """
     rows = [(a.plugin, t) for a in ctx.plugins.ask("ds_transforms", ctx=ctx) for t in a.value]
     if ctx.precision.convert is not None and ctx.precision.plugin is not None:
         rows.append((ctx.precision.plugin, Transform(Phase.PRECISION, ctx.precision.convert)))
@@ -119,7 +131,9 @@ def transform(ctx: Context, model: nn.Module) -> nn.Module:
 
 
 def _place(plugins: Plugins) -> tuple[int, int]:
-    """(rank, world size) of a running process group, else as the environment tells; (0, 1) when it tells nothing."""
+    """(rank, world size) of a running process group, else as the environment tells; (0, 1) when it
+    tells nothing.
+    """
     if comm.is_initialized():
         return comm.rank(), comm.world_size()
     where = comm.find_rendezvous(os.environ, collective=True, plugins=plugins)
@@ -141,7 +155,9 @@ def _fingerprint(ctx: Context) -> dict[str, str]:
 
 
 def _log_providers(kernels: Kernels, served: Mapping[str, str]) -> None:
-    """Who serves kernels, where it is not the references, and collectives; and what stands in the way of others."""
+    """Who serves kernels, where it is not the references, and collectives; and what stands in the
+    way of others.
+    """
     summary, missed = kernels.summary()
     if any(not name.startswith("reference ") for name in kernels.resolved().values()):
         log.info("kernels: %s", summary)

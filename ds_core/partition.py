@@ -40,9 +40,11 @@ ParamGroups = list[dict[str, Any]]
 
 
 class GradState(enum.Enum):
-    """How far a partitioner's gradients are reduced: LOCAL -> RUNNING -> REDUCED, and back to LOCAL when others come.
+    """How far a partitioner's gradients are reduced: LOCAL -> RUNNING -> REDUCED, and back to LOCAL
+    when others come.
 
-    LOCAL: this rank's own. RUNNING: a backward that reduces them is under way. REDUCED: final, unless others come.
+    LOCAL: this rank's own. RUNNING: a backward that reduces them is under way. REDUCED: final,
+    unless others come.
     """
 
     LOCAL = "local"
@@ -51,11 +53,12 @@ class GradState(enum.Enum):
 
 
 class Partitioner(ABC):
-    """Owns how parameters, gradients and optimizer states lie over the ranks that would hold the same ones.
+    """Owns how parameters, gradients and optimizer states lie over the ranks that would hold the
+    same ones.
 
-    The core calls `attach` once. Around every backward that reaches its parameters, from the engine or not, it calls
-    `begin`, `on_gradient` for each gradient, and `finish`; for an optimizer step `finish`, `gradients`, `step`,
-    `publish`, `zero_grad`.
+    The core calls `attach` once. Around every backward that reaches its parameters, from the engine
+    or not, it calls `begin`, `on_gradient` for each gradient, and `finish`; for an optimizer step
+    `finish`, `gradients`, `step`, `publish`, `zero_grad`.
     """
 
     partitions_gradients = False
@@ -65,24 +68,30 @@ class Partitioner(ABC):
     """True when weights may be away between a forward and its backward."""
 
     takes_gradients = True
-    """Whether `on_gradient` is called. False where gradients just accumulate in ``param.grad``: then no hook on
-    parameters is needed, and `begin` and `finish` may not be called around a plain ``loss.backward()``."""
+    """Whether `on_gradient` is called. False where gradients just accumulate in ``param.grad``:
+    then no hook on parameters is needed, and `begin` and `finish` may not be called around a plain
+    ``loss.backward()``."""
 
     gradient_hooks: GradientHooks
-    """Set by the core: what calls `on_gradient`. A partitioner with hooks on modules, which see a backward before there
-    is a gradient, calls ``gradient_hooks.enter()`` in them, so that `begin` and `finish` are called in any case."""
+    """Set by the core: what calls `on_gradient`. A partitioner with hooks on modules, which see a
+    backward before there is a gradient, calls ``gradient_hooks.enter()`` in them, so that `begin`
+    and `finish` are called in any case."""
 
     @abstractmethod
-    def attach(self, module: nn.Module, groups: ParamGroups, *, updated: bool = True) -> ParamGroups:
-        """Take over `module`, whose weights are cast and on their device, and make ranks agree on them.
+    def attach(
+        self, module: nn.Module, groups: ParamGroups, *, updated: bool = True
+    ) -> ParamGroups:
+        """Take over `module`, whose weights are cast and on their device, and make ranks agree on
+        them.
 
-        groups: optimizer parameter groups over the module's parameters. updated: whether there will be an optimizer;
-        without one weights rest as they are. Returns the same groups with the tensors
-        that the optimizer is to update in the place of the parameters. Collective.
+        groups: optimizer parameter groups over the module's parameters. updated: whether there will
+        be an optimizer; without one weights rest as they are. Returns the same groups with the
+        tensors that the optimizer is to update in the place of the parameters. Collective.
         """
 
     def adopt(self, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of the `state` that a user's optimizer already had for `param` when it was attached.
+        """This rank's part of the `state` that a user's optimizer already had for `param` when it
+        was attached.
 
         It becomes the state of what the optimizer updates in its place; empty: none.
         """
@@ -95,13 +104,16 @@ class Partitioner(ABC):
         """A backward begins, and `finish` will be called after it with the same plan."""
 
     def on_gradient(self, param: nn.Parameter) -> None:  # noqa: B027
-        """``param.grad`` is complete for this backward; may move it elsewhere. Runs inside backward.
+        """``param.grad`` is complete for this backward; may move it elsewhere. Runs inside
+        backward.
 
-        Called again for the same parameter where a backward is nested in another (re-entrant activation checkpointing).
+        Called again for the same parameter where a backward is nested in another (re-entrant
+        activation checkpointing).
         """
 
     def add_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Accumulate `grad`, of the whole shape of `param`, as a backward would: for gradients made in other ways.
+        """Accumulate `grad`, of the whole shape of `param`, as a backward would: for gradients made
+        in other ways.
 
         No hooks on `param` run: what `grad` was made of has been through them.
         """
@@ -113,7 +125,8 @@ class Partitioner(ABC):
 
     @abstractmethod
     def finish(self, plan: BackwardPlan) -> None:
-        """A backward is over: complete the reduction of all gradients if the plan is to `reduce`. Collective.
+        """A backward is over: complete the reduction of all gradients if the plan is to `reduce`.
+        Collective.
 
         Also called without a backward, before a step. Does nothing where no reduction is due.
         """
@@ -126,23 +139,28 @@ class Partitioner(ABC):
         """
 
     def gradient_shards(self) -> Iterable[GradientShard]:
-        """What `gradients` has just given, by parameter: the same tensors, so that changes in place count.
+        """What `gradients` has just given, by parameter: the same tensors, so that changes in place
+        count.
 
-        Optional: asked only where a plugin implements `ds_gradients`, and `initialize` refuses such a plugin beside a
-        partitioner without it.
+        Optional: asked only where a plugin implements `ds_gradients`, and `initialize` refuses such
+        a plugin beside a partitioner without it.
         """
         raise NotImplementedError
 
     @abstractmethod
     def step(self, optimizer: Optimizer, factor: float) -> None:
-        """Let `optimizer` update its tensors from what `gradients` gave, times `factor` (unscaling and clipping).
+        """Let `optimizer` update its tensors from what `gradients` gave, times `factor` (unscaling
+        and clipping).
 
-        This rank's weights are written as well: `ds_core.stepping.Stepper` has all of it done in one pass where the
-        optimizer can, and does it next to the optimizer's step where not.
+        This rank's weights are written as well: `ds_core.stepping.Stepper` has all of it done in
+        one pass where the optimizer can, and does it next to the optimizer's step where not.
         """
 
     def publish(self) -> None:  # noqa: B027
-        """Give other ranks the weights that `step` has just written here, where they need them. May be collective."""
+        """Give other ranks the weights that `step` has just written here, where they need them.
+
+        May be collective.
+        """
 
     @abstractmethod
     def zero_grad(self) -> None:
@@ -157,7 +175,10 @@ class Partitioner(ABC):
 
 
 def broadcast_module(ctx: Context, module: nn.Module, but: Collection[nn.Parameter] = ()) -> None:
-    """Give every rank the weights, `but` these, and the buffers of the first of its replicas. Collective."""
+    """Give every rank the weights, `but` these, and the buffers of the first of its replicas.
+
+    Collective.
+    """
     tensors = [(ctx.params[p].replicas, p.data) for p in module.parameters() if p not in but]
     tensors += [(ctx.buffers[n].replicas, b.data) for n, b in module.named_buffers()]
     broadcast_from_first(ctx.mesh, tensors)

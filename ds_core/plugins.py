@@ -1,16 +1,19 @@
 """Finding, loading and asking plugins (torch-free).
 
-Entry-point *names* are read first and nothing is imported. A section's plugin is imported when the config
-names the section; backends (things chosen by name or hardware) when a choice is to be made. Names are sorted,
-because file order differs between hosts and every rank must call hooks in one order.
+Entry-point *names* are read first and nothing is imported. A section's plugin is imported when the
+config names the section; backends (things chosen by name or hardware) when a choice is to be made.
+Names are sorted, because file order differs between hosts and every rank must call hooks in one
+order.
 
-[Note: who takes part] Being installed is not enough to change a run. A plugin *takes part* when the config names it
-(its section, ``plugins.load``, ``plugins.require``) or when something that it offers was chosen. Hooks with arguments
-are called only of those; hooks without arguments, which say what a plugin offers, of all that are loaded.
+[Note: who takes part] Being installed is not enough to change a run. A plugin *takes part* when the
+config names it (its section, ``plugins.load``, ``plugins.require``) or when something that it
+offers was chosen. Hooks with arguments are called only of those; hooks without arguments, which say
+what a plugin offers, of all that are loaded.
 
-[Note: three tiers of failure] A broken plugin that does not take part is quarantined and shown by ``dscore doctor``.
-One that takes part is fatal. At run time an observer or monitor that fails is switched off after one warning; anything
-on the data path is always fatal, since a silent fallback makes ranks diverge.
+[Note: three tiers of failure] A broken plugin that does not take part is quarantined and shown by
+``dscore doctor``. One that takes part is fatal. At run time an observer or monitor that fails is
+switched off after one warning; anything on the data path is always fatal, since a silent fallback
+makes ranks diverge.
 """
 
 from __future__ import annotations
@@ -111,7 +114,12 @@ class _Manager(pluggy.PluginManager):
         if not name.startswith("ds_") or not inspect.isroutine(getattr(plugin, name, None)):
             return None
         return super().parse_hookimpl_opts(plugin, name) or pluggy.HookimplOpts(
-            wrapper=False, hookwrapper=False, optionalhook=False, tryfirst=False, trylast=False, specname=None
+            wrapper=False,
+            hookwrapper=False,
+            optionalhook=False,
+            tryfirst=False,
+            trylast=False,
+            specname=None,
         )
 
 
@@ -121,7 +129,9 @@ class Plugins:
     found: entry points to use instead of the installed ones (tests).
     """
 
-    def __init__(self, settings: PluginSettings | None = None, found: Iterable[Found] | None = None) -> None:
+    def __init__(
+        self, settings: PluginSettings | None = None, found: Iterable[Found] | None = None
+    ) -> None:
         self.settings = settings or PluginSettings()
         self._manager = _Manager("ds_core")
         self._manager.add_hookspecs(hookspecs)
@@ -134,12 +144,14 @@ class Plugins:
             off = "" if autoload else f"{AUTOLOAD_OFF} is set"
             if item.name in self.settings.disable or item.dist in self.settings.disable:
                 off = "plugins.disable names it"
-            self._reports[item] = Report(item, PluginState.DISABLED if off else PluginState.AVAILABLE, off)
+            self._reports[item] = Report(
+                item, PluginState.DISABLED if off else PluginState.AVAILABLE, off
+            )
         self._load_new(Found("core", BACKENDS, BUILTIN, "ds-core", __version__))
         self._load_required()
         self._load_named_modules()
 
-    # -- loading ---------------------------------------------------------------------------------------------
+    # -- loading -----------------------------------------------------------------------------------
 
     def section(self, name: str) -> Found | None:
         """The plugin that owns config section `name`, or None when no enabled plugin claims it.
@@ -159,7 +171,8 @@ class Plugins:
         return {r.found.name: r.why for r in rows if r.found.group == SECTIONS}
 
     def load_sections(self, names: Iterable[str]) -> dict[str, Found]:
-        """Import the owners of `names`, which take part from now on; names that no plugin claims are left out.
+        """Import the owners of `names`, which take part from now on; names that no plugin claims
+        are left out.
 
         Raises PluginError when a named plugin is broken: the config asked for it.
         """
@@ -192,19 +205,26 @@ class Plugins:
         return [self._reports[f] for f in sorted(self._reports)]
 
     def quarantined(self) -> str:
-        """What to add to "no plugin offers this": which could not be asked, and why; "" when all could."""
+        """What to add to "no plugin offers this": which could not be asked, and why; "" when all
+        could.
+        """
         rows = [r.why for r in self.reports() if r.state is PluginState.QUARANTINED]
         return "".join(f"; quarantined: {why}" for why in rows)
 
     def _claims(self) -> list[Found]:
-        """Who claims a section, quarantined ones included; one that the config loads wins over an installed one."""
+        """Who claims a section, quarantined ones included; one that the config loads wins over an
+        installed one.
+        """
         rows = [f for f, r in sorted(self._reports.items()) if r.state is not PluginState.DISABLED]
         rows = [f for f in rows if f.group == SECTIONS]
         by_hand = {f.name for f in rows if f.dist == LOADED}
         return [f for f in rows if f.dist == LOADED or f.name not in by_hand]
 
     def _try_all(self, group: str) -> None:
-        """Import a group, once. A broken plugin is quarantined: the config has not asked for it by name yet."""
+        """Import a group, once.
+
+        A broken plugin is quarantined: the config has not asked for it by name yet.
+        """
         for report in reversed(self.reports()):
             if report.found.group == group and report.state is PluginState.AVAILABLE:
                 try:
@@ -217,20 +237,28 @@ class Plugins:
         if found.module in self._members:
             raise error
         for report in self._reports.values():
-            if report.found == found or (report.found.module == found.module and found.module in self._by_module):
-                report.state, report.why = PluginState.QUARANTINED, str(error)
+            if report.found == found or (
+                report.found.module == found.module and found.module in self._by_module
+            ):
+                report.state = PluginState.QUARANTINED
+                report.why = str(error)
         log.log(level, "plugin quarantined: %s", error)
 
     def _choose(self, key: str, what: str, owners: Sequence[Found]) -> Found:
-        """Which of `owners` serves: the one that ``plugins.prefer`` names under `key`, else the only one.
+        """Which of `owners` serves: the one that ``plugins.prefer`` names under `key`, else the
+        only one.
 
         Modules that ``plugins.load`` names win over installed plugins, and these over the core.
         """
-        wanted = next((dist for k, dist in self.settings.prefer.items() if k.lower() == key.lower()), None)
+        wanted = next(
+            (dist for k, dist in self.settings.prefer.items() if k.lower() == key.lower()), None
+        )
         if wanted is not None:
             if chosen := [o for o in owners if o.dist == wanted]:
                 return chosen[0]
-            raise PluginError(f"plugins.prefer: {wanted!r} does not offer {what}{self.quarantined()}")
+            raise PluginError(
+                f"plugins.prefer: {wanted!r} does not offer {what}{self.quarantined()}"
+            )
         outside = [o for o in owners if o.module != BUILTIN] or owners
         best = [o for o in outside if o.dist == LOADED] or outside
         if len({(o.dist, o.module) for o in best}) > 1:
@@ -242,7 +270,9 @@ class Plugins:
         return best[0]
 
     def _load_required(self) -> None:
-        """What ``plugins.require`` names must load; backends among it take part, sections when the config has them."""
+        """What ``plugins.require`` names must load; backends among it take part, sections when the
+        config has them.
+        """
         if not self.settings.require:
             return
         from packaging.utils import canonicalize_name
@@ -252,7 +282,10 @@ class Plugins:
             if canonicalize_name(found.dist) not in wanted or found.module == BUILTIN:
                 continue
             if report.state is PluginState.DISABLED and AUTOLOAD_OFF not in report.why:
-                raise PluginError(f"plugins.require names {found.dist}, but {report.why}; take it out of one of them")
+                raise PluginError(
+                    f"plugins.require names {found.dist}, but {report.why}; take it out of one of "
+                    "them"
+                )
             if report.state is PluginState.AVAILABLE:
                 self._load(found)
             if found.group == BACKENDS and report.state is PluginState.LOADED:
@@ -263,8 +296,13 @@ class Plugins:
             name, _, module = item.rpartition("=")
             group = SECTIONS if name else BACKENDS
             found = Found((name or module).strip(), group, module.strip(), LOADED, "0")
-            if name and any(f.dist == LOADED and f.name == found.name and f.group == SECTIONS for f in self._reports):
-                raise PluginError(f"plugins.load names two modules for section {found.name!r}; leave one out")
+            if name and any(
+                f.dist == LOADED and f.name == found.name and f.group == SECTIONS
+                for f in self._reports
+            ):
+                raise PluginError(
+                    f"plugins.load names two modules for section {found.name!r}; leave one out"
+                )
             self._load_new(found)
 
     def _load_new(self, found: Found) -> None:
@@ -280,12 +318,16 @@ class Plugins:
         if report.state is PluginState.QUARANTINED:
             raise PluginError(report.why)
         if found.module in self._by_module:  # one module may stand in both groups
-            report.state, report.hooks = PluginState.LOADED, self._reports[self._by_module[found.module]].hooks
+            report.state = PluginState.LOADED
+            report.hooks = self._reports[self._by_module[found.module]].hooks
             return
         if lacking := unmet(found.dist):
             raise PluginError(f"plugin {found} cannot be used: {lacking}")
         if ":" in found.module:
-            raise PluginError(f"plugin {found} names an attribute; the value of its entry point must be a module alone")
+            raise PluginError(
+                f"plugin {found} names an attribute; the value of its entry point must be a module "
+                "alone"
+            )
         with blaming(found, "failed to import"):
             module = importlib.import_module(found.module)
         hooks: Any = module
@@ -304,7 +346,9 @@ class Plugins:
         except (pluggy.PluginValidationError, ValueError) as error:
             if self._manager.is_registered(hooks):
                 self._manager.unregister(hooks)
-            raise PluginError(f"plugin {found} does not fit the hooks: {' '.join(str(error).split())}") from error
+            raise PluginError(
+                f"plugin {found} does not fit the hooks: {' '.join(str(error).split())}"
+            ) from error
         report.state = PluginState.LOADED
         self._by_module[found.module] = found
 
@@ -314,7 +358,7 @@ class Plugins:
             if name in kit_hooks() and not hasattr(self._manager.hook, name):
                 self._manager.add_hookspecs(type(name, (), {name: staticmethod(HOOKS[name])}))
 
-    # -- taking part -------------------------------------------------------------------------------------------
+    # -- taking part -------------------------------------------------------------------------------
 
     def join(self, found: Found) -> None:
         """From now on this plugin takes part: something that it offers was chosen."""
@@ -324,20 +368,30 @@ class Plugins:
         """The modules of the plugins that take part."""
         return frozenset(self._members)
 
-    # -- asking ----------------------------------------------------------------------------------------------
+    # -- asking ------------------------------------------------------------------------------------
 
     def ask(
-        self, hook: str, *, newer_than: frozenset[str] = frozenset(), installed: bool = False, **arguments: Any
+        self,
+        hook: str,
+        *,
+        newer_than: frozenset[str] = frozenset(),
+        installed: bool = False,
+        **arguments: Any,
     ) -> list[Answer]:
-        """What those who take part answer to `hook`, in plugin order; None is left out. Errors are fatal.
+        """What those who take part answer to `hook`, in plugin order; None is left out. Errors are
+        fatal.
 
-        newer_than: leave out those who took part by then. installed: ask every backend, also one that takes no part.
+        newer_than: leave out those who took part by then. installed: ask every backend, also one
+        that takes no part.
         """
         among = self._members
         if installed:
             self._try_all(BACKENDS)
             among = among | {found.module for found in self._reports if found.group == BACKENDS}
-        answers = [Answer(i.plugin, i.answer(arguments)) for i in self._implementations(hook, among - newer_than)]
+        answers = [
+            Answer(i.plugin, i.answer(arguments))
+            for i in self._implementations(hook, among - newer_than)
+        ]
         return [a for a in answers if a.value is not None]
 
     def offers(self, hook: str) -> list[Answer]:
@@ -359,17 +413,27 @@ class Plugins:
         return next((i.answer({}) for i in self._implementations(hook, {plugin.module})), None)
 
     def model(self, owner: Found) -> type[BaseModel]:
-        """The model of the section that a loaded plugin owns; PluginError when it does not describe it."""
+        """The model of the section that a loaded plugin owns; PluginError when it does not describe
+        it.
+        """
         found: Any = self.ask_one("ds_config", owner)
         if isinstance(found, Mapping):
             found = found.get(owner.name)
         if found is None:
-            raise PluginError(f"plugin {owner} claims section {owner.name!r} but has no ds_config hook to describe it")
+            raise PluginError(
+                f"plugin {owner} claims section {owner.name!r} but has no ds_config hook to "
+                "describe it"
+            )
         return cast("type[BaseModel]", found)
 
     def models(self, names: Iterable[str]) -> dict[str, tuple[type[BaseModel], str]]:
-        """Load the owners of the sections `names`; per owned section its model, and its owner's name and version."""
-        return {name: (self.model(f), f"{f.dist} {f.version}") for name, f in self.load_sections(names).items()}
+        """Load the owners of the sections `names`; per owned section its model, and its owner's
+        name and version.
+        """
+        return {
+            name: (self.model(f), f"{f.dist} {f.version}")
+            for name, f in self.load_sections(names).items()
+        }
 
     def driver(self, hook: str, *, installed: bool = False, **arguments: Any) -> Answer | None:
         """The one answer to a driver hook, or None. Two answers are an error that names both.
@@ -379,7 +443,10 @@ class Plugins:
         answers = self.ask(hook, installed=installed, **arguments)
         if len(answers) > 1:
             both = " and ".join(str(a.plugin) for a in answers)
-            raise PluginError(f"{hook} is answered by {both}; only one can drive: disable one with plugins.disable")
+            raise PluginError(
+                f"{hook} is answered by {both}; only one can drive: disable one with "
+                "plugins.disable"
+            )
         if not answers:
             return None
         self.join(answers[0].plugin)
@@ -403,15 +470,17 @@ class Plugins:
     def named(self, hook: str, kind: str) -> Offers:
         """Merge the name -> entry mappings of a by-name driver hook; keys are lower-case.
 
-        Two plugins that offer one name are an error when it is looked up, unless ``plugins.prefer["<kind>/<name>"]``
-        chooses. The core's own entries give way to a plugin's, and an installed plugin's to one that ``plugins.load``
-        names.
+        Two plugins that offer one name are an error when it is looked up, unless
+        ``plugins.prefer["<kind>/<name>"]`` chooses. The core's own entries give way to a plugin's,
+        and an installed plugin's to one that ``plugins.load`` names.
         """
         rows: dict[str, dict[Found, Any]] = {}
         for answer in self.offers(hook):
             for name, entry in answer.value.items():
                 rows.setdefault(name.lower(), {})[answer.plugin] = entry
-        return Offers(rows, lambda name: self._choose(f"{kind}/{name}", f"{kind} {name!r}", list(rows[name])))
+        return Offers(
+            rows, lambda name: self._choose(f"{kind}/{name}", f"{kind} {name!r}", list(rows[name]))
+        )
 
     def mesh_axes(self, config: RunConfig) -> list[Axis]:
         """The axes that those who take part add to a run's mesh."""
@@ -422,7 +491,8 @@ class Plugins:
         return [i.plugin for i in self._implementations(hook, self._members)]
 
     def merged(self, hook: str, *, installed: bool = False, **arguments: Any) -> dict[str, Answer]:
-        """Merge the mappings that `hook` gives; two values of one name are an error that names both.
+        """Merge the mappings that `hook` gives; two values of one name are an error that names
+        both.
 
         installed: see `ask`.
         """
@@ -430,22 +500,33 @@ class Plugins:
         for answer in self.ask(hook, installed=installed, **arguments):
             for name, value in answer.value.items():
                 if name in merged and merged[name].value != value:
-                    raise PluginError(f"{hook}: {name!r} is given by plugins {merged[name].plugin} and {answer.plugin}")
+                    raise PluginError(
+                        f"{hook}: {name!r} is given by plugins {merged[name].plugin} and "
+                        f"{answer.plugin}"
+                    )
                 merged[name] = Answer(answer.plugin, value)
         return merged
 
     def observers(self, hook: str) -> list[Observer]:
         """The observers of those who take part, each to be called through `Observer.__call__`."""
-        return [Observer(i, self._reports[i.plugin]) for i in self._implementations(hook, self._members)]
+        return [
+            Observer(i, self._reports[i.plugin]) for i in self._implementations(hook, self._members)
+        ]
 
     def loaded_versions(self) -> dict[str, str]:
-        """Module -> distribution and version of all that is loaded: part of the cross-rank fingerprint."""
+        """Module -> distribution and version of all that is loaded: part of the cross-rank
+        fingerprint.
+        """
         return {m: f"{f.dist} {f.version}" for m, f in sorted(self._by_module.items())}
 
     def _implementations(self, hook: str, among: Container[str]) -> Iterator[_Implementation]:
-        """What the modules `among` implement of `hook`, in plugin order; not of those that are quarantined."""
+        """What the modules `among` implement of `hook`, in plugin order; not of those that are
+        quarantined.
+        """
         if hook not in HOOKS:
-            raise PluginError(f"no installed package has a hook {hook!r}; known hooks: {', '.join(sorted(HOOKS))}")
+            raise PluginError(
+                f"no installed package has a hook {hook!r}; known hooks: {', '.join(sorted(HOOKS))}"
+            )
         self._specify([hook])
         caller = cast(pluggy.HookCaller, getattr(self._manager.hook, hook))
         for impl in reversed(caller.get_hookimpls()):
@@ -464,11 +545,15 @@ class _Implementation:
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
         """Call it with those of `arguments` that it takes, and check what it returns."""
-        return HOOKS[self.hook].ds_answer(self.impl.function(*[arguments[a] for a in self.impl.argnames]))
+        return HOOKS[self.hook].ds_answer(
+            self.impl.function(*[arguments[a] for a in self.impl.argnames])
+        )
 
     def answer(self, arguments: Mapping[str, Any]) -> Any:
         """Call it; any failure is a PluginError, but for a ConfigError about what it was given."""
-        with blaming(self.plugin, f"failed in {self.hook}", passing=(ConfigError,) if arguments else ()):
+        with blaming(
+            self.plugin, f"failed in {self.hook}", passing=(ConfigError,) if arguments else ()
+        ):
             return self(arguments)
 
 

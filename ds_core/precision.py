@@ -1,7 +1,9 @@
-"""Precision modes: the record that describes one, the loss scaler, and what the core's own sections ask for.
+"""Precision modes: the record that describes one, the loss scaler, and what the core's own sections
+ask for.
 
-fp32, fp16, bf16 and torch_autocast are made by `make_precision` from the config. A plugin's mode (hook `ds_precision`)
-is the same record; whatever trains reads `Context.precision` and does not know whose it is.
+fp32, fp16, bf16 and torch_autocast are made by `make_precision` from the config. A plugin's mode
+(hook `ds_precision`) is the same record; whatever trains reads `Context.precision` and does not
+know whose it is.
 """
 
 from __future__ import annotations
@@ -41,7 +43,11 @@ __all__ = [
 
 log = logging.getLogger("ds_core.precision")
 
-DTYPES: Mapping[str | None, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES: Mapping[str | None, torch.dtype] = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
 AUTOCAST_MODULES = tuple(f"torch.nn.{name}" for name in ("Linear", "Conv1d", "Conv2d", "Conv3d"))
 """Module classes whose gradients travel in the autocast dtype where the config names none."""
 WIRE_DTYPES: StashKey[dict[nn.Parameter, torch.dtype]] = StashKey("gradient wire dtypes")
@@ -52,14 +58,18 @@ WIRE_DTYPES: StashKey[dict[nn.Parameter, torch.dtype]] = StashKey("gradient wire
 class Precision:
     """One precision mode. A dtype of None keeps the model's own.
 
-    name: for the log, and compared between ranks with all other fields; it should hold every setting that changes
-    numbers. param: model weights. buffer: floating-point buffers. master: what the optimizer updates. accumulate:
-    gradients between micro-batches. wire: gradient reduction. autocast: ``torch.autocast`` in forward, and with it the
-    wire dtype of `autocast_modules` (class names). cast_inputs: floating-point inputs of the model.
-    skip_nonfinite: skip a step with inf or NaN in a gradient (else the weights take it, with a warning).
+    name: for the log, and compared between ranks with all other fields; it should hold every
+        setting that changes numbers. param: model weights. buffer: floating-point buffers. master:
+        what the optimizer updates. accumulate: gradients between micro-batches. wire: gradient
+        reduction. autocast: ``torch.autocast`` in forward, and with it the wire dtype of
+        `autocast_modules` (class names). cast_inputs: floating-point inputs of the model.
+    skip_nonfinite: skip a step with inf or NaN in a gradient (else the weights take it, with a
+        warning).
     scaler: makes the loss scaler; None: losses are not scaled.
-    convert: ``(model) -> model``, replaces layers; called once, in `Phase.PRECISION`. Parameters keep their names.
-    forward: makes a context manager for each forward, inside autocast. plugin: whose mode it is; set by the core.
+    convert: ``(model) -> model``, replaces layers; called once, in `Phase.PRECISION`. Parameters
+        keep their names.
+    forward: makes a context manager for each forward, inside autocast. plugin: whose mode it is;
+        set by the core.
     """
 
     name: str = "fp32"
@@ -84,22 +94,35 @@ class Precision:
 
     def __str__(self) -> str:
         """All that differs from plain fp32; equal on two ranks if the modes are."""
-        given = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
-        return ", ".join(value if name == "name" else f"{name} {_shown(value)}" for name, value in given) or self.name
+        given = [
+            (f.name, getattr(self, f.name))
+            for f in fields(self)
+            if getattr(self, f.name) != f.default
+        ]
+        return (
+            ", ".join(
+                value if name == "name" else f"{name} {_shown(value)}" for name, value in given
+            )
+            or self.name
+        )
 
 
 def _shown(value: Any) -> str:
     value = value.func if isinstance(value, partial) else value
-    text = getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else str(value)
+    text = (
+        getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else str(value)
+    )
     return text.removeprefix("torch.")
 
 
 @dataclass(eq=False)
 class LossScaler:
-    """Static or dynamic loss scale (api.md section 4.2; Micikevicius et al., "Mixed Precision Training", section 3.2).
+    """Static or dynamic loss scale (api.md section 4.2; Micikevicius et al., "Mixed Precision
+    Training", section 3.2).
 
-    scale: multiplies the loss. window: clean steps before it grows by `factor`. hysteresis: overflows before it
-    shrinks. minimum: an overflow at this scale raises LossScaleError. A plugin's scaler has `scale` and these methods.
+    scale: multiplies the loss. window: clean steps before it grows by `factor`. hysteresis:
+    overflows before it shrinks. minimum: an overflow at this scale raises LossScaleError. A
+    plugin's scaler has `scale` and these methods.
     """
 
     scale: float
@@ -112,11 +135,14 @@ class LossScaler:
     factor: float = 2.0
 
     def __post_init__(self) -> None:
-        self.scale, self.current_hysteresis = float(self.scale), self.hysteresis
-        self.iteration, self.last_overflow = 0, -1
+        self.scale = float(self.scale)
+        self.current_hysteresis = self.hysteresis
+        self.iteration = 0
+        self.last_overflow = -1
 
     def update(self, overflow: bool) -> None:
-        """Called once per optimizer step, on all ranks with the same value; the engine skips the step on overflow.
+        """Called once per optimizer step, on all ranks with the same value; the engine skips the
+        step on overflow.
 
         Raises LossScaleError if a dynamic scale at its minimum overflows again.
         """
@@ -134,7 +160,8 @@ class LossScaler:
                 self.current_hysteresis -= 1
             elif self.scale == self.minimum:
                 raise LossScaleError(
-                    f"gradients overflow at the minimum loss scale {self.minimum:g} (step {self.iteration}); "
+                    f"gradients overflow at the minimum loss scale {self.minimum:g} (step "
+                    f"{self.iteration}); "
                     "lower the learning rate, check the data for inf/NaN, or train in bf16"
                 )
             else:
@@ -143,30 +170,47 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, saved in checkpoints."""
-        return {name: getattr(self, name) for name in ("scale", "iteration", "last_overflow", "current_hysteresis")}
+        return {
+            name: getattr(self, name)
+            for name in ("scale", "iteration", "last_overflow", "current_hysteresis")
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state; a static scale stays as configured."""
         if self.dynamic:
             self.scale = float(state["scale"])
-        self.iteration, self.last_overflow = int(state["iteration"]), int(state["last_overflow"])
+        self.iteration = int(state["iteration"])
+        self.last_overflow = int(state["last_overflow"])
         self.current_hysteresis = int(state["current_hysteresis"])
 
 
 def make_precision(config: RunConfig, plugins: Plugins | None = None) -> Precision:
-    """The mode of a run: that of the core's sections, unless a plugin's section changes it (hook `ds_precision`)."""
+    """The mode of a run: that of the core's sections, unless a plugin's section changes it (hook
+    `ds_precision`).
+    """
     base = _of_the_core(config)
-    answer = plugins.driver("ds_precision", config=config, base=base) if plugins is not None else None
+    answer = (
+        plugins.driver("ds_precision", config=config, base=base) if plugins is not None else None
+    )
     return base if answer is None else replace(answer.value, plugin=answer.plugin)
 
 
 def _of_the_core(config: RunConfig) -> Precision:
-    core, types, auto = config.core, config.core.data_types, config.core.torch_autocast
+    core = config.core
+    types = config.core.data_types
+    auto = config.core.torch_autocast
     listed = auto.lower_precision_safe_modules
     mode = "fp16" if core.fp16.enabled else "bf16" if core.bf16.enabled else None
-    whole = {"fp16": core.fp16.fp16_master_weights_and_grads, "bf16": core.bf16.bf16_master_weights_and_grads}
-    accumulate = "fp32" if mode == "bf16" and core.bf16.immediate_grad_update else types.grad_accum_dtype
-    autocast: torch.dtype | None = getattr(torch, auto.dtype or "bfloat16") if auto.enabled else None
+    whole = {
+        "fp16": core.fp16.fp16_master_weights_and_grads,
+        "bf16": core.bf16.bf16_master_weights_and_grads,
+    }
+    accumulate = (
+        "fp32" if mode == "bf16" and core.bf16.immediate_grad_update else types.grad_accum_dtype
+    )
+    autocast: torch.dtype | None = (
+        getattr(torch, auto.dtype or "bfloat16") if auto.enabled else None
+    )
     return Precision(
         name=mode or ("autocast" if auto.enabled else "fp32"),
         param=DTYPES.get(mode or types.param_dtype),
@@ -175,7 +219,11 @@ def _of_the_core(config: RunConfig) -> Precision:
         accumulate=DTYPES.get(accumulate),
         wire=DTYPES.get(core.communication_data_type),
         autocast=autocast,
-        autocast_modules=() if not auto.enabled else tuple(listed) if listed is not None else AUTOCAST_MODULES,
+        autocast_modules=()
+        if not auto.enabled
+        else tuple(listed)
+        if listed is not None
+        else AUTOCAST_MODULES,
         cast_inputs=torch.float16 if core.fp16.enabled and core.fp16.auto_cast else None,
         skip_nonfinite=not core.bf16.enabled or core.bf16.check_grad_overflow,
         scaler=_scaler(core.fp16, autocast),
@@ -196,15 +244,17 @@ def _scaler(fp16: FP16, autocast: torch.dtype | None) -> Callable[[], LossScaler
             minimum=fp16.min_loss_scale,
         )
     if autocast == torch.float16:  # as torch.amp.GradScaler, with a minimum
-        return partial(LossScaler, 2.0**16, dynamic=True, window=2000, hysteresis=1, minimum=2.0**-24)
+        return partial(
+            LossScaler, 2.0**16, dynamic=True, window=2000, hysteresis=1, minimum=2.0**-24
+        )
     return None
 
 
 def cast_module(module: nn.Module, precision: Precision) -> None:
     """Cast floating-point weights in place; parameters keep their identity.
 
-    Buffers keep their dtype unless `Precision.buffer` is set, except the running statistics of a batch norm: torch's
-    kernels need them in the dtype of its weights.
+    Buffers keep their dtype unless `Precision.buffer` is set, except the running statistics of a
+    batch norm: torch's kernels need them in the dtype of its weights.
     """
     with torch.no_grad():
         if precision.param is not None:
@@ -213,7 +263,11 @@ def cast_module(module: nn.Module, precision: Precision) -> None:
                     param.data = param.data.to(precision.param)
         for owner in module.modules():
             target = precision.buffer
-            if target is None and isinstance(owner, nn.modules.batchnorm._BatchNorm) and owner.affine:
+            if (
+                target is None
+                and isinstance(owner, nn.modules.batchnorm._BatchNorm)
+                and owner.affine
+            ):
                 target = owner.weight.detach().dtype
             if target is not None:
                 for name, buffer in owner.named_buffers(recurse=False):
@@ -222,16 +276,21 @@ def cast_module(module: nn.Module, precision: Precision) -> None:
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with the floating-point tensors in it (in lists, tuples, mappings) cast to `dtype`."""
+    """`value` with the floating-point tensors in it (in lists, tuples, mappings) cast to
+    `dtype`."""
     from ds_core.nested import map_leaves
 
-    return map_leaves(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, value)
+    return map_leaves(
+        lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, value
+    )
 
 
-# -- autocast ----------------------------------------------------------------------------------------------------
+# -- autocast --------------------------------------------------------------------------------------
 
 
-def wire_dtypes(module: nn.Module, dtype: torch.dtype, class_names: Iterable[str]) -> dict[nn.Parameter, torch.dtype]:
+def wire_dtypes(
+    module: nn.Module, dtype: torch.dtype, class_names: Iterable[str]
+) -> dict[nn.Parameter, torch.dtype]:
     """The parameters that belong directly to modules of the named classes, each with `dtype`."""
     names = set(class_names)
     found: dict[nn.Parameter, torch.dtype] = {}
@@ -243,13 +302,24 @@ def wire_dtypes(module: nn.Module, dtype: torch.dtype, class_names: Iterable[str
     return found
 
 
-def forward_context(precision: Precision, accelerator: Accelerator) -> contextlib.AbstractContextManager[Any] | None:
-    """The context manager for one forward; None if it needs none. An autocast around the engine has no effect in it."""
-    context, device, inside = None, accelerator.device_type, precision.autocast is not None
+def forward_context(
+    precision: Precision, accelerator: Accelerator
+) -> contextlib.AbstractContextManager[Any] | None:
+    """The context manager for one forward; None if it needs none.
+
+    An autocast around the engine has no effect in it.
+    """
+    context = None
+    device = accelerator.device_type
+    inside = precision.autocast is not None
     if outside := torch.is_autocast_enabled(device):
-        text = "the autocast around the engine has no effect in it; its torch_autocast section decides"
+        text = (
+            "the autocast around the engine has no effect in it; its torch_autocast section decides"
+        )
         missing = ", and there is none, so forward runs without autocast"
-        log_once(log, logging.INFO if inside else logging.WARNING, text if inside else text + missing)
+        log_once(
+            log, logging.INFO if inside else logging.WARNING, text if inside else text + missing
+        )
     if inside or outside:
         dtype = precision.autocast or torch.get_autocast_dtype(device)
         context = accelerator.autocast(dtype, enabled=inside)
@@ -259,6 +329,8 @@ def forward_context(precision: Precision, accelerator: Accelerator) -> contextli
 
 
 @contextlib.contextmanager
-def _nested(outer: contextlib.AbstractContextManager[Any], inner: contextlib.AbstractContextManager[Any]) -> Any:
+def _nested(
+    outer: contextlib.AbstractContextManager[Any], inner: contextlib.AbstractContextManager[Any]
+) -> Any:
     with outer, inner:
         yield

@@ -1,4 +1,7 @@
-"""State of the process rather than of one engine. `reset` clears it, so that tests and notebooks start afresh."""
+"""State of the process rather than of one engine.
+
+`reset` clears it, so that tests and notebooks start afresh.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ __all__ = ["STATE", "ProcessState", "reset", "show_log", "log_once"]
 class ProcessState:
     """told: messages that are logged only once.
 
-    members: the hooks on gradients of the engines that were not destroyed, by serial number; one that was
-    garbage-collected stays, since that happens on each rank by itself. world: the process group of those from the
-    number `first` on; nothing of the others can be reduced any more.
+    members: the hooks on gradients of the engines that were not destroyed, by serial number; one
+    that was garbage-collected stays, since that happens on each rank by itself. world: the process
+    group of those from the number `first` on; nothing of the others can be reduced any more.
     """
 
     told: set[str] = field(default_factory=set)
@@ -39,7 +42,8 @@ class ProcessState:
         return [engine for m in members if m is not None and (engine := m.engine()) is not None]
 
     def enter(self, hooks: GradientHooks) -> int:
-        """The serial number of a new engine, by which all ranks walk through engines in one order."""
+        """The serial number of a new engine, by which all ranks walk through engines in one
+        order."""
         self.made += 1
         self.members[self.made] = weakref.ref(hooks)
         return self.made
@@ -47,10 +51,13 @@ class ProcessState:
     def follow(self, world: Any) -> None:
         """Note the present process group."""
         if (self.world() if self.world is not None else None) is not world:
-            self.world, self.first = weakref.ref(world) if world is not None else None, self.made + 1
+            self.world = weakref.ref(world) if world is not None else None
+            self.first = self.made + 1
 
     def present(self) -> list[GradientHooks | None]:
-        """Of the engines on the present process group, as many on all ranks; None: garbage-collected."""
+        """Of the engines on the present process group, as many on all ranks; None:
+        garbage-collected.
+        """
         return [ref() for serial, ref in self.members.items() if serial >= self.first]
 
 
@@ -82,7 +89,9 @@ def show_log() -> None:
 
 
 def reset() -> None:
-    """Destroy live engines, and forget all other state of the process: accelerator, interceptors, plugins."""
+    """Destroy live engines, and forget all other state of the process: accelerator, interceptors,
+    plugins.
+    """
     for engine in STATE.engines:
         engine.destroy()
     STATE.told.clear()

@@ -1,11 +1,13 @@
 """`Replicated`: data parallelism, where every rank holds all states of what it shares with others.
 
-[Note: one reduction per boundary] Micro-batches accumulate into ``param.grad``. In a backward whose plan is to
-`reduce`, a gradient that is ready goes into its bucket, and a full bucket is reduced while backward goes on; `finish`
-waits. Buckets are reduced in one fixed order on all ranks. A second backward at the same boundary needs no special
-case: what is already averaged is the same on a parameter's replicas, so averaging it over them again together with the
-new local part changes nothing. That holds for an average over the replicas only. Where those are fewer than dp has
-ranks, the step multiplies by what is left of the average over dp (`Slot.weight`).
+[Note: one reduction per boundary] Micro-batches accumulate into ``param.grad``. In a backward whose
+plan is to `reduce`, a gradient that is ready goes into its bucket, and a full bucket is reduced
+while backward goes on; `finish` waits. Buckets are reduced in one fixed order on all ranks. A
+second backward at the same boundary needs no special
+case: what is already averaged is the same on a parameter's replicas, so averaging it over them
+    again together with the new local part changes nothing. That holds for an average over the
+    replicas only. Where those are fewer than dp has ranks, the step multiplies by what is left of
+    the average over dp (`Slot.weight`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from ds_core.params import GradGroup
-from ds_core.partition import LATER, BackwardPlan, GradState, ParamGroups, Partitioner, broadcast_module
+from ds_core.partition import (
+    LATER,
+    BackwardPlan,
+    GradState,
+    ParamGroups,
+    Partitioner,
+    broadcast_module,
+)
 from ds_core.stepping import Stepper
 
 if TYPE_CHECKING:
@@ -34,11 +43,13 @@ __all__ = ["Replicated", "Slot"]
 
 @dataclass(slots=True)
 class Slot:
-    """A parameter of the optimizer's groups: what the optimizer updates for it, and where its gradient accumulates.
+    """A parameter of the optimizer's groups: what the optimizer updates for it, and where its
+    gradient accumulates.
 
-    master: the parameter itself when no other dtype is wanted. total: the accumulator when gradients accumulate in
-    another dtype than the parameter's, else None (then ``param.grad`` accumulates). weight: replicas / ranks of dp, by
-    which the average over replicas becomes the one over dp.
+    master: the parameter itself when no other dtype is wanted. total: the accumulator when
+    gradients accumulate in another dtype than the parameter's, else None (then ``param.grad``
+    accumulates). weight: replicas / ranks of dp, by which the average over replicas becomes the one
+    over dp.
     """
 
     param: nn.Parameter
@@ -54,7 +65,9 @@ class Slot:
 
 
 class Replicated(Partitioner):
-    """Every rank holds everything; gradients are averaged over each parameter's replicas in overlapped buckets."""
+    """Every rank holds everything; gradients are averaged over each parameter's replicas in
+    overlapped buckets.
+    """
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
@@ -64,7 +77,8 @@ class Replicated(Partitioner):
         self._buckets: list[Bucket] | None = None  # None: to be made before the next reduction
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
         self._next = 0  # the bucket that is reduced next
-        self._twice = False  # a gradient has arrived in parts, so nothing is reduced before backward ends
+        # a gradient has arrived in parts, so nothing is reduced before backward ends
+        self._twice = False
         self.grad_state = GradState.LOCAL
         self._load_hook: Any = None
         self._plain = True  # the optimizer updates the module's own parameters
@@ -76,34 +90,48 @@ class Replicated(Partitioner):
         """Whether gradients are averaged over replicas; if not, each rank keeps its own."""
         return True
 
-    # -- set-up ----------------------------------------------------------------------------------------------
+    # -- set-up ------------------------------------------------------------------------------------
 
-    def attach(self, module: nn.Module, groups: ParamGroups, *, updated: bool = True) -> ParamGroups:
+    def attach(
+        self, module: nn.Module, groups: ParamGroups, *, updated: bool = True
+    ) -> ParamGroups:
         """See `Partitioner.attach`."""
         self.module = module
         broadcast_module(self.ctx, module)
         self.slots = {p: self._slot(p) for group in groups for p in group["params"]}
         slots = self.slots.values()
         self._plain = all(s.master is s.param for s in slots)
-        self._stepper = Stepper([s.master for s in slots], [None if s.master is s.param else s.param for s in slots])
+        self._stepper = Stepper(
+            [s.master for s in slots], [None if s.master is s.param else s.param for s in slots]
+        )
         self._shares = any(s.info.replicas for s in slots)
         self.takes_gradients = self._shares or any(self._accumulates(p) for p in self.slots)
         if not self._plain:
-            self._load_hook = module.register_load_state_dict_post_hook(lambda *_: self._masters_from_weights())
-        return [{**group, "params": [self.slots[p].master for p in group["params"]]} for group in groups]
+            self._load_hook = module.register_load_state_dict_post_hook(
+                lambda *_: self._masters_from_weights()
+            )
+        return [
+            {**group, "params": [self.slots[p].master for p in group["params"]]} for group in groups
+        ]
 
     @torch.no_grad()
     def _masters_from_weights(self) -> None:
-        """After a load_state_dict of the user's; the next step would publish the old weights otherwise."""
+        """After a load_state_dict of the user's; the next step would publish the old weights
+        otherwise.
+        """
         for slot in self.slots.values():
             if slot.master is not slot.param:
                 slot.master.copy_(slot.param)
 
     def _slot(self, param: nn.Parameter) -> Slot:
-        dtype, master = self.ctx.precision.master, param
+        dtype = self.ctx.precision.master
+        master = param
         if dtype is not None and param.is_floating_point() and param.dtype != dtype:
-            master = nn.Parameter(param.detach().to(dtype, copy=True), requires_grad=param.requires_grad)
-        info, mesh = self.ctx.params[param], self.ctx.mesh
+            master = nn.Parameter(
+                param.detach().to(dtype, copy=True), requires_grad=param.requires_grad
+            )
+        info = self.ctx.params[param]
+        mesh = self.ctx.mesh
         return Slot(param, info, master, mesh.size(*info.replicas) / mesh.size("dp"))
 
     def _accumulates(self, param: nn.Parameter) -> bool:
@@ -111,7 +139,7 @@ class Replicated(Partitioner):
         wanted = self.ctx.precision.accumulate
         return wanted is not None and param.is_floating_point() and wanted != param.dtype
 
-    # -- backward --------------------------------------------------------------------------------------------
+    # -- backward ----------------------------------------------------------------------------------
 
     @property
     def _reduces(self) -> bool:
@@ -140,12 +168,17 @@ class Replicated(Partitioner):
             return
         assert self._buckets is not None
         if (bucket := self._bucket_of.get(param)) is not None:
-            # [Note: gradients that arrive twice] Re-entrant recomputation runs a backward inside the backward, so a
-            # shared weight's hook fires for each. A bucket on its way has then missed a part: all are sent again at
-            # the end, and from now on none is sent earlier (every rank runs the same program, so all decide alike).
+            # [Note: gradients that arrive twice] Re-entrant recomputation runs a backward inside
+            # the backward, so a shared weight's hook fires for each. A bucket on its way has then
+            # missed a part: all are sent again at the end, and from now on none is sent earlier
+            # (every rank runs the same program, so all decide alike).
             self._twice |= param in bucket.arrived
             bucket.arrived.add(param)
-        while not self._twice and self._next < len(self._buckets) and self._buckets[self._next].complete:
+        while (
+            not self._twice
+            and self._next < len(self._buckets)
+            and self._buckets[self._next].complete
+        ):
             self._launch(self._buckets[self._next])
             self._next += 1
 
@@ -160,7 +193,9 @@ class Replicated(Partitioner):
             bucket.settle()
 
     def make_buckets(self, params: Sequence[nn.Parameter]) -> list[Bucket]:
-        """The buckets of those of `params` that have replicas, in the order in which all ranks reduce them."""
+        """The buckets of those of `params` that have replicas, in the order in which all ranks
+        reduce them.
+        """
         from ds_core.buckets import make_buckets
 
         return make_buckets(params, self.ctx)
@@ -193,7 +228,7 @@ class Replicated(Partitioner):
                 else:
                     param.grad = reduced.to(param.dtype)
 
-    # -- step ------------------------------------------------------------------------------------------------
+    # -- step --------------------------------------------------------------------------------------
 
     def gradients(self) -> Sequence[GradGroup]:
         """See `Partitioner.gradients`."""
@@ -212,7 +247,9 @@ class Replicated(Partitioner):
                 if slot.info.counted:
                     by_axes.setdefault(slot.info.held, []).append(grad)
             self.given.append(grad)
-        return [GradGroup(axes, tensors) for axes, tensors in by_axes.items()] or [GradGroup((), [])]
+        return [GradGroup(axes, tensors) for axes, tensors in by_axes.items()] or [
+            GradGroup((), [])
+        ]
 
     def gradient_shards(self) -> Iterable[GradientShard]:
         """See `Partitioner.gradient_shards`: every gradient is unsharded."""
@@ -220,12 +257,17 @@ class Replicated(Partitioner):
 
         for slot, grad in zip(self.slots.values(), self.given, strict=True):
             if grad is not None:
-                shape, info = tuple(slot.param.shape), slot.info
-                yield GradientShard(info.name, grad, shape, 0, grad.numel(), info.held, info.held, info.counted)
+                shape = tuple(slot.param.shape)
+                info = slot.info
+                yield GradientShard(
+                    info.name, grad, shape, 0, grad.numel(), info.held, info.held, info.counted
+                )
 
     def _weighted(self, master: Tensor, grad: Tensor, weight: float) -> Tensor:
         """The gradient times `weight`: a new tensor where 16 bits would round the product."""
-        return grad.mul_(weight) if grad.dtype == master.dtype else grad.to(master.dtype).mul_(weight)
+        return (
+            grad.mul_(weight) if grad.dtype == master.dtype else grad.to(master.dtype).mul_(weight)
+        )
 
     def step(self, optimizer: Optimizer, factor: float) -> None:
         """See `Partitioner.step`."""
@@ -255,4 +297,6 @@ class Replicated(Partitioner):
         self._stepper.release()
         for slot in self.slots.values():
             slot.total = None
-        self._buckets, self._bucket_of, self._shares = None, {}, False
+        self._buckets = None
+        self._bucket_of = {}
+        self._shares = False

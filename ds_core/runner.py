@@ -1,4 +1,6 @@
-"""Who turns micro-batches into forwards and backwards: the Runner contract, `Sequential`, and what they read."""
+"""Who turns micro-batches into forwards and backwards: the Runner contract, `Sequential`, and what
+they read.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,23 @@ if TYPE_CHECKING:
     from ds_core.mesh import Mesh
     from ds_core.running import RunningEngine
 
-__all__ = ["Batches", "Runner", "Sequential", "call_with_batch", "check_loss", "eval_mode", "loss_of", "mean_over_dp"]
+__all__ = [
+    "Batches",
+    "Runner",
+    "Sequential",
+    "call_with_batch",
+    "check_loss",
+    "eval_mode",
+    "loss_of",
+    "mean_over_dp",
+]
 
 
 class Runner(ABC):
     """Runs one batch of micro-batches through the engine's module.
 
-    manual: whether a user may drive the engine with forward / backward / step. When False, those say why.
+    manual: whether a user may drive the engine with forward / backward / step. When False, those
+        say why.
     makes_loss: whether this rank makes the loss that `evaluate` returns, or has it from another.
     """
 
@@ -34,10 +46,12 @@ class Runner(ABC):
 
     @abstractmethod
     def train(self, engine: RunningEngine, batches: Iterator[Any], count: int) -> Tensor:
-        """Pull `count` micro-batches, run forward and backward of each through ``engine.backward_micro``.
+        """Pull `count` micro-batches, run forward and backward of each through
+        ``engine.backward_micro``.
 
-        Returns the mean loss over this rank's micro-batches, a detached 0-d tensor. Lets StopIteration through
-        when `batches` ends early; by then no weight has changed. Gradients are reduced when it returns.
+        Returns the mean loss over this rank's micro-batches, a detached 0-d tensor. Lets
+        StopIteration through when `batches` ends early; by then no weight has changed. Gradients
+        are reduced when it returns.
         """
 
     @abstractmethod
@@ -57,7 +71,8 @@ class Runner(ABC):
 
 
 class Sequential(Runner):
-    """Micro-batches one after the other, forward then backward; the module's output holds the loss."""
+    """Micro-batches one after the other, forward then backward; the module's output holds the
+    loss."""
 
     def train(self, engine: RunningEngine, batches: Iterator[Any], count: int) -> Tensor:
         """See `Runner.train`."""
@@ -77,8 +92,11 @@ class Sequential(Runner):
         return_logits: bool,
         compute_loss: bool = True,
     ) -> tuple[Tensor | None, Any]:
-        """See `Runner.evaluate`; the module takes whole batches, and gives a loss with its outputs or none."""
-        losses, outputs = [], []
+        """See `Runner.evaluate`; the module takes whole batches, and gives a loss with its outputs
+        or none.
+        """
+        losses = []
+        outputs = []
         for _ in range(count):
             output = self._forward(engine, next(batches))
             losses.append(loss_of(output, required=not return_logits))
@@ -94,20 +112,24 @@ class Sequential(Runner):
 
 
 class Batches:
-    """What `train_batch` without an argument reads: an iterator that was `given`, else the engine's own loader."""
+    """What `train_batch` without an argument reads: an iterator that was `given`, else the engine's
+    own loader.
+    """
 
     given: Iterator[Any] | None = None
     _own: Iterator[Any] | None = None
 
     def __init__(self, loader: Loader | None) -> None:
         self.loader: Any = loader
-        self._seen: int | None = getattr(loader, "samples_seen", None)  # None: the loader does not count
+        # None: the loader does not count
+        self._seen: int | None = getattr(loader, "samples_seen", None)
 
     def check_resizable(self) -> None:
         """Raise UsageError if the loader's batches have no size that can be set."""
         if self.loader is not None and not hasattr(self.loader, "set_batch_size"):
             raise UsageError(
-                f"the micro-batch size cannot be changed: {type(self.loader).__name__}, which a plugin made, has no "
+                f"the micro-batch size cannot be changed: {type(self.loader).__name__}, which a "
+                "plugin made, has no "
                 "set_batch_size"
             )
 
@@ -118,11 +140,14 @@ class Batches:
             self.restart()
 
     def take_samples(self, usual: int) -> int:
-        """Samples that the loader has yielded on all ranks since the last call; `usual` if it counts none."""
+        """Samples that the loader has yielded on all ranks since the last call; `usual` if it
+        counts none.
+        """
         if self._seen is None:
             return usual
         before, self._seen = self._seen, self.loader.samples_seen
-        return self._seen - before or usual  # other batches than the loader's were used, or another rank reads it
+        # other batches than the loader's were used, or another rank reads it
+        return self._seen - before or usual
 
     def position(self) -> Any:
         """The state of the engine's own loader; None without one."""
@@ -133,11 +158,17 @@ class Batches:
         self._own = None
 
     def iterator(self) -> Iterator[Any]:
-        """The iterator to read from; the loader's is endless. Raises UsageError when there is none."""
+        """The iterator to read from; the loader's is endless.
+
+        Raises UsageError when there is none.
+        """
         if self.given is not None:
             return self.given
         if self.loader is None:
-            raise UsageError("train_batch() needs an iterator, set_dataiterator(), or training_data in initialize()")
+            raise UsageError(
+                "train_batch() needs an iterator, set_dataiterator(), or training_data in "
+                "initialize()"
+            )
         if self._own is None:
             from ds_core.data import RepeatingLoader
 
@@ -146,7 +177,9 @@ class Batches:
 
 
 def call_with_batch(function: Any, batch: Any) -> Any:
-    """Call with a batch as the loader gives it: a mapping as keywords, a tuple or list as arguments, else as one."""
+    """Call with a batch as the loader gives it: a mapping as keywords, a tuple or list as
+    arguments, else as one.
+    """
     if isinstance(batch, Mapping):
         return function(**batch)
     if isinstance(batch, (tuple, list)):
@@ -155,7 +188,8 @@ def call_with_batch(function: Any, batch: Any) -> Any:
 
 
 def loss_of(output: Any, required: bool = True) -> Any:
-    """The scalar loss in a module's output: itself, its ``loss``, its ``["loss"]`` or its first item.
+    """The scalar loss in a module's output: itself, its ``loss``, its ``["loss"]`` or its first
+    item.
 
     Raises UsageError when there is none and `required`; gives None otherwise.
     """
@@ -171,22 +205,35 @@ def loss_of(output: Any, required: bool = True) -> Any:
         return found.reshape(())
     if not required:
         return None
-    shown = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+    shown = (
+        f"a tensor of shape {tuple(output.shape)}"
+        if isinstance(output, Tensor)
+        else type(output).__name__
+    )
     raise UsageError(
-        "train_batch needs the module to return a scalar loss (alone, as .loss, ['loss'] or the first item), "
+        "train_batch needs the module to return a scalar loss (alone, as .loss, ['loss'] or the "
+        "first item), "
         f"got {shown}; "
-        "compute the loss inside the module's forward, or call the engine explicitly with backward(loss) and step()"
+        "compute the loss inside the module's forward, or call the engine explicitly with "
+        "backward(loss) and step()"
     )
 
 
 def check_loss(loss: Any) -> None:
     """Raise UsageError unless `loss` is a scalar tensor with a graph."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise UsageError(f"the loss must be a scalar tensor, got {shown}; reduce it with .mean() or .sum()")
+        shown = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, Tensor)
+            else type(loss).__name__
+        )
+        raise UsageError(
+            f"the loss must be a scalar tensor, got {shown}; reduce it with .mean() or .sum()"
+        )
     if loss.grad_fn is None:
         raise UsageError(
-            "the loss has no graph (was it detached, or made under torch.no_grad()?), so nothing would be learnt"
+            "the loss has no graph (was it detached, or made under torch.no_grad()?), so nothing "
+            "would be learnt"
         )
 
 
@@ -203,9 +250,16 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def mean_over_dp(loss: Tensor, mesh: Mesh) -> Tensor:
-    """The mean of a loss over the dp ranks; in fp32 where the loss has 16 bits. Collective along dp."""
+    """The mean of a loss over the dp ranks; in fp32 where the loss has 16 bits.
+
+    Collective along dp.
+    """
     if mesh.size("dp") == 1:
         return loss
-    total = loss.detach().float() if loss.dtype in (torch.float16, torch.bfloat16) else loss.detach().clone()
+    total = (
+        loss.detach().float()
+        if loss.dtype in (torch.float16, torch.bfloat16)
+        else loss.detach().clone()
+    )
     comm.all_reduce(total, group=mesh.group("dp"))
     return total / mesh.size("dp")

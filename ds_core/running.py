@@ -1,4 +1,5 @@
-"""A running engine as runners, telemetry, checkpoints and plugins see it: parts, counters, getters and checkpoints.
+"""A running engine as runners, telemetry, checkpoints and plugins see it: parts, counters, getters
+and checkpoints.
 
 The engine itself, in `ds_core.engine`, is what trains.
 """
@@ -29,16 +30,21 @@ __all__ = ["RunningEngine"]
 log = logging.getLogger("ds_core.engine")
 
 UNFINISHED = (
-    "this checkpoint is saved in the middle of an accumulation window, whose gradients are not in it. A run that "
-    "resumes from it begins the window again: the engine's own loader goes back to its first micro-batch, an iterator "
-    "of your own has to; to save between windows, save when is_gradient_accumulation_boundary() was true before step()"
+    "this checkpoint is saved in the middle of an accumulation window, whose gradients are not in "
+    "it. A run that "
+    "resumes from it begins the window again: the engine's own loader goes back to its first "
+    "micro-batch, an iterator "
+    "of your own has to; to save between windows, save when is_gradient_accumulation_boundary() "
+    "was true before step()"
 )
 
 
 class RunningEngine(ABC):
-    """module: the (transformed) model, its parameter names as they were. optimizer: the torch optimizer; under 16-bit
-    modes it holds the fp32 master weights. scaler: the loss scaler, if any. serial: numbers the process's engines.
-    should_stop: whether a plugin has asked all ranks to end training (`ds_request`), for the training loop to read.
+    """module: the (transformed) model, its parameter names as they were. optimizer: the torch
+    optimizer; under 16-bit modes it holds the fp32 master weights. scaler: the loss scaler, if any.
+    serial: numbers the process's engines.
+    should_stop: whether a plugin has asked all ranks to end training (`ds_request`), for the
+        training loop to read.
     """
 
     ctx: Context
@@ -58,9 +64,10 @@ class RunningEngine(ABC):
     _norm: float | None = None
     _applied = False
     _checkpointer: Checkpointer | None = None
-    _unannounced: tuple[str, str] | None = None  # folder and tag of a checkpoint that observers have not heard of
+    # folder and tag of a checkpoint that observers have not heard of
+    _unannounced: tuple[str, str] | None = None
 
-    # -- what runners call -----------------------------------------------------------------------------------
+    # -- what runners call -------------------------------------------------------------------------
 
     @abstractmethod
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -72,7 +79,8 @@ class RunningEngine(ABC):
 
     @abstractmethod
     def run_backward(self, backward: Callable[[], object], *, keep_local: bool = False) -> None:
-        """Run `backward`, whose losses are multiplied by `loss_factor`; `reduce_gradients` ends the batch.
+        """Run `backward`, whose losses are multiplied by `loss_factor`; `reduce_gradients` ends the
+        batch.
 
         keep_local: partitioned gradients stay with this rank until then.
         """
@@ -82,10 +90,14 @@ class RunningEngine(ABC):
         """Reduce the gradients of `run_backward`; without it the step does. Collective."""
 
     def loss_factor(self, count: int | None = None) -> float:
-        """What a loss is multiplied by before its backward: the loss scale over `count`, which is gas by default."""
-        return (self.scaler.scale if self.scaler is not None else 1.0) / (count or self.ctx.batch.gas)
+        """What a loss is multiplied by before its backward: the loss scale over `count`, which is
+        gas by default.
+        """
+        return (self.scaler.scale if self.scaler is not None else 1.0) / (
+            count or self.ctx.batch.gas
+        )
 
-    # -- what others call ------------------------------------------------------------------------------------
+    # -- what others call --------------------------------------------------------------------------
 
     @abstractmethod
     def drop_gradients(self) -> None:
@@ -93,13 +105,15 @@ class RunningEngine(ABC):
 
     @abstractmethod
     def begin_anew(self) -> None:
-        """Forget the window, its gradients and the position in the data: all states have been replaced."""
+        """Forget the window, its gradients and the position in the data: all states have been
+        replaced.
+        """
 
     @abstractmethod
     def destroy(self) -> None:
         """Close monitors, remove hooks and free buffers."""
 
-    # -- getters ---------------------------------------------------------------------------------------------
+    # -- getters -----------------------------------------------------------------------------------
 
     def train_batch_size(self) -> int:
         """Samples per optimizer step over all ranks."""
@@ -122,11 +136,15 @@ class RunningEngine(ABC):
         return [float(g.get("lr", 0.0)) for g in self.param_groups()]
 
     def get_global_grad_norm(self) -> float | None:
-        """L2 norm of all gradients, unscaled, before clipping, at the last update; None before the first."""
+        """L2 norm of all gradients, unscaled, before clipping, at the last update; None before the
+        first.
+        """
         return self._norm
 
     def log(self, values: Mapping[str, float | Tensor], step: int | None = None) -> None:
-        """Give metrics of yours to monitors: numbers or 0-d tensors by name, at `step`, by default `global_samples`."""
+        """Give metrics of yours to monitors: numbers or 0-d tensors by name, at `step`, by default
+        `global_samples`.
+        """
         at = self.global_samples if step is None else step
         self.monitor.write_events((name, value, at) for name, value in dict(values).items())
 
@@ -154,7 +172,7 @@ class RunningEngine(ABC):
         """The number of processes."""
         return self.ctx.world_size
 
-    # -- checkpoints -----------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     def save_checkpoint(
         self,
@@ -166,9 +184,11 @@ class RunningEngine(ABC):
     ) -> bool:
         """Save all that a resumed run needs to ``save_dir/tag``. Every rank calls it.
 
-        tag: default ``global_step{N}``. client_state: rank 0's values are kept, and given back by `load_checkpoint`.
-        save_latest: a load without a tag takes this one. exclude_frozen_parameters: leave out weights that do not
-        require gradients. UsageError where no checkpointer is installed; CheckpointError, on all ranks, when it fails.
+        tag: default ``global_step{N}``. client_state: rank 0's values are kept, and given back by
+            `load_checkpoint`.
+        save_latest: a load without a tag takes this one. exclude_frozen_parameters: leave out
+            weights that do not require gradients. UsageError where no checkpointer is installed;
+            CheckpointError, on all ranks, when it fails.
         """
         from ds_core.checkpointer import SaveOptions
 
@@ -176,7 +196,8 @@ class RunningEngine(ABC):
         if self.partitioner.gradient_hooks.unfinished and self.ctx.rank == 0:
             log.warning(UNFINISHED)
         name = f"global_step{self.global_steps}" if tag is None else tag
-        options, checkpointer = SaveOptions(name, client_state, save_latest, exclude_frozen_parameters), self._find()
+        options = SaveOptions(name, client_state, save_latest, exclude_frozen_parameters)
+        checkpointer = self._find()
         checkpointer.save(self, save_dir, options)
         if self.telemetry.observes("ds_checkpoint_saved"):
             self._unannounced = str(save_dir), name
@@ -185,7 +206,8 @@ class RunningEngine(ABC):
         return True
 
     def _announce_saved(self) -> None:
-        """Tell observers of the last checkpoint, if they have not heard of it, once it is durable."""
+        """Tell observers of the last checkpoint, if they have not heard of it, once it is
+        durable."""
         if (saved := self._unannounced) is not None:
             self._unannounced = None
             self._find().wait()
@@ -194,7 +216,9 @@ class RunningEngine(ABC):
     def _find(self) -> Checkpointer:
         if self._checkpointer is None:
             needed = "no package that saves and loads checkpoints is installed"
-            self._checkpointer = self.ctx.plugins.installed_driver("ds_checkpointer", needed, ctx=self.ctx)
+            self._checkpointer = self.ctx.plugins.installed_driver(
+                "ds_checkpointer", needed, ctx=self.ctx
+            )
         return self._checkpointer
 
     def load_checkpoint(
@@ -209,10 +233,13 @@ class RunningEngine(ABC):
         missing_ok: bool = False,
         fallback: bool = False,
     ) -> tuple[str | None, Any]:
-        """Read a checkpoint, saved at any world size; returns (path, client_state). Every rank calls it.
+        """Read a checkpoint, saved at any world size; returns (path, client_state). Every rank
+        calls it.
 
-        Without a tag and without any checkpoint: (None, None) and a warning, or (None, {}) with missing_ok.
-        fallback: when it is damaged, take the newest that is not. The rest: `ds_core.checkpointer.LoadOptions`.
+        Without a tag and without any checkpoint: (None, None) and a warning, or (None, {}) with
+        missing_ok.
+        fallback: when it is damaged, take the newest that is not. The rest:
+            `ds_core.checkpointer.LoadOptions`.
         """
         from ds_core.checkpointer import LoadOptions
 
@@ -233,15 +260,24 @@ class RunningEngine(ABC):
         return path, client_state
 
     def wait_for_checkpoint(self) -> None:
-        """Return when the save under way, if any, is durable; raises what went wrong with it. Every rank calls it."""
+        """Return when the save under way, if any, is durable; raises what went wrong with it.
+
+        Every rank calls it.
+        """
         self._announce_saved()
         if self._checkpointer is not None:
             self._checkpointer.wait()
 
     def save_16bit_model(
-        self, save_dir: str, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
+        self,
+        save_dir: str,
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the whole model's 16-bit weights as one safetensors file on rank 0; whether it did. Collective."""
+        """Write the whole model's 16-bit weights as one safetensors file on rank 0; whether it did.
+
+        Collective.
+        """
         export = self._find().export
         return export(self, save_dir, save_filename, exclude_frozen_parameters)
 

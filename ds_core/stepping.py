@@ -1,9 +1,11 @@
-"""The optimizer step: norm, plugins that change gradients, clip, update, publish; and what an optimizer is given.
+"""The optimizer step: norm, plugins that change gradients, clip, update, publish; and what an
+optimizer is given.
 
-Gradients arrive in 16 bits, are to be multiplied by one factor (unscaling and clipping), and the new masters are to be
-written as 16-bit weights. An optimizer that can do all of it while it updates says so (`takes_inputs`) and gets
-`StepInputs`. For any other, torch's too, `Stepper` casts and multiplies before its ``step()``, and writes the weights
-after it. Both give the same numbers but for the kernels' own rounding.
+Gradients arrive in 16 bits, are to be multiplied by one factor (unscaling and clipping), and the
+new masters are to be written as 16-bit weights. An optimizer that can do all of it while it updates
+says so (`takes_inputs`) and gets `StepInputs`. For any other, torch's too, `Stepper` casts and
+multiplies before its ``step()``, and writes the weights after it. Both give the same numbers but
+for the kernels' own rounding.
 """
 
 from __future__ import annotations
@@ -34,9 +36,12 @@ class WeightUpdate:
     """One engine's optimizer steps. norm: of gradients that are sharded in any way."""
 
     def __init__(self, engine: RunningEngine) -> None:
-        ctx, groups = engine.ctx, engine.param_groups()
+        ctx = engine.ctx
+        groups = engine.param_groups()
         self._clip = ctx.config.core.gradient_clipping
-        self._schedule_needs = required(engine.lr_scheduler.step) if engine.lr_scheduler is not None else ()
+        self._schedule_needs = (
+            required(engine.lr_scheduler.step) if engine.lr_scheduler is not None else ()
+        )
         self._num_params = sum(len(g["params"]) for g in groups)
         self._changes_gradients = _takes_gradients(engine)
         self.norm = GradNorm(
@@ -52,7 +57,8 @@ class WeightUpdate:
         """Raise UsageError for what would go wrong in the middle of the step."""
         if sum(len(g["params"]) for g in engine.param_groups()) != self._num_params:
             raise UsageError(
-                "parameters were added to the optimizer after initialize, which neither reduces nor clips "
+                "parameters were added to the optimizer after initialize, which neither reduces "
+                "nor clips "
                 "them; give all groups to initialize (frozen parameters may be unfrozen later)"
             )
         if missing := [n for n in self._schedule_needs if n not in lr_kwargs]:
@@ -62,16 +68,22 @@ class WeightUpdate:
             )
 
     def __call__(self, engine: RunningEngine) -> tuple[float, bool]:
-        """Update the weights from gradients that all micro-batches have contributed to, and drop them. Collective.
+        """Update the weights from gradients that all micro-batches have contributed to, and drop
+        them. Collective.
 
-        Returns their global L2 norm, unscaled and before clipping, and whether the weights were updated.
+        Returns their global L2 norm, unscaled and before clipping, and whether the weights were
+        updated.
         """
-        partitioner, scaler = engine.partitioner, engine.scaler
+        partitioner = engine.partitioner
+        scaler = engine.scaler
         partitioner.finish(REDUCE)
         unscale = partitioner.gradient_hooks.unscaling()
         raw = self._norm(engine, unscale)
-        norm, overflow = raw * unscale, not math.isfinite(raw)
-        applied = not (overflow and engine.ctx.precision.skip_nonfinite) and engine.optimizer is not None
+        norm = raw * unscale
+        overflow = not math.isfinite(raw)
+        applied = (
+            not (overflow and engine.ctx.precision.skip_nonfinite) and engine.optimizer is not None
+        )
         if overflow:
             engine.telemetry.nonfinite(engine)
         if applied:
@@ -84,26 +96,36 @@ class WeightUpdate:
         return norm, applied
 
     def _norm(self, engine: RunningEngine, factor: float) -> float:
-        """The norm of what the optimizer gets, scaled; plugins have changed the gradients where they are finite."""
-        groups, device = engine.partitioner.gradients(), engine.ctx.accelerator.current_device()
+        """The norm of what the optimizer gets, scaled; plugins have changed the gradients where
+        they are finite.
+        """
+        groups = engine.partitioner.gradients()
+        device = engine.ctx.accelerator.current_device()
         norm = self.norm(groups, device)
         if not self._changes_gradients or not math.isfinite(norm):
             return norm
         shards = tuple(engine.partitioner.gradient_shards())
         from ds_core.gradients import Gradients
 
-        gradients = Gradients(engine.ctx, shards, factor=factor, norm=norm * factor, step=engine.global_steps)
+        gradients = Gradients(
+            engine.ctx, shards, factor=factor, norm=norm * factor, step=engine.global_steps
+        )
         with torch.no_grad():
             engine.ctx.plugins.ask("ds_gradients", ctx=engine.ctx, gradients=gradients)
         return self.norm(groups, device)
 
 
 def _takes_gradients(engine: RunningEngine) -> bool:
-    """Whether any plugin implements `ds_gradients`. Raises UsageError where the partitioner cannot serve it."""
-    takers, kind = engine.ctx.plugins.implementing("ds_gradients"), type(engine.partitioner)
+    """Whether any plugin implements `ds_gradients`.
+
+    Raises UsageError where the partitioner cannot serve it.
+    """
+    takers = engine.ctx.plugins.implementing("ds_gradients")
+    kind = type(engine.partitioner)
     if takers and kind.gradient_shards is Partitioner.gradient_shards:
         raise UsageError(
-            f"plugin {takers[0]} changes reduced gradients (ds_gradients), which {kind.__name__} does not give: the "
+            f"plugin {takers[0]} changes reduced gradients (ds_gradients), which {kind.__name__} "
+            "does not give: the "
             "optimizer reduces gradients by itself, or the partitioner has no gradient_shards"
         )
     return bool(takers)
@@ -116,19 +138,23 @@ def required(function: Callable[..., Any]) -> tuple[str, ...]:
     except (TypeError, ValueError):
         return ()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return tuple(p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind in named)
+    return tuple(
+        p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind in named
+    )
 
 
-# -- from gradients to weights ---------------------------------------------------------------------------------------
+# -- from gradients to weights ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What ``optimizer.step(inputs=...)`` is given. Lists are in the order of the parameters of all groups.
+    """What ``optimizer.step(inputs=...)`` is given. Lists are in the order of the parameters of all
+    groups.
 
-    scale: gradients are multiplied by it as they are read. grads: of the parameters' shapes, in the dtypes in which
-    they arrived; None for a parameter that has none; the list itself None: in ``.grad``. copies: get the new values,
-    cast to their dtypes, in the parameters' shapes; None for a parameter that has none (the list itself: none has).
+    scale: gradients are multiplied by it as they are read. grads: of the parameters' shapes, in the
+    dtypes in which they arrived; None for a parameter that has none; the list itself None: in
+    ``.grad``. copies: get the new values, cast to their dtypes, in the parameters' shapes; None for
+    a parameter that has none (the list itself: none has).
     """
 
     scale: float = 1.0
@@ -139,13 +165,17 @@ class StepInputs:
 class Stepper:
     """Carries out `Partitioner.step` for tensors that are in memory.
 
-    masters: what the optimizer updates. copies: at each place, where the new value is written in another dtype (the
-    weight of which this is the master); None: nowhere. Of the same shapes. every: whether copies are written of masters
-    without a gradient too, since an optimizer that takes no inputs may have changed them.
+    masters: what the optimizer updates. copies: at each place, where the new value is written in
+    another dtype (the weight of which this is the master); None: nowhere. Of the same shapes.
+    every: whether copies are written of masters without a gradient too, since an optimizer that
+    takes no inputs may have changed them.
     """
 
-    def __init__(self, masters: Sequence[Tensor], copies: Sequence[Tensor | None], *, every: bool = True) -> None:
-        self.masters, self._every = list(masters), every
+    def __init__(
+        self, masters: Sequence[Tensor], copies: Sequence[Tensor | None], *, every: bool = True
+    ) -> None:
+        self.masters = list(masters)
+        self._every = every
         self._copies = list(copies)
         self._any_copy = any(c is not None for c in copies)
         self._cast: dict[int, Tensor] = {}
@@ -155,8 +185,9 @@ class Stepper:
     def step(self, optimizer: Any, grads: Sequence[Tensor | None] | None, factor: float) -> None:
         """Update masters from `grads` times `factor`, and write their copies.
 
-        grads: one per master, of its shape and of any floating dtype; it may be overwritten. None at a place: that
-        master is left as it is. None altogether: each master has its own, in its dtype, in ``.grad``.
+        grads: one per master, of its shape and of any floating dtype; it may be overwritten. None
+        at a place: that master is left as it is. None altogether: each master has its own, in its
+        dtype, in ``.grad``.
         """
         if not getattr(optimizer, "takes_inputs", False):
             self._step_plainly(optimizer, grads, factor)
@@ -166,7 +197,9 @@ class Stepper:
         else:
             places = self._places_in(optimizer)
             given = grads if grads is not None else [m.grad for m in self.masters]
-            copies = [None if i is None else self._copies[i] for i in places] if self._any_copy else None
+            copies = (
+                [None if i is None else self._copies[i] for i in places] if self._any_copy else None
+            )
             inputs = StepInputs(factor, [None if i is None else given[i] for i in places], copies)
         optimizer.step(inputs=inputs)
 
@@ -175,10 +208,13 @@ class Stepper:
         order = [p for g in optimizer.param_groups for p in g["params"]]
         if len(order) != len(self._order) or not all(map(is_, order, self._order)):
             known = {id(m): i for i, m in enumerate(self.masters)}
-            self._order, self._places = order, [known.get(id(p)) for p in order]
+            self._order = order
+            self._places = [known.get(id(p)) for p in order]
         return self._places
 
-    def _step_plainly(self, optimizer: Any, grads: Sequence[Tensor | None] | None, factor: float) -> None:
+    def _step_plainly(
+        self, optimizer: Any, grads: Sequence[Tensor | None] | None, factor: float
+    ) -> None:
         """For an optimizer that knows of ``.grad`` in its tensors' dtype alone."""
         if grads is not None:
             self._give(grads)
@@ -197,8 +233,10 @@ class Stepper:
 
     @torch.no_grad()
     def _give(self, grads: Sequence[Tensor | None]) -> None:
-        """Set every master's ``.grad``, in buffers that live until `release` where it must be cast."""
-        cast, arrived = [], []
+        """Set every master's ``.grad``, in buffers that live until `release` where it must be
+        cast."""
+        cast = []
+        arrived = []
         for place, (master, grad) in enumerate(zip(self.masters, grads, strict=True)):
             if grad is None or grad.dtype == master.dtype:
                 master.grad = grad
@@ -212,5 +250,7 @@ class Stepper:
             torch._foreach_copy_(cast, arrived)
 
     def release(self) -> None:
-        """Give back the memory for gradients that were cast; the next step that needs it takes new memory."""
+        """Give back the memory for gradients that were cast; the next step that needs it takes new
+        memory.
+        """
         self._cast.clear()

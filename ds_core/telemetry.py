@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 __all__ = ["Monitor", "MonitorMaster", "Telemetry"]
 
 log = logging.getLogger("ds_core.engine")
-_NOTHING, LATE = contextlib.nullcontext(), "late"
-EVENTS = {name: f"Train/Samples/{name}" for name in ("lr", "loss_scale", "grad_norm", "skipped_steps")}
+_NOTHING = contextlib.nullcontext()
+LATE = "late"
+EVENTS = {
+    name: f"Train/Samples/{name}" for name in ("lr", "loss_scale", "grad_norm", "skipped_steps")
+}
 EVENTS["loss"] = "Train/Samples/train_loss"
 PERIODIC = ("ds_step_begin", "ds_metrics", "ds_step_end", "ds_phase_begin", "ds_phase_end")
 """The observers for which `ds_listens` may say that they need not be called in every step."""
@@ -37,7 +40,10 @@ PERIODIC = ("ds_step_begin", "ds_metrics", "ds_step_end", "ds_phase_begin", "ds_
 
 @runtime_checkable
 class Monitor(Protocol):
-    """Receives metric events on rank 0. Where its `takes_tensors` is true, values may be those that are read late."""
+    """Receives metric events on rank 0.
+
+    Where its `takes_tensors` is true, values may be those that are read late.
+    """
 
     name: str
 
@@ -52,7 +58,10 @@ class Monitor(Protocol):
 
 
 class MonitorMaster:
-    """Gives events to all monitors; only rank 0 has any. One that raises is closed and switched off, with a warning."""
+    """Gives events to all monitors; only rank 0 has any.
+
+    One that raises is closed and switched off, with a warning.
+    """
 
     def __init__(self, monitors: Iterable[Monitor] = ()) -> None:
         self.monitors = list(monitors)
@@ -63,7 +72,9 @@ class MonitorMaster:
         return bool(self.monitors)
 
     def write_events(self, events: Iterable[tuple[str, float | Tensor, int]]) -> None:
-        """Send ``(name, value, samples)`` triples to all monitors; also for users' and plugins' own metrics."""
+        """Send ``(name, value, samples)`` triples to all monitors; also for users' and plugins' own
+        metrics.
+        """
         checked = [_event(*event) for event in events]
         if self.monitors and checked:
             self._each("write_events", checked)
@@ -81,11 +92,17 @@ class MonitorMaster:
         for monitor in list(self.monitors):
             takes = getattr(monitor, "takes_tensors", False)
             try:
-                getattr(monitor, method)(*(a if takes else [Event(n, float(v), s) for n, v, s in a] for a in arguments))
+                getattr(monitor, method)(
+                    *(a if takes else [Event(n, float(v), s) for n, v, s in a] for a in arguments)
+                )
             except Exception as error:
                 self.monitors.remove(monitor)
                 what = f"{method} ({type(error).__name__}: {error})"
-                log.warning("monitor %s failed in %s; it is switched off and training goes on", monitor.name, what)
+                log.warning(
+                    "monitor %s failed in %s; it is switched off and training goes on",
+                    monitor.name,
+                    what,
+                )
                 if method != "close":
                     with contextlib.suppress(Exception):
                         monitor.close()
@@ -93,7 +110,11 @@ class MonitorMaster:
 
 def _event(name: str, value: Any, step: int) -> Event:
     try:
-        late = value.device.type != "cpu" and value.numel() == 1 if isinstance(value, Tensor) else hasattr(value, LATE)
+        late = (
+            value.device.type != "cpu" and value.numel() == 1
+            if isinstance(value, Tensor)
+            else hasattr(value, LATE)
+        )
         return Event(str(name), value if late else value.__float__(), int(step))
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         kinds = "a value is a number or a tensor of one element, a step an integer"
@@ -101,7 +122,10 @@ def _event(name: str, value: Any, step: int) -> Event:
 
 
 class Metrics(UserDict[str, Any]):
-    """Numbers by name. One that is a tensor is read, and its device waited for, when it is asked for."""
+    """Numbers by name.
+
+    One that is a tensor is read, and its device waited for, when it is asked for.
+    """
 
     def __getitem__(self, name: str) -> float:
         return float(self.data[name])
@@ -127,13 +151,17 @@ class _Phase:
 class Telemetry:
     """Feeds the observers and monitors of one engine.
 
-    Who listens in which step is decided once (`ds_listens`), and from step to step only looked up: an observer that
-    does not listen costs nothing.
+    Who listens in which step is decided once (`ds_listens`), and from step to step only looked up:
+    an observer that does not listen costs nothing.
     """
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
-        given = [m for a in ctx.plugins.ask("ds_monitors", ctx=ctx) for m in a.value] if ctx.rank == 0 else []
+        given = (
+            [m for a in ctx.plugins.ask("ds_monitors", ctx=ctx) for m in a.value]
+            if ctx.rank == 0
+            else []
+        )
         self.monitor = MonitorMaster(given)
         # Every observer, by hook, with the number of steps from one call to the next.
         self._observers: dict[str, list[tuple[int, Observer]]] = {}
@@ -142,19 +170,21 @@ class Telemetry:
         # Periods of more than one step, and those of them that end with the step that runs now.
         self._periods: tuple[int, ...] = ()
         self._due: tuple[int, ...] | None = None
-        # Periods at which anybody on any rank reads what a step was like; None until ranks have told each other.
+        # Periods at which anybody on any rank reads what a step was like; None until ranks have
+        # told each other.
         self._read_at: frozenset[int] | None = None
-        # Whether phases are observed in this step; whether observers read it; whether `ds_metrics` is called after it,
-        # on all ranks alike (None: not known before the end of the first step).
+        # Whether phases are observed in this step; whether observers read it; whether `ds_metrics`
+        # is called after it, on all ranks alike (None: not known before the end of the first step).
         self.follows_phases = False
         self._is_read = False
         self.collects: bool | None = False
         self._losses: list[Tensor] = []
-        # Whether observers have yet to hear of the end; and what gives the program its own handling of errors back.
+        # Whether observers have yet to hear of the end; and what gives the program its own handling
+        # of errors back.
         self._open = False
         self._restore: Any = None
 
-    # -- observers -------------------------------------------------------------------------------------------
+    # -- observers ---------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """The engine is built: ask who listens."""
@@ -170,35 +200,52 @@ class Telemetry:
         for module, periods in said.items():
             if unknown := periods.keys() - set(PERIODIC):
                 names = ", ".join(PERIODIC)
-                raise PluginError(f"ds_listens of {module} names {', '.join(sorted(unknown))}; it may name {names}")
+                raise PluginError(
+                    f"ds_listens of {module} names {', '.join(sorted(unknown))}; it may name "
+                    f"{names}"
+                )
         self._observers = {}
         for hook in OBSERVERS:
-            rows = [(said.get(o.plugin.module, {}).get(hook, 1), o) for o in ctx.plugins.observers(hook)]
+            rows = [
+                (said.get(o.plugin.module, {}).get(hook, 1), o) for o in ctx.plugins.observers(hook)
+            ]
             if listening := [row for row in rows if row[0] > 0]:
                 self._observers[hook] = listening
-        self._periods = tuple(sorted({every for rows in self._observers.values() for every, _ in rows} - {1}))
+        self._periods = tuple(
+            sorted({every for rows in self._observers.values() for every, _ in rows} - {1})
+        )
         self._due = None
         self.collects = None if "ds_metrics" in self._observers else False
         self.turn(step)
 
     def turn(self, step: int) -> None:
-        """Optimizer step `step`, counted from 1, comes next, with the micro-batches before it: who listens then?"""
+        """Optimizer step `step`, counted from 1, comes next, with the micro-batches before it: who
+        listens then?
+        """
         due = tuple(every for every in self._periods if step % every == 0)
         if due != self._due:
             self._due = due
-            listening = {hook: [o for every, o in rows if every in (1, *due)] for hook, rows in self._observers.items()}
+            listening = {
+                hook: [o for every, o in rows if every in (1, *due)]
+                for hook, rows in self._observers.items()
+            }
             self._now = {hook: rows for hook, rows in listening.items() if rows}
             self.follows_phases = "ds_phase_begin" in self._now or "ds_phase_end" in self._now
             self._is_read = "ds_step_end" in self._now or "ds_request" in self._now
         if self._read_at is not None:
-            self.collects = "ds_metrics" in self._now and any(step % every == 0 for every in self._read_at)
+            self.collects = "ds_metrics" in self._now and any(
+                step % every == 0 for every in self._read_at
+            )
 
     def observes(self, *hooks: str) -> bool:
         """Whether any plugin implements any of the observer hooks, and listens in some steps."""
         return any(hook in self._observers for hook in hooks)
 
     def notify(self, hook: str, **arguments: Any) -> list[Any]:
-        """Call the observers of `hook` that listen now; returns what they answered. One that fails is switched off."""
+        """Call the observers of `hook` that listen now; returns what they answered.
+
+        One that fails is switched off.
+        """
         rows = self._now.get(hook)
         if rows is None:
             return []
@@ -206,12 +253,16 @@ class Telemetry:
         return [observer(arguments) for observer in rows]
 
     def phase(self, name: str, inputs: Any = None) -> contextlib.AbstractContextManager[None]:
-        """To run a phase of a step in, as `ds_phase_begin` describes it. It is observed where a plugin wants it."""
+        """To run a phase of a step in, as `ds_phase_begin` describes it.
+
+        It is observed where a plugin wants it.
+        """
         return _Phase(self, name, inputs) if self.follows_phases else _NOTHING
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[Metrics]:
-        """To evaluate in: the phase "eval". It is no part of a step, so all observers of phases hear of it.
+        """To evaluate in: the phase "eval". It is no part of a step, so all observers of phases
+        hear of it.
 
         What is put into the metrics that it gives is read when an observer asks.
         """
@@ -226,7 +277,7 @@ class Telemetry:
         for observer in self.ctx.plugins.observers(hook):
             observer({**arguments, "ctx": self.ctx})
 
-    # -- steps -----------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
 
     @property
     def has_readers(self) -> bool:
@@ -234,14 +285,20 @@ class Telemetry:
         return self._is_read or self.monitor.enabled
 
     def _tell_readers(self, step: int) -> None:
-        """Ranks tell each other at which steps anybody reads, so that `ds_metrics` is called on all or none.
+        """Ranks tell each other at which steps anybody reads, so that `ds_metrics` is called on all
+        or none.
 
-        At the end of the first step, when plugins have seen what the model is given and say again how they listen.
+        At the end of the first step, when plugins have seen what the model is given and say again
+        how they listen.
         """
         self._decide(step)
         rows = [*self._observers.get("ds_step_end", ()), *self._observers.get("ds_request", ())]
         mine = {every for every, _ in rows} | ({1} if self.monitor.enabled else set())
-        told = comm.all_gather_json(sorted(mine)) if "ds_metrics" in self._observers else [sorted(mine)]
+        told = (
+            comm.all_gather_json(sorted(mine))
+            if "ds_metrics" in self._observers
+            else [sorted(mine)]
+        )
         self._read_at = frozenset(every for periods in told for every in periods)
         self.turn(step)
 
@@ -251,7 +308,8 @@ class Telemetry:
             self._losses.append(loss.detach())
 
     def set_loss(self, loss: Tensor) -> None:
-        """Record the whole batch's mean loss (train_batch), in place of the micro-batches' losses."""
+        """Record the whole batch's mean loss (train_batch), in place of the micro-batches'
+        losses."""
         self._losses = [loss * self.ctx.batch.gas] if self.has_readers else []
 
     def drop_loss(self) -> None:
@@ -264,21 +322,28 @@ class Telemetry:
             self.notify("ds_step_begin", step=step)
 
     def step_end(self, engine: RunningEngine) -> Request | None:
-        """An optimizer step is done or was skipped, and counters are up to date; returns what all ranks shall do now.
+        """An optimizer step is done or was skipped, and counters are up to date; returns what all
+        ranks shall do now.
 
         Collective where a plugin implements `ds_request` or `ds_metrics`.
         """
-        step, request = engine.global_steps - 1, None
+        step = engine.global_steps - 1
+        request = None
         if self._read_at is None and self._observers:
             self._tell_readers(engine.global_steps)
         given = self.notify("ds_metrics", step=step) if self.collects else ()
         if self.has_readers:
-            metrics = Metrics({n: v for answer in given for n, v in (answer or {}).items()} | self._metrics(engine))
+            metrics = Metrics(
+                {n: v for answer in given for n, v in (answer or {}).items()}
+                | self._metrics(engine)
+            )
             self.notify("ds_step_end", step=step, metrics=metrics)
             if self.monitor.enabled:
                 names = EVENTS if engine.scaler is not None else {**EVENTS, "loss_scale": ""}
                 events = {names.get(name, name): value for name, value in metrics.data.items()}
-                self.monitor.write_events((n, v, engine.global_samples) for n, v in events.items() if "/" in n)
+                self.monitor.write_events(
+                    (n, v, engine.global_samples) for n, v in events.items() if "/" in n
+                )
             if "ds_request" in self._now:
                 answers = self.notify("ds_request", step=step, metrics=metrics)
                 request = _agreed([r for r in answers if r is not None], self.ctx)
@@ -296,23 +361,34 @@ class Telemetry:
             "samples": float(engine.global_samples),
         }
         if self._losses:
-            metrics["loss"] = torch.stack([x.reshape(()).float() for x in self._losses]).sum() / self.ctx.batch.gas
+            metrics["loss"] = (
+                torch.stack([x.reshape(()).float() for x in self._losses]).sum()
+                / self.ctx.batch.gas
+            )
         return metrics
 
     def nonfinite(self, engine: RunningEngine) -> None:
-        """Log that this step's gradients hold inf or NaN, and in which parameters this rank sees them."""
-        ctx, scaler = self.ctx, engine.scaler
-        level = logging.INFO if scaler is not None else logging.WARNING  # a loss scaler expects it now and then
+        """Log that this step's gradients hold inf or NaN, and in which parameters this rank sees
+        them.
+        """
+        ctx = self.ctx
+        scaler = engine.scaler
+        # a loss scaler expects it now and then
+        level = logging.INFO if scaler is not None else logging.WARNING
         if ctx.rank != 0 or not log.isEnabledFor(level):
             return
-        bad = [i.name for p, i in ctx.params.items() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+        bad = [
+            i.name
+            for p, i in ctx.params.items()
+            if p.grad is not None and not bool(torch.isfinite(p.grad).all())
+        ]
         where = f" (first in {', '.join(bad[:3])})" if bad else ""
         taken = "bf16.check_grad_overflow is off, so the weights take it"
         done = "the step is skipped" if ctx.precision.skip_nonfinite else taken
         scale = f" at loss scale {scaler.scale:g}" if scaler is not None else ""
         log.log(level, "gradients hold inf or NaN%s%s; %s", where, scale, done)
 
-    # -- the end ---------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def end(self, error: BaseException | None) -> None:
         """Training ends, with `error` if any; observers hear of it once."""
@@ -321,7 +397,9 @@ class Telemetry:
             self._restore = None
         if self._open:
             self._open = False
-            ends_well = isinstance(error, StopIteration) or (isinstance(error, SystemExit) and not error.code)
+            ends_well = isinstance(error, StopIteration) or (
+                isinstance(error, SystemExit) and not error.code
+            )
             self.notify("ds_close", error=None if ends_well else error)
 
     def close(self, error: BaseException | None) -> None:
@@ -331,11 +409,19 @@ class Telemetry:
 
 
 def _agreed(mine: Sequence[Request], ctx: Context) -> Request | None:
-    """All that ranks ask for, or None; the first rank's first folder counts. Collective, a byte per question."""
-    stop, save = any(r.stop for r in mine), next((r.save for r in mine if r.save), None)
+    """All that ranks ask for, or None; the first rank's first folder counts.
+
+    Collective, a byte per question.
+    """
+    stop = any(r.stop for r in mine)
+    save = next((r.save for r in mine if r.save), None)
     code = max((r.exit_code % 256 for r in mine), default=0)
     if ctx.world_size > 1:
-        flags = torch.tensor([stop, save is not None, code], dtype=torch.uint8, device=ctx.accelerator.current_device())
+        flags = torch.tensor(
+            [stop, save is not None, code],
+            dtype=torch.uint8,
+            device=ctx.accelerator.current_device(),
+        )
         comm.label("what plugins ask for after this step")
         comm.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
         stop, saves, code = flags.tolist()
@@ -345,8 +431,11 @@ def _agreed(mine: Sequence[Request], ctx: Context) -> Request | None:
 
 
 def _watch_uncaught(telemetry: Telemetry) -> Any:
-    """Pass uncaught exceptions of the program to `telemetry`, then to who had them before; returns what undoes it."""
-    ref, before = weakref.ref(telemetry), sys.excepthook
+    """Pass uncaught exceptions of the program to `telemetry`, then to who had them before; returns
+    what undoes it.
+    """
+    ref = weakref.ref(telemetry)
+    before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if (alive := ref()) is not None:
@@ -354,7 +443,8 @@ def _watch_uncaught(telemetry: Telemetry) -> Any:
         hook.before(kind, error, trace)  # type: ignore[attr-defined]
 
     def restore() -> None:
-        if sys.excepthook is hook:  # else somebody has put theirs before it, and it stays in the chain, without effect
+        # else somebody has put theirs before it, and it stays in the chain, without effect
+        if sys.excepthook is hook:
             sys.excepthook = before
 
     hook.before = before  # type: ignore[attr-defined]  # a launcher that shows the traceback puts its own here

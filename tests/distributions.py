@@ -7,8 +7,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 DISTRIBUTIONS = sorted(
-    f.parent for kind in ("plugins", "ops", "monitors") for f in ROOT.glob(f"{kind}/*/pyproject.toml")
+    f.parent
+    for kind in ("plugins", "ops", "monitors")
+    for f in ROOT.glob(f"{kind}/*/pyproject.toml")
 )
 """Of all distributions but ds-core, whose folder is ROOT."""
 
-PACKAGES = [ROOT / "ds_core", *sorted(p for d in DISTRIBUTIONS for p in d.glob("ds_*") if p.is_dir())]
+PACKAGES = [
+    ROOT / "ds_core",
+    *sorted(p for d in DISTRIBUTIONS for p in d.glob("ds_*") if p.is_dir()),
+]

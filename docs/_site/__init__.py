@@ -1,7 +1,7 @@
 """The parts of the site that are made from the code: navigation, and the pages of reference/.
 
-Every writer is a function that gives pages: path below reference/ -> Markdown. A file is written only when its text is
-new, so that Sphinx builds only what has changed.
+Every writer is a function that gives pages: path below reference/ -> Markdown. A file is written
+only when its text is new, so that Sphinx builds only what has changed.
 """
 
 from __future__ import annotations
@@ -21,28 +21,45 @@ DOCS = ROOT / "docs"
 
 START = "tutorials/train-my-script tutorials/add-a-plugin tutorials/write-an-accelerator"
 TRAIN = (
-    "training configuration running clusters data-sampling choosing-a-stage autotuning optimizers pipeline moe autoep "
+    "training configuration running clusters data-sampling choosing-a-stage autotuning optimizers "
+    "pipeline moe autoep "
     "compression checkpoints migrate"
 )
 WATCH = "monitors reports profiling when-ranks-disagree"
 EXTEND = "plugins kernels architecture checkpoint-format"
 REFERENCE = (
-    "reference/configuration errors reference/messages reference/hooks reference/api/index reference/packages/index"
+    "reference/configuration errors reference/messages reference/hooks "
+    "reference/api/index "
+    "reference/packages/index"
 )
 ABOUT = "comparison differences versions roadmap"
-PARTS = {"Tutorials": START, "Train": TRAIN, "Watch": WATCH, "Extend": EXTEND, "Reference": REFERENCE, "About": ABOUT}
+PARTS = {
+    "Tutorials": START,
+    "Train": TRAIN,
+    "Watch": WATCH,
+    "Extend": EXTEND,
+    "Reference": REFERENCE,
+    "About": ABOUT,
+}
 
 
 def navigation(app, docname, source):
-    """Put the table of contents below index.md. A page that no part names is listed in the second part."""
+    """Put the table of contents below index.md.
+
+    A page that no part names is listed in the second part.
+    """
     if docname != "index":
         return
     named = {page for pages in PARTS.values() for page in pages.split()} | {"index"}
     here = {page.relative_to(DOCS).with_suffix("").as_posix() for page in DOCS.rglob("*.md")}
     others = sorted(page for page in here - named if not page.startswith("reference/"))
     for title, pages in PARTS.items():
-        listed = [page for page in pages.split() if page in here] + (others if title == "Train" else [])
-        source[0] += f"\n\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n" + "\n".join(listed) + "\n```\n"
+        listed = [page for page in pages.split() if page in here] + (
+            others if title == "Train" else []
+        )
+        source[0] += (
+            f"\n\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n" + "\n".join(listed) + "\n```\n"
+        )
 
 
 def reference_pages() -> dict[str, str]:

@@ -1,4 +1,6 @@
-"""The API reference: public modules of the core and of kits, and the public names of plugins, from their docstrings."""
+"""The API reference: public modules of the core and of kits, and the public names of plugins, from
+their docstrings.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ def api_pages(root: Path) -> dict[str, str]:
     for dist, folder in sorted(distributions(root).items()):
         home = next(folder.glob("ds_*/__init__.py")).parent
         kit = 'tier = "kit"' in (folder / "pyproject.toml").read_text()
-        shown = [name for name in modules(home) if kit and name != home.name and not NOT_SHOWN.search(name)]
+        shown = [
+            name
+            for name in modules(home)
+            if kit and name != home.name and not NOT_SHOWN.search(name)
+        ]
         shown = [name for name in shown if has_all(folder, name)] + MORE.get(dist, [])
         if has_all(folder, home.name) or shown:
             names = [home.name, *dict.fromkeys(shown)] if has_all(folder, home.name) else shown
@@ -34,8 +40,15 @@ def api_pages(root: Path) -> dict[str, str]:
 
 def modules(package: Path) -> list[str]:
     """The dotted names of all modules below a package, itself first."""
-    files = sorted(file for file in package.rglob("*.py") if not re.search(r"/_\w*[a-z]\.py$|/_(?!_)", file.as_posix()))
-    names = [file.relative_to(package.parent).with_suffix("").as_posix().replace("/", ".") for file in files]
+    files = sorted(
+        file
+        for file in package.rglob("*.py")
+        if not re.search(r"/_\w*[a-z]\.py$|/_(?!_)", file.as_posix())
+    )
+    names = [
+        file.relative_to(package.parent).with_suffix("").as_posix().replace("/", ".")
+        for file in files
+    ]
     return sorted({name.removesuffix(".__init__") for name in names})
 
 
@@ -52,7 +65,9 @@ def source(base: Path, module: str) -> str:
 
 
 def _only_hands_on(base: Path, module: str) -> bool:
-    """Whether the package has no definition of its own, so that its names stand on the pages of its modules."""
+    """Whether the package has no definition of its own, so that its names stand on the pages of its
+    modules.
+    """
     return not re.search(r"^(def|class) ", source(base, module), re.MULTILINE)
 
 
@@ -76,9 +91,14 @@ def index(root: Path, core: list[str], packages: dict[str, tuple[str, list[str]]
         home = getattr(getattr(ds_core, name), "__module__", "ds_core.hookspecs")
         homes[name] = home if home in core else "ds_core.hookspecs"
     at = {"ds_core.hookspecs": "../hooks"}
-    names = "\n".join(f"| [`ds_core.{name}`]({at.get(home, home)}.md) | `{home}` |" for name, home in homes.items())
+    names = "\n".join(
+        f"| [`ds_core.{name}`]({at.get(home, home)}.md) | `{home}` |"
+        for name, home in homes.items()
+    )
     rows = "\n".join(f"| [`{name}`]({name}.md) | {summary(root, name)} |" for name in core)
-    others = "\n".join(f"| [`{name}`]({name}.md) | `{dist}` |" for name, (dist, _) in packages.items())
+    others = "\n".join(
+        f"| [`{name}`]({name}.md) | `{dist}` |" for name, (dist, _) in packages.items()
+    )
     toc = "\n".join([*core, *packages])
     return f"""# API reference
 

@@ -15,7 +15,9 @@ Every key of a config, as the installed packages define it. `dscore config expla
 
 
 def configuration_pages() -> dict[str, str]:
-    """One page for the core's keys, one for each section, one for optimizers and schedules, and a list of all."""
+    """One page for the core's keys, one for each section, one for optimizers and schedules, and a
+    list of all.
+    """
     from ds_cli.config import _installed_models, _named_models
 
     from ds_core.config.core import CoreConfig
@@ -30,14 +32,18 @@ def configuration_pages() -> dict[str, str]:
         page = "single-keys" if name in singles else name
         if name not in singles:
             pages[f"config/{name}.md"] = section_page(name, models)
-        rows.append(f"| [`{name}`](config/{page}.md) | `{owner.split()[0]}` | {_plain(about(model))} |")
+        rows.append(
+            f"| [`{name}`](config/{page}.md) | `{owner.split()[0]}` | {_plain(about(model))} |"
+        )
     for kind, what in (("optimizer", "Optimizers"), ("scheduler", "Schedules")):
         pages[f"config/{kind}-params.md"] = params_page(what, kind, _named_models()[kind])
     toc = "\n".join(path.removesuffix(".md") for path in pages)
     parts = [
         HEAD,
-        "## Sections\n\n| section | package | what it is |\n| --- | --- | --- |\n" + "\n".join(rows),
-        "## Parameters by name\n\n- [`optimizer.params`](config/optimizer-params.md), by `optimizer.type`\n"
+        "## Sections\n\n| section | package | what it is |\n| --- | --- | --- |\n"
+        + "\n".join(rows),
+        "## Parameters by name\n\n- [`optimizer.params`](config/optimizer-params.md), by "
+        "`optimizer.type`\n"
         "- [`scheduler.params`](config/scheduler-params.md), by `scheduler.type`",
         f"## Documented by DeepSpeed, not offered\n\n{not_offered(models)}",
         f"```{{toctree}}\n:hidden:\n\n{toc}\n```\n",
@@ -55,7 +61,9 @@ def _plain(text: str) -> str:
 
 
 def _option(text: str) -> str:
-    """As the value of an option, where a quote at the beginning would be taken for one of the whole value."""
+    """As the value of an option, where a quote at the beginning would be taken for one of the whole
+    value.
+    """
     plain = _plain(text)
     return "'" + plain.replace("'", "''") + "'" if plain.startswith('"') else plain
 
@@ -70,7 +78,9 @@ def section_page(name: str, models: dict) -> str:
     """One section and all keys below it."""
     model, owner = models[name]
     parts = [f"# {name}", _plain(about(model)), f"Package: `{owner.split()[0]}`."]
-    return "\n\n".join([*parts, *(list(entries(model, name, models)) or ["It has no keys."])]) + "\n"
+    return (
+        "\n\n".join([*parts, *(list(entries(model, name, models)) or ["It has no keys."])]) + "\n"
+    )
 
 
 def singles_page(models: dict) -> str:
@@ -80,7 +90,9 @@ def singles_page(models: dict) -> str:
         default = model.model_fields["root"].default
         lines = [f"```{{confval}} {name}", f":type: {_option(_type_of(model))}"]
         lines += [f":default: `{json.dumps(default)}`"] if isinstance(default, (int, str)) else []
-        parts.append("\n".join([*lines, "", f"{_plain(about(model))} Package: `{owner.split()[0]}`.", "```"]))
+        parts.append(
+            "\n".join([*lines, "", f"{_plain(about(model))} Package: `{owner.split()[0]}`.", "```"])
+        )
     return "\n\n".join(parts) + "\n"
 
 
@@ -90,7 +102,10 @@ def params_page(what: str, kind: str, named: dict) -> str:
 
     from ds_core.config.keys import iter_keys
 
-    parts = [f"# {what}", f"What `{kind}.params` takes, by `{kind}.type`. Names are case-insensitive."]
+    parts = [
+        f"# {what}",
+        f"What `{kind}.params` takes, by `{kind}.type`. Names are case-insensitive.",
+    ]
     for name, (model, owner) in sorted(named.items()):
         parts += [f"## {name}", _plain(about(model)), f"Package: `{owner.split()[0]}`."]
         rows = []
@@ -98,13 +113,20 @@ def params_page(what: str, kind: str, named: dict) -> str:
             if key.path != key.name:
                 continue
             said = explain(f"{kind}.params.{key.path}", {}, {kind: {name: (model, owner)}})
-            rows.append(f"| `{key.path}` | {_plain(said.type)} | {_code(said.default)} | {_plain(said.description)} |")
-        parts.append("\n".join(["| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows]))
+            rows.append(
+                f"| `{key.path}` | {_plain(said.type)} | {_code(said.default)} | "
+                f"{_plain(said.description)} |"
+            )
+        parts.append(
+            "\n".join(["| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows])
+        )
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def entries(model: type, prefix: str, models: dict) -> Iterator[str]:
-    """Every key of `model` as a `confval`, in the order of the model; other spellings are told with the key."""
+    """Every key of `model` as a `confval`, in the order of the model; other spellings are told with
+    the key.
+    """
     from ds_cli.explanation import explain
 
     from ds_core.config.keys import iter_keys
@@ -142,7 +164,9 @@ def not_offered(models: dict) -> str:
 
     rows = []
     for name, row in sorted(documented().items()):
-        if name not in models and row["owner"] not in {owner.split()[0] for _, owner in models.values()} | {"ds-core"}:
+        if name not in models and row["owner"] not in {
+            owner.split()[0] for _, owner in models.values()
+        } | {"ds-core"}:
             rows.append(f"| `{name}` | {row['why']} |")
     head = "Such a section is accepted while it is switched off. Switched on, it is an error.\n\n"
     return head + "\n".join(["| section | why |", "| --- | --- |", *rows])

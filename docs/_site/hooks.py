@@ -1,4 +1,6 @@
-"""The hook reference: every hook of ds_core/hookspecs.py, with who calls it, its kit and a whole example."""
+"""The hook reference: every hook of ds_core/hookspecs.py, with who calls it, its kit and a whole
+example.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ KITS = {
     "ds_charts": "ChartConformance",
     "ds_memory": "MemoryConformance",
 }
-"""The kit of each hook that has one of its own; observers have `ObserverConformance`, the rest `PluginConformance`."""
+"""The kit of each hook that has one of its own; observers have `ObserverConformance`, the rest
+`PluginConformance`.
+"""
 OWN_KITS = {"PipelineScheduleConformance"}
 """Kits that come with the hook's package, not with ds-testing."""
 
@@ -53,12 +57,21 @@ OWN_KITS = {"PipelineScheduleConformance"}
 def hook_pages(root: Path) -> dict[str, str]:
     """The page of all hooks."""
     files = [root / "ds_core/hookspecs.py", *sorted(root.glob("plugins/*/ds_*/hookspecs.py"))]
-    homes = {node.name: file for file in files for node in ast.parse(file.read_text()).body if _is_hook(node)}
+    homes = {
+        node.name: file
+        for file in files
+        for node in ast.parse(file.read_text()).body
+        if _is_hook(node)
+    }
     hooks = [node for file in files for node in ast.parse(file.read_text()).body if _is_hook(node)]
-    recipes, callers, users = _recipes(root), _uses(root, "ds_core"), _implementations(root)
-    rows, parts = [], []
+    recipes = _recipes(root)
+    callers = _uses(root, "ds_core")
+    users = _implementations(root)
+    rows = []
+    parts = []
     for hook in hooks:
-        name, doc = hook.name, ast.get_docstring(hook) or ""
+        name = hook.name
+        doc = ast.get_docstring(hook) or ""
         head = " ".join(doc.split("\n\n")[0].split())
         kind, _, text = head.partition(":")
         text = text or head.removeprefix("Driver, ")
@@ -73,8 +86,12 @@ def hook_pages(root: Path) -> dict[str, str]:
             title, slug = recipes[name]
             facts.append(f"- Example: [{title}](../plugins.md#{slug})")
         if name in users:
-            facts.append("- Used by: " + ", ".join(f"[{dist}](packages/{dist}.md)" for dist in users[name]))
-        function = f"```{{eval-rst}}\n.. autofunction:: {homes[name].parent.name}.hookspecs.{name}\n```"
+            facts.append(
+                "- Used by: " + ", ".join(f"[{dist}](packages/{dist}.md)" for dist in users[name])
+            )
+        function = (
+            f"```{{eval-rst}}\n.. autofunction:: {homes[name].parent.name}.hookspecs.{name}\n```"
+        )
         parts.append("\n\n".join([f"## {name}", function, "\n".join(facts)]))
     table = "\n".join(["| hook | kind | what for |", "| --- | --- | --- |", *rows])
     return {"hooks.md": "\n\n".join([HEAD + "\n" + table, *parts]) + "\n"}
@@ -102,7 +119,13 @@ def _uses(root: Path, package: str) -> dict[str, list[str]]:
     for file in sorted((root / package).rglob("*.py")):
         if file.name in ("hookspecs.py", "builtin.py"):
             continue
-        module = file.relative_to(root).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+        module = (
+            file.relative_to(root)
+            .with_suffix("")
+            .as_posix()
+            .replace("/", ".")
+            .removesuffix(".__init__")
+        )
         for name in sorted(set(re.findall(r'"(ds_\w+)"', file.read_text()))):
             found.setdefault(name, []).append(module)
     return found

@@ -20,7 +20,10 @@ def draw(run: Path, target: Path, half: int = 250) -> None:
     with open(run / "Train_Samples_train_loss.csv", newline="") as file:
         rows = [(float(samples), float(loss)) for samples, loss in list(csv.reader(file))[1:]]
     losses = [loss for _, loss in rows]
-    smooth = [sum(losses[max(0, at - 9) : at + 1]) / len(losses[max(0, at - 9) : at + 1]) for at in range(len(losses))]
+    smooth = [
+        sum(losses[max(0, at - 9) : at + 1]) / len(losses[max(0, at - 9) : at + 1])
+        for at in range(len(losses))
+    ]
     rcParams["svg.hashsalt"] = "ds_core"
     figure = Figure(figsize=(7, 2.8), layout="tight")
     axes = figure.subplots()

@@ -20,7 +20,10 @@ def message_pages(root: Path) -> dict[str, str]:
     parts = [HEAD]
     for name, rows in sorted(messages(root).items()):
         lines = ["| message | module |", "| --- | --- |"]
-        lines += [f"| {_cell(text)} | `{module}` |" for text, module in sorted(rows, key=lambda r: (r[1], r[0]))]
+        lines += [
+            f"| {_cell(text)} | `{module}` |"
+            for text, module in sorted(rows, key=lambda r: (r[1], r[0]))
+        ]
         parts += [f"## {name}", "\n".join(lines)]
     return {"messages.md": "\n\n".join(parts) + "\n"}
 
@@ -34,19 +37,30 @@ def messages(root: Path) -> dict[str, list[tuple[str, str]]]:
             continue
         module = module_of(file, root)
         for call in (node for node in ast.walk(parse(file)) if isinstance(node, ast.Call)):
-            name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            name = (
+                call.func.attr
+                if isinstance(call.func, ast.Attribute)
+                else getattr(call.func, "id", "")
+            )
             at = 1 if name == "Problem" else 0
             if (name == "Problem" or name in classes) and len(call.args) > at:
-                texts = [template(arg) for arg in call.args[at : at + 2 if name == "Problem" else at + 1]]
+                texts = [
+                    template(arg) for arg in call.args[at : at + 2 if name == "Problem" else at + 1]
+                ]
                 text = "; ".join(filter(None, texts))
                 if re.search(r"[a-z]{3}", text):
-                    found.setdefault("ConfigError" if name == "Problem" else name, []).append((text, module))
+                    found.setdefault("ConfigError" if name == "Problem" else name, []).append(
+                        (text, module)
+                    )
     return {name: sorted(set(rows)) for name, rows in found.items()}
 
 
 def error_classes(root: Path) -> dict[str, str]:
-    """Every error class of the core and the packages -> its module; those that a test raises are not ours."""
-    found, grew = {"DSError": "ds_core.errors"}, True
+    """Every error class of the core and the packages -> its module; those that a test raises are
+    not ours.
+    """
+    found = {"DSError": "ds_core.errors"}
+    grew = True
     defined = [
         (node, module_of(file, root))
         for file in sources(root)
@@ -58,7 +72,8 @@ def error_classes(root: Path) -> dict[str, str]:
         for node, module in defined:
             bases = {getattr(base, "id", getattr(base, "attr", "")) for base in node.bases}
             if node.name not in found and not bases.isdisjoint(found):
-                found[node.name], grew = module, True
+                found[node.name] = module
+                grew = True
     return found
 
 
@@ -81,11 +96,14 @@ def module_of(file: Path, root: Path) -> str:
 
 
 def template(node: ast.expr) -> str:
-    """The text of a message with `…` for what is filled in; "" for one that is not written there."""
+    """The text of a message with `…` for what is filled in; "" for one that is not written
+    there."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else ""
     if isinstance(node, ast.JoinedStr):
-        return "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+        return "".join(
+            part.value if isinstance(part, ast.Constant) else "…" for part in node.values
+        )
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return (template(node.left) or "…") + (template(node.right) or "…")
     return ""

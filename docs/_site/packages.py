@@ -1,4 +1,6 @@
-"""One page for each distribution: its README, with links into the repository turned into links within the site."""
+"""One page for each distribution: its README, with links into the repository turned into links
+within the site.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,22 @@ TREE = "https://github.com/ds-core/ds_core/tree/main/"
 
 def package_pages(root: Path) -> dict[str, str]:
     """A page for each distribution below plugins/, ops/ and monitors/, and their list."""
-    pages, rows, homes = {}, [], distributions(root)
+    pages = {}
+    rows = []
+    homes = distributions(root)
     for dist, folder in sorted(homes.items()):
-        about = re.search(r'^description = "(.+)"', (folder / "pyproject.toml").read_text(), re.MULTILINE)
+        about = re.search(
+            r'^description = "(.+)"', (folder / "pyproject.toml").read_text(), re.MULTILINE
+        )
         rows.append(f"| [{dist}]({dist}.md) | {about[1] if about else ''} |")
         pages[f"packages/{dist}.md"] = inward((folder / "README.md").read_text(), root, homes)
     toc = "\n".join(sorted(homes))
-    return {"packages/index.md": HEAD + "\n".join(rows) + f"\n\n```{{toctree}}\n:hidden:\n\n{toc}\n```\n", **pages}
+    return {
+        "packages/index.md": HEAD
+        + "\n".join(rows)
+        + f"\n\n```{{toctree}}\n:hidden:\n\n{toc}\n```\n",
+        **pages,
+    }
 
 
 def distributions(root: Path) -> dict[str, Path]:

@@ -1,7 +1,8 @@
-"""Accelerators: what the core and its plugins ask of a device type, and which one a process uses (torch-free).
+"""Accelerators: what the core and its plugins ask of a device type, and which one a process uses
+(torch-free).
 
-One is selected by `DS_ACCELERATOR`, else by probing plugins' first, then the core's, then cpu. The selection is
-process-wide; ``ds_core.reset()`` and `reset_accelerator` clear it.
+One is selected by `DS_ACCELERATOR`, else by probing plugins' first, then the core's, then cpu. The
+selection is process-wide; ``ds_core.reset()`` and `reset_accelerator` clear it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ __all__ = [
     "set_accelerator",
 ]
 
-__getattr__, __dir__ = names_on_first_use(__name__, {"cpu": "CpuAccelerator", "generic": "TorchAccelerator"})
+__getattr__, __dir__ = names_on_first_use(
+    __name__, {"cpu": "CpuAccelerator", "generic": "TorchAccelerator"}
+)
 
 VARIABLE = "DS_ACCELERATOR"
 
@@ -46,7 +49,10 @@ log = logging.getLogger("ds_core.accelerator")
 
 
 class HostEvent:
-    """An event of a device that has none. `record` waits for the device's queued work by calling `drain`."""
+    """An event of a device that has none.
+
+    `record` waits for the device's queued work by calling `drain`.
+    """
 
     def __init__(self, drain: Callable[[], None]) -> None:
         self._drain = drain
@@ -73,9 +79,9 @@ class HostEvent:
 class Accelerator(ABC):
     """One device type. The constructor and `device_count` must not initialize a device.
 
-    name: the value of ``DS_ACCELERATOR`` that selects it, as in its AcceleratorEntry. device_type: torch's name of the
-    device type. Memory is in bytes, and of the current device. The methods that are not abstract are right for a device
-    with one stream and without pinned memory.
+    name: the value of ``DS_ACCELERATOR`` that selects it, as in its AcceleratorEntry. device_type:
+    torch's name of the device type. Memory is in bytes, and of the current device. The methods that
+    are not abstract are right for a device with one stream and without pinned memory.
     """
 
     name: str
@@ -86,7 +92,7 @@ class Accelerator(ABC):
     def communication_backend(self) -> str:
         """The torch.distributed backend for its tensors. May be a class attribute."""
 
-    # -- devices ---------------------------------------------------------------------------------------------
+    # -- devices -----------------------------------------------------------------------------------
 
     @abstractmethod
     def device_count(self) -> int:
@@ -94,7 +100,10 @@ class Accelerator(ABC):
 
     @abstractmethod
     def set_device(self, index: int) -> None:
-        """Make device `index` the current one. Raises AcceleratorError, with `device_count`, if it does not exist."""
+        """Make device `index` the current one.
+
+        Raises AcceleratorError, with `device_count`, if it does not exist.
+        """
 
     @abstractmethod
     def current_index(self) -> int:
@@ -111,10 +120,12 @@ class Accelerator(ABC):
         return self.device()
 
     def local_index(self, local_rank: int) -> int:
-        """The device index for a process: its local rank modulo `device_count`, so that processes can share devices."""
+        """The device index for a process: its local rank modulo `device_count`, so that processes
+        can share devices.
+        """
         return local_rank % max(1, self.device_count())
 
-    # -- streams and events ----------------------------------------------------------------------------------
+    # -- streams and events ------------------------------------------------------------------------
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -133,10 +144,12 @@ class Accelerator(ABC):
         return contextlib.nullcontext()
 
     def new_event(self, timing: bool = False) -> Any:
-        """An event: record(), wait() (on this stream), synchronize(), query(); if timing: elapsed_time(later)."""
+        """An event: record(), wait() (on this stream), synchronize(), query(); if timing:
+        elapsed_time(later).
+        """
         return HostEvent(self.synchronize)
 
-    # -- memory ----------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
 
     @abstractmethod
     def memory_allocated(self) -> int:
@@ -163,10 +176,12 @@ class Accelerator(ABC):
         return
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """A copy of a CPU tensor in pinned memory; the tensor itself if the device has no use for pinned memory."""
+        """A copy of a CPU tensor in pinned memory; the tensor itself if the device has no use for
+        pinned memory.
+        """
         return tensor
 
-    # -- random numbers and dtypes ---------------------------------------------------------------------------
+    # -- random numbers and dtypes -----------------------------------------------------------------
 
     @abstractmethod
     def manual_seed(self, seed: int) -> None:
@@ -184,7 +199,9 @@ class Accelerator(ABC):
     def supports(self, dtype: torch.dtype) -> bool:
         """Whether the device computes in floating-point `dtype` natively, without emulation."""
 
-    def autocast(self, dtype: torch.dtype, enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
+    def autocast(
+        self, dtype: torch.dtype, enabled: bool = True
+    ) -> contextlib.AbstractContextManager[Any]:
         """``torch.autocast`` to `dtype` on this device type."""
         import torch
 
@@ -194,7 +211,7 @@ class Accelerator(ABC):
         return f"<{type(self).__name__} {self.name!r}>"
 
 
-# -- selection ---------------------------------------------------------------------------------------------------
+# -- selection -------------------------------------------------------------------------------------
 
 
 _choice: tuple[Accelerator, bool] | None = None  # and whether it comes from set_accelerator
@@ -203,7 +220,8 @@ _choice: tuple[Accelerator, bool] | None = None  # and whether it comes from set
 def get_accelerator(plugins: Plugins | None = None) -> Accelerator:
     """This process's accelerator: from `set_accelerator`, else selected earlier, else selected now.
 
-    plugins: select again from these (a run's plugins may bring devices), unless `set_accelerator` was called.
+    plugins: select again from these (a run's plugins may bring devices), unless `set_accelerator`
+    was called.
     """
     global _choice
     if _choice is None or (plugins is not None and not _choice[1]):
@@ -216,7 +234,8 @@ def set_accelerator(accelerator: Accelerator) -> None:
     global _choice
     if not isinstance(accelerator, Accelerator):
         raise AcceleratorError(
-            f"{accelerator!r} is not an Accelerator; subclass ds_core.accelerator.Accelerator and pass an instance"
+            f"{accelerator!r} is not an Accelerator; subclass ds_core.accelerator.Accelerator and "
+            "pass an instance"
         )
     _choice = accelerator, True
 
@@ -228,35 +247,49 @@ def reset_accelerator() -> None:
 
 
 def candidates(plugins: Plugins) -> list[tuple[AcceleratorEntry, str, str | None]]:
-    """Every registered accelerator in order of preference: (entry, distribution, None or why it is unavailable)."""
+    """Every registered accelerator in order of preference: (entry, distribution, None or why it is
+    unavailable).
+    """
     return [(row.value, row.plugin.dist, ask(row.value.probe)) for row in _rows(plugins)]
 
 
 def select_accelerator(plugins: Plugins) -> Accelerator:
     """Select and load the accelerator; initializes no device.
 
-    Raises AcceleratorError if `DS_ACCELERATOR` names none, a broken or an unavailable one (the message lists what is
-    installed and why it is unavailable), or if two plugins' are available with equal priority; PluginError if loading
-    fails.
+    Raises AcceleratorError if `DS_ACCELERATOR` names none, a broken or an unavailable one (the
+    message lists what is installed and why it is unavailable), or if two plugins' are available
+    with equal priority; PluginError if loading fails.
     """
     named = os.environ.get(VARIABLE, "").strip()
     row = _named(named, plugins) if named else _probed(_rows(plugins))
     plugins.join(row.plugin)
     try:
-        with blaming(row.plugin, f"failed to make the accelerator {row.value.name} ({row.value.load})"):
+        with blaming(
+            row.plugin, f"failed to make the accelerator {row.value.name} ({row.value.load})"
+        ):
             made = resolve(row.value.load)()
             if not isinstance(made, Accelerator):
                 raise TypeError(f"it gave a {type(made).__name__}, not an Accelerator")
     except PluginError as error:
-        fix = f"set {VARIABLE}=cpu to go on without it, or name {row.plugin.dist} in plugins.disable"
+        fix = (
+            f"set {VARIABLE}=cpu to go on without it, or name {row.plugin.dist} in plugins.disable"
+        )
         raise PluginError(f"{error}; {fix}") from error.__cause__
     return made
 
 
 def _rows(plugins: Plugins) -> list[Answer]:
-    """One answer per entry, in order of preference: plugins' first, then by priority and name; cpu is last."""
-    rows = [Answer(answer.plugin, entry) for answer in plugins.offers("ds_accelerators") for entry in answer.value]
-    return sorted(rows, key=lambda r: (not _outside(r), -r.value.priority, r.value.name, r.plugin.dist))
+    """One answer per entry, in order of preference: plugins' first, then by priority and name; cpu
+    is last.
+    """
+    rows = [
+        Answer(answer.plugin, entry)
+        for answer in plugins.offers("ds_accelerators")
+        for entry in answer.value
+    ]
+    return sorted(
+        rows, key=lambda r: (not _outside(r), -r.value.priority, r.value.name, r.plugin.dist)
+    )
 
 
 def _outside(row: Answer) -> bool:
@@ -273,9 +306,15 @@ def _probed(rows: list[Answer]) -> Answer:
         names = sorted({row.value.name for row in usable[:2]})
         fix = f"set {VARIABLE} to {' or '.join(names)}" if len(names) > 1 else "uninstall one"
         both = " and ".join(map(_shown, usable[:2]))
-        raise AcceleratorError(f"{both} are both available with priority {usable[0].value.priority}; {fix}")
+        raise AcceleratorError(
+            f"{both} are both available with priority {usable[0].value.priority}; {fix}"
+        )
     # The core's are probed only if no plugin's is usable; cpu has no probe and ends the search.
-    chosen = usable[0] if usable else next(r for r in rows if not _outside(r) and ask(r.value.probe) is None)
+    chosen = (
+        usable[0]
+        if usable
+        else next(r for r in rows if not _outside(r) and ask(r.value.probe) is None)
+    )
     log.debug("accelerator %s, by probing", _shown(chosen))
     return chosen
 
@@ -283,13 +322,20 @@ def _probed(rows: list[Answer]) -> Answer:
 def _named(named: str, plugins: Plugins) -> Answer:
     import torch
 
-    rows, wanted = _rows(plugins), named.lower()
+    rows = _rows(plugins)
+    wanted = named.lower()
     for report in plugins.reports():
         found = report.found
-        if report.state is PluginState.QUARANTINED and (found.group, found.name.lower()) == (BACKENDS, wanted):
-            raise AcceleratorError(f"{VARIABLE}={named}: {report.why}; fix or uninstall {found.dist}")
+        if report.state is PluginState.QUARANTINED and (found.group, found.name.lower()) == (
+            BACKENDS,
+            wanted,
+        ):
+            raise AcceleratorError(
+                f"{VARIABLE}={named}: {report.why}; fix or uninstall {found.dist}"
+            )
     matching = [row for row in rows if row.value.name.lower() == wanted]
-    if not matching and wanted == torch._C._get_privateuse1_backend_name():  # a device that is registered with torch
+    # a device that is registered with torch
+    if not matching and wanted == torch._C._get_privateuse1_backend_name():
         matching = [row for row in rows if row.value.name == "privateuse1"]
     if len(outside := [row.plugin.dist for row in matching if _outside(row)]) > 1:
         raise AcceleratorError(

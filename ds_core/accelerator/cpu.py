@@ -46,11 +46,14 @@ class CpuAccelerator(Accelerator):
         return _kib("/proc/self/status", "VmRSS") or _highest_resident()
 
     def max_memory_allocated(self) -> int:
-        """The peak resident set size since the last reset, or since process start if it cannot be reset."""
+        """The peak resident set size since the last reset, or since process start if it cannot be
+        reset.
+        """
         return _kib("/proc/self/status", "VmHWM") or _highest_resident()
 
     def reset_peak_memory_stats(self) -> None:
-        with contextlib.suppress(OSError):  # not permitted everywhere; the peak then counts from process start
+        # not permitted everywhere; the peak then counts from process start
+        with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 
     def total_memory(self) -> int:

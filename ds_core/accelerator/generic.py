@@ -1,7 +1,7 @@
 """One implementation for every device type of torch: cuda, xpu, mps and any PrivateUse1 device.
 
-Each has a device module (``torch.cuda``, ``torch.xpu``, ``torch.<name>``) with similar functions. Vendors whose device
-is registered with torch subclass `TorchAccelerator` and override what differs.
+Each has a device module (``torch.cuda``, ``torch.xpu``, ``torch.<name>``) with similar functions.
+Vendors whose device is registered with torch subclass `TorchAccelerator` and override what differs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = ["TorchAccelerator", "cuda", "mps", "privateuse1", "xpu"]
 class TorchAccelerator(Accelerator):
     """Drives the devices of ``torch.get_device_module(device_type)``.
 
-    name: the value of ``DS_ACCELERATOR`` that selects it; default: the device type. module: replaces torch's module.
-    Raises AcceleratorError if torch has no module for the device type.
+    name: the value of ``DS_ACCELERATOR`` that selects it; default: the device type. module:
+    replaces torch's module. Raises AcceleratorError if torch has no module for the device type.
     """
 
     def __init__(self, device_type: str, *, name: str = "", module: Any = None) -> None:
@@ -34,20 +34,25 @@ class TorchAccelerator(Accelerator):
         try:
             self._module = torch.get_device_module(device_type) if module is None else module
         except RuntimeError as error:
-            raise AcceleratorError(f"torch has no device module for {device_type!r}: {error}") from error
+            raise AcceleratorError(
+                f"torch has no device module for {device_type!r}: {error}"
+            ) from error
 
     @property
     def communication_backend(self) -> str:
-        """torch.distributed's default backend for the device type; looked up late, since vendors register theirs."""
+        """torch.distributed's default backend for the device type; looked up late, since vendors
+        register theirs.
+        """
         return torch.distributed.Backend.default_device_backend_map.get(self.device_type, "gloo")
 
     def _call(self, names: str, default: Any = None) -> Any:
-        """Call the first of these functions that the device module has; `default` if it has none."""
+        """Call the first of these functions that the device module has; `default` if it has
+        none."""
         found = (getattr(self._module, name, None) for name in names.split())
         member = next(filter(None, found), None)
         return default if member is None else member()
 
-    # -- devices ---------------------------------------------------------------------------------------------
+    # -- devices -----------------------------------------------------------------------------------
 
     def device_count(self) -> int:
         return int(self._module.device_count())
@@ -55,9 +60,12 @@ class TorchAccelerator(Accelerator):
     def set_device(self, index: int) -> None:
         count = self.device_count()
         if not 0 <= index < count:
-            have = f"{count} device{'' if count == 1 else 's'}" + (f", numbers 0 to {count - 1}" if count > 1 else "")
+            have = f"{count} device{'' if count == 1 else 's'}" + (
+                f", numbers 0 to {count - 1}" if count > 1 else ""
+            )
             raise AcceleratorError(
-                f"{self.name} has {have}; there is no number {index} (CUDA_VISIBLE_DEVICES and the like may hide some)"
+                f"{self.name} has {have}; there is no number {index} (CUDA_VISIBLE_DEVICES and the "
+                "like may hide some)"
             )
         if index != self.current_index():
             self._module.set_device(index)
@@ -65,7 +73,7 @@ class TorchAccelerator(Accelerator):
     def current_index(self) -> int:
         return int(self._call("current_device", default=0))
 
-    # -- streams and events ----------------------------------------------------------------------------------
+    # -- streams and events ------------------------------------------------------------------------
 
     def synchronize(self) -> None:
         self._module.synchronize()
@@ -81,12 +89,15 @@ class TorchAccelerator(Accelerator):
 
     def new_event(self, timing: bool = False) -> Any:
         make = getattr(self._module, "Event", None)
-        return super().new_event() if make is None else make(enable_timing=True) if timing else make()
+        return (
+            super().new_event() if make is None else make(enable_timing=True) if timing else make()
+        )
 
-    # -- memory ----------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
 
     def memory_allocated(self) -> int:
-        return int(self._call("memory_allocated current_allocated_memory", default=0))  # the second name is that of mps
+        # the second name is that of mps
+        return int(self._call("memory_allocated current_allocated_memory", default=0))
 
     def max_memory_allocated(self) -> int:
         """What is allocated now if the device counts no peak (mps)."""
@@ -99,10 +110,13 @@ class TorchAccelerator(Accelerator):
         """The host's memory if the device reports none: such a device shares it."""
         if hasattr(self._module, "get_device_properties"):
             return int(self._module.get_device_properties(self.current_index()).total_memory)
-        return int(self._call("recommended_max_memory", default=0)) or CpuAccelerator().total_memory()
+        return (
+            int(self._call("recommended_max_memory", default=0)) or CpuAccelerator().total_memory()
+        )
 
     def available_memory(self) -> int:
-        with contextlib.suppress(AttributeError, RuntimeError):  # mps has none, some Intel drivers do not support it
+        # mps has none, some Intel drivers do not support it
+        with contextlib.suppress(AttributeError, RuntimeError):
             return int(self._module.mem_get_info()[0])
         reserved = self._call("memory_reserved driver_allocated_memory", default=0)
         return max(0, self.total_memory() - int(reserved))
@@ -116,9 +130,10 @@ class TorchAccelerator(Accelerator):
         except RuntimeError:
             if self.device_type in ("cuda", "xpu"):
                 raise
-            return tensor  # mps shares the host's memory, and a PrivateUse1 device need not have pinned memory
+            # mps shares the host's memory, and a PrivateUse1 device need not have pinned memory
+            return tensor
 
-    # -- random numbers and dtypes ---------------------------------------------------------------------------
+    # -- random numbers and dtypes -----------------------------------------------------------------
 
     def manual_seed(self, seed: int) -> None:
         (getattr(self._module, "manual_seed_all", None) or self._module.manual_seed)(seed)

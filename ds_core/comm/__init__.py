@@ -1,4 +1,5 @@
-"""Everything that crosses ranks: starting the process group, collectives, interceptors around them, agreement.
+"""Everything that crosses ranks: starting the process group, collectives, interceptors around them,
+agreement.
 
 Names load on first use, so that `import ds_core.comm` brings in no torch.
 """
@@ -32,10 +33,12 @@ __getattr__, __dir__ = names_on_first_use(
     {
         "agreement": "all_gather_json check_ranks_agree together",
         "collectives": (
-            "all_gather_into_tensor all_reduce all_to_all_single barrier broadcast called irecv isend open_transport "
+            "all_gather_into_tensor all_reduce all_to_all_single barrier broadcast called irecv "
+            "isend open_transport "
             "rank recv reduce reduce_scatter_tensor send use_providers world_size"
         ),
-        "interceptor": "Collective Interceptor Order add_interceptor interceptors label remove_interceptor tag",
+        "interceptor": "Collective Interceptor Order add_interceptor interceptors label "
+        "remove_interceptor tag",
         "providers": "AfterWork GroupCollectives Work choose_providers",
         "start": "Job Rendezvous find_rendezvous init_distributed is_initialized local_rank",
     },

@@ -1,9 +1,10 @@
-"""Small things that JSON can hold, exchanged as text (never pickled); and whether all ranks run the same thing.
+"""Small things that JSON can hold, exchanged as text (never pickled); and whether all ranks run the
+same thing.
 
-[Note: one fails, all fail] Where ranks do the same work on different parts of a model, one may find a fault that
-others cannot see. They would wait for it in the next collective. `together` ends such work with word of every
-rank. A rank that failed says so in the place of its next `all_gather_json`, so that ranks which agree on something
-inside of the work hear it there.
+[Note: one fails, all fail] Where ranks do the same work on different parts of a model, one may find
+a fault that others cannot see. They would wait for it in the next collective. `together` ends such
+work with word of every rank. A rank that failed says so in the place of its next `all_gather_json`,
+so that ranks which agree on something inside of the work hear it there.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ _FAILED = "ds_core: failed on rank"  # the key of what a rank sends that has fai
 
 
 def all_gather_json(obj: Any, group: ProcessGroup | None = None) -> list[Any]:
-    """Every rank's `obj` (what JSON can hold), in rank order. Collective; for small things, such as settings.
+    """Every rank's `obj` (what JSON can hold), in rank order. Collective; for small things, such as
+    settings.
 
-    LostRankError where another rank failed in the work that they do together; see [Note: one fails, all fail].
+    LostRankError where another rank failed in the work that they do together; see [Note: one fails,
+    all fail].
     """
     text = _text_tensor(obj)
     size = members(group)
@@ -47,7 +50,10 @@ def all_gather_json(obj: Any, group: ProcessGroup | None = None) -> list[Any]:
     padded[: text.numel()] = text.to(device)
     gathered = torch.empty(size * max(widths), dtype=torch.uint8, device=device)
     all_gather_into_tensor(gathered, padded, group)
-    found = [_from_text(row[:width]) for row, width in zip(gathered.cpu().view(size, -1), widths, strict=True)]
+    found = [
+        _from_text(row[:width])
+        for row, width in zip(gathered.cpu().view(size, -1), widths, strict=True)
+    ]
     for row in found:
         if isinstance(row, dict) and _FAILED in row:
             raise LostRankError(f"rank {row[_FAILED]} stopped, and so do all: {row['error']}")
@@ -58,24 +64,27 @@ def all_gather_json(obj: Any, group: ProcessGroup | None = None) -> list[Any]:
 def together() -> Iterator[None]:
     """A block that has succeeded on every rank when it ends. Collective.
 
-    What it raises on one rank is raised there, and on all others a LostRankError with that rank and its error.
+    What it raises on one rank is raised there, and on all others a LostRankError with that rank and
+    its error.
     """
     try:
         yield
     except CommError:
         raise  # ranks know already, or can no longer talk
     except Exception as error:
-        with contextlib.suppress(Exception):  # the error itself says more than that telling it failed
+        # the error itself says more than that telling it failed
+        with contextlib.suppress(Exception):
             all_gather_json({_FAILED: rank(), "error": f"{type(error).__name__}: {error}"})
         raise
     all_gather_json(None)
 
 
 def check_ranks_agree(items: Mapping[str, str]) -> None:
-    """Compare `items` (name -> value, secrets already hashed) over all ranks of the world; collective.
+    """Compare `items` (name -> value, secrets already hashed) over all ranks of the world;
+    collective.
 
-    One hash is compared, and the items are exchanged only when it differs. Raises RankMismatchError on every rank,
-    naming each key that differs, its values and who holds which.
+    One hash is compared, and the items are exchanged only when it differs. Raises RankMismatchError
+    on every rank, naming each key that differs, its values and who holds which.
     """
     if members(None) == 1:
         return
@@ -95,7 +104,9 @@ def describe_mismatch(held: Sequence[Mapping[str, str]]) -> str:
         for holder, items in enumerate(held):
             owners.setdefault(items.get(key), []).append(holder)
         for value, ranks in owners.items():
-            lines.append(f"    {_name_ranks(ranks)}: {'(missing)' if value is None else _short(value)}")
+            lines.append(
+                f"    {_name_ranks(ranks)}: {'(missing)' if value is None else _short(value)}"
+            )
     if len(differing) > SHOWN:
         lines.append(f"  and {len(differing) - SHOWN} more: {_short(', '.join(differing[SHOWN:]))}")
     lines.append("give every rank the same config file, packages and environment")
@@ -107,7 +118,9 @@ def _short(value: str) -> str:
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_RANKS])) + (f" and {len(ranks) - _RANKS} more" if len(ranks) > _RANKS else "")
+    shown = ", ".join(map(str, ranks[:_RANKS])) + (
+        f" and {len(ranks) - _RANKS} more" if len(ranks) > _RANKS else ""
+    )
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 

@@ -1,7 +1,8 @@
-"""The collectives everything else calls: torch.distributed's signatures, served by whatever is best for each group.
+"""The collectives everything else calls: torch.distributed's signatures, served by whatever is best
+for each group.
 
-At one rank (or with no process group) nothing is called at all. Else the `GroupCollectives` of the group serve: those
-of a provider, where one is in use (`use_providers`), or torch.distributed's.
+At one rank (or with no process group) nothing is called at all. Else the `GroupCollectives` of the
+group serve: those of a provider, where one is in use (`use_providers`), or torch.distributed's.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ Maker = Callable[[ProcessGroup, bool], GroupCollectives]
 class _Group:
     """What is kept per live process group; it goes with the group.
 
-    made: by maker, also those in use no longer. serving: by device type, those in use. carriers: by device type, who
-    carries messages, since a receive must look where its message is: the first provider, or torch.distributed if there
-    were messages before it. count, messages: what this rank called; messages by sender and receiver.
+    made: by maker, also those in use no longer. serving: by device type, those in use. carriers: by
+    device type, who carries messages, since a receive must look where its message is: the first
+    provider, or torch.distributed if there were messages before it. count, messages: what this rank
+    called; messages by sender and receiver.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -61,7 +63,8 @@ class _Group:
         self.made: dict[Maker, GroupCollectives] = {GroupCollectives: plain}
         self.serving: dict[str, GroupCollectives] = {}
         self.carriers: dict[str, GroupCollectives] = {}
-        self.count, self.messages = 0, Counter[tuple[int, int]]()
+        self.count = 0
+        self.messages = Counter[tuple[int, int]]()
 
 
 _groups: WeakKeyDictionary[ProcessGroup, _Group] = WeakKeyDictionary()
@@ -69,9 +72,11 @@ _makers: Mapping[tuple[str, str], Maker] = {}
 
 
 def use_providers(makers: Mapping[tuple[str, str], Maker]) -> None:
-    """Let ``maker(group, messages)`` give what serves groups of each ``(device type, backend)`` from here on.
+    """Let ``maker(group, messages)`` give what serves groups of each ``(device type, backend)``
+    from here on.
 
-    messages: whether others carried messages of the group before. Every rank calls this between the same collectives.
+    messages: whether others carried messages of the group before. Every rank calls this between the
+    same collectives.
     """
     global _makers
     if makers != _makers:
@@ -99,13 +104,19 @@ def members(group: ProcessGroup | None) -> int:
     """`world_size`, for a call that only members may make."""
     size = world_size(group)
     if size < 1:  # torch's answer for the others
-        raise CommError(f"rank {rank()} is not in the group it called a collective on; only its members may call")
+        raise CommError(
+            f"rank {rank()} is not in the group it called a collective on; only its members may "
+            "call"
+        )
     return size
 
 
 def _intercepted(function: Callable[P, R]) -> Callable[P, R]:
-    """Let the installed interceptors see each call of `function` among several ranks; one `if` when there are none."""
-    op, names = function.__name__, tuple(inspect.signature(function).parameters)
+    """Let the installed interceptors see each call of `function` among several ranks; one `if` when
+    there are none.
+    """
+    op = function.__name__
+    names = tuple(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -124,9 +135,13 @@ def _intercepted(function: Callable[P, R]) -> Callable[P, R]:
 
 @_intercepted
 def all_reduce(
-    tensor: Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
+    tensor: Tensor,
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
 ) -> Work | None:
-    """Replace `tensor`, on every rank, by the reduction over all ranks; the same bits everywhere."""
+    """Replace `tensor`, on every rank, by the reduction over all ranks; the same bits
+    everywhere."""
     if members(group) == 1:
         return _nothing(async_op)
     flat, back = _flat(tensor)
@@ -135,22 +150,36 @@ def all_reduce(
 
 @_intercepted
 def reduce(
-    tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
+    tensor: Tensor,
+    dst: int,
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
 ) -> Work | None:
     """Reduce into `tensor` of global rank `dst`; elsewhere its content is undefined afterwards."""
     if members(group) == 1:
         return _nothing(async_op)
     flat, back = _flat(tensor)
-    return _after(_serving(group, flat.device.type).reduce(flat, _place(group, dst), op, async_op), back, async_op)
+    return _after(
+        _serving(group, flat.device.type).reduce(flat, _place(group, dst), op, async_op),
+        back,
+        async_op,
+    )
 
 
 @_intercepted
-def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
+def broadcast(
+    tensor: Tensor, src: int, group: ProcessGroup | None = None, async_op: bool = False
+) -> Work | None:
     """Replace `tensor`, on every rank, by that of global rank `src`."""
     if members(group) == 1 or tensor.numel() == 0:
         return _nothing(async_op)
     flat, back = _flat(tensor)
-    return _after(_serving(group, flat.device.type).broadcast(flat, _place(group, src), async_op), back, async_op)
+    return _after(
+        _serving(group, flat.device.type).broadcast(flat, _place(group, src), async_op),
+        back,
+        async_op,
+    )
 
 
 @_intercepted
@@ -164,21 +193,35 @@ def all_gather_into_tensor(
         output.detach().view(-1).copy_(input.detach().reshape(-1))
         return _nothing(async_op)
     flat, back = _flat(output, fill=False)
-    return _after(_serving(group, flat.device.type).all_gather_into(flat, _flat(input)[0], async_op), back, async_op)
+    return _after(
+        _serving(group, flat.device.type).all_gather_into(flat, _flat(input)[0], async_op),
+        back,
+        async_op,
+    )
 
 
 @_intercepted
 def reduce_scatter_tensor(
-    output: Tensor, input: Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
+    output: Tensor,
+    input: Tensor,
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
 ) -> Work | None:
-    """Fill `output` with this rank's n-th part of the reduction of `input` (n times as long, any shape)."""
+    """Fill `output` with this rank's n-th part of the reduction of `input` (n times as long, any
+    shape).
+    """
     size = members(group)
     _check_lengths("reduce_scatter_tensor", "input", input, "output", output, size)
     if size == 1:
         output.detach().view(-1).copy_(input.detach().reshape(-1))
         return _nothing(async_op)
     flat, back = _flat(output, fill=False)
-    return _after(_serving(group, flat.device.type).reduce_scatter(flat, _flat(input)[0], op, async_op), back, async_op)
+    return _after(
+        _serving(group, flat.device.type).reduce_scatter(flat, _flat(input)[0], op, async_op),
+        back,
+        async_op,
+    )
 
 
 @_intercepted
@@ -190,13 +233,18 @@ def all_to_all_single(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Send the i-th part of `input` (along dim 0) to rank i; `output` takes the parts that come, in rank order."""
+    """Send the i-th part of `input` (along dim 0) to rank i; `output` takes the parts that come, in
+    rank order.
+    """
     if (size := members(group)) == 1:
         output.detach().copy_(input.detach())
         return _nothing(async_op)
     if output.dtype != input.dtype:
-        raise CommError(f"all_to_all_single: output is {output.dtype}, input {input.dtype}; they must be equal")
-    taken, given = _lengths(output, output_split_sizes, size), _lengths(input, input_split_sizes, size)
+        raise CommError(
+            f"all_to_all_single: output is {output.dtype}, input {input.dtype}; they must be equal"
+        )
+    taken = _lengths(output, output_split_sizes, size)
+    given = _lengths(input, input_split_sizes, size)
     flat, back = _flat(output, fill=False)
     serving = _serving(group, flat.device.type)
     return _after(serving.all_to_all(flat, _flat(input)[0], taken, given, async_op), back, async_op)
@@ -206,7 +254,8 @@ def all_to_all_single(
 def send(tensor: Tensor, dst: int, group: ProcessGroup | None = None) -> None:
     """Send `tensor` to global rank `dst`; returns when it may be changed again.
 
-    To be received by this module's `recv` or `irecv`, not by torch.distributed's: they may look elsewhere.
+    To be received by this module's `recv` or `irecv`, not by torch.distributed's: they may look
+    elsewhere.
     """
     _carrier(tensor, group, to=dst).isend(_flat(tensor)[0], _place(group, dst)).wait()
 
@@ -228,7 +277,10 @@ def isend(tensor: Tensor, dst: int, group: ProcessGroup | None = None) -> Work:
 def irecv(tensor: Tensor, src: int, group: ProcessGroup | None = None) -> Work:
     """Start receiving into `tensor` from global rank `src`."""
     flat, back = _flat(tensor, fill=False)
-    return cast(Work, _after(_carrier(tensor, group, source=src).irecv(flat, _place(group, src)), back, True))
+    return cast(
+        Work,
+        _after(_carrier(tensor, group, source=src).irecv(flat, _place(group, src)), back, True),
+    )
 
 
 @_intercepted
@@ -248,7 +300,7 @@ def open_transport(group: ProcessGroup) -> None:
             _serving(group, device).open()
 
 
-# -- who serves a call -------------------------------------------------------------------------------------------------
+# -- who serves a call -----------------------------------------------------------------------------
 
 
 def _known(group: ProcessGroup) -> _Group:
@@ -256,12 +308,16 @@ def _known(group: ProcessGroup) -> _Group:
 
 
 def called() -> list[tuple[ProcessGroup, int, Mapping[tuple[int, int], int]]]:
-    """Each group, how many collectives this rank has called on it, and how many messages by sender and receiver."""
+    """Each group, how many collectives this rank has called on it, and how many messages by sender
+    and receiver.
+    """
     return [(group, known.count, known.messages) for group, known in list(_groups.items())]
 
 
 def _serving(group: ProcessGroup | None, device: str, count: int = 1) -> GroupCollectives:
-    """What serves the group's collectives of tensors on `device`. count: of collectives that are called now."""
+    """What serves the group's collectives of tensors on `device`. count: of collectives that are
+    called now.
+    """
     live = _live(group)
     known = _known(live)
     known.count += count
@@ -276,17 +332,24 @@ def _serving(group: ProcessGroup | None, device: str, count: int = 1) -> GroupCo
     return found
 
 
-def _carrier(tensor: Tensor, group: ProcessGroup | None, *, to: int = -1, source: int = -1) -> GroupCollectives:
-    """Who carries the group's messages of such tensors. to, source: the other end's global rank, one of them."""
+def _carrier(
+    tensor: Tensor, group: ProcessGroup | None, *, to: int = -1, source: int = -1
+) -> GroupCollectives:
+    """Who carries the group's messages of such tensors. to, source: the other end's global rank,
+    one of them.
+    """
     members(group)
     if (me := dist.get_rank()) in (to, source):
         raise CommError(f"rank {me} is this rank; a message to oneself is a copy")
-    known, device = _known(_live(group)), tensor.device.type
+    known = _known(_live(group))
+    device = tensor.device.type
     known.messages[(me, to) if source < 0 else (source, me)] += 1
-    return known.carriers.get(device) or known.carriers.setdefault(device, _serving(group, device, count=0))
+    return known.carriers.get(device) or known.carriers.setdefault(
+        device, _serving(group, device, count=0)
+    )
 
 
-# -- tensors and works -------------------------------------------------------------------------------------------------
+# -- tensors and works -----------------------------------------------------------------------------
 
 
 def _flat(tensor: Tensor, fill: bool = True) -> tuple[Tensor, Callable[[], Any] | None]:
@@ -294,7 +357,11 @@ def _flat(tensor: Tensor, fill: bool = True) -> tuple[Tensor, Callable[[], Any] 
     plain = tensor.detach()
     if plain.is_contiguous():
         return plain.view(-1), None
-    copy = plain.contiguous() if fill else torch.empty(plain.shape, dtype=plain.dtype, device=plain.device)
+    copy = (
+        plain.contiguous()
+        if fill
+        else torch.empty(plain.shape, dtype=plain.dtype, device=plain.device)
+    )
     return copy.view(-1), lambda: plain.copy_(copy)
 
 
@@ -304,7 +371,11 @@ def _nothing(async_op: bool) -> Work | None:
 
 def _after(work: Any, finish: Callable[[], Any] | None, async_op: bool) -> Work | None:
     if async_op:
-        return AfterWork([work], finish) if finish is not None or isinstance(work, dist.Work) else cast(Work, work)
+        return (
+            AfterWork([work], finish)
+            if finish is not None or isinstance(work, dist.Work)
+            else cast(Work, work)
+        )
     if finish is not None:
         finish()
     return None
@@ -320,23 +391,35 @@ def _live(group: ProcessGroup | None) -> ProcessGroup:
 
 
 def _lengths(whole: Tensor, rows: Sequence[int] | None, size: int) -> list[int] | None:
-    """The elements of each rank's part of `whole`, of so many rows each; None where they are to be equal."""
+    """The elements of each rank's part of `whole`, of so many rows each; None where they are to be
+    equal.
+    """
     count = whole.shape[0] if whole.dim() else 0
     if rows is None and count % size:
-        raise CommError(f"all_to_all_single: {count} rows do not divide over {size} ranks; name the split sizes")
+        raise CommError(
+            f"all_to_all_single: {count} rows do not divide over {size} ranks; name the split sizes"
+        )
     if rows is None:
         return None
     if len(rows) != size or sum(rows) != count:
-        raise CommError(f"all_to_all_single: split sizes {list(rows)} for {count} rows and {size} ranks; one per rank")
+        raise CommError(
+            f"all_to_all_single: split sizes {list(rows)} for {count} rows and {size} ranks; one "
+            "per rank"
+        )
     width = math.prod(whole.shape[1:])
     return [n * width for n in rows]
 
 
-def _check_lengths(name: str, long_name: str, long: Tensor, short_name: str, short: Tensor, size: int) -> None:
+def _check_lengths(
+    name: str, long_name: str, long: Tensor, short_name: str, short: Tensor, size: int
+) -> None:
     if long.numel() != short.numel() * size:
         raise CommError(
-            f"{name} over {size} ranks: {long_name} has {long.numel()} elements, {short_name} {short.numel()}; "
+            f"{name} over {size} ranks: {long_name} has {long.numel()} elements, {short_name} "
+            f"{short.numel()}; "
             f"{long_name} must have {size} x {short.numel()} = {size * short.numel()}"
         )
     if long.dtype != short.dtype:
-        raise CommError(f"{name}: {long_name} is {long.dtype}, {short_name} {short.dtype}; they must be equal")
+        raise CommError(
+            f"{name}: {long_name} is {long.dtype}, {short_name} {short.dtype}; they must be equal"
+        )

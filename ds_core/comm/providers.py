@@ -1,4 +1,6 @@
-"""Works, the collectives of one process group, and which provider (hook ``ds_collectives``) betters torch's."""
+"""Works, the collectives of one process group, and which provider (hook ``ds_collectives``) betters
+torch's.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,11 @@ _AVERAGING = ("nccl", "xccl")
 # torch 2.13 renamed these two and warns about the old names.
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# What gloo reduces in another dtype: it has no int16, and would round every partial sum of 16-bit floats.
+# What gloo reduces in another dtype: it has no int16, and would round every partial sum of 16-bit
+# floats.
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.int16: torch.int32}
-# Elements divided at a time: stays in the cache, and is below 32768, from which on torch starts threads, which on a
-# machine full of ranks costs milliseconds.
+# Elements divided at a time: stays in the cache, and is below 32768, from which on torch starts
+# threads, which on a machine full of ranks costs milliseconds.
 _PIECE = (1 << 15) - 64
 
 
@@ -47,14 +50,19 @@ class Work(Protocol):
         """Block until the result is in its tensor."""
 
     def is_completed(self) -> bool:
-        """Whether it is. torch's gloo says so of messages only after `wait`; a provider's works can be polled."""
+        """Whether it is. torch's gloo says so of messages only after `wait`; a provider's works can
+        be polled.
+        """
 
 
 class AfterWork:
-    """Works under way, and what is left to do here when they have ended; done once, by wait or is_completed."""
+    """Works under way, and what is left to do here when they have ended; done once, by wait or
+    is_completed.
+    """
 
     def __init__(self, works: Sequence[Any], finish: Callable[[], Any] | None = None) -> None:
-        self._works, self._finish = list(works), finish
+        self._works = list(works)
+        self._finish = finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the result is in its tensor. Raises what the backend raises."""
@@ -75,19 +83,24 @@ class AfterWork:
 class GroupCollectives:
     """The collectives of one process group by torch.distributed, with what it lacks on a backend.
 
-    A provider inherits and overrides what it does better; a call that it leaves goes to ``super()``, on all ranks of
-    the group or on none. A method returns None when the result is in its tensor, or, with `async_op`, a `Work`. Ranks
-    of a group make the same collectives in the same order, asynchronous ones too; those of different groups may cross.
+    A provider inherits and overrides what it does better; a call that it leaves goes to
+    ``super()``, on all ranks of the group or on none. A method returns None when the result is in
+    its tensor, or, with `async_op`, a `Work`. Ranks of a group make the same collectives in the
+    same order, asynchronous ones too; those of different groups may cross.
 
-    Tensors are flat and contiguous, and require no gradient; lengths and dtypes were checked. Reductions give the same
-    bits on every rank; 16-bit floats are added in fp32, and AVG of integers rounds towards zero. op: torch's ReduceOp.
-    Ranks are numbers in the group. An instance must not keep its group alive: it lives as long as the group.
+    Tensors are flat and contiguous, and require no gradient; lengths and dtypes were checked.
+    Reductions give the same bits on every rank; 16-bit floats are added in fp32, and AVG of
+    integers rounds towards zero. op: torch's ReduceOp. Ranks are numbers in the group. An instance
+    must not keep its group alive: it lives as long as the group.
     """
 
     def __init__(self, group: ProcessGroup, messages: bool) -> None:
-        """messages: whether torch.distributed or another provider carried messages of the group before."""
+        """messages: whether torch.distributed or another provider carried messages of the group
+        before.
+        """
         self._group = weakref.ref(group)
-        self.size, self.rank = group.size(), group.rank()
+        self.size = group.size()
+        self.rank = group.rank()
         self.backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
 
     @property
@@ -95,7 +108,10 @@ class GroupCollectives:
         """The group, which must not have been destroyed."""
         group = self._group()
         if group is None:
-            raise CommError("the process group was destroyed while a collective ran on it; wait for its work first")
+            raise CommError(
+                "the process group was destroyed while a collective ran on it; wait for its work "
+                "first"
+            )
         return group
 
     def open(self) -> None:
@@ -103,15 +119,20 @@ class GroupCollectives:
 
     def all_reduce(self, tensor: Tensor, op: Any, async_op: bool) -> Any:
         """Replace `tensor`, on every rank, by the reduction over all ranks."""
-        return self._reduced(tensor, op, async_op, lambda wide, op: dist.all_reduce(wide, op, self.group, True))
+        return self._reduced(
+            tensor, op, async_op, lambda wide, op: dist.all_reduce(wide, op, self.group, True)
+        )
 
     def reduce(self, tensor: Tensor, dst: int, op: Any, async_op: bool) -> Any:
         """Reduce into `tensor` of rank `dst`; elsewhere its content is undefined afterwards."""
         to = self._global(dst)
-        return self._reduced(tensor, op, async_op, lambda wide, op: dist.reduce(wide, to, op, self.group, True))
+        return self._reduced(
+            tensor, op, async_op, lambda wide, op: dist.reduce(wide, to, op, self.group, True)
+        )
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: Any, async_op: bool) -> Any:
-        """Fill `output` with this rank's part of the reduction of `input`, n times as long, which stays as it is.
+        """Fill `output` with this rank's part of the reduction of `input`, n times as long, which
+        stays as it is.
 
         gloo has it only since torch 2.8: an all_reduce.
         """
@@ -123,7 +144,9 @@ class GroupCollectives:
         return _end(_SCATTER(output, input, wire_op, self.group, True), finish, async_op)
 
     def all_gather_into(self, output: Tensor, input: Tensor, async_op: bool) -> Any:
-        """Fill `output`, n times as long, with every rank's `input`, which may lie in its place in `output` already."""
+        """Fill `output`, n times as long, with every rank's `input`, which may lie in its place in
+        `output` already.
+        """
         return _GATHER(self._wire(output), self._wire(input), self.group, async_op)
 
     def broadcast(self, tensor: Tensor, src: int, async_op: bool) -> Any:
@@ -131,9 +154,15 @@ class GroupCollectives:
         return dist.broadcast(self._wire(tensor), self._global(src), self.group, async_op)
 
     def all_to_all(
-        self, output: Tensor, input: Tensor, taken: list[int] | None, given: list[int] | None, async_op: bool
+        self,
+        output: Tensor,
+        input: Tensor,
+        taken: list[int] | None,
+        given: list[int] | None,
+        async_op: bool,
     ) -> Any:
-        """Send the next ``given[i]`` elements of `input` to rank i, and put ``taken[i]`` from it into `output`.
+        """Send the next ``given[i]`` elements of `input` to rank i, and put ``taken[i]`` from it
+        into `output`.
 
         None: equally many for each.
         """
@@ -147,8 +176,14 @@ class GroupCollectives:
         """Start receiving from rank `src`."""
         return AfterWork([dist.irecv(tensor, self._global(src), self.group)])
 
-    def _reduced(self, tensor: Tensor, op: Any, async_op: bool, call: Callable[[Tensor, Any], Any]) -> Any:
-        wide = tensor.to(_WIDE[tensor.dtype]) if tensor.dtype in _WIDE and self._is_gloo(tensor) else tensor
+    def _reduced(
+        self, tensor: Tensor, op: Any, async_op: bool, call: Callable[[Tensor, Any], Any]
+    ) -> Any:
+        wide = (
+            tensor.to(_WIDE[tensor.dtype])
+            if tensor.dtype in _WIDE and self._is_gloo(tensor)
+            else tensor
+        )
         wire_op, finish = self._average_after(wide, op)
         if wide is tensor:
             return _end(call(tensor, wire_op), finish, async_op)
@@ -177,7 +212,7 @@ class GroupCollectives:
         return dist.get_global_rank(self.group, rank)
 
 
-# -- which provider serves ---------------------------------------------------------------------------------------------
+# -- which provider serves -------------------------------------------------------------------------
 
 PLAIN = "torch"
 """The name, in the config, of torch.distributed without a provider."""
@@ -185,7 +220,10 @@ PLAIN = "torch"
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """A chosen entry, and whose it is. Called with a group, it makes the group's `GroupCollectives`."""
+    """A chosen entry, and whose it is.
+
+    Called with a group, it makes the group's `GroupCollectives`.
+    """
 
     name: str
     entry: CollectivesEntry
@@ -196,8 +234,13 @@ class Provider:
         return f"{self.name} ({self.plugin.dist})"
 
     def __call__(self, group: ProcessGroup, messages: bool) -> GroupCollectives:
-        """See `GroupCollectives`. Raises PluginError, naming the plugin, for whatever goes wrong."""
-        load = Answer(self.plugin, self.entry).resolve(self.entry.load, f"collectives {self.name!r}")
+        """See `GroupCollectives`.
+
+        Raises PluginError, naming the plugin, for whatever goes wrong.
+        """
+        load = Answer(self.plugin, self.entry).resolve(
+            self.entry.load, f"collectives {self.name!r}"
+        )
         with blaming(self.plugin, f"failed in {self.entry.load} (ds_collectives)"):
             more = {"config": self.config} if "config" in inspect.signature(load).parameters else {}
             made = load(group, messages, **more)
@@ -209,18 +252,24 @@ class Provider:
 def choose_providers(
     plugins: Plugins, wanted: str | None, config: RunConfig | None = None
 ) -> dict[tuple[str, str], Provider]:
-    """(device type, backend) -> what serves its groups: the highest priority that is available, or `wanted` alone.
+    """(device type, backend) -> what serves its groups: the highest priority that is available, or
+    `wanted` alone.
 
-    config: of the run, for providers that have a section.
-    Raises ConfigError when no plugin offers `wanted` or it is not available, PluginError for two of one priority.
+    config: of the run, for providers that have a section. Raises ConfigError when no plugin offers
+    `wanted` or it is not available, PluginError for two of one priority.
     """
     offers = plugins.named("ds_collectives", "collectives")
     if wanted is not None and wanted.lower() not in (PLAIN, *offers):
         from ds_core.catalogue import missing
 
-        raise ConfigError([missing("collectives", wanted, [*offers, PLAIN], more=plugins.quarantined())], "collectives")
+        raise ConfigError(
+            [missing("collectives", wanted, [*offers, PLAIN], more=plugins.quarantined())],
+            "collectives",
+        )
     names = offers if wanted is None else {wanted.lower()} - {PLAIN}
-    found = [Provider(name, offers[name].value, offers[name].plugin, config) for name in sorted(names)]
+    found = [
+        Provider(name, offers[name].value, offers[name].plugin, config) for name in sorted(names)
+    ]
     chosen: dict[tuple[str, str], Provider] = {}
     for one in sorted(found, key=lambda provider: -provider.entry.priority):
         pair = one.entry.device, one.entry.backend
@@ -233,7 +282,8 @@ def choose_providers(
             log.info("collectives are not served by %s: %s", one, reason)
         elif best is not None:
             raise PluginError(
-                f"collectives on {' over '.join(pair)} are offered by {best} and {one} with equal priority; choose one "
+                f"collectives on {' over '.join(pair)} are offered by {best} and {one} with equal "
+                "priority; choose one "
                 f'with "collectives": "{one.name}"'
             )
         else:
@@ -242,13 +292,15 @@ def choose_providers(
     return chosen
 
 
-# -- helpers -----------------------------------------------------------------------------------------------------------
+# -- helpers ---------------------------------------------------------------------------------------
 
 
 def average(total: Tensor, count: int) -> None:
     """Divide `total` in place by the number of ranks; integers towards zero."""
     if total.dtype == torch.bool:
-        raise CommError("the average of bool tensors means nothing; reduce with MAX (any) or MIN (all)")
+        raise CommError(
+            "the average of bool tensors means nothing; reduce with MAX (any) or MIN (all)"
+        )
     rounding = None if total.is_floating_point() or total.is_complex() else "trunc"
     if total.device.type != "cpu" or not total.is_contiguous():
         total.div_(count, rounding_mode=rounding)

@@ -1,4 +1,6 @@
-"""Raw data + the models of the loaded sections -> one `RunConfig`, or one error that names every problem."""
+"""Raw data + the models of the loaded sections -> one `RunConfig`, or one error that names every
+problem.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from ds_core.errors import ConfigError, Problem, join
 if TYPE_CHECKING:
     from ds_core.plugins import Plugins, PluginSettings
 
-__all__ = ["build_config", "check_rules", "load_config", "Models", "notes_on", "plugin_settings", "RunConfig"]
+__all__ = [
+    "build_config",
+    "check_rules",
+    "load_config",
+    "Models",
+    "notes_on",
+    "plugin_settings",
+    "RunConfig",
+]
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -30,9 +40,12 @@ Models = Mapping[str, tuple[type[BaseModel], str]]
 class RunConfig:
     """A checked config, handed to everything that runs.
 
-    core: the core's keys. sections: the plugins' sections that the config names. origin: where it came from.
-    raw: the data as given; it may hold secrets, so show `redacted()` instead. notes: see `notes_on`.
-    autos: the path of every "auto" that is still to be filled in (only with `fill_later`, see `load_config`).
+    core: the core's keys. sections: the plugins' sections that the config names. origin: where it
+        came from.
+    raw: the data as given; it may hold secrets, so show `redacted()` instead. notes: see
+        `notes_on`.
+    autos: the path of every "auto" that is still to be filled in (only with `fill_later`, see
+        `load_config`).
     """
 
     core: CoreConfig
@@ -49,35 +62,44 @@ class RunConfig:
     def section(self, which: str, /) -> BaseModel | None: ...
 
     def section(self, which: type[M] | str, /) -> BaseModel | None:
-        """The parsed section of that model, which is how a plugin asks for its own; None when the config has none.
+        """The parsed section of that model, which is how a plugin asks for its own; None when the
+        config has none.
 
         By its name, for programs that look at a config.
         """
         if isinstance(which, str):
             return self.sections.get(which)
-        return next((section for section in self.sections.values() if isinstance(section, which)), None)
+        return next(
+            (section for section in self.sections.values() if isinstance(section, which)), None
+        )
 
     def has(self, trait: str) -> bool:
-        """Whether a section says that of the run (`Section.traits`): how a plugin asks about what others do."""
+        """Whether a section says that of the run (`Section.traits`): how a plugin asks about what
+        others do.
+        """
         sections = (section for section in self.sections.values() if isinstance(section, Section))
         return any(trait in section.traits() for section in sections)
 
     def redacted(self) -> dict[str, Any]:
-        """The config as given with every secret replaced by ``***``: fit for logs and checkpoints."""
+        """The config as given with every secret replaced by ``***``: fit for logs and
+        checkpoints."""
         from ds_core.config.redaction import redact
 
         shown: dict[str, Any] = redact(self.raw, self._marked_secret())
         return shown
 
     def fingerprint_items(self) -> dict[str, str]:
-        """Dotted key -> canonical JSON of its value, secrets as hashes; equal on two ranks if the configs are.
+        """Dotted key -> canonical JSON of its value, secrets as hashes; equal on two ranks if the
+        configs are.
 
         Without the keys that are marked as a rank's own.
         """
         from ds_core.config.keys import iter_keys
         from ds_core.config.redaction import redact
 
-        keys = (key for name, section in self.sections.items() for key in iter_keys(type(section), name))
+        keys = (
+            key for name, section in self.sections.items() for key in iter_keys(type(section), name)
+        )
         own = {key.path for key in keys if PER_RANK in marks(key.field)}
         items = _flat(redact(self.raw, self._marked_secret(), hide=_digest), "")
         return dict(sorted(item for item in items if item[0] not in own))
@@ -88,7 +110,10 @@ class RunConfig:
         return secret_names([type(self.core), *map(type, self.sections.values())])
 
     def __repr__(self) -> str:
-        return f"RunConfig(origin={self.origin!r}, sections: {', '.join(sorted(self.sections)) or 'none'})"
+        return (
+            f"RunConfig(origin={self.origin!r}, sections: "
+            f"{', '.join(sorted(self.sections)) or 'none'})"
+        )
 
 
 def _flat(value: Any, path: str) -> Iterator[tuple[str, str]]:
@@ -99,7 +124,10 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, str]]:
         for index, item in enumerate(value):
             yield from _flat(item, join(path, index))
     else:  # 5e8 and 500000000 are one number
-        yield path, json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value)
+        yield (
+            path,
+            json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value),
+        )
 
 
 def _digest(value: Any) -> str:
@@ -110,30 +138,43 @@ def _digest(value: Any) -> str:
 
 
 def load_config(source: Any, *, fill_later: bool = False) -> tuple[Plugins, RunConfig]:
-    """Load the plugins that a config, with DS_CONFIG_OVERRIDES, names, and check it. source: see `read_config`.
+    """Load the plugins that a config, with DS_CONFIG_OVERRIDES, names, and check it. source: see
+    `read_config`.
 
-    fill_later: keys that say "auto" count as left out, because an integration will fill them in before training.
-    Raises ConfigError with every problem, or PluginError when a named plugin is missing or broken.
+    fill_later: keys that say "auto" count as left out, because an integration will fill them in
+    before training. Raises ConfigError with every problem, or PluginError when a named plugin is
+    missing or broken.
     """
     from ds_core.plugins import Plugins
 
-    given, more = read_config(source), read_config(os.environ.get("DS_CONFIG_OVERRIDES") or {})
-    source = ConfigSource({**given.raw, **more.raw}, given.origin + " and DS_CONFIG_OVERRIDES" * bool(more.raw))
+    given = read_config(source)
+    more = read_config(os.environ.get("DS_CONFIG_OVERRIDES") or {})
+    source = ConfigSource(
+        {**given.raw, **more.raw}, given.origin + " and DS_CONFIG_OVERRIDES" * bool(more.raw)
+    )
     plugins = Plugins(plugin_settings(source))
     models = plugins.models(name for name in source.raw if name not in CORE_KEYS)
     return plugins, build_config(source, models, plugins.sections(), plugins.disabled(), fill_later)
 
 
 def check_rules(
-    config: RunConfig, plugins: Plugins, *, newer_than: frozenset[str] = frozenset(), more: Iterable[Problem] = ()
+    config: RunConfig,
+    plugins: Plugins,
+    *,
+    newer_than: frozenset[str] = frozenset(),
+    more: Iterable[Problem] = (),
 ) -> None:
-    """Ask `ds_check` of all that take part, until no new plugin does: a rule may itself choose what a plugin offers.
+    """Ask `ds_check` of all that take part, until no new plugin does: a rule may itself choose what
+    a plugin offers.
 
-    newer_than: who has been asked already. more: problems that were found before. Raises ConfigError with them all.
+    newer_than: who has been asked already. more: problems that were found before. Raises
+    ConfigError with them all.
     """
     problems: list[Problem] = []
     while new := plugins.members() - newer_than:
-        for answer in plugins.ask("ds_check", newer_than=newer_than, config=config, plugins=plugins):
+        for answer in plugins.ask(
+            "ds_check", newer_than=newer_than, config=config, plugins=plugins
+        ):
             problems += answer.value
         newer_than |= new
     if problems := [*problems, *more]:
@@ -141,30 +182,41 @@ def check_rules(
 
 
 def plugin_settings(source: ConfigSource) -> PluginSettings:
-    """The ``plugins`` key alone, read before the rest: it decides what is loaded. ConfigError if it is wrong."""
+    """The ``plugins`` key alone, read before the rest: it decides what is loaded.
+
+    ConfigError if it is wrong.
+    """
     from ds_core.plugins import PluginSettings
 
     problems: list[Problem] = []
-    parsed = _parsed(PluginsConfig, source.raw.get("plugins", {}), "plugins", CORE_OWNER, {}, problems)
+    parsed = _parsed(
+        PluginsConfig, source.raw.get("plugins", {}), "plugins", CORE_OWNER, {}, problems
+    )
     if problems:
         raise ConfigError(problems, source.origin)
     return PluginSettings(**dict(parsed))
 
 
 def build_config(
-    source: Any, models: Models, installed: Collection[str] = (), disabled: Mapping[str, str] = {}, later: bool = False
+    source: Any,
+    models: Models,
+    installed: Collection[str] = (),
+    disabled: Mapping[str, str] = {},
+    later: bool = False,
 ) -> RunConfig:
     """Check everything and build the frozen config.
 
     source: a `ConfigSource`, or anything `read_config` takes. models: of the loaded sections.
-    installed: section names that enabled plugins claim (for suggestions). disabled: section -> why it is off.
-    later: see `load_config`.
-    Raises ConfigError with every problem of the core and of all sections, in the order of the file.
+    installed: section names that enabled plugins claim (for suggestions). disabled: section -> why
+        it is off.
+    later: see `load_config`. Raises ConfigError with every problem of the core and of all sections,
+        in the order of the file.
     """
     source = read_config(source)
     problems: list[Problem] = []
     autos = _leftover_autos(source.raw, models)
-    lists = {path.rpartition("[")[0] for path in autos if path.endswith("]")}  # an "auto" takes its list with it
+    # an "auto" takes its list with it
+    lists = {path.rpartition("[")[0] for path in autos if path.endswith("]")}
     given = _without(source.raw, "", lists.union(autos)) if later else source.raw
     own = {name: value for name, value in given.items() if name in CORE_KEYS}
     core = _parsed(CoreConfig, own, "", CORE_OWNER, models, problems)
@@ -173,7 +225,9 @@ def build_config(
         if name in CORE_KEYS:
             continue
         if name in models:
-            sections[name] = _parsed(models[name][0], value, name, models[name][1], models, problems)
+            sections[name] = _parsed(
+                models[name][0], value, name, models[name][1], models, problems
+            )
         else:
             from ds_core.config.unknown import without_model
 
@@ -182,7 +236,10 @@ def build_config(
         problems += cross_problems(core, given)
     if autos and not later:
         fix = "write a value, or leave the key out for its default"
-        problems = [Problem(", ".join(autos), _AUTO, fix), *(p for p in problems if p.path not in autos)]
+        problems = [
+            Problem(", ".join(autos), _AUTO, fix),
+            *(p for p in problems if p.path not in autos),
+        ]
     if problems:
         first: dict[str, Problem] = {}
         for problem in problems:  # the first word on a key is the most exact one
@@ -194,7 +251,14 @@ def build_config(
     return RunConfig(core, sections, source.origin, source.raw, tuple(notes), tuple(autos))
 
 
-def _parsed(model: type[BaseModel], value: Any, path: str, owner: str, models: Models, problems: list[Problem]) -> Any:
+def _parsed(
+    model: type[BaseModel],
+    value: Any,
+    path: str,
+    owner: str,
+    models: Models,
+    problems: list[Problem],
+) -> Any:
     """The parsed section; None where something is wrong, which is added to `problems`."""
     try:
         return model.model_validate(value)
@@ -202,19 +266,27 @@ def _parsed(model: type[BaseModel], value: Any, path: str, owner: str, models: M
         from ds_core.config.translate import translate_errors
         from ds_core.config.unknown import places
 
-        problems += translate_errors(error, model, path, owner=owner, data=value, elsewhere=places(models))
+        problems += translate_errors(
+            error, model, path, owner=owner, data=value, elsewhere=places(models)
+        )
     except Exception as error:  # a validator of a plugin that raises what pydantic does not catch
         from ds_core.config.keys import secret_names
         from ds_core.config.redaction import scrub, secrets_in
 
         text = scrub(str(error), secrets_in(value, secret_names([model])))
-        problems.append(Problem(path, f"{owner} failed to check this section: {type(error).__name__}: {text}"))
+        problems.append(
+            Problem(path, f"{owner} failed to check this section: {type(error).__name__}: {text}")
+        )
     return None
 
 
-# -- "auto" that was not filled in ------------------------------------------------------------------------------------
+# -- "auto" that was not filled in -----------------------------------------------------------------
 
-_AUTO = '"auto" was not filled in; an integration such as the Hugging Face Trainer or Accelerate does that beforehand'
+_AUTO = (
+    '"auto" was not filled in; an integration such as the Hugging Face Trainer or Accelerate '
+    "does "
+    "that beforehand"
+)
 
 
 def _leftover_autos(raw: dict[str, Any], models: Models) -> list[str]:
@@ -234,19 +306,25 @@ def _without(value: Any, path: str, autos: Collection[str]) -> Any:
     if isinstance(value, list):
         return [_without(item, join(path, index), autos) for index, item in enumerate(value)]
     if isinstance(value, dict):
-        return {k: _without(v, join(path, k), autos) for k, v in value.items() if join(path, k) not in autos}
+        return {
+            k: _without(v, join(path, k), autos)
+            for k, v in value.items()
+            if join(path, k) not in autos
+        }
     return value
 
 
-# -- notes -----------------------------------------------------------------------------------------------------------
+# -- notes -----------------------------------------------------------------------------------------
 
 
 def notes_on(parsed: Any, given: Any, path: str = "") -> Iterator[Problem]:
-    """What a config says that is accepted and has no effect, or has another name now: logged once, never refused.
+    """What a config says that is accepted and has no effect, or has another name now: logged once,
+    never refused.
 
-    A key that is accepted without effect by design is marked where it is declared, ``option(False, "...",
-    without_effect="they always are")``: a note on every value but the default. What depends on other keys of the
-    section is said by its `remarks`. Paths start with `path`, keys are as they were written in `given`.
+    A key that is accepted without effect by design is marked where it is declared, ``option(False,
+    "...", without_effect="they always are")``: a note on every value but the default. What depends
+    on other keys of the section is said by its `remarks`. Paths start with `path`, keys are as they
+    were written in `given`.
     """
     if isinstance(parsed, (list, tuple)) and isinstance(given, (list, tuple)):
         for index, (item, value) in enumerate(zip(parsed, given, strict=False)):
@@ -266,7 +344,8 @@ def _on_fields(parsed: BaseModel, raw: Mapping[str, Any], path: str) -> Iterator
         used = next((n for n in (*names_of(name, field), *old) if n in raw), None)
         if used is None:
             continue
-        where, value = join(path, used), getattr(parsed, name)
+        where = join(path, used)
+        value = getattr(parsed, name)
         if used in old:
             yield Problem(where, f"is deprecated and was read as {name!r}", "rename it")
         why = marks(field).get(WITHOUT_EFFECT)

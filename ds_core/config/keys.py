@@ -1,4 +1,6 @@
-"""Finding one's way in the models: the list of every known key, and from the place of an error to its field."""
+"""Finding one's way in the models: the list of every known key, and from the place of an error to
+its field.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,13 @@ def bare(hint: Any) -> Any:
             return hint
 
 
-# -- every key -------------------------------------------------------------------------------------------------------
+# -- every key -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One known key. path: dotted, with ``[]`` for list items and ``*`` for the names of an open object.
+    """One known key. path: dotted, with ``[]`` for list items and ``*`` for the names of an open
+    object.
 
     name: the field's own name, of which the path may show another spelling.
     """
@@ -63,13 +66,15 @@ class Key:
 
 
 def iter_keys(hint: Any, prefix: str = "", depth: int = 8) -> Iterator[Key]:
-    """Every key below `prefix`, depth first. depth: how far to follow models that hold themselves."""
+    """Every key below `prefix`, depth first. depth: how far to follow models that hold
+    themselves."""
     hint = bare(hint)
     if depth == 0:
         return
     for member in union_members(hint) if len(union_members(hint)) > 1 else ():
         yield from iter_keys(member, prefix, depth - 1)
-    origin, args = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    args = get_args(hint)
     if is_class(hint, BaseModel):
         for name, field in hint.model_fields.items():
             for spelling in (*names_of(name, field), *old_names(field)):
@@ -86,19 +91,32 @@ def is_secret(name: str, field: FieldInfo | None) -> bool:
     """Whether a key is secret, by its mark, its type (`SecretStr`) or its name."""
     if field is None or is_secret_name(name):
         return is_secret_name(name)
-    return SECRET in marks(field) or not {SecretStr, SecretBytes}.isdisjoint(union_members(field.annotation))
+    return SECRET in marks(field) or not {SecretStr, SecretBytes}.isdisjoint(
+        union_members(field.annotation)
+    )
 
 
 def secret_names(models: Iterable[type[BaseModel]]) -> frozenset[str]:
-    """The keys that these models mark as secret, by name: whatever has such a name is hidden, wherever it stands."""
-    return frozenset(key.spelling for model in models for key in iter_keys(model) if is_secret(key.name, key.field))
+    """The keys that these models mark as secret, by name: whatever has such a name is hidden,
+    wherever it stands.
+    """
+    return frozenset(
+        key.spelling
+        for model in models
+        for key in iter_keys(model)
+        if is_secret(key.name, key.field)
+    )
 
 
 def names_taking_auto(models: Mapping[str, type[BaseModel]]) -> set[str]:
     """The names of keys and sections that accept the text "auto". models: of the sections."""
     names = {name for name, model in models.items() if _says_auto(bare(model))}
     keys = (key for model in models.values() for key in iter_keys(model))
-    return names | {key.spelling for key in keys if key.field.default == "auto" or _says_auto(key.field.annotation)}
+    return names | {
+        key.spelling
+        for key in keys
+        if key.field.default == "auto" or _says_auto(key.field.annotation)
+    }
 
 
 def _says_auto(hint: Any) -> bool:
@@ -107,7 +125,7 @@ def _says_auto(hint: Any) -> bool:
     return any(map(_says_auto, get_args(hint)))
 
 
-# -- the place of an error -------------------------------------------------------------------------------------------
+# -- the place of an error -------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -130,11 +148,17 @@ class Place:
 
 def known_names(model: type[BaseModel]) -> dict[str, str]:
     """Every current spelling of the model's keys -> field name."""
-    return {spelling: name for name, field in model.model_fields.items() for spelling in names_of(name, field)}
+    return {
+        spelling: name
+        for name, field in model.model_fields.items()
+        for spelling in names_of(name, field)
+    }
 
 
 def locate(model: Any, loc: Sequence[str | int], data: Any = None) -> Place:
-    """Follow `loc` from `model` down. data: what was validated, to name keys by the spelling that was used."""
+    """Follow `loc` from `model` down. data: what was validated, to name keys by the spelling that
+    was used.
+    """
     place = Place([], model, given=PydanticUndefined if data is None else data)
     for at, part in enumerate(loc):
         hint = bare(place.hint)
@@ -149,7 +173,9 @@ def locate(model: Any, loc: Sequence[str | int], data: Any = None) -> Place:
 
 
 def _enter(place: Place, hint: Any, key: str | int) -> None:
-    """Go on to the value under `key`. hint: the type of the value that `place` is at, without what is around it."""
+    """Go on to the value under `key`. hint: the type of the value that `place` is at, without what
+    is around it.
+    """
     field: FieldInfo | None = None
     place.parent = hint if is_class(hint, BaseModel) else None
     if place.parent is None:
@@ -159,7 +185,9 @@ def _enter(place: Place, hint: Any, key: str | int) -> None:
     else:
         field = place.parent.model_fields[name]
         spellings = (*names_of(name, field), *old_names(field))
-        key = next((s for s in spellings if isinstance(place.given, dict) and s in place.given), key)
+        key = next(
+            (s for s in spellings if isinstance(place.given, dict) and s in place.given), key
+        )
         place.hint = field.annotation
         for extra in field.metadata:
             place.hint = Annotated[place.hint, extra]
@@ -172,7 +200,8 @@ def _enter(place: Place, hint: Any, key: str | int) -> None:
 
 
 def _item_hint(hint: Any, part: str | int) -> Any:
-    origin, args = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    args = get_args(hint)
     if not isinstance(origin, type) or not args:
         return Any
     if issubclass(origin, Mapping):
@@ -186,4 +215,6 @@ def _is_label(label: str | int, member: Any) -> bool:
     member = get_args(member)[0] if get_origin(member) is Annotated else member
     name = getattr(get_origin(member) or member, "__name__", "")
     text = str(label)
-    return bool(name) and (text == name or text.startswith(f"{name.lower()}[") or f"[{name}]" in text)
+    return bool(name) and (
+        text == name or text.startswith(f"{name.lower()}[") or f"[{name}]" in text
+    )

@@ -1,4 +1,6 @@
-"""Keeping secrets out of sight: which keys are secret, data and texts without them, and how messages show a value."""
+"""Keeping secrets out of sight: which keys are secret, data and texts without them, and how
+messages show a value.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,76 @@ __all__ = ["REDACTED", "is_secret_name", "redact", "scrub", "secrets_in", "show"
 
 REDACTED = "***"
 
-_ALONE = {"token", "password", "passwd", "pwd", "passphrase", "secret", "secrets", "apikey", "authorization", "auth"}
+_ALONE = {
+    "token",
+    "password",
+    "passwd",
+    "pwd",
+    "passphrase",
+    "secret",
+    "secrets",
+    "apikey",
+    "authorization",
+    "auth",
+}
 _ALONE |= {"credential", "credentials", "bearer", "cookie"}
-_ANYWHERE = {"secret", "password", "passwd", "passphrase", "credential", "credentials", "authorization", "apikey"}
-_KEY_OF = {"api", "private", "access", "secret", "account", "signing", "encryption", "ssh", "auth", "license"}
+_ANYWHERE = {
+    "secret",
+    "password",
+    "passwd",
+    "passphrase",
+    "credential",
+    "credentials",
+    "authorization",
+    "apikey",
+}
+_KEY_OF = {
+    "api",
+    "private",
+    "access",
+    "secret",
+    "account",
+    "signing",
+    "encryption",
+    "ssh",
+    "auth",
+    "license",
+}
 _TOKEN_OF = {"api", "access", "auth", "hf", "refresh", "session", "bearer", "id", "security"}
 # Words of language models, not of log-ins: max_token, pad_token, ...
-_TEXT_TOKEN = {"max", "min", "num", "pad", "eos", "bos", "unk", "sep", "mask", "cls", "per", "special", "image", "new"}
+_TEXT_TOKEN = {
+    "max",
+    "min",
+    "num",
+    "pad",
+    "eos",
+    "bos",
+    "unk",
+    "sep",
+    "mask",
+    "cls",
+    "per",
+    "special",
+    "image",
+    "new",
+}
 # What an unknown key is compared with.
-_SECRETS = ("api_key", "access_key", "private_key", "password", "secret", "authorization", "credential", "auth_token")
+_SECRETS = (
+    "api_key",
+    "access_key",
+    "private_key",
+    "password",
+    "secret",
+    "authorization",
+    "credential",
+    "auth_token",
+)
 _URL_LOGIN = re.compile(r"(\w+://)[^/\s@\"']+@")
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a key of this name usually holds a secret: api_key, hf_token, PASSWORD, clientSecret, ...
+    """Whether a key of this name usually holds a secret: api_key, hf_token, PASSWORD, clientSecret,
+    ...
 
     ``max_tokens``, ``pad_token`` and ``token_type`` are not.
     """
@@ -34,28 +92,37 @@ def is_secret_name(name: str) -> bool:
     parts = [p for p in re.split(r"[^a-z0-9]+", snake) if p]
     if not parts:
         return False
-    last, before = parts[-1], parts[-2] if len(parts) > 1 else ""
+    last = parts[-1]
+    before = parts[-2] if len(parts) > 1 else ""
     if last in ("token", "tokens"):
         return before not in _TEXT_TOKEN if last == "token" else before in _TOKEN_OF
     if last in ("key", "keys"):
         return before in _KEY_OF
-    return last in _ALONE or bool(_ANYWHERE & set(parts[:-1]) and last not in ("enabled", "type", "required"))
+    return last in _ALONE or bool(
+        _ANYWHERE & set(parts[:-1]) and last not in ("enabled", "type", "required")
+    )
 
 
-def redact(value: Any, marked: Collection[str] = (), hide: Callable[[Any], str] = lambda _: REDACTED) -> Any:
+def redact(
+    value: Any, marked: Collection[str] = (), hide: Callable[[Any], str] = lambda _: REDACTED
+) -> Any:
     """A copy of plain data in which every value under a secret name is ``***``, at any depth.
 
-    marked: more names that are secret. hide: what is shown for a secret. A secret key whose value is null stays: it
-    hides nothing. Log-ins inside URLs are hidden too.
+    marked: more names that are secret. hide: what is shown for a secret. A secret key whose value
+    is null stays: it hides nothing. Log-ins inside URLs are hidden too.
     """
     if isinstance(value, dict):
         return {
-            k: hide(v) if v is not None and (k in marked or is_secret_name(str(k))) else redact(v, marked, hide)
+            k: hide(v)
+            if v is not None and (k in marked or is_secret_name(str(k)))
+            else redact(v, marked, hide)
             for k, v in value.items()
         }
     if type(value) in (list, tuple):
         return type(value)(redact(v, marked, hide) for v in value)
-    return _URL_LOGIN.sub(rf"\1{REDACTED}@", value) if type(value) is str and "://" in value else value
+    return (
+        _URL_LOGIN.sub(rf"\1{REDACTED}@", value) if type(value) is str and "://" in value else value
+    )
 
 
 def secrets_in(data: Any, marked: Collection[str] = ()) -> set[str]:
@@ -63,7 +130,13 @@ def secrets_in(data: Any, marked: Collection[str] = ()) -> set[str]:
     found: set[str] = set()
 
     def collect(value: Any) -> str:
-        for item in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+        for item in (
+            value.values()
+            if isinstance(value, dict)
+            else value
+            if isinstance(value, (list, tuple))
+            else ()
+        ):
             collect(item)
         if not isinstance(value, (dict, list, tuple, bool, type(None))):
             found.add(str(value))
@@ -74,7 +147,8 @@ def secrets_in(data: Any, marked: Collection[str] = ()) -> set[str]:
 
 
 def scrub(text: str, secrets: Iterable[str]) -> str:
-    """`text` with every known secret string replaced (for messages written by others' validators)."""
+    """`text` with every known secret string replaced (for messages written by others'
+    validators)."""
     for item in sorted(secrets, key=len, reverse=True):
         if len(item) > 2:  # shorter ones would blot out ordinary words
             text = text.replace(item, REDACTED)
@@ -92,6 +166,12 @@ def show(value: Any) -> str:
 
 
 def show_unknown(key: str, value: Any, close: str | None = None) -> str:
-    """The value of an unknown key, unless the key looks like a secret's, or like the misspelt name of one."""
-    secret = is_secret_name(key) or (close is not None and is_secret_name(close)) or nearest(key, _SECRETS) is not None
+    """The value of an unknown key, unless the key looks like a secret's, or like the misspelt name
+    of one.
+    """
+    secret = (
+        is_secret_name(key)
+        or (close is not None and is_secret_name(close))
+        or nearest(key, _SECRETS) is not None
+    )
     return REDACTED if secret and value is not None else show(value)

@@ -1,8 +1,9 @@
-"""What a section of the config is: a strict, frozen pydantic model, and the marks a field can carry.
+"""What a section of the config is: a strict, frozen pydantic model, and the marks a field can
+carry.
 
-Strict means: a boolean is not a number, text is not a number, NaN and Infinity are refused, unknown keys are
-errors. Lenient only where JSON has no better word: ``5e8`` is a whole number, a list may become a tuple or a
-set, text may name an `Enum` member or a `Path`.
+Strict means: a boolean is not a number, text is not a number, NaN and Infinity are refused, unknown
+keys are errors. Lenient only where JSON has no better word: ``5e8`` is a whole number, a list may
+become a tuple or a set, text may name an `Enum` member or a `Path`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-__all__ = ["Clash", "Section", "Trait", "is_class", "names_of", "old_names", "option", "union_members"]
+__all__ = [
+    "Clash",
+    "Section",
+    "Trait",
+    "is_class",
+    "names_of",
+    "old_names",
+    "option",
+    "union_members",
+]
 
 OLD_NAMES = "x-ds-old-names"
 SECRET = "x-ds-secret"
@@ -46,10 +56,13 @@ def option(
     """A field of a section; `field` goes to `pydantic.Field` (``gt=0``, ``alias=...``).
 
     default: ``...`` for a required key. description: what it does, with the unit.
-    old: deprecated spellings of the key: their value is moved here, with a note in the log; both set is an error.
+    old: deprecated spellings of the key: their value is moved here, with a note in the log; both
+        set is an error.
     secret: shown as ``***`` in every echo, log, error and checkpoint.
-    not_offered: why the option is documented but not offered, and what to use; then only `default` is accepted.
-    without_effect: why another value than `default` changes nothing, by design; a warning of rank 0 says it.
+    not_offered: why the option is documented but not offered, and what to use; then only `default`
+        is accepted.
+    without_effect: why another value than `default` changes nothing, by design; a warning of rank 0
+        says it.
     per_rank: ranks may have different values, since it only says what this one writes to its log.
     """
     extra: dict[str, Any] = {**field.pop("json_schema_extra", {})}
@@ -88,12 +101,16 @@ def union_members(hint: Any) -> tuple[Any, ...]:
 
 
 def is_class(hint: Any, *kinds: type) -> bool:
-    """Whether `hint` is a subclass of one of `kinds`; list[int] is none, though Python 3.10 takes it for a class."""
+    """Whether `hint` is a subclass of one of `kinds`; list[int] is none, though Python 3.10 takes
+    it for a class.
+    """
     return get_origin(hint) is None and isinstance(hint, type) and issubclass(hint, kinds)
 
 
 class Trait:
-    """What a section says of a run, for other plugins to ask by `RunConfig.has`; a plugin may have words of its own."""
+    """What a section says of a run, for other plugins to ask by `RunConfig.has`; a plugin may have
+    words of its own.
+    """
 
     PARTITIONS_STATES = "partitions_states"
     """A rank has optimizer states for a part of the parameters."""
@@ -112,7 +129,9 @@ class Trait:
 
 
 class Clash(NamedTuple):
-    """Stands in for the value of a key of which two spellings are set. kind: what `old` is of `new`."""
+    """Stands in for the value of a key of which two spellings are set. kind: what `old` is of
+    `new`.
+    """
 
     old: str
     new: str
@@ -120,7 +139,10 @@ class Clash(NamedTuple):
 
 
 class Section(BaseModel):
-    """Base of every section, the core's and the plugins'. Give every field a `description` with its unit."""
+    """Base of every section, the core's and the plugins'.
+
+    Give every field a `description` with its unit.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -136,16 +158,20 @@ class Section(BaseModel):
     def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
         """(key, sentence) for each key that has no effect with these values, or is deprecated.
 
-        given: the section as it was written. Logged once on rank 0; see `ds_core.config.build`. A key of "" is the
-        section itself.
+        given: the section as it was written. Logged once on rank 0; see `ds_core.config.build`. A
+        key of "" is the section itself.
         """
         return ()
 
     writes_outside: ClassVar[tuple[str, ...]] = ()
-    """For a section whose plugin writes where the user's runs do: the keys that keep it from that as false or 0."""
+    """For a section whose plugin writes where the user's runs do: the keys that keep it from that
+    as false or 0.
+    """
 
     def traits(self) -> Iterable[str]:
-        """What the run is like with these values, for plugins that ask: of `Trait`, or words of the plugin's own."""
+        """What the run is like with these values, for plugins that ask: of `Trait`, or words of the
+        plugin's own.
+        """
         return ()
 
     @model_validator(mode="before")
@@ -173,7 +199,9 @@ class Section(BaseModel):
     @classmethod
     def _prepare(cls, value: Any, handler: Any, info: ValidationInfo) -> Any:
         if isinstance(value, Clash):
-            raise PydanticCustomError("ds_clash", "{old} is {kind} of {new}, and both are set", value._asdict())
+            raise PydanticCustomError(
+                "ds_clash", "{old} is {kind} of {new}, and both are set", value._asdict()
+            )
         field = cls.model_fields[str(info.field_name)]
         fitted = fit(field.annotation, value)
         result = handler(fitted)
@@ -181,7 +209,9 @@ class Section(BaseModel):
             raise PydanticCustomError("ds_literal_type", "not one of the choices")
         items = result if isinstance(result, (list, tuple)) else (result,)
         if any(type(item) is int and not -WHOLE <= item < WHOLE for item in items):
-            raise PydanticCustomError("ds_too_large", "must be a whole number below 2**63, of 64 bits")
+            raise PydanticCustomError(
+                "ds_too_large", "must be a whole number below 2**63, of 64 bits"
+            )
         mark = marks(field)
         if NOT_OFFERED in mark and not _same(result, field.get_default()):
             raise PydanticCustomError("ds_not_offered", "{why}", {"why": mark[NOT_OFFERED]})
@@ -213,8 +243,11 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def fit(hint: Any, value: Any) -> Any:
-    """`value` in the Python type that `hint` asks for, where JSON could not say it; otherwise unchanged."""
-    origin, args = get_origin(hint), get_args(hint)
+    """`value` in the Python type that `hint` asks for, where JSON could not say it; otherwise
+    unchanged.
+    """
+    origin = get_origin(hint)
+    args = get_args(hint)
     if origin is Annotated:
         return fit(args[0], value)
     members = union_members(hint)
@@ -224,7 +257,9 @@ def fit(hint: Any, value: Any) -> Any:
         fitted = (fit(m, value) for m in members)
         return next((f for f in fitted if f is not value), value)
     if type(value) is float and value.is_integer():
-        wanted = hint is int or (origin is Literal and any(type(a) is int and a == value for a in args))
+        wanted = hint is int or (
+            origin is Literal and any(type(a) is int and a == value for a in args)
+        )
         return int(value) if wanted else value
     if isinstance(value, (list, tuple)):
         return _fit_items(hint, origin, args, value)

@@ -1,7 +1,9 @@
-"""Reading a config: dict, file or base64 text -> plain data, checked for what no schema can say (torch-free).
+"""Reading a config: dict, file or base64 text -> plain data, checked for what no schema can say
+(torch-free).
 
-Repeated keys, NaN and Infinity, keys that are not text, endless nesting and cycles are found here, each with
-the full path of the key. Parsers of other formats are imported when a file of that format is read.
+Repeated keys, NaN and Infinity, keys that are not text, endless nesting and cycles are found here,
+each with the full path of the key. Parsers of other formats are imported when a file of that format
+is read.
 """
 
 from __future__ import annotations
@@ -19,7 +21,15 @@ from typing import Any
 
 from ds_core.errors import ConfigError, Problem, join
 
-__all__ = ["ConfigSource", "format_parser", "Pairs", "parse_json", "read_config", "to_pairs", "Unreadable"]
+__all__ = [
+    "ConfigSource",
+    "format_parser",
+    "Pairs",
+    "parse_json",
+    "read_config",
+    "to_pairs",
+    "Unreadable",
+]
 
 MAX_BYTES = 16 * 1024 * 1024
 MAX_DEPTH = 64
@@ -28,7 +38,9 @@ MAX_VALUES = 200_000
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ConfigSource:
-    """Plain data and where it came from. raw: only dict, list, str, int, float, bool and None; may hold secrets."""
+    """Plain data and where it came from. raw: only dict, list, str, int, float, bool and None; may
+    hold secrets.
+    """
 
     raw: dict[str, Any]
     origin: str
@@ -40,9 +52,9 @@ class ConfigSource:
 def read_config(source: Any) -> ConfigSource:
     """Read a config and copy it; nothing of the caller's is kept or changed.
 
-    source: a mapping; the path of a .json file, or of one whose format a plugin reads (anything else is read as
-    JSON, then hjson where that is installed); or JSON text in URL-safe base64. Raises ConfigError for everything
-    that is not a config.
+    source: a mapping; the path of a .json file, or of one whose format a plugin reads (anything
+    else is read as JSON, then hjson where that is installed); or JSON text in URL-safe base64.
+    Raises ConfigError for everything that is not a config.
     """
     if isinstance(source, ConfigSource):
         return source
@@ -51,23 +63,37 @@ def read_config(source: Any) -> ConfigSource:
     if isinstance(source, os.PathLike):
         source = os.fspath(source)
     if not isinstance(source, str):
-        raise ConfigError(f"a config must be a dict, the path of a file or base64 text, not {type(source).__name__}")
+        raise ConfigError(
+            "a config must be a dict, the path of a file or base64 text, not "
+            f"{type(source).__name__}"
+        )
     if not source.strip():
         raise ConfigError("the config is an empty string; give a dict or the path of a file")
     if os.path.exists(source):
-        return _checked(_printable(source), lambda: _parse(_file_text(source), os.path.splitext(source)[1].lower()))
+        return _checked(
+            _printable(source),
+            lambda: _parse(_file_text(source), os.path.splitext(source)[1].lower()),
+        )
     if (text := _base64_text(source)) is not None:
         return _checked("base64 config", lambda: _parse(text, ".json"))
     if source.lstrip().startswith(("{", "[")):
-        raise ConfigError("this is the text of a config, not a path; parse it with json.loads, or write it to a file")
+        raise ConfigError(
+            "this is the text of a config, not a path; parse it with json.loads, or write it to a "
+            "file"
+        )
     shown = source if len(source) <= 200 else source[:197] + "..."
-    raise ConfigError(f"no such file: {_printable(shown)!r} (the current directory is {_printable(os.getcwd())!r})")
+    raise ConfigError(
+        f"no such file: {_printable(shown)!r} (the current directory is "
+        f"{_printable(os.getcwd())!r})"
+    )
 
 
 def _base64_text(source: str) -> str | None:
     """The JSON text in `source`, or None when it is not base64 of an object."""
     try:
-        text = base64.urlsafe_b64decode(source.strip() + "=" * (-len(source.strip()) % 4)).decode("utf-8-sig")
+        text = base64.urlsafe_b64decode(source.strip() + "=" * (-len(source.strip()) % 4)).decode(
+            "utf-8-sig"
+        )
     except (binascii.Error, ValueError):
         return None
     return text if text.lstrip().startswith("{") else None
@@ -86,12 +112,17 @@ def _file_text(path: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        at = f"byte 0x{data[error.start]:02x} at offset {error.start} (line {data.count(10, 0, error.start) + 1})"
+        at = (
+            f"byte 0x{data[error.start]:02x} at offset {error.start} (line "
+            f"{data.count(10, 0, error.start) + 1})"
+        )
         raise Unreadable(f"the file is not UTF-8: {at}; save it as UTF-8") from None
 
 
 def _parse(text: str, suffix: str) -> Any:
-    """The data in `text`, by its format; JSON may be hjson, which the documents allow in a .json file."""
+    """The data in `text`, by its format; JSON may be hjson, which the documents allow in a .json
+    file.
+    """
     if not text.strip():
         raise Unreadable("the config is empty; an empty config is written {}")
     if suffix not in ("", ".json") and (parse := format_parser(suffix)) is not None:
@@ -106,12 +137,17 @@ def _parse(text: str, suffix: str) -> Any:
 
 
 def _checked(origin: str, read: Callable[[], Any]) -> ConfigSource:
-    """What `read` gives as plain data. Raises ConfigError, which names `origin`, for all that is wrong with it."""
+    """What `read` gives as plain data.
+
+    Raises ConfigError, which names `origin`, for all that is wrong with it.
+    """
     copier = _Copier()
     try:
         data = read()
         if not isinstance(data, Mapping):
-            raise Unreadable(f"the top level must be an object of keys and values, not {_kind(data)}")
+            raise Unreadable(
+                f"the top level must be an object of keys and values, not {_kind(data)}"
+            )
         raw = copier.copy(data, "", 0)
     except Unreadable as error:
         raise ConfigError([Problem(error.path, error.message)], origin) from None
@@ -122,7 +158,7 @@ def _checked(origin: str, read: Callable[[], Any]) -> ConfigSource:
     return ConfigSource(raw, origin)
 
 
-# -- from whatever the parser or the caller gave to plain data -------------------------------------------------------
+# -- from whatever the parser or the caller gave to plain data -------------------------------------
 
 _TOO_DEEP = f"the config is nested more than {MAX_DEPTH} levels deep, or holds itself"
 
@@ -148,12 +184,20 @@ class _Copier:
 
     def _mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> dict[str, Any]:
         for key in value.repeated if isinstance(value, Pairs) else ():
-            self._wrong(join(path, key), f"the key {_printable(key)!r} is repeated", "keep one of them")
+            self._wrong(
+                join(path, key), f"the key {_printable(key)!r} is repeated", "keep one of them"
+            )
         copied = {}
         for key, item in value.items():
             if not isinstance(key, str):
-                fix = f'write it in quotes: "{key}"' if isinstance(key, (int, float, bool)) or key is None else ""
-                self._wrong(join(path, repr(key)[:60]), f"a key must be text, not {_kind(key)}", fix)
+                fix = (
+                    f'write it in quotes: "{key}"'
+                    if isinstance(key, (int, float, bool)) or key is None
+                    else ""
+                )
+                self._wrong(
+                    join(path, repr(key)[:60]), f"a key must be text, not {_kind(key)}", fix
+                )
                 continue
             copied[str.__str__(key)] = self.copy(item, join(path, key), depth + 1)
         return copied
@@ -176,7 +220,9 @@ class _Copier:
             if number > 0 and documented().get(path, {}).get("infinity_is_null"):
                 return None
             shown = "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
-            self._wrong(path, f"{shown} is not a number that a config can hold", "write a finite number")
+            self._wrong(
+                path, f"{shown} is not a number that a config can hold", "write a finite number"
+            )
             return None
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         fix = "use text, numbers, true/false, lists and dicts"
@@ -188,7 +234,14 @@ class _Copier:
 
 
 def _kind(value: Any) -> str:
-    names = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}
+    names = {
+        type(None): "null",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        str: "text",
+        list: "a list",
+    }
     return names.get(type(value), type(value).__name__)
 
 
@@ -196,7 +249,7 @@ def _printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-# -- text -> data: JSON here, other formats by the hook `ds_config_formats` ------------------------------------------
+# -- text -> data: JSON here, other formats by the hook `ds_config_formats` ------------------------
 
 
 class Unreadable(Exception):
@@ -204,7 +257,8 @@ class Unreadable(Exception):
 
     def __init__(self, message: str, path: str = "", line: int = 0, column: int = 0) -> None:
         where = f"line {line}, column {column}: " if line else ""
-        self.message, self.path = f"{where}{message}", path
+        self.message = f"{where}{message}"
+        self.path = path
         super().__init__(self.message)
 
 
@@ -228,13 +282,16 @@ def parse_json(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=to_pairs)
     except json.JSONDecodeError as error:
-        raise Unreadable(f"not JSON: {error.msg[:1].lower()}{error.msg[1:]}", "", error.lineno, error.colno) from None
+        raise Unreadable(
+            f"not JSON: {error.msg[:1].lower()}{error.msg[1:]}", "", error.lineno, error.colno
+        ) from None
     except ValueError as error:  # a number of thousands of digits
         raise Unreadable(f"not JSON: {error}") from None
 
 
 def format_parser(suffix: str) -> Callable[[str], Any] | None:
-    """The parser that an installed plugin offers for files that end in `suffix`; None when none does.
+    """The parser that an installed plugin offers for files that end in `suffix`; None when none
+    does.
 
     Raises Unreadable where a package of this repository would.
     """
@@ -243,7 +300,9 @@ def format_parser(suffix: str) -> Callable[[str], Any] | None:
     offers = Plugins().named("ds_config_formats", "config_formats")
     if suffix in offers:
         answer = offers[suffix]
-        parser: Callable[[str], Any] = answer.resolve(answer.value, f"config files that end in {suffix}")
+        parser: Callable[[str], Any] = answer.resolve(
+            answer.value, f"config files that end in {suffix}"
+        )
         return parser
     from ds_core.catalogue import missing, offered_by
 

@@ -1,4 +1,6 @@
-"""From a pydantic error to plain words: the key's path, the value, what was expected, the nearest known key."""
+"""From a pydantic error to plain words: the key's path, the value, what was expected, the nearest
+known key.
+"""
 
 from __future__ import annotations
 
@@ -38,22 +40,32 @@ def translate_errors(
 ) -> list[Problem]:
     """Every error of `model`, in plain words, with paths that start with `path`.
 
-    owner: who owns the section, named with suggestions. data: what was validated, so that keys are named by the
-    spelling that was used and unions are understood. elsewhere: key -> the path where it belongs, for keys that
-    stand in the wrong place.
+    owner: who owns the section, named with suggestions. data: what was validated, so that keys are
+    named by the spelling that was used and unions are understood. elsewhere: key -> the path where
+    it belongs, for keys that stand in the wrong place.
     """
     rows = []
     hidden = secrets_in(data, secret_names([model]))
     for item in error.errors(include_url=False):
-        kind, loc = item["type"], item["loc"]
-        if kind == "missing" and loc and isinstance(loc[-1], int):  # a list that is too short for its tuple
-            kind, loc = "too_short", loc[:-1]
+        kind = item["type"]
+        loc = item["loc"]
+        # a list that is too short for its tuple
+        if kind == "missing" and loc and isinstance(loc[-1], int):
+            kind = "too_short"
+            loc = loc[:-1]
         place = locate(model, loc, data)
         problem = _problem(kind, item, place, path, owner, elsewhere or {})
-        rows.append((Problem(problem.path, scrub(problem.message, hidden), scrub(problem.fix, hidden)), place))
+        rows.append(
+            (
+                Problem(problem.path, scrub(problem.message, hidden), scrub(problem.fix, hidden)),
+                place,
+            )
+        )
     # One problem per key; where a member of a union was entered, only what is wrong inside it.
     found: dict[str, Problem] = {}
-    entered = {tuple(p.keys[: p.union]) for _, p in rows if p.union is not None and len(p.keys) > p.union}
+    entered = {
+        tuple(p.keys[: p.union]) for _, p in rows if p.union is not None and len(p.keys) > p.union
+    }
     for problem, place in rows:
         if len(place.keys) != place.union or tuple(place.keys) not in entered:
             found.setdefault(problem.path, problem)
@@ -61,26 +73,44 @@ def translate_errors(
 
 
 def _problem(
-    kind: str, item: Mapping[str, Any], place: Place, root: str, owner: str, elsewhere: Mapping[str, str]
+    kind: str,
+    item: Mapping[str, Any],
+    place: Place,
+    root: str,
+    owner: str,
+    elsewhere: Mapping[str, str],
 ) -> Problem:
     ctx = item.get("ctx") or {}
     value = item["input"] if place.given is PydanticUndefined or kind == "missing" else place.given
-    where, section = path_text(place.keys, root), path_text(place.keys[:-1], root)
+    where = path_text(place.keys, root)
+    section = path_text(place.keys[:-1], root)
     if kind == "extra_forbidden" and place.parent is not None:
         key = str(place.keys[-1])
-        return unknown_key(section, key, value, known_names(place.parent), owner, elsewhere.get(key))
+        return unknown_key(
+            section, key, value, known_names(place.parent), owner, elsewhere.get(key)
+        )
     shown = REDACTED if place.secret and value is not None else show(value)
     if kind == "missing":
         return Problem(where, f"is required and missing; it must be {describe(place.hint)}")
     if kind == "ds_clash":
         new = join(section, ctx["new"])
-        return Problem(join(section, ctx["old"]), f"is {ctx['kind']} of {new}, and both are set", f"keep {new} only")
+        return Problem(
+            join(section, ctx["old"]),
+            f"is {ctx['kind']} of {new}, and both are set",
+            f"keep {new} only",
+        )
     if kind == "ds_not_offered":
-        return Problem(where, f"{shown} is documented but not offered ({ctx['why']})", "leave the key out")
+        return Problem(
+            where, f"{shown} is documented but not offered ({ctx['why']})", "leave the key out"
+        )
     if kind in _OWN_WORDS:
-        return Problem(where, f"{str(ctx.get('error', item['msg'])).rstrip('.')} (the value is {shown})")
+        return Problem(
+            where, f"{str(ctx.get('error', item['msg'])).rstrip('.')} (the value is {shown})"
+        )
     if kind == "finite_number":
-        return Problem(where, f"must be {describe(place.hint)}, not {shown}", "write a finite number")
+        return Problem(
+            where, f"must be {describe(place.hint)}, not {shown}", "write a finite number"
+        )
     expected = describe(place.hint) if _standard(kind) else ""
     if not expected:
         text = re.sub(r"^(Input should be|Value should be) ", "must be ", str(item["msg"]))
@@ -90,8 +120,26 @@ def _problem(
 
 def _standard(kind: str) -> bool:
     """Whether the expected type says all that there is to say."""
-    ends = ("_type", "_parsing", "_from_float", "_error", "_expected", "_size", "enum", "_too_short", "_too_long")
-    starts = ("greater_than", "less_than", "multiple_of", "too_short", "too_long", "is_instance_of", "model_")
+    ends = (
+        "_type",
+        "_parsing",
+        "_from_float",
+        "_error",
+        "_expected",
+        "_size",
+        "enum",
+        "_too_short",
+        "_too_long",
+    )
+    starts = (
+        "greater_than",
+        "less_than",
+        "multiple_of",
+        "too_short",
+        "too_long",
+        "is_instance_of",
+        "model_",
+    )
     return kind.endswith(ends) or kind.startswith(starts)
 
 
@@ -104,7 +152,10 @@ def _fix(hint: Any, value: Any, hidden: bool) -> str:
         if numeric and re.fullmatch(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*", value):
             return f"write {value.strip()} without quotes"
         if bool in kinds and value.strip().lower() in ("true", "false", "yes", "no", "on", "off"):
-            return f"write {'true' if value.strip().lower() in ('true', 'yes', 'on') else 'false'} without quotes"
+            return (
+                f"write {'true' if value.strip().lower() in ('true', 'yes', 'on') else 'false'} "
+                "without quotes"
+            )
         close = nearest(value, [c for c in _choices(hint) if isinstance(c, str)])
         return f"did you mean {json.dumps(close)}?" if close else ""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and kinds == {bool}:
@@ -123,12 +174,17 @@ def _choices(hint: Any) -> tuple[Any, ...]:
 
 
 def describe(hint: Any) -> str:
-    """What `hint` accepts, in plain words: ``a whole number > 0``; empty when there are no words for it."""
+    """What `hint` accepts, in plain words: ``a whole number > 0``; empty when there are no words
+    for it.
+    """
     if get_origin(hint) is Annotated:
         inner, *extras = get_args(hint)
         said = describe(inner)
-        first, other, rest = said.partition(" or ") if len(union_members(inner)) > 1 else (said, "", "")
-        bounds = _bounds(extras, first)  # a bound is about the number or the text, not about the null next to it
+        first, other, rest = (
+            said.partition(" or ") if len(union_members(inner)) > 1 else (said, "", "")
+        )
+        # a bound is about the number or the text, not about the null next to it
+        bounds = _bounds(extras, first)
         return f"{first} {bounds}{other}{rest}" if said and bounds else said
     members = union_members(hint)
     if len(members) > 1:
@@ -138,7 +194,8 @@ def describe(hint: Any) -> str:
     if choices:
         shown = [json.dumps(c) if isinstance(c, (str, bool)) else str(c) for c in choices]
         return shown[0] if len(shown) == 1 else f"one of {', '.join(shown)}"
-    origin, args = get_origin(hint) or hint, get_args(hint)
+    origin = get_origin(hint) or hint
+    args = get_args(hint)
     return _describe_type(bare(hint) if bare(hint) is not hint else origin, args)
 
 
@@ -160,12 +217,20 @@ def _describe_type(kind: Any, args: tuple[Any, ...]) -> str:
     if issubclass(kind, BaseModel):
         return "an object {...}"
     if issubclass(kind, Mapping):
-        return f"an object whose values are {describe(args[1])}" if args and describe(args[1]) else "an object {...}"
+        return (
+            f"an object whose values are {describe(args[1])}"
+            if args and describe(args[1])
+            else "an object {...}"
+        )
     if issubclass(kind, tuple) and args and args[-1] is not Ellipsis:
         each = f", each {describe(args[0])}" if len(set(args)) == 1 else ""
         return f"a list of {len(args)} items{each}"
     if issubclass(kind, (Sequence, AbstractSet)):
-        return f"a list whose items are {describe(args[0])}" if args and describe(args[0]) else "a list"
+        return (
+            f"a list whose items are {describe(args[0])}"
+            if args and describe(args[0])
+            else "a list"
+        )
     return "a path (text)" if issubclass(kind, PurePath) else ""
 
 
@@ -178,7 +243,10 @@ def _bounds(extras: Iterable[Any], said: str) -> str:
         for name, sign in _LENGTHS.items():
             if getattr(extra, name, None) is not None:
                 unit = "characters" if said == "text" else "items"
-                words.append(f"of {sign} {getattr(extra, name)} {unit if getattr(extra, name) != 1 else unit[:-1]}")
+                words.append(
+                    f"of {sign} {getattr(extra, name)} "
+                    f"{unit if getattr(extra, name) != 1 else unit[:-1]}"
+                )
         if getattr(extra, "pattern", None) is not None:
             words.append(f"that matches {extra.pattern}")
     return " and ".join(words)

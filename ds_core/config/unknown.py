@@ -1,4 +1,5 @@
-"""Keys that no model has: misspelt, in the wrong place, or of a section whose plugin is not loaded."""
+"""Keys that no model has: misspelt, in the wrong place, or of a section whose plugin is not
+loaded."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ def without_model(
 ) -> list[Problem]:
     """What is wrong with a top-level key that is neither the core's nor a loaded section.
 
-    A documented section whose plugin is not installed is accepted while it is off; a misspelt key in it is an error
-    all the same.
+    A documented section whose plugin is not installed is accepted while it is off; a misspelt key
+    in it is an error all the same.
     """
     if name in disabled:
         why = f"the plugin that owns this section is disabled: {disabled[name]}"
@@ -32,34 +33,49 @@ def without_model(
         return [_unknown_section(name, value, models, installed)]
     row = documented()[name]
     if _is_off(row, value):
-        return [*_misspelt(value, row["keys"], name, row["owner"] or "not offered")] if value else []
+        return (
+            [*_misspelt(value, row["keys"], name, row["owner"] or "not offered")] if value else []
+        )
     off = "remove it, or switch it off"
     if why := row.get("why", ""):
         return [Problem(name, f"this key is documented but not offered: {why}", off)]
     return [missing("sections", name, path=name, instead=off)]
 
 
-def unknown_key(section: str, key: str, value: Any, names: Iterable[str], owner: str, belongs: str | None) -> Problem:
+def unknown_key(
+    section: str, key: str, value: Any, names: Iterable[str], owner: str, belongs: str | None
+) -> Problem:
     """The problem of a key that `section` does not have.
 
-    names: the keys that it has. owner: of the section. belongs: the path at which this key is known.
+    names: the keys that it has. owner: of the section. belongs: the path at which this key is
+    known.
     """
-    names, where = sorted(names), join(section, key)
+    names = sorted(names)
+    where = join(section, key)
     close = nearest(key, names)
     of_owner = f" ({owner})" if owner else ""
     message = f"unknown key {key!r} (its value is {show_unknown(key, value, close)})"
     if belongs not in (None, where):
-        return Problem(where, message, f"{key!r} belongs at {'the top level' if belongs == key else repr(belongs)}")
+        return Problem(
+            where,
+            message,
+            f"{key!r} belongs at {'the top level' if belongs == key else repr(belongs)}",
+        )
     if close:
         return Problem(where, message, f"did you mean {join(section, close)!r}{of_owner}?")
     listed = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-    return Problem(where, message, f"{section}{of_owner} takes {listed}" if names else "it takes no keys")
+    return Problem(
+        where, message, f"{section}{of_owner} takes {listed}" if names else "it takes no keys"
+    )
 
 
 def places(models: Models) -> dict[str, str]:
     """Key -> the one place where a key of this name is known."""
     found: dict[str, set[str]] = {}
-    for prefix, model in (("", CoreConfig), *((name, model) for name, (model, _) in models.items())):
+    for prefix, model in (
+        ("", CoreConfig),
+        *((name, model) for name, (model, _) in models.items()),
+    ):
         for key in iter_keys(model, prefix):
             if "*" not in key.path and "[]" not in key.path:
                 found.setdefault(key.spelling, set()).add(key.path)
@@ -74,20 +90,27 @@ def _unknown_section(name: str, value: Any, models: Models, installed: Collectio
         return Problem(name, message, f"{name!r} belongs at {inside!r}")
     close = nearest(name, {*CORE_KEYS, *models, *installed, *documented()})
     if close is None:
-        return Problem(name, message, "no key of ds-core, of an installed plugin or of the documents is like it")
+        return Problem(
+            name,
+            message,
+            "no key of ds-core, of an installed plugin or of the documents is like it",
+        )
     if close in CORE_KEYS or close in models:
         owner = CORE_OWNER if close in CORE_KEYS else models[close][1]
     else:
         owner = documented().get(close, {}).get("owner", "an installed plugin")
-        owner = owner if close in installed else f"{owner}, not installed" if owner else "not offered"
+        owner = (
+            owner if close in installed else f"{owner}, not installed" if owner else "not offered"
+        )
     return Problem(name, message, f"did you mean {close!r} ({owner})?")
 
 
 def _is_off(row: Mapping[str, Any], value: Any) -> bool:
     """Whether a documented section asks for nothing, in so many words.
 
-    Off: null, false, ``{}``, a switch that is false or 0, or nothing but false and null. A switch that is
-    *absent* does not count: a misspelt one (``"stgae": 3``) must not train with stage 0 in silence.
+    Off: null, false, ``{}``, a switch that is false or 0, or nothing but false and null. A switch
+    that is *absent* does not count: a misspelt one (``"stgae": 3``) must not train with stage 0 in
+    silence.
     """
     if value is None or value is False or value in ({}, []):
         return True
@@ -98,8 +121,11 @@ def _is_off(row: Mapping[str, Any], value: Any) -> bool:
     return all(v is None or v is False for v in fields.values())
 
 
-def _misspelt(value: Any, keys: Mapping[str, Any] | None, path: str, owner: str) -> Iterator[Problem]:
-    """A problem for each key below `value`, a documented section's, that the documents do not have."""
+def _misspelt(
+    value: Any, keys: Mapping[str, Any] | None, path: str, owner: str
+) -> Iterator[Problem]:
+    """A problem for each key below `value`, a documented section's, that the documents do not
+    have."""
     if keys is None:
         return
     if isinstance(value, list):

@@ -1,4 +1,5 @@
-"""Trains on any number of ranks, goes on where it was, and ends in order when it is told to stop."""
+"""Trains on any number of ranks, goes on where it was, and ends in order when it is told to
+stop."""
 
 import argparse
 import json
@@ -16,7 +17,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+        self.layers = nn.Sequential(
+            nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
+        )
 
     def forward(self, points: Tensor, values: Tensor) -> Tensor:
         return nn.functional.mse_loss(self.layers(points), values)

@@ -10,18 +10,27 @@ VOCABULARY = 256  # every byte
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward layer, each added to its input. (batch, time, width) -> the same."""
+    """Attention, then a feed-forward layer, each added to its input. (batch, time, width) -> the
+    same.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, w = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, w // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm1(x))
+            .view(b, t, 3, self.heads, w // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(attended.transpose(1, 2).reshape(b, t, w))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -30,10 +39,13 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """forward(x, y) is the mean cross-entropy of the next byte; logits(x) is what it would say."""
 
-    def __init__(self, context: int = 64, width: int = 128, layers: int = 3, heads: int = 4) -> None:
+    def __init__(
+        self, context: int = 64, width: int = 128, layers: int = 3, heads: int = 4
+    ) -> None:
         super().__init__()
         self.context = context
-        self.embed, self.position = nn.Embedding(VOCABULARY, width), nn.Embedding(context, width)
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.position = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)

@@ -4,10 +4,11 @@
 
 It keeps a checkpoint in runs/gpt and, started again, goes on from there.
 
-    dscore run --nproc 2 examples/gpt/train.py --deepspeed_config examples/gpt/ds_config_zero3_offload.json
+    dscore run --nproc 2 examples/gpt/train.py --deepspeed_config
+    examples/gpt/ds_config_zero3_offload.json
 
-does the same with ZeRO stage 3, weights and optimizer states resting in the host's memory; either goes on from the
-other's checkpoint.
+does the same with ZeRO stage 3, weights and optimizer states resting in the host's memory; either
+goes on from the other's checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Text(Dataset):
     """Overlapping windows of the text: (bytes, the same bytes shifted by one)."""
 
     def __init__(self, context: int) -> None:
-        self.text = torch.frombuffer(bytearray("\n".join(topics.values()), "utf-8"), dtype=torch.uint8).long()
+        self.text = torch.frombuffer(
+            bytearray("\n".join(topics.values()), "utf-8"), dtype=torch.uint8
+        ).long()
         self.context = context
 
     def __len__(self) -> int:
@@ -46,21 +49,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=500, help="optimizer steps in all")
     parser.add_argument("--stop-after", type=int, help="save and stop after this many steps")
-    parser.add_argument("--run", type=Path, default=Path("runs/gpt"), help="folder of the checkpoint and the plot")
+    parser.add_argument(
+        "--run", type=Path, default=Path("runs/gpt"), help="folder of the checkpoint and the plot"
+    )
     config = Path(__file__).with_name("ds_config.json")
     parser.add_argument("--deepspeed_config", type=Path, default=config, help="the config file")
     args = parser.parse_args()
 
     torch.manual_seed(0)
     model = GPT()
-    engine, _, loader, _ = ds_core.initialize(args=args, model=model, training_data=Text(model.context))
+    engine, _, loader, _ = ds_core.initialize(
+        args=args, model=model, training_data=Text(model.context)
+    )
     path, _ = engine.load_checkpoint(args.run, missing_ok=True)
     if path is not None and engine.global_rank == 0:
         print(f"resumed from step {engine.global_steps}", flush=True)
 
     last = min(args.steps, args.stop_after or args.steps)
     if engine.global_steps >= last:
-        raise SystemExit(f"{args.run} has {engine.global_steps} steps already; give more --steps or another --run")
+        raise SystemExit(
+            f"{args.run} has {engine.global_steps} steps already; give more --steps or another "
+            "--run"
+        )
     batches = iter(ds_core.RepeatingLoader(loader))
     with progress(engine, args.steps) as bar:
         while engine.global_steps < last:
@@ -75,8 +85,13 @@ def main() -> None:
     engine.destroy()
     if engine.global_rank == 0:
         if last == args.steps:
-            print(f"\n--- what it writes after {last} steps ---\n{model.eval().write(b'The ', 300)}\n---")
-        print(f"loss {loss.item():.3f} after {last} steps; see {plot(engine, args.run)}", flush=True)
+            print(
+                f"\n--- what it writes after {last} steps "
+                f"---\n{model.eval().write(b'The ', 300)}\n---"
+            )
+        print(
+            f"loss {loss.item():.3f} after {last} steps; see {plot(engine, args.run)}", flush=True
+        )
 
 
 def plot(engine: ds_core.Engine, run: Path) -> Path:

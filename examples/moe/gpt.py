@@ -1,4 +1,5 @@
-"""The GPT of examples/gpt with a mixture of experts in every block; each rank has half of the experts. Start it with
+"""The GPT of examples/gpt with a mixture of experts in every block; each rank has half of the
+experts. Start it with
 
     dscore run --nproc 2 examples/moe/gpt.py
     tensorboard --logdir runs          # Train/MoE/...: each expert's load, dropped tokens, the auxiliary loss
@@ -27,7 +28,9 @@ import ds_core
 
 
 class Block(nn.Module):
-    """Attention and a mixture of experts, each added to its input; `l_aux` is the last forward's auxiliary loss."""
+    """Attention and a mixture of experts, each added to its input; `l_aux` is the last forward's
+    auxiliary loss.
+    """
 
     def __init__(self, dense: nn.Module, width: int, experts: int, ep: int) -> None:
         super().__init__()
@@ -40,7 +43,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, w = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, w // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm1(x))
+            .view(b, t, 3, self.heads, w // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(attended.transpose(1, 2).reshape(b, t, w))
         out, self.l_aux, _ = self.moe(self.norm2(x))
@@ -61,15 +68,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps in all")
     parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--ep", type=int, default=2, help="ranks over which the experts are divided")
-    parser.add_argument("--run", type=Path, default=Path("runs/moe"), help="folder of the checkpoint")
+    parser.add_argument(
+        "--ep", type=int, default=2, help="ranks over which the experts are divided"
+    )
+    parser.add_argument(
+        "--run", type=Path, default=Path("runs/moe"), help="folder of the checkpoint"
+    )
     config = Path(__file__).with_name("ds_config.json")
     parser.add_argument("--deepspeed_config", type=Path, default=config, help="the config file")
     args = parser.parse_args()
 
     torch.manual_seed(0)
     model = MoEGPT(args.experts, args.ep)
-    engine, _, loader, _ = ds_core.initialize(args=args, model=model, training_data=Text(model.context))
+    engine, _, loader, _ = ds_core.initialize(
+        args=args, model=model, training_data=Text(model.context)
+    )
     path, _ = engine.load_checkpoint(args.run, missing_ok=True)
     if path is not None and engine.global_rank == 0:
         print(f"resumed from step {engine.global_steps}", flush=True)
@@ -85,7 +98,11 @@ def main() -> None:
     torch.manual_seed(1)
     text = model.eval().write(b"The ", 200)  # on all ranks: each has half of the experts
     if engine.global_rank == 0:
-        print(f"\n--- what it writes after {args.steps} steps ---\n{text}\n---\nloss {loss.item():.3f}", flush=True)
+        print(
+            f"\n--- what it writes after {args.steps} steps ---\n{text}\n---\nloss "
+            f"{loss.item():.3f}",
+            flush=True,
+        )
     engine.destroy()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

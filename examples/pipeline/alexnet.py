@@ -1,4 +1,5 @@
-"""AlexNet in pipeline stages learns handwritten digits (scikit-learn's, blown up to 64 x 64 pixels). Start it with
+"""AlexNet in pipeline stages learns handwritten digits (scikit-learn's, blown up to 64 x 64
+pixels). Start it with
 
     dscore run --nproc 2 examples/pipeline/alexnet.py
 
@@ -64,7 +65,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument("--shrink", type=int, default=4, help="divide AlexNet's channels by this; 1: as in the paper")
+    parser.add_argument(
+        "--shrink",
+        type=int,
+        default=4,
+        help="divide AlexNet's channels by this; 1: as in the paper",
+    )
     config = Path(__file__).with_name("ds_config.json")
     parser.add_argument("--deepspeed_config", type=Path, default=config, help="the config file")
     args = parser.parse_args()
@@ -72,7 +78,9 @@ def main() -> None:
     torch.manual_seed(0)
     train, test = digits(64)
     layers = alexnet(10, args.shrink)
-    model = PipelineModule(layers, num_stages=args.stages, loss_fn=nn.CrossEntropyLoss(), partition_method="parameters")
+    model = PipelineModule(
+        layers, num_stages=args.stages, loss_fn=nn.CrossEntropyLoss(), partition_method="parameters"
+    )
     engine, *_ = ds_core.initialize(args=args, model=model, training_data=train)
     for step in range(1, args.steps + 1):
         loss = engine.train_batch()
@@ -83,8 +91,13 @@ def main() -> None:
     rows = [test[i : i + size] for i in range(0, len(test) // size * size, size)]
     loss, outputs = engine.eval_batch(iter(rows), return_logits=True, num_micro_batches=len(rows))
     if engine.is_last_stage() and engine.mpu().get_data_parallel_rank() == 0:
-        right = sum((o.argmax(1) == y).sum().item() for o, (_, y) in zip(outputs, rows, strict=True))
-        print(f"test: loss {loss.item():.3f}, {100 * right / (size * len(rows)):.1f} % right", flush=True)
+        right = sum(
+            (o.argmax(1) == y).sum().item() for o, (_, y) in zip(outputs, rows, strict=True)
+        )
+        print(
+            f"test: loss {loss.item():.3f}, {100 * right / (size * len(rows)):.1f} % right",
+            flush=True,
+        )
     engine.destroy()
 
 

@@ -1,8 +1,10 @@
-"""The GPT of examples/gpt as a pipeline: its embedding is the first layer and, tied, the last. Start it with
+"""The GPT of examples/gpt as a pipeline: its embedding is the first layer and, tied, the last.
+Start it with
 
     dscore run --nproc 2 examples/pipeline/gpt.py
 
-Its checkpoints fit any number of stages: started again with --stages 1 on one process, it goes on from the last.
+Its checkpoints fit any number of stages: started again with --stages 1 on one process, it goes on
+from the last.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps in all")
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--run", type=Path, default=Path("runs/pipeline-gpt"), help="folder of the checkpoint")
+    parser.add_argument(
+        "--run", type=Path, default=Path("runs/pipeline-gpt"), help="folder of the checkpoint"
+    )
     config = Path(__file__).with_name("ds_config.json")
     parser.add_argument("--deepspeed_config", type=Path, default=config, help="the config file")
     args = parser.parse_args()
@@ -82,7 +86,9 @@ def main() -> None:
         print(f"resumed from step {engine.global_steps}", flush=True)
     while engine.global_steps < args.steps:
         loss = engine.train_batch()
-        if engine.global_rank == 0 and (engine.global_steps % 20 == 0 or engine.global_steps == args.steps):
+        if engine.global_rank == 0 and (
+            engine.global_steps % 20 == 0 or engine.global_steps == args.steps
+        ):
             print(f"step {engine.global_steps}: loss {loss.item():.3f}", flush=True)
     engine.save_checkpoint(args.run)
     engine.destroy()

@@ -13,16 +13,21 @@ from openai import APIConnectionError, OpenAI
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("text", help="what it goes on with")
-    parser.add_argument("--tokens", type=int, default=40, help="how long; the text and this are 64 at most")
+    parser.add_argument(
+        "--tokens", type=int, default=40, help="how long; the text and this are 64 at most"
+    )
     parser.add_argument("--server", default="http://127.0.0.1:8000/v1")
     args = parser.parse_args()
-    with OpenAI(base_url=args.server, api_key="none", max_retries=10) as client:  # a minute: it may load yet
+    # a minute: it may load yet
+    with OpenAI(base_url=args.server, api_key="none", max_retries=10) as client:
         try:
             answer = client.completions.create(
                 model="gpt", prompt=args.text, max_tokens=args.tokens, temperature=0.7, stream=True
             )
         except APIConnectionError:
-            raise SystemExit(f"no server at {args.server}; start it: python examples/serve/serve.py") from None
+            raise SystemExit(
+                f"no server at {args.server}; start it: python examples/serve/serve.py"
+            ) from None
         print(args.text, end="")
         for chunk in answer:
             print(chunk.choices[0].text, end="", flush=True)

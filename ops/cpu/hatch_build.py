@@ -1,6 +1,8 @@
-"""With ``DS_BUILD_OPS=1``, the wheel carries the compiled kernels (for this Python and platform); else sources only.
+"""With ``DS_BUILD_OPS=1``, the wheel carries the compiled kernels (for this Python and platform);
+else sources only.
 
-What compiles is the builder of ds-kernel-kit, taken from this checkout where it is not installed. No torch is loaded.
+What compiles is the builder of ds-kernel-kit, taken from this checkout where it is not installed.
+No torch is loaded.
 """
 
 from __future__ import annotations
@@ -23,10 +25,14 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         return ["pybind11>=2.12", "ninja>=1.11.1"] if self.wanted() else []
 
     def wanted(self) -> bool:
-        """Whether a wheel with compiled kernels is asked for; an editable install has the sources at hand."""
+        """Whether a wheel with compiled kernels is asked for; an editable install has the sources
+        at hand.
+        """
         asked = os.environ.get("DS_BUILD_OPS", "0")
         if asked not in ("0", "1"):
-            raise ValueError(f"DS_BUILD_OPS={asked}: use 1 to compile the kernels into the wheel, or 0")
+            raise ValueError(
+                f"DS_BUILD_OPS={asked}: use 1 to compile the kernels into the wheel, or 0"
+            )
         return asked == "1" and self.target_name == "wheel"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:

@@ -36,7 +36,9 @@ def test_the_host_has_one_queue_and_a_device_without_index() -> None:
 
 
 def test_without_proc_the_numbers_still_make_sense(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on macOS: the peak comes from getrusage, and what is available is what this process did not take."""
+    """As on macOS: the peak comes from getrusage, and what is available is what this process did
+    not take.
+    """
 
     def refuse(self: Path, *arguments: object, **keywords: object) -> str:
         raise FileNotFoundError(self)
@@ -50,7 +52,9 @@ def test_without_proc_the_numbers_still_make_sense(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_back_end_is_small() -> None:
-    """What the contract leaves open: a guard against it growing without a thought for other people's back ends."""
+    """What the contract leaves open: a guard against it growing without a thought for other
+    people's back ends.
+    """
     assert Accelerator.__abstractmethods__ == {
         "communication_backend",
         "current_index",

@@ -85,7 +85,9 @@ class Fakes:
 
 
 class FakeAccelerator(TorchAccelerator):
-    """All that a vendor with a device module writes, but for `device`: its tensors would carry an index."""
+    """All that a vendor with a device module writes, but for `device`: its tensors would carry an
+    index.
+    """
 
     def device(self, index: int | None = None) -> torch.device:
         return torch.device("cpu")
@@ -125,7 +127,13 @@ MARK = object()
 DELEGATED: tuple[tuple[str, tuple[Any, ...], dict[str, Any], tuple[Any, ...], Any], ...] = (
     ("device_count", (), {"device_count": 4}, ("device_count",), 4),
     ("current_index", (), {"current_device": 3}, ("current_device",), 3),
-    ("set_device", (1,), {"device_count": 2, "current_device": 0, "set_device": None}, ("set_device", 1), None),
+    (
+        "set_device",
+        (1,),
+        {"device_count": 2, "current_device": 0, "set_device": None},
+        ("set_device", 1),
+        None,
+    ),
     ("synchronize", (), {"synchronize": None}, ("synchronize",), None),
     ("new_stream", (), {"Stream": MARK}, ("Stream",), MARK),
     ("current_stream", (), {"current_stream": MARK}, ("current_stream",), MARK),
@@ -134,10 +142,22 @@ DELEGATED: tuple[tuple[str, tuple[Any, ...], dict[str, Any], tuple[Any, ...], An
     ("new_event", (True,), {"Event": MARK}, ("Event", ("enable_timing", True)), MARK),
     ("memory_allocated", (), {"memory_allocated": 10}, ("memory_allocated",), 10),
     ("max_memory_allocated", (), {"max_memory_allocated": 12}, ("max_memory_allocated",), 12),
-    ("reset_peak_memory_stats", (), {"reset_peak_memory_stats": None}, ("reset_peak_memory_stats",), None),
+    (
+        "reset_peak_memory_stats",
+        (),
+        {"reset_peak_memory_stats": None},
+        ("reset_peak_memory_stats",),
+        None,
+    ),
     ("available_memory", (), {"mem_get_info": (70, 80)}, ("mem_get_info",), 70),
     ("empty_cache", (), {"empty_cache": None}, ("empty_cache",), None),
-    ("manual_seed", (5,), {"manual_seed_all": None, "manual_seed": None}, ("manual_seed_all", 5), None),
+    (
+        "manual_seed",
+        (5,),
+        {"manual_seed_all": None, "manual_seed": None},
+        ("manual_seed_all", 5),
+        None,
+    ),
     ("manual_seed", (5,), {"manual_seed": None}, ("manual_seed", 5), None),
     ("get_rng_state", (), {"get_rng_state": STATE}, ("get_rng_state",), STATE),
     ("set_rng_state", (STATE,), {"set_rng_state": None}, ("set_rng_state", STATE), None),
@@ -145,15 +165,25 @@ DELEGATED: tuple[tuple[str, tuple[Any, ...], dict[str, Any], tuple[Any, ...], An
 
 
 @pytest.mark.parametrize(
-    ("method", "arguments", "members", "call", "answer"), DELEGATED, ids=[f"{d[0]}{len(d[1])}" for d in DELEGATED]
+    ("method", "arguments", "members", "call", "answer"),
+    DELEGATED,
+    ids=[f"{d[0]}{len(d[1])}" for d in DELEGATED],
 )
 def test_it_asks_the_devices_module(
-    method: str, arguments: tuple[Any, ...], members: dict[str, Any], call: tuple[Any, ...], answer: Any
+    method: str,
+    arguments: tuple[Any, ...],
+    members: dict[str, Any],
+    call: tuple[Any, ...],
+    answer: Any,
 ) -> None:
     module = Recorder(**members)
     result = getattr(TorchAccelerator("xpu", module=module), method)(*arguments)
     # "is" before "==", as two tensors are compared element by element
-    assert [c for c in module.calls if len(c) == len(call) and all(map(lambda a, b: a is b or a == b, c, call))]
+    assert [
+        c
+        for c in module.calls
+        if len(c) == len(call) and all(map(lambda a, b: a is b or a == b, c, call))
+    ]
     assert torch.equal(result, answer) if isinstance(answer, torch.Tensor) else result == answer
 
 
@@ -195,7 +225,9 @@ def test_a_module_that_only_counts_devices() -> None:
 
 
 def test_mps_has_other_names_for_memory() -> None:
-    module = Recorder(current_allocated_memory=5, driver_allocated_memory=9, recommended_max_memory=100)
+    module = Recorder(
+        current_allocated_memory=5, driver_allocated_memory=9, recommended_max_memory=100
+    )
     mps = TorchAccelerator("mps", module=module)
     assert (mps.memory_allocated(), mps.max_memory_allocated(), mps.total_memory()) == (5, 5, 100)
     assert mps.available_memory() == 91
@@ -207,7 +239,12 @@ def test_mps_has_other_names_for_memory() -> None:
 @pytest.mark.parametrize(
     ("count", "index", "words"),
     [
-        (0, 0, "cuda has 0 devices; there is no number 0 (CUDA_VISIBLE_DEVICES and the like may hide some)"),
+        (
+            0,
+            0,
+            "cuda has 0 devices; there is no number 0 (CUDA_VISIBLE_DEVICES and the like may hide "
+            "some)",
+        ),
         (1, 1, "cuda has 1 device; there is no number 1"),
         (4, 4, "cuda has 4 devices, numbers 0 to 3; there is no number 4"),
         (4, -1, "there is no number -1"),
@@ -226,7 +263,7 @@ def test_a_device_that_torch_does_not_know() -> None:
         TorchAccelerator("privateuseone")
 
 
-# -- dtypes --------------------------------------------------------------------------------------------------
+# -- dtypes ----------------------------------------------------------------------------------------
 
 
 def test_emulated_bf16_does_not_count() -> None:
@@ -246,7 +283,7 @@ def test_what_a_device_declares_for_autocast_counts() -> None:
     assert not vendor.supports(torch.int8)
 
 
-# -- communication -------------------------------------------------------------------------------------------
+# -- communication ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -264,7 +301,7 @@ def test_the_cores_own_devices(device: str, backend: str) -> None:
     assert accelerator.communication_backend == backend
 
 
-# -- PrivateUse1 ---------------------------------------------------------------------------------------------
+# -- PrivateUse1 -----------------------------------------------------------------------------------
 
 SETTING = """
 import os, sys, types
@@ -298,7 +335,9 @@ def in_a_process_with_a_fancy_device(code: str, **environment: str) -> list[str]
 
 
 def test_a_privateuse1_device_needs_no_plugin() -> None:
-    """Whoever registers a device with torch has it driven: chosen by probing, or by either of its names."""
+    """Whoever registers a device with torch has it driven: chosen by probing, or by either of its
+    names.
+    """
     code = """
     for named in ("", "privateuse1", "Fancy"):
         os.environ["DS_ACCELERATOR"] = named

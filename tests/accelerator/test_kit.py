@@ -1,4 +1,5 @@
-"""The kit notices back ends that break the contract: each of these is the CPU with one thing wrong."""
+"""The kit notices back ends that break the contract: each of these is the CPU with one thing
+wrong."""
 
 from __future__ import annotations
 
@@ -57,8 +58,12 @@ WRONG: tuple[tuple[str, str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize(("test", "member", "instead"), WRONG, ids=[f"{t}-{m}" for t, m, _ in WRONG])
-def test_a_fault_is_noticed(test: str, member: str, instead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("test", "member", "instead"), WRONG, ids=[f"{t}-{m}" for t, m, _ in WRONG]
+)
+def test_a_fault_is_noticed(
+    test: str, member: str, instead: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken = type("Broken", (CpuAccelerator,), {member: instead})()
 
     class Kit(AcceleratorConformance):
@@ -79,7 +84,9 @@ def test_a_fault_is_noticed(test: str, member: str, instead: Any, monkeypatch: p
 
 def test_an_entry_that_says_it_cannot_be_used_is_noticed() -> None:
     class Kit(AcceleratorConformance):
-        entry = AcceleratorEntry("cpu", "cpu", "ds_core.accelerator:CpuAccelerator", lambda: "unplugged")
+        entry = AcceleratorEntry(
+            "cpu", "cpu", "ds_core.accelerator:CpuAccelerator", lambda: "unplugged"
+        )
 
     with pytest.raises(AssertionError, match="unplugged"):
         Kit().test_entry()

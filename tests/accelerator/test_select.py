@@ -73,7 +73,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plugins]:
     return make
 
 
-def entry(name: str, load: str = "make_vendor", why: str | None = None, priority: int = 0) -> AcceleratorEntry:
+def entry(
+    name: str, load: str = "make_vendor", why: str | None = None, priority: int = 0
+) -> AcceleratorEntry:
     return AcceleratorEntry(name, "cpu", f"{__name__}:{load}", lambda: why, priority)
 
 
@@ -83,10 +85,12 @@ def refused(plugins: Plugins) -> str:
     return str(caught.value)
 
 
-# -- by probing ----------------------------------------------------------------------------------------------
+# -- by probing ------------------------------------------------------------------------------------
 
 
-def test_out_of_tree_comes_before_in_tree(install: Callable[..., Plugins], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_tree_comes_before_in_tree(
+    install: Callable[..., Plugins], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Even before a device of the core's that is available, and with a lower priority than it."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert isinstance(select_accelerator(install(vendor=[entry("vendor", priority=-5)])), Vendor)
@@ -114,7 +118,9 @@ def test_the_higher_priority_of_two_plugins_wins(install: Callable[..., Plugins]
 def test_two_plugins_of_one_priority_are_an_error_that_names_both(
     install: Callable[..., Plugins], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plugins = install(other=[entry("other")], vendor=[entry("vendor")], third=[entry("third", why="unplugged")])
+    plugins = install(
+        other=[entry("other")], vendor=[entry("vendor")], third=[entry("third", why="unplugged")]
+    )
     message = refused(plugins)
     assert "other (other-ds) and vendor (vendor-ds)" in message
     assert "set DS_ACCELERATOR to other or vendor" in message
@@ -136,7 +142,9 @@ def broken_hook() -> Iterable[AcceleratorEntry]:
     raise OSError("no driver")
 
 
-@pytest.mark.parametrize(("hook", "why"), [(broken_hook, "OSError: no driver"), ([7], "but element 0 is an int")])
+@pytest.mark.parametrize(
+    ("hook", "why"), [(broken_hook, "OSError: no driver"), ([7], "but element 0 is an int")]
+)
 def test_a_broken_plugin_takes_nothing_down_unless_it_is_named(
     install: Callable[..., Plugins],
     hook: Any,
@@ -153,7 +161,9 @@ def test_a_broken_plugin_takes_nothing_down_unless_it_is_named(
     assert "vendor-ds" in message
 
 
-def test_a_plugin_that_cannot_be_imported_is_fatal_when_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_that_cannot_be_imported_is_fatal_when_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """And not when it is not, though it bears the name of a device that the core has as well."""
     plugins = Plugins(found=[Found("cpu", BACKENDS, "nowhere_to_be_found", "hasty-ds", "1.0")])
     select_accelerator(plugins)
@@ -163,7 +173,7 @@ def test_a_plugin_that_cannot_be_imported_is_fatal_when_named(monkeypatch: pytes
     assert "hasty-ds" in message
 
 
-# -- by name -------------------------------------------------------------------------------------------------
+# -- by name ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("named", ["vendor", "VENDOR", " Vendor "])
@@ -214,18 +224,23 @@ def test_a_plugin_may_replace_a_device_of_the_core(
         ("not_there", "cannot load"),
     ],
 )
-def test_one_that_cannot_be_made_is_an_error(install: Callable[..., Plugins], load: str, words: str) -> None:
+def test_one_that_cannot_be_made_is_an_error(
+    install: Callable[..., Plugins], load: str, words: str
+) -> None:
     from ds_cli.checks import _accelerator
 
     message = refused(plugins := install(vendor=[entry("vendor", load)]))
     levels = {finding.part: finding.level for finding in _accelerator(plugins)}
     assert levels["accelerator"] == levels["accelerator vendor (vendor-ds)"] == "fault"
-    assert "plugin 'vendor' (vendor-ds 1.0" in message and "failed to make the accelerator vendor" in message
+    assert (
+        "plugin 'vendor' (vendor-ds 1.0" in message
+        and "failed to make the accelerator vendor" in message
+    )
     assert "DS_ACCELERATOR=cpu" in message and "name vendor-ds in plugins.disable" in message
     assert words in message
 
 
-# -- the process-wide choice ---------------------------------------------------------------------------------
+# -- the process-wide choice -----------------------------------------------------------------------
 
 
 def test_the_choice_is_kept_until_it_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +276,7 @@ def test_only_an_accelerator_can_be_set() -> None:
         set_accelerator("cuda")  # type: ignore[arg-type]
 
 
-# -- probes --------------------------------------------------------------------------------------------------
+# -- probes ----------------------------------------------------------------------------------------
 
 
 def test_a_probe_counts_devices_and_initializes_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +290,11 @@ def test_a_probe_counts_devices_and_initializes_none(monkeypatch: pytest.MonkeyP
         for count in (0, 1):
             monkeypatch.setattr(getattr(torch, name), "device_count", lambda count=count: count)
             said = ask(probes[name])
-            assert said is None if count else f"torch {torch.__version__} sees no {name} device" in str(said)
+            assert (
+                said is None
+                if count
+                else f"torch {torch.__version__} sees no {name} device" in str(said)
+            )
     assert ask(probes["privateuse1"]) == "no package has registered a PrivateUse1 device with torch"
 
 

@@ -1,6 +1,8 @@
-"""Writes ``ds_core/catalogue.json`` from the entry points of every distribution and from ``documented.json``.
+"""Writes ``ds_core/catalogue.json`` from the entry points of every distribution and from
+``documented.json``.
 
-Run by ``make catalogue``. Declaration modules are imported from their folders; nothing needs to be installed.
+Run by ``make catalogue``. Declaration modules are imported from their folders; nothing needs to be
+installed.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from typing import Any
 from distributions import DISTRIBUTIONS, ROOT
 
 FILE = ROOT / "ds_core" / "catalogue.json"
-DOCUMENTED = Path(__file__).with_name("documented.json")  # sections and names of the documents, written by hand
+# sections and names of the documents, written by hand
+DOCUMENTED = Path(__file__).with_name("documented.json")
 HOOKS = {
     "ds_optimizers": "optimizers",
     "ds_schedulers": "schedulers",
@@ -37,19 +40,31 @@ def projects() -> dict[str, tuple[Path, dict[str, Any]]]:
         import tomllib
     else:
         import tomli as tomllib
-    read = [(folder, tomllib.loads((folder / "pyproject.toml").read_text())["project"]) for folder in DISTRIBUTIONS]
-    return {project["name"]: (folder, project) for folder, project in sorted(read, key=lambda row: row[1]["name"])}
+    read = [
+        (folder, tomllib.loads((folder / "pyproject.toml").read_text())["project"])
+        for folder in DISTRIBUTIONS
+    ]
+    return {
+        project["name"]: (folder, project)
+        for folder, project in sorted(read, key=lambda row: row[1]["name"])
+    }
 
 
 def requirements(dist: str, known: dict[str, tuple[Path, dict[str, Any]]]) -> list[str]:
-    """The distributions of this repository that `dist` needs, those that others need first; without ds-core."""
-    names = [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in known[dist][1].get("dependencies", ())]
+    """The distributions of this repository that `dist` needs, those that others need first; without
+    ds-core.
+    """
+    names = [
+        re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in known[dist][1].get("dependencies", ())
+    ]
     ours = [name for name in names if name in known and name != "ds-core"]
     return [each for name in ours for each in (*requirements(name, known), name)]
 
 
 def described(name: str, row: dict[str, Any], sections: dict[str, str]) -> dict[str, Any]:
-    """The row of a documented section; why it is not offered, where its owner is not in this repository."""
+    """The row of a documented section; why it is not offered, where its owner is not in this
+    repository.
+    """
     if name in sections or "why" in row:
         return row
     return {**row, "owner": "", "why": f"{row['owner']} is not in this version"}
@@ -67,7 +82,9 @@ def made() -> str:
     found_projects = projects()
     for dist, (folder, project) in found_projects.items():
         needed = [*requirements(dist, found_projects), dist]
-        folders[dist] = " ".join(found_projects[name][0].relative_to(ROOT).as_posix() for name in dict.fromkeys(needed))
+        folders[dist] = " ".join(
+            found_projects[name][0].relative_to(ROOT).as_posix() for name in dict.fromkeys(needed)
+        )
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
         for name in project.get("entry-points", {}).get(KIT_HOOKS, ()):
@@ -81,21 +98,50 @@ def made() -> str:
     broken = [r.why for r in plugins.examine() if r.why]
     assert not broken, broken
     listed = json.loads(DOCUMENTED.read_text())
-    catalogue: dict[str, dict[str, Any]] = {"folders": folders, "sections": sections, "hooks": hooks}
+    catalogue: dict[str, dict[str, Any]] = {
+        "folders": folders,
+        "sections": sections,
+        "hooks": hooks,
+    }
     catalogue["engine"] = listed["engine"]
-    catalogue["documented"] = {name: described(name, row, sections) for name, row in listed["sections"].items()}
+    catalogue["documented"] = {
+        name: described(name, row, sections) for name, row in listed["sections"].items()
+    }
     for hook, kind in HOOKS.items():
         answers = [a for a in plugins.offers(hook) if a.plugin.dist in folders]
         catalogue[kind] = {name: a.plugin.dist for a in answers for name in a.value}
-    kernels = [(e, a.plugin.dist) for a in plugins.offers("ds_kernels") for e in a.value if a.plugin.dist in folders]
-    catalogue["kernels"] = {e.op: dist for e, dist in sorted(kernels, key=lambda row: -row[0].priority)}
-    starts = [(a.value, a.plugin.dist) for a in plugins.offers("ds_rendezvous") if a.plugin.dist in folders]
-    catalogue["launch_variables"] = {name: dist for entry, dist in starts if entry for name in entry.variables}
-    rows = [(hook, report.found) for report in plugins.reports() for hook in report.hooks if hook in DRIVERS]
+    kernels = [
+        (e, a.plugin.dist)
+        for a in plugins.offers("ds_kernels")
+        for e in a.value
+        if a.plugin.dist in folders
+    ]
+    catalogue["kernels"] = {
+        e.op: dist for e, dist in sorted(kernels, key=lambda row: -row[0].priority)
+    }
+    starts = [
+        (a.value, a.plugin.dist)
+        for a in plugins.offers("ds_rendezvous")
+        if a.plugin.dist in folders
+    ]
+    catalogue["launch_variables"] = {
+        name: dist for entry, dist in starts if entry for name in entry.variables
+    }
+    rows = [
+        (hook, report.found)
+        for report in plugins.reports()
+        for hook in report.hooks
+        if hook in DRIVERS
+    ]
     catalogue["drivers"] = {hook: found.dist for hook, found in rows if found.dist in folders}
     methods = plugins.merged("ds_engine_methods", installed=True)
-    catalogue["engine_methods"] = {name: a.plugin.dist for name, a in methods.items() if a.plugin.dist in folders}
-    return json.dumps({kind: dict(sorted(rows.items())) for kind, rows in catalogue.items()}, indent=1) + "\n"
+    catalogue["engine_methods"] = {
+        name: a.plugin.dist for name, a in methods.items() if a.plugin.dist in folders
+    }
+    return (
+        json.dumps({kind: dict(sorted(rows.items())) for kind, rows in catalogue.items()}, indent=1)
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

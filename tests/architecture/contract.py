@@ -1,6 +1,8 @@
-"""Records what plugins import from ds_core, with its arguments: ``python tests/architecture/contract.py``.
+"""Records what plugins import from ds_core, with its arguments: ``python
+tests/architecture/contract.py``.
 
-Names are added; one that has gone stays in the file, where a test asks for its entry in `ds_core.moved`.
+Names are added; one that has gone stays in the file, where a test asks for its entry in
+`ds_core.moved`.
 """
 
 from __future__ import annotations
@@ -24,13 +26,21 @@ def imported(root: Path) -> set[str]:
     found = set()
     for file in sorted(root.glob("*/*/ds_*/**/*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "ds_core":
-                found |= {f"{node.module}:{alias.name}" for alias in node.names if not alias.name.startswith("_")}
+            if (
+                isinstance(node, ast.ImportFrom)
+                and (node.module or "").partition(".")[0] == "ds_core"
+            ):
+                found |= {
+                    f"{node.module}:{alias.name}"
+                    for alias in node.names
+                    if not alias.name.startswith("_")
+                }
     return found
 
 
 def arguments(function: Any) -> Arguments | None:
-    """Name, kind and whether it may be left out, of each argument; None for what has no signature."""
+    """Name, kind and whether it may be left out, of each argument; None for what has no
+    signature."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -39,7 +49,9 @@ def arguments(function: Any) -> Arguments | None:
 
 
 def described(value: Any) -> dict[str, Any]:
-    """What is recorded of a name: its arguments, and for a class of the core those of its public methods."""
+    """What is recorded of a name: its arguments, and for a class of the core those of its public
+    methods.
+    """
     said: dict[str, Any] = {"arguments": arguments(value) if callable(value) else None}
     if inspect.isclass(value) and value.__module__.partition(".")[0] == "ds_core":
         methods = {n: m for n, m in inspect.getmembers(value, callable) if not n.startswith("_")}
@@ -72,7 +84,8 @@ def changes(name: str, before: dict[str, Any], value: Any) -> Iterator[str]:
 
 
 def differences(name: str, before: Arguments | None, now: Arguments | None) -> Iterator[str]:
-    """Arguments that callers gave and that are not taken any more, and new ones that must be given."""
+    """Arguments that callers gave and that are not taken any more, and new ones that must be
+    given."""
     if before is None or now is None:
         return
     open_ended = any(kind == "VAR_KEYWORD" for _, kind, _ in now)

@@ -1,4 +1,6 @@
-"""Nothing in the core says of a distribution in this repository that it does not exist, installed or not."""
+"""Nothing in the core says of a distribution in this repository that it does not exist, installed
+or not.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def refusal(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("dist", PROJECTS)
-def test_what_is_not_installed_is_answered_with_how_to_install_it(dist: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_installed_is_answered_with_how_to_install_it(
+    dist: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, project = PROJECTS[dist]
     hint = catalogue.install(dist)
     own = f"./{folder.relative_to(ROOT)}` in a checkout"  # after those of what it needs
@@ -50,7 +54,9 @@ def test_what_is_not_installed_is_answered_with_how_to_install_it(dist: str, mon
     for kind, key in (("optimizers", "optimizer"), ("schedulers", "scheduler")):
         names = [n for n in catalogue.known(kind) if catalogue.offered_by(kind, n) == dist]
         core_has = {"adam", "adamw", "sgd", "adagrad"}
-        said += [refusal({key: {"type": n}}, monkeypatch) for n in names if n.lower() not in core_has]
+        said += [
+            refusal({key: {"type": n}}, monkeypatch) for n in names if n.lower() not in core_has
+        ]
     for text in said:
         assert NOT_THERE.search(text) is None and hint in text and f"served by {dist}" in text, text
 
@@ -67,7 +73,11 @@ def test_the_documents_owners_are_those_that_exist() -> None:
 def test_no_sentence_promises_a_distribution_that_is_here() -> None:
     promise = re.compile(r"(?:will come with|comes with a later)[^\"']{0,20}?\b(ds-[a-z-]+)")
     found = []
-    for file in [*ROOT.glob("ds_core/**/*.py"), *ROOT.glob("*/*/ds_*/**/*.py"), *ROOT.glob("docs/*.md")]:
+    for file in [
+        *ROOT.glob("ds_core/**/*.py"),
+        *ROOT.glob("*/*/ds_*/**/*.py"),
+        *ROOT.glob("docs/*.md"),
+    ]:
         text = file.read_text().replace("a later version of ds-", "a later version of DS-")
         found += [f"{file}: {m[0]}" for m in promise.finditer(text) if m[1] in PROJECTS]
     assert found == []

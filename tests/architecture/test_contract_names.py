@@ -1,4 +1,6 @@
-"""No name that plugins use disappears, or takes other arguments, without a word: see docs/stability.md."""
+"""No name that plugins use disappears, or takes other arguments, without a word: see
+docs/stability.md.
+"""
 
 from __future__ import annotations
 
@@ -53,19 +55,27 @@ def test_every_name_that_plugins_used_is_there() -> None:
 
 @pytest.mark.filterwarnings("ignore:.* now:DeprecationWarning")
 def test_no_signature_changed_without_an_old_form() -> None:
-    found = [change for name, before in RECORDED.items() for change in changes(name, before, resolved(name))]
+    found = [
+        change
+        for name, before in RECORDED.items()
+        for change in changes(name, before, resolved(name))
+    ]
     assert sorted(set(found) - set(EXPLAINED)) == []
     assert sorted(set(EXPLAINED) - set(found)) == [], "no longer so"
 
 
 def test_every_name_that_plugins_use_is_recorded() -> None:
-    assert sorted(imported(ROOT) - RECORDED.keys()) == [], "run python tests/architecture/contract.py"
+    assert sorted(imported(ROOT) - RECORDED.keys()) == [], (
+        "run python tests/architecture/contract.py"
+    )
 
 
 def test_plugins_need_few_names_of_the_core() -> None:
     """Names, not modules: one that is imported from two modules is one."""
     names = {name.partition(":")[2] for name in imported(ROOT)}
-    assert len(names) <= MOST, f"{len(names)} names: what a plugin needs is a hook, or belongs to a kit"
+    assert len(names) <= MOST, (
+        f"{len(names)} names: what a plugin needs is a hook, or belongs to a kit"
+    )
 
 
 def test_what_callers_notice_is_found() -> None:

@@ -1,4 +1,5 @@
-"""Our own packages reach the top level of ``dscore plugins grade``, but for the exceptions that are written here.
+"""Our own packages reach the top level of ``dscore plugins grade``, but for the exceptions that are
+written here.
 
 Rules that run tests or train are left out: `make test` does both.
 """
@@ -11,7 +12,9 @@ from ds_testing.grade import RULES, Subject, examine, level_of
 from ds_core.plugins import discover
 
 RUN_ELSEWHERE = frozenset(("tests", "parallel", "resumes", "given-back"))
-"""By `make test`: the tests of each package, its combinations, and tests/combinations/test_given_back.py."""
+"""By `make test`: the tests of each package, its combinations, and
+tests/combinations/test_given_back.py.
+"""
 OTHERWISE = {
     "ChartConformance": "tests draw each chart",
     "CheckConformance": "tests ask for each rule by its message",
@@ -28,7 +31,8 @@ OTHERWISE = {
     "PartitionerConformance": "tests compare losses and weights with the core's",
     "PluginConformance": "tests/architecture asks the same of every declaration",
     "StateStoreConformance": "of the packages that bring stores",
-    "TransformConformance|ShardedTransformConformance": "tests train on 2 and 4 ranks, and save and load",
+    "TransformConformance|ShardedTransformConformance": "tests train on 2 and 4 ranks, and save "
+    "and load",
 }
 """A kit that a package's own tests do not run -> what they do instead."""
 DOCUMENTED = {
@@ -49,7 +53,9 @@ def test_a_package_of_ours_reaches_the_top(module: str) -> None:
     verdicts = list(examine(Subject(module), RUN_ELSEWHERE))
     wrong = []
     for verdict in verdicts:
-        if verdict.passed is not False or (verdict.rule.name == "documented" and module in DOCUMENTED):
+        if verdict.passed is not False or (
+            verdict.rule.name == "documented" and module in DOCUMENTED
+        ):
             continue
         if verdict.rule.name == "kits":
             lacking = set(verdict.why.removeprefix("its tests do not run ").split(", "))
@@ -66,5 +72,7 @@ def test_rules_and_levels() -> None:
 
 def test_exceptions_are_still_needed() -> None:
     for module in DOCUMENTED:
-        (verdict,) = (v for v in examine(Subject(module), RUN_ELSEWHERE) if v.rule.name == "documented")
+        (verdict,) = (
+            v for v in examine(Subject(module), RUN_ELSEWHERE) if v.rule.name == "documented"
+        )
         assert verdict.passed is False, f"{module} needs no exception any more"

@@ -1,4 +1,5 @@
-"""Who imports what: the parts that must stay light stay light, and every module stands by itself."""
+"""Who imports what: the parts that must stay light stay light, and every module stands by
+itself."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def modules(package: Path) -> Iterator[tuple[str, Path]]:
 
 
 CONFIG_MODULES = tuple(name for name, _ in modules(CORE) if name.startswith("ds_core.config"))
-DECLARATIONS = tuple(f"{package.name}.plugin" for package in PACKAGES if (package / "plugin.py").exists())
+DECLARATIONS = tuple(
+    f"{package.name}.plugin" for package in PACKAGES if (package / "plugin.py").exists()
+)
 KITS = {d.name for dist in DISTRIBUTIONS if is_kit(dist) for d in dist.glob("ds_*")}
 EVERYTHING = tuple(entry for package in PACKAGES for entry in modules(package))
 
@@ -82,7 +85,9 @@ print(sorted(new - set(sys.stdlib_module_names)))
     assert python(code).strip() == "['ds_core']"
 
 
-@pytest.mark.parametrize("names", [TORCH_FREE, CONFIG_MODULES, DECLARATIONS], ids=["core", "config", "declarations"])
+@pytest.mark.parametrize(
+    "names", [TORCH_FREE, CONFIG_MODULES, DECLARATIONS], ids=["core", "config", "declarations"]
+)
 def test_torch_free_modules_load_no_torch(names: tuple[str, ...]) -> None:
     code = """
 import importlib, json, sys
@@ -98,7 +103,9 @@ print(guilty)
 
 
 def test_asking_what_is_offered_loads_no_torch() -> None:
-    """Loading every plugin and reading all its offers is what `dscore plugins` and a config check do."""
+    """Loading every plugin and reading all its offers is what `dscore plugins` and a config check
+    do.
+    """
     code = """
 import sys
 from ds_core.plugins import Plugins
@@ -115,7 +122,9 @@ print("torch" in sys.modules)
 
 @pytest.mark.slow
 def test_every_module_imports_alone_with_warnings_as_errors() -> None:
-    """One process imports the foundations and forks for each module, so each is the first of ours to be imported."""
+    """One process imports the foundations and forks for each module, so each is the first of ours
+    to be imported.
+    """
     code = """
 import importlib, json, os, sys, traceback, warnings
 for name in ("torch", "torch.distributed", "pydantic", "pluggy", "importlib_metadata", "typer", "rich", "pytest"):
@@ -140,11 +149,13 @@ assert not failed, failed
     python(code, json.dumps([name for name, _ in EVERYTHING]))
 
 
-# -- by reading the sources ----------------------------------------------------------------------------------------
+# -- by reading the sources ------------------------------------------------------------------------
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of everything a module imports, also inside functions and under TYPE_CHECKING."""
+    """(line, dotted name) of everything a module imports, also inside functions and under
+    TYPE_CHECKING.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -156,11 +167,15 @@ def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 RUNS_OTHERS = {"ds_cli", "ds_testing"}
-"""Kits that call a plugin's code by themselves (commands, checks of kernels): that code runs only where they are."""
+"""Kits that call a plugin's code by themselves (commands, checks of kernels): that code runs only
+where they are.
+"""
 
 
 def breaches(name: str, tree: ast.AST, own: str, ours: set[str], allowed: set[str]) -> list[str]:
-    """Imports that a module may not have: of a package that is not `allowed`, or a private name of the core."""
+    """Imports that a module may not have: of a package that is not `allowed`, or a private name of
+    the core.
+    """
     found = []
     for line, target in imported(tree):
         top = target.partition(".")[0]
@@ -180,9 +195,15 @@ def declared(distribution: Path) -> set[str]:
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.name)
 def test_core_kits_plugins(package: Path) -> None:
-    """The core imports neither kits nor plugins; kits and plugins import the core and the kits that they declare."""
+    """The core imports neither kits nor plugins; kits and plugins import the core and the kits that
+    they declare.
+    """
     ours = {p.name for p in PACKAGES}
-    allowed = set() if package == CORE else {"ds_core"} | (KITS & (declared(package.parent) | RUNS_OTHERS))
+    allowed = (
+        set()
+        if package == CORE
+        else {"ds_core"} | (KITS & (declared(package.parent) | RUNS_OTHERS))
+    )
     found = []
     for name, file in modules(package):
         found += breaches(name, ast.parse(file.read_text()), package.name, ours, allowed)
@@ -205,7 +226,9 @@ def test_the_import_rule_sees_breaches() -> None:
     ours = {"ds_a", "ds_b", "ds_core", "ds_kit"}
     plugin = ["ds_a:1 imports ds_b.plugin", "ds_a:3 imports ds_core._private.thing"]
     assert sorted(breaches("ds_a", bad, "ds_a", ours, {"ds_core", "ds_kit"})) == plugin
-    assert sorted(breaches("ds_a", bad, "ds_a", ours, {"ds_core"})) == sorted([*plugin, "ds_a:5 imports ds_kit"])
+    assert sorted(breaches("ds_a", bad, "ds_a", ours, {"ds_core"})) == sorted(
+        [*plugin, "ds_a:5 imports ds_kit"]
+    )
     core = ["ds_core.x:1 imports ds_b.plugin", "ds_core.x:5 imports ds_kit"]
     assert sorted(breaches("ds_core.x", bad, "ds_core", ours, set())) == core
 
@@ -227,8 +250,11 @@ def misdeeds(name: str, tree: ast.AST) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
-            data_only = called == "torch.load" and any(ast.unparse(k) == "weights_only=True" for k in node.keywords)
-            if called in FORBIDDEN_CALLS and not data_only:  # other programs' files, by torch's restricted loader
+            data_only = called == "torch.load" and any(
+                ast.unparse(k) == "weights_only=True" for k in node.keywords
+            )
+            # other programs' files, by torch's restricted loader
+            if called in FORBIDDEN_CALLS and not data_only:
                 found.append(f"{name}:{node.lineno} {called} {FORBIDDEN_CALLS[called]}")
             if called.startswith(("dist.", "torch.distributed.")) and called.endswith(PICKLING):
                 found.append(f"{name}:{node.lineno} {called} pickles")
@@ -248,7 +274,8 @@ def misdeeds(name: str, tree: ast.AST) -> list[str]:
     return found
 
 
-# DeepSpeed loads nothing but files of torch.save, so what is exported for it is written as such: written, never read.
+# DeepSpeed loads nothing but files of torch.save, so what is exported for it is written as such:
+# written, never read.
 WRITES_FOR_DEEPSPEED = "ds_checkpoint_deepspeed.saving"
 
 
@@ -257,7 +284,9 @@ def test_no_pickle_no_shell_no_patching_of_torch() -> None:
     for name, file in EVERYTHING:
         found += misdeeds(name, ast.parse(file.read_text()))
     exported = [row for row in found if row.startswith(f"{WRITES_FOR_DEEPSPEED}:")]
-    assert [" ".join(row.split()[1:3]) for row in exported if "torch.save" not in row] == ["imports pickle"]
+    assert [" ".join(row.split()[1:3]) for row in exported if "torch.save" not in row] == [
+        "imports pickle"
+    ]
     assert len(exported) == 2  # that, to name DeepSpeed's classes, and one torch.save
     assert [row for row in found if row not in exported] == []
 

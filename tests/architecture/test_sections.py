@@ -1,4 +1,6 @@
-"""No package names a config section of another: it asks by class for its own, and by trait or axis about the rest."""
+"""No package names a config section of another: it asks by class for its own, and by trait or axis
+about the rest.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,12 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = [d for kind in ("plugins", "ops", "monitors") for d in sorted(ROOT.glob(f"{kind}/*/ds_*")) if d.is_dir()]
+PACKAGES = [
+    d
+    for kind in ("plugins", "ops", "monitors")
+    for d in sorted(ROOT.glob(f"{kind}/*/ds_*"))
+    if d.is_dir()
+]
 NAMED = {
     # It speaks of DeepSpeed's keys, by their names; that is what it is for.
     "ds_deepspeed_compat",
@@ -14,16 +21,24 @@ NAMED = {
 
 
 def named_sections(text: str) -> list[tuple[int, str]]:
-    """(line, name) of each ``.section("name")`` of a config, ``.sections["name"]`` and ``"name" in ....sections``."""
+    """(line, name) of each ``.section("name")`` of a config, ``.sections["name"]`` and ``"name" in
+    ....sections``.
+    """
     found = []
     for node in ast.walk(ast.parse(text)):
         name: ast.expr | None = None
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "section":
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "section"
+        ):
             holder = ast.unparse(node.func.value)
             name = node.args[0] if node.args and not holder.endswith("plugins") else None
         elif isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith(".sections"):
             name = node.slice
-        elif isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]).endswith(".sections"):
+        elif isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]).endswith(
+            ".sections"
+        ):
             name = node.left
         if isinstance(name, ast.Constant) and isinstance(name.value, str):
             found.append((name.lineno, name.value))
@@ -40,5 +55,9 @@ def test_no_package_names_a_section() -> None:
     for package in PACKAGES:
         if package.name not in NAMED:
             for file in package.rglob("*.py"):
-                wrong += [(file.relative_to(ROOT), *row) for row in named_sections(file.read_text())]
-    assert not wrong, f"ask for your own by class, and about others by `config.has` or mesh axes: {wrong}"
+                wrong += [
+                    (file.relative_to(ROOT), *row) for row in named_sections(file.read_text())
+                ]
+    assert not wrong, (
+        f"ask for your own by class, and about others by `config.has` or mesh axes: {wrong}"
+    )

@@ -1,4 +1,6 @@
-"""The shape of the repository: the size of the core, files that are too long, circles of imports at run time."""
+"""The shape of the repository: the size of the core, files that are too long, circles of imports at
+run time.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,17 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT / "ds_core"
 PACKAGES = [
     CORE,
-    *sorted(d for kind in ("plugins", "ops", "monitors") for d in ROOT.glob(f"{kind}/*/ds_*") if d.is_dir()),
+    *sorted(
+        d
+        for kind in ("plugins", "ops", "monitors")
+        for d in ROOT.glob(f"{kind}/*/ds_*")
+        if d.is_dir()
+    ),
 ]
 TOKENS = 68_500
-"""The core's budget, in tokens of code: lines, comments and docstrings are free, so nobody packs lines."""
+"""The core's budget, in tokens of code: lines, comments and docstrings are free, so nobody packs
+lines.
+"""
 LONGEST = 500
 """Lines of one file."""
 
@@ -36,10 +45,18 @@ def code_lines(text: str) -> int:
     """Lines that hold code: no blank lines, comments or docstrings."""
     prose: set[int] = set()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             prose.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     rows = enumerate(text.splitlines(), 1)
-    return sum(1 for n, line in rows if line.strip() and not line.strip().startswith("#") and n not in prose)
+    return sum(
+        1
+        for n, line in rows
+        if line.strip() and not line.strip().startswith("#") and n not in prose
+    )
 
 
 def measured() -> tuple[int, int]:
@@ -52,19 +69,31 @@ def code_tokens(text: str) -> int:
     """Tokens of code: no comments, docstrings, line ends or indents."""
     docstrings: set[tuple[int, int]] = set()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             docstrings.add((node.lineno, node.col_offset))
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     return sum(1 for token in tokens if token.type not in FREE and token.start not in docstrings)
 
 
 def test_tokens_of_code_are_counted() -> None:
-    assert code_tokens('"""Doc\n\nstring."""\n\n# comment\nx = 1\n\n\ndef f():\n    """Doc."""\n    return x\n') == 10
+    assert (
+        code_tokens(
+            '"""Doc\n\nstring."""\n\n# comment\nx = 1\n\n\ndef f():\n    """Doc."""\n    return x\n'
+        )
+        == 10
+    )
 
 
 def test_lines_of_code_are_counted() -> None:
     assert (
-        code_lines('"""Doc\n\nstring."""\n\n# comment\nx = """a\nb"""\n\n\ndef f():\n    """Doc."""\n    return x\n')
+        code_lines(
+            '"""Doc\n\nstring."""\n\n# comment\nx = """a\nb"""\n\n\ndef f():\n    """Doc."""\n    '
+            "return x\n"
+        )
         == 4
     )
 
@@ -78,7 +107,9 @@ def test_the_readme_quotes_the_measured_size() -> None:
     said = re.search(r"([\d,]+) lines\s+\(([\d,]+)\s+of\s+code\)", (ROOT / "README.md").read_text())
     assert said is not None, "README.md says how large the core is: 'N lines (N of code)'"
     for quoted, now in zip(said.groups(), measured(), strict=True):
-        assert abs(int(quoted.replace(",", "")) - now) <= 250, f"README.md says {quoted}, and it is {now:,}"
+        assert abs(int(quoted.replace(",", "")) - now) <= 250, (
+            f"README.md says {quoted}, and it is {now:,}"
+        )
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.name)
@@ -87,11 +118,13 @@ def test_no_file_is_long(package: Path) -> None:
     assert long == {}
 
 
-# -- circles -----------------------------------------------------------------------------------------------------------
+# -- circles ---------------------------------------------------------------------------------------
 
 
 def imports(tree: ast.AST, name: str) -> Iterator[str]:
-    """Dotted names that a module imports when it runs, also inside functions; not those under TYPE_CHECKING."""
+    """Dotted names that a module imports when it runs, also inside functions; not those under
+    TYPE_CHECKING.
+    """
     skipped: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
@@ -131,7 +164,11 @@ def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
         return seen
 
     all_reached = {name: reached(name) for name in edges}
-    groups = {frozenset(o for o in all_reached[n] if n in all_reached.get(o, ())) for n in edges if n in all_reached[n]}
+    groups = {
+        frozenset(o for o in all_reached[n] if n in all_reached.get(o, ()))
+        for n in edges
+        if n in all_reached[n]
+    }
     return sorted(sorted(group) for group in groups)
 
 
@@ -147,7 +184,8 @@ def test_circles_are_seen() -> None:
 
 
 def test_no_modules_import_each_other_at_run_time() -> None:
-    texts, faces = {}, []
+    texts = {}
+    faces = []
     for package in PACKAGES:
         for file in package.rglob("*.py"):
             parts = file.relative_to(package.parent).with_suffix("").parts

@@ -1,4 +1,6 @@
-"""What a distribution says of itself where it is published: licence, links, Python versions, no dead links."""
+"""What a distribution says of itself where it is published: licence, links, Python versions, no
+dead links.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,12 @@ def test_wheels_carry_it(tmp_path: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             (metadata,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
             said = email.message_from_bytes(archive.read(metadata))
-            assert metadata.replace("METADATA", "licenses/LICENSE") in archive.namelist(), wheel.name
+            assert metadata.replace("METADATA", "licenses/LICENSE") in archive.namelist(), (
+                wheel.name
+            )
         assert said["License-Expression"] == "Apache-2.0", wheel.name
-        assert len(said.get_all("Project-URL", [])) == 5 and set(said.get_all("Classifier", [])) >= PYTHONS
+        assert (
+            len(said.get_all("Project-URL", [])) == 5
+            and set(said.get_all("Classifier", [])) >= PYTHONS
+        )
         assert relative_links(said.get_payload()) == [], wheel.name

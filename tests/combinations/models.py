@@ -1,7 +1,9 @@
-"""A small decoder in plain torch: one module, the same as a pipeline, and with experts. Its widths divide by nothing.
+"""A small decoder in plain torch: one module, the same as a pipeline, and with experts. Its widths
+divide by nothing.
 
-`blocks` of it know nothing of tensor parallelism (its linear layers have usual names); attention and loss are modules
-of ds-sequence-parallel, which in one process are torch's own. In fp64 all of it is fp64.
+`blocks` of it know nothing of tensor parallelism (its linear layers have usual names); attention
+and loss are modules of ds-sequence-parallel, which in one process are torch's own. In fp64 all of
+it is fp64.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ from ds_sequence_parallel import CrossEntropy, DistributedAttention
 from ds_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
-VOCABULARY, WIDTH, HEADS, INNER, LENGTH, MICRO, BLOCKS = 13, 8, 4, 11, 8, 2, 2
+VOCABULARY = 13
+WIDTH = 8
+HEADS = 4
+INNER = 11
+LENGTH = 8
+MICRO = 2
+BLOCKS = 2
 SEED = 77
 INPUTS = {"ids": 1, "places": 1, "labels": 1}
 """Arguments of the model, and where the sequence is: for sequence_parallel.inputs."""
@@ -25,33 +33,44 @@ INPUTS = {"ids": 1, "places": 1, "labels": 1}
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Causal attention of [batch, positions, heads, size]."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+    return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(
+        1, 2
+    )
 
 
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.num_heads, self.head_dim = HEADS, WIDTH // HEADS
-        self.q_proj, self.k_proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.v_proj, self.o_proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.num_heads = HEADS
+        self.head_dim = WIDTH // HEADS
+        self.q_proj = nn.Linear(WIDTH, WIDTH)
+        self.k_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.v_proj = nn.Linear(WIDTH, WIDTH)
+        self.o_proj = nn.Linear(WIDTH, WIDTH)
         self.core = DistributedAttention(attend)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        heads = (p(hidden).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        heads = (
+            p(hidden).unflatten(-1, (-1, self.head_dim))
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         return self.o_proj(self.core(*heads).flatten(2))  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up_proj, self.down_proj = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.up_proj = nn.Linear(WIDTH, INNER)
+        self.down_proj = nn.Linear(INNER, WIDTH)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.down_proj(torch.tanh(self.up_proj(hidden)))  # type: ignore[no-any-return]
 
 
 class Norm(nn.LayerNorm):
-    """Biases of zero would hide mistakes, and make rounding of fp32 large beside what little training adds to them."""
+    """Biases of zero would hide mistakes, and make rounding of fp32 large beside what little
+    training adds to them.
+    """
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, 1.0, 0.3)
@@ -61,8 +80,10 @@ class Norm(nn.LayerNorm):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = Norm(WIDTH), Norm(WIDTH)
-        self.attention, self.mlp = Attention(), MLP()
+        self.first = Norm(WIDTH)
+        self.second = Norm(WIDTH)
+        self.attention = Attention()
+        self.mlp = MLP()
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self.attention(self.first(hidden))
@@ -78,7 +99,8 @@ class WrittenBlock(Block):
             ColumnParallelLinear(WIDTH, WIDTH, unit=WIDTH // HEADS) for _ in "qkv"
         )
         self.attention.o_proj = RowParallelLinear(WIDTH, WIDTH, unit=WIDTH // HEADS)
-        self.mlp.up_proj, self.mlp.down_proj = ColumnParallelLinear(WIDTH, INNER), RowParallelLinear(INNER, WIDTH)
+        self.mlp.up_proj = ColumnParallelLinear(WIDTH, INNER)
+        self.mlp.down_proj = RowParallelLinear(INNER, WIDTH)
 
 
 class ExpertBlock(Block):
@@ -107,7 +129,8 @@ class Embedding(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.places = nn.Embedding(LENGTH, WIDTH)
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
         ids, places = inputs
@@ -148,7 +171,8 @@ class Spare(Decoder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.spare, self.head = seeded(MLP, 90), seeded(lambda: nn.Linear(WIDTH, VOCABULARY, bias=False), 91)
+        self.spare = seeded(MLP, 90)
+        self.head = seeded(lambda: nn.Linear(WIDTH, VOCABULARY, bias=False), 91)
 
     def forward(self, ids: Tensor, places: Tensor, labels: Tensor) -> Tensor:
         hidden = self.tied["embedding"]((ids, places))
@@ -180,10 +204,14 @@ def batch(step: int, micro: int, index: int) -> Mapping[str, Tensor]:
     tokens = torch.randint(0, VOCABULARY, (MICRO, LENGTH + 1), generator=generator)
     labels = tokens[:, 1:].clone()
     labels[0, : 3 + index] = -100
-    return {"ids": tokens[:, :-1], "places": torch.arange(LENGTH).expand(MICRO, -1), "labels": labels}
+    return {
+        "ids": tokens[:, :-1],
+        "places": torch.arange(LENGTH).expand(MICRO, -1),
+        "labels": labels,
+    }
 
 
-# -- as a pipeline -----------------------------------------------------------------------------------------------------
+# -- as a pipeline ---------------------------------------------------------------------------------
 
 
 def specs(block: Any = Block) -> list[Any]:
@@ -197,7 +225,12 @@ def specs(block: Any = Block) -> list[Any]:
 
 def pipeline(block: Any = Block, stages: int = 2, chunks: int = 1) -> nn.Module:
     """In stages, each of so many parts of the model."""
-    options: dict[str, Any] = {"seed_layers": True, "base_seed": SEED, "partition_method": "uniform", "chunks": chunks}
+    options: dict[str, Any] = {
+        "seed_layers": True,
+        "base_seed": SEED,
+        "partition_method": "uniform",
+        "chunks": chunks,
+    }
     model = PipelineModule(specs(block), num_stages=stages, loss_fn=CrossEntropy(), **options)
     model.seed_layers = False  # nothing in forward is random
     return model

@@ -1,7 +1,9 @@
-"""Tensor, sequence, pipeline and expert parallelism, each with each, with every stage of ZeRO: equal to one process.
+"""Tensor, sequence, pipeline and expert parallelism, each with each, with every stage of ZeRO:
+equal to one process.
 
-The kit of transforms that divide a model does the comparing; see `ds_testing.ShardedTransformConformance`. Each normal
-run takes a few cases of each product, the slow ones all of it.
+The kit of transforms that divide a model does the comparing; see
+`ds_testing.ShardedTransformConformance`. Each normal run takes a few cases of each product, the
+slow ones all of it.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def zero(stage: int, **more: Any) -> dict[str, Any]:
 
 
 STAGES = {f"zero{stage}": zero(stage) for stage in range(4)}
-OFFLOADED = {f"zero{stage} offloaded": zero(stage, offload_optimizer={"device": "cpu"}) for stage in (2, 3)}
+OFFLOADED = {
+    f"zero{stage} offloaded": zero(stage, offload_optimizer={"device": "cpu"}) for stage in (2, 3)
+}
 
 BLOCKS = {"hpZ": zero(3, zero_hpz_partition_size=2), "MiCS": zero(3, mics_shard_size=2)}
 BLOCKS["MiCS offloaded"] = zero(3, mics_shard_size=2, offload_optimizer={"device": "cpu"})
@@ -60,7 +64,9 @@ class Combination(ShardedTransformConformance):
     make_model = staticmethod(m.whole)
     make_batch = staticmethod(m.batch)
     data: ClassVar[tuple[int, ...]] = (1,)
-    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {name: STAGES[name] for name in ("zero1", "zero3")}
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        name: STAGES[name] for name in ("zero1", "zero3")
+    }
     dtypes = ("float64", "float32")
 
     @classmethod
@@ -73,7 +79,11 @@ class Whole(Combination):
     """All cases on up to four ranks; on eight every variant once."""
 
     data: ClassVar[tuple[int, ...]] = (1, 2)
-    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {**STAGES, **OFFLOADED, **recomputed("Block")}
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        **STAGES,
+        **OFFLOADED,
+        **recomputed("Block"),
+    }
     timeout = 900.0
 
     @classmethod
@@ -86,10 +96,15 @@ class Whole(Combination):
 
 
 class Trained:
-    """Of the kit's checks that of training; the slow classes have all of them for the same layouts."""
+    """Of the kit's checks that of training; the slow classes have all of them for the same
+    layouts."""
 
-    test_ranks_hold_the_parts_of_one_whole = test_what_is_not_cut_stays_the_same = test_evaluation = None
-    test_an_optimizer_of_the_users = test_checkpoints_at_other_sizes = test_exports_have_the_whole = None
+    test_ranks_hold_the_parts_of_one_whole = test_what_is_not_cut_stays_the_same = (
+        test_evaluation
+    ) = None
+    test_an_optimizer_of_the_users = test_checkpoints_at_other_sizes = (
+        test_exports_have_the_whole
+    ) = None
 
 
 class TestTensor(Combination):
@@ -167,7 +182,8 @@ class TestPipelineWritten(Staged):
 
 @pytest.mark.slow
 class TestPipelineSequence(Staged):
-    axis, cut = "sp", ()
+    axis = "sp"
+    cut = ()
     configs = {4: PIPELINED_SP}
 
 
@@ -178,7 +194,8 @@ class TestPipelineTensorWhole(StagedWhole):
 
 @pytest.mark.slow
 class TestPipelineSequenceWhole(StagedWhole):
-    axis, cut = "sp", ()
+    axis = "sp"
+    cut = ()
     configs = {4: PIPELINED_SP}
 
 
@@ -214,7 +231,8 @@ class TestTensorExpertsWhole(ExpertsWhole):
 
 @pytest.mark.slow
 class TestSequenceExperts(ExpertsWhole):
-    axis, cut = "sp", ()
+    axis = "sp"
+    cut = ()
     configs = {4: sp(2)}
     data = (1,)
 
@@ -227,7 +245,7 @@ class TestTensorSequenceExperts(ExpertsWhole):
     data = (1,)
 
 
-# -- blocks of two data-parallel ranks ---------------------------------------------------------------------------
+# -- blocks of two data-parallel ranks -------------------------------------------------------------
 
 
 class InBlocks(Combination):
@@ -246,13 +264,16 @@ class TestTensorInBlocks(InBlocks):
 class TestSequenceInBlocks(InBlocks):
     """A block is the ranks that divide a sequence."""
 
-    axis, cut = "sp", ()
+    axis = "sp"
+    cut = ()
     configs = {2: sp(2)}
 
 
 @pytest.mark.slow
 class TestPipelineTensorInBlocks(Staged):
-    data, variants, timeout = (2,), BLOCKS, 900.0
+    data = (2,)
+    variants = BLOCKS
+    timeout = 900.0
     configs = {4: {**tp(2)}}
 
 
@@ -260,6 +281,7 @@ class TestPipelineTensorInBlocks(Staged):
 class TestTensorExpertsInBlocks(Experts):
     """A block is the ranks that divide the experts; another variant has two of them in a block."""
 
-    data, timeout = (2,), 900.0
+    data = (2,)
+    timeout = 900.0
     variants = {**BLOCKS, "MiCS 4": zero(3, mics_shard_size=4)}
     configs = {4: tp(2)}

@@ -1,6 +1,8 @@
-"""Features that change a model, alone and two at once: after destroy it is what it was, and runs without an engine.
+"""Features that change a model, alone and two at once: after destroy it is what it was, and runs
+without an engine.
 
-Also where `initialize` refuses the pair or fails, and where the engine was forgotten instead of destroyed.
+Also where `initialize` refuses the pair or fails, and where the engine was forgotten instead of
+destroyed.
 """
 
 from __future__ import annotations
@@ -19,13 +21,17 @@ from torch import Tensor, nn
 import ds_core
 from ds_core.errors import DSError, UsageError
 
-VOCABULARY, WIDTH, LENGTH, LAYERS = 13, 8, 8, 3
+VOCABULARY = 13
+WIDTH = 8
+LENGTH = 8
+LAYERS = 3
 
 
 class MLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up_proj, self.down_proj = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.up_proj = nn.Linear(WIDTH, 12)
+        self.down_proj = nn.Linear(12, WIDTH)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.down_proj(torch.tanh(self.up_proj(hidden)))  # type: ignore[no-any-return]
@@ -34,7 +40,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(WIDTH), MLP()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mlp = MLP()
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + self.mlp(self.norm(hidden))  # type: ignore[no-any-return]
@@ -87,14 +94,22 @@ FEATURES: dict[str, dict[str, Any]] = {
     "zero 3 leaves": zero(3, leaf_module={"classes": [f"{__name__}.Block"]}),
     "zero 3 quantised": zero(3, zero_quantized_weights=True, zero_quantized_gradients=True),
     "layer drop": {"progressive_layer_drop": {"enabled": True, "theta": 0.01, "gamma": 100.0}},
-    "random LTD": {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": LTD}}},
+    "random LTD": {
+        "data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": LTD}}
+    },
     "lengths": {"curriculum_learning": LENGTHS},
     "recomputed": {"activation_checkpointing": {"modules": ["Block"]}},
-    "recomputed in parts": {"activation_checkpointing": {"modules": ["Block"], "partition_activations": True}},
+    "recomputed in parts": {
+        "activation_checkpointing": {"modules": ["Block"], "partition_activations": True}
+    },
     "tensor parallel": {"tensor_parallel": {"autotp_size": 2}},
-    "sequence parallel": {"sequence_parallel": {"size": 2, "inputs": {"input_ids": 1, "labels": 1}}},
+    "sequence parallel": {
+        "sequence_parallel": {"size": 2, "inputs": {"input_ids": 1, "labels": 1}}
+    },
     "tiled": {"sequence_parallel": {"tiled_mlp": {"modules": ["MLP"], "shards": 2}}},
-    "profiled": {"flops_profiler": {"enabled": True, "profile_step": 1, "output_file": "/dev/null"}},
+    "profiled": {
+        "flops_profiler": {"enabled": True, "profile_step": 1, "output_file": "/dev/null"}
+    },
     "logged": {"wall_clock_breakdown": True, "memory_breakdown": True, "steps_per_print": 1},
     "sparse gradients": {"sparse_gradients": True},
     "one bit": {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 1}}},
@@ -107,12 +122,16 @@ def config(*names: str) -> dict[str, Any]:
     merged: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}}
     for name in names:
         for key, section in FEATURES[name].items():
-            merged[key] = {**merged.get(key, {}), **section} if isinstance(section, dict) else section
+            merged[key] = (
+                {**merged.get(key, {}), **section} if isinstance(section, dict) else section
+            )
     return merged
 
 
 def batch(number: int) -> dict[str, Tensor]:
-    ids = torch.randint(0, VOCABULARY, (2, LENGTH + 1), generator=torch.Generator().manual_seed(number))
+    ids = torch.randint(
+        0, VOCABULARY, (2, LENGTH + 1), generator=torch.Generator().manual_seed(number)
+    )
     return {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
 
 
@@ -123,7 +142,9 @@ def train(engine: Any) -> None:
 
 
 def check_plain(model: nn.Module, before: Structure, what: str) -> None:
-    """It calculates in training mode what a new model with its weights does, gradients too; so does a copy."""
+    """It calculates in training mode what a new model with its weights does, gradients too; so does
+    a copy.
+    """
     assert not (left := before.differences(model)), f"{what}: {left[:5]}"
     plain = Net()
     plain.load_state_dict(model.state_dict())
@@ -177,18 +198,40 @@ def destroyed(names: tuple[str, ...], forgotten: bool) -> str:
 
 
 ALONE = [(name,) for name in FEATURES]
-PAIRS = [pair for pair in itertools.combinations(FEATURES, 2) if not all(name.startswith("zero") for name in pair)]
+PAIRS = [
+    pair
+    for pair in itertools.combinations(FEATURES, 2)
+    if not all(name.startswith("zero") for name in pair)
+]
 FEW = [("zero 3", "lengths"), ("recomputed", "tensor parallel"), ("layer drop", "random LTD")]
-LOCAL = ("layer drop", "random LTD", "lengths", "recomputed", "tiled", "profiled", "logged", "autocast")
+LOCAL = (
+    "layer drop",
+    "random LTD",
+    "lengths",
+    "recomputed",
+    "tiled",
+    "profiled",
+    "logged",
+    "autocast",
+)
 """Features under which a rank's module runs by itself, once its engine is forgotten."""
 
 
 REFUSED = {
     **{
-        (name, "sparse gradients"): "sparse_gradients: does not go with zero_opt" for name in FEATURES if "zero" in name
+        (name, "sparse gradients"): "sparse_gradients: does not go with zero_opt"
+        for name in FEATURES
+        if "zero" in name
     },
-    **{(name, "one bit"): "reduces gradients by itself, and so does ZeRO" for name in FEATURES if "zero" in name},
-    ("sparse gradients", "one bit"): "reduces gradients by itself, and so does plugin 'sparse_gradients'",
+    **{
+        (name, "one bit"): "reduces gradients by itself, and so does ZeRO"
+        for name in FEATURES
+        if "zero" in name
+    },
+    (
+        "sparse gradients",
+        "one bit",
+    ): "reduces gradients by itself, and so does plugin 'sparse_gradients'",
     ("tensor parallel", "sequence parallel"): "sp 2 must divide dp 1",
 }
 """What is said of pairs that two ranks cannot have; of all others `initialize` says nothing."""
@@ -196,7 +239,14 @@ REFUSED = {
 
 @pytest.mark.parametrize(
     "names",
-    [*FEW, *(pytest.param(names, marks=pytest.mark.slow) for names in (*ALONE, *PAIRS) if names not in FEW)],
+    [
+        *FEW,
+        *(
+            pytest.param(names, marks=pytest.mark.slow)
+            for names in (*ALONE, *PAIRS)
+            if names not in FEW
+        ),
+    ],
     ids=" + ".join,
 )
 def test_a_model_is_given_back(names: tuple[str, ...]) -> None:

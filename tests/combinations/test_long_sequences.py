@@ -1,4 +1,6 @@
-"""What makes long sequences fit, all at once: recomputed blocks, tiles, divided sequences; equal to one process."""
+"""What makes long sequences fit, all at once: recomputed blocks, tiles, divided sequences; equal to
+one process.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,29 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "plugins" / "sequence_paralle
 import sp_models as m
 from ds_testing import run_ranks
 
-LAYERS, STEPS = 2, 2
+LAYERS = 2
+STEPS = 2
 EPS = 1e-3
-"""Of AdamW. With 1e-8, gradients of 1e-5 whose last bits differ (losses are fp32) move weights by 4e-6."""
+"""Of AdamW.
+
+With 1e-8, gradients of 1e-5 whose last bits differ (losses are fp32) move weights by 4e-6.
+"""
 TILES = {"tiled_mlp": {"shards": 2}, "tiled_loss": {"shards": 3}}
 
 
-def compare(family: str, stage: int, tiles: Any, options: dict[str, Any]) -> tuple[list[float], dict[str, int]]:
-    """How far losses, weights and logits are from those of one process; how often modules ran, by class."""
+def compare(
+    family: str, stage: int, tiles: Any, options: dict[str, Any]
+) -> tuple[list[float], dict[str, int]]:
+    """How far losses, weights and logits are from those of one process; how often modules ran, by
+    class.
+    """
     from torch.nn.modules.module import register_module_forward_hook
 
     truth = m.plain(family, steps=STEPS, **options)
     runs: Counter[str] = Counter()
-    hook = register_module_forward_hook(lambda module, args, out: runs.update([type(module).__name__]))
+    hook = register_module_forward_hook(
+        lambda module, args, out: runs.update([type(module).__name__])
+    )
     try:
         sections = {
             "activation_checkpointing": {"modules": "auto"},
@@ -51,7 +63,9 @@ def check(family: str, stage: int, attention: str, tiles: Any, **options: Any) -
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["plain", *(pytest.param(k, marks=pytest.mark.slow) for k in ("padded", "packed"))])
+@pytest.mark.parametrize(
+    "kind", ["plain", *(pytest.param(k, marks=pytest.mark.slow) for k in ("padded", "packed"))]
+)
 def test_all_of_it(stage: int, kind: str) -> None:
     runs = check("llama", stage, "LlamaAttention", TILES, kind=kind)
     # two tiles in forward, in its recomputation, and in the tiles' own backward
@@ -69,10 +83,14 @@ def test_blocks_that_are_given_a_cache_that_gathers(stage: int) -> None:
 
 def sparse(pattern: dict[str, Any], sections: dict[str, Any], options: dict[str, Any]) -> Any:
     """Losses, weights and logits of a Llama whose attention is sparse."""
-    return m.trained("llama", {"sparse_attention": {"block": 4, **pattern}, **sections}, steps=STEPS, **options)
+    return m.trained(
+        "llama", {"sparse_attention": {"block": 4, **pattern}, **sections}, steps=STEPS, **options
+    )
 
 
-@pytest.mark.parametrize(("kind", "stage"), [("padded", 3), pytest.param("packed", 0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "stage"), [("padded", 3), pytest.param("packed", 0, marks=pytest.mark.slow)]
+)
 def test_sparse_attention_of_divided_sequences(kind: str, stage: int) -> None:
     options = {"eps": EPS, "kind": kind}
     if kind == "packed":  # one process would not look for documents, since it is given a cache
@@ -84,5 +102,8 @@ def test_sparse_attention_of_divided_sequences(kind: str, stage: int) -> None:
     divided = {"sequence_parallel": {"size": 2}, "zero_optimization": {"stage": stage}}
     for found in run_ranks(2, sparse, pattern, divided, options):
         assert max(abs(a - b) for a, b in zip(losses, found[0], strict=True)) < 1e-6
-        assert max(float((found[1][name] - value).abs().max()) for name, value in weights.items()) < 1e-6
+        assert (
+            max(float((found[1][name] - value).abs().max()) for name, value in weights.items())
+            < 1e-6
+        )
         assert float((logits - found[2]).abs().max()) < 1e-5

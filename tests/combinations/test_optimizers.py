@@ -1,4 +1,6 @@
-"""Optimizers that look beyond one element, where ranks have parts of the model: equal to one process, or refused."""
+"""Optimizers that look beyond one element, where ranks have parts of the model: equal to one
+process, or refused.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,14 @@ def refusals() -> dict[str, str]:
     from ds_core.errors import DSError
 
     divided = {"tensor_parallel": {"autotp_size": 2}}
-    flow = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": {"topk_ratio": 0.2, "update_interval": 2}}
+    flow = {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu"},
+        "zenflow": {"topk_ratio": 0.2, "update_interval": 2},
+    }
     plain = {key: value for key, value in config("", **divided).items() if key != "optimizer"}
-    experts, staged = m.divided_experts, m.pipeline
+    experts = m.divided_experts
+    staged = m.pipeline
     cases: dict[str, tuple[Any, dict[str, Any], Any]] = {
         "Muon tp": (m.whole, config("Muon", **divided), None),
         "Lamb tp": (m.whole, config("Lamb", **divided), None),
@@ -57,12 +64,18 @@ def refusals() -> dict[str, str]:
         "OneBitLamb ep": (experts, config("OneBitLamb"), None),
         "OneBitAdam ep": (experts, config("OneBitAdam"), None),
         "OneBitLamb pp": (staged, config("OneBitLamb"), None),
-        "unknown dp": (m.whole, {k: v for k, v in plain.items() if k != "tensor_parallel"}, Unknown),
+        "unknown dp": (
+            m.whole,
+            {k: v for k, v in plain.items() if k != "tensor_parallel"},
+            Unknown,
+        ),
     }
     said = {}
     for name, (make, settings, optimizer) in cases.items():
         try:
-            engine, *_ = ds_core.initialize(model=make().double(), config=settings, optimizer=optimizer)
+            engine, *_ = ds_core.initialize(
+                model=make().double(), config=settings, optimizer=optimizer
+            )
         except DSError as error:
             said[name] = str(error)
         else:
@@ -95,7 +108,8 @@ def pipelined(kind: str, stage: int, clip: float) -> float:
 
     settings = config(kind, gradient_clipping=clip, zero_optimization={"stage": stage})
     engine, *_ = ds_core.initialize(model=m.pipeline().double(), config=settings)
-    ranks, index = engine.ctx.mesh.size("dp"), engine.ctx.mesh.index("dp")
+    ranks = engine.ctx.mesh.size("dp")
+    index = engine.ctx.mesh.index("dp")
     truth = m.plain().double()
     names = {p: n for n, p in truth.named_parameters()}
     params: Any = [{"params": list(names)}]
@@ -120,7 +134,13 @@ def pipelined(kind: str, stage: int, clip: float) -> float:
 
 
 SAMPLE = [("Muon", 2, 1, 0.3), ("Lamb", 2, 0, 0.3), ("Lamb", 4, 1, 0.3)]
-ALL = [(k, world, stage, clip) for k in KINDS for world in (2, 4) for stage in range(4) for clip in (0.0, 0.3)]
+ALL = [
+    (k, world, stage, clip)
+    for k in KINDS
+    for world in (2, 4)
+    for stage in range(4)
+    for clip in (0.0, 0.3)
+]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +169,9 @@ def drift(make: str, more: dict[str, Any]) -> dict[str, float]:
             engine.backward(engine(**m.batch(step, micro, place)))
             engine.step()
     cut = engine.ctx.stash.get(SLICES) or {}
-    found = {n: float(p.detach().sum()) for n, p in engine.module.named_parameters() if n not in cut}
+    found = {
+        n: float(p.detach().sum()) for n, p in engine.module.named_parameters() if n not in cut
+    }
     engine.destroy()
     return found
 
@@ -163,7 +185,9 @@ def drift(make: str, more: dict[str, Any]) -> dict[str, float]:
         pytest.param("whole", 4, {"tensor_parallel": {"autotp_size": 2}}, marks=pytest.mark.slow),
     ],
 )
-def test_one_bit_adam_keeps_equal_weights_equal(make: str, world: int, more: dict[str, Any]) -> None:
+def test_one_bit_adam_keeps_equal_weights_equal(
+    make: str, world: int, more: dict[str, Any]
+) -> None:
     ranks = run_ranks(world, drift, make, more)
     for name in {name for found in ranks for name in found}:
         values = [found[name] for found in ranks if name in found]
@@ -181,7 +205,9 @@ def another_layout(folder: str, first: int, then: int) -> int:
     def made(stages: int) -> Any:
         torch.manual_seed(0)
         layers = [LayerSpec(nn.Linear, 20, 20) for _ in range(4)]
-        model = PipelineModule(layers, num_stages=stages, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+        model = PipelineModule(
+            layers, num_stages=stages, loss_fn=nn.functional.mse_loss, partition_method="uniform"
+        )
         settings = config("OneBitAdam", gradient_accumulation_steps=1)
         settings["optimizer"]["params"] = {"lr": 1e-3, "freeze_step": 2}
         return ds_core.initialize(model=model, config=settings)[0]
@@ -202,7 +228,12 @@ def another_layout(folder: str, first: int, then: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("first", "then"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.slow)]
+    ("first", "then"),
+    [
+        (2, 1),
+        pytest.param(1, 2, marks=pytest.mark.slow),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_errors_of_compression_stay_in_their_layout(first: int, then: int, tmp_path: Path) -> None:
     kept = run_ranks(4, another_layout, str(tmp_path), first, then)

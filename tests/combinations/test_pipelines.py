@@ -1,5 +1,6 @@
-"""Pipelines with stages of ZeRO, schedules, accumulation, clipping, groups, tied and frozen weights, in three dtypes;
-saved in the middle and gone on with in another layout: losses and weights are those of plain torch in one process.
+"""Pipelines with stages of ZeRO, schedules, accumulation, clipping, groups, tied and frozen
+weights, in three dtypes; saved in the middle and gone on with in another layout: losses and weights
+are those of plain torch in one process.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from ds_access import safe_get_full_fp32_param
 from ds_testing import run_ranks
 from torch import Tensor, nn
 
-LR, CLIP, STEPS = 0.05, 0.05, 4
+LR = 0.05
+CLIP = 0.05
+STEPS = 4
 ADAMW = {"lr": LR, "eps": 0.1, "weight_decay": 0.1}
 """The eps keeps small what rounding does to small gradients."""
 FROZEN = "layers.1.attention.k_proj.weight"
@@ -49,7 +52,7 @@ def schedule_of(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
 
 
-# -- as a pipeline -----------------------------------------------------------------------------------------------------
+# -- as a pipeline ---------------------------------------------------------------------------------
 
 
 def start(layout: Layout, micros: int, clip: float, dtype: str) -> Any:
@@ -64,18 +67,25 @@ def start(layout: Layout, micros: int, clip: float, dtype: str) -> Any:
         "gradient_clipping": clip,
         "pipeline": {"schedule": schedule},
         "optimizer": {"type": "AdamW", "params": ADAMW},
-        "zero_optimization": {"stage": zero, "reduce_bucket_size": 300, "param_persistence_threshold": 8},
+        "zero_optimization": {
+            "stage": zero,
+            "reduce_bucket_size": 300,
+            "param_persistence_threshold": 8,
+        },
     }
     if dtype == "bfloat16":
         config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
     else:
         model = model.to(getattr(torch, dtype))
     given = groups_of(model)
-    return ds_core.initialize(model=model, model_parameters=given, lr_scheduler=schedule_of, config=config)[0]
+    return ds_core.initialize(
+        model=model, model_parameters=given, lr_scheduler=schedule_of, config=config
+    )[0]
 
 
 def train(engine: Any, steps: range, micros: int) -> list[float]:
-    dp, index = engine.ctx.mesh.size("dp"), engine.ctx.mesh.index("dp")
+    dp = engine.ctx.mesh.size("dp")
+    index = engine.ctx.mesh.index("dp")
     own = micros // dp
     found = []
     for step in steps:
@@ -84,8 +94,12 @@ def train(engine: Any, steps: range, micros: int) -> list[float]:
     return found
 
 
-def pipelined(folder: str, layouts: list[Layout], micros: int, clip: float, dtype: str) -> tuple[list[float], Any]:
-    """Losses of all steps, the second half in the second layout, and this rank's weights in the end."""
+def pipelined(
+    folder: str, layouts: list[Layout], micros: int, clip: float, dtype: str
+) -> tuple[list[float], Any]:
+    """Losses of all steps, the second half in the second layout, and this rank's weights in the
+    end.
+    """
     half = STEPS // 2
     engine = start(layouts[0], micros, clip, dtype)
     losses = train(engine, range(half), micros)
@@ -100,12 +114,17 @@ def pipelined(folder: str, layouts: list[Layout], micros: int, clip: float, dtyp
     return losses, weights
 
 
-# -- in one process ----------------------------------------------------------------------------------------------------
+# -- in one process --------------------------------------------------------------------------------
 
 
 @functools.cache
-def plain(micros: int, clip: float, dtype: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Losses, weights at the begin and in the end. In bf16 the model is a copy, rounded, of the fp32 weights."""
+def plain(
+    micros: int, clip: float, dtype: str
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Losses, weights at the begin and in the end.
+
+    In bf16 the model is a copy, rounded, of the fp32 weights.
+    """
     model = m.plain().to(getattr(torch, dtype))
     weights = copy.deepcopy(model).float() if dtype == "bfloat16" else model
     optimizer = torch.optim.AdamW(groups_of(weights), **ADAMW)  # type: ignore[arg-type]
@@ -127,7 +146,9 @@ def plain(micros: int, clip: float, dtype: str) -> tuple[list[float], dict[str, 
             total += loss.item()
             for used, weight in zip(model.parameters(), weights.parameters(), strict=True):
                 if used is not weight and used.grad is not None:
-                    weight.grad = used.grad.float() if weight.grad is None else weight.grad + used.grad
+                    weight.grad = (
+                        used.grad.float() if weight.grad is None else weight.grad + used.grad
+                    )
         if clip:
             nn.utils.clip_grad_norm_(weights.parameters(), clip)
         optimizer.step()
@@ -137,20 +158,30 @@ def plain(micros: int, clip: float, dtype: str) -> tuple[list[float], dict[str, 
     return losses, begin, {name: p.detach() for name, p in weights.named_parameters()}
 
 
-# -- compared ----------------------------------------------------------------------------------------------------------
+# -- compared --------------------------------------------------------------------------------------
 
 
-def compare(world: int, layouts: list[Layout], micros: int, clip: float, dtype: str, folder: Path) -> None:
+def compare(
+    world: int, layouts: list[Layout], micros: int, clip: float, dtype: str, folder: Path
+) -> None:
     losses, begin, end = plain(micros, clip, dtype)
     ranks = run_ranks(world, pipelined, str(folder), layouts, micros, clip, dtype)
     whole: dict[str, Tensor] = {}
     for told, weights in ranks:
         assert told == pytest.approx(losses, rel=EXACT[dtype])
         for name, weight in weights.items():
-            assert torch.equal(whole.setdefault(name, weight), weight), f"{name} differs between ranks"
+            assert torch.equal(whole.setdefault(name, weight), weight), (
+                f"{name} differs between ranks"
+            )
     assert whole.keys() == end.keys() - {FROZEN}
-    off = sum(float((whole[name].double() - end[name].double()).square().sum()) for name in whole) ** 0.5
-    went = sum(float((begin[name].double() - end[name].double()).square().sum()) for name in whole) ** 0.5
+    off = (
+        sum(float((whole[name].double() - end[name].double()).square().sum()) for name in whole)
+        ** 0.5
+    )
+    went = (
+        sum(float((begin[name].double() - end[name].double()).square().sum()) for name in whole)
+        ** 0.5
+    )
     assert off < EXACT[dtype] * went, f"weights are {off / went:.3g} of their way off"
 
 
@@ -161,14 +192,27 @@ FEW = [
 
 
 @pytest.mark.parametrize(("world", "layouts", "micros", "clip", "dtype"), FEW)
-def test_a_few(world: int, layouts: list[Layout], micros: int, clip: float, dtype: str, tmp_path: Path) -> None:
+def test_a_few(
+    world: int, layouts: list[Layout], micros: int, clip: float, dtype: str, tmp_path: Path
+) -> None:
     compare(world, layouts, micros, clip, dtype, tmp_path)
 
 
 def layouts_of(world: int) -> list[Layout]:
     """Each number of stages with each schedule that it can have, at every stage of ZeRO."""
-    shapes = [(1, "1f1b"), (2, "1f1b"), (2, "zero_bubble"), (2, "interleaved"), (4, "1f1b"), (4, "zero_bubble")]
-    return [(stages, how, zero) for (stages, how), zero in itertools.product(shapes, range(4)) if stages <= world]
+    shapes = [
+        (1, "1f1b"),
+        (2, "1f1b"),
+        (2, "zero_bubble"),
+        (2, "interleaved"),
+        (4, "1f1b"),
+        (4, "zero_bubble"),
+    ]
+    return [
+        (stages, how, zero)
+        for (stages, how), zero in itertools.product(shapes, range(4))
+        if stages <= world
+    ]
 
 
 @pytest.mark.slow

@@ -1,9 +1,11 @@
-"""Quantised wires of ZeRO stage 3 among experts and inside a pipeline, held to the run without them.
+"""Quantised wires of ZeRO stage 3 among experts and inside a pipeline, held to the run without
+them.
 
-qwZ: a run whose shards were rounded to 8 bits before it started has the same loss and the same gradients. qgZ: that
-run's unreduced gradients bound the error. Every micro-batch is the same one: with LoCo (`err_beta` 0) what was lost of
-one is sent with the next, so that the error of the whole batch is that of one message; without, each message loses the
-same. The messages themselves are counted; in a pipeline the sums of ties go with one more of each bucket.
+qwZ: a run whose shards were rounded to 8 bits before it started has the same loss and the same
+gradients. qgZ: that run's unreduced gradients bound the error. Every micro-batch is the same one:
+with LoCo (`err_beta` 0) what was lost of one is sent with the next, so that the error of the whole
+batch is that of one message; without, each message loses the same. The messages themselves are
+counted; in a pipeline the sums of ties go with one more of each bucket.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import torch
 from ds_testing import Traffic, run_ranks
 from torch import Tensor, nn
 
-D, GAS, GROUP = 24, 6, 512
+D = 24
+GAS = 6
+GROUP = 512
 QUANTISED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 LOCO = {**QUANTISED, "zeropp_loco_param": {"err_beta": 0.0}}
 
@@ -33,7 +37,8 @@ class Experts(nn.Module):
 
         super().__init__()
         options = {"use_rts": False, "drop_tokens": False, "min_capacity": 0}
-        self.inp, self.out = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+        self.inp = nn.Linear(D, 2 * D)
+        self.out = nn.Linear(2 * D, D)
         self.moe = MoE(D, mlp(), 4, ep_size=2, k=1, **options)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
@@ -65,7 +70,7 @@ def pipeline() -> nn.Module:
     return PipelineModule(specs, num_stages=2, loss_fn=nn.MSELoss(), **options)
 
 
-# -- on the ranks ------------------------------------------------------------------------------------------------------
+# -- on the ranks ----------------------------------------------------------------------------------
 
 
 class Unreduced(Traffic):
@@ -88,7 +93,9 @@ def rounded(x: Tensor) -> Tensor:
     return torch.cat([(g / step).round() * step if step > 0 else g for g, step in groups])
 
 
-def one_step(make: Callable[[], nn.Module], zero: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+def one_step(
+    make: Callable[[], nn.Module], zero: dict[str, Any], extra: dict[str, Any]
+) -> dict[str, Any]:
     """The loss, by bucket what a step of SGD took off this rank's shard, and what was sent."""
     import ds_core
 
@@ -101,7 +108,8 @@ def one_step(make: Callable[[], nn.Module], zero: dict[str, Any], extra: dict[st
         **extra,
     }
     engine = ds_core.initialize(model=make(), config=config)[0]
-    mesh, buckets = engine.partitioner.ctx.mesh, engine.partitioner.buckets
+    mesh = engine.partitioner.ctx.mesh
+    buckets = engine.partitioner.buckets
     if "zero_quantized_weights" not in zero:
         for bucket in buckets:
             bucket.shard.copy_(rounded(bucket.shard))
@@ -136,7 +144,7 @@ def compared(kind: str, zero: dict[str, Any], extra: dict[str, Any]) -> list[dic
     return [one_step(make, {**zero, **more}, extra) for more in ({}, QUANTISED, LOCO)]
 
 
-# -- the comparison ----------------------------------------------------------------------------------------------------
+# -- the comparison --------------------------------------------------------------------------------
 
 
 def message(bits: int, numel: int) -> int:
@@ -150,14 +158,18 @@ def largest(x: Tensor) -> Tensor:
 
 
 def check_messages(run: dict[str, Any], exact: dict[str, Any], exchanges: dict[int, int]) -> None:
-    """All weights and gradients went in 8 and 4 bits: as many messages as in the exact run, of that size.
+    """All weights and gradients went in 8 and 4 bits: as many messages as in the exact run, of that
+    size.
 
-    exchanges: ranks of a bucket -> exchanges of one reduction; with two (blocks of hpZ) ranks have copies of weights.
+    exchanges: ranks of a bucket -> exchanges of one reduction; with two (blocks of hpZ) ranks have
+    copies of weights.
     """
     for label, bucket in run["buckets"].items():
-        world, numel = len(bucket["ranks"]), len(bucket["taken"])
+        world = len(bucket["ranks"])
+        numel = len(bucket["taken"])
         gathers = {(op, size) for op, size, about in run["sent"] if about == bucket["weights"]}
-        second = {("all_gather_into_tensor", 4 * world * numel)} if exchanges[world] == 2 else set()  # hpZ's copy
+        # hpZ's copy
+        second = {("all_gather_into_tensor", 4 * world * numel)} if exchanges[world] == 2 else set()
         assert gathers == {("all_gather_into_tensor", world * message(8, numel)), *second}
         reductions = [(op, size) for op, size, about in run["sent"] if about == label]
         assert {op for op, _ in reductions} == {"all_to_all_single"}
@@ -176,12 +188,15 @@ def check(answers: list[list[dict[str, Any]]], exchanges: dict[int, int], counts
         for label, bucket in exact["buckets"].items():
             holders = [a[0]["buckets"] for a in answers if label in a[0]["buckets"]]
             holders = [h for h in holders if h[label]["ranks"] == bucket["ranks"]]
-            mine, numel = bucket["place"], len(bucket["taken"])
+            mine = bucket["place"]
+            numel = len(bucket["taken"])
             shards = [
-                [s[mine * numel : (mine + 1) * numel] / exact["dp"] for s in h[label]["sources"]] for h in holders
+                [s[mine * numel : (mine + 1) * numel] / exact["dp"] for s in h[label]["sources"]]
+                for h in holders
             ]
             total = torch.stack([s for given in shards for s in given]).sum(0)
-            assert torch.allclose(bucket["taken"], total, atol=1e-6)  # the sources are all that was reduced
+            # the sources are all that was reduced
+            assert torch.allclose(bucket["taken"], total, atol=1e-6)
             sizes = [torch.stack([largest(s) for s in given]) for given in shards]
             again = 1 if exchanges[len(bucket["ranks"])] == 1 else 2.1  # sums are rounded once more
             every = again * sum(s.sum(0) for s in sizes) / 14 + 1e-6
@@ -191,7 +206,8 @@ def check(answers: list[list[dict[str, Any]]], exchanges: dict[int, int], counts
             assert (off <= every).all(), label
             assert ((loco["buckets"][label]["taken"] - total).abs() <= last).all(), label
             ratios.append(float((off / last).max()))
-    assert max(ratios) > (1.5 if max(counts) > 1 else 0.1)  # so LoCo's bound tells it from qgZ alone
+    # so LoCo's bound tells it from qgZ alone
+    assert max(ratios) > (1.5 if max(counts) > 1 else 0.1)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +222,9 @@ def test_equal_to_the_run_without_them(kind: str, extra: dict[str, Any], count: 
 @pytest.mark.slow
 def test_experts_with_two_exchanges() -> None:
     """Blocks of two ranks: gradients of dense layers go inside blocks, then between them."""
-    check(run_ranks(4, compared, "experts", {"zero_hpz_partition_size": 2}, {}), {2: 1, 4: 2}, {GAS})
+    check(
+        run_ranks(4, compared, "experts", {"zero_hpz_partition_size": 2}, {}), {2: 1, 4: 2}, {GAS}
+    )
 
 
 @pytest.mark.slow

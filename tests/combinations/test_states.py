@@ -1,4 +1,6 @@
-"""States of parameters that are cut: reading and setting single ones, and the whole model on one rank."""
+"""States of parameters that are cut: reading and setting single ones, and the whole model on one
+rank.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +43,16 @@ def read_and_set(stage: int) -> dict[str, float]:
     from ds_run_state.slices import SLICES
     from ds_testing.partitioner import relative
 
-    made, truth = engine(stage), m.whole().double()
-    slices, mesh = made.ctx.stash[SLICES], made.ctx.mesh
+    made = engine(stage)
+    truth = m.whole().double()
+    slices = made.ctx.stash[SLICES]
+    mesh = made.ctx.mesh
     made.backward(made(**m.batch(0, 0, mesh.index("dp"))))
     for index in range(mesh.size("dp")):
         (truth(**m.batch(0, 0, index)) / mesh.size("dp")).backward()
     off: dict[str, float] = {}
-    params, wholes = dict(made.module.named_parameters()), dict(truth.named_parameters())
+    params = dict(made.module.named_parameters())
+    wholes = dict(truth.named_parameters())
     assert any(name in slices for name in params)
 
     def mine(name: str, whole: torch.Tensor) -> torch.Tensor:
@@ -55,7 +60,9 @@ def read_and_set(stage: int) -> dict[str, float]:
 
     for name, param in params.items():
         off[f"grad {name}"] = relative(safe_get_full_grad(param), mine(name, wholes[name].grad))
-        off[f"param {name}"] = relative(safe_get_full_fp32_param(param), mine(name, wholes[name].detach()))
+        off[f"param {name}"] = relative(
+            safe_get_full_fp32_param(param), mine(name, wholes[name].detach())
+        )
     made.step()
     torch.optim.Adam(wholes.values(), lr=0.01).step()
     for name, param in params.items():
@@ -64,17 +71,24 @@ def read_and_set(stage: int) -> dict[str, float]:
         doubled = 2 * safe_get_full_fp32_param(param)
         safe_set_full_fp32_param(param, doubled)
         safe_set_full_optimizer_state(param, 3 * moment, "exp_avg")
-        off[f"set {name}"] = relative(safe_get_full_fp32_param(param), mine(name, 2 * wholes[name].detach()))
-        off[f"set moment {name}"] = relative(safe_get_full_optimizer_state(param, "exp_avg"), 3 * moment)
+        off[f"set {name}"] = relative(
+            safe_get_full_fp32_param(param), mine(name, 2 * wholes[name].detach())
+        )
+        off[f"set moment {name}"] = relative(
+            safe_get_full_optimizer_state(param, "exp_avg"), 3 * moment
+        )
     made.destroy()
     return off
 
 
 @pytest.mark.parametrize(
-    "stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3]
+    "stage",
+    [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3],
 )
 def test_states_of_a_rank_are_its_parts(stage: int) -> None:
-    """Gradients, masters and moments are read and set as this rank's part of the whole, at every stage."""
+    """Gradients, masters and moments are read and set as this rank's part of the whole, at every
+    stage.
+    """
     for rank, off in enumerate(run_ranks(4, read_and_set, stage)):
         worst = max(off, key=lambda name: off[name])
         assert off[worst] <= 1e-7, f"rank {rank}: {worst} is off by {off[worst]:.3g}"
@@ -97,8 +111,12 @@ def gathered(stage: int) -> list[Any]:
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
     plain(**m.batch(0, 0, 0)).backward()
     optimizer.step()
-    found, wanted = dict(truth.named_parameters()), dict(plain.named_parameters())
-    return [sorted(state) == sorted(plain.state_dict()), max(relative(found[n], wanted[n]) for n in wanted)]
+    found = dict(truth.named_parameters())
+    wanted = dict(plain.named_parameters())
+    return [
+        sorted(state) == sorted(plain.state_dict()),
+        max(relative(found[n], wanted[n]) for n in wanted),
+    ]
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.slow)])
@@ -110,7 +128,9 @@ def test_the_whole_state_dict_on_rank_0(stage: int) -> None:
 
 
 def summed(stage: int) -> float:
-    """Two ranks divide each sequence, two have other samples: how far weights are from those of summed gradients."""
+    """Two ranks divide each sequence, two have other samples: how far weights are from those of
+    summed gradients.
+    """
     import torch
     from ds_testing.partitioner import relative, whole_weights
 
@@ -127,7 +147,8 @@ def summed(stage: int) -> float:
     made, *_ = ds_core.initialize(model=m.whole().double(), config=config)
     made.backward(made(**m.batch(0, 0, made.ctx.mesh.index("batch"))))
     made.step()
-    found, plain = whole_weights(made), m.whole().double()
+    found = whole_weights(made)
+    plain = m.whole().double()
     made.destroy()
     for index in range(2):
         plain(**m.batch(0, 0, index)).backward()
@@ -135,6 +156,8 @@ def summed(stage: int) -> float:
     return max(relative(found[name], param.detach()) for name, param in plain.named_parameters())
 
 
-@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 3))])
+@pytest.mark.parametrize(
+    "stage", [2, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 3))]
+)
 def test_a_sum_of_gradients_is_over_samples_and_not_over_parts_of_a_sequence(stage: int) -> None:
     assert max(run_ranks(4, summed, stage)) <= 1e-12

@@ -60,7 +60,8 @@ def calls_at_size_one() -> None:
         assert events == [], name
     with torch.profiler.profile() as profile:
         comm.all_reduce(torch.ones(4))
-    assert any("gloo" in e.key or "c10d" in e.key for e in profile.key_averages())  # the check does see calls
+    # the check does see calls
+    assert any("gloo" in e.key or "c10d" in e.key for e in profile.key_averages())
 
 
 def test_a_group_of_one_calls_nothing() -> None:
@@ -69,7 +70,8 @@ def test_a_group_of_one_calls_nothing() -> None:
 
 def test_without_a_process_group_everything_is_one_rank() -> None:
     assert (comm.world_size(), comm.rank(), comm.is_initialized()) == (1, 0, False)
-    tensor, out = torch.arange(4.0), torch.empty(4)
+    tensor = torch.arange(4.0)
+    out = torch.empty(4)
     comm.all_reduce(tensor, dist.ReduceOp.AVG)
     assert tensor.tolist() == [0, 1, 2, 3]
     work = comm.reduce_scatter_tensor(out, tensor, async_op=True)
@@ -79,7 +81,7 @@ def test_without_a_process_group_everything_is_one_rank() -> None:
     comm.barrier()
 
 
-# -- the choice of a provider ------------------------------------------------------------------------------------------
+# -- the choice of a provider ----------------------------------------------------------------------
 
 
 def offering(**entries: Any) -> Plugins:
@@ -98,7 +100,12 @@ def entry(priority: int = 0, backend: str = "gloo", why: str | None = None) -> C
 
 
 def test_the_best_that_is_available_serves_each_backend() -> None:
-    plugins = offering(slow=entry(), fast=entry(9), better=entry(20, why="no such device"), other=entry(backend="mpi"))
+    plugins = offering(
+        slow=entry(),
+        fast=entry(9),
+        better=entry(20, why="no such device"),
+        other=entry(backend="mpi"),
+    )
     chosen = comm.choose_providers(plugins, None)
     assert {pair: str(p) for pair, p in chosen.items()} == {
         ("cpu", "gloo"): "fast (ds-offers)",
@@ -108,14 +115,23 @@ def test_the_best_that_is_available_serves_each_backend() -> None:
     assert chosen == comm.choose_providers(plugins, None)
     assert list(comm.choose_providers(plugins, "Slow")) == [("cpu", "gloo")]
     assert comm.choose_providers(plugins, "torch") == {}
-    with pytest.raises(PluginError, match=r"'offers' \(ds-offers 1.0.*cannot serve collectives 'fast'"):
+    with pytest.raises(
+        PluginError, match=r"'offers' \(ds-offers 1.0.*cannot serve collectives 'fast'"
+    ):
         chosen["cpu", "gloo"](dist.group.WORLD, False)  # type: ignore[arg-type]
 
 
 def test_choices_that_cannot_be_made() -> None:
-    with pytest.raises(ConfigError, match=r"no collective is called 'quick'; installed: slow, torch"):
+    with pytest.raises(
+        ConfigError, match=r"no collective is called 'quick'; installed: slow, torch"
+    ):
         comm.choose_providers(offering(slow=entry()), "quick")
-    with pytest.raises(ConfigError, match=r"collectives: slow \(ds-offers\) cannot serve: no such device"):
+    with pytest.raises(
+        ConfigError, match=r"collectives: slow \(ds-offers\) cannot serve: no such device"
+    ):
         comm.choose_providers(offering(slow=entry(why="no such device")), "slow")
-    with pytest.raises(PluginError, match=r'a \(ds-offers\) and b \(ds-offers\).*choose one with "collectives": "b"'):
+    with pytest.raises(
+        PluginError,
+        match=r'a \(ds-offers\) and b \(ds-offers\).*choose one with "collectives": "b"',
+    ):
         comm.choose_providers(offering(a=entry(3), b=entry(3)), None)

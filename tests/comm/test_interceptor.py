@@ -17,7 +17,8 @@ class Noting(comm.Interceptor):
     """Notes what it sees. seen: shared by several."""
 
     def __init__(self, seen: list[Any], order: comm.Order) -> None:
-        self.seen, self.order = seen, order
+        self.seen = seen
+        self.order = order
 
     def around(self, collective: Collective, call: Callable[[], Any]) -> Any:
         if self.order is comm.Order.CHECK:
@@ -40,7 +41,8 @@ class Noting(comm.Interceptor):
 
 def watched() -> list[Any]:
     seen: list[Any] = []
-    inner, outer = Noting(seen, comm.Order.CHECK), Noting(seen, comm.Order.OBSERVE)
+    inner = Noting(seen, comm.Order.CHECK)
+    outer = Noting(seen, comm.Order.OBSERVE)
     comm.label("not kept")
     for one in (inner, outer, inner):  # a second time: no effect
         comm.add_interceptor(one)
@@ -76,10 +78,16 @@ def test_the_table_of_operations_is_complete() -> None:
 
     from ds_core.comm import collectives
 
-    known = {n: f for n in collectives.__all__ if "group" in inspect.signature(f := getattr(collectives, n)).parameters}
+    known = {
+        n: f
+        for n in collectives.__all__
+        if "group" in inspect.signature(f := getattr(collectives, n)).parameters
+    }
     made = set(known) - {"open_transport", "rank", "world_size"}
     assert made == set(OPERATIONS)
-    assert all(not a or a in inspect.signature(known[op]).parameters for op, a in OPERATIONS.items())
+    assert all(
+        not a or a in inspect.signature(known[op]).parameters for op, a in OPERATIONS.items()
+    )
 
 
 def taking_part() -> list[Any]:
@@ -100,9 +108,9 @@ def taking_part() -> list[Any]:
     model = torch.nn.Linear(2, 1)
     config = {"train_micro_batch_size_per_gpu": 1, "plugins": ["acme_noting"]}
     for _ in range(2):  # a second engine brings the same one
-        engine = ds_core.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[
-            0
-        ]
+        engine = ds_core.initialize(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config
+        )[0]
         assert comm.interceptors() == (noting,)
         seen.clear()
         engine.backward(engine(torch.ones(1, 2)).sum())

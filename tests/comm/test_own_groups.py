@@ -1,4 +1,6 @@
-"""Groups that a caller makes for itself use the same transports as those of the mesh, from the first call on."""
+"""Groups that a caller makes for itself use the same transports as those of the mesh, from the
+first call on.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,18 @@ pytestmark = pytest.mark.usefixtures("clean_ds")
 
 
 def own_groups() -> list[float]:
-    mesh = plan_mesh([Axis("pp", 2, outermost=True), Axis("ep", 2, inside="dp")], comm.world_size(), comm.rank())
+    mesh = plan_mesh(
+        [Axis("pp", 2, outermost=True), Axis("ep", 2, inside="dp")], comm.world_size(), comm.rank()
+    )
     mesh.build_groups(own=True)
     sums = []
-    for axes, only in ((("dp",), None), (("pp",), None), (("pp", "dp"), (0, 2, 3)), (("edp",), None), (("pp",), (1,))):
+    for axes, only in (
+        (("dp",), None),
+        (("pp",), None),
+        (("pp", "dp"), (0, 2, 3)),
+        (("edp",), None),
+        (("pp",), (1,)),
+    ):
         group = mesh.own_group(*axes, only=only)
         assert group is ALONE or group not in mesh.groups()
         value = torch.tensor([10.0 ** comm.rank()])
@@ -55,7 +65,9 @@ def collectives_over_gloo(stage: int) -> list[str]:
     engine, *_ = ds_core.initialize(model=model, config=config)
     try:
         for name in names:
-            setattr(gloo, name, lambda *args, name=name: (went.append(name), before[name](*args))[1])
+            setattr(
+                gloo, name, lambda *args, name=name: (went.append(name), before[name](*args))[1]
+            )
         for _ in range(2):
             engine.backward(engine(torch.ones(2, 64)).square().mean())
             engine.step()

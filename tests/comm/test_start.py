@@ -1,4 +1,6 @@
-"""Starting with torchrun's variables and torch's store alone, and what a `ds_rendezvous` answer adds."""
+"""Starting with torchrun's variables and torch's store alone, and what a `ds_rendezvous` answer
+adds.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ from ds_core.entries import RendezvousEntry
 from ds_core.errors import CommError, PluginError
 from ds_core.plugins import BACKENDS, Found, Plugins
 
-ENV = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"}
+ENV = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "4000",
+}
 ALL_BY_HAND = {"DS_PLUGINS_DISABLE_AUTOLOAD": "1"}  # nobody answers ds_rendezvous
 
 
@@ -145,7 +153,9 @@ def test_torchs_store_alone_says_where_it_looked() -> None:
     """A port that is taken, and nobody at the port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         method = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        said = output(start_rank(ALL_BY_HAND, dist_backend="gloo", init_method=method, rank=0, world_size=2))
+        said = output(
+            start_rank(ALL_BY_HAND, dist_backend="gloo", init_method=method, rank=0, world_size=2)
+        )
     assert f"rank 0 of 2 could not start gloo at {method[6:]} (from init_method): " in said
     env = {**ENV, **ALL_BY_HAND, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     said = output(start_rank(env, dist_backend="gloo", timeout=timedelta(seconds=1)))
@@ -163,7 +173,9 @@ def test_the_store_at_a_loopback_address_is_for_this_machine_alone() -> None:
     assert store.get("key") == b"value"
 
 
-def test_a_variable_that_only_a_package_reads_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_that_only_a_package_reads_names_the_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     nobody = Plugins(found=[])
     monkeypatch.setattr(start, "_choice", None)
     for alone in ({}, {"SLURM_PROCID": "0"}):
@@ -173,11 +185,13 @@ def test_a_variable_that_only_a_package_reads_names_the_package(monkeypatch: pyt
             monkeypatch.setenv(name, value)
         assert find_own(plugins=nobody) is None
     monkeypatch.setenv("SLURM_PROCID", "1")
-    with pytest.raises(CommError, match="SLURM_PROCID is 1, so there are several processes; .* by ds-rendezvous"):
+    with pytest.raises(
+        CommError, match="SLURM_PROCID is 1, so there are several processes; .* by ds-rendezvous"
+    ):
         find_own(plugins=nobody)
 
 
-# -- an answer to ds_rendezvous ----------------------------------------------------------------------------------------
+# -- an answer to ds_rendezvous --------------------------------------------------------------------
 
 DESK = {"DESK": "3 of 8"}
 
@@ -185,7 +199,9 @@ DESK = {"DESK": "3 of 8"}
 def find_desk(env: Mapping[str, str]) -> Job:
     rank, _, size = env["DESK"].partition(" of ")
     return Job(
-        "the desk", {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": "0"}, lambda rank, size: f"desk{rank}{size}"
+        "the desk",
+        {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": "0"},
+        lambda rank, size: f"desk{rank}{size}",
     )
 
 
@@ -194,7 +210,8 @@ def answering(monkeypatch: pytest.MonkeyPatch, **entries: RendezvousEntry | None
     found = []
     for name, entry in entries.items():
         module: Any = types.ModuleType(name)
-        module.ds_rendezvous, module.find = lambda entry=entry: entry, find_desk
+        module.ds_rendezvous = lambda entry=entry: entry
+        module.find = find_desk
         monkeypatch.setitem(sys.modules, name, module)
         found.append(Found(name, BACKENDS, name, f"ds-{name}", "1"))
     monkeypatch.setattr(start, "_choice", None)
@@ -204,35 +221,47 @@ def answering(monkeypatch: pytest.MonkeyPatch, **entries: RendezvousEntry | None
 def test_the_answer_of_the_highest_priority_finds_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ENV:
         monkeypatch.delenv(name, raising=False)
-    low, high = RendezvousEntry("nowhere:find", None, ("DESK",)), RendezvousEntry("desk:find", None, ("DESK",), 1)
+    low = RendezvousEntry("nowhere:find", None, ("DESK",))
+    high = RendezvousEntry("desk:find", None, ("DESK",), 1)
     plugins = answering(monkeypatch, desk=high, other=low, silent=None)
     assert find_own(plugins=plugins) is None  # nothing is imported: none of the variables is set
     monkeypatch.setenv("DESK", "3 of 8")
     assert find_own(plugins=plugins) == Rendezvous(3, 8, "desk38", 29500, "the desk")
     assert find_own(discover=False) is None
-    with pytest.raises(CommError, match="MASTER_ADDR missing .* from the desk"):  # asking rank 0 is collective
+    # asking rank 0 is collective
+    with pytest.raises(CommError, match="MASTER_ADDR missing .* from the desk"):
         find_rendezvous(os.environ)
-    assert find_rendezvous({**DESK, **ENV}) == Rendezvous(3, 8, "10.0.0.1", 4000, "the launcher's variables")
+    assert find_rendezvous({**DESK, **ENV}) == Rendezvous(
+        3, 8, "10.0.0.1", 4000, "the launcher's variables"
+    )
 
 
 def test_what_is_wrong_with_answers_names_the_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     same = RendezvousEntry("nowhere:find", None, ("DESK",))
-    with pytest.raises(PluginError, match=r"'desk' \(ds-desk 1.* and 'other' \(ds-other 1.*same priority"):
+    with pytest.raises(
+        PluginError, match=r"'desk' \(ds-desk 1.* and 'other' \(ds-other 1.*same priority"
+    ):
         find_own(plugins=answering(monkeypatch, desk=same, other=same))
     monkeypatch.setenv("DESK", "3 of 8")
     with pytest.raises(
-        PluginError, match=r"'desk' \(ds-desk 1.* cannot serve ds_rendezvous: cannot load 'nowhere:find'"
+        PluginError,
+        match=r"'desk' \(ds-desk 1.* cannot serve ds_rendezvous: cannot load 'nowhere:find'",
     ):
         find_own(rank=0, plugins=answering(monkeypatch, desk=same))
 
 
 def test_two_processes_by_a_file(tmp_path: Path) -> None:
     method = f"file://{tmp_path / 'store'}"
-    both = [start_rank({}, dist_backend="gloo", init_method=method, rank=r, world_size=2) for r in range(2)]
+    both = [
+        start_rank({}, dist_backend="gloo", init_method=method, rank=r, world_size=2)
+        for r in range(2)
+    ]
     assert [output(p) for p in both] == ["0 2 0 3.0", "1 2 0 3.0"]
 
 
 def test_bad_arguments_are_errors() -> None:
     said = output(start_rank({}, dist_backend="gloo", init_method="tcp://127.0.0.1:1"))
     assert "init_method 'tcp://127.0.0.1:1' needs rank and world_size" in said
-    assert "steps_per_print" in output(start_rank({}, dist_backend="gloo", config={"steps_per_print": "maybe"}))
+    assert "steps_per_print" in output(
+        start_rank({}, dist_backend="gloo", config={"steps_per_print": "maybe"})
+    )

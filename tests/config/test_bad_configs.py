@@ -25,7 +25,9 @@ class Fake(Section):
     """A plugin's section with one of everything."""
 
     enabled: bool = option(False, "On.")
-    bucket_size: int = option(500, "Elements per bucket.", ge=0, alias="stage3_bucket_size", old=("bucket",))
+    bucket_size: int = option(
+        500, "Elements per bucket.", ge=0, alias="stage3_bucket_size", old=("bucket",)
+    )
     ratio: float = option(1.0, "Share.", ge=0, le=1)
     strategy: Literal["auto", "step", "epoch"] = option("auto", "When.")
     rules: list[Rule] = option([], "Rules.")
@@ -216,9 +218,15 @@ SINGLE: list[tuple[Any, str]] = [
     ({"fp16": {"enabled": "auto"}}, "fp16.enabled"),
     ({"bf16": "auto"}, "bf16"),
     ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr"),
-    ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, "auto"]}}}, "optimizer.params.betas[1]"),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, "auto"]}}},
+        "optimizer.params.betas[1]",
+    ),
     ({"optimizer": {"type": "auto"}}, "optimizer.type"),
-    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}, "scheduler.params.warmup_num_steps"),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}},
+        "scheduler.params.warmup_num_steps",
+    ),
     ({"communication_data_type": "auto"}, "communication_data_type"),
     ({"fake": {"ratio": "auto"}}, "fake.ratio"),
     ({"fake": {"output_path": "auto"}}, "fake.output_path"),
@@ -234,12 +242,21 @@ SINGLE: list[tuple[Any, str]] = [
     ({"timers": {"steps_per_print": float("inf")}}, "timers.steps_per_print"),
     ({"fp16": {"loss_scale": float("-inf")}}, "fp16.loss_scale"),
     ({"optimizer": {"type": "Adam", "params": {"lr": float("nan")}}}, "optimizer.params.lr"),
-    ({"optimizer": {"type": "Adam", "params": {"betas": [0.9, float("inf")]}}}, "optimizer.params.betas[1]"),
+    (
+        {"optimizer": {"type": "Adam", "params": {"betas": [0.9, float("inf")]}}},
+        "optimizer.params.betas[1]",
+    ),
     ({"fake": {"ratio": float("nan")}}, "fake.ratio"),
     ({"fake": {"rules": [{}, {"dim": float("inf")}]}}, "fake.rules[1].dim"),
     # lists and objects of the wrong things
-    ({"torch_autocast": {"lower_precision_safe_modules": "Linear"}}, "torch_autocast.lower_precision_safe_modules"),
-    ({"torch_autocast": {"lower_precision_safe_modules": [1]}}, "torch_autocast.lower_precision_safe_modules[0]"),
+    (
+        {"torch_autocast": {"lower_precision_safe_modules": "Linear"}},
+        "torch_autocast.lower_precision_safe_modules",
+    ),
+    (
+        {"torch_autocast": {"lower_precision_safe_modules": [1]}},
+        "torch_autocast.lower_precision_safe_modules[0]",
+    ),
     ({"kernels": {"adam": 3}}, "kernels.adam"),
     ({"kernels": {"adam": ""}}, "kernels.adam"),
     ({"kernels": {"adam": None}}, "kernels.adam"),
@@ -339,7 +356,9 @@ def test_there_are_enough_and_all_differ() -> None:
     assert len({repr(c) for c in CASES}) >= len(CASES) - 1  # the repr of object() may repeat
 
 
-@pytest.mark.parametrize(("config", "path"), CASES, ids=[f"{i}-{p}" for i, (_, p) in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("config", "path"), CASES, ids=[f"{i}-{p}" for i, (_, p) in enumerate(CASES)]
+)
 def test_the_key_is_named(config: dict[str, Any], path: str) -> None:
     error = refused(config)
     assert path in [p.path for p in error.problems]
@@ -350,7 +369,13 @@ def test_the_key_is_named(config: dict[str, Any], path: str) -> None:
 
 
 def test_leftover_autos_are_one_problem() -> None:
-    keys = ["train_batch_size", "gradient_clipping", "fp16.enabled", "optimizer.params.lr", "fake.rules[0].dim"]
+    keys = [
+        "train_batch_size",
+        "gradient_clipping",
+        "fp16.enabled",
+        "optimizer.params.lr",
+        "fake.rules[0].dim",
+    ]
     config = {
         "train_batch_size": "auto",
         "gradient_clipping": "auto",
@@ -398,12 +423,26 @@ def test_a_missing_plugin_is_named(name: str) -> None:
         "pipeline": "pip install ./plugins/pipeline",
         "activation_checkpointing": "./plugins/activation_checkpointing` in a checkout",
     }
-    built |= {"tensor_parallel": "./plugins/tensor_parallel` in", "compile": "./plugins/compile` in a checkout"}
-    built |= {"expert_parallel": "./plugins/moe` in a checkout", "elasticity": "pip install ./plugins/elasticity"}
-    built |= dict.fromkeys(("hybrid_engine", "weight_quantization"), "./plugins/inference` in a checkout")
-    built |= dict.fromkeys(("data_efficiency", "curriculum_learning"), "./plugins/data_sampling` in a checkout")
-    built |= {n: f"./plugins/{n}` in a checkout" for n in ("sparse_attention", "progressive_layer_drop")}
-    built |= dict.fromkeys(("compression_training", "eigenvalue"), "./plugins/compression` in a checkout")
+    built |= {
+        "tensor_parallel": "./plugins/tensor_parallel` in",
+        "compile": "./plugins/compile` in a checkout",
+    }
+    built |= {
+        "expert_parallel": "./plugins/moe` in a checkout",
+        "elasticity": "pip install ./plugins/elasticity",
+    }
+    built |= dict.fromkeys(
+        ("hybrid_engine", "weight_quantization"), "./plugins/inference` in a checkout"
+    )
+    built |= dict.fromkeys(
+        ("data_efficiency", "curriculum_learning"), "./plugins/data_sampling` in a checkout"
+    )
+    built |= {
+        n: f"./plugins/{n}` in a checkout" for n in ("sparse_attention", "progressive_layer_drop")
+    }
+    built |= dict.fromkeys(
+        ("compression_training", "eigenvalue"), "./plugins/compression` in a checkout"
+    )
     assert built.get(name, "documented but not offered: ") in str(problem)
 
 
@@ -424,7 +463,7 @@ def test_switches_with_other_names() -> None:
         assert build_config(section, {}).sections == {}
 
 
-# -- repeated keys, in every format ----------------------------------------------------------------------------------
+# -- repeated keys, in every format ----------------------------------------------------------------
 
 REPEATED = [
     (".json", '{"train_batch_size": 1, "train_batch_size": 2}', "train_batch_size"),
@@ -475,7 +514,7 @@ def test_repeated_keys_are_called_so(tmp_path: Any, suffix: str, text: str, path
         read_config(file)
 
 
-# -- the batch triple ------------------------------------------------------------------------------------------------
+# -- the batch triple ------------------------------------------------------------------------------
 
 KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 TRIPLES = [
@@ -510,7 +549,8 @@ def test_batch_sizes_that_do_not_multiply_out(given: tuple[int | None, ...], wor
 
 def test_auto_is_a_value_where_the_field_says_so() -> None:
     config = build_config(
-        {"fake": {"strategy": "auto", "sub": {"mode": "auto"}, "groups": {"a": {"mode": "auto"}}}}, MODELS
+        {"fake": {"strategy": "auto", "sub": {"mode": "auto"}, "groups": {"a": {"mode": "auto"}}}},
+        MODELS,
     )
 
     class Pace(RootModel[Literal["auto"] | int]):
@@ -519,20 +559,34 @@ def test_auto_is_a_value_where_the_field_says_so() -> None:
     class Paces(Section):
         by_name: dict[str, Literal["auto"] | int] = option({}, "Named.")
 
-    models: dict[str, tuple[type[BaseModel], str]] = {"pace": (Pace, "ds-pace 1"), "paces": (Paces, "ds-paces 1")}
+    models: dict[str, tuple[type[BaseModel], str]] = {
+        "pace": (Pace, "ds-pace 1"),
+        "paces": (Paces, "ds-paces 1"),
+    }
     paces = build_config({"pace": "auto", "paces": {"by_name": {"a": "auto", "b": 1}}}, models)
-    assert paces.section("pace") == Pace("auto") and paces.section("paces") == Paces(by_name={"a": "auto", "b": 1})
-    assert config.section("fake") == Fake(strategy="auto", sub=Rule(mode="auto"), groups={"a": Rule(mode="auto")})
+    assert paces.section("pace") == Pace("auto") and paces.section("paces") == Paces(
+        by_name={"a": "auto", "b": 1}
+    )
+    assert config.section("fake") == Fake(
+        strategy="auto", sub=Rule(mode="auto"), groups={"a": Rule(mode="auto")}
+    )
 
 
 def test_all_problems_come_at_once() -> None:
-    bad = {"train_batch_size": "8", "fp16": {"enabld": 1}, "fake": {"ratio": 2, "rules": [{"dims": 1}]}, "wandb": 1}
+    bad = {
+        "train_batch_size": "8",
+        "fp16": {"enabld": 1},
+        "fake": {"ratio": 2, "rules": [{"dims": 1}]},
+        "wandb": 1,
+    }
     paths = {p.path for p in refused(bad).problems}
     assert paths == {"train_batch_size", "fp16.enabld", "fake.ratio", "fake.rules[0].dims", "wandb"}
 
 
 def test_a_disabled_plugin_says_why() -> None:
-    with pytest.raises(ConfigError, match=r"fake: the plugin .* is disabled: plugins.disable names it"):
+    with pytest.raises(
+        ConfigError, match=r"fake: the plugin .* is disabled: plugins.disable names it"
+    ):
         build_config({"fake": {}}, {}, [], {"fake": "plugins.disable names it"})
 
 

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_core.config.core import Batch, CoreConfig, resolve_batch, with_micro_batch_size, with_train_batch_size
+from ds_core.config.core import (
+    Batch,
+    CoreConfig,
+    resolve_batch,
+    with_micro_batch_size,
+    with_train_batch_size,
+)
 from ds_core.errors import ConfigError
 
 SIZES = st.integers(1, 64)
@@ -16,7 +22,11 @@ OPTIONAL = st.none() | SIZES
 
 
 def core(train: int | None = None, micro: int | None = None, gas: int | None = None) -> CoreConfig:
-    values = {"train_batch_size": train, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": gas}
+    values = {
+        "train_batch_size": train,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": gas,
+    }
     return CoreConfig.model_validate(values)
 
 
@@ -71,12 +81,16 @@ def test_the_fix_works(train: int, micro: int, gas: int, world: int) -> None:
 
 
 @given(SIZES, SIZES, st.integers(1, 16), SIZES)
-def test_changing_the_train_size_changes_accumulation_only(micro: int, gas: int, world: int, new_gas: int) -> None:
+def test_changing_the_train_size_changes_accumulation_only(
+    micro: int, gas: int, world: int, new_gas: int
+) -> None:
     batch = Batch(micro * gas * world, micro, gas)
     assert with_train_batch_size(batch, micro * new_gas * world, world) == Batch(
         micro * new_gas * world, micro, new_gas
     )
-    assert with_micro_batch_size(batch, new_gas, world) == Batch(new_gas * gas * world, new_gas, gas)
+    assert with_micro_batch_size(batch, new_gas, world) == Batch(
+        new_gas * gas * world, new_gas, gas
+    )
 
 
 @pytest.mark.parametrize("train", [0, -8, 7, 9, True, "8", 8.0])

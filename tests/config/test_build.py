@@ -55,20 +55,43 @@ SECRETS = {
         "max_tokens": 99,
         "url": "https://me:S3cret-d@host/x",
     },
-    "optimizer": {"type": "SGD", "params": {"lr": 0.1, "hf_token": "S3cret-e", "deep": [{"Api-Key": "S3cret-f"}]}},
+    "optimizer": {
+        "type": "SGD",
+        "params": {"lr": 0.1, "hf_token": "S3cret-e", "deep": [{"Api-Key": "S3cret-f"}]},
+    },
 }
 
 
 def test_the_defaults_are_the_documents() -> None:
     core = build_config({}, {}).core
-    assert (core.train_batch_size, core.train_micro_batch_size_per_gpu, core.gradient_accumulation_steps) == (None,) * 3
+    assert (
+        core.train_batch_size,
+        core.train_micro_batch_size_per_gpu,
+        core.gradient_accumulation_steps,
+    ) == (None,) * 3
     assert core.managed_gradient_accumulation and not core.dataloader_drop_last
-    assert (core.fp16.enabled, core.fp16.loss_scale, core.fp16.initial_scale_power) == (False, 0, 16)
-    assert (core.fp16.loss_scale_window, core.fp16.hysteresis, core.fp16.min_loss_scale) == (1000, 2, 1)
+    assert (core.fp16.enabled, core.fp16.loss_scale, core.fp16.initial_scale_power) == (
+        False,
+        0,
+        16,
+    )
+    assert (core.fp16.loss_scale_window, core.fp16.hysteresis, core.fp16.min_loss_scale) == (
+        1000,
+        2,
+        1,
+    )
     assert not core.fp16.consecutive_hysteresis and not core.fp16.auto_cast
-    assert (core.bf16.enabled, core.bf16.immediate_grad_update, core.bf16.check_grad_overflow) == (False, False, True)
+    assert (core.bf16.enabled, core.bf16.immediate_grad_update, core.bf16.check_grad_overflow) == (
+        False,
+        False,
+        True,
+    )
     assert (core.torch_autocast.enabled, core.torch_autocast.dtype) == (False, None)
-    assert (core.gradient_clipping, core.gradient_predivide_factor, core.gradient_allreduce_op) == (1.0, 1.0, "mean")
+    assert (core.gradient_clipping, core.gradient_predivide_factor, core.gradient_allreduce_op) == (
+        1.0,
+        1.0,
+        "mean",
+    )
     assert core.communication_data_type is None
     assert core.log_level is None and core.vocabulary_size is None
     assert core.optimizer is None and core.scheduler is None
@@ -78,7 +101,11 @@ def test_values_arrive() -> None:
     raw = {
         "train_batch_size": 5e8,
         "communication_data_type": "torch.bfloat16",
-        "torch_autocast": {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": ["torch.nn.Linear"]},
+        "torch_autocast": {
+            "enabled": True,
+            "dtype": "bf16",
+            "lower_precision_safe_modules": ["torch.nn.Linear"],
+        },
         "fp16": {"enabled": True, "loss_scale": 128, "min_loss_scale": 1},
         "data_types": {"param_dtype": "half", "grad_accum_dtype": "float32"},
         "gradient_allreduce_op": "SUM",
@@ -109,7 +136,10 @@ def test_the_result_is_frozen() -> None:
 
 
 def test_plugin_settings() -> None:
-    raw = {"plugins": {"require": ["ds-zero>=0.1"], "disable": ["aio"], "prefer": {"a": "b"}}, "train_batch_size": "x"}
+    raw = {
+        "plugins": {"require": ["ds-zero>=0.1"], "disable": ["aio"], "prefer": {"a": "b"}},
+        "train_batch_size": "x",
+    }
     settings = plugin_settings(read_config(raw))
     assert (settings.require, settings.disable, settings.load) == (["ds-zero>=0.1"], ["aio"], [])
     assert settings.prefer == {"a": "b"}
@@ -119,12 +149,21 @@ def test_plugin_settings() -> None:
 
 def test_every_section_of_the_documents_has_an_owner() -> None:
     known = set(documented()) | set(CORE_KEYS)
-    for name in ("zero_optimization", "aio", "pipeline", "elasticity", "nebula", "hybrid_engine", "fp16", "scheduler"):
+    for name in (
+        "zero_optimization",
+        "aio",
+        "pipeline",
+        "elasticity",
+        "nebula",
+        "hybrid_engine",
+        "fp16",
+        "scheduler",
+    ):
         assert name in known
     assert set(documented()).isdisjoint(CORE_KEYS)
 
 
-# -- secrets ---------------------------------------------------------------------------------------------------------
+# -- secrets ---------------------------------------------------------------------------------------
 
 
 def test_secrets_are_redacted() -> None:
@@ -149,8 +188,12 @@ def test_fingerprints_compare_secrets_without_showing_them() -> None:
 
 
 def test_fingerprints_know_that_numbers_are_equal() -> None:
-    one = build_config({"train_batch_size": 5e8, "kernels": {}, "plugins": []}, {}).fingerprint_items()
-    two = build_config({"plugins": [], "kernels": {}, "train_batch_size": 500000000}, {}).fingerprint_items()
+    one = build_config(
+        {"train_batch_size": 5e8, "kernels": {}, "plugins": []}, {}
+    ).fingerprint_items()
+    two = build_config(
+        {"plugins": [], "kernels": {}, "train_batch_size": 500000000}, {}
+    ).fingerprint_items()
     assert one == two == {"kernels": "{}", "plugins": "[]", "train_batch_size": "500000000"}
 
 
@@ -181,10 +224,28 @@ def test_errors_hold_no_secret(bad: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["api_key", "apiKey", "API-KEY", "hf_token", "token", "WANDB_API_KEY", "password", "db_password", "secret",
-     "client_secret", "secret_key", "aws_secret_access_key", "Authorization", "credentials", "private_key",
-     "access_key", "access_tokens", "passwd", "auth"],
-)  # fmt: skip
+    [
+        "api_key",
+        "apiKey",
+        "API-KEY",
+        "hf_token",
+        "token",
+        "WANDB_API_KEY",
+        "password",
+        "db_password",
+        "secret",
+        "client_secret",
+        "secret_key",
+        "aws_secret_access_key",
+        "Authorization",
+        "credentials",
+        "private_key",
+        "access_key",
+        "access_tokens",
+        "passwd",
+        "auth",
+    ],
+)
 def test_secret_names(name: str) -> None:
     assert is_secret_name(name)
     assert redact({"a": [{name: "x"}]}) == {"a": [{name: "***"}]}
@@ -192,14 +253,30 @@ def test_secret_names(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["max_tokens", "max_token", "tokens", "num_tokens", "pad_token", "token_type", "key", "keys", "experiment_key",
-     "lr", "author", "keyboard", "tokenizer", "", "passes", "monkey"],
-)  # fmt: skip
+    [
+        "max_tokens",
+        "max_token",
+        "tokens",
+        "num_tokens",
+        "pad_token",
+        "token_type",
+        "key",
+        "keys",
+        "experiment_key",
+        "lr",
+        "author",
+        "keyboard",
+        "tokenizer",
+        "",
+        "passes",
+        "monkey",
+    ],
+)
 def test_names_that_are_not_secret(name: str) -> None:
     assert not is_secret_name(name)
 
 
-# -- imports ---------------------------------------------------------------------------------------------------------
+# -- imports ---------------------------------------------------------------------------------------
 
 
 def test_nothing_here_loads_torch_or_a_parser() -> None:

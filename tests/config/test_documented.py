@@ -1,4 +1,6 @@
-"""Sections that are switched off and have no plugin here: accepted without misspelt keys; the file of their keys."""
+"""Sections that are switched off and have no plugin here: accepted without misspelt keys; the file
+of their keys.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,29 @@ from ds_core.config.keys import iter_keys
 from ds_core.errors import ConfigError
 
 MISSPELT: list[tuple[dict[str, Any], str, str]] = [
-    ({"flops_profiler": {"enabled": False, "profile_stpe": 3}}, "flops_profiler.profile_stpe", "profile_step"),
-    ({"flops_profiler": {"enabld": False}}, "flops_profiler.enabld", "enabled"),
-    ({"csv_monitor": {"enabled": False, "outputpath": "x"}}, "csv_monitor.outputpath", "output_path"),
-    ({"zero_optimization": {"stage": 0, "offload_param": {"devise": 1}}}, "zero_optimization.offload_param.devise", ""),
     (
-        {"tensor_parallel": {"autotp_size": 0, "partition_config": {"layer_specs": [{}, {"patern": "x"}]}}},
+        {"flops_profiler": {"enabled": False, "profile_stpe": 3}},
+        "flops_profiler.profile_stpe",
+        "profile_step",
+    ),
+    ({"flops_profiler": {"enabld": False}}, "flops_profiler.enabld", "enabled"),
+    (
+        {"csv_monitor": {"enabled": False, "outputpath": "x"}},
+        "csv_monitor.outputpath",
+        "output_path",
+    ),
+    (
+        {"zero_optimization": {"stage": 0, "offload_param": {"devise": 1}}},
+        "zero_optimization.offload_param.devise",
+        "",
+    ),
+    (
+        {
+            "tensor_parallel": {
+                "autotp_size": 0,
+                "partition_config": {"layer_specs": [{}, {"patern": "x"}]},
+            }
+        },
         "tensor_parallel.partition_config.layer_specs[1].patern",
         "tensor_parallel.partition_config.layer_specs[1].patterns",
     ),
@@ -31,7 +50,9 @@ MISSPELT: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("config", "path", "meant"), MISSPELT)
-def test_a_misspelt_key_of_a_section_that_is_off_is_named(config: dict[str, Any], path: str, meant: str) -> None:
+def test_a_misspelt_key_of_a_section_that_is_off_is_named(
+    config: dict[str, Any], path: str, meant: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         build_config(config, {})
     (problem,) = caught.value.problems
@@ -42,7 +63,8 @@ def test_a_misspelt_key_of_a_section_that_is_off_is_named(config: dict[str, Any]
 
 def test_a_misspelt_secret_is_not_shown() -> None:
     with pytest.raises(
-        ConfigError, match=r"wandb.api_kye: unknown key 'api_kye' \(its value is \*\*\*\); wandb .* takes"
+        ConfigError,
+        match=r"wandb.api_kye: unknown key 'api_kye' \(its value is \*\*\*\); wandb .* takes",
     ):
         build_config({"wandb": {"enabled": False, "api_kye": "hunter2"}}, {})
 
@@ -50,7 +72,11 @@ def test_a_misspelt_secret_is_not_shown() -> None:
 @pytest.mark.parametrize("section", sorted(documented()))
 def test_every_documented_key_is_accepted_while_the_section_is_off(section: str) -> None:
     def sample(keys: dict[str, Any] | None) -> Any:
-        return 1 if keys is None else {("any name" if k == "*" else k): sample(inner) for k, inner in keys.items()}
+        return (
+            1
+            if keys is None
+            else {("any name" if k == "*" else k): sample(inner) for k, inner in keys.items()}
+        )
 
     switch = {"zero_optimization": {"stage": 0}, "tensor_parallel": {"autotp_size": 0}}
     off = {"compile": {"deepcompile": False}, **switch}.get(section, {"enabled": False})
@@ -59,10 +85,15 @@ def test_every_documented_key_is_accepted_while_the_section_is_off(section: str)
         for value in (None, *documented()[section].get("off", [False])):
             assert build_config({section: value}, {}).notes == ()
         return
-    assert build_config({section: {**sample(keys), **off} if set(off) <= set(keys) else {}}, {}).notes == ()
+    assert (
+        build_config({section: {**sample(keys), **off} if set(off) <= set(keys) else {}}, {}).notes
+        == ()
+    )
 
 
-@pytest.mark.parametrize("section", sorted(n for n in known("sections") if offered_by("sections", n)))
+@pytest.mark.parametrize(
+    "section", sorted(n for n in known("sections") if offered_by("sections", n))
+)
 def test_the_file_has_every_key_of_our_own_plugins(section: str) -> None:
     from ds_core.plugins import Plugins
 
@@ -70,7 +101,9 @@ def test_the_file_has_every_key_of_our_own_plugins(section: str) -> None:
     for key in iter_keys(model):
         keys: Any = documented()[section]["keys"]
         for name in key.path.replace("[]", "").split("."):
-            assert name in keys, f"{section}.{key.path} is missing in tests/architecture/documented.json"
+            assert name in keys, (
+                f"{section}.{key.path} is missing in tests/architecture/documented.json"
+            )
             keys = keys[name]
 
 
@@ -81,11 +114,15 @@ def test_the_catalogue_is_read_only_when_a_section_has_no_plugin() -> None:
         "    compose(config)\n"
         "    print(_catalogue.cache_info().currsize)"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+    ).stdout
     assert said.split() == ["0", "1"]
 
 
-@pytest.mark.parametrize(("key", "meant"), [("nebulla", "not offered"), ("tensorbord", "not installed")])
+@pytest.mark.parametrize(
+    ("key", "meant"), [("nebulla", "not offered"), ("tensorbord", "not installed")]
+)
 def test_the_nearest_section_says_whether_it_can_be_had(key: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=rf"did you mean '\w+' \(.*{meant}\)\?"):
         build_config({key: {"enabled": True}}, {})
@@ -99,7 +136,10 @@ def not_offered() -> dict[str, str]:
 
     found = {name: row["why"] for name, row in documented().items() if "why" in row}
     sections = sorted(n for n in known("sections") if offered_by("sections", n))
-    models = [("", CoreConfig), *((name, model) for name, (model, _) in Plugins().models(sections).items())]
+    models = [
+        ("", CoreConfig),
+        *((name, model) for name, (model, _) in Plugins().models(sections).items()),
+    ]
     for prefix, model in models:
         for key in iter_keys(model, prefix):
             if why := marks(key.field).get(NOT_OFFERED):
@@ -108,18 +148,27 @@ def not_offered() -> dict[str, str]:
 
 
 def test_every_key_is_offered_or_says_why_not_and_the_table_has_it() -> None:
-    table = (Path(__file__).parents[2] / "docs" / "differences.md").read_text().partition("## Not offered")[2]
+    table = (
+        (Path(__file__).parents[2] / "docs" / "differences.md")
+        .read_text()
+        .partition("## Not offered")[2]
+    )
     missing = not_offered()
-    assert {"amp", "nebula", "compile.offload_parameters", "compile.symmetric_memory"} <= set(missing)
+    assert {"amp", "nebula", "compile.offload_parameters", "compile.symmetric_memory"} <= set(
+        missing
+    )
     for path, why in missing.items():
         assert not re.search(r"\byet\b|not built|\blater\b|will come", why), f"{path}: {why}"
         if "is not in this version" not in why:
-            assert f"`{path}`" in table, f"{path} is missing in the last table of docs/differences.md"
+            assert f"`{path}`" in table, (
+                f"{path} is missing in the last table of docs/differences.md"
+            )
 
 
 @pytest.mark.parametrize("section", sorted(documented()))
 def test_no_answer_says_not_built_yet(section: str) -> None:
-    """Of any documented section, switched on without a plugin: who serves it, or why nobody does."""
+    """Of any documented section, switched on without a plugin: who serves it, or why nobody
+    does."""
     with pytest.raises(ConfigError) as caught:
         build_config({section: "an odd value"}, {})
     said = str(caught.value)

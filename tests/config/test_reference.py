@@ -1,6 +1,8 @@
-"""Every key of the configuration reference is accepted and has an effect, or docs/differences.md names it.
+"""Every key of the configuration reference is accepted and has an effect, or docs/differences.md
+names it.
 
-``reference_keys.json`` has the keys that DeepSpeed's documents describe, by section ("": the top level), at any depth.
+``reference_keys.json`` has the keys that DeepSpeed's documents describe, by section ("": the top
+level), at any depth.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def test_each_key_has_its_effect_or_is_named(section: str) -> None:
     missing = set(departures(section, KEYS[section]))
     if section and f"| `{section}` |" in PAGE.partition("## Not offered")[2]:
         missing.clear()  # all of it is named at once
-    assert missing <= NAMED, f"{section}: docs/differences.md does not say what becomes of {sorted(missing - NAMED)}"
+    assert missing <= NAMED, (
+        f"{section}: docs/differences.md does not say what becomes of {sorted(missing - NAMED)}"
+    )
 
 
 def test_each_parameter_of_an_optimizer_is_taken_by_one() -> None:

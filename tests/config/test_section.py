@@ -109,7 +109,10 @@ def test_accepted(key: str, value: Any, result: Any) -> None:
 def test_refused(key: str, value: Any) -> None:
     with pytest.raises(ValidationError) as caught:
         parse(**{key: value})
-    (problem,) = {p.path.partition("[")[0].partition(".a")[0] for p in translate_errors(caught.value, Thing, "thing")}
+    (problem,) = {
+        p.path.partition("[")[0].partition(".a")[0]
+        for p in translate_errors(caught.value, Thing, "thing")
+    }
     assert problem == f"thing.{key}"
 
 
@@ -130,11 +133,15 @@ def test_an_old_name_is_moved_with_a_note() -> None:
     assert Thing.model_validate(given).new == 7
     assert given == {"older": 7}
     models = {"thing": (Thing, "ds-thing 1")}
-    assert noted({"thing": given}, models) == ["thing.older: is deprecated and was read as 'new'; rename it"]
+    assert noted({"thing": given}, models) == [
+        "thing.older: is deprecated and was read as 'new'; rename it"
+    ]
 
 
 def test_new_names_are_not_noted() -> None:
-    assert noted({"bf16": {"enabled": True}, "gradient_clipping": 2, "disable_allgather": False}) == []
+    assert (
+        noted({"bf16": {"enabled": True}, "gradient_clipping": 2, "disable_allgather": False}) == []
+    )
 
 
 def test_deprecated_core_keys_are_moved() -> None:
@@ -164,7 +171,12 @@ class Outer(Section):
 
 
 def test_what_has_no_effect_is_noted_where_it_was_written() -> None:
-    given = {"inner": {"long_shown": 1}, "listed": [{}, {"shown": 2}], "by_name": {"a.b": {"shown": 0}}, "on": True}
+    given = {
+        "inner": {"long_shown": 1},
+        "listed": [{}, {"shown": 2}],
+        "by_name": {"a.b": {"shown": 0}},
+        "on": True,
+    }
     why = "has no effect: nobody looks"
     assert noted({"outer": given}, {"outer": (Outer, "ds-outer 1")}) == [
         f"outer.inner.long_shown: {why}",
@@ -178,7 +190,17 @@ def test_what_has_no_effect_is_noted_where_it_was_written() -> None:
     [
         ({"disable_allgather": True}, "disable_allgather"),
         ({"optimizer": {"type": "Lamb", "legacy_fusion": True}}, "optimizer.legacy_fusion"),
-        ({"fp16": {"enabled": True, "loss_scale": 128, "hysteresis": 3, "loss_scale_window": 1000}}, "fp16.hysteresis"),
+        (
+            {
+                "fp16": {
+                    "enabled": True,
+                    "loss_scale": 128,
+                    "hysteresis": 3,
+                    "loss_scale_window": 1000,
+                }
+            },
+            "fp16.hysteresis",
+        ),
     ],
 )
 def test_keys_of_the_core_without_effect(given: dict[str, Any], key: str) -> None:
@@ -198,8 +220,17 @@ def test_a_key_and_its_alias_are_refused() -> None:
     class Named(Section):
         size: int = option(1, "How large.", alias="stage3_size")
 
-    assert build_config({"thing": {"stage3_size": 2}}, {"thing": (Named, "ds-thing 1")}).section("thing").size == 2
-    said = r"thing.stage3_size: is another spelling of thing.size, and both are set; keep thing.size only"
+    assert (
+        build_config({"thing": {"stage3_size": 2}}, {"thing": (Named, "ds-thing 1")})
+        .section("thing")
+        .size
+        == 2
+    )
+    said = (
+        r"thing.stage3_size: is another spelling of thing.size, and both are set; keep "
+        r"thing.size "
+        r"only"
+    )
     with pytest.raises(ConfigError, match=said):
         build_config({"thing": {"size": 2, "stage3_size": 2}}, {"thing": (Named, "ds-thing 1")})
 
@@ -211,7 +242,9 @@ class Vault(Section):
 
 
 def test_repr_hides_secrets() -> None:
-    vault = Vault.model_validate({"login": "hunter2", "typed": "hunter3", "params": {"api_key": "hunter4", "x": 1}})
+    vault = Vault.model_validate(
+        {"login": "hunter2", "typed": "hunter3", "params": {"api_key": "hunter4", "x": 1}}
+    )
     for text in (repr(vault), str(vault)):
         assert "hunter" not in text
         assert "'x': 1" in text
@@ -244,8 +277,13 @@ def test_foreign_validators_are_translated() -> None:
     models: dict[str, tuple[type[BaseModel], str]] = {"angry": (Angry, "ds-angry 1.0")}
     with pytest.raises(ConfigError) as caught:
         build_config({"angry": {"password": "hunter2"}}, models)
-    assert str(caught.value) == "config dict: angry.password: the password *** is too short (the value is ***)"
-    with pytest.raises(ConfigError, match=r"angry: ds-angry 1.0 failed to check this section: KeyError: 'thirteen'"):
+    assert (
+        str(caught.value)
+        == "config dict: angry.password: the password *** is too short (the value is ***)"
+    )
+    with pytest.raises(
+        ConfigError, match=r"angry: ds-angry 1.0 failed to check this section: KeyError: 'thirteen'"
+    ):
         build_config({"angry": {"level": 13}}, models)
     with pytest.raises(ConfigError, match=r"angry.level: .*fourteen is odd"):
         build_config({"angry": {"level": 14}}, models)
@@ -254,9 +292,14 @@ def test_foreign_validators_are_translated() -> None:
 
 
 def test_plugins_that_are_named_and_not_there_are_noted() -> None:
-    asked = {"disable": ["tensorbord", "csv_monitor", "ds-zero"], "prefer": {"my_section": "my-plugin"}}
+    asked = {
+        "disable": ["tensorbord", "csv_monitor", "ds-zero"],
+        "prefer": {"my_section": "my-plugin"},
+    }
     disabled, preferred = (str(note) for note in compose({"plugins": asked}).notes)
-    assert disabled.startswith("plugins.disable[0]: has no effect: nothing installed is called 'tensorbord'")
+    assert disabled.startswith(
+        "plugins.disable[0]: has no effect: nothing installed is called 'tensorbord'"
+    )
     assert disabled.endswith("did you mean 'tensorboard'?")
     assert preferred.startswith("plugins.prefer.my_section: has no effect: ")
 

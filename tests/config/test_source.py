@@ -1,4 +1,6 @@
-"""Reading: every format gives the same data, and nothing that is not a config ends in a traceback of ours."""
+"""Reading: every format gives the same data, and nothing that is not a config ends in a traceback
+of ours.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ DEEP = 50_000
 DATA: dict[str, Any] = {
     "train_batch_size": 8,
     "fp16": {"enabled": True, "loss_scale": 0.5},
-    "optimizer": {"type": "AdamW", "params": {"lr": 5e-4, "betas": [0.9, 0.999], "weight_decay": None}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 5e-4, "betas": [0.9, 0.999], "weight_decay": None},
+    },
     "name": "größe ✓",
 }
 
@@ -63,7 +68,9 @@ def test_every_format_reads_the_same(tmp_path: Path) -> None:
     assert read_config(str(write(tmp_path, "c.json", json.dumps(DATA)))).raw == DATA
     assert read_config(write(tmp_path, "c", json.dumps(DATA))).raw == DATA
     assert read_config(write(tmp_path, "c.hjson", hjson.dumps(DATA))).raw == DATA
-    assert read_config(write(tmp_path, "c.yaml", yaml.safe_dump(DATA, allow_unicode=True))).raw == DATA
+    assert (
+        read_config(write(tmp_path, "c.yaml", yaml.safe_dump(DATA, allow_unicode=True))).raw == DATA
+    )
     text = base64.urlsafe_b64encode(json.dumps(DATA).encode()).decode()
     assert read_config(text).raw == DATA
     assert read_config(text.rstrip("=")).raw == DATA
@@ -75,9 +82,13 @@ def test_hjson_is_read_from_a_json_file_too(tmp_path: Path) -> None:
     assert read.raw == {"train_batch_size": 500000000, "fp16": {"enabled": True}}
 
 
-def test_a_format_that_is_not_installed_names_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_format_that_is_not_installed_names_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ds_core.plugins.discover", lambda: ())
-    with pytest.raises(ConfigError, match=r"'\.yaml' is served by ds-config-formats, which is not installed"):
+    with pytest.raises(
+        ConfigError, match=r"'\.yaml' is served by ds-config-formats, which is not installed"
+    ):
         read_config(write(tmp_path, "c.yaml", "a: 1"))
     with pytest.raises(ConfigError, match="not JSON"):
         read_config(write(tmp_path, "c.json", "{a: 1}"))
@@ -85,12 +96,20 @@ def test_a_format_that_is_not_installed_names_its_package(tmp_path: Path, monkey
 
 
 def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
-    for name, text in (("c.json", '{"a": 1}'), ("c.yaml", "a: 1"), ("c.toml", "a = 1"), ("c.hjson", "a: 1")):
+    for name, text in (
+        ("c.json", '{"a": 1}'),
+        ("c.yaml", "a: 1"),
+        ("c.toml", "a = 1"),
+        ("c.hjson", "a: 1"),
+    ):
         assert read_config(write(tmp_path, name, b"\xef\xbb\xbf" + text.encode())).raw == {"a": 1}
 
 
 def test_yaml_words(tmp_path: Path) -> None:
-    text = "a: 5e8\nb: '5e8'\nc: 1:30\nd: 2024-01-01\ne: &x {p: 1, q: 2}\nf: {<<: *x, q: 3}\ng: [*x]\nh: yes\n"
+    text = (
+        "a: 5e8\nb: '5e8'\nc: 1:30\nd: 2024-01-01\ne: &x {p: 1, q: 2}\nf: {<<: *x, q: 3}\ng: "
+        "[*x]\nh: yes\n"
+    )
     raw = read_config(write(tmp_path, "c.yaml", text)).raw
     assert raw["a"] == 500000000
     assert raw["b"] == "5e8"
@@ -103,7 +122,11 @@ def test_yaml_words(tmp_path: Path) -> None:
 
 def test_python_values_become_plain(tmp_path: Path) -> None:
     source = MappingProxyType({"path": tmp_path, "pair": (1, 2.5), "inner": OrderedDict(x=True)})
-    assert read_config(source).raw == {"path": str(tmp_path), "pair": [1, 2.5], "inner": {"x": True}}
+    assert read_config(source).raw == {
+        "path": str(tmp_path),
+        "pair": [1, 2.5],
+        "inner": {"x": True},
+    }
 
 
 def test_a_source_is_returned_as_it_is() -> None:
@@ -152,7 +175,14 @@ def test_not_text_at_all(tmp_path: Path, name: str, text: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("c.json", "[1]"), ("c.json", "3"), ("c.json", "null"), ("c.yaml", "text"), ("c.yaml", "- a"), ("c.hjson", "[1]")],
+    [
+        ("c.json", "[1]"),
+        ("c.json", "3"),
+        ("c.json", "null"),
+        ("c.yaml", "text"),
+        ("c.yaml", "- a"),
+        ("c.hjson", "[1]"),
+    ],
 )
 def test_the_top_level_is_an_object(tmp_path: Path, name: str, text: str) -> None:
     fails(write(tmp_path, name, text), "top level must be an object")
@@ -236,7 +266,12 @@ def test_yaml_bombs(tmp_path: Path) -> None:
 
 
 def test_numbers_of_thousands_of_digits(tmp_path: Path) -> None:
-    for name, text in (("c.json", '{"a": %s}'), ("c.yaml", "a: %s"), ("c.toml", "a = %s"), ("c.hjson", "{a: %s\n}")):
+    for name, text in (
+        ("c.json", '{"a": %s}'),
+        ("c.yaml", "a: %s"),
+        ("c.toml", "a = %s"),
+        ("c.hjson", "{a: %s\n}"),
+    ):
         fails(write(tmp_path, name, text % ("9" * 5000)), str(tmp_path))
 
 
@@ -251,10 +286,19 @@ TEXT = st.characters(exclude_categories=["Cs"])
 NUMERIC = re.compile(r"[-+]?[\d._]+[eE][-+]?\d+")
 NAMES = st.text(TEXT, min_size=1, max_size=8).filter(lambda t: not NUMERIC.fullmatch(t))
 NUMBERS = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
-LEAVES = st.none() | st.booleans() | NUMBERS | st.text(TEXT, max_size=12).filter(lambda t: not NUMERIC.fullmatch(t))
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | NUMBERS
+    | st.text(TEXT, max_size=12).filter(lambda t: not NUMERIC.fullmatch(t))
+)
 TREES = st.dictionaries(
     NAMES,
-    st.recursive(LEAVES, lambda t: st.lists(t, max_size=3) | st.dictionaries(NAMES, t, max_size=3), max_leaves=12),
+    st.recursive(
+        LEAVES,
+        lambda t: st.lists(t, max_size=3) | st.dictionaries(NAMES, t, max_size=3),
+        max_leaves=12,
+    ),
     max_size=4,
 )
 
@@ -265,7 +309,11 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, list):
         return isinstance(b, list) and len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, float) or isinstance(b, float):
-        return not isinstance(a, bool) and not isinstance(b, bool) and math.isclose(a, b, rel_tol=1e-12, abs_tol=1e-300)
+        return (
+            not isinstance(a, bool)
+            and not isinstance(b, bool)
+            and math.isclose(a, b, rel_tol=1e-12, abs_tol=1e-300)
+        )
     return type(a) is type(b) and bool(a == b)
 
 
@@ -279,7 +327,9 @@ def test_round_trips(tmp_path_factory: Any, tree: dict[str, Any]) -> None:
     assert same(read_config(write(folder, "c.hjson", text)).raw, tree)
     encoded = base64.urlsafe_b64encode(text.encode()).decode()
     assert same(read_config(encoded).raw, tree)
-    assert same(read_config(write(folder, "c.yaml", yaml.safe_dump(tree, sort_keys=False))).raw, tree)
+    assert same(
+        read_config(write(folder, "c.yaml", yaml.safe_dump(tree, sort_keys=False))).raw, tree
+    )
 
 
 def read_or_refuse(file: Path) -> None:

@@ -77,7 +77,9 @@ def starts(case: str) -> tuple[str, float]:
     return "went on", 0.0
 
 
-@pytest.mark.parametrize(("case", "text"), [("transform", "this part is odd"), ("optimizer", "not these")])
+@pytest.mark.parametrize(
+    ("case", "text"), [("transform", "this part is odd"), ("optimizer", "not these")]
+)
 def test_initialize_stops_on_every_rank(case: str, text: str) -> None:
     for said, seconds in run_ranks(2, starts, case, timeout=60.0):
         assert text in said

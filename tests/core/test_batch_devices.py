@@ -1,4 +1,6 @@
-"""`train_batch` and `eval_batch` bring batches to the device of the run, whatever they are nested in."""
+"""`train_batch` and `eval_batch` bring batches to the device of the run, whatever they are nested
+in.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,14 @@ class Seen(nn.Module):
 @pytest.mark.parametrize("whole", [True, False])
 def test_tensors_in_containers_are_moved(whole: bool) -> None:
     model = Seen()
-    engine = ds_core.initialize(model=model, config={"train_batch_size": 1, "optimizer": {"type": "SGD"}})[0]
+    engine = ds_core.initialize(
+        model=model, config={"train_batch_size": 1, "optimizer": {"type": "SGD"}}
+    )[0]
     batch: Any = (Pair(torch.ones(2), {"masks": [torch.ones(1), torch.ones(1)]}), "left as it is")
     # Stands for a device that is not the host's: every tensor of a batch must have come there.
-    with mock.patch.object(engine.ctx.accelerator, "current_device", return_value=torch.device("meta")):
+    with mock.patch.object(
+        engine.ctx.accelerator, "current_device", return_value=torch.device("meta")
+    ):
         runner = Sequential()
         if whole:
             runner.train(engine, iter([batch]), 1)

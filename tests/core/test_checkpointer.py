@@ -1,4 +1,6 @@
-"""Who serves save and load: the plugin that the config names, else an installed one, else an error with a name."""
+"""Who serves save and load: the plugin that the config names, else an installed one, else an error
+with a name.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Recorder(Checkpointer):
         self.calls.append(("load", folder, options.strict, options.fallback))
         return "there", {"epoch": 1}
 
-    def export(self, engine: Any, folder: Any, filename: str, exclude_frozen_parameters: bool) -> bool:
+    def export(
+        self, engine: Any, folder: Any, filename: str, exclude_frozen_parameters: bool
+    ) -> bool:
         self.calls.append(("export", folder, filename, exclude_frozen_parameters))
         return True
 
@@ -59,11 +63,19 @@ def test_a_plugin_that_takes_part_serves(engine: Any) -> None:
     made = engine(None, recorder)
     made.wait_for_checkpoint()  # nothing was saved: nobody is asked
     assert made.save_checkpoint("a", tag="t") is True
-    assert made.load_checkpoint("a", load_module_strict=False, fallback=True) == ("there", {"epoch": 1})
+    assert made.load_checkpoint("a", load_module_strict=False, fallback=True) == (
+        "there",
+        {"epoch": 1},
+    )
     assert made.save_16bit_model("b", "w.safetensors") is True
     made.wait_for_checkpoint()
     made.destroy()  # `close` waits
-    expected = [("save", 0, "a", "t"), ("load", "a", False, True), ("export", "b", "w.safetensors", False), "wait"]
+    expected = [
+        ("save", 0, "a", "t"),
+        ("load", "a", False, True),
+        ("export", "b", "w.safetensors", False),
+        "wait",
+    ]
     assert recorder.calls == [*expected, "wait"]
 
 
@@ -83,12 +95,16 @@ def test_two_are_an_error_that_names_both(engine: Any) -> None:
 
 
 def test_something_else_is_an_error_of_the_plugin(engine: Any) -> None:
-    with pytest.raises(PluginError, match=r"ds_checkpointer: it must return a Checkpointer or None, not a dict"):
+    with pytest.raises(
+        PluginError, match=r"ds_checkpointer: it must return a Checkpointer or None, not a dict"
+    ):
         engine({}).save_checkpoint("a")
 
 
 @pytest.mark.parametrize("call", ["save_checkpoint", "load_checkpoint", "save_16bit_model"])
-def test_without_any_the_error_names_what_to_install(engine: Any, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_without_any_the_error_names_what_to_install(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     monkeypatch.setattr("ds_core.plugins.discover", lambda: ())
     dist = offered_by("drivers", "ds_checkpointer")
     assert dist is not None

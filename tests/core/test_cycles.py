@@ -1,4 +1,6 @@
-"""A process that starts and stops engines again and again, as a notebook or a sweep does, stays as it was."""
+"""A process that starts and stops engines again and again, as a notebook or a sweep does, stays as
+it was.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def held(at_most: float = math.inf) -> tuple[int, int, int]:
-    """Descriptors, threads and KiB of memory of this process, once what was stopped has ended beside us.
+    """Descriptors, threads and KiB of memory of this process, once what was stopped has ended
+    beside us.
 
     at_most: so many descriptors are expected.
     """
     until = time.monotonic() + 5.0
     while True:
         gc.collect()  # takes long in a worker that has run many tests
-        descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+        descriptors = len(os.listdir("/proc/self/fd"))
+        threads = threading.active_count()
         if (threads == 1 and descriptors <= at_most) or time.monotonic() > until:
             break
         time.sleep(0.5)
@@ -83,6 +87,7 @@ def run_cycles(config: dict[str, Any], ports: list[int]) -> list[tuple[int, int,
 def test_cycles_leave_threads_descriptors_and_memory_as_they_were(kind: str, cycles: int) -> None:
     ports = [free_port() for _ in range(WARM + cycles)]
     for before, after in run_ranks(2, run_cycles, CONFIGS[kind], ports):
-        # Earlier tests of this worker may have left watchers of the pool's own groups; cycles add none.
+        # Earlier tests of this worker may have left watchers of the pool's own groups; cycles add
+        # none.
         assert after[0] <= before[0] and after[1] <= before[1], (before, after)
         assert after[2] - before[2] < 4096, (before, after)

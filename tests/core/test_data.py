@@ -58,7 +58,8 @@ def test_set_epoch_keeps_a_position_within_it():
 
 def test_epochs_shuffle_differently_and_reproducibly():
     loader = loader_of(list(range(20)), 5)
-    first, second = [b.tolist() for b in loader], [b.tolist() for b in loader]
+    first = [b.tolist() for b in loader]
+    second = [b.tolist() for b in loader]
     assert first != second
     again = loader_of(list(range(20)), 5)
     assert [b.tolist() for b in again] == first
@@ -146,7 +147,9 @@ def test_iterable_data_pass_through_and_resume():
 def test_errors_name_the_numbers():
     with pytest.raises(UsageError, match="empty"):
         loader_of([], 2)
-    with pytest.raises(UsageError, match=r"3 samples, fewer than one batch of 4 on each of 1 ranks"):
+    with pytest.raises(
+        UsageError, match=r"3 samples, fewer than one batch of 4 on each of 1 ranks"
+    ):
         loader_of([1, 2, 3], 4, drop_last=True)
     with pytest.raises(UsageError, match="batch_size is 0"):
         loader_of([1], 0)
@@ -163,7 +166,9 @@ def test_a_pass_left_early_is_followed_by_the_next_epoch():
 
 
 def _shares_of_samples(stage: int) -> tuple[list[list[float]], int, float]:
-    """What each of 4 ranks is given with an axis whose 2 ranks share samples, and the weight after a step."""
+    """What each of 4 ranks is given with an axis whose 2 ranks share samples, and the weight after
+    a step.
+    """
     import ds_core
 
     config = {
@@ -182,7 +187,8 @@ def _shares_of_samples(stage: int) -> tuple[list[list[float]], int, float]:
     given = []
     for batch in loader:
         given.append(batch.flatten().tolist())
-        # As with a part of each sequence: ranks of one sample have gradients of their own, and the mean counts.
+        # As with a part of each sequence: ranks of one sample have gradients of their own, and the
+        # mean counts.
         engine.backward(engine(batch).sum() * (2 * engine.ctx.mesh.index("sp")))
         engine.step()
     weight = float(engine.module.state_dict()["weight"].sum()) if stage < 3 else 0.0
@@ -199,4 +205,5 @@ def test_ranks_along_an_axis_with_the_same_batch_get_the_same_samples(stage):
     assert c == d
     assert sorted(x for batch in a + c for x in batch) == [0.0, 1.0, 2.0, 3.0]
     assert train == 2
-    assert weight == -(0 + 1 + 2 + 3) / 2  # each sample's gradient once, averaged over the 2 samples of a step
+    # each sample's gradient once, averaged over the 2 samples of a step
+    assert weight == -(0 + 1 + 2 + 3) / 2

@@ -1,4 +1,6 @@
-"""The engine in one process and over ranks: what the documents promise of forward, backward, step and the counters."""
+"""The engine in one process and over ranks: what the documents promise of forward, backward, step
+and the counters.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from ds_core.precision import LossScaler
 pytestmark = pytest.mark.usefixtures("clean_ds")
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
-OWN = {"plugins": {"disable": ["ds-optimizers", "ds-ops-cpu"]}}  # the core's own optimizers and kernels, bit for bit
+# the core's own optimizers and kernels, bit for bit
+OWN = {"plugins": {"disable": ["ds-optimizers", "ds-ops-cpu"]}}
 BASE = {"train_micro_batch_size_per_gpu": 2, "optimizer": SGD, "gradient_clipping": 0}
 
 
@@ -36,7 +39,11 @@ def start(config=None, net=None, **kwargs):
 
 
 def data(n, seed=1, dtype=torch.float32):
-    return list(torch.randn(n, 2, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype))
+    return list(
+        torch.randn(n, 2, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
+            dtype
+        )
+    )
 
 
 def plain(xs, gas=1, lr=0.1, clip=0.0, net=None):
@@ -57,7 +64,7 @@ def same(a, b, tolerance=0.0):
         assert torch.allclose(p, q, rtol=tolerance, atol=tolerance), (p - q).abs().max()
 
 
-# -- one process is plain torch ------------------------------------------------------------------------------------
+# -- one process is plain torch --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gas", [1, 3])
@@ -104,7 +111,14 @@ def test_nothing_is_talked_about_in_one_process(monkeypatch):
     def refuse(*a, **k):
         raise AssertionError("a collective was called at world size 1")
 
-    for name in ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "barrier", "all_to_all_single"):
+    for name in (
+        "all_reduce",
+        "broadcast",
+        "all_gather",
+        "all_gather_into_tensor",
+        "barrier",
+        "all_to_all_single",
+    ):
         monkeypatch.setattr(dist, name, refuse)
     engine, *_ = start({"gradient_clipping": 1.0})
     batches = iter(data(2))
@@ -114,7 +128,7 @@ def test_nothing_is_talked_about_in_one_process(monkeypatch):
     assert engine.global_steps == 2
 
 
-# -- boundaries ----------------------------------------------------------------------------------------------------
+# -- boundaries ------------------------------------------------------------------------------------
 
 
 def test_the_boundary_is_counted_or_forced():
@@ -193,7 +207,7 @@ def test_a_loss_that_cannot_be_learnt_from_is_refused(loss, words):
         engine.backward(loss(engine))
 
 
-# -- batch sizes ---------------------------------------------------------------------------------------------------
+# -- batch sizes -----------------------------------------------------------------------------------
 
 
 def test_batch_setters_change_accumulation_or_micro():
@@ -221,7 +235,9 @@ def test_a_new_micro_batch_size_reaches_the_engines_own_loader():
     assert len(loader) == 6
     engine.set_train_micro_batch_size(3)
     engine.train_batch(_losses_of(engine, loader, seen))
-    assert len(torch.cat(seen)[:, 0].unique()) == 6, "goes on at the same sample, rounded down: 0:2, 0:4, 3:6"
+    assert len(torch.cat(seen)[:, 0].unique()) == 6, (
+        "goes on at the same sample, rounded down: 0:2, 0:4, 3:6"
+    )
 
 
 def _losses_of(engine, loader, seen):
@@ -231,7 +247,7 @@ def _losses_of(engine, loader, seen):
         yield batch
 
 
-# -- what is reported ----------------------------------------------------------------------------------------------
+# -- what is reported ------------------------------------------------------------------------------
 
 
 def test_the_reported_loss_is_what_was_differentiated(caplog):
@@ -257,18 +273,24 @@ def test_zero_grad_drops_gradients_outside_the_optimizer_too():
     assert all(p.grad is None for p in net.parameters())
 
 
-# -- loss scale ----------------------------------------------------------------------------------------------------
+# -- loss scale ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("consecutive", "overflows", "expected"),
     [
         (False, "110000111000", "(16,1)(8,1)(8,1)(8,1)(16,2)(16,2)(16,1)(8,1)(4,1)(4,1)(4,1)(8,2)"),
-        (True, "110000101000", "(16,1)(8,1)(8,2)(8,2)(16,2)(16,2)(16,1)(16,2)(16,1)(16,2)(16,2)(32,2)"),
+        (
+            True,
+            "110000101000",
+            "(16,1)(8,1)(8,2)(8,2)(16,2)(16,2)(16,1)(16,2)(16,1)(16,2)(16,2)(32,2)",
+        ),
     ],
 )
 def test_loss_scale_golden_values(consecutive, overflows, expected):
-    scaler = LossScaler(16, dynamic=True, window=2, hysteresis=2, consecutive_hysteresis=consecutive)
+    scaler = LossScaler(
+        16, dynamic=True, window=2, hysteresis=2, consecutive_hysteresis=consecutive
+    )
     seen = ""
     for o in overflows:
         scaler.update(o == "1")
@@ -306,11 +328,15 @@ def test_loss_scale_state_round_trip():
         assert one.state_dict() == two.state_dict()
 
 
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 2}}
+FP16 = {
+    "fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 2}
+}
 
 
 def test_fp16_skips_an_overflowed_step_and_halves_the_scale():
-    engine, _, _, scheduler = start({**FP16, "scheduler": {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}})
+    engine, _, _, scheduler = start(
+        {**FP16, "scheduler": {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}}
+    )
     assert all(p.dtype == torch.float16 for p in engine.module.parameters())
     assert engine.loss_scale == 16
     before = [p.clone() for p in engine.module.parameters()]
@@ -336,7 +362,9 @@ def test_fp16_masters_follow_fp32_training():
         engine.backward(engine(x.half()).float().square().mean())
         engine.step()
     masters = [p for g in optimizer.param_groups for p in g["params"]]
-    for master, weight, truth in zip(masters, engine.module.parameters(), plain(xs).parameters(), strict=True):
+    for master, weight, truth in zip(
+        masters, engine.module.parameters(), plain(xs).parameters(), strict=True
+    ):
         assert torch.equal(master.half(), weight)
         assert torch.allclose(master, truth, atol=5e-3)
 
@@ -387,7 +415,7 @@ def test_a_large_but_finite_gradient_is_no_overflow():
     assert engine.get_global_grad_norm() > 1e24
 
 
-# -- reduction options, clipping -----------------------------------------------------------------------------------
+# -- reduction options, clipping -------------------------------------------------------------------
 
 
 def test_clipping_is_the_documented_formula():
@@ -401,7 +429,11 @@ def test_clipping_is_the_documented_formula():
 
 
 def test_gradients_accumulate_in_fp32_when_asked():
-    config = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "gradient_accumulation_steps": 8}
+    config = {
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "gradient_accumulation_steps": 8,
+    }
     exact, *_ = start(config)
     coarse, *_ = start({**config, "data_types": {}})
     xs = data(8, dtype=torch.bfloat16)
@@ -413,12 +445,15 @@ def test_gradients_accumulate_in_fp32_when_asked():
 
     def error(engine):
         masters = [p for g in engine.optimizer.param_groups for p in g["params"]]
-        return sum(float((a - b).detach().abs().sum()) for a, b in zip(masters, truth.parameters(), strict=True))
+        return sum(
+            float((a - b).detach().abs().sum())
+            for a, b in zip(masters, truth.parameters(), strict=True)
+        )
 
     assert error(exact) < error(coarse)
 
 
-# -- autocast ------------------------------------------------------------------------------------------------------
+# -- autocast --------------------------------------------------------------------------------------
 
 
 def test_autocast_wraps_forward_and_keeps_fp32_weights():
@@ -443,7 +478,7 @@ def test_autocast_to_fp16_scales_the_loss():
     assert engine.loss_scale == 2.0**16
 
 
-# -- initialize ----------------------------------------------------------------------------------------------------
+# -- initialize ------------------------------------------------------------------------------------
 
 
 class _Squares(nn.Module):
@@ -503,7 +538,9 @@ def test_optimizer_and_scheduler_may_be_objects_or_functions():
     net = model()
     given = torch.optim.SGD(net.parameters(), lr=0.5)
     engine, optimizer, _, scheduler = start(
-        net=net, optimizer=given, lr_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5)
+        net=net,
+        optimizer=given,
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5),
     )
     assert optimizer is given
     assert scheduler.optimizer is given
@@ -539,19 +576,26 @@ def test_initialize_errors_say_what_is_missing(monkeypatch):
         start(lr_scheduler=7)
     net = model()
     with pytest.raises(UsageError, match="list it once"):
-        start(net=net, model_parameters=[{"params": list(net.parameters())}, {"params": [net[0].weight]}])
+        start(
+            net=net,
+            model_parameters=[{"params": list(net.parameters())}, {"params": [net[0].weight]}],
+        )
     with pytest.raises(UsageError, match="not a parameter of the model"):
         start(model_parameters=list(model().parameters()))
     with pytest.raises(ConfigError, match="needs an optimizer"):
         ds_core.initialize(
             model=model(),
-            config={"train_batch_size": 1, "scheduler": {"type": "StepLR", "params": {"step_size": 1}}},
+            config={
+                "train_batch_size": 1,
+                "scheduler": {"type": "StepLR", "params": {"step_size": 1}},
+            },
         )
     with pytest.raises(ConfigError, match="data parallel size 3"):
         start({"data_parallel_size": 3})
     with pytest.raises(ConfigError, match="data parallel size 2, but this run has 1"):
         start(mesh_param=(2, 1))
-    with pytest.raises(ConfigError, match="sequence_parallel_size|sp"):  # which mesh_param stands for
+    # which mesh_param stands for
+    with pytest.raises(ConfigError, match="sequence_parallel_size|sp"):
         start(mesh_param=(1, 2))
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(UsageError, match=r"args.local_rank is 1"):
@@ -586,15 +630,27 @@ def test_config_sources_are_equivalent(tmp_path):
         ({"type": "Adm"}, ["optimizer.type", "'Adm'", "'Adam'"]),
         (
             {"type": "Lamb"},
-            ["served by ds-optimizers", "pip install ./plugins/run_state ./ops/kernel_kit ./plugins/optimizers"],
+            [
+                "served by ds-optimizers",
+                "pip install ./plugins/run_state ./ops/kernel_kit ./plugins/optimizers",
+            ],
         ),
         ({"type": "no_such_package.Adam"}, ["optimizer.type", "No module named 'no_such_package'"]),
-        ({"type": "AdamW", "params": {"lrr": 1}}, ["optimizer.params.lrr", "did you mean 'optimizer.params.lr'"]),
+        (
+            {"type": "AdamW", "params": {"lrr": 1}},
+            ["optimizer.params.lrr", "did you mean 'optimizer.params.lr'"],
+        ),
         ({"type": "AdamW", "params": {"lr": "fast"}}, ["optimizer.params.lr"]),
         ({"type": "AdamW", "params": {"lr": True}}, ["optimizer.params.lr"]),
-        ({"type": "AdamW", "params": {"max_grad_norm": 1}}, ["optimizer.params.max_grad_norm", "gradient_clipping"]),
+        (
+            {"type": "AdamW", "params": {"max_grad_norm": 1}},
+            ["optimizer.params.max_grad_norm", "gradient_clipping"],
+        ),
         ({"type": "RMSprop", "params": {"alhpa": 1}}, ["optimizer.params.alhpa", "'alpha'"]),
-        ({"type": "SGD", "params": {"momentum": "much"}}, ["optimizer.params.momentum", "not a number"]),
+        (
+            {"type": "SGD", "params": {"momentum": "much"}},
+            ["optimizer.params.momentum", "not a number"],
+        ),
     ],
 )
 def test_a_wrong_optimizer_section_names_the_key(section, words):
@@ -619,7 +675,9 @@ def test_any_torch_optimizer_and_scheduler_serve_by_name():
 
 def test_adam_is_decoupled_unless_told_otherwise():
     _, decoupled, *_ = start({"optimizer": {"type": "Adam", "params": {"lr": 0.1}}, **OWN})
-    _, coupled, *_ = start({"optimizer": {"type": "Adam", "params": {"lr": 0.1, "adam_w_mode": False}}, **OWN})
+    _, coupled, *_ = start(
+        {"optimizer": {"type": "Adam", "params": {"lr": 0.1, "adam_w_mode": False}}, **OWN}
+    )
     assert type(decoupled).__name__ == "AdamW"
     assert type(coupled).__name__ == "Adam"
     assert decoupled.defaults["fused"]
@@ -634,7 +692,8 @@ def test_several_engines_share_one_loss():
     for engine in (a, b):
         engine.step()
         engine.optimizer.zero_grad()
-    p, q = model(0), model(1)
+    p = model(0)
+    q = model(1)
     (p(x) * q(x)).mean().backward()
     for net in (p, q):
         torch.optim.SGD(net.parameters(), lr=0.1).step()
@@ -645,11 +704,16 @@ def test_several_engines_share_one_loss():
 def test_unknown_attributes_are_the_modules():
     engine, *_ = start()
     assert [n for n, _ in engine.named_parameters()] == [n for n, _ in model().named_parameters()]
-    with pytest.raises(AttributeError, match="neither the engine nor its module, a Sequential, has .*'no_such_thing'$"):
+    with pytest.raises(
+        AttributeError,
+        match="neither the engine nor its module, a Sequential, has .*'no_such_thing'$",
+    ):
         _ = engine.no_such_thing
     with pytest.raises(AttributeError, match=r"'cur_scale': it is engine.loss_scale$"):
         _ = engine.cur_scale
-    with pytest.raises(AttributeError, match=r"'vocabulary_size': it is engine.config.core.vocabulary_size$"):
+    with pytest.raises(
+        AttributeError, match=r"'vocabulary_size': it is engine.config.core.vocabulary_size$"
+    ):
         _ = engine.vocabulary_size
 
 
@@ -686,16 +750,23 @@ def test_what_replaces_deepspeed_s_names_is_there():
 @pytest.mark.parametrize("how", ["object", "function", "config"])
 def test_an_optimizer_whose_step_needs_a_closure_is_refused(how):
     net = model()
-    given = {"object": torch.optim.LBFGS(net.parameters()), "function": torch.optim.LBFGS, "config": None}[how]
+    given = {
+        "object": torch.optim.LBFGS(net.parameters()),
+        "function": torch.optim.LBFGS,
+        "config": None,
+    }[how]
     config = {"optimizer": {"type": "torch.optim.LBFGS"}} if how == "config" else {}
-    with pytest.raises((UsageError, ConfigError), match="LBFGS.* needs a? ?closure.*, (and|which) .* give"):
+    with pytest.raises(
+        (UsageError, ConfigError), match="LBFGS.* needs a? ?closure.*, (and|which) .* give"
+    ):
         start(config, net, optimizer=given)
 
 
 def test_an_optimizer_that_has_a_schedule_of_torchs_is_accepted():
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # puts a function into optimizer.step
+    # puts a function into optimizer.step
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     engine, *_ = start({}, net, optimizer=optimizer, lr_scheduler=schedule)
     assert engine.lr_scheduler is schedule
 
@@ -724,13 +795,14 @@ def test_every_error_of_ours_is_a_dserror():
             assert issubclass(value, DSError)
 
 
-# -- over ranks ----------------------------------------------------------------------------------------------------
+# -- over ranks ------------------------------------------------------------------------------------
 
 
 def _multi(how):
     from ds_core import comm
 
-    rank, world = comm.rank(), comm.world_size()
+    rank = comm.rank()
+    world = comm.world_size()
     engine, *_ = start(net=model(rank, torch.float64))
     xs = [data(4, seed=10 + r, dtype=torch.float64) for r in range(world)]
     for i in range(0, 4, 2):
@@ -760,7 +832,8 @@ def _multi(how):
         optimizer.step()
         optimizer.zero_grad()
     return max(
-        float((p - q).detach().abs().max()) for p, q in zip(net.parameters(), engine.module.parameters(), strict=True)
+        float((p - q).detach().abs().max())
+        for p, q in zip(net.parameters(), engine.module.parameters(), strict=True)
     )
 
 
@@ -772,7 +845,8 @@ def test_several_backwards_before_one_step(how):
 def _unfreeze():
     from ds_core import comm
 
-    rank, world = comm.rank(), comm.world_size()
+    rank = comm.rank()
+    world = comm.world_size()
     net = model(0, torch.float64)
     net[0].weight.requires_grad_(False)
     engine, *_ = start(net=net, model_parameters=list(net.parameters()))
@@ -790,7 +864,10 @@ def _unfreeze():
             (truth(x).square().mean() / world).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return max(float((p - q).detach().abs().max()) for p, q in zip(truth.parameters(), net.parameters(), strict=True))
+    return max(
+        float((p - q).detach().abs().max())
+        for p, q in zip(truth.parameters(), net.parameters(), strict=True)
+    )
 
 
 def test_parameters_may_be_unfrozen_while_training():
@@ -809,7 +886,8 @@ def _sum_op():
         truth(x).square().mean().backward()
     torch.optim.SGD(truth.parameters(), lr=0.1).step()
     return max(
-        float((p - q).detach().abs().max()) for p, q in zip(truth.parameters(), engine.module.parameters(), strict=True)
+        float((p - q).detach().abs().max())
+        for p, q in zip(truth.parameters(), engine.module.parameters(), strict=True)
     )
 
 
@@ -882,7 +960,10 @@ def _interrupted():
                 (truth(x) / 2 / world).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return max(float((p - q).detach().abs().max()) for p, q in zip(truth.parameters(), net.parameters(), strict=True))
+    return max(
+        float((p - q).detach().abs().max())
+        for p, q in zip(truth.parameters(), net.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -890,7 +971,7 @@ def test_an_interrupted_batch_leaves_nothing_behind(world):
     assert max(run_ranks(world, _interrupted)) < 1e-12
 
 
-# -- what a review found -------------------------------------------------------------------------------------------
+# -- what a review found ---------------------------------------------------------------------------
 
 
 class _Shared(nn.Module):
@@ -899,7 +980,8 @@ class _Shared(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.inp, self.block = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+        self.inp = nn.Linear(4, 4).double()
+        self.block = nn.Linear(4, 4).double()
 
     def forward(self, x):
         from torch.utils.checkpoint import checkpoint
@@ -994,7 +1076,10 @@ def _broken_plain_backward():
     for rank in range(comm.world_size()):
         (truth(data(3, seed=rank, dtype=torch.float64)[1]) / comm.world_size()).backward()
     torch.optim.SGD(truth.parameters(), lr=0.1).step()
-    return max(float((p - q).detach().abs().max()) for p, q in zip(truth.parameters(), net.parameters(), strict=True))
+    return max(
+        float((p - q).detach().abs().max())
+        for p, q in zip(truth.parameters(), net.parameters(), strict=True)
+    )
 
 
 def test_a_plain_backward_that_broke_off_leaves_nothing_behind():
@@ -1037,12 +1122,18 @@ def test_nothing_to_train_is_an_error():
         start(net=frozen)
     net = model()
     with pytest.raises(UsageError, match="other tensors than it was given"):
-        start({"bf16": {"enabled": True}}, net=net, optimizer=lambda _: torch.optim.SGD(net.parameters(), lr=1))
+        start(
+            {"bf16": {"enabled": True}},
+            net=net,
+            optimizer=lambda _: torch.optim.SGD(net.parameters(), lr=1),
+        )
 
 
 def test_a_state_dict_loaded_into_the_module_reaches_the_masters():
     engine, *_ = start({"bf16": {"enabled": True}})
-    engine.module.load_state_dict({k: torch.full_like(v, 3.0) for k, v in engine.module.state_dict().items()})
+    engine.module.load_state_dict(
+        {k: torch.full_like(v, 3.0) for k, v in engine.module.state_dict().items()}
+    )
     engine.backward(engine(data(1)[0].bfloat16()).float().sum() * 0)
     engine.step()
     assert all(torch.all(p == 3.0) for p in engine.module.parameters())

@@ -20,10 +20,15 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = nn.Linear(D, D, bias=False), nn.Linear(D, D, bias=False)
+        self.first = nn.Linear(D, D, bias=False)
+        self.second = nn.Linear(D, D, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(checkpoint(self.first, x.requires_grad_(), use_reentrant=True)).square().mean()
+        return (
+            self.second(checkpoint(self.first, x.requires_grad_(), use_reentrant=True))
+            .square()
+            .mean()
+        )
 
 
 def start(gas: int = 1, stage: int = 0) -> tuple[Any, list[str]]:
@@ -38,15 +43,20 @@ def start(gas: int = 1, stage: int = 0) -> tuple[Any, list[str]]:
     engine: Any = ds_core.initialize(model=Net(), config=config)[0]
     calls: list[str] = []
     names = {param: name.partition(".")[0] for name, param in engine.module.named_parameters()}
-    partitioner, hooks = engine.partitioner, engine.partitioner.gradient_hooks
-    begin, on_gradient, finish = partitioner.begin, partitioner.on_gradient, partitioner.finish
+    partitioner = engine.partitioner
+    hooks = engine.partitioner.gradient_hooks
+    begin = partitioner.begin
+    on_gradient = partitioner.on_gradient
+    finish = partitioner.finish
 
     def noted(text: str, call: Any, *args: Any) -> None:
         calls.append(text)
         call(*args)
 
     partitioner.begin = lambda plan: noted(f"begin {plan.changed}", begin, plan)
-    partitioner.on_gradient = lambda p: noted(f"{names[p]} {Origin(hooks.origin).name}", on_gradient, p)
+    partitioner.on_gradient = lambda p: noted(
+        f"{names[p]} {Origin(hooks.origin).name}", on_gradient, p
+    )
     partitioner.finish = lambda plan: noted("finish", finish, plan)
     return engine, calls
 
@@ -140,8 +150,14 @@ def _thaws_all() -> float:
 
     torch.manual_seed(0)
     net = nn.Linear(3, 1, bias=False).double().requires_grad_(False)
-    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "optimizer": {"type": "SGD"}}
-    engine, *_ = ds_core.initialize(model=net, model_parameters=list(net.parameters()), config=config)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD"},
+    }
+    engine, *_ = ds_core.initialize(
+        model=net, model_parameters=list(net.parameters()), config=config
+    )
     net.requires_grad_(True)
     engine.backward(engine(torch.eye(3, dtype=torch.float64)[comm.rank()]).sum())
     grad = net.weight.grad

@@ -18,16 +18,27 @@ from ds_core.plugins import BACKENDS, Found, Plugins
 Make = Callable[..., Kernels]
 
 
-def entry(provider: str, priority: int = 10, why: str | None = None, **values: object) -> KernelEntry:
-    values = {"op": "adam", "load": f"tables_kernels:{provider}", "available": lambda: why, **values}
+def entry(
+    provider: str, priority: int = 10, why: str | None = None, **values: object
+) -> KernelEntry:
+    values = {
+        "op": "adam",
+        "load": f"tables_kernels:{provider}",
+        "available": lambda: why,
+        **values,
+    }
     return KernelEntry(provider=provider, priority=priority, **values)  # type: ignore[arg-type]
 
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> Make:
-    """entries, forced -> the table of the core and a plugin that offers `entries` and a reference of two operations."""
+    """entries, forced -> the table of the core and a plugin that offers `entries` and a reference
+    of two operations.
+    """
 
-    def make(*entries: KernelEntry, forced: dict[str, str] | None = None, reference: bool = True) -> Kernels:
+    def make(
+        *entries: KernelEntry, forced: dict[str, str] | None = None, reference: bool = True
+    ) -> Kernels:
         if reference:
             entries += tuple(entry("reference", 0, op=op) for op in ("adam", "lion"))
         module = ModuleType("tables_kernels")
@@ -35,7 +46,9 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Make:
             setattr(module, each.provider, lambda: None)
         module.ds_kernels = lambda: entries  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "tables_kernels", module)
-        return Kernels(Plugins(found=[Found("tables", BACKENDS, "tables_kernels", "ds-tables", "1.0")]), forced)
+        return Kernels(
+            Plugins(found=[Found("tables", BACKENDS, "tables_kernels", "ds-tables", "1.0")]), forced
+        )
 
     return make
 
@@ -49,28 +62,40 @@ def test_plain_torch_serves_where_nothing_is_installed(table: Make) -> None:
     def plain() -> None: ...
 
     bare = Kernels(Plugins(found=[]))
-    assert bare.get("adam", "cpu", "float64", plain) is plain and bare.get("lion", default=plain) is plain
+    assert (
+        bare.get("adam", "cpu", "float64", plain) is plain
+        and bare.get("lion", default=plain) is plain
+    )
     assert "adam" not in bare.ops() and not any(key.startswith("adam") for key in bare.resolved())
-    with pytest.raises(KernelError, match="kernel 'adam' is served by ds-kernel-kit, which is not installed; install"):
+    with pytest.raises(
+        KernelError,
+        match="kernel 'adam' is served by ds-kernel-kit, which is not installed; install",
+    ):
         bare.get("adam")
     with pytest.raises(KernelError, match="no kernel is called 'adan'"):
         bare.get("adan")
     gpu = table(entry("gpu", 30, devices=("cuda",)), entry("off", 20, why="no"), reference=False)
     assert gpu.get("adam", "cpu", "float32", plain) is plain
-    with pytest.raises(KernelError, match="no provider can serve 'adam': gpu .ds-tables.: serves cuda only; off"):
+    with pytest.raises(
+        KernelError, match="no provider can serve 'adam': gpu .ds-tables.: serves cuda only; off"
+    ):
         gpu.get("adam", "cpu", "bfloat16")
     with pytest.raises(KernelError, match="kernels.adam forces 'off', but off"):
         table(entry("off", 20, why="no"), forced={"adam": "off"}).get("adam", default=plain)
 
 
 def test_sums_of_two_dtypes_by_plain_torch() -> None:
-    into, added = torch.zeros(1 << 14), torch.ones(1 << 14, dtype=torch.bfloat16)
+    into = torch.zeros(1 << 14)
+    added = torch.ones(1 << 14, dtype=torch.bfloat16)
     Kernels(Plugins(found=[])).accumulate(into, added)
     assert torch.equal(into, torch.ones_like(into))
 
 
 def test_the_best_that_can_serve_does(table: Make) -> None:
-    assert served(table(entry("slow", 5), entry("fast", 30), entry("middle", 10))) == "fast (ds-tables)"
+    assert (
+        served(table(entry("slow", 5), entry("fast", 30), entry("middle", 10)))
+        == "fast (ds-tables)"
+    )
     assert served(table(entry("slow", 5), entry("fast", 30, why="no GPU"))) == "slow (ds-tables)"
     assert (
         served(table(entry("gpu", 30, devices=("cuda",)), entry("half", dtypes=("float16",))))
@@ -88,7 +113,9 @@ def test_it_is_resolved_once(table: Make) -> None:
 
 def test_the_config_forces(table: Make) -> None:
     assert served(table(entry("fast"), forced={"adam": "reference"})) == "reference (ds-tables)"
-    with pytest.raises(KernelError, match=r"kernels.adam forces 'fast', but fast \(ds-tables\): g\+\+ not found"):
+    with pytest.raises(
+        KernelError, match=r"kernels.adam forces 'fast', but fast \(ds-tables\): g\+\+ not found"
+    ):
         served(table(entry("fast", why="g++ not found"), forced={"adam": "fast"}))
     with pytest.raises(KernelError, match="no provider 'fest'; installed: fast, reference"):
         table(entry("fast"), forced={"adam": "fest"}).check_forced()
@@ -112,7 +139,10 @@ def test_what_the_log_says(table: Make) -> None:
     kernels = table(entry("fast", why="g++ not found"), entry("gpu", 30, devices=("cuda",)))
     kernels.get("adam")
     kernels.get("lion")
-    assert kernels.summary() == ("adam, lion by reference (ds-tables)", ["adam not by fast (ds-tables): g++ not found"])
+    assert kernels.summary() == (
+        "adam, lion by reference (ds-tables)",
+        ["adam not by fast (ds-tables): g++ not found"],
+    )
     wanted = table(entry("fast", why="g++ not found"), forced={"adam": "reference"})
     wanted.get("adam")
     assert wanted.summary() == ("adam by reference (ds-tables)", [])

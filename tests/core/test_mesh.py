@@ -25,7 +25,9 @@ def test_dp_takes_what_is_left():
 
 
 def test_outermost_axes_are_far_apart_and_others_next_to_each_other():
-    mesh = plan_mesh([Axis("tp", 2), Axis("pp", 2, outermost=True), Axis("ep", 2, inside="dp")], 16, 11)
+    mesh = plan_mesh(
+        [Axis("tp", 2), Axis("pp", 2, outermost=True), Axis("ep", 2, inside="dp")], 16, 11
+    )
     assert mesh.describe() == {"pp": 2, "edp": 2, "ep": 2, "tp": 2}
     assert mesh.ranks("pp") == [3, 11]
     assert mesh.ranks("dp") == [9, 11, 13, 15]
@@ -33,9 +35,14 @@ def test_outermost_axes_are_far_apart_and_others_next_to_each_other():
 
 
 def test_ranks_that_share_their_samples_count_once():
-    mesh = plan_mesh([Axis("ep", 2, inside="dp"), Axis("sp", 2, inside="dp", same_batch=True)], 8, 5)
+    mesh = plan_mesh(
+        [Axis("ep", 2, inside="dp"), Axis("sp", 2, inside="dp", same_batch=True)], 8, 5
+    )
     assert (mesh.size("dp"), mesh.size("batch")) == (8, 4)
-    assert [plan_mesh([Axis("sp", 2, inside="dp", same_batch=True)], 4, r).index("batch") for r in range(4)] == [
+    assert [
+        plan_mesh([Axis("sp", 2, inside="dp", same_batch=True)], 4, r).index("batch")
+        for r in range(4)
+    ] == [
         0,
         0,
         1,
@@ -55,9 +62,13 @@ def test_folded_axis_splits_dp_and_keeps_the_alias():
     assert mesh.replicas(()) == ("edp", "ep")
 
 
-@pytest.mark.parametrize(("ep", "size", "block", "edp"), [(1, 4, 4, 2), (2, 4, 2, 2), (4, 4, 1, 2), (2, 8, 4, 1)])
+@pytest.mark.parametrize(
+    ("ep", "size", "block", "edp"), [(1, 4, 4, 2), (2, 4, 2, 2), (4, 4, 1, 2), (2, 8, 4, 1)]
+)
 def test_an_axis_around_others_counts_their_ranks(ep, size, block, edp):
-    mesh = plan_mesh([Axis("ep", ep, inside="dp"), Axis("block", size, inside="dp", outermost=True)], 8, 5)
+    mesh = plan_mesh(
+        [Axis("ep", ep, inside="dp"), Axis("block", size, inside="dp", outermost=True)], 8, 5
+    )
     assert mesh.describe() == {"edp": edp, "block": block, "ep": ep}
     assert mesh.ranks("block", "ep") == [r for r in range(8) if r // size == 5 // size]
     assert mesh.size("dp") == mesh.size("batch") == 8
@@ -83,13 +94,21 @@ def test_unknown_axis_names_the_known_ones():
         ([Axis("pp", 2), Axis("pp", 2)], 4, ["'pp' is declared twice"]),
         ([Axis("tp", 0)], 4, ["'tp' has size 0"]),
         ([Axis("ep", 2, inside="tp")], 4, ["folds inside 'tp'"]),
-        ([Axis("block", 3, inside="dp", outermost=True)], 4, ["block 3 must divide dp 4", "use 1, 2, 4"]),
+        (
+            [Axis("block", 3, inside="dp", outermost=True)],
+            4,
+            ["block 3 must divide dp 4", "use 1, 2, 4"],
+        ),
         (
             [Axis("ep", 2, inside="dp"), Axis("block", 3, inside="dp", outermost=True)],
             12,
             ["block 3 x ep 2 must divide dp 12", "use 2, 4, 6, 12"],
         ),
-        ([Axis("ep", 4, inside="dp"), Axis("block", 2, inside="dp", outermost=True)], 8, ["use 4, 8"]),
+        (
+            [Axis("ep", 4, inside="dp"), Axis("block", 2, inside="dp", outermost=True)],
+            8,
+            ["use 4, 8"],
+        ),
     ],
 )
 def test_errors_carry_the_numbers(axes, world, words):
@@ -99,7 +118,11 @@ def test_errors_carry_the_numbers(axes, world, words):
         assert word in str(caught.value)
 
 
-@given(st.lists(st.sampled_from([1, 2, 3]), min_size=0, max_size=3), st.integers(1, 3), st.integers(1, 2))
+@given(
+    st.lists(st.sampled_from([1, 2, 3]), min_size=0, max_size=3),
+    st.integers(1, 3),
+    st.integers(1, 2),
+)
 def test_every_rank_is_in_exactly_one_row_of_every_axis(sizes, dp, ep):
     axes = [Axis(f"a{i}", s) for i, s in enumerate(sizes)] + [Axis("ep", ep, inside="dp")]
     world = math.prod(sizes) * dp * ep

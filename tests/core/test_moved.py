@@ -28,7 +28,9 @@ def test_a_module_that_has_moved_gives_what_the_new_one_has(old: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* now:DeprecationWarning")
-@pytest.mark.parametrize(("old", "name"), [(old, name) for old, names in NAMES.items() for name in names])
+@pytest.mark.parametrize(
+    ("old", "name"), [(old, name) for old, names in NAMES.items() for name in names]
+)
 def test_a_name_that_has_moved_is_the_new_one(old: str, name: str) -> None:
     home, _, new = NAMES[old][name].partition(":")
     module = importlib.import_module(old)
@@ -47,21 +49,35 @@ def test_what_lies_below_follows() -> None:
 def test_what_never_was_is_an_error() -> None:
     with pytest.raises(ModuleNotFoundError, match="No module named 'ds_core.nothing'"):
         importlib.import_module("ds_core.nothing")
-    with pytest.raises(AttributeError, match="module 'ds_core.partition' has no attribute 'nothing'"):
+    with pytest.raises(
+        AttributeError, match="module 'ds_core.partition' has no attribute 'nothing'"
+    ):
         _ = ds_core.partition.nothing  # type: ignore[attr-defined]
 
 
 def test_a_package_that_is_not_installed_is_named(tmp_path: Path) -> None:
     code = "import sys; sys.modules['ds_access'] = None; import ds_core.access"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert "ds_core.access is ds_access.states now, of ds-access, which is not installed" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert (
+        "ds_core.access is ds_access.states now, of ds-access, which is not installed"
+        in done.stderr
+    )
 
 
 @pytest.mark.parametrize(
     ("needs", "why"),
     [
-        (ds_core.contract + 1, rf"needs contract {ds_core.contract + 1}, and ds-core .* keeps 1 to 2: upgrade ds-core"),
-        (0, r"was written for contract 0, and ds-core .* keeps 1 to 2: upgrade it, or install an older ds-core"),
+        (
+            ds_core.contract + 1,
+            rf"needs contract {ds_core.contract + 1}, and ds-core .* keeps 1 to 2: upgrade ds-core",
+        ),
+        (
+            0,
+            r"was written for contract 0, and ds-core .* keeps 1 to 2: upgrade it, or install an "
+            r"older ds-core",
+        ),
         ("2", r"has DS_CONTRACT = '2'; it is a whole number"),
     ],
 )
@@ -70,7 +86,9 @@ def test_a_contract_that_is_not_kept(
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     name = f"needs_{abs(hash(str(needs)))}"
-    (tmp_path / f"{name}.py").write_text(f"DS_CONTRACT = {needs!r}\ndef ds_optimizers(): return {{}}\n")
+    (tmp_path / f"{name}.py").write_text(
+        f"DS_CONTRACT = {needs!r}\ndef ds_optimizers(): return {{}}\n"
+    )
     with pytest.raises(PluginError, match=why):
         Plugins(PluginSettings(load=[name])).named("ds_optimizers", "optimizer")
 
@@ -78,5 +96,7 @@ def test_a_contract_that_is_not_kept(
 def test_a_contract_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     for needs in range(ds_core.oldest_contract, ds_core.contract + 1):
-        (tmp_path / f"keeps_{needs}.py").write_text(f"DS_CONTRACT = {needs}\ndef ds_optimizers(): return {{}}\n")
+        (tmp_path / f"keeps_{needs}.py").write_text(
+            f"DS_CONTRACT = {needs}\ndef ds_optimizers(): return {{}}\n"
+        )
         Plugins(PluginSettings(load=[f"keeps_{needs}"])).named("ds_optimizers", "optimizer")

@@ -20,17 +20,24 @@ def test_the_norm_uses_the_kernel_of_the_masters_device_and_dtype() -> None:
 
         def kernel(tensors: list[Tensor]) -> Tensor:
             assert {(t.device.type, t.dtype) for t in tensors} == {(device, dtype)}
-            return sum((t.double().square().sum() for t in tensors), torch.zeros((), dtype=torch.float64))
+            return sum(
+                (t.double().square().sum() for t in tensors), torch.zeros((), dtype=torch.float64)
+            )
 
         return kernel
 
     from ds_core.mesh import plan_mesh
 
-    mesh, here = plan_mesh([], 1, 0), torch.device("cpu")
+    mesh = plan_mesh([], 1, 0)
+    here = torch.device("cpu")
     masters = [torch.zeros(2), torch.zeros(1, dtype=torch.float64)]
     norm = GradNorm(mesh, [()], kernel_for, masters)
     assert sorted(asked, key=str) == [("cpu", torch.float32), ("cpu", torch.float64)]
-    grads = [torch.tensor([3.0, 0.0]), torch.tensor([4.0], dtype=torch.float64), torch.tensor([0.0, 12.0])]
+    grads = [
+        torch.tensor([3.0, 0.0]),
+        torch.tensor([4.0], dtype=torch.float64),
+        torch.tensor([0.0, 12.0]),
+    ]
     assert norm([GradGroup((), grads)], here) == 13.0
     assert norm([GradGroup((), [])], here) == 0.0
     only = GradNorm(mesh, [()], kernel_for, masters[:1])

@@ -1,4 +1,6 @@
-"""`ds_open` and `ds_close`: plugins hear that the engine is built, and that training ends; older forms of both."""
+"""`ds_open` and `ds_close`: plugins hear that the engine is built, and that training ends; older
+forms of both.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,12 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_ds: None) -> It
 
     def make(*bodies: str, model: nn.Module | None = None, **config: Any) -> Any:
         names = planted(tmp_path, *bodies)
-        given = {"train_micro_batch_size_per_gpu": 2, "optimizer": SGD, "plugins": {"load": names}, **config}
+        given = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": SGD,
+            "plugins": {"load": names},
+            **config,
+        }
         engine, *_ = ds_core.initialize(model=model or nn.Linear(2, 1), config=given)
         engine.seen = [sys.modules[name].SEEN for name in names]
         return engine
@@ -65,13 +72,16 @@ def ds_close(ctx, error): SEEN.append(error)
 def test_the_engine_is_whole_when_it_is_opened(start: Start) -> None:
     engine = start(OPENS)
     (seen,) = engine.seen
-    assert seen == [(0, True, 4), "listens"]  # who listens is asked when plugins have made what they need
+    # who listens is asked when plugins have made what they need
+    assert seen == [(0, True, 4), "listens"]
     assert engine.get_lr() == [0.5]
     engine.destroy()
     assert seen[2:] == [None]
 
 
-REFUSES = "def ds_open(ctx): raise RuntimeError('not this one')\ndef ds_close(error): SEEN.append(error)"
+REFUSES = (
+    "def ds_open(ctx): raise RuntimeError('not this one')\ndef ds_close(error): SEEN.append(error)"
+)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -127,7 +137,9 @@ def test_older_forms_work_on_and_say_what_to_write(start: Start) -> None:
     with pytest.warns(DeprecationWarning, match="now|any more") as warned:
         engine = start(OLD)
     texts = sorted(str(w.message) for w in warned)
-    assert "ds_engine_methods takes no arguments any more" in texts[0] and "ds_open(ctx)" in texts[0]
+    assert (
+        "ds_engine_methods takes no arguments any more" in texts[0] and "ds_open(ctx)" in texts[0]
+    )
     assert "ds_exception is ds_close(ctx, error) now" in texts[1]
     (seen,) = engine.seen
     assert engine.given_at_start(2) == 3

@@ -52,7 +52,10 @@ def start(kind: str, model: nn.Module, **config: Any) -> Any:
 
 def test_an_entry_may_split_groups_by_name() -> None:
     engine = start("Odd", nn.Linear(2, 2))
-    assert [(len(g["params"]), g["lr"]) for g in engine.optimizer.param_groups] == [(1, 0.1), (1, 0.01)]
+    assert [(len(g["params"]), g["lr"]) for g in engine.optimizer.param_groups] == [
+        (1, 0.1),
+        (1, 0.01),
+    ]
 
 
 def test_an_optimizer_by_its_dotted_path() -> None:
@@ -63,10 +66,14 @@ def test_an_optimizer_by_its_dotted_path() -> None:
 def test_an_optimizer_brings_its_partitioner() -> None:
     partitioner = start("Own", nn.Linear(1, 1)).partitioner
     assert type(partitioner) is Bound and partitioner.bound is torch.optim.SGD
-    with pytest.raises(PluginError, match="builtins:repr of an OptimizerEntry gave a str, not a Partitioner"):
+    with pytest.raises(
+        PluginError, match="builtins:repr of an OptimizerEntry gave a str, not a Partitioner"
+    ):
         start("Wrong", nn.Linear(1, 1))
 
 
 def test_two_that_reduce_gradients_are_refused() -> None:
-    with pytest.raises((UsageError, ds_core.errors.ConfigError), match="reduces gradients by itself"):
+    with pytest.raises(
+        (UsageError, ds_core.errors.ConfigError), match="reduces gradients by itself"
+    ):
         start("Own", nn.Linear(1, 1), zero_optimization={"stage": 1})

@@ -37,11 +37,13 @@ def _bucketed(limit):
         launched.append(len(self.params))
         launch(self, grads)
 
-    buckets.BUCKET_BYTES, buckets.Bucket.launch = limit, counting
+    buckets.BUCKET_BYTES = limit
+    buckets.Bucket.launch = counting
     try:
         report = _train_and_compare({"model": "plain", "gas": 2}, {}, [], "manual")
     finally:
-        buckets.BUCKET_BYTES, buckets.Bucket.launch = old, launch
+        buckets.BUCKET_BYTES = old
+        buckets.Bucket.launch = launch
     return [max(report.values()), len(launched)]
 
 
@@ -49,7 +51,8 @@ def _bucketed(limit):
 def test_one_reduction_per_bucket_and_boundary(limit, per_step):
     for error, launches in run_ranks(2, _bucketed, limit):
         assert error < 1e-12
-        assert launches == 4 * per_step  # four steps of two micro-batches: reduced at boundaries only
+        # four steps of two micro-batches: reduced at boundaries only
+        assert launches == 4 * per_step
 
 
 def _overlap():
@@ -76,7 +79,8 @@ def _overlap():
     old, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, 1
     try:
         engine, *_ = ds_core.initialize(
-            model=net, config={"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+            model=net,
+            config={"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
         )
         x = torch.randn(1, 8, requires_grad=True)
         engine.backward(engine(Spy.apply(x)).sum())
@@ -119,7 +123,10 @@ def _sparse():
     for sparse in (True, False):
         torch.manual_seed(0)
         net = nn.Embedding(10, 4, sparse=sparse).double()
-        config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        }
         engine, *_ = ds_core.initialize(model=net, config=config)
         for step in range(2):
             engine.backward(engine(torch.tensor([step, comm.rank() + 3])).square().sum())

@@ -16,7 +16,8 @@ from ds_core.optim import choose
 from ds_core.plugins import BACKENDS, SECTIONS, Found, Plugins, PluginSettings, PluginState
 from ds_core.runner import Sequential
 
-ONE, TWO = Problem("a", "one"), Problem("a", "two")
+ONE = Problem("a", "one")
+TWO = Problem("a", "two")
 
 
 @pytest.fixture
@@ -51,7 +52,8 @@ def test_nothing_is_imported_until_the_config_names_it():
     plugins = Plugins(found=[section("zeta", "no_such_module_zeta")])
     assert plugins.load_sections(["other"]) == {}
     with pytest.raises(
-        PluginError, match=r"'zeta' \(ds-x 1.0, module no_such_module_zeta\) failed to import: ModuleNotFound"
+        PluginError,
+        match=r"'zeta' \(ds-x 1.0, module no_such_module_zeta\) failed to import: ModuleNotFound",
     ):
         plugins.load_sections(["zeta"])
 
@@ -69,7 +71,10 @@ def test_a_broken_backend_is_quarantined(module):
 def test_hooks_are_called_in_name_order(module):
     seen = []
     names = ["b", "a", "c"]
-    found = [section(n, module(f"order_{n}", ds_mesh_axes=lambda n=n: seen.append(n) or ())) for n in names]
+    found = [
+        section(n, module(f"order_{n}", ds_mesh_axes=lambda n=n: seen.append(n) or ()))
+        for n in names
+    ]
     plugins = Plugins(found=found)
     plugins.load_sections(names)
     plugins.ask("ds_mesh_axes", config=None)
@@ -78,7 +83,9 @@ def test_hooks_are_called_in_name_order(module):
 
 def test_an_unknown_hook_names_the_nearest(module):
     name = module("typo_plugin", ds_mesh_axis=lambda config: [])
-    with pytest.raises(PluginError, match="unknown hook 'ds_mesh_axis'; did you mean 'ds_mesh_axes'"):
+    with pytest.raises(
+        PluginError, match="unknown hook 'ds_mesh_axis'; did you mean 'ds_mesh_axes'"
+    ):
         Plugins(found=[section("typo", name)]).load_sections(["typo"])
 
 
@@ -91,7 +98,8 @@ def test_a_wrong_signature_is_an_error_at_load(module):
 
 
 def test_two_owners_of_a_section_are_named_and_prefer_chooses(module):
-    one, two = module("owner_one", ds_check=lambda: [ONE]), module("owner_two", ds_check=lambda: [TWO])
+    one = module("owner_one", ds_check=lambda: [ONE])
+    two = module("owner_two", ds_check=lambda: [TWO])
     found = [section("same", one, "ds-one"), section("same", two, "ds-two")]
     with pytest.raises(PluginError, match=r"ds-one 1.0 and ds-two 1.0.*prefer"):
         Plugins(found=found).load_sections(["same"])
@@ -105,16 +113,23 @@ def test_two_distributions_that_claim_a_section_with_one_module_are_named(module
     found = [section("same", same, "ds-one"), section("same", same, "ds-two")]
     with pytest.raises(PluginError, match=r"ds-one 1.0 and ds-two 1.0.*prefer"):
         Plugins(found=found).load_sections(["same"])
-    assert Plugins(PluginSettings(prefer={"same": "ds-two"}), found).section("same").dist == "ds-two"
+    assert (
+        Plugins(PluginSettings(prefer={"same": "ds-two"}), found).section("same").dist == "ds-two"
+    )
 
 
 def test_an_optimizer_that_is_none_names_plugin_and_name(module):
     maker = module("made_none", make=lambda groups: None)
-    offers = module("offers_none", ds_optimizers=lambda: {"BrkNone": OptimizerEntry(f"{maker}:make")})
+    offers = module(
+        "offers_none", ds_optimizers=lambda: {"BrkNone": OptimizerEntry(f"{maker}:make")}
+    )
     plugins = Plugins(found=[backend("brk", offers, "dist-brk")])
     read = build_config({"train_batch_size": 1, "optimizer": {"type": "BrkNone"}}, {})
     chosen, _ = choose("optimizer", read, plugins)
-    with pytest.raises(PluginError, match=r"plugin 'brk' \(dist-brk 2.0.*made_none:make of optimizer.type 'BrkNone'"):
+    with pytest.raises(
+        PluginError,
+        match=r"plugin 'brk' \(dist-brk 2.0.*made_none:make of optimizer.type 'BrkNone'",
+    ):
         chosen.build([])
 
 
@@ -124,8 +139,11 @@ def test_two_offers_of_one_optimizer_are_named_and_prefer_chooses(module):
     found = [backend("one", one, "ds-one"), backend("two", two, "ds-two")]
     with pytest.raises(PluginError, match="'zap' is offered by ds-one 2.0 and ds-two 2.0"):
         Plugins(found=found).named("ds_optimizers", "optimizer")["zap"]
-    assert "sgd" in Plugins(found=found).named("ds_optimizers", "optimizer")  # who uses no such name is not troubled
-    chosen = Plugins(PluginSettings(prefer={"optimizer/Zap": "ds-two"}), found).named("ds_optimizers", "optimizer")
+    # who uses no such name is not troubled
+    assert "sgd" in Plugins(found=found).named("ds_optimizers", "optimizer")
+    chosen = Plugins(PluginSettings(prefer={"optimizer/Zap": "ds-two"}), found).named(
+        "ds_optimizers", "optimizer"
+    )
     assert chosen["zap"].value.load == "two:Zap"
 
 
@@ -145,13 +163,13 @@ def test_a_plugin_may_replace_a_name_of_the_core(module):
 
 
 def test_two_drivers_are_an_error_naming_both(module):
-    one, two = (
-        module("drive_one", ds_runner=lambda ctx: Sequential()),
-        module("drive_two", ds_runner=lambda ctx: Sequential()),
-    )
+    one = module("drive_one", ds_runner=lambda ctx: Sequential())
+    two = module("drive_two", ds_runner=lambda ctx: Sequential())
     plugins = Plugins(found=[section("a", one, "ds-one"), section("b", two, "ds-two")])
     plugins.load_sections(["a", "b"])
-    with pytest.raises(PluginError, match=r"ds_runner is answered by 'a' \(ds-one .* and 'b' \(ds-two"):
+    with pytest.raises(
+        PluginError, match=r"ds_runner is answered by 'a' \(ds-one .* and 'b' \(ds-two"
+    ):
         plugins.driver("ds_runner", ctx=None)
 
 
@@ -176,7 +194,11 @@ def test_require_disable_load_and_autoload(module, monkeypatch):
     monkeypatch.setenv("DS_PLUGINS_DISABLE_AUTOLOAD", "1")
     off = Plugins()
     assert off.sections() == []
-    assert all(r.state is PluginState.DISABLED for r in off.reports() if r.found.module != "ds_core.builtin")
+    assert all(
+        r.state is PluginState.DISABLED
+        for r in off.reports()
+        if r.found.module != "ds_core.builtin"
+    )
 
 
 def test_a_failing_observer_is_switched_off_after_one_warning(module, caplog):
@@ -204,7 +226,9 @@ def test_an_error_on_the_data_path_is_fatal_and_names_the_plugin(module):
 
     plugins = Plugins(found=[section("math", module("math_mod", ds_mesh_axes=ds_mesh_axes))])
     plugins.load_sections(["math"])
-    with pytest.raises(PluginError, match=r"'math' \(ds-x 1.0.*ds_mesh_axes: ZeroDivisionError: oops"):
+    with pytest.raises(
+        PluginError, match=r"'math' \(ds-x 1.0.*ds_mesh_axes: ZeroDivisionError: oops"
+    ):
         plugins.ask("ds_mesh_axes", config=None)
 
 
@@ -247,18 +271,30 @@ def ds_step_end(ctx): pass
 def test_one_module_owns_several_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "owns_several.py").write_text(SEVERAL)
-    rows = [Found(name, SECTIONS, "owns_several", "several", "1.0") for name in ("one", "two", "three")]
+    rows = [
+        Found(name, SECTIONS, "owns_several", "several", "1.0") for name in ("one", "two", "three")
+    ]
     plugins = Plugins(found=rows)
     models = plugins.models(["one", "two"])
-    assert {name: model.__name__ for name, (model, _) in models.items()} == {"one": "One", "two": "Two"}
-    assert len(plugins.implementing("ds_step_end")) == 1  # asked once, whichever sections the config names
-    with pytest.raises(PluginError, match="claims section 'three' but has no ds_config hook to describe it"):
+    assert {name: model.__name__ for name, (model, _) in models.items()} == {
+        "one": "One",
+        "two": "Two",
+    }
+    # asked once, whichever sections the config names
+    assert len(plugins.implementing("ds_step_end")) == 1
+    with pytest.raises(
+        PluginError, match="claims section 'three' but has no ds_config hook to describe it"
+    ):
         plugins.models(["three"])
 
 
 def test_two_distributions_that_claim_a_section_are_both_named_also_with_one_module() -> None:
-    found = [Found("two", SECTIONS, "two_claims", dist, "1.0") for dist in ("dist-one", "dist-other")]
-    with pytest.raises(PluginError, match=r"section 'two' is offered by dist-one 1.0 and dist-other 1.0"):
+    found = [
+        Found("two", SECTIONS, "two_claims", dist, "1.0") for dist in ("dist-one", "dist-other")
+    ]
+    with pytest.raises(
+        PluginError, match=r"section 'two' is offered by dist-one 1.0 and dist-other 1.0"
+    ):
         Plugins(found=found).section("two")
     chosen = Plugins(PluginSettings(prefer={"two": "dist-other"}), found=found).section("two")
     assert chosen is not None and chosen.dist == "dist-other"

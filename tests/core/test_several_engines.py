@@ -37,13 +37,15 @@ def data(seed: int) -> torch.Tensor:
     return torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-# -- one model, one engine -----------------------------------------------------------------------------------------
+# -- one model, one engine -------------------------------------------------------------------------
 
 
 def test_a_part_of_a_model_in_use_or_something_around_it_cannot_be_taken() -> None:
     net = model()
     engine = start(net)
-    with pytest.raises(UsageError, match=r"the model belongs|the parameter 'weight' of the model belongs"):
+    with pytest.raises(
+        UsageError, match=r"the model belongs|the parameter 'weight' of the model belongs"
+    ):
         start(net[0])  # type: ignore[index]
     with pytest.raises(UsageError, match=r"the parameter '0\.0\.weight' of the model belongs"):
         start(nn.Sequential(net, nn.Linear(1, 1).double()))
@@ -83,5 +85,6 @@ def test_a_forgotten_engine_is_no_hindrance_and_leaves_no_hooks(cycle: bool) -> 
     torch.optim.SGD(truth.parameters(), lr=0.5).step()
     for mine, theirs in zip(net.parameters(), truth.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-        assert len(mine._post_accumulate_grad_hooks or ()) == 0  # one rank, no accumulation: none is needed
+        # one rank, no accumulation: none is needed
+        assert len(mine._post_accumulate_grad_hooks or ()) == 0
     engine.destroy()

@@ -38,7 +38,12 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_ds: None) -> It
         for name, body in zip(names, bodies, strict=True):
             (tmp_path / f"{name}.py").write_text(f"SEEN = []\n{body}\n")
         torch.manual_seed(0)
-        given = {"train_micro_batch_size_per_gpu": 2, "optimizer": SGD, "plugins": {"load": names}, **config}
+        given = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": SGD,
+            "plugins": {"load": names},
+            **config,
+        }
         engine, *_ = ds_core.initialize(model=Loss(2, 1), config=given)
         engine.seen = [sys.modules[name].SEEN for name in names]
         return engine
@@ -63,7 +68,9 @@ OBSERVERS = {
     "ds_checkpoint_loaded": "path",
     "ds_close": "error",
 }
-WATCHER = "\n".join(f"def {n}({a}): SEEN.append(({n[3:]!r}, {a or None}))" for n, a in OBSERVERS.items())
+WATCHER = "\n".join(
+    f"def {n}({a}): SEEN.append(({n[3:]!r}, {a or None}))" for n, a in OBSERVERS.items()
+)
 
 
 def test_observers_see_what_happens_in_its_order(start: Start, tmp_path: Path) -> None:
@@ -74,17 +81,18 @@ def test_observers_see_what_happens_in_its_order(start: Start, tmp_path: Path) -
     engine.load_checkpoint(str(tmp_path / "saved"))
     engine.eval_batch(iter([torch.ones(2, 2)]))
     engine.destroy()
-    forward, step = (
-        [("phase_begin", "forward"), ("phase_end", "forward")],
-        [("phase_begin", "step"), ("phase_end", "step")],
-    )
-    inner, reduction = "backward_inner", "backward_allreduce"
+    forward = [("phase_begin", "forward"), ("phase_end", "forward")]
+    step = [("phase_begin", "step"), ("phase_end", "step")]
+    inner = "backward_inner"
+    reduction = "backward_allreduce"
     backward = [("phase_begin", "backward"), ("phase_begin", inner), ("phase_end", inner)]
     backward += [("phase_begin", reduction), ("phase_end", reduction), ("phase_end", "backward")]
     trained = [*forward, *backward, ("step_begin", 0), *step, ("step_end", 0)]
     assert seen[: len(trained)] == trained
     rest = ["checkpoint_saved", "checkpoint_loaded", *4 * ["phase"], "close"]
-    assert [name.removesuffix("_begin").removesuffix("_end") for name, _ in seen[len(trained) :]] == rest
+    assert [
+        name.removesuffix("_begin").removesuffix("_end") for name, _ in seen[len(trained) :]
+    ] == rest
     evaluated = [("phase_begin", "eval"), *forward, ("phase_end", "eval")]
     assert seen[-5:-1] == evaluated
     told = dict(seen)
@@ -160,7 +168,9 @@ def test_an_observer_is_called_in_the_steps_that_it_named(start: Start, tmp_path
         ({"ds_step_end": 1.5}, "mapping of names to"),
     ],
 )
-def test_a_wrong_period_is_an_error_when_the_engine_is_built(start: Start, answer: object, why: str) -> None:
+def test_a_wrong_period_is_an_error_when_the_engine_is_built(
+    start: Start, answer: object, why: str
+) -> None:
     with pytest.raises(PluginError, match=why):
         start(f"def ds_listens(ctx): return {answer!r}\ndef ds_step_end(step): pass")
 
@@ -190,20 +200,28 @@ def test_an_exception_that_nobody_catches_is_observed(tmp_path: Path) -> None:
     (tmp_path / "watch.py").write_text("def ds_close(error): print('seen:', repr(error))")
     (tmp_path / "train.py").write_text(
         "import torch, ds_core\n"
-        "config = {'train_micro_batch_size_per_gpu': 1, 'optimizer': {'type': 'SGD', 'params': {'lr': 1}},"
+        "config = {'train_micro_batch_size_per_gpu': 1, 'optimizer': {'type': 'SGD', 'params': "
+        "{'lr': 1}},"
         " 'plugins': {'load': ['watch']}}\n"
         "engine, *_ = ds_core.initialize(model=torch.nn.Linear(1, 1), config=config)\n"
         "raise ValueError('of the user')\n"
     )
-    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.stdout == "seen: ValueError('of the user')\n", done.stderr
     assert "raise ValueError('of the user')" in done.stderr  # the usual traceback
 
 
-CLAMP = "def ds_gradients(gradients):\n for s in gradients.shards: SEEN.append(s.name); s.tensor.clamp_(-1e-3, 1e-3)"
+CLAMP = (
+    "def ds_gradients(gradients):\n for s in gradients.shards: SEEN.append(s.name); "
+    "s.tensor.clamp_(-1e-3, 1e-3)"
+)
 
 
-def test_gradients_that_are_not_finite_are_skipped_before_plugins_could_hide_it(start: Start) -> None:
+def test_gradients_that_are_not_finite_are_skipped_before_plugins_could_hide_it(
+    start: Start,
+) -> None:
     engine = start(CLAMP)
     engine.backward(engine(torch.full((2, 2), torch.inf)))
     engine.step()
@@ -212,7 +230,8 @@ def test_gradients_that_are_not_finite_are_skipped_before_plugins_could_hide_it(
     before = engine.module.weight.detach().clone()
     one_step(engine)
     assert engine.seen == [["weight", "bias"]]
-    assert 0 < (engine.module.weight - before).abs().max() <= 1.01e-4  # 0.1 times what it was clamped to
+    # 0.1 times what it was clamped to
+    assert 0 < (engine.module.weight - before).abs().max() <= 1.01e-4
     assert engine.get_global_grad_norm() <= 1e-3 * 3**0.5 * 1.01  # of what the optimizer got
 
 
@@ -260,14 +279,18 @@ def test_engine_methods(start: Start) -> None:
 
 
 def test_engine_methods_that_are_taken(start: Start) -> None:
-    with pytest.raises(PluginError, match=r"'mine' is given by plugins .*hooked_\d+.* and .*hooked_\d+"):
+    with pytest.raises(
+        PluginError, match=r"'mine' is given by plugins .*hooked_\d+.* and .*hooked_\d+"
+    ):
         start(METHODS % "mine", METHODS % "mine")
     with pytest.raises(PluginError, match=r"hooked_\d+.*gives 'step', which the engine has itself"):
         start(METHODS % "step")
 
 
 def test_who_fails_to_ask_is_switched_off(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    asks = "from ds_core.entries import Request\ndef ds_request(step): return Request(stop=step == 1)"
+    asks = (
+        "from ds_core.entries import Request\ndef ds_request(step): return Request(stop=step == 1)"
+    )
     engine = start("def ds_request(step): return 'stop'", asks)
     one_step(engine)
     assert not engine.should_stop
@@ -276,9 +299,13 @@ def test_who_fails_to_ask_is_switched_off(start: Start, caplog: pytest.LogCaptur
     assert engine.should_stop
 
 
-def test_a_plugin_ends_the_program_when_the_checkpoint_is_there(start: Start, tmp_path: Path) -> None:
+def test_a_plugin_ends_the_program_when_the_checkpoint_is_there(
+    start: Start, tmp_path: Path
+) -> None:
     asks = "from ds_core.entries import Request\ndef ds_request(step): return Request("
-    engine = start(asks + f"save={str(tmp_path)!r}, exit_code=75)", asks + "stop=True, exit_code=3)")
+    engine = start(
+        asks + f"save={str(tmp_path)!r}, exit_code=75)", asks + "stop=True, exit_code=3)"
+    )
     with pytest.raises(SystemExit) as ended:
         one_step(engine)
     assert ended.value.code == 75
@@ -310,7 +337,8 @@ class Kept:
 
 
 def test_metrics_of_plugins_reach_observers_and_monitors(start: Start) -> None:
-    engine, kept = start(LARGEST, READS), Kept()
+    engine = start(LARGEST, READS)
+    kept = Kept()
     engine.monitor.monitors.append(kept)
     one_step(engine)
     one_step(engine)
@@ -324,8 +352,15 @@ def test_metrics_of_plugins_reach_observers_and_monitors(start: Start) -> None:
     engine.monitor.flush()
     told = {event.name: event for event in kept.events if event.step == 4}
     expected = {"train_loss", "lr", "grad_norm", "skipped_steps"}
-    assert set(told) == {"Train/number", "Train/tensor", *(f"Train/Samples/{name}" for name in expected)}
-    assert told["Train/tensor"].value == 2.0 and told["Train/Samples/grad_norm"].value == metrics[1]["grad_norm"]
+    assert set(told) == {
+        "Train/number",
+        "Train/tensor",
+        *(f"Train/Samples/{name}" for name in expected),
+    }
+    assert (
+        told["Train/tensor"].value == 2.0
+        and told["Train/Samples/grad_norm"].value == metrics[1]["grad_norm"]
+    )
 
 
 def test_metrics_that_nobody_reads_are_not_computed(start: Start) -> None:
@@ -336,7 +371,10 @@ def test_metrics_that_nobody_reads_are_not_computed(start: Start) -> None:
 
 @pytest.mark.parametrize(
     ("body", "words"),
-    [("{'a/b': 'high'}", "objects with __float__"), ("{'a/b': __import__('torch').ones(2)}", "'a/b' must be a number")],
+    [
+        ("{'a/b': 'high'}", "objects with __float__"),
+        ("{'a/b': __import__('torch').ones(2)}", "'a/b' must be a number"),
+    ],
 )
 def test_metrics_that_are_no_numbers_switch_the_plugin_off(
     start: Start, caplog: pytest.LogCaptureFixture, body: str, words: str
@@ -349,14 +387,19 @@ def test_metrics_that_are_no_numbers_switch_the_plugin_off(
 
 
 def test_users_log_their_own(start: Start) -> None:
-    engine, kept = start(), Kept()
+    engine = start()
+    kept = Kept()
     engine.monitor.monitors.append(kept)
     one_step(engine)
     kept.events.clear()
     engine.log({"Eval/accuracy": torch.tensor([0.5]), "Eval/count": 3})
     engine.log({"Eval/accuracy": 0.75}, step=7)
     engine.monitor.flush()
-    assert kept.events == [("Eval/accuracy", 0.5, 2), ("Eval/count", 3.0, 2), ("Eval/accuracy", 0.75, 7)]
+    assert kept.events == [
+        ("Eval/accuracy", 0.5, 2),
+        ("Eval/count", 3.0, 2),
+        ("Eval/accuracy", 0.75, 7),
+    ]
     assert [type(event.value) for event in kept.events] == [float] * 3
     engine.monitor.monitors.clear()  # as on other ranks: what is wrong is told there too
     for wrong in ("high", "1", None, torch.ones(2), [1.0]):
@@ -382,7 +425,11 @@ def _agreed_reading(listening: int) -> list[int]:
 
     sys.modules["both_ranks"] = types.ModuleType("both_ranks")
     sys.modules["both_ranks"].ds_metrics = ds_metrics  # type: ignore[attr-defined]
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": SGD, "plugins": {"load": ["both_ranks"]}}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": SGD,
+        "plugins": {"load": ["both_ranks"]},
+    }
     engine, *_ = ds_core.initialize(model=Loss(2, 1), config=config)
     kept = Kept()
     if comm.rank() < listening:

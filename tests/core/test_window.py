@@ -1,4 +1,6 @@
-"""The accumulation window: what it counts, what drops it, and what an engine may be asked after it has ended."""
+"""The accumulation window: what it counts, what drops it, and what an engine may be asked after it
+has ended.
+"""
 
 from __future__ import annotations
 
@@ -65,14 +67,18 @@ def plain(windows: list[list[torch.Tensor]]) -> nn.Module:
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:
-    return all(torch.allclose(p, q, rtol=1e-6, atol=1e-7) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    return all(
+        torch.allclose(p, q, rtol=1e-6, atol=1e-7)
+        for p, q in zip(a.parameters(), b.parameters(), strict=True)
+    )
 
 
-# -- counting ------------------------------------------------------------------------------------------------------
+# -- counting --------------------------------------------------------------------------------------
 
 
 def test_accumulation_steps_that_change_between_windows_count_from_there() -> None:
-    engine, xs = start(2), data(5)
+    engine = start(2)
+    xs = data(5)
     assert run(engine, xs[:2]) == [0, 1]
     engine.set_train_batch_size(6)
     assert run(engine, xs[2:]) == [1, 1, 2]
@@ -82,7 +88,8 @@ def test_accumulation_steps_that_change_between_windows_count_from_there() -> No
 
 @pytest.mark.parametrize("after_step", [False, True])
 def test_a_change_in_the_middle_of_a_window_waits_for_the_next(after_step: bool) -> None:
-    engine, xs = start(2), data(5)
+    engine = start(2)
+    xs = data(5)
     engine.backward(engine(xs[0]).square().mean())
     if not after_step:
         engine.set_train_batch_size(4)
@@ -106,8 +113,13 @@ def test_a_forced_boundary_begins_a_window() -> None:
 
 
 def test_a_step_that_was_refused_can_be_made_again() -> None:
-    net, xs = model(), data(2)
-    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0}
+    net = model()
+    xs = data(2)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0,
+    }
     engine = ds_core.initialize(
         model=net,
         optimizer=torch.optim.SGD(net.parameters(), lr=LR),
@@ -125,7 +137,8 @@ def test_a_step_that_was_refused_can_be_made_again() -> None:
 
 @pytest.mark.parametrize("how", ["engine", "plain", "recomputed"])
 def test_without_managed_accumulation_samples_are_those_of_the_backwards(how: str) -> None:
-    engine, xs = start(managed_gradient_accumulation=False), data(5)
+    engine = start(managed_gradient_accumulation=False)
+    xs = data(5)
     for window in (xs[:3], xs[3:]):
         for x in window:
             if how == "engine":
@@ -133,22 +146,29 @@ def test_without_managed_accumulation_samples_are_those_of_the_backwards(how: st
             elif how == "plain":
                 engine(x).square().mean().backward()
             else:  # the first layer's backward runs inside that of the checkpoint
-                inner = torch.utils.checkpoint.checkpoint(engine.module[:2], x.requires_grad_(), use_reentrant=True)
+                inner = torch.utils.checkpoint.checkpoint(
+                    engine.module[:2], x.requires_grad_(), use_reentrant=True
+                )
                 engine.module[2](inner).square().mean().backward()
         engine.step()
     assert engine.global_samples == 5 * 2
 
 
-# -- both ways of backward give the same gradients -------------------------------------------------------------------
+# -- both ways of backward give the same gradients -------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_gradients_read_and_set_are_the_same_after_a_plain_backward(precision: str) -> None:
-    low = {"fp16": {"enabled": True, "loss_scale": 128.0, "auto_cast": True}} if precision == "fp16" else {}
+    low = (
+        {"fp16": {"enabled": True, "loss_scale": 128.0, "auto_cast": True}}
+        if precision == "fp16"
+        else {}
+    )
     found = []
     for how in ("engine", "plain"):
         engine = start(4, **low)
-        weight, bias = engine.module[0].weight, engine.module[0].bias
+        weight = engine.module[0].weight
+        bias = engine.module[0].bias
         for x in data(2):
             loss = engine(x).float().square().mean()
             engine.backward(loss) if how == "engine" else engine.scale(loss).backward()
@@ -168,11 +188,12 @@ def test_gradients_read_and_set_are_the_same_after_a_plain_backward(precision: s
     assert torch.equal(found[0][1], found[0][0] * 2)
 
 
-# -- dropping --------------------------------------------------------------------------------------------------------
+# -- dropping --------------------------------------------------------------------------------------
 
 
 def test_a_dropped_micro_batch_leaves_nothing_behind() -> None:
-    engine, xs = start(2, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}), data(3)
+    engine = start(2, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"})
+    xs = data(3)
     xs = [x.bfloat16() for x in xs]
     engine(xs[0]).square().mean().backward()
     engine.module.zero_grad()
@@ -193,13 +214,14 @@ def test_zero_grad_of_a_copy_is_its_own() -> None:
     for other in (twin, torch.load(file, weights_only=False)):
         other.zero_grad()
     assert engine.module[0].weight.grad is not None
-    net, optimizer = engine.module, engine.optimizer
+    net = engine.module
+    optimizer = engine.optimizer
     engine.destroy()
     assert "zero_grad" not in net.__dict__
     assert "zero_grad" not in optimizer.__dict__
 
 
-# -- after destroy -----------------------------------------------------------------------------------------------------
+# -- after destroy ---------------------------------------------------------------------------------
 
 
 def test_every_use_of_a_destroyed_engine_is_an_error(tmp_path: Any) -> None:
@@ -231,8 +253,11 @@ def test_every_use_of_a_destroyed_engine_is_an_error(tmp_path: Any) -> None:
     engine.module(data(1)[0]).sum().backward()
 
 
-def test_initialize_again_on_the_same_model_destroys_the_engine_before(caplog: pytest.LogCaptureFixture) -> None:
-    net, xs = model(), data(2)
+def test_initialize_again_on_the_same_model_destroys_the_engine_before(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    net = model()
+    xs = data(2)
     first = start(2, net=net)
     first.backward(first(xs[0]).square().mean())
     first.step()
@@ -246,7 +271,7 @@ def test_initialize_again_on_the_same_model_destroys_the_engine_before(caplog: p
     assert same(net, plain([xs]))
 
 
-# -- smaller promises ----------------------------------------------------------------------------------------------
+# -- smaller promises ------------------------------------------------------------------------------
 
 
 class Rotary(nn.Linear):
@@ -271,7 +296,9 @@ def test_buffers_keep_their_dtype_unless_the_config_says_otherwise(mode: str) ->
     assert engine.module.inv_freq.dtype == engine.module.weight.dtype
 
 
-def test_a_parameter_that_is_thawed_without_the_optimizer_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_parameter_that_is_thawed_without_the_optimizer_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     net = model()
     net[0].requires_grad_(False)
     engine = start(net=net)
@@ -283,7 +310,9 @@ def test_a_parameter_that_is_thawed_without_the_optimizer_is_told(caplog: pytest
     assert caplog.text.count("'0.weight', '0.bias' (2 in all) will not be trained") == 1
 
 
-def test_a_memory_breakdown_is_shown_from_the_first_step_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_memory_breakdown_is_shown_from_the_first_step_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.INFO, "ds_core"):
         run(start(memory_breakdown=True), data(3))
     assert caplog.text.count("memory after step") == 1
@@ -308,6 +337,8 @@ def test_gradients_that_are_not_averaged_are_refused() -> None:
 
 def test_the_engine_hides_no_attribute_of_the_model() -> None:
     net = model()
-    net.window, net.accumulation, net.open = 1, 2, 3  # type: ignore[assignment]
+    net.window = 1  # type: ignore[assignment]
+    net.accumulation = 2  # type: ignore[assignment]
+    net.open = 3  # type: ignore[assignment]
     engine = start(net=net)
     assert (engine.window, engine.accumulation, engine.open) == (1, 2, 3)

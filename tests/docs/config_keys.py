@@ -1,7 +1,8 @@
-"""The table of DeepSpeed's config keys: what becomes of each, from the models of the config and from the differences.
+"""The table of DeepSpeed's config keys: what becomes of each, from the models of the config and
+from the differences.
 
-States come from the models themselves, as a run sees them; for what is no key, and for what behaves differently, the
-rows of docs/differences.md are looked up.
+States come from the models themselves, as a run sees them; for what is no key, and for what behaves
+differently, the rows of docs/differences.md are looked up.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from ds_core.entries import resolve
 from ds_core.plugins import Plugins
 
 ROOT = Path(__file__).parents[2]
-REFERENCE: dict[str, list[str]] = json.loads((ROOT / "tests" / "config" / "reference_keys.json").read_text())
+REFERENCE: dict[str, list[str]] = json.loads(
+    (ROOT / "tests" / "config" / "reference_keys.json").read_text()
+)
 """The documented keys by section ("": the top level), at any depth."""
 
 
@@ -38,7 +41,9 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """One key. documented: what a row of differences is about; here: how it differs, or what to use instead."""
+    """One key. documented: what a row of differences is about; here: how it differs, or what to use
+    instead.
+    """
 
     name: str
     state: State
@@ -58,7 +63,8 @@ class Departure:
 
 def departures() -> list[Departure]:
     """The rows of docs/differences.md."""
-    found, refused = [], False
+    found = []
+    refused = False
     for line in (ROOT / "docs" / "differences.md").read_text().splitlines():
         if line.startswith("## "):
             refused = line == "## Not offered"
@@ -76,7 +82,11 @@ def keys_of(section: str) -> list[Key]:
     if section and offered_by("sections", section):
         model, _ = Plugins().models([section])[section]
         return list(iter_keys(model))
-    return [key for key in iter_keys(CoreConfig) if key.path.startswith(f"{section}." if section else "")]
+    return [
+        key
+        for key in iter_keys(CoreConfig)
+        if key.path.startswith(f"{section}." if section else "")
+    ]
 
 
 def parameters_of_optimizers() -> set[str]:
@@ -87,7 +97,9 @@ def parameters_of_optimizers() -> set[str]:
             return {key.spelling for key in iter_keys(resolve(entry.params))}
         return set(inspect.signature(resolve(entry.load)).parameters)
 
-    entries = [entry for answer in Plugins().offers("ds_optimizers") for entry in answer.value.values()]
+    entries = [
+        entry for answer in Plugins().offers("ds_optimizers") for entry in answer.value.values()
+    ]
     return set().union(*map(one, entries))
 
 
@@ -103,13 +115,17 @@ def rows_of(section: str, names: list[str], known_departures: list[Departure]) -
         if not section and name in known("sections") and offered_by("sections", name):
             yield Row(name, State.WORKS)
             continue
-        told = next((d for d in known_departures if name in d.words and _meant(d, section, name)), None)
+        told = next(
+            (d for d in known_departures if name in d.words and _meant(d, section, name)), None
+        )
         fields = [marks(key.field) for key in there if key.spelling == name]
         yield _row(name, fields, told)
 
 
 def _meant(departure: Departure, section: str, name: str) -> bool:
-    """Whether a row is about this key: common names (`enabled`, `type`) need their section beside them."""
+    """Whether a row is about this key: common names (`enabled`, `type`) need their section beside
+    them.
+    """
     common = sum(name in names for names in REFERENCE.values()) > 1
     return not common or (bool(section) and section in departure.words)
 
@@ -125,8 +141,12 @@ def _row(name: str, fields: list[Mapping[str, Any]], told: Departure | None) -> 
 
 def owner_of(section: str) -> str:
     """The distribution that serves `section`; empty for one that nobody does."""
-    if section in ("", "optimizer", "optimizer.params", "scheduler") or not offered_by("sections", section):
-        return "ds-core" if section in ("", "optimizer", "scheduler", *CoreConfig.model_fields) else ""
+    if section in ("", "optimizer", "optimizer.params", "scheduler") or not offered_by(
+        "sections", section
+    ):
+        return (
+            "ds-core" if section in ("", "optimizer", "scheduler", *CoreConfig.model_fields) else ""
+        )
     return Plugins().models([section])[section][1].split()[0]
 
 
@@ -151,7 +171,10 @@ def every_key() -> str:
         others = [row for row in rows if row.state is not State.WORKS]
         if others:
             lines += ["", "| key | state | documented | here |", "|---|---|---|---|"]
-            lines += [f"| `{r.name}` | {r.state.value} | {r.documented} | {_cell(r.here)} |" for r in others]
+            lines += [
+                f"| `{r.name}` | {r.state.value} | {r.documented} | {_cell(r.here)} |"
+                for r in others
+            ]
     return "\n".join([*lines, "", "<!-- /every key -->"])
 
 

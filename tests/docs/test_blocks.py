@@ -1,9 +1,10 @@
 """Every code block of every page is run or checked, in the order of the page.
 
-Python blocks run in an empty folder and share their names, after what `page_setups` gives; a block whose first line is
-``# path.py`` becomes that file. Lines of shell blocks that begin with `dscore` run in the same process. JSON and YAML
-blocks are checked as configs, TOML blocks are parsed. What can't be run here says so in its info string, with a reason:
-``python no-run: needs a GPU``, ``json no-check: a manifest``; blocks marked ``slow`` run in the slow tests.
+Python blocks run in an empty folder and share their names, after what `page_setups` gives; a block
+whose first line is ``# path.py`` becomes that file. Lines of shell blocks that begin with `dscore`
+run in the same process. JSON and YAML blocks are checked as configs, TOML blocks are parsed. What
+can't be run here says so in its info string, with a reason: ``python no-run: needs a GPU``, ``json
+no-check: a manifest``; blocks marked ``slow`` run in the slow tests.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ else:
 
 ELSEWHERE = {
     "README.md": "tests/docs/test_readme.py",
-    "docs/plugins.md": "tests/docs/test_generated.py",  # from the templates, which plugins/new/tests tests
+    # from the templates, which plugins/new/tests tests
+    "docs/plugins.md": "tests/docs/test_generated.py",
     "docs/tutorials/train-my-script.md": "tests/docs/test_tutorial.py",
     "docs/architecture.md": "tests/docs/test_recipes.py",
     "docs/tutorials/write-an-accelerator.md": "examples/third_party_accelerator/tests",
@@ -43,7 +45,8 @@ PAGES = [page for page in pages() if blocks(page)]
 RUN = [
     page
     for page in PAGES
-    if name_of(page) not in ELSEWHERE and any(b.language in ("python", "sh") and not b.left_out for b in blocks(page))
+    if name_of(page) not in ELSEWHERE
+    and any(b.language in ("python", "sh") and not b.left_out for b in blocks(page))
 ]
 
 
@@ -61,13 +64,19 @@ def test_every_block_says_what_it_is(page: Path) -> None:
             f"{where}: {block.language!r} is none of {', '.join(sorted(LANGUAGES))}"
         )
         if block.language in ("", "text"):
-            assert not block.text.startswith(COMMANDS), f"{where}: a block of commands has the language sh"
+            assert not block.text.startswith(COMMANDS), (
+                f"{where}: a block of commands has the language sh"
+            )
         if block.note:
-            assert re.fullmatch(r"slow|no-(run|check): .{8,}", block.note), f"{where}: {block.note!r}"
+            assert re.fullmatch(r"slow|no-(run|check): .{8,}", block.note), (
+                f"{where}: {block.note!r}"
+            )
 
 
 @pytest.mark.parametrize(
-    "page", [p for p in PAGES if any(b.language in ("json", "yaml", "toml") for b in blocks(p))], ids=name_of
+    "page",
+    [p for p in PAGES if any(b.language in ("json", "yaml", "toml") for b in blocks(p))],
+    ids=name_of,
 )
 def test_configs_are_right(page: Path) -> None:
     from ds_config_formats.parsers import parse_yaml
@@ -85,26 +94,38 @@ def test_configs_are_right(page: Path) -> None:
             compose(dict(config), fill_later=True)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if any(b.language == "sh" for b in blocks(p))], ids=name_of)
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if any(b.language == "sh" for b in blocks(p))], ids=name_of
+)
 def test_what_pip_installs_is_here(page: Path) -> None:
     ours = {
         re.search(r'^name = "(.+)"', file.read_text(), re.MULTILINE)[1]
         for part in ("plugins", "ops", "monitors")
         for file in ROOT.glob(f"{part}/*/pyproject.toml")
     }  # type: ignore[index]
-    for words in (words for block in blocks(page) if block.language == "sh" for words in commands(block)):
+    for words in (
+        words for block in blocks(page) if block.language == "sh" for words in commands(block)
+    ):
         if words[:2] == ["pip", "install"]:
-            for word in [w for w in words[2:] if not w.startswith("-") and words[words.index(w) - 1] != "--find-links"]:
+            for word in [
+                w
+                for w in words[2:]
+                if not w.startswith("-") and words[words.index(w) - 1] != "--find-links"
+            ]:
                 name = word.partition("[")[0]
                 known = (ROOT / name / "pyproject.toml").exists() or name in ours | {"ds-core"}
-                assert known, f"{name_of(page)}: {shlex.join(words)}: {word} is no distribution of ours"
+                assert known, (
+                    f"{name_of(page)}: {shlex.join(words)}: {word} is no distribution of ours"
+                )
 
 
 def run_blocks(name: str, folder: str, slow: bool) -> None:
-    """Run the blocks of the page `name` in `folder`, in this process. slow: those marked so, too."""
+    """Run the blocks of the page `name` in `folder`, in this process. slow: those marked so,
+    too."""
     import ds_core
 
-    before, modules = Path.cwd(), set(sys.modules)
+    before = Path.cwd()
+    modules = set(sys.modules)
     os.chdir(folder)
     sys.path.insert(0, folder)
     try:
@@ -147,7 +168,9 @@ def run_command(words: list[str], where: str) -> None:
     elif words[0] == "cp":
         subprocess.run(words, check=True)
     else:
-        assert words[0] == "pip", f"{where}: mark the block slow, or no-run with a reason: {shlex.join(words)}"
+        assert words[0] == "pip", (
+            f"{where}: mark the block slow, or no-run with a reason: {shlex.join(words)}"
+        )
 
 
 @pytest.mark.parametrize("page", [page for page in RUN if name_of(page) not in SLOW], ids=name_of)
@@ -157,7 +180,9 @@ def test_blocks_run(page: Path, tmp_path: Path, ranks: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", [p for p in RUN if name_of(p) in SLOW or any(b.note == "slow" for b in blocks(p))], ids=name_of
+    "page",
+    [p for p in RUN if name_of(p) in SLOW or any(b.note == "slow" for b in blocks(p))],
+    ids=name_of,
 )
 def test_slow_blocks_run(page: Path, tmp_path: Path, ranks: Any) -> None:
     ranks(WORLDS.get(name_of(page), 1), run_blocks, name_of(page), str(tmp_path), True)
@@ -166,7 +191,9 @@ def test_slow_blocks_run(page: Path, tmp_path: Path, ranks: Any) -> None:
 def test_pages_that_are_tested_elsewhere_are() -> None:
     for page, test in ELSEWHERE.items():
         files = sorted((ROOT / test).glob("*.py")) if (ROOT / test).is_dir() else [ROOT / test]
-        assert any(Path(page).name in file.read_text() for file in files), f"{test} does not read {page}"
+        assert any(Path(page).name in file.read_text() for file in files), (
+            f"{test} does not read {page}"
+        )
 
 
 def test_setups_belong_to_pages() -> None:

@@ -24,13 +24,19 @@ def test_every_error_class_has_an_entry() -> None:
     described = set(re.findall(r"^## (\w+)$", PAGE, re.MULTILINE))
     classes = set(error_classes(ROOT))
     assert len(classes) > 10
-    assert described == classes, f"docs/errors.md: missing {classes - described}, not a class {described - classes}"
+    assert described == classes, (
+        f"docs/errors.md: missing {classes - described}, not a class {described - classes}"
+    )
 
 
 def test_explained_messages_are_raised() -> None:
     known = {" ".join(text.split()) for rows in messages(ROOT).values() for text, _ in rows}
     assert len(known) > 400
-    shown = [row for row in re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE) if row not in NOT_AS_WRITTEN]
+    shown = [
+        row
+        for row in re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE)
+        if row not in NOT_AS_WRITTEN
+    ]
     gone = [row for row in shown if not any(row in text for text in known)]
     assert len(shown) > 30
     assert not gone, "docs/errors.md explains messages that no code raises: " + "\n".join(gone)

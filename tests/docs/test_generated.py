@@ -1,10 +1,11 @@
 """What the documentation shows of a command's output is what the command prints.
 
-A ``console`` block that begins with ``$ dscore ...`` holds a command and all that it prints. The table of layers in
-architecture.md has import-linter's layers and each module's first line, the one of names in migrate.md the table of
-ds-deepspeed-compat; those of keys in deepspeed-keys.md are of the config models. Between ``<!-- recipe KIND NAME -->``
-and its end stands what ``dscore new plugin`` writes: all modules, or those that are named after it.
-``python tests/docs/test_generated.py`` writes all of them anew.
+A ``console`` block that begins with ``$ dscore ...`` holds a command and all that it prints. The
+table of layers in architecture.md has import-linter's layers and each module's first line, the one
+of names in migrate.md the table of ds-deepspeed-compat; those of keys in deepspeed-keys.md are of
+the config models. Between ``<!-- recipe KIND NAME -->`` and its end stands what ``dscore new
+plugin`` writes: all modules, or those that are named after it. ``python
+tests/docs/test_generated.py`` writes all of them anew.
 """
 
 from __future__ import annotations
@@ -36,10 +37,14 @@ NAMES = re.compile(r"<!-- names -->\n.*?<!-- /names -->", re.DOTALL)
 EVERY = re.compile(r"<!-- every name -->\n.*?<!-- /every name -->", re.DOTALL)
 DEEPSPEED = ROOT / "plugins" / "deepspeed_compat" / "tests" / "deepspeed_0_19_8.json"
 KEYS = re.compile(r"<!-- every key -->\n.*?<!-- /every key -->", re.DOTALL)
-RECIPE = re.compile(r"<!-- recipe ([\w-]+) ([\w-]+)((?: \w+\.py)*) -->\n.*?<!-- /recipe -->", re.DOTALL)
+RECIPE = re.compile(
+    r"<!-- recipe ([\w-]+) ([\w-]+)((?: \w+\.py)*) -->\n.*?<!-- /recipe -->", re.DOTALL
+)
 BLOCK = re.compile(r"```console\n\$ (dscore [^\n]+)\n(.*?)```", re.DOTALL)
 PARTS = (BLOCK, LAYERS, NAMES, RECIPE, EVERY, KEYS)
-PAGES = sorted(page.name for page in DOCS.glob("*.md") if any(part.search(page.read_text()) for part in PARTS))
+PAGES = sorted(
+    page.name for page in DOCS.glob("*.md") if any(part.search(page.read_text()) for part in PARTS)
+)
 
 
 def printed(command: str) -> str:
@@ -55,18 +60,24 @@ def printed(command: str) -> str:
 def summary(module: str) -> str:
     """The first sentence of a module's docstring."""
     file = ROOT / "ds_core" / f"{module}.py"
-    tree = ast.parse((file if file.exists() else ROOT / "ds_core" / module / "__init__.py").read_text())
+    tree = ast.parse(
+        (file if file.exists() else ROOT / "ds_core" / module / "__init__.py").read_text()
+    )
     text = " ".join((ast.get_docstring(tree) or "").split("\n\n")[0].split())
     return re.split(r"(?<=[.;])\s", text)[0].rstrip(".;").replace("|", "\\|")
 
 
 def layers() -> str:
     """The table of the core's layers."""
-    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ][0]
     rows = ["| layer | modules |", "| --- | --- |"]
     for number, layer in enumerate(contract["layers"], 1):
         names = re.split(r"\s*[|:]\s*", layer)
-        rows.append(f"| {number} | " + "<br>".join(f"`{name}`: {summary(name)}" for name in names) + " |")
+        rows.append(
+            f"| {number} | " + "<br>".join(f"`{name}`: {summary(name)}" for name in names) + " |"
+        )
     return "\n".join(["<!-- layers -->", *rows, "<!-- /layers -->"])
 
 
@@ -77,11 +88,21 @@ def names() -> str:
 
     lines = ["<!-- names -->"]
     for area, modules in {**AREAS, "methods and attributes": MEMBERS}.items():
-        lines += ["", f"### {area}", "", "| module | names | state | what it is, or what to use |", "|---|---|---|---|"]
+        lines += [
+            "",
+            f"### {area}",
+            "",
+            "| module | names | state | what it is, or what to use |",
+            "|---|---|---|---|",
+        ]
         for paths, rows in modules.items():
             for words, value in rows.items():
                 row = value if isinstance(value, Name) else Name(State.WORKS, value)
-                what = "; ".join(filter(None, (row.target.rstrip(":") and f"`{row.target.rstrip(':')}`", row.text)))
+                what = "; ".join(
+                    filter(
+                        None, (row.target.rstrip(":") and f"`{row.target.rstrip(':')}`", row.text)
+                    )
+                )
                 cells = [", ".join(f"`{word}`" for word in text.split()) for text in (paths, words)]
                 lines.append(f"| {cells[0]} | {cells[1]} | {row.state.value} | {what} |")
     return "\n".join([*lines, "", "<!-- /names -->"])
@@ -93,11 +114,18 @@ def recipe(found: re.Match[str]) -> str:
     from ds_new.naming import forms_of
     from ds_new.rendering import modules, render
 
-    kind, names, wanted = found[1], forms_of(found[2]), found[3].split()
+    kind = found[1]
+    names = forms_of(found[2])
+    wanted = found[3].split()
     files = render(kind, names)
-    paths = [f"{names.package}/{m}" for m in modules(kind) if m != "test.py" and (not wanted or m in wanted)]
+    paths = [
+        f"{names.package}/{m}"
+        for m in modules(kind)
+        if m != "test.py" and (not wanted or m in wanted)
+    ]
     blocks = [f"```python\n# {path}\n{files[path]}```" for path in paths]
-    head, group = found[0].partition("\n")[0], "ds_core.plugins" if KINDS[kind].section else "ds_core.backends"
+    head = found[0].partition("\n")[0]
+    group = "ds_core.plugins" if KINDS[kind].section else "ds_core.backends"
     entry = f"Entry point, in group `{group}`: `{names.package} = {names.package}.plugin`"
     return "\n\n".join([head, entry, *blocks, "<!-- /recipe -->"])
 
@@ -115,14 +143,19 @@ def every_name() -> str:
     ]
     for path, words in json.loads(DEEPSPEED.read_text()).items():
         rows = names_of(path) if path in modules() else {}
-        states = {name: rows[name].state if name in rows else State.MISSING for name in words.split()}
+        states = {
+            name: rows[name].state if name in rows else State.MISSING for name in words.split()
+        }
         offered = [name for name, state in states.items() if state in (State.WORKS, State.DIFFERS)]
         constants = [name for name, state in states.items() if state is State.CONSTANT]
         absent = [name for name, state in states.items() if state is State.MISSING]
         why = {name: rows[name].text for name in absent if name in rows}
         rest = [reason(path)] if len(why) < len(absent) else []
         cells = [", ".join(f"`{name}`" for name in names) for names in (offered, constants, absent)]
-        lines.append(f"| `{path}` | {' | '.join(cells)} | {'; '.join(dict.fromkeys([*why.values(), *rest]))} |")
+        lines.append(
+            f"| `{path}` | {' | '.join(cells)} | "
+            f"{'; '.join(dict.fromkeys([*why.values(), *rest]))} |"
+        )
     return "\n".join([*lines, "", "<!-- /every name -->"])
 
 
@@ -149,7 +182,9 @@ def test_there_are_generated_pages() -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_shown_output_is_current(page: str) -> None:
     text = (DOCS / page).read_text()
-    assert text == generated(text), f"docs/{page} is out of date: run python tests/docs/test_generated.py"
+    assert text == generated(text), (
+        f"docs/{page} is out of date: run python tests/docs/test_generated.py"
+    )
 
 
 if __name__ == "__main__":

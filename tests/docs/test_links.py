@@ -1,4 +1,6 @@
-"""Every link of every page leads somewhere: to a file or heading of this repository, or to a host in `HOSTS`."""
+"""Every link of every page leads somewhere: to a file or heading of this repository, or to a host
+in `HOSTS`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ HOSTS = {
     "www.mpich.org",
     "www.open-mpi.org",
 }
-"""Where links may lead beside this repository. They are checked for their form alone: tests use no network."""
+"""Where links may lead beside this repository.
+
+They are checked for their form alone: tests use no network.
+"""
 
 
 @cache
@@ -57,14 +62,18 @@ def broken(page: Path, target: str) -> str:
         if parts.scheme != "https":
             return "not https"
         return (
-            "" if parts.hostname in HOSTS else f"a host that tests/docs/test_links.py does not list: {parts.hostname}"
+            ""
+            if parts.hostname in HOSTS
+            else f"a host that tests/docs/test_links.py does not list: {parts.hostname}"
         )
     if ours:
         if not ours["path"]:
             return ""
-        path, anchor = ROOT / ours["path"], ours["anchor"]
+        path = ROOT / ours["path"]
+        anchor = ours["anchor"]
     else:
-        path, anchor = (page.parent / parts.path).resolve() if parts.path else page, parts.fragment
+        path = (page.parent / parts.path).resolve() if parts.path else page
+        anchor = parts.fragment
         # Package indexes show READMEs, and the site pages of docs/, without their neighbours.
         shown_alone = (page.parent / "pyproject.toml").exists() or (
             page.is_relative_to(DOCS) and not path.is_relative_to(DOCS)
@@ -97,7 +106,9 @@ def test_links_are_found_and_broken_ones_are_told(tmp_path: Path) -> None:
     assert broken(page, "training.md") == ""
     assert broken(page, "no-such-page.md") == "no such file"
     assert "no heading #nowhere" in broken(page, "training.md#nowhere")
-    assert broken(page, "https://github.com/ds-core/ds_core/blob/main/no_such_file") == "no such file"
+    assert (
+        broken(page, "https://github.com/ds-core/ds_core/blob/main/no_such_file") == "no such file"
+    )
     assert "does not list" in broken(page, "https://example.com/")
     assert broken(page, "http://github.com/") == "not https"
     assert broken(page, "reference/hooks.md#ds_loader") == ""
@@ -107,6 +118,8 @@ def test_links_are_found_and_broken_ones_are_told(tmp_path: Path) -> None:
 def test_the_index_leads_to_every_page() -> None:
     named = {target.partition("#")[0] for _, target in links(DOCS / "index.md")}
     missing = (
-        {page.relative_to(DOCS).as_posix() for page in pages() if page.is_relative_to(DOCS)} - named - {"index.md"}
+        {page.relative_to(DOCS).as_posix() for page in pages() if page.is_relative_to(DOCS)}
+        - named
+        - {"index.md"}
     )
     assert not missing, f"docs/index.md has no link to {', '.join(sorted(missing))}"

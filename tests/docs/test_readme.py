@@ -17,7 +17,12 @@ def blocks():
 def run(code, folder):
     (folder / "script.py").write_text(code)
     return subprocess.run(
-        [sys.executable, "script.py"], check=False, cwd=folder, capture_output=True, text=True, timeout=300
+        [sys.executable, "script.py"],
+        check=False,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 
@@ -39,7 +44,8 @@ def test_the_plugin_is_short_and_works_without_installing_it(tmp_path):
     (tmp_path / "early_stop.py").write_text(plugin)
     wired = use.replace(
         '"train_batch_size": 64,',
-        '"train_batch_size": 64, "early_stop": {"loss": 1e9}, "plugins": {"load": ["early_stop=early_stop"]},',
+        '"train_batch_size": 64, "early_stop": {"loss": 1e9}, "plugins": {"load": '
+        '["early_stop=early_stop"]},',
     )
     done = run(wired, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,7 @@
 """The plugins in README.md and architecture.md can be installed and pass their kits.
 
-Those in plugins.md are what ``dscore new plugin`` writes; ``plugins/new/tests`` builds, installs and tests every kind.
+Those in plugins.md are what ``dscore new plugin`` writes; ``plugins/new/tests`` builds, installs
+and tests every kind.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from ds_testing.processes import clean_environment, run
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "docs" / "architecture.md", ROOT / "README.md")
-HEAD = re.compile(r"# (?P<file>[\w/]+\.py)(?:\s+group: (?P<group>[\w.]+)(?:\s+section: (?P<section>\w+))?)?$")
+HEAD = re.compile(
+    r"# (?P<file>[\w/]+\.py)(?:\s+group: (?P<group>[\w.]+)(?:\s+section: (?P<section>\w+))?)?$"
+)
 
 KITS = """
 import torch
@@ -54,7 +57,8 @@ def recipes() -> dict[str, dict[str, str]]:
             files = found.setdefault(package.replace("_", "-"), {})
             files[file] = code
             if head["group"]:
-                name, module = head["section"] or package, file.removesuffix(".py").replace("/", ".")
+                name = head["section"] or package
+                module = file.removesuffix(".py").replace("/", ".")
                 files["entry point"] = f"{head['group']} {name} {module}"
     return found
 

@@ -16,9 +16,22 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    assert find_spec("sphinx"), "`make test-all` and `make docs` install what the site needs (docs/requirements.txt)"
+    assert find_spec("sphinx"), (
+        "`make test-all` and `make docs` install what the site needs (docs/requirements.txt)"
+    )
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", "-j", "auto"]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-b",
+        "html",
+        "-W",
+        "--keep-going",
+        "-q",
+        "-j",
+        "auto",
+    ]
     done = subprocess.run(
         [*command, "-d", str(folder / "doctrees"), str(DOCS), str(folder / "html")],
         cwd=ROOT,
@@ -32,11 +45,21 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_has_every_page_and_the_references(site: Path) -> None:
     written = [page for page in pages() if page.is_relative_to(DOCS)]
-    missing = [name_of(page) for page in written if not (site / page.relative_to(DOCS)).with_suffix(".html").exists()]
+    missing = [
+        name_of(page)
+        for page in written
+        if not (site / page.relative_to(DOCS)).with_suffix(".html").exists()
+    ]
     assert not missing
-    assert 'id="confval-zero_optimization.stage"' in (site / "reference/config/zero_optimization.html").read_text()
+    assert (
+        'id="confval-zero_optimization.stage"'
+        in (site / "reference/config/zero_optimization.html").read_text()
+    )
     assert 'id="ds_core.hookspecs.ds_loader"' in (site / "reference/hooks.html").read_text()
-    assert 'id="ds_core.engine.Engine.backward"' in (site / "reference/api/ds_core.engine.html").read_text()
+    assert (
+        'id="ds_core.engine.Engine.backward"'
+        in (site / "reference/api/ds_core.engine.html").read_text()
+    )
     assert 'id="ds_zero.Init"' in (site / "reference/api/ds_zero.html").read_text()
     assert (site / "reference/packages/ds-zero.html").exists()
 

@@ -1,4 +1,5 @@
-"""docs/tutorials/train-my-script.md does what it shows: its files, its commands in order, and their output.
+"""docs/tutorials/train-my-script.md does what it shows: its files, its commands in order, and their
+output.
 
 ``python tests/docs/test_tutorial.py`` runs it and writes the output into the page.
 """
@@ -51,11 +52,16 @@ def masked(text: str) -> str:
 
 @pytest.mark.slow
 def test_the_tutorial_is_what_it_shows(tmp_path: Path) -> None:
-    assert masked(played(tmp_path)) == masked(PAGE.read_text("utf-8")), "run python tests/docs/test_tutorial.py"
+    assert masked(played(tmp_path)) == masked(PAGE.read_text("utf-8")), (
+        "run python tests/docs/test_tutorial.py"
+    )
 
 
 def test_it_shows_that_the_loss_falls() -> None:
-    plain, ours = (re.findall(r"epoch \d: loss ([\d.]+)", text) for text in CONSOLE.findall(PAGE.read_text())[0:3:2])
+    plain, ours = (
+        re.findall(r"epoch \d: loss ([\d.]+)", text)
+        for text in CONSOLE.findall(PAGE.read_text())[0:3:2]
+    )
     assert len(plain) == len(ours) == 3
     assert max(float(plain[-1]), float(ours[-1])) < 0.5
 

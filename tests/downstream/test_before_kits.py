@@ -1,4 +1,6 @@
-"""Plugins written when the kits were parts of the core: they train as they did, with warnings that say what moved."""
+"""Plugins written when the kits were parts of the core: they train as they did, with warnings that
+say what moved.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(site: str, folder: str, sections: dict[str, Any]) -> list[Any]:
-    """Two steps with most of the plugins at once; what became of the losses, and which warnings came."""
+    """Two steps with most of the plugins at once; what became of the losses, and which warnings
+    came.
+    """
     import warnings
 
     import torch
@@ -50,14 +54,26 @@ def train(site: str, folder: str, sections: dict[str, Any]) -> list[Any]:
         "optimizer": {"type": "MySign", "params": {"lr": 0.1}},
         "scheduler": {"type": "MyHalving", "params": {"every": 1}},
         "my_lines": {"file": f"{folder}/lines.jsonl"},
-        "plugins": {"load": ["my_optim.plugin", "my_lines=my_lines.plugin", "my_norm.plugin", "my_attic.plugin"]},
+        "plugins": {
+            "load": [
+                "my_optim.plugin",
+                "my_lines=my_lines.plugin",
+                "my_norm.plugin",
+                "my_attic.plugin",
+            ]
+        },
         **sections,
     }
-    config["plugins"]["load"] += [f"{name}={name}.plugin" for name in ("my_runner", "my_towers") if name in sections]
+    config["plugins"]["load"] += [
+        f"{name}={name}.plugin" for name in ("my_runner", "my_towers") if name in sections
+    ]
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         engine, *_ = ds_core.initialize(model=Towers(), config=config)
-        losses = [engine.train_batch(iter([torch.full((2, 3), 1.0 + i) for _ in range(8)])).item() for i in range(2)]
+        losses = [
+            engine.train_batch(iter([torch.full((2, 3), 1.0 + i) for _ in range(8)])).item()
+            for i in range(2)
+        ]
         engine.destroy()
     return [losses, sorted({str(w.message) for w in warned if w.category is DeprecationWarning})]
 
@@ -69,7 +85,8 @@ def Towers() -> Any:  # noqa: N802  # a class, made where torch may be loaded
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.base, self.tower = nn.Linear(3, 4), nn.Linear(4, 1)
+            self.base = nn.Linear(3, 4)
+            self.tower = nn.Linear(4, 1)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.tower(torch.tanh(self.base(x))).square().mean()
@@ -81,14 +98,18 @@ def test_they_train_together(site: Path, tmp_path: Path) -> None:
     sections = {"my_runner": {}, "my_towers": {"size": 2}}
     (losses, _), _ = run_ranks(2, train, str(site), str(tmp_path), sections)
     (truth, _), _ = run_ranks(2, train, str(site), str(tmp_path), {})
-    assert losses == pytest.approx(truth, rel=1e-6), "another runner, and towers that are alike, change nothing"
+    assert losses == pytest.approx(truth, rel=1e-6), (
+        "another runner, and towers that are alike, change nothing"
+    )
     assert "train_loss" in (tmp_path / "lines.jsonl").read_text()
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_store_with_the_old_names_serves(site: Path, tmp_path: Path, stage: int) -> None:
     zero = {"stage": stage, "offload_optimizer": {"device": "attic"}}
-    plain = run_ranks(2, train, str(site), str(tmp_path), {"zero_optimization": {"stage": stage}})[0]
+    plain = run_ranks(2, train, str(site), str(tmp_path), {"zero_optimization": {"stage": stage}})[
+        0
+    ]
     losses, warned = run_ranks(2, train, str(site), str(tmp_path), {"zero_optimization": zero})[0]
     assert losses == pytest.approx(plain[0], rel=1e-6)
     if stage == 1:  # a worker imports the store once
@@ -114,6 +135,9 @@ def test_upgrade_brings_them_forward(site: Path, tmp_path: Path) -> None:
     said = run([dscore, "plugins", "upgrade", str(forward)])
     assert "Partitioner.begin and finish take a BackwardPlan" in said
     text = (forward / "my_attic" / "store.py").read_text()
-    assert "from ds_state_stores import StateStore, is_evicted" in text and "filter(is_evicted, tensors)" in text
+    assert (
+        "from ds_state_stores import StateStore, is_evicted" in text
+        and "filter(is_evicted, tensors)" in text
+    )
     env = clean_environment(PYTHONPATH=str(forward))
     run([sys.executable, "-W", "error::DeprecationWarning", "-c", "import disk_store"], env=env)

@@ -1,8 +1,10 @@
-"""Plugins of strangers, frozen as they were written, go on working: with warnings, and with their own tests.
+"""Plugins of strangers, frozen as they were written, go on working: with warnings, and with their
+own tests.
 
-``contract_1``: what ``dscore new plugin`` wrote of every kind at 89abd79, the last commit of the first contract, with
-the tests that it wrote. ``before_kits``: the plugins of docs/plugins.md before f2f9d2e, when kits were parts of the
-core. No file in these folders is ever changed; a new contract adds a folder.
+``contract_1``: what ``dscore new plugin`` wrote of every kind at 89abd79, the last commit of the
+first contract, with the tests that it wrote. ``before_kits``: the plugins of docs/plugins.md before
+f2f9d2e, when kits were parts of the core. No file in these folders is ever changed; a new contract
+adds a folder.
 """
 
 from __future__ import annotations
@@ -24,12 +26,25 @@ def contract_1(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-CHANGED = ("partitioner", "engine_methods", "observer", "gradients", "compile_pass", "memory", "runner")
+CHANGED = (
+    "partitioner",
+    "engine_methods",
+    "observer",
+    "gradients",
+    "compile_pass",
+    "memory",
+    "runner",
+)
 """The kinds whose contract has changed since: their own tests run with every commit."""
 
 
 def test_declarations_of_contract_1_load_and_answer(contract_1: Path) -> None:
-    passed(contract_1, "-k", "TestPlugin and not heavy and not import", *map(str, sorted(contract_1.glob("test_*.py"))))
+    passed(
+        contract_1,
+        "-k",
+        "TestPlugin and not heavy and not import",
+        *map(str, sorted(contract_1.glob("test_*.py"))),
+    )
 
 
 @pytest.mark.parametrize("kind", CHANGED)

@@ -1,8 +1,9 @@
-"""Ranks and whole hosts of an elastic run are killed at random moments; it goes on from the last checkpoint.
+"""Ranks and whole hosts of an elastic run are killed at random moments; it goes on from the last
+checkpoint.
 
-Hosts are launchers on this machine, which meet at a store of the test's own: any of them may be killed, with all that
-it has started. Their clocks are hours apart. Nothing before the last checkpoint is done again, and the final weights
-are those of an undisturbed run.
+Hosts are launchers on this machine, which meet at a store of the test's own: any of them may be
+killed, with all that it has started. Their clocks are hours apart. Nothing before the last
+checkpoint is done again, and the final weights are those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ import torch
 from ds_testing.processes import clean_environment, free_port
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-EVERY, PER_KILL, HOSTS, RANKS, KILLS = 4, 16, 3, 1, 3
+EVERY = 4
+PER_KILL = 16
+HOSTS = 3
+RANKS = 1
+KILLS = 3
 
 SCRIPT = """
 import json, os, pathlib, sys, time
@@ -80,9 +85,15 @@ class Hosts:
     """Launchers of one elastic run, by number; each in a session of its own, as are its ranks."""
 
     def __init__(self, folder: Path, steps: int) -> None:
-        self.folder, self.steps, self.port = folder, steps, free_port()
+        self.folder = folder
+        self.steps = steps
+        self.port = free_port()
         self.store = TCPStore(
-            "127.0.0.1", self.port, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5)
+            "127.0.0.1",
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(minutes=5),
         )
         self.running: dict[int, subprocess.Popen[bytes]] = {}
         for number in range(HOSTS):
@@ -91,12 +102,29 @@ class Hosts:
         (folder / "train.py").write_text(SCRIPT)
 
     def start(self, number: int) -> None:
-        words = ["run", "--nnodes", f"1:{HOSTS}", "--nproc", str(RANKS), "--rdzv-endpoint", f"127.0.0.1:{self.port}"]
-        words += ["--max-restarts", "1000", "--grace", "2", str(self.folder / "train.py"), str(self.folder)]
+        words = [
+            "run",
+            "--nnodes",
+            f"1:{HOSTS}",
+            "--nproc",
+            str(RANKS),
+            "--rdzv-endpoint",
+            f"127.0.0.1:{self.port}",
+        ]
+        words += [
+            "--max-restarts",
+            "1000",
+            "--grace",
+            "2",
+            str(self.folder / "train.py"),
+            str(self.folder),
+        ]
         with (self.folder / f"host{number}.out").open("ab") as out:
             self.running[number] = subprocess.Popen(
                 [sys.executable, "-m", "ds_cli", *words, str(self.steps), str(EVERY), "0.05"],
-                env=clean_environment(GLOO_SOCKET_IFNAME="lo", PYTHONPATH=str(self.folder / f"clock{number}")),
+                env=clean_environment(
+                    GLOO_SOCKET_IFNAME="lo", PYTHONPATH=str(self.folder / f"clock{number}")
+                ),
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
@@ -127,7 +155,10 @@ class Hosts:
     def rows(self) -> list[list[dict[str, Any]]]:
         """What each rank 0 has done so far, start by start."""
         logs = sorted(self.folder.glob("log-*"))
-        found = [[json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")] for log in logs]
+        found = [
+            [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
+            for log in logs
+        ]
         return [rows for rows in found if rows and rows[0]["rank"] == 0]
 
     def done(self) -> int:
@@ -148,7 +179,10 @@ class Hosts:
             time.sleep(0.05)
 
     def output(self) -> str:
-        return "\n".join(f"-- {file.name}\n{file.read_text()[-3000:]}" for file in sorted(self.folder.glob("*.out")))
+        return "\n".join(
+            f"-- {file.name}\n{file.read_text()[-3000:]}"
+            for file in sorted(self.folder.glob("*.out"))
+        )
 
 
 def _words(pid: int) -> str:
@@ -185,7 +219,9 @@ def disturb(run: Hosts, chance: random.Random, kills: int) -> list[str]:
     for count in range(1, kills + 1):
         run.wait_for(count * PER_KILL - chance.randint(0, PER_KILL // 2))
         time.sleep(chance.uniform(0, 0.25))
-        number, before, missing = chance.randrange(HOSTS), run.saved(), None
+        number = chance.randrange(HOSTS)
+        before = run.saved()
+        missing = None
         pids = run.ranks(number)
         kind = chance.random()
         if kind < 0.2:
@@ -193,8 +229,12 @@ def disturb(run: Hosts, chance: random.Random, kills: int) -> list[str]:
             run.running[number].terminate()
             code = run.running.pop(number).wait(timeout=60)
             # One that has just been started has no ranks yet, and perhaps no handler.
-            assert code == 75 or (not pids and code in (-signal.SIGTERM, 128 + signal.SIGTERM)), run.output()
-            before, missing = run.done(), number  # nothing is done again
+            assert code == 75 or (not pids and code in (-signal.SIGTERM, 128 + signal.SIGTERM)), (
+                run.output()
+            )
+            # nothing is done again
+            before = run.done()
+            missing = number
         elif kind < 0.6 and pids:
             seen.append(f"a rank of host {number} at step {run.done()}")
             with contextlib.suppress(ProcessLookupError):
@@ -203,7 +243,9 @@ def disturb(run: Hosts, chance: random.Random, kills: int) -> list[str]:
             seen.append(f"host {number} at step {run.done()}")
             run.kill(number)
             missing = number
-        began, far = len(run.rows()), run.done() + EVERY  # a host that had not joined yet stops nobody
+        # a host that had not joined yet stops nobody
+        began = len(run.rows())
+        far = run.done() + EVERY
         if missing is not None and chance.random() < 0.5:
             run.start(missing)
             missing = None
@@ -213,7 +255,8 @@ def disturb(run: Hosts, chance: random.Random, kills: int) -> list[str]:
             assert time.monotonic() - at < 90, f"nothing goes on after {seen[-1]}\n" + run.output()
             time.sleep(0.05)
         seen[-1] += (
-            f", on after {time.monotonic() - at:.1f} s from step {run.rows()[-1][0]['step']}, saved was {before}"
+            f", on after {time.monotonic() - at:.1f} s from step {run.rows()[-1][0]['step']}, "
+            f"saved was {before}"
         )
         assert len(run.rows()) == began or run.rows()[-1][0]["step"] >= before, seen
         if missing is not None:
@@ -235,12 +278,14 @@ def test_kills_lose_no_step_before_the_last_checkpoint(seed: int, tmp_path: Path
     rows = [row for part in starts for row in part]
     print(*seen, sep="\n")
     expected = undisturbed(tmp_path / "alone", steps)
-    # A step after which the ranks were told to stop is done and saved, but train_batch ends the program.
-    # After the last step no start has a row.
+    # A step after which the ranks were told to stop is done and saved, but train_batch ends the
+    # program. After the last step no start has a row.
     told = {part[0]["step"] - 1 for part in starts} | {steps - 1}
     assert set(range(steps)) - {row["step"] for row in rows} <= told
     assert {row["world"] for row in rows} <= {RANKS * n for n in range(1, HOSTS + 1)}
     for row in rows:
         assert row["loss"] == pytest.approx(expected[row["step"]], rel=1e-3, abs=1e-6), row
-    for mine, theirs in zip(*(torch.load(tmp_path / name / "final") for name in ("elastic", "alone")), strict=True):
+    for mine, theirs in zip(
+        *(torch.load(tmp_path / name / "final") for name in ("elastic", "alone")), strict=True
+    ):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)

@@ -1,4 +1,6 @@
-"""A disk that fills up in the middle of a save: a clear error, nothing lost, and saving goes on once there is room."""
+"""A disk that fills up in the middle of a save: a clear error, nothing lost, and saving goes on
+once there is room.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ print(json.dumps({"told": told, "good": good, "names": names, "loaded": loaded, 
 
 
 def small_disk(folder: Path) -> list[str]:
-    """What runs a command with a file system of 8 MB at `folder`, which goes away with the command."""
+    """What runs a command with a file system of 8 MB at `folder`, which goes away with the
+    command."""
     inside = 'mount -t tmpfs -o size=8m tmpfs "$0" && exec "$@"'
     flags = ["-m"] if os.geteuid() == 0 else ["-U", "-r", "-m"]
     return ["unshare", *flags, "sh", "-c", inside, str(folder)]
@@ -60,7 +63,10 @@ def small_disk(folder: Path) -> list[str]:
 @pytest.mark.parametrize("how", [pytest.param("foreground", marks=pytest.mark.slow), "background"])
 def test_a_full_disk(tmp_path: Path, how: str) -> None:
     disk = small_disk(tmp_path)
-    if shutil.which("unshare") is None or subprocess.run([*disk, "true"], capture_output=True, check=False).returncode:
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*disk, "true"], capture_output=True, check=False).returncode
+    ):
         pytest.skip("this system lets nobody mount a small tmpfs")
     done = subprocess.run(
         [*disk, sys.executable, "-c", SCRIPT, str(tmp_path), how],

@@ -1,4 +1,6 @@
-"""All ranks are killed at random moments while they save; what loads afterwards is whole, right and not too old."""
+"""All ranks are killed at random moments while they save; what loads afterwards is whole, right and
+not too old.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from torch import nn
 import ds_core
 from ds_core import comm
 
-SHORT, FULL = 6, 60
+SHORT = 6
+FULL = 60
 
 
 def make(asynchronous: bool) -> Any:
@@ -42,14 +45,18 @@ def fill(engine: Any, value: int) -> None:
 
 
 def save_until_killed(folder: str, kind: str, delay: float, apart: float) -> None:
-    """Save one after the other; `delay` seconds after the first is done, die (the second rank a little later)."""
+    """Save one after the other; `delay` seconds after the first is done, die (the second rank a
+    little later).
+    """
     engine = make("background" in kind)
     same = "same" in kind
     value = int(float(Path(folder, "done").read_text())) if Path(folder, "done").exists() else 0
     for count in range(1000):
         value += 1
         fill(engine, value)
-        engine.save_checkpoint(folder, "same" if same else f"step{value}", client_state={"value": value})
+        engine.save_checkpoint(
+            folder, "same" if same else f"step{value}", client_state={"value": value}
+        )
         if "background" in kind:
             engine.wait_for_checkpoint()
         if comm.rank() == 0:
@@ -57,7 +64,9 @@ def save_until_killed(folder: str, kind: str, delay: float, apart: float) -> Non
             os.replace(Path(folder, "done.new"), Path(folder, "done"))
         if count == 0:
             later = delay + apart * comm.rank()
-            threading.Thread(target=lambda s=later: (time.sleep(s), os.kill(os.getpid(), signal.SIGKILL))).start()
+            threading.Thread(
+                target=lambda s=later: (time.sleep(s), os.kill(os.getpid(), signal.SIGKILL))
+            ).start()
 
 
 def load_and_check(folder: str) -> int:
@@ -66,15 +75,19 @@ def load_and_check(folder: str) -> int:
     value = int(client["value"])
     assert engine.global_steps == value
     for p in engine.module.parameters():
-        assert p.eq(value).all(), f"weights of {p.unique().tolist()[:3]} in the checkpoint of {value}"
+        assert p.eq(value).all(), (
+            f"weights of {p.unique().tolist()[:3]} in the checkpoint of {value}"
+        )
         assert engine.optimizer.state[p]["exp_avg"].eq(value + 0.5).all()
     return value
 
 
 def trials(ranks: Any, folder: Path, kind: str, count: int) -> None:
-    chance, interrupted = random.Random(f"{kind} {count}"), 0
+    chance = random.Random(f"{kind} {count}")
+    interrupted = 0
     for trial in range(count):
-        delay, apart = chance.uniform(0, 0.06), chance.choice([0.0, 0.0, 0.01, -0.01])
+        delay = chance.uniform(0, 0.06)
+        apart = chance.choice([0.0, 0.0, 0.01, -0.01])
         with pytest.raises(RemoteError):
             ranks(2, save_until_killed, str(folder), kind, max(delay, 0.011), apart)
         interrupted += any(p.name.startswith(".tmp-") for p in folder.iterdir())
@@ -83,7 +96,9 @@ def trials(ranks: Any, folder: Path, kind: str, count: int) -> None:
             assert done <= value <= done + 1, f"trial {trial}: {value} loads, {done} had been saved"
         left = [p.name for p in folder.iterdir() if p.name.startswith(".old-")]
         assert len(left) <= 1
-    assert interrupted >= count // 5, "too few were killed in the middle of a save for this to prove anything"
+    assert interrupted >= count // 5, (
+        "too few were killed in the middle of a save for this to prove anything"
+    )
 
 
 KINDS = ["new tags", "same tag", "new tags in the background", "same tag in the background"]

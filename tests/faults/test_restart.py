@@ -1,4 +1,6 @@
-"""A rank is killed in mid-training; `dscore run --max-restarts` goes on from the last checkpoint as if nothing were."""
+"""A rank is killed in mid-training; `dscore run --max-restarts` goes on from the last checkpoint as
+if nothing were.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,16 @@ engine.destroy()
 def run(folder: Path, dies: list[int], restarts: int) -> tuple[int, dict[int, float], str]:
     folder.mkdir()
     (folder / "train.py").write_text(SCRIPT)
-    words = ["run", "--nproc", "2", "--max-restarts", str(restarts), "train.py", str(folder), json.dumps(dies)]
+    words = [
+        "run",
+        "--nproc",
+        "2",
+        "--max-restarts",
+        str(restarts),
+        "train.py",
+        str(folder),
+        json.dumps(dies),
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "ds_cli", *words],
         cwd=folder,

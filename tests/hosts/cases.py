@@ -1,8 +1,8 @@
 """Trains small models, one config after the other: ``cases.py RESULT FOLDER FIRST LAST [CASE...]``.
 
-Steps FIRST to LAST of each case, from its checkpoint in FOLDER where there is one, which is written again at the end.
-FOLDER as ``local:/...``: each host has its own. Rank 0 writes RESULT: {case: its losses}. A batch belongs to its step,
-whatever the number of ranks; all is in fp64.
+Steps FIRST to LAST of each case, from its checkpoint in FOLDER where there is one, which is written
+again at the end. FOLDER as ``local:/...``: each host has its own. Rank 0 writes RESULT: {case: its
+losses}. A batch belongs to its step, whatever the number of ranks; all is in fp64.
 """
 
 from __future__ import annotations
@@ -20,13 +20,17 @@ from torch import Tensor, distributed, nn
 
 import ds_core
 
-BATCH, WIDTH, EXPERTS = 24, 8, 12
+BATCH = 24
+WIDTH = 8
+EXPERTS = 12
 
 
 class Net(nn.Module):
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
-        self.first, self.layers, self.last = nn.Linear(WIDTH, 13), nn.ModuleList(layers), nn.Linear(13, 3)
+        self.first = nn.Linear(WIDTH, 13)
+        self.layers = nn.ModuleList(layers)
+        self.last = nn.Linear(13, 3)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = torch.tanh(self.first(x))
@@ -47,8 +51,15 @@ def dense() -> nn.Module:
 
 def experts() -> nn.Module:
     """Experts on all ranks: the groups that exchange tokens cross hosts."""
-    options: dict[str, Any] = {"drop_tokens": False, "use_rts": False, "top2_2nd_expert_sampling": False, "k": 2}
-    return Net(MoE(13, nn.Linear(13, 13), EXPERTS, distributed.get_world_size(), **options)).double()
+    options: dict[str, Any] = {
+        "drop_tokens": False,
+        "use_rts": False,
+        "top2_2nd_expert_sampling": False,
+        "k": 2,
+    }
+    return Net(
+        MoE(13, nn.Linear(13, 13), EXPERTS, distributed.get_world_size(), **options)
+    ).double()
 
 
 def pipeline() -> nn.Module:
@@ -59,7 +70,9 @@ def pipeline() -> nn.Module:
         LayerSpec(nn.Linear, 13, 3),
     ]
     loss = nn.functional.mse_loss
-    return PipelineModule(layers, num_stages=2, loss_fn=loss, partition_method="uniform", seed_layers=True).double()
+    return PipelineModule(
+        layers, num_stages=2, loss_fn=loss, partition_method="uniform", seed_layers=True
+    ).double()
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
@@ -71,7 +84,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 
 def batches(engine: Any, step: int) -> Iterator[Any]:
     """This rank's part of the batch of one step."""
-    x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    x = torch.randn(
+        BATCH, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+    )
     y = torch.stack([x.sum(1), x.prod(1), x.amax(1)], 1)
     mesh = engine.ctx.mesh
     rows = [tensor.chunk(mesh.size("dp"))[mesh.index("dp")] for tensor in (x, y)]
@@ -84,7 +99,11 @@ def train(case: str, folder: Path, first: int, last: int, local: bool) -> list[f
     build, more = CASES[case]
     torch.manual_seed(7)
     params = {"lr": 0.01, "weight_decay": 0.1}
-    config = {"train_batch_size": BATCH, "gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": params}}
+    config = {
+        "train_batch_size": BATCH,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": params},
+    }
     config["checkpoint"] = {"use_node_local_storage": local}
     engine, *_ = ds_core.initialize(model=build(), config=config | more)
     if first:
@@ -98,7 +117,8 @@ def train(case: str, folder: Path, first: int, last: int, local: bool) -> list[f
 
 def main(result: str, folder: str, first: str, last: str, *cases: str) -> None:
     ds_core.init_distributed()
-    path, local = Path(folder.removeprefix("local:")), folder.startswith("local:")
+    path = Path(folder.removeprefix("local:"))
+    local = folder.startswith("local:")
     losses = {case: train(case, path, int(first), int(last), local) for case in cases or CASES}
     if distributed.get_rank() == 0:
         Path(result).write_text(json.dumps(losses))

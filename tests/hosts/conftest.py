@@ -1,4 +1,6 @@
-"""Three hosts with OpenSSH for all tests of this folder, and what every launcher has to equal: ranks on one host."""
+"""Three hosts with OpenSSH for all tests of this folder, and what every launcher has to equal:
+ranks on one host.
+"""
 
 from __future__ import annotations
 
@@ -28,5 +30,7 @@ def one_host(site: Site) -> Path:
     folder.mkdir()
     run = [sys.executable, "-m", "ds_cli", "run", "--nproc", "4"]
     site.lab.head.run([*run, QUICKSTART, "--stop-after", "4"], cwd=folder, timeout=LIMIT)
-    site.lab.head.run([*run, CASES, str(folder / "cases.json"), str(folder), "0", "8"], cwd=folder, timeout=LIMIT)
+    site.lab.head.run(
+        [*run, CASES, str(folder / "cases.json"), str(folder), "0", "8"], cwd=folder, timeout=LIMIT
+    )
     return folder

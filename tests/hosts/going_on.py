@@ -1,6 +1,7 @@
 """Trains a small model and goes on from its checkpoints: ``going_on.py FOLDER EVERY PAUSE``.
 
-Ends after the number of steps that FOLDER/steps says, once it is there. Rank 0 of each start writes a line a step.
+Ends after the number of steps that FOLDER/steps says, once it is there. Rank 0 of each start writes
+a line a step.
 """
 
 from __future__ import annotations
@@ -37,7 +38,12 @@ def main(folder: Path, every: int, pause: float) -> None:
     numbers = torch.arange(300.0, dtype=torch.float64)
     data = torch.utils.data.TensorDataset(numbers.reshape(50, 6).sin(), numbers[:50, None].cos())
     config = {
-        "elasticity": {"enabled": True, "max_train_batch_size": 12, "micro_batch_sizes": [1, 2, 3], "max_gpus": 6},
+        "elasticity": {
+            "enabled": True,
+            "max_train_batch_size": 12,
+            "micro_batch_sizes": [1, 2, 3],
+            "max_gpus": 6,
+        },
         "autosave": {"folder": str(folder / "checkpoints"), "every": every},
         "zero_optimization": {"stage": 2},
         "checkpoint": {"keep_last": 3},
@@ -46,10 +52,15 @@ def main(folder: Path, every: int, pause: float) -> None:
     engine, *_ = ds_core.initialize(model=Net().double(), config=config, training_data=data)
     engine.resume()
     start = {"world": engine.world_size, "host": socket.gethostname()}
-    name = f"start-{time.time():.3f}-{os.getpid()}" if engine.global_rank == 0 else f"rank-{engine.global_rank}"
+    name = (
+        f"start-{time.time():.3f}-{os.getpid()}"
+        if engine.global_rank == 0
+        else f"rank-{engine.global_rank}"
+    )
     with (folder / name).open("w", buffering=1) as log:
         while engine.global_steps < wanted(folder):
-            step, loss = engine.global_steps, float(engine.train_batch())
+            step = engine.global_steps
+            loss = float(engine.train_batch())
             log.write(json.dumps({"step": step, "loss": loss} | start) + "\n")
             time.sleep(pause)
     engine.destroy()

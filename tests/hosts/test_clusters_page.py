@@ -37,7 +37,9 @@ def noted(words: str) -> list[Block]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Lab, Path, dict[str, str]]]:
-    """Hosts with the names of the page, the folder in which commands are typed, and their environment."""
+    """Hosts with the names of the page, the folder in which commands are typed, and their
+    environment.
+    """
     if reason := unavailable():
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("page")
@@ -71,7 +73,9 @@ def on_each(command: str, place: tuple[Lab, Path, dict[str, str]]) -> None:
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "node-a", "MASTER_PORT": "29400"}
     started = [
         host.popen(
-            ["sh", "-ec", command], cwd=folder, env=env | shared | {"RANK": str(n), "JOB_COMPLETION_INDEX": str(n)}
+            ["sh", "-ec", command],
+            cwd=folder,
+            env=env | shared | {"RANK": str(n), "JOB_COMPLETION_INDEX": str(n)},
         )
         for n, host in enumerate(lab.hosts)
     ]
@@ -110,7 +114,9 @@ def test_kubernetes(place: tuple[Lab, Path, dict[str, str]]) -> None:
     manifest = noted("Kubernetes")[0].text
     found = re.search(r"command: \[(.*?)\]", manifest, re.DOTALL)
     assert found is not None
-    command = " ".join(found[1].replace(",", " ").split()).replace("$(JOB_COMPLETION_INDEX)", "$JOB_COMPLETION_INDEX")
+    command = " ".join(found[1].replace(",", " ").split()).replace(
+        "$(JOB_COMPLETION_INDEX)", "$JOB_COMPLETION_INDEX"
+    )
     for host in place[0].hosts:
         with (host.root / "run/lab/hosts").open("a") as table:
             table.write(f"{place[0].hosts[0].address} train-0.train\n")

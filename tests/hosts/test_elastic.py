@@ -1,4 +1,5 @@
-"""An elastic run over the hosts of a hostfile: they die, come back, lose their power; it goes on."""
+"""An elastic run over the hosts of a hostfile: they die, come back, lose their power; it goes
+on."""
 
 from __future__ import annotations
 
@@ -24,18 +25,23 @@ class Run:
     """An elastic run on a, b and c, and what its ranks 0 have written, start by start."""
 
     def __init__(self, lab: Lab, folder: Path) -> None:
-        self.lab, self.folder = lab, folder
+        self.lab = lab
+        self.folder = folder
         (folder / "hosts.txt").write_text("a slots=1\nb slots=1\nc slots=1\n")
 
     def start(self) -> None:
         words = ["run", "--hostfile", "hosts.txt", "--elastic_training", "--min_elastic_nodes", "1"]
         words += [GOING_ON, str(self.folder), str(EVERY), "0.1"]
         with (self.folder / "output").open("a") as out:
-            self.process = self.lab.head.popen([sys.executable, "-m", "ds_cli", *words], cwd=self.folder, stdout=out)
+            self.process = self.lab.head.popen(
+                [sys.executable, "-m", "ds_cli", *words], cwd=self.folder, stdout=out
+            )
 
     def starts(self) -> list[list[dict[str, Any]]]:
         texts = [file.read_text() for file in sorted(self.folder.glob("start-*"))]
-        found = [[json.loads(line) for line in text.splitlines() if line.endswith("}")] for text in texts]
+        found = [
+            [json.loads(line) for line in text.splitlines() if line.endswith("}")] for text in texts
+        ]
         return [rows for rows in found if rows]
 
     def saved(self) -> int:
@@ -46,17 +52,25 @@ class Run:
     def wait(self, what: Callable[[], bool]) -> None:
         end = time.monotonic() + LIMIT
         while not what():
-            assert self.process.poll() is None and time.monotonic() < end, (self.folder / "output").read_text()
+            assert self.process.poll() is None and time.monotonic() < end, (
+                self.folder / "output"
+            ).read_text()
             time.sleep(0.05)
 
     def goes_on_after(self, act: Callable[[], object], world: int) -> None:
-        """`act`, and wait for steps of `world` ranks; none before the last checkpoint is done again."""
-        began, saved = len(self.starts()), self.saved()
+        """`act`, and wait for steps of `world` ranks; none before the last checkpoint is done
+        again.
+        """
+        began = len(self.starts())
+        saved = self.saved()
         at = time.monotonic()
         act()
         self.wait(lambda: len(self.starts()) > began and self.starts()[-1][-1]["world"] == world)
         first = self.starts()[began][0]["step"]
-        print(f"{getattr(act, '__name__', act)}: on after {time.monotonic() - at:.1f} s at step {first}, saved {saved}")
+        print(
+            f"{getattr(act, '__name__', act)}: on after {time.monotonic() - at:.1f} s at step "
+            f"{first}, saved {saved}"
+        )
         assert min(rows[0]["step"] for rows in self.starts()[began:]) >= saved
         self.wait(lambda: len(self.starts()[-1]) > EVERY + 2)
 
@@ -74,12 +88,16 @@ def undisturbed(folder: Path, steps: int) -> list[float]:
     """The losses of one process."""
     folder.mkdir()
     (folder / "steps").write_text(str(steps))
-    subprocess.run([sys.executable, GOING_ON, str(folder), "0", "0"], check=True, env=clean_environment())
+    subprocess.run(
+        [sys.executable, GOING_ON, str(folder), "0", "0"], check=True, env=clean_environment()
+    )
     (log,) = folder.glob("start-*")
     return [json.loads(line)["loss"] for line in log.read_text().splitlines()]
 
 
-def test_hosts_die_come_back_and_the_run_is_told_to_stop(lab: Callable[..., Lab], tmp_path: Path) -> None:
+def test_hosts_die_come_back_and_the_run_is_told_to_stop(
+    lab: Callable[..., Lab], tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     hosts = lab("a", "b", "c", ssh=True, shared=[tmp_path])
@@ -97,7 +115,8 @@ def test_hosts_die_come_back_and_the_run_is_told_to_stop(lab: Callable[..., Lab]
     done = run.starts()[-1][-1]["step"] + 1
     run.goes_on_after(run.start, 3)
     again = next(rows for rows in run.starts() if rows[0]["step"] >= done)
-    assert again[0]["step"] in (done, done + 1)  # the step after which they stopped is saved, but not written down
+    # the step after which they stopped is saved, but not written down
+    assert again[0]["step"] in (done, done + 1)
     steps = run.starts()[-1][-1]["step"] + 30
     (folder / "soon").write_text(str(steps))
     (folder / "soon").rename(folder / "steps")

@@ -1,4 +1,6 @@
-"""What goes wrong on one host ends the run within 30 s: one message with host and ranks, and no process left behind."""
+"""What goes wrong on one host ends the run within 30 s: one message with host and ranks, and no
+process left behind.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,11 @@ def train(site: Site, *words: str) -> subprocess.Popen[str]:
 
 
 def rank(host: Host, number: int) -> Process:
-    return next(p for p in host.processes() if p.environ.get("RANK") == str(number) and "sshd" not in p.words[0])
+    return next(
+        p
+        for p in host.processes()
+        if p.environ.get("RANK") == str(number) and "sshd" not in p.words[0]
+    )
 
 
 def end(site: Site, process: subprocess.Popen[str], starting: float = 0.0) -> tuple[int, str]:
@@ -58,7 +64,9 @@ def end(site: Site, process: subprocess.Popen[str], starting: float = 0.0) -> tu
     while remains := [(host.name, p.words) for host in site.lab.hosts for p in left(host)]:
         assert time.monotonic() < began + WITHIN, remains
         time.sleep(0.1)
-    return process.returncode, "".join(line for line in text.splitlines(True) if not line.startswith("step "))
+    return process.returncode, "".join(
+        line for line in text.splitlines(True) if not line.startswith("step ")
+    )
 
 
 def said_once(text: str, pattern: str) -> None:
@@ -124,7 +132,9 @@ def test_the_launcher(own: Site, number: int) -> None:
 
 def test_a_failing_rank_keeps_its_exit_code(own: Site) -> None:
     script = own.shared / "fails.py"
-    script.write_text("import os, sys, time\nos.environ['RANK'] == '2' and sys.exit(7)\ntime.sleep(1000)\n")
+    script.write_text(
+        "import os, sys, time\nos.environ['RANK'] == '2' and sys.exit(7)\ntime.sleep(1000)\n"
+    )
     code, text = end(own, own.start("ab", str(script)), START)
     assert code == 7
     said_once(text, r"rank 2 of 4 failed with exit code 7 .*on b\b")
@@ -139,7 +149,9 @@ def test_ssh_is_refused(own: Site) -> None:
 
 def test_the_key_of_a_host_is_unknown(own: Site) -> None:
     known = own.lab.head.root / "root/.ssh/known_hosts"
-    known.write_text("".join(line for line in known.read_text().splitlines(True) if not line.startswith("b ")))
+    known.write_text(
+        "".join(line for line in known.read_text().splitlines(True) if not line.startswith("b "))
+    )
     code, text = end(own, own.start("ab", ENDLESS), START)
     assert code == 1 and "Host key verification failed" in text
     said_once(text, r"^dscore: .*host b\b")
@@ -147,9 +159,13 @@ def test_the_key_of_a_host_is_unknown(own: Site) -> None:
 
 @pytest.mark.parametrize("dist", ["ds-zero", "torch"])
 def test_versions_differ(own: Site, dist: str) -> None:
-    meta = next(file for file in importlib.metadata.files(dist) or () if file.name == "METADATA").locate()
+    meta = next(
+        file for file in importlib.metadata.files(dist) or () if file.name == "METADATA"
+    ).locate()
     changed = own.shared / "METADATA"
-    changed.write_text(re.sub(r"(?m)^Version: .*", "Version: 9.9.9", Path(str(meta)).read_text(), count=1))
+    changed.write_text(
+        re.sub(r"(?m)^Version: .*", "Version: 9.9.9", Path(str(meta)).read_text(), count=1)
+    )
     own.lab.host("b").run(["mount", "--bind", str(changed), str(meta)])
     code, text = end(own, own.start("ab", ENDLESS), START)
     assert code > 0
@@ -182,7 +198,11 @@ def test_the_disk_of_one_host(own: Site, what: str) -> None:
     else:
         b.disk(own.shared / "checkpoints")
         words = [ENDLESS, "{}", str(own.shared / "checkpoints")]
-        pattern = r"^dscore: rank ([01] of 4 .* on a\b.* rank 2 on b: |[23] of 4 .* on b\b.* rank 2: ).*rank 0, is not"
+        pattern = (
+            r"^dscore: rank ([01] of 4 .* on a\b.* rank 2 on b: |[23] of 4 .* on b\b.* "
+            r"rank 2: "
+            r").*rank 0, is not"
+        )
     code, text = end(own, own.start("ab", *words), START)
     assert code > 0
     said_once(text, pattern)

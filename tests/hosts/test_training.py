@@ -1,4 +1,6 @@
-"""Runs on several hosts are runs on one host: losses by every launcher, of every split, and after a resume."""
+"""Runs on several hosts are runs on one host: losses by every launcher, of every split, and after a
+resume.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from sites import CASES, LIMIT, QUICKSTART, Site, quickstart_losses, read_cases
 
 pytestmark = pytest.mark.hosts
 # Sums over hosts are made host by host, so their last bits are not those of one host.
-FP32, FP64 = 1e-6, 1e-12
+FP32 = 1e-6
+FP64 = 1e-12
 CLOSE = 1e-9  # with other numbers of ranks
 
 
@@ -37,14 +40,19 @@ BY_SSH = {
 
 @pytest.fixture(scope="module", params=[*BY_SSH, "slurm", "ray"])
 def launch(request: pytest.FixtureRequest, site: Site) -> Run:
-    """Runs a script on two slots each of two hosts by one launcher: ``launch(script, argument, ..., cwd=folder)``."""
+    """Runs a script on two slots each of two hosts by one launcher: ``launch(script, argument, ...,
+    cwd=folder)``.
+    """
     name = request.param
-    head, words = site.lab.head, [sys.executable, "-m", "ds_cli", "run", "--launcher", name, "--nproc", "2"]
+    head = site.lab.head
+    words = [sys.executable, "-m", "ds_cli", "run", "--launcher", name, "--nproc", "2"]
     if name == "slurm":
         if reason := no_slurm():
             pytest.skip(reason)
         env = start_slurm(site.lab, site.shared).environment
-        return lambda *more, cwd: head.run(["salloc", "-Q", "-N", "2", *words, *more], cwd=cwd, env=env, timeout=LIMIT)
+        return lambda *more, cwd: head.run(
+            ["salloc", "-Q", "-N", "2", *words, *more], cwd=cwd, env=env, timeout=LIMIT
+        )
     if name == "ray":
         pytest.importorskip("ray", reason="ray is not installed; make test-hosts does so")
         start_ray(site.lab, site.shared)
@@ -73,7 +81,9 @@ def test_launcher(request: pytest.FixtureRequest, site: Site, one_host: Path, la
 
 
 def test_cases_on_two_hosts_then_one_then_three(site: Site, one_host: Path) -> None:
-    """ZeRO 0 to 3, experts on all ranks, stages on different hosts; each run goes on from the one before."""
+    """ZeRO 0 to 3, experts on all ranks, stages on different hosts; each run goes on from the one
+    before.
+    """
     folder = site.shared / "cases"
     folder.mkdir()
     parts = [
@@ -83,12 +93,17 @@ def test_cases_on_two_hosts_then_one_then_three(site: Site, one_host: Path) -> N
     expected = read_cases(one_host / "cases.json")
     same_cases(parts[0], expected)
     for case, losses in expected.items():
-        assert [loss for part in parts for loss in part[case]] == pytest.approx(losses, rel=CLOSE), case
+        assert [loss for part in parts for loss in part[case]] == pytest.approx(
+            losses, rel=CLOSE
+        ), case
 
 
 def test_each_host_has_a_folder_of_its_own(site: Site, one_host: Path) -> None:
-    """Hosts change places, one that has a part is missed, and one that has none, with rank 0, gets all."""
-    result, expected = site.shared / "local.json", read_cases(one_host / "cases.json")
+    """Hosts change places, one that has a part is missed, and one that has none, with rank 0, gets
+    all.
+    """
+    result = site.shared / "local.json"
+    expected = read_cases(one_host / "cases.json")
     found: dict[str, list[float]] = {"zero1": [], "zero3": [], "pipeline": []}
     for number, names in enumerate(("ab", "ba", "bc", "cab")):
         first = 2 * min(number, 2)
@@ -100,7 +115,10 @@ def test_each_host_has_a_folder_of_its_own(site: Site, one_host: Path) -> None:
         for case, losses in read_cases(result).items():
             found[case] += losses
         if names == "ab":
-            files = {host.name: {f.name for f in host.root.glob("tmp/cases/zero1/*/*")} for host in site.lab.hosts}
+            files = {
+                host.name: {f.name for f in host.root.glob("tmp/cases/zero1/*/*")}
+                for host in site.lab.hosts
+            }
             assert "manifest.json" in files["a"] & files["b"] and not files["c"], files
             assert not {name for name in files["a"] & files["b"] if "rank" in name}, files
     for case, losses in found.items():
@@ -108,4 +126,6 @@ def test_each_host_has_a_folder_of_its_own(site: Site, one_host: Path) -> None:
 
 
 def test_fixture_of_cases_is_not_constant(one_host: Path) -> None:
-    assert all(len(set(losses)) == 8 for losses in read_cases(one_host / "cases.json").values()), CASES
+    assert all(len(set(losses)) == 8 for losses in read_cases(one_host / "cases.json").values()), (
+        CASES
+    )

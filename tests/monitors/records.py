@@ -31,11 +31,15 @@ def read_tensorboard(folder: Path) -> list[Row]:
 
 
 def wandb_records(folder: Path, timeout: float = 60.0) -> list[Any]:
-    """Every record of the run files below `folder`, once wandb's own process has written the last one."""
+    """Every record of the run files below `folder`, once wandb's own process has written the last
+    one.
+    """
     end = time.monotonic() + timeout
     while True:
         found = _wandb_records(folder)
-        starts, ends = (sum(r.WhichOneof("record_type") == kind for r in found) for kind in ("header", "exit"))
+        starts, ends = (
+            sum(r.WhichOneof("record_type") == kind for r in found) for kind in ("header", "exit")
+        )
         if (ends and starts == ends) or time.monotonic() > end:
             return found
         time.sleep(0.1)
@@ -47,7 +51,9 @@ def _wandb_records(folder: Path) -> list[Any]:
 
     found = []
     for path in sorted(folder.rglob("*.wandb")):
-        data, at, part = path.read_bytes(), 7, b""
+        data = path.read_bytes()
+        at = 7
+        part = b""
         assert data.startswith(b":W&B")
         while at + 7 <= len(data):
             if (left := 32768 - at % 32768) < 7:
@@ -70,9 +76,16 @@ def read_wandb(folder: Path) -> list[Row]:
     found = []
     for record in wandb_records(folder):
         if record.WhichOneof("record_type") == "history":
-            row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+            row = {
+                i.key or "/".join(i.nested_key): json.loads(i.value_json)
+                for i in record.history.item
+            }
             step = row.pop("global_samples")
-            found += [(name, float(value), int(step)) for name, value in row.items() if not name.startswith("_")]
+            found += [
+                (name, float(value), int(step))
+                for name, value in row.items()
+                if not name.startswith("_")
+            ]
     return found
 
 
@@ -80,7 +93,9 @@ def comet_messages(folder: Path) -> list[Any]:
     found = []
     for path in sorted(folder.rglob("*.zip")):
         with zipfile.ZipFile(path) as archive:
-            found += [json.loads(line) for line in archive.read("messages.json").decode().splitlines()]
+            found += [
+                json.loads(line) for line in archive.read("messages.json").decode().splitlines()
+            ]
     return found
 
 
@@ -96,7 +111,9 @@ def read_mlflow(folder: Path) -> list[Row]:
     for base in sorted(folder.glob("*/*/metrics")):
         for path in sorted(p for p in base.rglob("*") if p.is_file()):
             lines = [line.split() for line in path.read_text().splitlines()]
-            found += [(str(path.relative_to(base)), float(value), int(step)) for _, value, step in lines]
+            found += [
+                (str(path.relative_to(base)), float(value), int(step)) for _, value, step in lines
+            ]
     return found
 
 

@@ -1,4 +1,5 @@
-"""Monitors of tracking services, with the real packages, offline: what they record, and what they never record.
+"""Monitors of tracking services, with the real packages, offline: what they record, and what they
+never record.
 
 `make test-monitors` installs the packages and runs this. No account and no network is used.
 """
@@ -44,7 +45,8 @@ OFFLINE = {
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder that is the current one, and where every service keeps its records.
 
-    wandb's own process remembers the folder it was started in, and child processes would find it by a variable.
+    wandb's own process remembers the folder it was started in, and child processes would find it by
+    a variable.
     """
     import wandb
 
@@ -61,7 +63,9 @@ def wandb_monitor() -> Monitor:
     from ds_monitor_wandb.config import WandbConfig
     from ds_monitor_wandb.monitor import WandbMonitor
 
-    return WandbMonitor(WandbConfig(enabled=True, project="p", group="g", team="t"), {"a": {"b": 1}})
+    return WandbMonitor(
+        WandbConfig(enabled=True, project="p", group="g", team="t"), {"a": {"b": 1}}
+    )
 
 
 def comet_monitor(**section: Any) -> Monitor:
@@ -83,10 +87,12 @@ def mlflow_monitor(folder: Path, **section: Any) -> Any:
     from ds_monitor_mlflow.config import MLflowConfig
     from ds_monitor_mlflow.monitor import MLflowMonitor
 
-    return MLflowMonitor(MLflowConfig(enabled=True, tracking_uri=str(folder), **section), {"a": {"b": 1}})
+    return MLflowMonitor(
+        MLflowConfig(enabled=True, tracking_uri=str(folder), **section), {"a": {"b": 1}}
+    )
 
 
-# -- values -----------------------------------------------------------------------------------------------------------
+# -- values ----------------------------------------------------------------------------------------
 
 SERVICES = [
     ("wandb", wandb_monitor, records.read_wandb),
@@ -97,12 +103,30 @@ SERVICES = [
 
 @pytest.mark.parametrize(("service", "make", "read"), SERVICES, ids=[row[0] for row in SERVICES])
 def test_names_values_and_steps_are_kept(
-    offline: Path, service: str, make: Callable[[], Monitor], read: Callable[[Path], list[records.Row]]
+    offline: Path,
+    service: str,
+    make: Callable[[], Monitor],
+    read: Callable[[Path], list[records.Row]],
 ) -> None:
-    """Odd names, falling steps, a name twice in one step, extreme values; a run that goes on after NaN."""
-    names = ("a/b/c", "a.b", "with space", "comma,quote\"'", "back\\slash", "../up", "größe", "%d {0}", "a:b|c*?<>")
+    """Odd names, falling steps, a name twice in one step, extreme values; a run that goes on after
+    NaN.
+    """
+    names = (
+        "a/b/c",
+        "a.b",
+        "with space",
+        "comma,quote\"'",
+        "back\\slash",
+        "../up",
+        "größe",
+        "%d {0}",
+        "a:b|c*?<>",
+    )
     events = [Event(name, i + 0.5, 8) for i, name in enumerate(names)]
-    events += [Event("loss", 1.0 / (i + 1), 16 - i) for i in range(10)] + [Event("loss", 7.0, 7), Event("loss", 8.0, 7)]
+    events += [Event("loss", 1.0 / (i + 1), 16 - i) for i in range(10)] + [
+        Event("loss", 7.0, 7),
+        Event("loss", 8.0, 7),
+    ]
     events += [
         Event("big", 1e30, 2**40),
         Event("big", -1e-30, 2**40 + 1),
@@ -146,7 +170,7 @@ class TestMLflow(MonitorConformance):
         return metric_name(name)
 
 
-# -- sections ---------------------------------------------------------------------------------------------------------
+# -- sections --------------------------------------------------------------------------------------
 
 
 def test_wandb_gets_its_section_and_the_config(offline: Path) -> None:
@@ -155,7 +179,9 @@ def test_wandb_gets_its_section_and_the_config(offline: Path) -> None:
     found = records.wandb_records(offline)
     (run,) = [r.run for r in found if r.WhichOneof("record_type") == "run"]
     assert (run.project, run.run_group, run.entity) == ("p", "g", "t")
-    assert {u.key: json.loads(u.value_json) for u in run.config.update if u.key == "a"} == {"a": {"b": 1}}
+    assert {u.key: json.loads(u.value_json) for u in run.config.update if u.key == "a"} == {
+        "a": {"b": 1}
+    }
     metrics = [r.metric for r in found if r.WhichOneof("record_type") == "metric"]
     assert any(m.glob_name == "*" and m.step_metric == "global_samples" for m in metrics)
 
@@ -165,14 +191,19 @@ def test_a_run_of_the_program_s_own_is_used_and_left_open(offline: Path) -> None
     import trackio
     import wandb
 
-    own, theirs = wandb.init(project="mine"), trackio.init(project="mine", name="own", embed=False)
+    own = wandb.init(project="mine")
+    theirs = trackio.init(project="mine", name="own", embed=False)
     os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
     try:
         mlflow.set_tracking_uri((offline / "mlruns").as_uri())
         active = mlflow.start_run()
     finally:
         del os.environ["MLFLOW_ALLOW_FILE_STORE"]
-    monitors = [wandb_monitor(), trackio_monitor(name="other"), mlflow_monitor(offline / "elsewhere")]
+    monitors = [
+        wandb_monitor(),
+        trackio_monitor(name="other"),
+        mlflow_monitor(offline / "elsewhere"),
+    ]
     for monitor in monitors:
         monitor.write_events([Event("x", 1.0, 1)])
         monitor.close()
@@ -183,7 +214,11 @@ def test_a_run_of_the_program_s_own_is_used_and_left_open(offline: Path) -> None
     mlflow.end_run()
     assert records.read_mlflow(offline / "mlruns") == [("x", 1.0, 1)]
     assert ("x", 1.0, 1) in records.read_trackio(offline)
-    history = [r.history for r in records.wandb_records(offline) if r.WhichOneof("record_type") == "history"]
+    history = [
+        r.history
+        for r in records.wandb_records(offline)
+        if r.WhichOneof("record_type") == "history"
+    ]
     assert ["x" in str(h) for h in history] == [True, False]
     assert active.info.run_id
 
@@ -191,7 +226,12 @@ def test_a_run_of_the_program_s_own_is_used_and_left_open(offline: Path) -> None
 def test_comet_s_section(offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = "A" * 32
     comet_monitor(
-        project="p", workspace="w", experiment_key=key, mode="create", experiment_name="mine", api_key=KEY
+        project="p",
+        workspace="w",
+        experiment_key=key,
+        mode="create",
+        experiment_name="mine",
+        api_key=KEY,
     ).close()
     (path,) = (offline / "comet").glob("*.zip")
     with zipfile.ZipFile(path) as archive:
@@ -205,7 +245,12 @@ def test_comet_s_section(offline: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_comet_s_environment(offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = {"PROJECT_NAME": "envp", "WORKSPACE": "envw", "EXPERIMENT_NAME": "envname", "EXPERIMENT_KEY": "B" * 40}
+    values = {
+        "PROJECT_NAME": "envp",
+        "WORKSPACE": "envw",
+        "EXPERIMENT_NAME": "envname",
+        "EXPERIMENT_KEY": "B" * 40,
+    }
     for name, value in values.items():
         monkeypatch.setenv(f"COMET_{name}", value)
     monkeypatch.setenv("COMET_API_KEY", KEY)
@@ -214,17 +259,28 @@ def test_comet_s_environment(offline: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with zipfile.ZipFile(path) as archive:
         told = json.loads(archive.read("experiment.json"))
         assert all(KEY.encode() not in archive.read(name) for name in archive.namelist())
-    assert (told["project_name"], told["workspace"], told["offline_id"]) == ("envp", "envw", "B" * 40)
+    assert (told["project_name"], told["workspace"], told["offline_id"]) == (
+        "envp",
+        "envw",
+        "B" * 40,
+    )
     assert any("envname" in str(m) for m in records.comet_messages(offline))
 
 
 def test_comet_logs_a_metric_every_so_many_samples(offline: Path) -> None:
     monitor = comet_monitor(samples_log_interval=100)
     for step in range(0, 400, 32):
-        monitor.write_events([Event("loss", float(step), step), *([Event("rare", 1.0, step)] if step == 64 else [])])
+        monitor.write_events(
+            [Event("loss", float(step), step), *([Event("rare", 1.0, step)] if step == 64 else [])]
+        )
     monitor.close()
     assert [r for r in records.read_comet(offline) if r[0] == "rare"] == [("rare", 1.0, 64)]
-    assert [step for name, _, step in records.read_comet(offline) if name == "loss"] == [0, 128, 256, 384]
+    assert [step for name, _, step in records.read_comet(offline) if name == "loss"] == [
+        0,
+        128,
+        256,
+        384,
+    ]
 
 
 def test_mlflow_goes_on_with_a_run(offline: Path) -> None:
@@ -237,7 +293,7 @@ def test_mlflow_goes_on_with_a_run(offline: Path) -> None:
     assert records.read_mlflow(offline / "m") == [("x", 1.0, 1), ("x", 2.0, 2)]
 
 
-# -- a whole run ------------------------------------------------------------------------------------------------------
+# -- a whole run -----------------------------------------------------------------------------------
 
 SCRIPT = """
 import sys, torch, ds_core
@@ -256,7 +312,9 @@ engine.destroy()
 
 
 def whole_run(folder: Path, *arguments: str, **extra: Any) -> subprocess.CompletedProcess[str]:
-    """Train with all six monitors in `folder`; the config has a key of Comet's, the environment one of wandb's."""
+    """Train with all six monitors in `folder`; the config has a key of Comet's, the environment one
+    of wandb's.
+    """
     files = {"enabled": True, "output_path": "records"}
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -275,14 +333,23 @@ def whole_run(folder: Path, *arguments: str, **extra: Any) -> subprocess.Complet
     }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "train.py").write_text(SCRIPT)
-    places = {"WANDB_DIR": "records", "COMET_OFFLINE_DIRECTORY": "records/comet", "TRACKIO_DIR": "records/trackio"}
+    places = {
+        "WANDB_DIR": "records",
+        "COMET_OFFLINE_DIRECTORY": "records/comet",
+        "TRACKIO_DIR": "records/trackio",
+    }
     surroundings = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
     env = {**surroundings, **OFFLINE, "WANDB_API_KEY": KEY * 2, **places}
     (folder / "records").mkdir()
     return subprocess.run(
         [sys.executable, "train.py", "config.json", *arguments],
-        cwd=folder, env=env, capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
 
 
 def test_all_monitors_record_the_same_values_of_one_run(tmp_path: Path) -> None:
@@ -298,13 +365,23 @@ def test_all_monitors_record_the_same_values_of_one_run(tmp_path: Path) -> None:
         "trackio": records.read_trackio(folder / "trackio"),
     }
     tables = {
-        service: {(file_stem(name), step): value for name, value, step in rows} for service, rows in sources.items()
+        service: {(file_stem(name), step): value for name, value, step in rows}
+        for service, rows in sources.items()
     }
     truth = tables.pop("csv")
     names = {name for name, _ in truth}
-    expected = {"train_loss", "lr", "grad_norm", "skipped_steps", "elapsed_time_ms_forward", "elapsed_time_ms_step"}
+    expected = {
+        "train_loss",
+        "lr",
+        "grad_norm",
+        "skipped_steps",
+        "elapsed_time_ms_forward",
+        "elapsed_time_ms_step",
+    }
     assert {f"Train_Samples_{name}" for name in expected} | {"Mine_step", "Mine_loss"} <= names
-    assert {step for name, step in truth if name == "Train_Samples_train_loss"} == {2 * i for i in range(1, 8)}
+    assert {step for name, step in truth if name == "Train_Samples_train_loss"} == {
+        2 * i for i in range(1, 8)
+    }
     for service, table in tables.items():
         assert table.keys() == truth.keys(), service
         tolerance = 1e-6 if service == "tensorboard" else 1e-12  # TensorBoard keeps float32
@@ -314,13 +391,21 @@ def test_all_monitors_record_the_same_values_of_one_run(tmp_path: Path) -> None:
 
 
 def test_no_key_is_in_any_output_or_record(tmp_path: Path) -> None:
-    """Of a run that crashes: what it says, what `dscore` says of its config, and every file that is left."""
+    """Of a run that crashes: what it says, what `dscore` says of its config, and every file that is
+    left.
+    """
     done = whole_run(tmp_path, "crash")
     assert "ValueError: the crash of the test" in done.stderr
     assert "'api_key': '***'" in done.stdout + done.stderr  # dump_state shows the config
     said = [done.stdout, done.stderr]
-    for words in (["config", "explain", "comet.api_key"], ["config", "check", "config.json"], ["doctor"]):
-        cli = subprocess.run([sys.executable, "-m", "ds_cli", *words], cwd=tmp_path, capture_output=True, text=True)
+    for words in (
+        ["config", "explain", "comet.api_key"],
+        ["config", "check", "config.json"],
+        ["doctor"],
+    ):
+        cli = subprocess.run(
+            [sys.executable, "-m", "ds_cli", *words], cwd=tmp_path, capture_output=True, text=True
+        )
         said += [cli.stdout, cli.stderr]
     assert not any(KEY in text for text in said)
     seen = 0
@@ -333,11 +418,19 @@ def test_no_key_is_in_any_output_or_record(tmp_path: Path) -> None:
             assert not any(KEY.encode() in data for data in contents), path
             seen += 1
     assert seen > 20
-    for reader, folder in ((records.read_wandb, "wandb"), (records.read_comet, "comet"), (records.read_csv, "csv")):
-        assert reader(tmp_path / "records" / folder), f"{folder} lost the values of a run that crashed"
+    for reader, folder in (
+        (records.read_wandb, "wandb"),
+        (records.read_comet, "comet"),
+        (records.read_csv, "csv"),
+    ):
+        assert reader(tmp_path / "records" / folder), (
+            f"{folder} lost the values of a run that crashed"
+        )
 
 
-def test_a_key_that_a_service_puts_into_its_error_is_hidden(offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_a_service_puts_into_its_error_is_hidden(
+    offline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import comet_ml
 
     def fail(**arguments: Any) -> None:

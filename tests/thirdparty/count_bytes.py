@@ -1,4 +1,5 @@
-"""A plugin of somebody else's, whole: bytes that ranks exchange, by operation, as metrics of every step.
+"""A plugin of somebody else's, whole: bytes that ranks exchange, by operation, as metrics of every
+step.
 
 ``{"plugins": {"load": ["count_bytes=count_bytes"]}, "count_bytes": {"ops": ["all_reduce"]}}``
 """
@@ -20,7 +21,8 @@ class CountBytes(Section):
 
 class ByteCounter(comm.Interceptor):
     def __init__(self, section: CountBytes) -> None:
-        self.ops, self.bytes = frozenset(section.ops), Counter[str]()
+        self.ops = frozenset(section.ops)
+        self.bytes = Counter[str]()
 
     def around(self, collective: comm.Collective, call: Callable[[], Any]) -> Any:
         if collective.message is not None and (not self.ops or collective.op in self.ops):

@@ -1,4 +1,6 @@
-"""A config format of somebody else: files that end in ``.dotted`` have lines of the form ``fp16.enabled = true``."""
+"""A config format of somebody else: files that end in ``.dotted`` have lines of the form
+``fp16.enabled = true``.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,15 @@ from ds_core.config import Unreadable, to_pairs
 
 
 class Items(list[tuple[str, Any]]):
-    """The keys of one object, in order; a key that is repeated stands here twice, so that the core can report it."""
+    """The keys of one object, in order; a key that is repeated stands here twice, so that the core
+    can report it.
+    """
 
     def inside(self, key: str) -> Items:
         """The object under `key`, which is made where there is none."""
-        found = next((value for name, value in self if name == key and isinstance(value, Items)), None)
+        found = next(
+            (value for name, value in self if name == key and isinstance(value, Items)), None
+        )
         if found is None:
             found = Items()
             self.append((key, found))
@@ -22,7 +28,9 @@ class Items(list[tuple[str, Any]]):
 
     def data(self) -> dict[str, Any]:
         """As plain data."""
-        return to_pairs([(key, value.data() if isinstance(value, Items) else value) for key, value in self])
+        return to_pairs(
+            [(key, value.data() if isinstance(value, Items) else value) for key, value in self]
+        )
 
 
 def ds_config_formats() -> Mapping[str, str]:
@@ -46,5 +54,7 @@ def parse(text: str) -> dict[str, Any]:
         try:
             place.append((key, json.loads(value, object_pairs_hook=to_pairs)))
         except json.JSONDecodeError as error:
-            raise Unreadable(f"not JSON: {error.msg}", path.strip(), number, len(path) + 2 + error.pos) from None
+            raise Unreadable(
+                f"not JSON: {error.msg}", path.strip(), number, len(path) + 2 + error.pos
+            ) from None
     return root.data()

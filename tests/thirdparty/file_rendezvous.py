@@ -1,4 +1,6 @@
-"""A batch system of somebody else's, whose ranks meet at a file on a shared disk: no port is opened."""
+"""A batch system of somebody else's, whose ranks meet at a file on a shared disk: no port is
+opened.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ if TYPE_CHECKING:
 
 def ds_rendezvous() -> RendezvousEntry:
     """Asked where ``ACME_RANK`` is set; a higher priority than that of ds-rendezvous."""
-    return RendezvousEntry("file_rendezvous:find", "file_rendezvous:open_store", ("ACME_RANK",), priority=10)
+    return RendezvousEntry(
+        "file_rendezvous:find", "file_rendezvous:open_store", ("ACME_RANK",), priority=10
+    )
 
 
 def find(env: Mapping[str, str]) -> Job | None:
@@ -24,7 +28,11 @@ def find(env: Mapping[str, str]) -> Job | None:
 
     if "ACME_RANK" not in env:
         return None
-    known = {"RANK": env["ACME_RANK"], "WORLD_SIZE": env["ACME_RANKS"], "LOCAL_RANK": env["ACME_RANK"]}
+    known = {
+        "RANK": env["ACME_RANK"],
+        "WORLD_SIZE": env["ACME_RANKS"],
+        "LOCAL_RANK": env["ACME_RANK"],
+    }
     return Job("Acme's variables", {**known, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
 
 

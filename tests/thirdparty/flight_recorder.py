@@ -1,4 +1,6 @@
-"""An observer of somebody else: it remembers the last events of a run, and prints them when an exception ends it."""
+"""An observer of somebody else: it remembers the last events of a run, and prints them when an
+exception ends it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class Recorder(Section):
     """The section ``flight_recorder``."""
 
     events: int = Field(20, ge=1, description="How many events to remember.")
-    every: int = Field(1, ge=1, description="Steps from one whose phases are remembered to the next.")
+    every: int = Field(
+        1, ge=1, description="Steps from one whose phases are remembered to the next."
+    )
 
 
 def ds_config() -> type[Recorder]:
@@ -56,7 +60,10 @@ def ds_checkpoint_saved(ctx: Context, tag: str) -> None:
 
 def ds_close(ctx: Context, error: BaseException | None) -> None:
     if error is not None:
-        print(f"rank {ctx.rank}: {', '.join(ctx.stash[EVENTS])}, {type(error).__name__}", file=sys.stderr)
+        print(
+            f"rank {ctx.rank}: {', '.join(ctx.stash[EVENTS])}, {type(error).__name__}",
+            file=sys.stderr,
+        )
 
 
 def last_events(engine: Any) -> list[str]:

@@ -1,4 +1,6 @@
-"""A plugin of somebody else: Gaussian noise on gradients, equal at every world size and however they are sharded."""
+"""A plugin of somebody else: Gaussian noise on gradients, equal at every world size and however
+they are sharded.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
 class NoiseConfig(Section):
     """The section ``gradient_noise``."""
 
-    std: float = Field(gt=0, description="Standard deviation of the noise on each element of a gradient.")
+    std: float = Field(
+        gt=0, description="Standard deviation of the noise on each element of a gradient."
+    )
     seed: int = Field(0, description="Seed of the noise.")
 
 
@@ -27,7 +31,9 @@ def ds_config() -> type[NoiseConfig]:
 
 
 def ds_gradients(ctx: Context, gradients: Gradients) -> None:
-    """Add noise that depends on seed, step and parameter alone; ranks with different parameters get their own."""
+    """Add noise that depends on seed, step and parameter alone; ranks with different parameters get
+    their own.
+    """
     import torch
 
     section = ctx.config.section("gradient_noise")

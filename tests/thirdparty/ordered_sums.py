@@ -1,4 +1,6 @@
-"""A provider of collectives of somebody else's: sums of small tensors in rank order, the same in every run."""
+"""A provider of collectives of somebody else's: sums of small tensors in rank order, the same in
+every run.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ def ds_config() -> type[Settings]:
 
 def ds_collectives() -> Mapping[str, CollectivesEntry]:
     """Priority -1: it must be asked for."""
-    return {"ordered": CollectivesEntry("ordered_sums:ordered_sums", device="cpu", backend="gloo", priority=-1)}
+    return {
+        "ordered": CollectivesEntry(
+            "ordered_sums:ordered_sums", device="cpu", backend="gloo", priority=-1
+        )
+    }
 
 
 def ordered_sums(group: Any, messages: bool, config: Any = None) -> Any:

@@ -1,4 +1,6 @@
-"""A plugin of somebody else: save a checkpoint and stop when the loss has not fallen for some steps."""
+"""A plugin of somebody else: save a checkpoint and stop when the loss has not fallen for some
+steps.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class PlateauConfig(Section):
     """The section ``stop_on_plateau``."""
 
     patience: int = Field(3, ge=1, description="Steps without a lower loss after which to stop.")
-    folder: str | None = Field(None, description="Folder for a checkpoint at the end; none, no checkpoint.")
+    folder: str | None = Field(
+        None, description="Folder for a checkpoint at the end; none, no checkpoint."
+    )
 
 
 @dataclass
@@ -40,7 +44,9 @@ def ds_config() -> type[PlateauConfig]:
 
 
 def ds_request(ctx: Context, step: int, metrics: Mapping[str, float]) -> Request | None:
-    """Ask to stop once the loss of this rank has not fallen for `patience` steps; all ranks stop then."""
+    """Ask to stop once the loss of this rank has not fallen for `patience` steps; all ranks stop
+    then.
+    """
     section = ctx.config.section("stop_on_plateau")
     assert isinstance(section, PlateauConfig)
     if "loss" not in metrics:  # after a plain loss.backward()
@@ -49,5 +55,6 @@ def ds_request(ctx: Context, step: int, metrics: Mapping[str, float]) -> Request
         ctx.stash[BEST] = Best(metrics["loss"], step)
     best = ctx.stash[BEST]
     if metrics["loss"] < best.loss:
-        best.loss, best.step = metrics["loss"], step
+        best.loss = metrics["loss"]
+        best.step = step
     return Request(stop=True, save=section.folder) if step - best.step >= section.patience else None

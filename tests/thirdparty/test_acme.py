@@ -1,4 +1,6 @@
-"""A third party's wheel adds an accelerator, an optimizer, a schedule, a monitor and a section to ds_core."""
+"""A third party's wheel adds an accelerator, an optimizer, a schedule, a monitor and a section to
+ds_core.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,23 @@ def config(folder: Path, **section: Any) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 8,
         "optimizer": {"type": "AcmeSign", "params": {"lr": 0.25}},
         "scheduler": {"type": "AcmeHalving", "params": {"every": 2}},
-        "acme": {"journal": str(folder / "journal.jsonl"), "events": str(folder / "events.jsonl"), **section},
+        "acme": {
+            "journal": str(folder / "journal.jsonl"),
+            "events": str(folder / "events.jsonl"),
+            **section,
+        },
     }
 
 
-def train(site: Path, folder: Path, settings: dict[str, Any], *, status: int = 0, **environment: str) -> str:
+def train(
+    site: Path, folder: Path, settings: dict[str, Any], *, status: int = 0, **environment: str
+) -> str:
     file = folder / "config.json"
     file.write_text(json.dumps(settings))
     env = clean_environment(PYTHONPATH=str(site), **environment)
-    output: str = run([sys.executable, str(HERE / "train.py"), str(file)], cwd=folder, env=env, status=status)
+    output: str = run(
+        [sys.executable, str(HERE / "train.py"), str(file)], cwd=folder, env=env, status=status
+    )
     return output
 
 
@@ -51,7 +61,8 @@ def test_everything_of_acme_works_together(acme: Path, tmp_path: Path) -> None:
     assert seen["accelerator"] == "acme"
     assert (seen["optimizer"], seen["scheduler"], seen["steps"]) == ("AcmeSign", "LambdaLR", 3)
     assert seen["lr"] == [0.125]  # halved once, after two steps
-    assert seen["moved"] == pytest.approx(0.25 + 0.25 + 0.125)  # one sign for three steps, in its largest element
+    # one sign for three steps, in its largest element
+    assert seen["moved"] == pytest.approx(0.25 + 0.25 + 0.125)
 
     assert seen["bias"][0] != seen["bias"][1]
 
@@ -80,11 +91,17 @@ def test_its_section_has_effect_key_by_key(acme: Path, tmp_path: Path) -> None:
 MISTAKES: tuple[tuple[dict[str, Any], list[str]], ...] = (
     ({"acme": {"jurnal": "x"}}, ["acme.jurnal", "journal", "acme-ds 1.2.3"]),
     ({"acme": {"journal": "x", "every": 0}}, ["acme.every", "0"]),
-    ({"acme": {"journal": "x", "events": "x"}}, ["acme.events", "is the journal", "name another file"]),
+    (
+        {"acme": {"journal": "x", "events": "x"}},
+        ["acme.events", "is the journal", "name another file"],
+    ),
     ({"acmee": {}}, ["acmee", "acme"]),
     ({"optimizer": {"type": "AcmeSing"}}, ["optimizer.type", "AcmeSing", "acmesign"]),
     ({"optimizer": {"type": "AcmeSign", "params": {"lr": 0.0}}}, ["optimizer.params.lr", "0"]),
-    ({"scheduler": {"type": "AcmeHalving", "params": {"evry": 2}}}, ["scheduler.params.evry", "every"]),
+    (
+        {"scheduler": {"type": "AcmeHalving", "params": {"evry": 2}}},
+        ["scheduler.params.evry", "every"],
+    ),
 )
 
 
@@ -105,7 +122,9 @@ print(json.dumps(answers))
 """
     settings = [config(tmp_path_factory.mktemp("check")) | change for change, _ in MISTAKES]
     env = clean_environment(PYTHONPATH=str(acme))
-    answers: list[str] = json.loads(run([sys.executable, "-c", code, json.dumps(settings)], env=env))
+    answers: list[str] = json.loads(
+        run([sys.executable, "-c", code, json.dumps(settings)], env=env)
+    )
     return answers
 
 
@@ -153,6 +172,13 @@ def test_its_options_stand_beside_those_of_dscore_run(acme: Path, tmp_path: Path
     (tmp_path / "say.py").write_text("import os, sys; print(os.environ['ACME_MOOD'], sys.argv[1:])")
     said = run([dscore, "run", "--mood=good", "say.py", "--mood", "bad"], env=env, cwd=tmp_path)
     assert said.strip() == "good ['--mood', 'bad']"
-    said = run([dscore, "run", "--nproc", "1", "--only_greet", "--tag", "say.py", "x"], env=env, cwd=tmp_path, status=3)
+    said = run(
+        [dscore, "run", "--nproc", "1", "--only_greet", "--tag", "say.py", "x"],
+        env=env,
+        cwd=tmp_path,
+        status=3,
+    )
     assert said.strip() == "acme greets --nproc 1 --tag say.py x"
-    assert "--mood 'odd': it is one of good, bad" in run([dscore, "run", "--mood", "odd", "say.py"], env=env, status=2)
+    assert "--mood 'odd': it is one of good, bad" in run(
+        [dscore, "run", "--mood", "odd", "say.py"], env=env, status=2
+    )

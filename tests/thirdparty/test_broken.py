@@ -1,4 +1,6 @@
-"""A broken third party takes nothing down, is shown with its reason, and is fatal only when it is asked for."""
+"""A broken third party takes nothing down, is shown with its reason, and is fatal only when it is
+asked for.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,16 @@ def train(site: Path, folder: Path, settings: dict[str, Any], status: int = 0) -
     file = folder / "config.json"
     file.write_text(json.dumps(settings))
     env = clean_environment(PYTHONPATH=str(site))
-    output: str = run([sys.executable, str(HERE / "train.py"), str(file)], cwd=folder, env=env, status=status)
+    output: str = run(
+        [sys.executable, str(HERE / "train.py"), str(file)], cwd=folder, env=env, status=status
+    )
     return output
 
 
 def compose(site: Path, settings: dict[str, Any], status: int = 0) -> str:
-    """Check a config with the broken distribution installed; prints the owner of csv_monitor when there is one."""
+    """Check a config with the broken distribution installed; prints the owner of csv_monitor when
+    there is one.
+    """
     code = """
 import json, sys, ds_core
 chosen = ds_core.compose(json.loads(sys.argv[1]))
@@ -88,13 +94,17 @@ def test_the_command_line_shows_it_and_why(site: Path, command: str) -> None:
 def test_naming_it_is_fatal_with_distribution_module_and_cause(site: Path, name: str) -> None:
     output = compose(site, PLAIN | {name: {}}, status=-1)
     message = output[output.rindex("PluginError") :]
-    assert [w for w in [*REASONS[name], repr(name), "broken-ds 0.0.1"] if w not in message] == [], message
+    assert [w for w in [*REASONS[name], repr(name), "broken-ds 0.0.1"] if w not in message] == [], (
+        message
+    )
 
 
 def test_a_section_without_a_model_is_fatal_when_named(site: Path) -> None:
     output = compose(site, PLAIN | {"broken_silent": {}}, status=-1)
     message = output[output.rindex("PluginError") :]
-    assert [w for w in ("broken_silent", "broken-ds 0.0.1", "ds_config") if w not in message] == [], message
+    assert [
+        w for w in ("broken_silent", "broken-ds 0.0.1", "ds_config") if w not in message
+    ] == [], message
 
 
 def test_two_claims_on_one_section_name_both_and_prefer_resolves(site: Path) -> None:
@@ -104,8 +114,12 @@ def test_two_claims_on_one_section_name_both_and_prefer_resolves(site: Path) -> 
     words = ("csv_monitor", "broken-ds 0.0.1", "ds-monitor-csv", '"prefer": {"csv_monitor"')
     assert [w for w in words if w not in message] == [], message
     for owner in ("ds-monitor-csv", "broken-ds"):
-        assert compose(site, named | {"plugins": {"prefer": {"csv_monitor": owner}}}).split() == [owner]
-    assert compose(site, named | {"plugins": {"disable": ["broken-ds"]}}).split() == ["ds-monitor-csv"]
+        assert compose(site, named | {"plugins": {"prefer": {"csv_monitor": owner}}}).split() == [
+            owner
+        ]
+    assert compose(site, named | {"plugins": {"disable": ["broken-ds"]}}).split() == [
+        "ds-monitor-csv"
+    ]
 
 
 def test_the_claim_does_not_hurt_who_does_not_name_the_section(site: Path) -> None:

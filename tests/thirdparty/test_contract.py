@@ -1,4 +1,5 @@
-"""Whatever a plugin does wrong: a run that did not name it goes on, one that did is told who, which hook, and why.
+"""Whatever a plugin does wrong: a run that did not name it goes on, one that did is told who, which
+hook, and why.
 
 Everything here is in this process: a declaration module is a file, and its entry point is made up.
 """
@@ -34,7 +35,9 @@ Write = Callable[..., Found]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
-    """Write a declaration module; its entry point is installed for `Plugins()` and everything that uses one."""
+    """Write a declaration module; its entry point is installed for `Plugins()` and everything that
+    uses one.
+    """
     installed: list[Found] = []
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("ds_core.plugins.discover", lambda: tuple(sorted(installed)))
@@ -111,9 +114,24 @@ ENTRY = {
     "ds_charts": "Chart('n', 't', 'x')",
     "ds_run_options": "RunOption('m:a', 'help')",
 }
-LISTS = ("ds_accelerators", "ds_kernels", "ds_check", "ds_monitors", "ds_mesh_axes", "ds_transforms", "ds_charts")
+LISTS = (
+    "ds_accelerators",
+    "ds_kernels",
+    "ds_check",
+    "ds_monitors",
+    "ds_mesh_axes",
+    "ds_transforms",
+    "ds_charts",
+)
 MAPPINGS = (
-    *("ds_optimizers", "ds_schedulers", "ds_state_stores", "ds_launchers", "ds_commands", "ds_config_formats"),
+    *(
+        "ds_optimizers",
+        "ds_schedulers",
+        "ds_state_stores",
+        "ds_launchers",
+        "ds_commands",
+        "ds_config_formats",
+    ),
     "ds_compile_passes",
     "ds_pipeline_schedules",
     "ds_run_options",
@@ -128,20 +146,34 @@ WRONG: list[tuple[str, str, str]] = [
     ("ds_partitioner", "return 7", "must return a Partitioner or None, not an int"),
     ("ds_mesh", "return 7", "must return a Mesh or None, not an int"),
     ("ds_batch", "return (8, 2, 1)", "must return a Batch or None, not a tuple"),
-    ("ds_memory", "return 7", "must return a mapping of names to objects with __float__, not an int"),
+    (
+        "ds_memory",
+        "return 7",
+        "must return a mapping of names to objects with __float__, not an int",
+    ),
     ("ds_runner", "return 'fast'", "must return a Runner or None, not a str"),
     ("ds_rendezvous", "return {}", "must return a RendezvousEntry or None, not a dict"),
-    ("ds_rendezvous", "return RendezvousEntry('m:a', variables='RANK')", "variables is 'RANK'; .*a tuple of strings"),
+    (
+        "ds_rendezvous",
+        "return RendezvousEntry('m:a', variables='RANK')",
+        "variables is 'RANK'; .*a tuple of strings",
+    ),
     *((hook, "return 7", "must return an iterable of .*, not an int") for hook in LISTS),
     *((hook, "return {'a': 1}", "must return an iterable of .*, not a dict") for hook in LISTS),
     *((hook, *NONE) for hook in LISTS),
     *((hook, "return [7]", "element 0 is an int") for hook in LISTS),
     *((hook, "yield from ()\n    sys.exit('now')", "SystemExit: now") for hook in LISTS),
-    *((hook, "return ['a']", "must return a mapping of names to .*, not a list") for hook in MAPPINGS),
+    *(
+        (hook, "return ['a']", "must return a mapping of names to .*, not a list")
+        for hook in MAPPINGS
+    ),
     *((hook, "return {'a': 7}", "'a' is an int") for hook in MAPPINGS),
     *((hook, "return {3: 7}", "one name is 3") for hook in MAPPINGS),
     *((hook, *NONE) for hook in MAPPINGS),
-    *((h, f"return {{'A': {ENTRY[h]}, 'a': {ENTRY[h]}}}", "offers 'A' and 'a'") for h in MAPPINGS[:-1]),
+    *(
+        (h, f"return {{'A': {ENTRY[h]}, 'a': {ENTRY[h]}}}", "offers 'A' and 'a'")
+        for h in MAPPINGS[:-1]
+    ),
     *((hook, "raise ValueError('hm')", "ValueError: hm") for hook in HOOKS),
     *((hook, "sys.exit()", "SystemExit") for hook in HOOKS),
     # Entries check themselves.
@@ -150,15 +182,31 @@ WRONG: list[tuple[str, str, str]] = [
         "return {'a': OptimizerEntry('no_colon')}",
         "OptimizerEntry.load is 'no_colon'.*package.module:a",
     ),
-    ("ds_optimizers", "return {'a': OptimizerEntry(dict)}", "OptimizerEntry.load is <class 'dict'>"),
-    ("ds_optimizers", "return {'a': OptimizerEntry('m:a', grain='row')}", "grain is 'row'; it must be 'element', 'ten"),
+    (
+        "ds_optimizers",
+        "return {'a': OptimizerEntry(dict)}",
+        "OptimizerEntry.load is <class 'dict'>",
+    ),
+    (
+        "ds_optimizers",
+        "return {'a': OptimizerEntry('m:a', grain='row')}",
+        "grain is 'row'; it must be 'element', 'ten",
+    ),
     (
         "ds_optimizers",
         "return {'a': OptimizerEntry('m:a', partitioner='no')}",
         "partitioner is 'no'; .*a reference",
     ),
-    ("ds_kernels", "return [KernelEntry('o', 'p', 'm:a', 'high')]", "priority is 'high'; it must be an integer"),
-    ("ds_kernels", "return [KernelEntry('o', 'p', 'm:a', 0, devices='cpu')]", "devices is 'cpu'; .*a tuple of strings"),
+    (
+        "ds_kernels",
+        "return [KernelEntry('o', 'p', 'm:a', 'high')]",
+        "priority is 'high'; it must be an integer",
+    ),
+    (
+        "ds_kernels",
+        "return [KernelEntry('o', 'p', 'm:a', 0, devices='cpu')]",
+        "devices is 'cpu'; .*a tuple of strings",
+    ),
     ("ds_kernels", "return [KernelEntry('', 'p', 'm:a', 0)]", "op is empty"),
     ("ds_accelerators", "return [AcceleratorEntry('a', 'cpu', 'm:a', probe=3)]", "probe is 3"),
     ("ds_transforms", "return [Transform(20, print)]", "phase is 20"),
@@ -173,8 +221,12 @@ def ask(plugins: Plugins, hook: str) -> Any:
     return plugins.ask(hook, **arguments) if arguments else plugins.offers(hook)
 
 
-@pytest.mark.parametrize(("hook", "body", "said"), WRONG, ids=[f"{h}: {b}"[:70] for h, b, _ in WRONG])
-def test_every_wrong_answer_is_attributed(hook: str, body: str, said: str, write: Write, caplog: Any) -> None:
+@pytest.mark.parametrize(
+    ("hook", "body", "said"), WRONG, ids=[f"{h}: {b}"[:70] for h, b, _ in WRONG]
+)
+def test_every_wrong_answer_is_attributed(
+    hook: str, body: str, said: str, write: Write, caplog: Any
+) -> None:
     found = write(f"def {hook}():\n    {body}\n")
     if hook in offers():
         plugins = Plugins()
@@ -197,7 +249,9 @@ def test_every_wrong_answer_is_attributed(hook: str, body: str, said: str, write
 
 
 def test_every_hook_says_what_it_may_return() -> None:
-    """The check of each hook agrees with its annotation: None alone, None among others, mapping, iterable, class."""
+    """The check of each hook agrees with its annotation: None alone, None among others, mapping,
+    iterable, class.
+    """
     from ds_core.entries import nothing
 
     for name, hook in HOOKS.items():
@@ -216,7 +270,7 @@ def test_every_hook_says_what_it_may_return() -> None:
             assert check([]) == ()
 
 
-# -- who takes part ------------------------------------------------------------------------------------------------
+# -- who takes part --------------------------------------------------------------------------------
 
 MEDDLER = """
 SEEN = []
@@ -240,7 +294,18 @@ def ds_accelerators():
     return [AcceleratorEntry("odd", "cpu", "ds_core.accelerator.cpu:CpuAccelerator", why)]
 """
 ALL = {
-    *("check", "axes", "transforms", "monitors", "param axes", "partitioner", "runner", "begin", "end", "close"),
+    *(
+        "check",
+        "axes",
+        "transforms",
+        "monitors",
+        "param axes",
+        "partitioner",
+        "runner",
+        "begin",
+        "end",
+        "close",
+    ),
     "checkpointables",
 }
 
@@ -267,7 +332,11 @@ def train(config: dict[str, Any], folder: Path) -> None:
     ids=["unnamed", "optimizer", "scheduler", "kernel", "require", "accelerator"],
 )
 def test_hooks_of_a_run_are_called_only_of_who_takes_part(
-    change: dict[str, Any], called: set[str], write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any],
+    called: set[str],
+    write: Write,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = write(MEDDLER)
     checkpoints = Found("checkpoint", BACKENDS, "ds_checkpoint.plugin", "ds-checkpoint", "0")
@@ -301,7 +370,7 @@ def test_a_state_store_that_a_rule_chooses_brings_in_its_plugin(write: Write) ->
         check_rules(compose(PLAIN).config, plugins)
 
 
-# -- names, references, transforms -----------------------------------------------------------------------------------
+# -- names, references, transforms -----------------------------------------------------------------
 
 
 def test_two_offers_of_a_name_that_nobody_uses_stop_nothing(write: Write) -> None:
@@ -318,7 +387,9 @@ def test_two_offers_of_a_name_that_nobody_uses_stop_nothing(write: Write) -> Non
 
 
 @pytest.mark.usefixtures("clean_ds")
-def test_kernels_that_cannot_be_served_stop_only_who_uses_them(write: Write, tmp_path: Path) -> None:
+def test_kernels_that_cannot_be_served_stop_only_who_uses_them(
+    write: Write, tmp_path: Path
+) -> None:
     write(
         "def ds_kernels():\n"
         "    yield KernelEntry('far', 'gpu', 'math:sin', 10, devices=('cuda',))\n"
@@ -328,11 +399,16 @@ def test_kernels_that_cannot_be_served_stop_only_who_uses_them(write: Write, tmp
     engine, *_ = ds_core.initialize(model=nn.Linear(2, 2), config=PLAIN)
     assert engine.ctx.kernels.resolved()["far/cpu/float32"] == "nobody"
     assert "lost" not in engine.ctx.kernels.resolved()["adam/cpu/float32"]
-    (row,) = [c for c in engine.ctx.kernels.candidates("adam", "cpu", "float32") if c.entry.provider == "lost"]
+    (row,) = [
+        c
+        for c in engine.ctx.kernels.candidates("adam", "cpu", "float32")
+        if c.entry.provider == "lost"
+    ]
     assert "'odd' (ds-odd 1.0" in str(row.reason) and "no_such_module_at_all" in str(row.reason)
     engine.destroy()
     with pytest.raises(
-        ds_core.errors.KernelError, match=r"forces 'lost', but plugin 'odd' \(ds-odd.*no_such_module_at"
+        ds_core.errors.KernelError,
+        match=r"forces 'lost', but plugin 'odd' \(ds-odd.*no_such_module_at",
     ):
         ds_core.initialize(model=nn.Linear(2, 2), config=PLAIN | {"kernels": {"adam": "lost"}})
 
@@ -347,9 +423,14 @@ def test_kernels_that_cannot_be_served_stop_only_who_uses_them(write: Write, tmp
     ],
 )
 def test_a_transform_that_fails_names_its_plugin(body: str, said: str, write: Write) -> None:
-    found = write(f"def apply(model):\n    {body}\ndef ds_transforms(ctx): return [Transform(Phase.SHARD, apply)]\n")
+    found = write(
+        f"def apply(model):\n    {body}\ndef ds_transforms(ctx): return [Transform(Phase.SHARD, "
+        "apply)]\n"
+    )
     with pytest.raises(PluginError, match=rf"plugin '{found.module}' .*{said}"):
-        ds_core.initialize(model=nn.Linear(2, 2), config=PLAIN | {"plugins": {"load": [found.module]}})
+        ds_core.initialize(
+            model=nn.Linear(2, 2), config=PLAIN | {"plugins": {"load": [found.module]}}
+        )
 
 
 @pytest.mark.usefixtures("clean_ds")
@@ -359,33 +440,53 @@ def test_a_transform_may_tell_the_user_what_is_wrong(write: Write) -> None:
         "def ds_transforms(ctx): return [Transform(Phase.SHARD, apply)]\n"
     )
     with pytest.raises(ds_core.errors.UsageError, match="^give a bigger model"):
-        ds_core.initialize(model=nn.Linear(2, 2), config=PLAIN | {"plugins": {"load": [found.module]}})
+        ds_core.initialize(
+            model=nn.Linear(2, 2), config=PLAIN | {"plugins": {"load": [found.module]}}
+        )
 
 
 @pytest.mark.usefixtures("clean_ds")
 @pytest.mark.parametrize(
     ("load", "said"),
     [
-        ("no_such_module_at_all:Opt", "cannot serve optimizer 'Mine', which it offers by ds_optimizers: .*no_such_mod"),
-        ("math:no_such_name", "cannot serve optimizer 'Mine', which it offers by ds_optimizers: .*no_such_name"),
-        ("math:pi", "cannot serve optimizer 'Mine', which it offers by ds_optimizers: .*not a callable"),
+        (
+            "no_such_module_at_all:Opt",
+            "cannot serve optimizer 'Mine', which it offers by ds_optimizers: .*no_such_mod",
+        ),
+        (
+            "math:no_such_name",
+            "cannot serve optimizer 'Mine', which it offers by ds_optimizers: .*no_such_name",
+        ),
+        (
+            "math:pi",
+            "cannot serve optimizer 'Mine', which it offers by ds_optimizers: .*not a callable",
+        ),
         ("{m}:explode", r"failed to make the optimizer \(.*:explode\): SystemExit: boom"),
     ],
 )
-def test_a_bad_reference_of_what_was_chosen_names_its_plugin(load: str, said: str, write: Write) -> None:
-    body = "def explode(groups): sys.exit('boom')\ndef ds_optimizers(): return {'Mine': OptimizerEntry(LOAD)}\n"
+def test_a_bad_reference_of_what_was_chosen_names_its_plugin(
+    load: str, said: str, write: Write
+) -> None:
+    body = (
+        "def explode(groups): sys.exit('boom')\ndef ds_optimizers(): return {'Mine': "
+        "OptimizerEntry(LOAD)}\n"
+    )
     found = write(f"LOAD = {load!r}.replace('{{m}}', __name__)\n{body}")
-    with pytest.raises(PluginError, match=rf"plugin 'odd' \(ds-odd 1\.0, module {found.module}\) {said}"):
+    with pytest.raises(
+        PluginError, match=rf"plugin 'odd' \(ds-odd 1\.0, module {found.module}\) {said}"
+    ):
         ds_core.initialize(model=nn.Linear(2, 2), config=PLAIN | {"optimizer": {"type": "Mine"}})
 
 
 def test_an_unknown_name_is_answered_with_who_could_not_be_asked(write: Write) -> None:
     write("def ds_optimizers(): return ['Mine']\n")
-    with pytest.raises(ConfigError, match=r"no optimizer is called 'Mine'.*quarantined: plugin 'odd' \(ds-odd 1\.0"):
+    with pytest.raises(
+        ConfigError, match=r"no optimizer is called 'Mine'.*quarantined: plugin 'odd' \(ds-odd 1\.0"
+    ):
         compose(PLAIN | {"optimizer": {"type": "Mine"}})
 
 
-# -- settings --------------------------------------------------------------------------------------------------------
+# -- settings --------------------------------------------------------------------------------------
 
 
 def test_what_is_required_must_be_sound(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,11 +494,16 @@ def test_what_is_required_must_be_sound(write: Write, monkeypatch: pytest.Monkey
     write("sys.exit(1)")
     with pytest.raises(PluginError, match=r"'odd' \(ds-odd 1\.0.*SystemExit: 1"):
         Plugins(PluginSettings(require=["DS_Odd"]))
-    with pytest.raises(PluginError, match=r"requires? .*|plugins\.require names ds-odd, but plugins\.disable names it"):
+    with pytest.raises(
+        PluginError,
+        match=r"requires? .*|plugins\.require names ds-odd, but plugins\.disable names it",
+    ):
         Plugins(PluginSettings(require=["ds-odd"], disable=["ds-odd"]))
 
 
-def test_a_required_section_takes_part_only_when_it_is_named(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_required_section_takes_part_only_when_it_is_named(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ds_core.plugins.check_required", lambda names: ["ds-odd"])
     write("def ds_mesh_axes(config): raise ZeroDivisionError\n", group=SECTIONS)
     plugins = Plugins(PluginSettings(require=["ds-odd"]))
@@ -405,8 +511,12 @@ def test_a_required_section_takes_part_only_when_it_is_named(write: Write, monke
 
 
 def test_what_is_loaded_by_hand_owns_its_section(write: Write) -> None:
-    model = "def ds_config():\n    from ds_core.config import Section\n    return type('Made', (Section,), {})\n"
-    installed, mine = write(model, "sect", SECTIONS), write(model, "unused", SECTIONS, "ds-mine")
+    model = (
+        "def ds_config():\n    from ds_core.config import Section\n    return type('Made', "
+        "(Section,), {})\n"
+    )
+    installed = write(model, "sect", SECTIONS)
+    mine = write(model, "unused", SECTIONS, "ds-mine")
     plugins = Plugins(PluginSettings(load=[f"sect={mine.module}"]))
     owner = plugins.section("sect")
     assert owner is not None and owner.module == mine.module
@@ -443,7 +553,9 @@ def test_requirements_of_a_distribution_are_checked(
 
 def test_an_entry_point_must_name_a_module(write: Write) -> None:
     found = write("def ds_optimizers(): return {}\n")
-    plugins = Plugins(found=[Found("odd", BACKENDS, f"{found.module}:ds_optimizers", "ds-odd", "1.0")])
+    plugins = Plugins(
+        found=[Found("odd", BACKENDS, f"{found.module}:ds_optimizers", "ds-odd", "1.0")]
+    )
     (report,) = [r for r in plugins.examine() if r.found.dist == "ds-odd"]
     assert "must be a module alone" in report.why
 
@@ -454,7 +566,9 @@ def test_output_at_import_does_not_stand_in_json(write: Write, capfd: Any) -> No
     from ds_cli.app import make_app
     from typer.testing import CliRunner
 
-    found = write("import os\nprint('hi there')\nos.write(1, b'from below')\ndef ds_optimizers(): return {}\n")
+    found = write(
+        "import os\nprint('hi there')\nos.write(1, b'from below')\ndef ds_optimizers(): return {}\n"
+    )
     done = CliRunner().invoke(make_app(), ["plugins", "--json"], prog_name="dscore")
     (row,) = [r for r in json.loads(done.stdout) if r["module"] == found.module]
     assert row["state"] == "loaded"
@@ -468,8 +582,16 @@ def test_a_command_that_is_not_there_is_answered_with_why(write: Write) -> None:
     from typer.testing import CliRunner
 
     write("def ds_commands(): return ['mine']\n")
-    said = {word: CliRunner().invoke(make_app(), [word], prog_name="dscore") for word in ("plan", "mine")}
-    texts = {word: " ".join(done.stderr.replace("\u2502", " ").split()) for word, done in said.items()}
+    said = {
+        word: CliRunner().invoke(make_app(), [word], prog_name="dscore")
+        for word in ("plan", "mine")
+    }
+    texts = {
+        word: " ".join(done.stderr.replace("\u2502", " ").split()) for word, done in said.items()
+    }
     assert {done.exit_code for done in said.values()} == {2}
-    assert "is served by ds-zero, which is not installed" in texts["plan"] and "./plugins/zero" in texts["plan"]
+    assert (
+        "is served by ds-zero, which is not installed" in texts["plan"]
+        and "./plugins/zero" in texts["plan"]
+    )
     assert "quarantined: plugin 'odd' (ds-odd 1.0" in texts["mine"]

@@ -1,4 +1,6 @@
-"""An interceptor of somebody else's counts the bytes of every step; see count_bytes.py beside this file."""
+"""An interceptor of somebody else's counts the bytes of every step; see count_bytes.py beside this
+file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A checkpointer on torch.distributed.checkpoint, by the public contract alone: the template of that kind."""
+"""A checkpointer on torch.distributed.checkpoint, by the public contract alone: the template of
+that kind.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,11 @@ def test_nothing_in_its_files_is_pickled(tmp_path: Path, ranks: Any) -> None:
 def save(folder: str) -> None:
     import ds_core
 
-    config = {"train_batch_size": 2, "dcp_states": {}, "plugins": {"load": ["dcp_states=dcp_states.plugin"]}}
+    config = {
+        "train_batch_size": 2,
+        "dcp_states": {},
+        "plugins": {"load": ["dcp_states=dcp_states.plugin"]},
+    }
     engine, *_ = ds_core.initialize(model=torch.nn.Linear(3, 2), config=config)
     engine.save_checkpoint(folder)
     engine.destroy()

@@ -41,7 +41,9 @@ class TestDotted(ConfigFormatConformance):
 def test_installed_it_reads_config_files_and_its_errors_name_the_key(tmp_path: Path) -> None:
     assert len((HERE / "dotted_config.py").read_text().splitlines()) <= 60
     shutil.copy(HERE / "dotted_config.py", tmp_path)
-    write_metadata(tmp_path, "acme-dotted", entry_points={"ds_core.backends": {"acme_dotted": "dotted_config"}})
+    write_metadata(
+        tmp_path, "acme-dotted", entry_points={"ds_core.backends": {"acme_dotted": "dotted_config"}}
+    )
     code = """
 import ds_core, sys
 from torch import nn
@@ -53,11 +55,17 @@ for file in sys.argv[1:]:
     except ConfigError as error:
         print(error)
 """
-    texts = {"good": CONFIG, "twice": CONFIG + "fp16.enabled = true\n", "bad": CONFIG + "fp16.loss_scale = 1.\n"}
+    texts = {
+        "good": CONFIG,
+        "twice": CONFIG + "fp16.enabled = true\n",
+        "bad": CONFIG + "fp16.loss_scale = 1.\n",
+    }
     for name, text in texts.items():
         (tmp_path / f"{name}.dotted").write_text(text)
     files = [str(tmp_path / f"{name}.dotted") for name in texts]
-    said = run([sys.executable, "-c", code, *files], env=clean_environment(PYTHONPATH=str(tmp_path)))
+    said = run(
+        [sys.executable, "-c", code, *files], env=clean_environment(PYTHONPATH=str(tmp_path))
+    )
     good, twice, bad = said.splitlines()
     assert good == "4 0.1"
     assert "twice.dotted: fp16.enabled: the key 'enabled' is repeated" in twice

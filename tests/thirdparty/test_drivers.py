@@ -1,4 +1,6 @@
-"""Modules that are not installed, named by ``plugins.load``: they drive the partitioner and the param axes."""
+"""Modules that are not installed, named by ``plugins.load``: they drive the partitioner and the
+param axes.
+"""
 
 from __future__ import annotations
 
@@ -52,15 +54,20 @@ def test_one_partitioner_drives_and_two_are_an_error_naming_both(
 
 
 @pytest.mark.usefixtures("clean_ds")
-def test_a_partitioner_that_is_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partitioner_that_is_none_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(
-        PluginError, match=r"drive_wrong.*ds_partitioner: it must return a Partitioner or None, not an int"
+        PluginError,
+        match=r"drive_wrong.*ds_partitioner: it must return a Partitioner or None, not an int",
     ):
         start(tmp_path, monkeypatch, drive_wrong=WRONG)
 
 
 def held(folder: str) -> dict[str, list[str]]:
-    """On a rank: the axes that each parameter's ranks differ on, as two modules of `folder` answer together."""
+    """On a rank: the axes that each parameter's ranks differ on, as two modules of `folder` answer
+    together.
+    """
     with pytest.MonkeyPatch.context() as patch:
         own = Path(folder) / str(os.getpid())
         own.mkdir()
@@ -75,7 +82,9 @@ def test_param_axes_are_merged_by_union(tmp_path: Path, ranks: Ranks) -> None:
 
 
 @pytest.mark.usefixtures("clean_ds")
-def test_an_axis_that_the_mesh_does_not_have_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_axis_that_the_mesh_does_not_have_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(PluginError, match=r"axes_c.*'weight'.*elsewhere"):
         start(tmp_path, monkeypatch, axes_c=STRANGE_AXES)
 
@@ -93,22 +102,32 @@ def ds_config():
 
 
 @pytest.mark.usefixtures("clean_ds")
-@pytest.mark.parametrize("given", [None, {"loud": True}, {"every": 3}, {"every": "auto", "loud": True}])
-def test_a_model_may_ask_for_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: Any) -> None:
+@pytest.mark.parametrize(
+    "given", [None, {"loud": True}, {"every": 3}, {"every": "auto", "loud": True}]
+)
+def test_a_model_may_ask_for_sections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: Any
+) -> None:
     (tmp_path / "asked_mod.py").write_text(SECTION)
     monkeypatch.syspath_prepend(str(tmp_path))
     model = nn.Linear(2, 2)
     model.ds_sections = {"asked": {"every": 3}}  # type: ignore[assignment]
-    config = {"train_batch_size": 1, "plugins": {"load": ["asked=asked_mod"]}} | ({"asked": given} if given else {})
+    config = {"train_batch_size": 1, "plugins": {"load": ["asked=asked_mod"]}} | (
+        {"asked": given} if given else {}
+    )
     engine, *_ = ds_core.initialize(model=model, config=config)
     section = engine.config.section("asked")
     assert (section.every, section.loud) == (3, bool(given and given.get("loud")))
-    with pytest.raises(ConfigError, match=r"asked\.every: is 5, but the model \(Linear\) was built for 3"):
+    with pytest.raises(
+        ConfigError, match=r"asked\.every: is 5, but the model \(Linear\) was built for 3"
+    ):
         ds_core.initialize(model=model, config=config | {"asked": {"every": 5}})
 
 
 @pytest.mark.usefixtures("clean_ds")
-def test_modules_of_a_model_may_ask_for_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_of_a_model_may_ask_for_sections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "asked_too.py").write_text(SECTION)
     monkeypatch.syspath_prepend(str(tmp_path))
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
@@ -119,7 +138,9 @@ def test_modules_of_a_model_may_ask_for_sections(tmp_path: Path, monkeypatch: py
     section = engine.config.section("asked")
     assert (section.every, section.loud) == (3, True)
     model[1].ds_sections = {"asked": {"every": 4}}  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match=r"asked\.every: is 3, but 1 \(Linear\) was built for 4; .* alike"):
+    with pytest.raises(
+        ConfigError, match=r"asked\.every: is 3, but 1 \(Linear\) was built for 4; .* alike"
+    ):
         ds_core.initialize(model=model, config=config)
 
 

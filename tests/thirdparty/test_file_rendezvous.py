@@ -1,4 +1,6 @@
-"""Ranks meet by the rendezvous of somebody else's, installed beside ds-rendezvous; see file_rendezvous.py."""
+"""Ranks meet by the rendezvous of somebody else's, installed beside ds-rendezvous; see
+file_rendezvous.py.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ HERE = Path(__file__).parent
 
 def test_an_installed_rendezvous_serves(tmp_path: Path) -> None:
     shutil.copy(HERE / "file_rendezvous.py", tmp_path)
-    write_metadata(tmp_path, "acme-rendezvous", entry_points={"ds_core.backends": {"acme": "file_rendezvous"}})
+    write_metadata(
+        tmp_path, "acme-rendezvous", entry_points={"ds_core.backends": {"acme": "file_rendezvous"}}
+    )
     job = {"ACME_RANKS": "2", "ACME_FILE": str(tmp_path / "store"), "PYTHONPATH": str(tmp_path)}
     ranks = [start_rank({**job, "ACME_RANK": str(rank)}, dist_backend="gloo") for rank in range(2)]
     assert [output(rank) for rank in ranks] == ["0 2 0 3.0", "1 2 1 3.0"]

@@ -1,4 +1,6 @@
-"""Plugins of third parties that change gradients, observe, and ask all ranks to stop; each is one small module."""
+"""Plugins of third parties that change gradients, observe, and ask all ranks to stop; each is one
+small module.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from ds_testing import EngineMethodsConformance, GradientsConformance, ObserverConformance, run_ranks
+from ds_testing import (
+    EngineMethodsConformance,
+    GradientsConformance,
+    ObserverConformance,
+    run_ranks,
+)
 
 import ds_core
 
@@ -81,9 +88,14 @@ def test_one_rank_asks_and_all_save_and_stop_in_the_same_step(tmp_path: Path) ->
 
 
 def test_the_recorder_sees_all_of_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    config = {"train_batch_size": 1, "flight_recorder": {}, "plugins": {"load": ["flight_recorder=flight_recorder"]}}
+    config = {
+        "train_batch_size": 1,
+        "flight_recorder": {},
+        "plugins": {"load": ["flight_recorder=flight_recorder"]},
+    }
     engine, *_ = ds_core.initialize(
-        model=torch.nn.Linear(2, 1), config=config | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        model=torch.nn.Linear(2, 1),
+        config=config | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
     )
     with pytest.raises(ZeroDivisionError), contextlib.ExitStack() as stack:
         stack.callback(engine.destroy)
@@ -93,9 +105,15 @@ def test_the_recorder_sees_all_of_a_run(tmp_path: Path, capfd: pytest.CaptureFix
         engine.eval_batch(iter([torch.ones(1, 2)]), reduce_output=None)
         events = engine.last_events()
         raise ZeroDivisionError
-    phases = "forward begins, forward ends, backward begins, backward_inner begins, backward_inner ends, "
+    phases = (
+        "forward begins, forward ends, backward begins, backward_inner begins, "
+        "backward_inner "
+        "ends, "
+    )
     phases += (
-        "backward_allreduce begins, backward_allreduce ends, backward ends, step begins, step ends, saved global_step1"
+        "backward_allreduce begins, backward_allreduce ends, backward ends, step begins, "
+        "step "
+        "ends, saved global_step1"
     )
     assert ", ".join(events).startswith(phases)
     assert f"rank 0: {', '.join(events)}, ZeroDivisionError" in capfd.readouterr().err

@@ -1,4 +1,6 @@
-"""A token-budget loader and a float8 mode, each at most 60 lines, through the public contract alone."""
+"""A token-budget loader and a float8 mode, each at most 60 lines, through the public contract
+alone.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,48 @@ def test_it_is_small_and_uses_the_public_contract_alone(package: str) -> None:
     nodes = [node for f in files for node in ast.walk(ast.parse(f.read_text()))]
     imported = {n.module or "" for n in nodes if isinstance(n, ast.ImportFrom)}
     assert {m for m in imported if m.partition(".")[0].startswith("ds_")} <= PUBLIC
-    assert not [n.attr for n in nodes if isinstance(n, ast.Attribute) and n.attr.startswith("_") and n.attr[1] != "_"]
+    assert not [
+        n.attr
+        for n in nodes
+        if isinstance(n, ast.Attribute) and n.attr.startswith("_") and n.attr[1] != "_"
+    ]
 
 
-# -- the loader ------------------------------------------------------------------------------------------------------
+# -- the loader ------------------------------------------------------------------------------------
 
-WORDS, LENGTHS = 11, [3, 9, 5, 2, 7, 12, 4, 6, 8, 1, 10, 3, 5, 11, 2, 6, 7, 4, 9, 3, 5, 8, 2, 6, 10, 4, 3, 7, 5, 12]
+WORDS = 11
+LENGTHS = [
+    3,
+    9,
+    5,
+    2,
+    7,
+    12,
+    4,
+    6,
+    8,
+    1,
+    10,
+    3,
+    5,
+    11,
+    2,
+    6,
+    7,
+    4,
+    9,
+    3,
+    5,
+    8,
+    2,
+    6,
+    10,
+    4,
+    3,
+    7,
+    5,
+    12,
+]
 BUDGET = {"token_budget": {"tokens": 24}}
 LOAD = ("token_budget=token_budget.plugin",)
 
@@ -60,7 +98,12 @@ class Words(nn.Module):
         self.head = nn.Linear(4, WORDS + len(LENGTHS), dtype=torch.float64)
 
     def forward(self, words: Tensor, weight: float = 1.0) -> Tensor:
-        return F.cross_entropy(self.head(self.table(words)).flatten(0, 1), words.flatten(), ignore_index=0) * weight
+        return (
+            F.cross_entropy(
+                self.head(self.table(words)).flatten(0, 1), words.flatten(), ignore_index=0
+            )
+            * weight
+        )
 
 
 class TestBudget(PluginConformance):
@@ -71,7 +114,9 @@ class TestBudget(PluginConformance):
 
 
 class TestTokenBudget(LoaderConformance):
-    config, load, drops = BUDGET, LOAD, True
+    config = BUDGET
+    load = LOAD
+    drops = True
 
     def make_dataset(self) -> list[Tensor]:
         return texts()
@@ -92,15 +137,22 @@ def start(zero: dict[str, Any], gas: int) -> ds_core.Engine:
         "optimizer": {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}},
         "plugins": {"load": list(LOAD)},
     }
-    return ds_core.initialize(model=Words(), config={**config, **BUDGET, **zero}, training_data=texts())[0]
+    return ds_core.initialize(
+        model=Words(), config={**config, **BUDGET, **zero}, training_data=texts()
+    )[0]
 
 
 def trained(zero: dict[str, Any], folder: str) -> dict[str, Any]:
-    """On a rank: the words of each micro-batch and the loss of each step, without and with a checkpoint in between."""
+    """On a rank: the words of each micro-batch and the loss of each step, without and with a
+    checkpoint in between.
+    """
     engine = start(zero, gas=2)
     seen: list[list[int]] = []
-    engine.module.register_forward_pre_hook(lambda module, given: seen.append(given[0][given[0] > 0].tolist()))
-    losses, samples = [], []
+    engine.module.register_forward_pre_hook(
+        lambda module, given: seen.append(given[0][given[0] > 0].tolist())
+    )
+    losses = []
+    samples = []
     for step in range(4):
         if step == 2:
             engine.save_checkpoint(folder)
@@ -109,23 +161,39 @@ def trained(zero: dict[str, Any], folder: str) -> dict[str, Any]:
     resumed = start(zero, gas=2)
     resumed.load_checkpoint(folder)
     again = [resumed.train_batch().item() for _ in range(2)]
-    result = {"words": seen, "losses": losses, "again": again, "samples": samples, "resumed": resumed.global_samples}
-    with pytest.raises(UsageError, match="TokenBudgetLoader, which a plugin made, has no set_batch_size"):
+    result = {
+        "words": seen,
+        "losses": losses,
+        "again": again,
+        "samples": samples,
+        "resumed": resumed.global_samples,
+    }
+    with pytest.raises(
+        UsageError, match="TokenBudgetLoader, which a plugin made, has no set_batch_size"
+    ):
         engine.set_train_micro_batch_size(3)
     engine.destroy()
     resumed.destroy()
     return result
 
 
-@pytest.mark.parametrize("zero", [{}, {"zero_optimization": {"stage": 2}}, {"zero_optimization": {"stage": 3}}])
+@pytest.mark.parametrize(
+    "zero", [{}, {"zero_optimization": {"stage": 2}}, {"zero_optimization": {"stage": 3}}]
+)
 @pytest.mark.parametrize("world", [1, 2])
-def test_each_token_counts_the_same(world: int, zero: dict[str, Any], ranks: Ranks, tmp_path: Path) -> None:
-    """Losses are those of plain torch that takes the mean over all words of a step; resuming is bit-identical."""
+def test_each_token_counts_the_same(
+    world: int, zero: dict[str, Any], ranks: Ranks, tmp_path: Path
+) -> None:
+    """Losses are those of plain torch that takes the mean over all words of a step; resuming is
+    bit-identical.
+    """
     found = ranks(world, trained, zero, str(tmp_path))
     model = Words()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     for step in range(4):
-        words = [w for rank in found for batch in rank["words"][2 * step : 2 * step + 2] for w in batch]
+        words = [
+            w for rank in found for batch in rank["words"][2 * step : 2 * step + 2] for w in batch
+        ]
         loss = model(torch.tensor([words]))
         assert all(abs(rank["losses"][step] - loss.item()) < 1e-12 for rank in found)
         optimizer.zero_grad()
@@ -139,7 +207,9 @@ def test_each_token_counts_the_same(world: int, zero: dict[str, Any], ranks: Ran
 
 
 def staged(folder: str) -> dict[str, Any]:
-    """On a stage of three: losses without and with a checkpoint in between, and what the loader has given here."""
+    """On a stage of three: losses without and with a checkpoint in between, and what the loader has
+    given here.
+    """
     from ds_pipeline import PipelineModule
 
     def begin() -> ds_core.Engine:
@@ -153,7 +223,9 @@ def staged(folder: str) -> dict[str, Any]:
             "pipeline": {},
         }
         model = PipelineModule(layers, num_stages=3, loss_fn=weighted, partition_method="uniform")
-        return ds_core.initialize(model=model, config={**config, **BUDGET}, training_data=texts())[0]
+        return ds_core.initialize(model=model, config={**config, **BUDGET}, training_data=texts())[
+            0
+        ]
 
     engine = begin()
     losses = [engine.train_batch().item()]
@@ -163,7 +235,12 @@ def staged(folder: str) -> dict[str, Any]:
     resumed.load_checkpoint(folder)
     again = resumed.train_batch().item()
     loader: Any = engine.training_dataloader
-    result = {"losses": losses, "again": again, "given": loader.samples_seen, "samples": engine.global_samples}
+    result = {
+        "losses": losses,
+        "again": again,
+        "given": loader.samples_seen,
+        "samples": engine.global_samples,
+    }
     engine.destroy()
     resumed.destroy()
     return result
@@ -186,11 +263,13 @@ def test_the_position_of_another_loader_is_refused(tmp_path: Path) -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}}
     plain, *_ = ds_core.initialize(model=Words(), config=config, training_data=texts())
     plain.save_checkpoint(str(tmp_path))
-    with pytest.raises(CheckpointError, match=r"'batches': 0.* does not fit TokenBudgetLoader.*KeyError: 'done'"):
+    with pytest.raises(
+        CheckpointError, match=r"'batches': 0.* does not fit TokenBudgetLoader.*KeyError: 'done'"
+    ):
         engine.load_checkpoint(str(tmp_path), load_optimizer_states=False)
 
 
-# -- the precision mode ----------------------------------------------------------------------------------------------
+# -- the precision mode ----------------------------------------------------------------------------
 
 
 class TestFloat8(PluginConformance):
@@ -201,23 +280,37 @@ class TestFloat8(PluginConformance):
 
 
 class TestFloat8Mode(PrecisionConformance):
-    config, load, tolerance = {"float8": {"skip": ["5"]}}, ("float8=float8.plugin",), 0.02
-    variants = {"": {}, "stage 2": {"zero_optimization": {"stage": 2}}, "stage 3": {"zero_optimization": {"stage": 3}}}
+    config = {"float8": {"skip": ["5"]}}
+    load = ("float8=float8.plugin",)
+    tolerance = 0.02
+    variants = {
+        "": {},
+        "stage 2": {"zero_optimization": {"stage": 2}},
+        "stage 3": {"zero_optimization": {"stage": 3}},
+    }
 
 
 class TestFloat8OnFp16(PrecisionConformance):
     """On a mode of the core's that scales losses."""
 
     config = {"float8": {}, "fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
-    load, tolerance, gas = ("float8=float8.plugin",), 0.03, (2,)
+    load = ("float8=float8.plugin",)
+    tolerance = 0.03
+    gas = (2,)
     variants = {"stage 2": {"zero_optimization": {"stage": 2}}}
 
 
 def test_layers_are_replaced_and_compute_in_e4m3() -> None:
     from float8.linear import Float8Linear
 
-    config = {"train_batch_size": 1, "plugins": {"load": ["float8=float8.plugin"]}, "float8": {"skip": ["1"]}}
-    engine, *_ = ds_core.initialize(model=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), config=config)
+    config = {
+        "train_batch_size": 1,
+        "plugins": {"load": ["float8=float8.plugin"]},
+        "float8": {"skip": ["1"]},
+    }
+    engine, *_ = ds_core.initialize(
+        model=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), config=config
+    )
     assert [type(m) for m in engine.module] == [Float8Linear, nn.Linear]
     with torch.no_grad():
         engine.module[0].weight.copy_(torch.eye(4)[0].expand(4, 4))
@@ -234,19 +327,26 @@ WRONG = {
         "import dataclasses\n    return dataclasses.replace(base, convert=lambda model: None)",
         "must return the model",
     ),
-    "fails": ("raise ValueError('no such format')", "failed in ds_precision: ValueError: no such format"),
+    "fails": (
+        "raise ValueError('no such format')",
+        "failed in ds_precision: ValueError: no such format",
+    ),
 }
 
 
 @pytest.mark.usefixtures("clean_ds")
 @pytest.mark.parametrize("case", WRONG)
-def test_what_a_mode_does_wrong_is_named(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_mode_does_wrong_is_named(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     body, message = WRONG[case]
     (tmp_path / "odd_mode.py").write_text(f"def ds_precision(config, base):\n    {body}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     sys.modules.pop("odd_mode", None)
     with pytest.raises(PluginError, match=f"odd_mode.*{message}"):
-        ds_core.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1, "plugins": {"load": ["odd_mode"]}})
+        ds_core.initialize(
+            model=nn.Linear(2, 2), config={"train_batch_size": 1, "plugins": {"load": ["odd_mode"]}}
+        )
 
 
 @pytest.mark.usefixtures("clean_ds")
@@ -255,7 +355,8 @@ def test_what_is_no_loader_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.syspath_prepend(str(tmp_path))
     config = {"train_batch_size": 1, "plugins": {"load": ["odd_loader"]}}
     with pytest.raises(
-        PluginError, match=r"odd_loader.* with __iter__, state_dict, load_state_dict or None, not a list"
+        PluginError,
+        match=r"odd_loader.* with __iter__, state_dict, load_state_dict or None, not a list",
     ):
         ds_core.initialize(model=nn.Linear(2, 2), config=config, training_data=[1])
 
@@ -271,7 +372,10 @@ def unequal(folder: str) -> str:
     (own / "unequal_mode.py").write_text(body)
     sys.path.insert(0, str(own))
     try:
-        ds_core.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 2, "plugins": {"load": ["unequal_mode"]}})
+        ds_core.initialize(
+            model=nn.Linear(2, 2),
+            config={"train_batch_size": 2, "plugins": {"load": ["unequal_mode"]}},
+        )
     except RankMismatchError as error:
         return str(error)
     finally:

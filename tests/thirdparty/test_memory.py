@@ -37,7 +37,14 @@ class TestSliced(MemoryConformance):
 
 def test_two_answers_are_an_error_that_names_both() -> None:
     chosen = compose({"zero_optimization": {"stage": 1}, "plugins": {"load": ["sliced_states"]}})
-    arguments = {"config": chosen.config, "plugins": chosen.plugins, "module": nn.Linear(2, 2), "world": 1}
-    with pytest.raises(PluginError, match=r"ds_memory is answered by .*; only one can drive") as caught:
+    arguments = {
+        "config": chosen.config,
+        "plugins": chosen.plugins,
+        "module": nn.Linear(2, 2),
+        "world": 1,
+    }
+    with pytest.raises(
+        PluginError, match=r"ds_memory is answered by .*; only one can drive"
+    ) as caught:
         chosen.plugins.driver("ds_memory", **arguments)
     assert "sliced_states" in str(caught.value) and "ds-zero" in str(caught.value)

@@ -43,7 +43,9 @@ def test_it_serves_where_the_config_names_it() -> None:
     (plain, none), _ = run_ranks(2, train, "torch")
     assert len(calls) == 3 and not none
     assert named == plain
-    with pytest.raises(ConfigError, match="no collective is called 'quick'; installed: .*ordered.*torch"):
+    with pytest.raises(
+        ConfigError, match="no collective is called 'quick'; installed: .*ordered.*torch"
+    ):
         train("quick")
 
 

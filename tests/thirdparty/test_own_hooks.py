@@ -1,4 +1,6 @@
-"""A stranger's kit defines a hook, and a stranger's plugin implements it: no line of ds_core's knows of either."""
+"""A stranger's kit defines a hook, and a stranger's plugin implements it: no line of ds_core's
+knows of either.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ RAIN = "def ds_weather(ctx, hour): return [f'rain at {hour} on rank {ctx.rank}']
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_ds: None) -> Iterator[Install]:
-    """Put a distribution that names hooks beside modules of a name and a text each, as pip would."""
+    """Put a distribution that names hooks beside modules of a name and a text each, as pip
+    would."""
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(sys.modules)
 
@@ -47,15 +50,20 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_ds: None) -> 
 
 
 def install_kit(install: Install, tmp_path: Path) -> None:
-    shutil.copytree(HERE / "weather", tmp_path / "weather", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        HERE / "weather", tmp_path / "weather", ignore=shutil.ignore_patterns("__pycache__")
+    )
     install("weather", "ds_weather = weather.hookspecs")
 
 
-def test_a_kit_with_a_hook_of_its_own_and_a_plugin_that_has_it(install: Install, tmp_path: Path) -> None:
+def test_a_kit_with_a_hook_of_its_own_and_a_plugin_that_has_it(
+    install: Install, tmp_path: Path
+) -> None:
     install_kit(install, tmp_path)
     install(sees_rain=RAIN)
     Plugins(PluginSettings(), [])
-    assert "weather.hookspecs" not in sys.modules  # nothing of a kit is imported before a plugin has its hook
+    # nothing of a kit is imported before a plugin has its hook
+    assert "weather.hookspecs" not in sys.modules
     engine, *_ = ds_core.initialize(model=nn.Linear(1, 1), config=CONFIG)
     from weather.kit import forecasts  # type: ignore[import-not-found]
 
@@ -71,7 +79,9 @@ def test_a_kit_with_a_hook_of_its_own_and_a_plugin_that_has_it(install: Install,
         ("async def ds_weather(ctx): return []", "ds_weather with async def"),
     ],
 )
-def test_a_kits_hook_is_checked_as_the_cores(install: Install, tmp_path: Path, plugin: str, said: str) -> None:
+def test_a_kits_hook_is_checked_as_the_cores(
+    install: Install, tmp_path: Path, plugin: str, said: str
+) -> None:
     install_kit(install, tmp_path)
     install(sees_rain=plugin)
     with pytest.raises(PluginError, match=f"sees_rain.*{said}"):
@@ -100,7 +110,10 @@ def test_without_the_kit_only_an_optional_hook_is_passed_over(install: Install) 
 @pytest.mark.parametrize(
     ("hooks", "said"),
     [
-        ("ds_weather = nowhere.at_all", "'ds_weather'.*cannot specify ds_weather: ModuleNotFoundError"),
+        (
+            "ds_weather = nowhere.at_all",
+            "'ds_weather'.*cannot specify ds_weather: ModuleNotFoundError",
+        ),
         ("ds_weather = json", "cannot specify ds_weather: AttributeError"),
         ("ds_weather = unmarked", "not marked by ds_core.entries.gives"),
     ],
@@ -112,8 +125,14 @@ def test_a_kit_that_defines_no_hook(install: Install, hooks: str, said: str) -> 
     Plugins(PluginSettings(), [])  # nobody else is concerned
 
 
-def test_names_that_are_no_hooks_are_left_out(install: Install, caplog: pytest.LogCaptureFixture) -> None:
-    install("odd", "ds_close = weather.hookspecs\nweather = weather.hookspecs", sees_rain="def ds_close(): ...")
+def test_names_that_are_no_hooks_are_left_out(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(
+        "odd",
+        "ds_close = weather.hookspecs\nweather = weather.hookspecs",
+        sees_rain="def ds_close(): ...",
+    )
     Plugins(PluginSettings(load=["sees_rain"]), [])
     assert "ds_weather" not in HOOKS
     assert "hook 'ds_close' (odd 1.0, module weather.hookspecs) is left out" in caplog.text
@@ -123,5 +142,7 @@ def test_two_kits_with_one_hook_are_named(install: Install, tmp_path: Path) -> N
     install_kit(install, tmp_path)
     install("other", "ds_weather = weather.hookspecs", sees_rain=RAIN)
     assert "ds_weather" not in offers()  # nobody else is concerned
-    with pytest.raises(PluginError, match=r"sees_rain.*\(other 1.0.* is defined by 'ds_weather' \(weather 1.0"):
+    with pytest.raises(
+        PluginError, match=r"sees_rain.*\(other 1.0.* is defined by 'ds_weather' \(weather 1.0"
+    ):
         Plugins(PluginSettings(load=["sees_rain"]), [])

@@ -1,4 +1,6 @@
-"""A plugin of somebody else's says which of its keys are worth a trial, and ds-autotuning tries them."""
+"""A plugin of somebody else's says which of its keys are worth a trial, and ds-autotuning tries
+them.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,21 @@ class Deeper(Section):
     """A section in the section."""
 
     early: bool = option(
-        False, "Send early.", json_schema_extra={"x-ds-tune": {"values": [True], "stages": [1, 2], "needs": "pipeline"}}
+        False,
+        "Send early.",
+        json_schema_extra={"x-ds-tune": {"values": [True], "stages": [1, 2], "needs": "pipeline"}},
     )
 
 
 class Pipes(Section):
     """The section ``acme_pipes``."""
 
-    lanes: int = option(1, "Messages under way at a time.", json_schema_extra={"x-ds-tune": [1, 2, 4]})
-    ranks: int = option(1, "Ranks that share a lane.", json_schema_extra={"x-ds-tune": "divides_world"})
+    lanes: int = option(
+        1, "Messages under way at a time.", json_schema_extra={"x-ds-tune": [1, 2, 4]}
+    )
+    ranks: int = option(
+        1, "Ranks that share a lane.", json_schema_extra={"x-ds-tune": "divides_world"}
+    )
     other: int = option(3, "Not worth a trial.")
     deeper: Deeper = option(Deeper(), "More.")
 

@@ -1,4 +1,6 @@
-"""Three steps by the config named on the command line; prints what came out as one JSON line (no test)."""
+"""Three steps by the config named on the command line; prints what came out as one JSON line (no
+test).
+"""
 
 from __future__ import annotations
 

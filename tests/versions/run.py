@@ -1,9 +1,10 @@
-"""``make test-versions``: install the wheels on each supported version as a user would, train, write down the result.
+"""``make test-versions``: install the wheels on each supported version as a user would, train,
+write down the result.
 
-One version at a time: a virtual environment of its own, that python, that torch from the registry, the wheels of
-``ds-core[standard]`` and ds-testing with what they declare. With "lowest", everything else that our wheels declare is
-installed at its lower bound, too. The environment is deleted afterwards: a CUDA build of torch takes 6 GB. The rows of
-docs/versions.md are written.
+One version at a time: a virtual environment of its own, that python, that torch from the registry,
+the wheels of ``ds-core[standard]`` and ds-testing with what they declare. With "lowest", everything
+else that our wheels declare is installed at its lower bound, too. The environment is deleted
+afterwards: a CUDA build of torch takes 6 GB. The rows of docs/versions.md are written.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ from packaging.version import Version
 
 HERE = Path(__file__).parent
 PAGE = ROOT / "docs" / "versions.md"
-VERSIONS = (("3.10", "2.6.0", "lowest"), ("3.11", "2.13.0", ""), ("3.12", "2.13.0", ""), ("3.13", "2.14.1", ""))
+VERSIONS = (
+    ("3.10", "2.6.0", "lowest"),
+    ("3.11", "2.13.0", ""),
+    ("3.12", "2.13.0", ""),
+    ("3.13", "2.14.1", ""),
+)
 """(python, torch, "lowest" for the lower bounds of the rest)"""
 
 LIGHT = """
@@ -65,13 +71,21 @@ def find_python(version: str) -> str:
     """The interpreter of this version, on the PATH or pyenv's."""
     pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
     for found in (shutil.which(f"python{version}"), *map(str, pyenv)):
-        if found and subprocess.run([found, "-V"], capture_output=True, check=False).returncode == 0:
+        if (
+            found
+            and subprocess.run([found, "-V"], capture_output=True, check=False).returncode == 0
+        ):
             return found
-    raise SystemExit(f"there is no python{version}: install it (pyenv install {version}) or leave it out with --only")
+    raise SystemExit(
+        f"there is no python{version}: install it (pyenv install {version}) or leave it out with "
+        "--only"
+    )
 
 
 def lower_bounds(file: Path) -> Path:
-    """A constraints file: the lower bound of everything that a distribution of ours declares, but torch."""
+    """A constraints file: the lower bound of everything that a distribution of ours declares, but
+    torch.
+    """
     texts = [(folder / "pyproject.toml").read_text() for folder in (ROOT, *DISTRIBUTIONS)]
     found = re.findall(r'"([A-Za-z][\w-]*)(?:\[\w+\])?>=([\d.]+)', "\n".join(texts))
     highest: dict[str, str] = {}
@@ -90,13 +104,17 @@ def install(place: Path, wheels: Path, python: str, torch: str, lowest: str) -> 
     pip = [here, "-m", "pip", "install", "-q", "--no-cache-dir"]
     run([*pip, f"torch=={torch}"], timeout=1200)
     bounds = ["-c", str(lower_bounds(place / "bounds.txt"))] if lowest else []
-    run([*pip, "--find-links", str(wheels), *bounds, "ds-core[standard]", "ds-testing"], timeout=600)
+    run(
+        [*pip, "--find-links", str(wheels), *bounds, "ds-core[standard]", "ds-testing"], timeout=600
+    )
     run([here, "-m", "pip", "check"])
     return here
 
 
 def try_out(python: str, place: Path) -> dict[str, Any]:
-    """Declarations without torch, every module, the accelerator kit, commands, training on one and two processes."""
+    """Declarations without torch, every module, the accelerator kit, commands, training on one and
+    two processes.
+    """
     gpt = ROOT / "examples" / "gpt"
     for file in (HERE / "train.py", gpt / "model.py", gpt / "ds_config.json"):
         shutil.copy(file, place)
@@ -109,7 +127,12 @@ def try_out(python: str, place: Path) -> dict[str, Any]:
     kit = run([python, "-m", "pytest", *options, "test_kit.py"], cwd=place, env=env)
     seen["kit"] = re.findall(r"(\d+) passed", kit)[-1]
     dscore = str(Path(python).with_name("dscore"))
-    for words in ("plugins", "doctor", "config schema", "plan --world 64 --params 7B --device-memory 80GB"):
+    for words in (
+        "plugins",
+        "doctor",
+        "config schema",
+        "plan --world 64 --params 7B --device-memory 80GB",
+    ):
         run([dscore, *words.split()], cwd=place, env=env)
     for nproc in (1, 2):
         out = place / f"out{nproc}"
@@ -121,35 +144,50 @@ def try_out(python: str, place: Path) -> dict[str, Any]:
 
 
 def judge(seen: dict[str, Any]) -> list[float]:
-    """The losses of the run, if every stage on one and on two processes has the same and the monitor wrote them."""
+    """The losses of the run, if every stage on one and on two processes has the same and the
+    monitor wrote them.
+    """
     (reference, *_) = seen["1 processes"]["losses"].values()
     for nproc in (1, 2):
         run_ = seen[f"{nproc} processes"]
         for stage, losses in run_["losses"].items():
-            assert close(losses, reference, 1e-4), f"stage {stage}, {nproc} processes: {losses}, not {reference}"
-        written = [float(value) for _, value in run_["csv"]]  # rank 0's loss, of all stages one after the other
+            assert close(losses, reference, 1e-4), (
+                f"stage {stage}, {nproc} processes: {losses}, not {reference}"
+            )
+        # rank 0's loss, of all stages one after the other
+        written = [float(value) for _, value in run_["csv"]]
         assert len(written) == 4 * len(reference), written
-        assert nproc == 2 or close(written[-len(reference) :], losses, 1e-6), f"{written}, not {losses}"
+        assert nproc == 2 or close(written[-len(reference) :], losses, 1e-6), (
+            f"{written}, not {losses}"
+        )
     return list(reference)
 
 
 def close(a: list[float], b: list[float], tolerance: float) -> bool:
-    return len(a) == len(b) and all(abs(x - y) <= tolerance * abs(y) for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(
+        abs(x - y) <= tolerance * abs(y) for x, y in zip(a, b, strict=True)
+    )
 
 
-def write_row(python: str, torch: str, lowest: str, seen: dict[str, Any], losses: list[float]) -> None:
+def write_row(
+    python: str, torch: str, lowest: str, seen: dict[str, Any], losses: list[float]
+) -> None:
     """Put the row of this version into the table of docs/versions.md, in place of an older one."""
     text = PAGE.read_text()
     rest = "lower bounds" if lowest else "newest"
     found = seen["1 processes"]
     shown = ", ".join(f"{loss:.5f}" for loss in losses)
     row = (
-        f"| {python} | {torch} | {found['python']} | {found['torch']} | {rest} | {datetime.date.today()} | "
+        f"| {python} | {torch} | {found['python']} | {found['torch']} | {rest} | "
+        f"{datetime.date.today()} | "
         f"{seen['modules']} modules, {seen['kit']} checks | {shown} |"
     )
-    begin, end = text.index("<!-- rows -->\n") + len("<!-- rows -->\n"), text.index("<!-- /rows -->")
+    begin = text.index("<!-- rows -->\n") + len("<!-- rows -->\n")
+    end = text.index("<!-- /rows -->")
     head, rule, *rows = text[begin:end].strip().splitlines()
-    rows = sorted([r for r in rows if not r.startswith(f"| {python} | {torch} |")] + [row], key=_order)
+    rows = sorted(
+        [r for r in rows if not r.startswith(f"| {python} | {torch} |")] + [row], key=_order
+    )
     PAGE.write_text(text[:begin] + "\n".join([head, rule, *rows]) + "\n" + text[end:])
 
 
@@ -158,7 +196,9 @@ def _order(row: str) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", help="one version of Python, as 3.12")
     parser.add_argument("--python", help="an interpreter that has everything already; with --only")
     args = parser.parse_args()
@@ -174,7 +214,9 @@ def main() -> None:
             seen = try_out(args.python or install(place, wheels, python, torch, lowest), place)
             losses = judge(seen)
             reference = reference or losses
-            assert close(losses, reference, 1e-5), f"python {python}, torch {torch}: {losses}, others {reference}"
+            assert close(losses, reference, 1e-5), (
+                f"python {python}, torch {torch}: {losses}, others {reference}"
+            )
             write_row(python, torch, lowest, seen, losses)
             print(f"python {python}, torch {torch}: {losses}", flush=True)
             shutil.rmtree(place)

@@ -28,4 +28,7 @@ def test_declared_is_what_was_run() -> None:
 def test_every_version_of_the_target_has_a_row() -> None:
     text = (ROOT / "tests" / "versions" / "run.py").read_text()
     assert re.findall(r'\("(3\.\d+)", "([\d.]+)", ', text) == RUN
-    assert ("3.11", re.findall(r"^TORCH := torch==(.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)[0]) in RUN
+    assert (
+        "3.11",
+        re.findall(r"^TORCH := torch==(.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)[0],
+    ) in RUN

@@ -1,4 +1,5 @@
-"""What is run on each version: the quickstart's model and config in small, ZeRO 0 to 3, each stopped and resumed.
+"""What is run on each version: the quickstart's model and config in small, ZeRO 0 to 3, each
+stopped and resumed.
 
 `dscore run --nproc N train.py CONFIG OUT`; rank 0 leaves ``OUT/seen.json``.
 """
@@ -18,7 +19,9 @@ from torch.utils.data import Dataset
 
 import ds_core
 
-CONTEXT, WIDTH, STEPS = 16, 32, 6
+CONTEXT = 16
+WIDTH = 32
+STEPS = 6
 OUT = Path(sys.argv[2])
 
 
@@ -59,8 +62,14 @@ def train(config: dict[str, Any], folder: Path, steps: int) -> list[float]:
 
 def main() -> None:
     base = json.loads(Path(sys.argv[1]).read_text())
-    base |= {"train_batch_size": 16, "csv_monitor": {"enabled": True, "output_path": str(OUT), "job_name": "csv"}}
-    base["scheduler"] = {"type": "WarmupCosineLR", "params": {"total_num_steps": STEPS, "warmup_num_steps": 1}}
+    base |= {
+        "train_batch_size": 16,
+        "csv_monitor": {"enabled": True, "output_path": str(OUT), "job_name": "csv"},
+    }
+    base["scheduler"] = {
+        "type": "WarmupCosineLR",
+        "params": {"total_num_steps": STEPS, "warmup_num_steps": 1},
+    }
     del base["tensorboard"]
     losses = {}
     for stage in range(4):
@@ -71,7 +80,12 @@ def main() -> None:
     if ds_core.comm.rank() == 0:
         with (OUT / "csv" / "Train_Samples_train_loss.csv").open() as file:
             rows = list(csv.reader(file))[1:]
-        seen = {"python": sys.version.split()[0], "torch": torch.__version__, "losses": losses, "csv": rows}
+        seen = {
+            "python": sys.version.split()[0],
+            "torch": torch.__version__,
+            "losses": losses,
+            "csv": rows,
+        }
         (OUT / "seen.json").write_text(json.dumps(seen))
 
 

@@ -1,4 +1,5 @@
-"""docs/tutorials/add-a-plugin.md does what it shows: its commands in order, from wheels, in an empty environment.
+"""docs/tutorials/add-a-plugin.md does what it shows: its commands in order, from wheels, in an
+empty environment.
 
 ``python tests/wheels/test_newcomer.py`` runs it and writes the files and the output into the page.
 """
@@ -19,19 +20,26 @@ from pages import DOCS, blocks
 PAGE = DOCS / "tutorials" / "add-a-plugin.md"
 CONSOLE = re.compile(r"```console\n(.*?)```", re.DOTALL)
 FILE = re.compile(r"<!-- file (\S+) -->\n.*?<!-- /file -->", re.DOTALL)
-HAVE = re.compile(r"(?!__editable__|_editable|ds_|ds-|pip|__pycache__|distutils|_distutils)(?!.*\.pth$)")
-"""What of this environment's packages a new one is shown: torch and other foundations, and nothing of ours."""
+HAVE = re.compile(
+    r"(?!__editable__|_editable|ds_|ds-|pip|__pycache__|distutils|_distutils)(?!.*\.pth$)"
+)
+"""What of this environment's packages a new one is shown: torch and other foundations, and nothing
+of ours.
+"""
 
 
 def show_foundations(folder: Path) -> None:
     """What pip would bring from an index, which tests do not reach."""
-    here, found = Path(pytest.__file__).parents[1], folder / "found"
+    here = Path(pytest.__file__).parents[1]
+    found = folder / "found"
     found.mkdir()
     for path in filter(lambda p: HAVE.match(p.name), here.iterdir()):
         (found / path.name).symlink_to(path)
     (site,) = (folder / "env" / "lib").glob("python3*/site-packages")
     for path in (
-        p for p in site.iterdir() if p.name.startswith(("setuptools", "pkg_resources", "distutils", "_distu"))
+        p
+        for p in site.iterdir()
+        if p.name.startswith(("setuptools", "pkg_resources", "distutils", "_distu"))
     ):
         path.rename(folder / f"old_{path.name}")  # an older one of venv's
     (site / "found.pth").write_text(f"{found}\n")
@@ -41,7 +49,11 @@ def played(folder: Path) -> str:
     """The page with the files and the output that its commands make in `folder`."""
     build_wheels([ROOT, *DISTRIBUTIONS], folder / "dist")
     (folder / "wrong.json").write_text(next(b.text for b in blocks(PAGE) if "patients" in b.text))
-    settings = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    settings = {
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }
     env = clean_environment(HOME=str(folder), **settings)
 
     def play(found: re.Match[str]) -> str:
@@ -57,27 +69,36 @@ def played(folder: Path) -> str:
     def show(found: re.Match[str]) -> str:
         text = (folder / found[1]).read_text()
         language = {".py": "python", ".json": "json"}[Path(found[1]).suffix]
-        note = " no-check: the section is of the new plugin" if language == "json" else " no-run: it is installed above"
+        note = (
+            " no-check: the section is of the new plugin"
+            if language == "json"
+            else " no-run: it is installed above"
+        )
         return f"<!-- file {found[1]} -->\n```{language}{note}\n{text}```\n<!-- /file -->"
 
     return FILE.sub(show, CONSOLE.sub(play, PAGE.read_text("utf-8")))
 
 
 def masked(text: str) -> str:
-    """`text` without numbers, which other processors round otherwise, and without the progress of pytest."""
+    """`text` without numbers, which other processors round otherwise, and without the progress of
+    pytest.
+    """
     return re.sub(r"\d+(\.\d+)*", "#", re.sub(r"^\.+ +\[.*\]$", "", text, flags=re.MULTILINE))
 
 
 @pytest.mark.slow
 def test_the_tutorial_is_what_it_shows(tmp_path: Path) -> None:
-    assert masked(played(tmp_path)) == masked(PAGE.read_text("utf-8")), "run python tests/wheels/test_newcomer.py"
+    assert masked(played(tmp_path)) == masked(PAGE.read_text("utf-8")), (
+        "run python tests/wheels/test_newcomer.py"
+    )
 
 
 def test_it_takes_five_commands_and_what_it_shows_is_what_is_written() -> None:
     from ds_new.naming import forms_of
     from ds_new.rendering import render
 
-    text, files = PAGE.read_text("utf-8"), render("observer", forms_of("my-stop"))
+    text = PAGE.read_text("utf-8")
+    files = render("observer", forms_of("my-stop"))
     first = CONSOLE.findall(text)[0]
     assert len(re.findall(r"^\$ ", first, re.MULTILINE)) <= 5 and "stopped after" in first
     for shown in FILE.finditer(text):

@@ -1,8 +1,9 @@
-"""Every distribution as a wheel, in an empty virtual environment, with what it declares and nothing else.
+"""Every distribution as a wheel, in an empty virtual environment, with what it declares and nothing
+else.
 
-The foundations (torch, pydantic, ...) are too big to install again: a ``.pth`` file shows a new environment a folder of
-links to those that are declared, as this environment has them, and to nothing of ours. ``make test-wheels`` runs all of
-this; the tests of single distributions are slow.
+The foundations (torch, pydantic, ...) are too big to install again: a ``.pth`` file shows a new
+environment a folder of links to those that are declared, as this environment has them, and to
+nothing of ours. ``make test-wheels`` runs all of this; the tests of single distributions are slow.
 """
 
 from __future__ import annotations
@@ -28,10 +29,23 @@ from packaging.utils import canonicalize_name
 
 HERE = Path(__file__).parent
 NAME = re.compile(r'^name = "(.*)"', re.MULTILINE)
-FOLDERS = {NAME.findall((folder / "pyproject.toml").read_text())[0]: folder for folder in (ROOT, *DISTRIBUTIONS)}
+FOLDERS = {
+    NAME.findall((folder / "pyproject.toml").read_text())[0]: folder
+    for folder in (ROOT, *DISTRIBUTIONS)
+}
 RUN_BY = ("ds_cli", "ds_testing", "typer", "rich", "pytest")
-"""Kits that call a plugin's code by themselves, and what they bring: modules that need them run only where they are."""
-TESTED_WITH = ("ds-testing", "ds-cli", "pytest", "pytest-timeout", "numpy", "hypothesis", "safetensors")
+"""Kits that call a plugin's code by themselves, and what they bring: modules that need them run
+only where they are.
+"""
+TESTED_WITH = (
+    "ds-testing",
+    "ds-cli",
+    "pytest",
+    "pytest-timeout",
+    "numpy",
+    "hypothesis",
+    "safetensors",
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +61,11 @@ def requirements(wheel: Path, extras: Iterable[str] = ()) -> list[Requirement]:
         (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
         rows = email.message_from_bytes(archive.read(name)).get_all("Requires-Dist", [])
     found = map(Requirement, rows)
-    return [r for r in found if r.marker is None or any(r.marker.evaluate({"extra": e}) for e in ("", *extras))]
+    return [
+        r
+        for r in found
+        if r.marker is None or any(r.marker.evaluate({"extra": e}) for e in ("", *extras))
+    ]
 
 
 def optional(wheel: Path) -> set[str]:
@@ -74,7 +92,9 @@ def closure(names: Iterable[str], wheels: dict[str, Path]) -> tuple[list[str], l
             others.append(name)
             for text in metadata.requires(name) or ():
                 inner = Requirement(text)
-                if inner.marker is None or any(inner.marker.evaluate({"extra": e}) for e in ("", *need.extras)):
+                if inner.marker is None or any(
+                    inner.marker.evaluate({"extra": e}) for e in ("", *need.extras)
+                ):
                     todo.append(inner)
     return ours, others
 
@@ -88,7 +108,8 @@ Environment = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def environment(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """``environment(*names)``: the python of an environment with these distributions and what they declare.
+    """``environment(*names)``: the python of an environment with these distributions and what they
+    declare.
 
     resolve: let pip find our own wheels, as users do with ``--find-links``.
     """
@@ -111,9 +132,24 @@ def environment(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
         (site_packages(place / "venv") / "foundations.pth").write_text(f"{foundations}\n")
         python = place / "venv" / "bin" / "python"
         if resolve:
-            pip("install", "--no-compile", "-q", "--find-links", str(wheels["ds-core"].parent), *names, python=python)
+            pip(
+                "install",
+                "--no-compile",
+                "-q",
+                "--find-links",
+                str(wheels["ds-core"].parent),
+                *names,
+                python=python,
+            )
         else:
-            pip("install", "--no-deps", "--no-compile", "-q", *(str(wheels[n]) for n in ours), python=python)
+            pip(
+                "install",
+                "--no-deps",
+                "--no-compile",
+                "-q",
+                *(str(wheels[n]) for n in ours),
+                python=python,
+            )
         return python
 
     return make
@@ -125,17 +161,23 @@ def packages(folder: Path) -> Iterator[Path]:
 
 def variables(home: Path) -> dict[str, str]:
     """The environment's variables; kernels that are built already serve."""
-    found: dict[str, str] = clean_environment(HOME=str(home), DS_CORE_CACHE=str(cache_folder().parent))
+    found: dict[str, str] = clean_environment(
+        HOME=str(home), DS_CORE_CACHE=str(cache_folder().parent)
+    )
     return found
 
 
-def test_a_wheel_of_every_distribution_with_all_its_files(wheels: dict[str, Path], tmp_path: Path) -> None:
+def test_a_wheel_of_every_distribution_with_all_its_files(
+    wheels: dict[str, Path], tmp_path: Path
+) -> None:
     assert sorted(wheels) == sorted(FOLDERS)
     for wheel in wheels.values():
         shutil.unpack_archive(wheel, tmp_path, "zip")
     for package in (p for folder in FOLDERS.values() for p in packages(folder)):
         files = [f.relative_to(package.parent) for f in package.rglob("*") if f.is_file()]
-        assert [str(f) for f in files if "__pycache__" not in f.parts and not (tmp_path / f).exists()] == []
+        assert [
+            str(f) for f in files if "__pycache__" not in f.parts and not (tmp_path / f).exists()
+        ] == []
         assert (tmp_path / package.name / "py.typed").exists()
 
 
@@ -149,7 +191,9 @@ def test_the_extras_name_what_there_is(wheels: dict[str, Path]) -> None:
     assert standard < everything
 
 
-def test_the_core_alone_trains_on_one_and_two_ranks(environment: Environment, tmp_path: Path) -> None:
+def test_the_core_alone_trains_on_one_and_two_ranks(
+    environment: Environment, tmp_path: Path
+) -> None:
     python = environment("ds-core")
     script = tmp_path / "core_only.py"
     shutil.copy(HERE / "core_only.py", script)
@@ -169,10 +213,13 @@ def test_the_core_alone_trains_on_one_and_two_ranks(environment: Environment, tm
 
 
 @pytest.mark.slow
-def test_the_standard_packages_from_a_folder_of_wheels(environment: Environment, tmp_path: Path) -> None:
+def test_the_standard_packages_from_a_folder_of_wheels(
+    environment: Environment, tmp_path: Path
+) -> None:
     python = environment("ds-core[standard]", resolve=True)
     assert "No broken requirements" in pip("check", python=python)
-    empty, out = tmp_path / "empty", tmp_path / "out"
+    empty = tmp_path / "empty"
+    out = tmp_path / "out"
     empty.mkdir()
     out.mkdir()
     script = tmp_path / "scripts" / "train.py"
@@ -184,7 +231,9 @@ def test_the_standard_packages_from_a_folder_of_wheels(environment: Environment,
     seen = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
     home = str(python.parents[1]) + "/"
     assert [f for s in seen for f in s["files"].values() if not f.startswith(home)] == []
-    assert [p for s in seen for p in s["path"] if p.startswith(str(ROOT)) and "site-packages" not in p] == []
+    assert [
+        p for s in seen for p in s["path"] if p.startswith(str(ROOT)) and "site-packages" not in p
+    ] == []
     assert seen[0]["weights"] == seen[1]["weights"]
     assert [s["world_size"] for s in seen] == [2, 2]
     assert [s["steps"] for s in seen] == [24, 24]  # 6 epochs of 64 rows in batches of 16
@@ -212,21 +261,29 @@ for name in json.loads(sys.argv[1]):
 def stand_alone(tests: Path, allowed: set[str]) -> list[Path]:
     """The test files for an environment that has the packages `allowed` of ours, and no other.
 
-    These are the conformance tests of the plugin (``PluginConformance``) and files named ``test_*_alone.py``; where
-    there are none, all files that import no other package of ours.
+    These are the conformance tests of the plugin (``PluginConformance``) and files named
+    ``test_*_alone.py``; where there are none, all files that import no other package of ours.
     """
     pattern = re.compile(r"^\s*(?:from|import) (ds_\w+)", re.MULTILINE)
     imports = {f: set(pattern.findall(f.read_text())) for f in tests.glob("test_*.py")}
-    chosen = [f for f in imports if f.stem.endswith("_alone") or "PluginConformance" in f.read_text()]
+    chosen = [
+        f for f in imports if f.stem.endswith("_alone") or "PluginConformance" in f.read_text()
+    ]
     for file in chosen:
-        assert imports[file] <= allowed, f"{file} imports {imports[file] - allowed}, which is not declared"
+        assert imports[file] <= allowed, (
+            f"{file} imports {imports[file] - allowed}, which is not declared"
+        )
     return sorted(chosen or [f for f in imports if imports[f] <= allowed])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dist", sorted(FOLDERS))
-def test_each_distribution_alone(environment: Environment, wheels: dict[str, Path], dist: str, tmp_path: Path) -> None:
-    """Every module imports with what is declared; with pytest and the kits, the tests that stand alone pass."""
+def test_each_distribution_alone(
+    environment: Environment, wheels: dict[str, Path], dist: str, tmp_path: Path
+) -> None:
+    """Every module imports with what is declared; with pytest and the kits, the tests that stand
+    alone pass.
+    """
     folder = FOLDERS[dist]
     names = []
     for package in packages(folder):
@@ -236,16 +293,31 @@ def test_each_distribution_alone(environment: Environment, wheels: dict[str, Pat
     env = variables(tmp_path)
     names = [n for n in names if not n.endswith("__main__")]
     absent = json.dumps([*RUN_BY, *sorted(optional(wheels[dist]))])
-    run([str(environment(dist)), "-c", IMPORT_ALL, json.dumps(names), absent], cwd=tmp_path, env=env)
+    run(
+        [str(environment(dist)), "-c", IMPORT_ALL, json.dumps(names), absent], cwd=tmp_path, env=env
+    )
 
     if dist == "ds-core":  # its own tests are the tests of this repository
         return
-    allowed = {package.name for name in closure([dist, *TESTED_WITH], wheels)[0] for package in packages(FOLDERS[name])}
+    allowed = {
+        package.name
+        for name in closure([dist, *TESTED_WITH], wheels)[0]
+        for package in packages(FOLDERS[name])
+    }
     files = stand_alone(folder / "tests", allowed)
     assert files, f"{dist} has no test that needs only what it declares; see stand_alone"
     python = environment(dist, *TESTED_WITH)
     shutil.copytree(folder / "tests", tmp_path / "tests")
     shutil.copy(ROOT / "conftest.py", tmp_path)
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+    command = [
+        str(python),
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow and not gpu",
+    ]
     command += ["--import-mode=importlib", *(str(tmp_path / "tests" / f.name) for f in files)]
     run(command, cwd=tmp_path, env=env, timeout=300)

@@ -42,7 +42,9 @@ def main() -> None:
             losses.append(loss.item())
     seen = {
         "files": {
-            name: module.__file__ for name, module in sys.modules.items() if name.startswith("ds_") and "." not in name
+            name: module.__file__
+            for name, module in sys.modules.items()
+            if name.startswith("ds_") and "." not in name
         },
         "path": sys.path,
         "losses": losses,

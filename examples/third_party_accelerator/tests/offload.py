@@ -1,6 +1,8 @@
-"""Activations of blocks in host memory or not: ``dscore run --nproc N offload.py OUT`` leaves ``OUT/rank<n>.json``.
+"""Activations of blocks in host memory or not: ``dscore run --nproc N offload.py OUT`` leaves
+``OUT/rank<n>.json``.
 
-held: bytes of the device at the end of a forward, more than before it. peak: the most until the end of its backward.
+held: bytes of the device at the end of a forward, more than before it. peak: the most until the end
+of its backward.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from torch import Tensor, nn
 
 import ds_core
 
-LAYERS, WIDTH, ROWS = 6, 32, 16384
+LAYERS = 6
+WIDTH = 32
+ROWS = 16384
 
 
 class Block(nn.Module):
@@ -25,7 +29,8 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = x + self.down(torch.relu(self.up(x)))
@@ -41,9 +46,12 @@ def train(stage: int, offload: bool) -> dict[str, Any]:
     if offload:
         config["sequence_parallel"] = {"offload_activations": {"min_bytes": 1024, "in_flight": 1}}
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(LAYERS)), nn.Linear(WIDTH, 1))
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(LAYERS)), nn.Linear(WIDTH, 1)
+    )
     engine = ds_core.initialize(model=model, config=config)[0]
-    accelerator, losses = ds_core.get_accelerator(), []
+    accelerator = ds_core.get_accelerator()
+    losses = []
     for step in range(3):
         random = torch.Generator().manual_seed(step + 10 * engine.global_rank)
         x = torch.randn(ROWS, WIDTH, generator=random).to(engine.device)
@@ -59,7 +67,13 @@ def train(stage: int, offload: bool) -> dict[str, Any]:
         losses.append(loss.item())
         del loss
     weights = {name: weight.cpu().tolist() for name, weight in whole_weights(engine).items()}
-    seen = {"device": str(engine.device), "losses": losses, "weights": weights, "held": held, "peak": peak}
+    seen = {
+        "device": str(engine.device),
+        "losses": losses,
+        "weights": weights,
+        "held": held,
+        "peak": peak,
+    }
     engine.destroy()
     return seen
 

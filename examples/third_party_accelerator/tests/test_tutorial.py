@@ -12,7 +12,9 @@ EXAMPLE = Path(__file__).parents[1]
 
 def test_the_tutorials_code_is_the_examples() -> None:
     shown = [
-        b for b in blocks(ROOT / "docs/tutorials/write-an-accelerator.md") if b.language in ("cpp", "python", "toml")
+        b
+        for b in blocks(ROOT / "docs/tutorials/write-an-accelerator.md")
+        if b.language in ("cpp", "python", "toml")
     ]
     assert len(shown) > 15
     for block in shown:

@@ -1,4 +1,6 @@
-"""The quickstart's model in small under ZeRO-2: ``dscore run --nproc N train.py OUT`` leaves ``OUT/rank<n>.json``."""
+"""The quickstart's model in small under ZeRO-2: ``dscore run --nproc N train.py OUT`` leaves
+``OUT/rank<n>.json``.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ from model import GPT  # noqa: E402
 
 def main() -> None:
     config = json.loads((ROOT / "examples" / "gpt" / "ds_config.json").read_text())
-    config |= {"train_batch_size": 16, "csv_monitor": {"enabled": False}, "tensorboard": {"enabled": False}}
+    config |= {
+        "train_batch_size": 16,
+        "csv_monitor": {"enabled": False},
+        "tensorboard": {"enabled": False},
+    }
     text = (torch.arange(64 * 17) ** 2 // 7 % 256).view(64, 17)
     torch.manual_seed(0)
     model = GPT(context=16, width=32, layers=2)
@@ -30,9 +36,12 @@ def main() -> None:
     engine.load_checkpoint(Path(sys.argv[1], "kept"), missing_ok=True)
     losses = []
     with sdpa_kernel(SDPBackend.MATH):  # on the CPU too, where torch would take another algorithm
-        if engine.global_steps:  # it goes on: with the engine's own loader, which makes batches on the host
+        # it goes on: with the engine's own loader, which makes batches on the host
+        if engine.global_steps:
             losses += [engine.train_batch().item() for _ in range(4)]
-            losses.append(engine.eval_batch(iter([(text[:8, :-1], text[:8, 1:])]), num_micro_batches=1).item())
+            losses.append(
+                engine.eval_batch(iter([(text[:8, :-1], text[:8, 1:])]), num_micro_batches=1).item()
+            )
         else:
             for x, y in loader:
                 loss = engine(x.to(engine.device), y.to(engine.device))
@@ -41,8 +50,16 @@ def main() -> None:
                 losses.append(loss.item())
     engine.save_checkpoint(Path(sys.argv[1], "kept"))
     weights = [p.detach().cpu().flatten()[:8].tolist() for p in model.parameters()]
-    seen = {"device": str(engine.device), "steps": engine.global_steps, "losses": losses, "weights": weights}
-    seen |= {"peak": ds_core.get_accelerator().max_memory_allocated(), "accelerator": ds_core.get_accelerator().name}
+    seen = {
+        "device": str(engine.device),
+        "steps": engine.global_steps,
+        "losses": losses,
+        "weights": weights,
+    }
+    seen |= {
+        "peak": ds_core.get_accelerator().max_memory_allocated(),
+        "accelerator": ds_core.get_accelerator().name,
+    }
     Path(sys.argv[1], f"rank{engine.global_rank}.json").write_text(json.dumps(seen))
     engine.destroy()
 

@@ -1,4 +1,6 @@
-"""The abacus: a device that computes on the host, with memory, streams and random numbers of its own."""
+"""The abacus: a device that computes on the host, with memory, streams and random numbers of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ LIBRARY = Path(__file__).with_name("_library.so")
 
 
 def register() -> None:
-    """Make ``abacus`` a device of torch, with ``torch.abacus`` and the collectives "hostgloo"; once per process."""
+    """Make ``abacus`` a device of torch, with ``torch.abacus`` and the collectives "hostgloo"; once
+    per process.
+    """
     import torch
 
     if getattr(torch, "abacus", None) is not None:

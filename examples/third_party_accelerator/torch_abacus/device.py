@@ -51,7 +51,7 @@ def _index(index: Any = None) -> int:
     return current_device() if found is None else found
 
 
-# -- streams and events --------------------------------------------------------------------------------------------
+# -- streams and events ----------------------------------------------------------------------------
 
 
 def Stream(index: Any = None, priority: int = 0) -> torch.Stream:
@@ -86,7 +86,7 @@ def synchronize(index: Any = None) -> None:
     _library.synchronize(_index(index))
 
 
-# -- memory --------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def memory_allocated(index: Any = None) -> int:
@@ -110,7 +110,7 @@ def mem_get_info(index: Any = None) -> tuple[int, int]:
     return total - memory_allocated(index), total
 
 
-# -- random numbers and dtypes -------------------------------------------------------------------------------------
+# -- random numbers and dtypes ---------------------------------------------------------------------
 
 
 def manual_seed(seed: int) -> None:

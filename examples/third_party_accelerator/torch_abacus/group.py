@@ -1,4 +1,7 @@
-"""Collectives of abacus tensors: gloo's, on copies in the host's memory. The backend is called "hostgloo"."""
+"""Collectives of abacus tensors: gloo's, on copies in the host's memory.
+
+The backend is called "hostgloo".
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ class Copied(dist.Work):
 
     def __init__(self, works: Sequence[Any], finish: Callable[[], None]) -> None:
         super().__init__()
-        self._works, self._finish = works, finish
+        self._works = works
+        self._finish = finish
         self._done = False
 
     def wait(self, timeout: Any = None) -> bool:
@@ -47,7 +51,9 @@ class HostGroup(dist.ProcessGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._register_backend(torch.device("abacus"), dist.ProcessGroup.BackendType.CUSTOM, self._gloo)
+        self._register_backend(
+            torch.device("abacus"), dist.ProcessGroup.BackendType.CUSTOM, self._gloo
+        )
 
     def getBackendName(self) -> str:
         """As it was registered."""
@@ -68,7 +74,9 @@ class HostGroup(dist.ProcessGroup):
         hosts = [t.cpu() for t in tensors]
         return _after([self._gloo.broadcast(hosts, opts)], tensors, hosts)
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
         """One tensor per rank."""
         hosts = [torch.empty_like(t, device="cpu") for t in outputs[0]]
         return _after([self._gloo.allgather([hosts], [inputs[0].cpu()])], outputs[0], hosts)
@@ -114,7 +122,9 @@ class HostGroup(dist.ProcessGroup):
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", torch.float32 if tensor.dtype in _NARROW else tensor.dtype, copy=True)
+    return tensor.detach().to(
+        "cpu", torch.float32 if tensor.dtype in _NARROW else tensor.dtype, copy=True
+    )
 
 
 def _after(works: Sequence[Any], tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> Copied:

@@ -15,7 +15,8 @@ __all__ = ["CometMonitor"]
 
 
 class CometMonitor:
-    """Logs to an experiment as the section says; a value of a metric at most every ``samples_log_interval`` samples.
+    """Logs to an experiment as the section says; a value of a metric at most every
+    ``samples_log_interval`` samples.
 
     config: recorded with the experiment; it must hold no secrets.
     """
@@ -25,12 +26,14 @@ class CometMonitor:
     def __init__(self, section: CometConfig, config: Mapping[str, Any]) -> None:
         import comet_ml
 
-        self._every, self._last = section.samples_log_interval, dict[str, int]()
+        self._every = section.samples_log_interval
+        self._last = dict[str, int]()
         self._secrets = {key for key in (section.api_key, os.environ.get("COMET_API_KEY")) if key}
         name = section.experiment_name or os.environ.get("COMET_EXPERIMENT_NAME")
         with hiding("comet", self._secrets):
             self._experiment: Any = comet_ml.start(
-                api_key=section.api_key if section.online is not False else None,  # an archive needs none
+                # an archive needs none
+                api_key=section.api_key if section.online is not False else None,
                 project=section.project,
                 workspace=section.workspace,
                 experiment_key=section.experiment_key,

@@ -1,4 +1,6 @@
-"""The section ``comet``, and what is said where the package is missing; tests/monitors has tests with the package."""
+"""The section ``comet``, and what is said where the package is missing; tests/monitors has tests
+with the package.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from ds_core.errors import PluginError
 
 
 class TestPlugin(PluginConformance):
-    entry_point, section = "ds_monitor_comet.plugin", "comet"
+    entry_point = "ds_monitor_comet.plugin"
+    section = "comet"
     good_config: ClassVar[Any] = {
         "enabled": True,
         "experiment_key": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
@@ -58,6 +61,10 @@ def test_a_missing_package_matters_only_when_enabled(monkeypatch: pytest.MonkeyP
         assert list(ds_check(context(off).config)) == [] and list(ds_monitors(context(off))) == []
     on = context(CometConfig(enabled=True))
     (problem,) = ds_check(on.config)
-    assert str(problem) == "comet.enabled: the package comet_ml is not installed; pip install comet_ml"
-    with pytest.raises(PluginError, match="section comet is enabled, but the package comet_ml cannot be imported"):
+    assert (
+        str(problem) == "comet.enabled: the package comet_ml is not installed; pip install comet_ml"
+    )
+    with pytest.raises(
+        PluginError, match="section comet is enabled, but the package comet_ml cannot be imported"
+    ):
         ds_monitors(on)

@@ -1,7 +1,8 @@
 """The files of a CSV monitor: what they are called, and appending whole rows to them.
 
-[Note: opened per flush] Rows wait in memory and each flush opens, appends and closes. Training may log thousands
-of metrics, and a file kept open for each would use up the process's descriptors; once per flush costs little.
+[Note: opened per flush] Rows wait in memory and each flush opens, appends and closes. Training may
+log thousands of metrics, and a file kept open for each would use up the process's descriptors; once
+per flush costs little.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from ds_core.entries import Event
 __all__ = ["CSVFiles", "file_stem", "header"]
 
 UNSAFE = re.compile("[/\\\\\x00-\x1f\x7f\ud800-\udfff]")
-"""Separators, control characters and halves of surrogate pairs: none of them may reach a file name."""
+"""Separators, control characters and halves of surrogate pairs: none of them may reach a file name.
+"""
 FORMULA = ("=", "+", "-", "@")
 MAX_STEM_BYTES = 200
 LONGEST_LINE = 65536
 
 
 def file_stem(name: str) -> str:
-    """The file name of metric `name` without ``.csv``: slashes become underscores, and very long names are cut."""
+    """The file name of metric `name` without ``.csv``: slashes become underscores, and very long
+    names are cut.
+    """
     stem = UNSAFE.sub("_", name) or "_"
     encoded = stem.encode()
     if len(encoded) <= MAX_STEM_BYTES:
@@ -64,7 +68,10 @@ class CSVFiles:
         self.waiting += len(events)
 
     def write(self) -> None:
-        """Append what waits to the files. After an OSError, what could not be written still waits."""
+        """Append what waits to the files.
+
+        After an OSError, what could not be written still waits.
+        """
         for name in list(self._rows):
             path = self._paths.get(name)
             block = "".join(self._rows[name]).encode()
@@ -83,23 +90,31 @@ class CSVFiles:
     def _claim(self, name: str) -> tuple[Path, bool]:
         """The file for `name`, and whether it needs its header.
 
-        Two names can lead to one file name (``a/b`` and ``a_b``). The second gets a suffix made from its name;
-        so it does in a resumed run, since a file whose header is another metric's is not ours to append to.
+        Two names can lead to one file name (``a/b`` and ``a_b``). The second gets a suffix made
+        from its name; so it does in a resumed run, since a file whose header is another metric's is
+        not ours to append to.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         stem = file_stem(name)
         taken = {path for other, path in self._paths.items() if other != name}
-        for path in (self.directory / f"{stem}.csv", self.directory / f"{stem}-{_digest(name)}.csv"):
+        for path in (
+            self.directory / f"{stem}.csv",
+            self.directory / f"{stem}-{_digest(name)}.csv",
+        ):
             size = _usable_size(path, header(name))
             if path not in taken and size is not None:
                 return path, size == 0
-        raise FileExistsError(f"{self.directory / stem}.csv holds another metric than {name!r}; move it away")
+        raise FileExistsError(
+            f"{self.directory / stem}.csv holds another metric than {name!r}; move it away"
+        )
 
 
 def _usable_size(path: Path, first_line: bytes) -> int | None:
-    """How many bytes the file keeps when the metric with that header goes on in it; None when it is another's.
+    """How many bytes the file keeps when the metric with that header goes on in it; None when it is
+    another's.
 
-    An earlier run that was killed, or whose disk was full, may have left half a row at the end; it is cut off.
+    An earlier run that was killed, or whose disk was full, may have left half a row at the end; it
+    is cut off.
     """
     if not path.exists():
         return 0
@@ -115,7 +130,8 @@ def _usable_size(path: Path, first_line: bytes) -> int | None:
 
 
 def _end_of_rows(file: io.BufferedRandom) -> int | None:
-    """The size up to and with the last line end; None when the last line is too long to be a row."""
+    """The size up to and with the last line end; None when the last line is too long to be a
+    row."""
     size = file.seek(0, io.SEEK_END)
     start = file.seek(max(0, size - LONGEST_LINE))
     last = file.read().rfind(b"\n")

@@ -16,7 +16,8 @@ __all__ = ["CSVMonitor"]
 
 
 class CSVMonitor(BufferedMonitor):
-    """Writes ``<directory>/<name with "/" as "_">.csv``: a header, and a row ``step,value`` per event.
+    """Writes ``<directory>/<name with "/" as "_">.csv``: a header, and a row ``step,value`` per
+    event.
 
     directory: made when first needed. flush_events, flush_seconds, clock: see `BufferedMonitor`.
     """

@@ -1,4 +1,6 @@
-"""What this distribution offers to ds_core: the section ``csv_monitor`` and its monitor (torch-free)."""
+"""What this distribution offers to ds_core: the section ``csv_monitor`` and its monitor
+(torch-free).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ def ds_config() -> type[BaseModel]:
 
 
 def ds_monitors(ctx: Context) -> Iterable[Monitor]:
-    """One monitor when ``csv_monitor.enabled``, else none. Touches no file before the first flush."""
+    """One monitor when ``csv_monitor.enabled``, else none.
+
+    Touches no file before the first flush.
+    """
     from ds_monitor_kit import Background
 
     from ds_monitor_csv.config import CSVConfig

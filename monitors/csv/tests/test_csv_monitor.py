@@ -1,4 +1,6 @@
-"""The CSV monitor: what its files hold, when they are written, and what happens when they cannot be."""
+"""The CSV monitor: what its files hold, when they are written, and what happens when they cannot
+be.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +45,14 @@ class TestCSVMonitor(MonitorConformance):
         return UNSAFE.sub("_", name)
 
 
-# -- layout --------------------------------------------------------------------------------------------------------
+# -- layout ----------------------------------------------------------------------------------------
 
 
 def test_the_layout_of_the_documents(tmp_path: Path) -> None:
     monitor = CSVMonitor(tmp_path / "runs" / "job")
-    monitor.write_events([Event("Train/Samples/lr", 6e-05, 32), Event("Train/Samples/train_loss", 2.5, 32)])
+    monitor.write_events(
+        [Event("Train/Samples/lr", 6e-05, 32), Event("Train/Samples/train_loss", 2.5, 32)]
+    )
     monitor.write_events([Event("Train/Samples/lr", 0.00012, 64)])
     monitor.close()
     files = {path.name: path.read_text() for path in (tmp_path / "runs" / "job").iterdir()}
@@ -68,7 +72,18 @@ def test_doubles_are_kept_exactly(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["../../etc/passwd", "/etc/passwd", "..", "", "a\0b", "new\nline", "\udc80", "x" * 300, "é" * 200]
+    "name",
+    [
+        "../../etc/passwd",
+        "/etc/passwd",
+        "..",
+        "",
+        "a\0b",
+        "new\nline",
+        "\udc80",
+        "x" * 300,
+        "é" * 200,
+    ],
 )
 def test_names_stay_in_the_folder(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "a" / "b"
@@ -115,7 +130,7 @@ def test_a_name_is_never_a_formula(tmp_path: Path, name: str) -> None:
     assert rows == [["0", "1.0"], ["1", "1.0"]]
 
 
-# -- resuming ------------------------------------------------------------------------------------------------------
+# -- resuming --------------------------------------------------------------------------------------
 
 
 def test_resuming_appends_under_one_header(tmp_path: Path) -> None:
@@ -159,7 +174,8 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_two_monitors_of_one_folder_share_the_header(tmp_path: Path) -> None:
-    one, two = CSVMonitor(tmp_path), CSVMonitor(tmp_path)
+    one = CSVMonitor(tmp_path)
+    two = CSVMonitor(tmp_path)
     one.write_events([Event("loss", 1.0, 1)])
     two.write_events([Event("loss", 2.0, 2)])
     one.close()
@@ -178,7 +194,7 @@ def test_a_file_that_was_removed_is_begun_again(tmp_path: Path) -> None:
     assert (tmp_path / "job" / "loss.csv").read_text() == "step,loss\n2,2.0\n"
 
 
-# -- writing --------------------------------------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------
 
 
 def test_more_metrics_than_open_files_are_allowed(tmp_path: Path) -> None:
@@ -194,7 +210,7 @@ def test_more_metrics_than_open_files_are_allowed(tmp_path: Path) -> None:
     monitor.close()
 
 
-# -- failing -------------------------------------------------------------------------------------------------------
+# -- failing ---------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_leaves_whole_rows_and_the_rest_waits(tmp_path: Path, full_at: FullAt) -> None:
@@ -215,7 +231,8 @@ def test_a_full_disk_leaves_whole_rows_and_the_rest_waits(tmp_path: Path, full_a
 def test_training_goes_on_when_the_disk_is_full(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, full_at: FullAt
 ) -> None:
-    monitor, other = CSVMonitor(tmp_path / "a", flush_events=4), CSVMonitor(tmp_path / "b")
+    monitor = CSVMonitor(tmp_path / "a", flush_events=4)
+    other = CSVMonitor(tmp_path / "b")
     master = MonitorMaster([monitor, other])
     with caplog.at_level(logging.WARNING), full_at(80):
         for step in range(100):

@@ -28,7 +28,11 @@ def context(section: CSVConfig | None) -> Any:
 
 
 def test_the_defaults_of_the_documents() -> None:
-    assert CSVConfig().model_dump() == {"enabled": False, "output_path": "", "job_name": "DeepSpeedJobName"}
+    assert CSVConfig().model_dump() == {
+        "enabled": False,
+        "output_path": "",
+        "job_name": "DeepSpeedJobName",
+    }
 
 
 @pytest.mark.parametrize("section", [None, CSVConfig(), CSVConfig(enabled=False, output_path="x")])
@@ -36,8 +40,11 @@ def test_no_monitor_unless_enabled(section: CSVConfig | None) -> None:
     assert list(ds_monitors(context(section))) == []
 
 
-def test_an_empty_output_path_is_the_launch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched, later = tmp_path / "launched", tmp_path / "later"
+def test_an_empty_output_path_is_the_launch_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = tmp_path / "launched"
+    later = tmp_path / "later"
     launched.mkdir()
     later.mkdir()
     monkeypatch.chdir(launched)

@@ -1,4 +1,6 @@
-"""What monitors share: a thread that does their work, how to write files, and how to use a service (torch-free)."""
+"""What monitors share: a thread that does their work, how to write files, and how to use a service
+(torch-free).
+"""
 
 from ds_monitor_kit.background import Background
 from ds_monitor_kit.buffered import BufferedMonitor, Buffering, JobFolder, Sink, append_whole

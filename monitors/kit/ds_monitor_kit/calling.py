@@ -1,4 +1,6 @@
-"""How a monitor calls a service: its secrets are not shown, it does not end the program, and a long wait is told."""
+"""How a monitor calls a service: its secrets are not shown, it does not end the program, and a long
+wait is told.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ SHORTEST = 8
 def hiding(section: str, secrets: Collection[str] = ()) -> Iterator[None]:
     """To call a service in: an error whose text, or cause, holds a secret is shown without it.
 
-    secrets: besides what stands in the environment under a secret's name (WANDB_API_KEY, ...). A service that wants to
-    end the program has failed: SystemExit becomes a PluginError.
+    secrets: besides what stands in the environment under a secret's name (WANDB_API_KEY, ...). A
+    service that wants to end the program has failed: SystemExit becomes a PluginError.
     """
     try:
         yield
@@ -35,19 +37,28 @@ def hiding(section: str, secrets: Collection[str] = ()) -> Iterator[None]:
         raise PluginError(f"{section}: {told}; a service must not end a run") from None
     except Exception as error:
         known = {*secrets, *_of_environment()}
-        told, chain = f"{type(error).__name__}: {error}", [error.__cause__, error.__context__]
-        if not any(secret in f"{told} {' '.join(map(repr, chain))}" for secret in known if len(secret) > 2):
+        told = f"{type(error).__name__}: {error}"
+        chain = [error.__cause__, error.__context__]
+        if not any(
+            secret in f"{told} {' '.join(map(repr, chain))}" for secret in known if len(secret) > 2
+        ):
             raise
         raise PluginError(f"{section}: {scrub(told, known)}") from None
 
 
 def _of_environment() -> set[str]:
-    return {value for name, value in os.environ.items() if len(value) >= SHORTEST and is_secret_name(name)}
+    return {
+        value
+        for name, value in os.environ.items()
+        if len(value) >= SHORTEST and is_secret_name(name)
+    }
 
 
 @contextlib.contextmanager
 def telling(name: str, what: str, after: float | None = None) -> Iterator[None]:
-    """One warning where what is done inside takes longer than `after` seconds. what: that, such as "start"."""
+    """One warning where what is done inside takes longer than `after` seconds. what: that, such as
+    "start".
+    """
     after = LONG if after is None else after
     said = f"monitor {name}: its {what} takes longer than {after:g} s, and training waits for it"
     timer = threading.Timer(after, log.warning, (said,))

@@ -1,4 +1,6 @@
-"""What monitors of tracking services share: their package, the config as they record it, and secrets (torch-free)."""
+"""What monitors of tracking services share: their package, the config as they record it, and
+secrets (torch-free).
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,16 @@ if TYPE_CHECKING:
 __all__ = ["check_package", "flat", "rows", "service_monitors"]
 
 
-def check_package(config: RunConfig, section: str, package: str, requirement: str) -> Iterable[Problem]:
-    """For `ds_check`: that `package` is there where `section` is enabled; asked on every rank, so that all stop."""
+def check_package(
+    config: RunConfig, section: str, package: str, requirement: str
+) -> Iterable[Problem]:
+    """For `ds_check`: that `package` is there where `section` is enabled; asked on every rank, so
+    that all stop.
+    """
     if getattr(config.section(section), "enabled", False):
         spec = importlib.util.find_spec(package)
-        if spec is None or spec.origin is None:  # no origin: a folder of that name, such as one for logs
+        # no origin: a folder of that name, such as one for logs
+        if spec is None or spec.origin is None:
             why = f"the package {package} is not installed"
             yield Problem(f"{section}.enabled", why, f"pip install {requirement}")
 
@@ -33,7 +40,8 @@ def service_monitors(
 ) -> list[Monitor]:
     """For `ds_monitors`: one monitor in the background when ``name.enabled``, else none.
 
-    make: imports `package`, and makes the monitor of the section. Raises PluginError where the import fails.
+    make: imports `package`, and makes the monitor of the section. Raises PluginError where the
+    import fails.
     """
     section = ctx.config.section(name)
     if section is None or not getattr(section, "enabled", False):
@@ -43,7 +51,8 @@ def service_monitors(
             return [Background(make(section))]
     except ImportError as error:
         raise PluginError(
-            f"the section {name} is enabled, but the package {package} cannot be imported ({error}); "
+            f"the section {name} is enabled, but the package {package} cannot be imported "
+            f"({error}); "
             f"pip install {requirement}, or set {name}.enabled to false"
         ) from error
 
@@ -61,12 +70,16 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def rows(events: Sequence[Event]) -> Iterator[tuple[int, dict[str, float]]]:
-    """`events` as rows of one step, in order: ``(step, {name: value})``; a name comes once in a row."""
-    step, row = 0, dict[str, float]()
+    """`events` as rows of one step, in order: ``(step, {name: value})``; a name comes once in a
+    row.
+    """
+    step = 0
+    row = dict[str, float]()
     for event in events:
         if row and (event.step != step or event.name in row):
             yield step, row
             row = {}
-        step, row[event.name] = event.step, event.value
+        step = event.step
+        row[event.name] = event.value
     if row:
         yield step, row

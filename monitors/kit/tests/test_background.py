@@ -29,7 +29,8 @@ class Slow:
     def __init__(self) -> None:
         self.events: list[Any] = []
         self.done: list[str] = []
-        self.go, self.entered = threading.Event(), threading.Event()
+        self.go = threading.Event()
+        self.entered = threading.Event()
         self.fails: BaseException | None = None
 
     def write_events(self, events: Sequence[Event]) -> None:
@@ -89,9 +90,12 @@ def test_a_step_does_not_wait_and_order_is_kept() -> None:
 
 def test_a_tensor_may_change_after_it_was_given() -> None:
     slow = Slow()
-    master, loss = MonitorMaster([Background(slow)]), torch.tensor(1.5)
+    master = MonitorMaster([Background(slow)])
+    loss = torch.tensor(1.5)
     master.write_events([("loss", loss, 1)])
-    master.monitors[0].write_events([Event("a", 1.0, 2), Event("b", loss, 2), Event("c", loss.half(), 2)])  # type: ignore[arg-type]
+    master.monitors[0].write_events(
+        [Event("a", 1.0, 2), Event("b", loss, 2), Event("c", loss.half(), 2)]
+    )  # type: ignore[arg-type]
     loss.zero_()
     slow.go.set()
     master.close()
@@ -99,7 +103,8 @@ def test_a_tensor_may_change_after_it_was_given() -> None:
 
 
 def test_a_failure_is_one_warning_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
-    bad, good = Slow(), Slow()
+    bad = Slow()
+    good = Slow()
     bad.fails = OSError("the disk is full")
     bad.go.set()
     good.go.set()
@@ -110,7 +115,8 @@ def test_a_failure_is_one_warning_and_the_others_go_on(caplog: pytest.LogCapture
         master.write_events([("loss", 1.0, step)])
     master.close()
     assert [r.getMessage() for r in caplog.records] == [
-        "monitor slow failed in flush (OSError: the disk is full); it is switched off and training goes on"
+        "monitor slow failed in flush (OSError: the disk is full); it is switched off and training "
+        "goes on"
     ]
     assert bad.done == ["close after 0"] and len(good.events) == 9
 
@@ -181,11 +187,17 @@ assert "torch" not in sys.modules
 """
 
 
-@pytest.mark.parametrize(("how", "said"), [("plain", "written 20\n"), ("fork", "child\nwritten 20\n")])
+@pytest.mark.parametrize(
+    ("how", "said"), [("plain", "written 20\n"), ("fork", "child\nwritten 20\n")]
+)
 def test_the_end_of_a_program_and_a_fork_lose_and_repeat_nothing(how: str, said: str) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run(
-        [sys.executable, "-c", ENDS, how], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", ENDS, how],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
 

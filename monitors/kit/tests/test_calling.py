@@ -1,4 +1,6 @@
-"""What a service may not do: end the program, show a secret, or keep training waiting without a word."""
+"""What a service may not do: end the program, show a secret, or keep training waiting without a
+word.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def test_a_service_that_ends_the_program_is_switched_off(error: BaseException, c
     assert master.monitors == []
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert "switched off and training goes on" in warning
-    assert ("called sys.exit(3)" if isinstance(error, SystemExit) else type(error).__name__) in warning
+    assert (
+        "called sys.exit(3)" if isinstance(error, SystemExit) else type(error).__name__
+    ) in warning
 
 
 def test_one_that_ends_the_program_in_its_end_does_not(caplog: Any) -> None:
@@ -70,13 +74,17 @@ def _monitors(make: Any) -> Any:
     return service_monitors(SimpleNamespace(config=config), "x", "x", "x", make)  # type: ignore[arg-type]
 
 
-def test_a_start_that_fails_shows_no_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_fails_shows_no_secret_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("X_API_KEY", KEY)
 
     def refused(section: Any) -> Any:
         raise ValueError(f"the key {KEY} is of no account")
 
-    with pytest.raises(PluginError, match=r"x: ValueError: the key \*\*\* is of no account") as caught:
+    with pytest.raises(
+        PluginError, match=r"x: ValueError: the key \*\*\* is of no account"
+    ) as caught:
         _monitors(refused)
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
 
@@ -89,7 +97,9 @@ def test_a_start_that_fails_shows_no_secret_of_the_environment(monkeypatch: pyte
         raise KeyError("a")
 
 
-def test_an_error_in_the_thread_shows_no_secret_either(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_an_error_in_the_thread_shows_no_secret_either(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     monkeypatch.setenv("X_API_KEY", KEY)
     slow = Service()
     slow.fails = OSError(f"cannot reach https://x/?key={KEY}")
@@ -99,7 +109,9 @@ def test_an_error_in_the_thread_shows_no_secret_either(monkeypatch: pytest.Monke
     assert KEY not in caplog.text and "cannot reach https://x/?key=***" in caplog.text
 
 
-def test_a_start_and_an_end_that_block_are_told(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_a_start_and_an_end_that_block_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     monkeypatch.setattr("ds_monitor_kit.calling.LONG", 0.05)
 
     class Sleepy(Service):

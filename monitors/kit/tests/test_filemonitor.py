@@ -1,4 +1,6 @@
-"""What monitors that write files share, with the least sink there can be: paths, whole appends, when it writes."""
+"""What monitors that write files share, with the least sink there can be: paths, whole appends,
+when it writes.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,11 @@ def make(directory: Path, **buffering: Any) -> BufferedMonitor:
 
 def read(directory: Path) -> list[Event]:
     path = directory / "events"
-    return [Event(*json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    return (
+        [Event(*json.loads(line)) for line in path.read_text().splitlines()]
+        if path.exists()
+        else []
+    )
 
 
 class Clock:
@@ -77,24 +83,46 @@ class TestBufferedMonitor(MonitorConformance):
         return [tuple(event) for event in read(tmp_path / "job")]
 
 
-# -- the section ---------------------------------------------------------------------------------------------------
+# -- the section -----------------------------------------------------------------------------------
 
 
 def test_the_defaults_of_the_documents() -> None:
-    assert JobFolder().model_dump() == {"enabled": False, "output_path": "", "job_name": "DeepSpeedJobName"}
+    assert JobFolder().model_dump() == {
+        "enabled": False,
+        "output_path": "",
+        "job_name": "DeepSpeedJobName",
+    }
 
 
 @pytest.mark.parametrize(
     "name",
-    ["", ".", "..", "../up", "a/../../b", "/etc", "a//b", "a/", "\\\\host\\share", "..\\up", "C:", "C:x", "a\0b"],
+    [
+        "",
+        ".",
+        "..",
+        "../up",
+        "a/../../b",
+        "/etc",
+        "a//b",
+        "a/",
+        "\\\\host\\share",
+        "..\\up",
+        "C:",
+        "C:x",
+        "a\0b",
+    ],
 )
 def test_a_job_name_stays_inside(name: str) -> None:
-    with pytest.raises(ValidationError, match="must name a folder inside output_path, such as run1 or team/run1"):
+    with pytest.raises(
+        ValidationError, match="must name a folder inside output_path, such as run1 or team/run1"
+    ):
         JobFolder(job_name=name)
 
 
 @pytest.mark.parametrize(
-    "fields", [{"enabled": 1}, {"enabled": "true"}, {"output_path": None}, {"job_name": 3}, {"job": "x"}], ids=repr
+    "fields",
+    [{"enabled": 1}, {"enabled": "true"}, {"output_path": None}, {"job_name": 3}, {"job": "x"}],
+    ids=repr,
 )
 def test_types_and_keys_are_strict(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match=next(iter(fields))):
@@ -107,18 +135,26 @@ def test_a_path_without_nul() -> None:
 
 
 def test_output_path_and_job_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert JobFolder(output_path=str(tmp_path / "out"), job_name="a/b").directory() == tmp_path / "out" / "a" / "b"
+    assert (
+        JobFolder(output_path=str(tmp_path / "out"), job_name="a/b").directory()
+        == tmp_path / "out" / "a" / "b"
+    )
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert JobFolder(output_path="~/runs", job_name="team/run 1").directory() == tmp_path / "runs" / "team" / "run 1"
+    assert (
+        JobFolder(output_path="~/runs", job_name="team/run 1").directory()
+        == tmp_path / "runs" / "team" / "run 1"
+    )
 
 
-def test_an_empty_output_path_is_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_output_path_is_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert JobFolder().directory() == tmp_path / "DeepSpeedJobName"
     assert JobFolder(output_path="runs", job_name="x").directory() == tmp_path / "runs" / "x"
 
 
-# -- appending -----------------------------------------------------------------------------------------------------
+# -- appending -------------------------------------------------------------------------------------
 
 
 def test_appending_makes_the_file_and_goes_on_in_it(tmp_path: Path) -> None:
@@ -143,7 +179,7 @@ def test_appending_where_no_folder_is(tmp_path: Path) -> None:
         append_whole(tmp_path / "missing" / "file", b"1")
 
 
-# -- taking events -------------------------------------------------------------------------------------------------
+# -- taking events ---------------------------------------------------------------------------------
 
 
 def test_numbers_of_other_types_arrive_as_float_and_int(tmp_path: Path) -> None:
@@ -154,7 +190,12 @@ def test_numbers_of_other_types_arrive_as_float_and_int(tmp_path: Path) -> None:
     monitor = BufferedMonitor("lines", sink)
     values = [3, True, torch.tensor(0.5), numpy.float32(0.25)]
     monitor.write_events([Event("x", value, torch.tensor(i)) for i, value in enumerate(values)])  # type: ignore[arg-type]
-    assert sink.lines == ['["x", 3.0, 0]\n', '["x", 1.0, 1]\n', '["x", 0.5, 2]\n', '["x", 0.25, 3]\n']
+    assert sink.lines == [
+        '["x", 3.0, 0]\n',
+        '["x", 1.0, 1]\n',
+        '["x", 0.5, 2]\n',
+        '["x", 0.25, 3]\n',
+    ]
     monitor.close()
 
 
@@ -167,7 +208,7 @@ def test_what_is_no_number_is_named_and_nothing_is_taken(tmp_path: Path, value: 
     assert list(tmp_path.iterdir()) == []
 
 
-# -- buffering -----------------------------------------------------------------------------------------------------
+# -- buffering -------------------------------------------------------------------------------------
 
 
 def test_nothing_is_touched_before_it_is_due(tmp_path: Path) -> None:
@@ -205,7 +246,7 @@ def test_after_close_writing_is_an_error(tmp_path: Path) -> None:
     assert str(caught.value) == f"the monitor lines of {tmp_path} is closed"
 
 
-# -- ending without close ------------------------------------------------------------------------------------------
+# -- ending without close --------------------------------------------------------------------------
 
 SCRIPT = """
 import os, runpy, sys
@@ -242,10 +283,13 @@ def test_a_failure_at_the_end_is_one_warning_with_the_number_lost(
         del monitor
         gc.collect()
     (record,) = caplog.records
-    assert f"monitor lines: 2 events below {tmp_path / 'file' / 'job'} were not written: " in record.getMessage()
+    assert (
+        f"monitor lines: 2 events below {tmp_path / 'file' / 'job'} were not written: "
+        in record.getMessage()
+    )
 
 
-# -- failing -------------------------------------------------------------------------------------------------------
+# -- failing ---------------------------------------------------------------------------------------
 
 
 def test_what_was_not_written_waits_for_the_next_flush(tmp_path: Path, full_at: FullAt) -> None:
@@ -275,7 +319,8 @@ def test_a_monitor_that_cannot_write_is_switched_off_and_the_others_go_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    bad, good = make(tmp_path / "file" / "job", flush_events=4), make(tmp_path / "good")
+    bad = make(tmp_path / "file" / "job", flush_events=4)
+    good = make(tmp_path / "good")
     master = MonitorMaster([bad, good])
     with caplog.at_level(logging.WARNING):
         for step in range(100):

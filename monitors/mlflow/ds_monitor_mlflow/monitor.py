@@ -25,22 +25,31 @@ __all__ = ["MLflowMonitor", "metric_name"]
 PER_CALL = 1000
 """Metrics that MLflow takes in one call; parameters: a tenth."""
 FORBIDDEN = re.compile(r"[^\w\-. :/]", re.ASCII)
-LONGEST_NAME, LONGEST_VALUE = 250, 500
+LONGEST_NAME = 250
+LONGEST_VALUE = 500
 
 
 def metric_name(name: str) -> str:
-    """`name` as MLflow takes it: other characters than its own become ``_``, and it is a path that stays below."""
-    parts = [part if part.strip(".") else part.replace(".", "_") for part in FORBIDDEN.sub("_", name).split("/")]
+    """`name` as MLflow takes it: other characters than its own become ``_``, and it is a path that
+    stays below.
+    """
+    parts = [
+        part if part.strip(".") else part.replace(".", "_")
+        for part in FORBIDDEN.sub("_", name).split("/")
+    ]
     return "/".join(part for part in parts if part)[:LONGEST_NAME] or "_"
 
 
 class MLflowMonitor(BufferedMonitor):
-    """Logs to the active run where the program has started one, else to the run of the section, which it ends.
+    """Logs to the active run where the program has started one, else to the run of the section,
+    which it ends.
 
     config: recorded with a new run; it must hold no secrets. buffering: see `BufferedMonitor`.
     """
 
-    def __init__(self, section: MLflowConfig, config: Mapping[str, Any], **buffering: Unpack[Buffering]) -> None:
+    def __init__(
+        self, section: MLflowConfig, config: Mapping[str, Any], **buffering: Unpack[Buffering]
+    ) -> None:
         self._run = MLflowRun(section, config)
         super().__init__("mlflow", self._run, **buffering)
 
@@ -66,7 +75,9 @@ class MLflowRun:
         with hiding("mlflow", self._secrets), _folders_allowed(uri):
             self._client: Any = MlflowClient(tracking_uri=uri)
             self._owned = active is None
-            self.run_id: str = active.info.run_id if active is not None else self._start(section, config)
+            self.run_id: str = (
+                active.info.run_id if active is not None else self._start(section, config)
+            )
 
     def _start(self, section: MLflowConfig, config: Mapping[str, Any]) -> str:
         if section.run_id is not None:
@@ -76,9 +87,16 @@ class MLflowRun:
 
         name = section.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "deepspeed"
         experiment = self._client.get_experiment_by_name(name)
-        number = experiment.experiment_id if experiment is not None else self._client.create_experiment(name)
+        number = (
+            experiment.experiment_id
+            if experiment is not None
+            else self._client.create_experiment(name)
+        )
         run_id: str = self._client.create_run(number, run_name=section.run_name).info.run_id
-        params = [Param(metric_name(key), str(value)[:LONGEST_VALUE]) for key, value in flat(config).items()]
+        params = [
+            Param(metric_name(key), str(value)[:LONGEST_VALUE])
+            for key, value in flat(config).items()
+        ]
         for start in range(0, len(params), PER_CALL // 10):
             self._client.log_batch(run_id, params=params[start : start + PER_CALL // 10])
         return run_id
@@ -93,14 +111,22 @@ class MLflowRun:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self._waiting += [Metric(self._name(name), value, now, step) for name, value, step in events]
+        self._waiting += [
+            Metric(self._name(name), value, now, step) for name, value, step in events
+        ]
 
     def _name(self, name: str) -> str:
-        """The name in MLflow. Two that would become one, or a file and a folder, keep apart by a suffix."""
+        """The name in MLflow.
+
+        Two that would become one, or a file and a folder, keep apart by a suffix.
+        """
         if (known := self._names.get(name)) is None:
-            known, taken = metric_name(name), self._names.values()
+            known = metric_name(name)
+            taken = self._names.values()
             if any(
-                known == other or f"{known}/".startswith(f"{other}/") or f"{other}/".startswith(f"{known}/")
+                known == other
+                or f"{known}/".startswith(f"{other}/")
+                or f"{other}/".startswith(f"{known}/")
                 for other in taken
             ):
                 known = f"{known.replace('/', '_')}-{zlib.crc32(name.encode(errors='surrogatepass')):08x}"
@@ -108,7 +134,10 @@ class MLflowRun:
         return known
 
     def write(self) -> None:
-        """Log what waits; after a failure the rest still waits. Raises OSError, whatever MLflow raises."""
+        """Log what waits; after a failure the rest still waits.
+
+        Raises OSError, whatever MLflow raises.
+        """
         while self._waiting:
             batch = self._waiting[:PER_CALL]
             try:
@@ -147,7 +176,9 @@ def _path(uri: str) -> str | None:
 
 @contextlib.contextmanager
 def _folders_allowed(uri: str) -> Iterator[None]:
-    """MLflow 3.13 and later open a folder only where this variable says that it is meant; the section says so."""
+    """MLflow 3.13 and later open a folder only where this variable says that it is meant; the
+    section says so.
+    """
     name = "MLFLOW_ALLOW_FILE_STORE"
     if _path(uri) is None or name in os.environ:
         yield

@@ -32,7 +32,10 @@ def ds_check(config: RunConfig) -> Iterable[Problem]:
 
 
 def ds_monitors(ctx: Context) -> Iterable[Monitor]:
-    """One monitor when ``mlflow.enabled``, else none. Raises PluginError when the package cannot be imported."""
+    """One monitor when ``mlflow.enabled``, else none.
+
+    Raises PluginError when the package cannot be imported.
+    """
     from ds_monitor_kit import service_monitors
 
     def make(section: MLflowConfig) -> Monitor:

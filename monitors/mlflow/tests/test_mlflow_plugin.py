@@ -1,4 +1,6 @@
-"""The section ``mlflow``, and what is said where the package is missing; tests/monitors has tests with the package."""
+"""The section ``mlflow``, and what is said where the package is missing; tests/monitors has tests
+with the package.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from ds_core.errors import PluginError
 
 
 class TestPlugin(PluginConformance):
-    entry_point, section = "ds_monitor_mlflow.plugin", "mlflow"
+    entry_point = "ds_monitor_mlflow.plugin"
+    section = "mlflow"
     good_config: ClassVar[Any] = {"enabled": True, "tracking_uri": "runs", "run_id": "x"}
     bad_configs: ClassVar[Any] = [{"enabled": "yes"}, {"uri": "x"}]
 
@@ -42,6 +45,11 @@ def test_a_missing_package_matters_only_when_enabled(monkeypatch: pytest.MonkeyP
         assert list(ds_check(context(off).config)) == [] and list(ds_monitors(context(off))) == []
     on = context(MLflowConfig(enabled=True))
     (problem,) = ds_check(on.config)
-    assert str(problem) == "mlflow.enabled: the package mlflow is not installed; pip install mlflow-skinny"
-    with pytest.raises(PluginError, match="section mlflow is enabled, but the package mlflow cannot be imported"):
+    assert (
+        str(problem)
+        == "mlflow.enabled: the package mlflow is not installed; pip install mlflow-skinny"
+    )
+    with pytest.raises(
+        PluginError, match="section mlflow is enabled, but the package mlflow cannot be imported"
+    ):
         ds_monitors(on)

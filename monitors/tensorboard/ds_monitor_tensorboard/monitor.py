@@ -24,7 +24,8 @@ FILE_VERSION = "brain.Event:2"
 
 
 class TensorBoardMonitor(BufferedMonitor):
-    """Writes scalars to one new event file in `directory` per monitor, under the events' own names, as float32.
+    """Writes scalars to one new event file in `directory` per monitor, under the events' own names,
+    as float32.
 
     directory: made when first needed. flush_events, flush_seconds, clock: see `BufferedMonitor`.
     """
@@ -34,7 +35,9 @@ class TensorBoardMonitor(BufferedMonitor):
 
 
 class EventFile:
-    """Records waiting to be written, and the file in `directory` that they go to; it is made by the first `write`."""
+    """Records waiting to be written, and the file in `directory` that they go to; it is made by the
+    first `write`.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -55,7 +58,9 @@ class EventFile:
         if self._path is None:
             self._path = _new_file(self.directory)
             self._records[:0] = record(
-                event_pb2.Event(wall_time=time.time(), file_version=FILE_VERSION).SerializeToString()
+                event_pb2.Event(
+                    wall_time=time.time(), file_version=FILE_VERSION
+                ).SerializeToString()
             )
         append_whole(self._path, bytes(self._records))
         self.drop()
@@ -68,16 +73,22 @@ class EventFile:
 
 def _encode(event: Event, now: float) -> bytes:
     """One scalar as the message that TensorBoard reads."""
-    tag = event.name.encode(errors="replace").decode()  # a message holds no halves of surrogate pairs
-    summary = summary_pb2.Summary(value=[summary_pb2.Summary.Value(tag=tag, simple_value=event.value)])
-    encoded: bytes = event_pb2.Event(wall_time=now, step=event.step, summary=summary).SerializeToString()
+    # a message holds no halves of surrogate pairs
+    tag = event.name.encode(errors="replace").decode()
+    summary = summary_pb2.Summary(
+        value=[summary_pb2.Summary.Value(tag=tag, simple_value=event.value)]
+    )
+    encoded: bytes = event_pb2.Event(
+        wall_time=now, step=event.step, summary=summary
+    ).SerializeToString()
     return encoded
 
 
 def _new_file(directory: Path) -> Path:
     """A new, empty event file whose name sorts by time, as TensorBoard expects."""
     directory.mkdir(parents=True, exist_ok=True)
-    now, host = int(time.time()), socket.gethostname().replace(os.sep, "_")
+    now = int(time.time())
+    host = socket.gethostname().replace(os.sep, "_")
     index = 0
     while True:
         path = directory / f"events.out.tfevents.{now:010d}.{host}.{os.getpid()}.{index}"

@@ -1,4 +1,6 @@
-"""What this distribution offers to ds_core: the section ``tensorboard`` and its monitor (torch-free)."""
+"""What this distribution offers to ds_core: the section ``tensorboard`` and its monitor
+(torch-free).
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,9 @@ FullAt = Callable[[int], AbstractContextManager[None]]
 
 
 def read(directory: Path) -> list[Row]:
-    """Every scalar below `directory`, through TensorBoard's reader, which checks each record's checksums."""
+    """Every scalar below `directory`, through TensorBoard's reader, which checks each record's
+    checksums.
+    """
     reader = EventAccumulator(str(directory), size_guidance={"scalars": 0})
     reader.Reload()
     return [(tag, e.value, e.step) for tag in reader.Tags()["scalars"] for e in reader.Scalars(tag)]
@@ -41,7 +43,7 @@ class TestTensorBoardMonitor(MonitorConformance):
         return read(tmp_path / "job") if (tmp_path / "job").exists() else []
 
 
-# -- the file ------------------------------------------------------------------------------------------------------
+# -- the file --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("data", [b"", b"\0", b"123456789", bytes(range(256)) * 3])
@@ -50,7 +52,8 @@ def test_checksums_are_tensorboards(data: bytes) -> None:
 
 
 def test_the_checksum_of_the_standard() -> None:
-    assert records.crc32c(b"123456789") == 0xE3069283  # the check value that CRC-32C is published with
+    # the check value that CRC-32C is published with
+    assert records.crc32c(b"123456789") == 0xE3069283
 
 
 def test_the_file_begins_with_its_version(tmp_path: Path) -> None:
@@ -74,7 +77,8 @@ def test_runs_in_one_folder_are_joined(tmp_path: Path) -> None:
 
 
 def test_two_monitors_of_one_process_do_not_share_a_file(tmp_path: Path) -> None:
-    one, two = TensorBoardMonitor(tmp_path), TensorBoardMonitor(tmp_path)
+    one = TensorBoardMonitor(tmp_path)
+    two = TensorBoardMonitor(tmp_path)
     for step in range(3):
         one.write_events([Event("one", 1.0, step)])
         two.write_events([Event("two", 2.0, step)])
@@ -82,12 +86,16 @@ def test_two_monitors_of_one_process_do_not_share_a_file(tmp_path: Path) -> None
         two.flush()
     one.close()
     two.close()
-    assert sorted(read(tmp_path)) == [(n, v, s) for n, v in (("one", 1.0), ("two", 2.0)) for s in range(3)]
+    assert sorted(read(tmp_path)) == [
+        (n, v, s) for n, v in (("one", 1.0), ("two", 2.0)) for s in range(3)
+    ]
 
 
 def test_values_are_kept_as_float32(tmp_path: Path) -> None:
     monitor = TensorBoardMonitor(tmp_path)
-    monitor.write_events([Event("x", value, i) for i, value in enumerate([16777217.0, -1e-46, 1e300])])
+    monitor.write_events(
+        [Event("x", value, i) for i, value in enumerate([16777217.0, -1e-46, 1e300])]
+    )
     monitor.close()
     assert read(tmp_path) == [("x", 16777216.0, 0), ("x", 0.0, 1), ("x", float("inf"), 2)]
 
@@ -99,7 +107,7 @@ def test_a_name_that_is_no_text_does_no_harm(tmp_path: Path) -> None:
     assert sorted(read(tmp_path)) == [("", 2.0, 1), ("?", 1.0, 1)]
 
 
-# -- writing --------------------------------------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------
 
 
 def test_it_starts_no_thread(tmp_path: Path) -> None:
@@ -122,20 +130,28 @@ assert "torch" not in sys.modules
 """
 
 
-def test_a_script_that_ends_without_closing_loses_nothing_and_needs_no_torch(tmp_path: Path) -> None:
+def test_a_script_that_ends_without_closing_loses_nothing_and_needs_no_torch(
+    tmp_path: Path,
+) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert len(list(tmp_path.iterdir())) == 1
     assert read(tmp_path) == [("loss", 1.0, 1)]
 
 
-# -- failing -------------------------------------------------------------------------------------------------------
+# -- failing ---------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_leaves_whole_records_and_the_rest_waits(tmp_path: Path, full_at: FullAt) -> None:
+def test_a_full_disk_leaves_whole_records_and_the_rest_waits(
+    tmp_path: Path, full_at: FullAt
+) -> None:
     monitor = TensorBoardMonitor(tmp_path)
     monitor.write_events([Event("loss", 1.0, 1)])
     with full_at(10), pytest.raises(OSError, match="File too large"):
@@ -156,7 +172,8 @@ def test_a_full_disk_leaves_whole_records_and_the_rest_waits(tmp_path: Path, ful
 def test_training_goes_on_when_the_disk_is_full(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, full_at: FullAt
 ) -> None:
-    monitor, other = TensorBoardMonitor(tmp_path / "a", flush_events=4), TensorBoardMonitor(tmp_path / "b")
+    monitor = TensorBoardMonitor(tmp_path / "a", flush_events=4)
+    other = TensorBoardMonitor(tmp_path / "b")
     master = MonitorMaster([monitor, other])
     with caplog.at_level(logging.WARNING), full_at(400):
         for step in range(100):

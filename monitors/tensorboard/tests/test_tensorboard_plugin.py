@@ -1,4 +1,6 @@
-"""The declaration and the section of the TensorBoard monitor, with and without the package tensorboard."""
+"""The declaration and the section of the TensorBoard monitor, with and without the package
+tensorboard.
+"""
 
 from __future__ import annotations
 
@@ -35,17 +37,26 @@ def context(section: TensorBoardConfig | None) -> Any:
 
 
 def test_the_defaults_of_the_documents() -> None:
-    assert TensorBoardConfig().model_dump() == {"enabled": False, "output_path": "", "job_name": "DeepSpeedJobName"}
+    assert TensorBoardConfig().model_dump() == {
+        "enabled": False,
+        "output_path": "",
+        "job_name": "DeepSpeedJobName",
+    }
 
 
-@pytest.mark.parametrize("section", [None, TensorBoardConfig(), TensorBoardConfig(enabled=False, output_path="x")])
+@pytest.mark.parametrize(
+    "section", [None, TensorBoardConfig(), TensorBoardConfig(enabled=False, output_path="x")]
+)
 def test_no_monitor_unless_enabled(section: TensorBoardConfig | None) -> None:
     assert list(ds_monitors(context(section))) == []
     assert list(ds_check(context(section).config)) == []
 
 
-def test_an_empty_output_path_is_the_launch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched, later = tmp_path / "launched", tmp_path / "later"
+def test_an_empty_output_path_is_the_launch_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = tmp_path / "launched"
+    later = tmp_path / "later"
     launched.mkdir()
     later.mkdir()
     monkeypatch.chdir(launched)
@@ -72,7 +83,7 @@ def test_the_core_builds_it_from_a_config(tmp_path: Path) -> None:
     assert [(e.value, e.step) for e in reader.Scalars("Train/loss")] == [(1.5, 4)]
 
 
-# -- without the package -------------------------------------------------------------------------------------------
+# -- without the package ---------------------------------------------------------------------------
 
 ASK = """
 import json, sys
@@ -108,20 +119,28 @@ def ask_in_a_new_process(how: str, *first_on_path: Path) -> list[list[Any]]:
 def test_a_missing_package_matters_only_when_enabled() -> None:
     off, on = ask_in_a_new_process("hidden")
     assert off == [[], "[]"]
-    assert on[0] == ["tensorboard.enabled: the package tensorboard is not installed; pip install tensorboard"]
-    assert on[1].startswith("the section tensorboard is enabled, but the package tensorboard cannot be imported (")
+    assert on[0] == [
+        "tensorboard.enabled: the package tensorboard is not installed; pip install tensorboard"
+    ]
+    assert on[1].startswith(
+        "the section tensorboard is enabled, but the package tensorboard cannot be imported ("
+    )
     assert "pip install tensorboard" in on[1]
 
 
 def test_a_broken_package_is_named_with_its_cause(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").mkdir()
-    (tmp_path / "tensorboard" / "__init__.py").write_text("raise ImportError('its protobuf is too old')")
+    (tmp_path / "tensorboard" / "__init__.py").write_text(
+        "raise ImportError('its protobuf is too old')"
+    )
     off, on = ask_in_a_new_process("shown", tmp_path)
     assert off == [[], "[]"]
     assert "cannot be imported (its protobuf is too old); pip install tensorboard" in on[1]
 
 
-def test_a_folder_of_that_name_is_not_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_folder_of_that_name_is_not_the_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "tensorboard").mkdir()  # where many keep their logs
     found = importlib.machinery.PathFinder.find_spec("tensorboard", [str(tmp_path)])
     assert found is not None

@@ -1,6 +1,7 @@
 """A monitor for ds_core that records runs with trackio.
 
-Nothing is imported here. `plugin` declares it, `config` is the section ``trackio``, `monitor` does the work.
+Nothing is imported here. `plugin` declares it, `config` is the section ``trackio``, `monitor` does
+the work.
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@ __all__ = ["TrackioConfig"]
 
 
 class TrackioConfig(Section):
-    """Recording with trackio: in a local database (TRACKIO_DIR says where), or on a Hugging Face Space."""
+    """Recording with trackio: in a local database (TRACKIO_DIR says where), or on a Hugging Face
+    Space.
+    """
 
     writes_outside = ("enabled",)
 
@@ -18,5 +20,9 @@ class TrackioConfig(Section):
     project: str = option("deepspeed", "Project of the run.", min_length=1)
     name: str | None = option(None, "Name of the run; null: trackio makes one up.")
     group: str | None = option(None, "Group of runs that this one belongs to.")
-    resume: Literal["never", "allow", "must"] = option("never", "Whether to go on with the run of that name.")
-    space_id: str | None = option(None, "Space that the run is sent to as well; null: it stays on this machine.")
+    resume: Literal["never", "allow", "must"] = option(
+        "never", "Whether to go on with the run of that name."
+    )
+    space_id: str | None = option(
+        None, "Space that the run is sent to as well; null: it stays on this machine."
+    )

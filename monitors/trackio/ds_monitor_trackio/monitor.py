@@ -14,7 +14,8 @@ __all__ = ["TrackioMonitor"]
 
 
 class TrackioMonitor:
-    """Logs to the run of this process where the program has started one, else to a new one, which it finishes.
+    """Logs to the run of this process where the program has started one, else to a new one, which
+    it finishes.
 
     config: recorded with a new run; it must hold no secrets.
     """

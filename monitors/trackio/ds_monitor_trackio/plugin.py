@@ -1,4 +1,5 @@
-"""What this distribution offers to ds_core: the section ``trackio`` and its monitor (torch-free)."""
+"""What this distribution offers to ds_core: the section ``trackio`` and its monitor
+(torch-free)."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ def ds_check(config: RunConfig) -> Iterable[Problem]:
 
 
 def ds_monitors(ctx: Context) -> Iterable[Monitor]:
-    """One monitor when ``trackio.enabled``, else none. Raises PluginError when the package cannot be imported."""
+    """One monitor when ``trackio.enabled``, else none.
+
+    Raises PluginError when the package cannot be imported.
+    """
     from ds_monitor_kit import service_monitors
 
     def make(section: TrackioConfig) -> Monitor:

@@ -1,4 +1,6 @@
-"""The section ``trackio``, and what is said where the package is missing; tests/monitors has tests with the package."""
+"""The section ``trackio``, and what is said where the package is missing; tests/monitors has tests
+with the package.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from ds_core.errors import PluginError
 
 
 class TestPlugin(PluginConformance):
-    entry_point, section = "ds_monitor_trackio.plugin", "trackio"
+    entry_point = "ds_monitor_trackio.plugin"
+    section = "trackio"
     good_config: ClassVar[Any] = {"enabled": True, "resume": "allow", "name": "n"}
     bad_configs: ClassVar[Any] = [{"project": ""}, {"resume": "yes"}]
 
@@ -43,6 +46,10 @@ def test_a_missing_package_matters_only_when_enabled(monkeypatch: pytest.MonkeyP
         assert list(ds_check(context(off).config)) == [] and list(ds_monitors(context(off))) == []
     on = context(TrackioConfig(enabled=True))
     (problem,) = ds_check(on.config)
-    assert str(problem) == "trackio.enabled: the package trackio is not installed; pip install trackio"
-    with pytest.raises(PluginError, match="section trackio is enabled, but the package trackio cannot be imported"):
+    assert (
+        str(problem) == "trackio.enabled: the package trackio is not installed; pip install trackio"
+    )
+    with pytest.raises(
+        PluginError, match="section trackio is enabled, but the package trackio cannot be imported"
+    ):
         ds_monitors(on)

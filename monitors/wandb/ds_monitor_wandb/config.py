@@ -8,7 +8,10 @@ __all__ = ["WandbConfig"]
 
 
 class WandbConfig(Section):
-    """Recording with Weights & Biases. The key of the account is the package's affair: WANDB_API_KEY, or a log-in."""
+    """Recording with Weights & Biases.
+
+    The key of the account is the package's affair: WANDB_API_KEY, or a log-in.
+    """
 
     writes_outside = ("enabled",)
 

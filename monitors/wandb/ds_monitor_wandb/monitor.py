@@ -1,7 +1,8 @@
 """The monitor for Weights & Biases.
 
-[Note: the x axis] wandb's own step must never fall, and drops what comes late. Users log at steps of their own, so each
-row has the number of samples as a metric, which is declared as the x axis of all others.
+[Note: the x axis] wandb's own step must never fall, and drops what comes late. Users log at steps
+of their own, so each row has the number of samples as a metric, which is declared as the x axis of
+all others.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ AXIS = "global_samples"
 
 
 class WandbMonitor:
-    """Logs to the run of this process where the program has started one, else to a new one, which it finishes.
+    """Logs to the run of this process where the program has started one, else to a new one, which
+    it finishes.
 
     config: recorded with a new run; it must hold no secrets.
     """

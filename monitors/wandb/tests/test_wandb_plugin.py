@@ -1,4 +1,6 @@
-"""The section ``wandb``, and what is said where the package is missing; tests/monitors has tests with the package."""
+"""The section ``wandb``, and what is said where the package is missing; tests/monitors has tests
+with the package.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from ds_core.errors import PluginError
 
 
 class TestPlugin(PluginConformance):
-    entry_point, section = "ds_monitor_wandb.plugin", "wandb"
+    entry_point = "ds_monitor_wandb.plugin"
+    section = "wandb"
     good_config: ClassVar[Any] = {"enabled": True, "group": "g", "team": "t", "project": "p"}
     bad_configs: ClassVar[Any] = [{"enabled": 1}, {"project": None}, {"entity": "x"}]
 
@@ -26,7 +29,12 @@ def context(section: WandbConfig | None) -> Any:
 
 
 def test_the_defaults_of_the_documents() -> None:
-    assert WandbConfig().model_dump() == {"enabled": False, "group": None, "team": None, "project": "deepspeed"}
+    assert WandbConfig().model_dump() == {
+        "enabled": False,
+        "group": None,
+        "team": None,
+        "project": "deepspeed",
+    }
 
 
 def test_a_missing_package_matters_only_when_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,5 +45,7 @@ def test_a_missing_package_matters_only_when_enabled(monkeypatch: pytest.MonkeyP
     on = context(WandbConfig(enabled=True))
     (problem,) = ds_check(on.config)
     assert str(problem) == "wandb.enabled: the package wandb is not installed; pip install wandb"
-    with pytest.raises(PluginError, match="section wandb is enabled, but the package wandb cannot be imported"):
+    with pytest.raises(
+        PluginError, match="section wandb is enabled, but the package wandb cannot be imported"
+    ):
         ds_monitors(on)

@@ -1,4 +1,5 @@
-"""Collectives that gradients flow through: each is named for its forward, and its backward is the matching collective.
+"""Collectives that gradients flow through: each is named for its forward, and its backward is the
+matching collective.
 
 | function | forward | backward |
 | --- | --- | --- |
@@ -11,9 +12,9 @@
 | `all_to_all` | exchange | the reverse exchange |
 | `mean` | mean | identity |
 
-They go over `ds_core.comm`, so its providers and interceptors serve them too. In a group of one rank the input itself
-is returned. Under torch.compile a collective is one operation of the graph. Names load on first use, so importing this
-package loads no torch.
+They go over `ds_core.comm`, so its providers and interceptors serve them too. In a group of one
+rank the input itself is returned. Under torch.compile a collective is one operation of the graph.
+Names load on first use, so importing this package loads no torch.
 """
 
 from __future__ import annotations
@@ -34,8 +35,18 @@ if TYPE_CHECKING:
         split,
     )
 
-__all__ = ["all_to_all", "copy_to", "gather", "gather_to", "mean", "reduce_from", "reduce_scatter", "split"]
+__all__ = [
+    "all_to_all",
+    "copy_to",
+    "gather",
+    "gather_to",
+    "mean",
+    "reduce_from",
+    "reduce_scatter",
+    "split",
+]
 
 __getattr__, __dir__ = names_on_first_use(
-    __name__, {"functions": "all_to_all copy_to gather gather_to mean reduce_from reduce_scatter split"}
+    __name__,
+    {"functions": "all_to_all copy_to gather gather_to mean reduce_from reduce_scatter split"},
 )

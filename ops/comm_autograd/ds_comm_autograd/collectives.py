@@ -1,7 +1,7 @@
 """The collectives without gradients: out of place, along any dimension, in parts of any lengths.
 
-Each takes a live group of several ranks, or its name. With a name it is a registered operation of torch, which is what
-torch.compile puts into its graphs; a graph has no place for the group itself.
+Each takes a live group of several ranks, or its name. With a name it is a registered operation of
+torch, which is what torch.compile puts into its graphs; a graph has no place for the group itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from torch.distributed import ProcessGroup, ReduceOp, distributed_c10d
 
 from ds_core import comm
 
-__all__ = ["Members", "Sizes", "all_gather", "all_reduce", "all_to_all", "own_part", "reduce_scatter"]
+__all__ = [
+    "Members",
+    "Sizes",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "own_part",
+    "reduce_scatter",
+]
 
 Members: TypeAlias = ProcessGroup | str
 Sizes: TypeAlias = Sequence[int] | None
@@ -54,7 +62,8 @@ def own_part(x: Tensor, group: Members, dim: int, sizes: Sizes) -> Tensor:
     """A copy of this rank's part of `x` along `dim`."""
     if isinstance(group, str):
         return _call(_own_part_op, x, group, dim, sizes)
-    rank, lengths = group.rank(), _lengths(x.shape[dim], sizes, group.size(), spread=True)
+    rank = group.rank()
+    lengths = _lengths(x.shape[dim], sizes, group.size(), spread=True)
     part = x.narrow(dim, sum(lengths[:rank]), lengths[rank])
     return part.clone(memory_format=torch.contiguous_format)
 
@@ -77,8 +86,11 @@ def reduce_scatter(x: Tensor, group: Members, dim: int, sizes: Sizes) -> Tensor:
     return mine[: sizes[group.rank()]].movedim(0, dim).contiguous()
 
 
-def all_to_all(x: Tensor, group: Members, cut: int, join: int, cut_sizes: Sizes, join_sizes: Sizes) -> Tensor:
-    """Send the i-th part of `x` along `cut` to rank i; the parts that come are joined along `join`."""
+def all_to_all(
+    x: Tensor, group: Members, cut: int, join: int, cut_sizes: Sizes, join_sizes: Sizes
+) -> Tensor:
+    """Send the i-th part of `x` along `cut` to rank i; the parts that come are joined along
+    `join`."""
     if isinstance(group, str):
         return _call(_all_to_all_op, x, group, cut, join, cut_sizes, join_sizes)
     count = group.size()
@@ -91,13 +103,17 @@ def all_to_all(x: Tensor, group: Members, cut: int, join: int, cut_sizes: Sizes,
     joins = _lengths(x.shape[join], join_sizes, count, spread=False)
     shape = list(x.shape)
     shape[cut] = cuts[group.rank()]
-    shapes = [[joins[i] if d == join else length for d, length in enumerate(shape)] for i in range(count)]
+    shapes = [
+        [joins[i] if d == join else length for d, length in enumerate(shape)] for i in range(count)
+    ]
     given = torch.cat([part.reshape(-1) for part in x.split(cuts, cut)])
     takes = [_numel(s) for s in shapes]
     width = x.numel() // x.shape[cut] if x.shape[cut] else 0
     flat = x.new_empty(sum(takes))
     comm.all_to_all_single(flat, given, takes, [size * width for size in cuts], group=group)
-    return torch.cat([part.view(s) for part, s in zip(flat.split(takes), shapes, strict=True)], join)
+    return torch.cat(
+        [part.view(s) for part, s in zip(flat.split(takes), shapes, strict=True)], join
+    )
 
 
 def _call(op: Any, *args: Any) -> Tensor:
@@ -127,7 +143,7 @@ def _numel(shape: Sequence[int]) -> int:
     return product
 
 
-# -- as operations of torch, for graphs --------------------------------------------------------------------------------
+# -- as operations of torch, for graphs ------------------------------------------------------------
 
 
 @torch.library.custom_op("ds_comm_autograd::all_reduce", mutates_args=())
@@ -173,14 +189,24 @@ def _(x: Tensor, group: str, dim: int, sizes: Sequence[int] | None) -> Tensor:
 
 @torch.library.custom_op("ds_comm_autograd::all_to_all", mutates_args=())
 def _all_to_all_op(
-    x: Tensor, group: str, cut: int, join: int, cut_sizes: Sequence[int] | None, join_sizes: Sequence[int] | None
+    x: Tensor,
+    group: str,
+    cut: int,
+    join: int,
+    cut_sizes: Sequence[int] | None,
+    join_sizes: Sequence[int] | None,
 ) -> Tensor:
     return all_to_all(x, _members(group), cut, join, cut_sizes, join_sizes)
 
 
 @_all_to_all_op.register_fake
 def _(
-    x: Tensor, group: str, cut: int, join: int, cut_sizes: Sequence[int] | None, join_sizes: Sequence[int] | None
+    x: Tensor,
+    group: str,
+    cut: int,
+    join: int,
+    cut_sizes: Sequence[int] | None,
+    join_sizes: Sequence[int] | None,
 ) -> Tensor:
     members = _members(group)
     mine = _lengths(x.shape[cut], cut_sizes, members.size(), spread=True)[members.rank()]
@@ -190,7 +216,9 @@ def _(
 
 def _part(x: Tensor, group: str, dim: int, sizes: Sizes) -> Tensor:
     members = _members(group)
-    return _resized(x, dim, _lengths(x.shape[dim], sizes, members.size(), spread=True)[members.rank()])
+    return _resized(
+        x, dim, _lengths(x.shape[dim], sizes, members.size(), spread=True)[members.rank()]
+    )
 
 
 def _resized(x: Tensor, dim: int, length: int) -> Tensor:

@@ -1,4 +1,7 @@
-"""Collectives with gradients. Each backward is another of these functions, so that gradients have gradients too."""
+"""Collectives with gradients.
+
+Each backward is another of these functions, so that gradients have gradients too.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,23 @@ from ds_comm_autograd.collectives import Members, Sizes
 from ds_core.comm import ALONE
 from ds_core.errors import CommError
 
-__all__ = ["all_to_all", "copy_to", "gather", "gather_to", "mean", "reduce_from", "reduce_scatter", "split"]
+__all__ = [
+    "all_to_all",
+    "copy_to",
+    "gather",
+    "gather_to",
+    "mean",
+    "reduce_from",
+    "reduce_scatter",
+    "split",
+]
 
 
 def copy_to(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """`x` itself; gradients are added over the ranks.
 
-    For a tensor that all ranks have, where each goes on with work of its own (a column-parallel layer's input, a
-    replicated weight that is used on each rank's own heads).
+    For a tensor that all ranks have, where each goes on with work of its own (a column-parallel
+    layer's input, a replicated weight that is used on each rank's own heads).
     """
     members = _live(group)
     return x if members is None else _run(_Copy, x, _place(members))
@@ -40,7 +52,8 @@ def reduce_from(x: Tensor, group: ProcessGroup | None) -> Tensor:
 def mean(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """The average of `x` over the ranks; the gradient goes to each rank as it is.
 
-    For a loss of which each rank has its part, where gradients are averaged over the ranks afterwards.
+    For a loss of which each rank has its part, where gradients are averaged over the ranks
+    afterwards.
     """
     members = _live(group)
     return x if members is None else _run(_Mean, x, _place(members))
@@ -49,7 +62,8 @@ def mean(x: Tensor, group: ProcessGroup | None) -> Tensor:
 def gather(x: Tensor, group: ProcessGroup | None, dim: int, sizes: Sizes = None) -> Tensor:
     """The parts of all ranks along `dim`; the gradient is this rank's part.
 
-    For ranks that then all do the same with the whole. sizes: the ranks' lengths along `dim`, where they differ.
+    For ranks that then all do the same with the whole. sizes: the ranks' lengths along `dim`, where
+    they differ.
     """
     members = _live(group)
     if members is None:
@@ -70,10 +84,11 @@ def split(x: Tensor, group: ProcessGroup | None, dim: int, sizes: Sizes = None) 
 
 
 def gather_to(x: Tensor, group: ProcessGroup | None, dim: int, sizes: Sizes = None) -> Tensor:
-    """The parts of all ranks along `dim`; the gradient is this rank's part of the sum of all ranks' gradients.
+    """The parts of all ranks along `dim`; the gradient is this rank's part of the sum of all ranks'
+    gradients.
 
-    For ranks that each do something else with the whole (a column-parallel layer after a region that is divided along
-    the sequence).
+    For ranks that each do something else with the whole (a column-parallel layer after a region
+    that is divided along the sequence).
     """
     members = _live(group)
     if members is None:
@@ -84,7 +99,9 @@ def gather_to(x: Tensor, group: ProcessGroup | None, dim: int, sizes: Sizes = No
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int, sizes: Sizes = None) -> Tensor:
-    """This rank's part, along `dim`, of the sum of `x` over the ranks; the gradient is that of all parts."""
+    """This rank's part, along `dim`, of the sum of `x` over the ranks; the gradient is that of all
+    parts.
+    """
     members = _live(group)
     if members is None:
         return x
@@ -101,15 +118,17 @@ def all_to_all(
     cut_sizes: Sizes = None,
     join_sizes: Sizes = None,
 ) -> Tensor:
-    """Cut `x` along dimension `cut`, send part i to rank i, and join what comes along dimension `join`.
+    """Cut `x` along dimension `cut`, send part i to rank i, and join what comes along dimension
+    `join`.
 
-    cut_sizes: the lengths of the parts, where they differ. join_sizes: the ranks' lengths along `join`, where they
-    differ. The gradient takes the same way back.
+    cut_sizes: the lengths of the parts, where they differ. join_sizes: the ranks' lengths along
+    `join`, where they differ. The gradient takes the same way back.
     """
     members = _live(group)
     if members is None:
         return x
-    cut, join = _dim(x, cut), _dim(x, join)
+    cut = _dim(x, cut)
+    join = _dim(x, join)
     if cut == join:
         raise ValueError(f"all_to_all: cut and join are both dimension {cut}; they must differ")
     _check_sizes("all_to_all", cut_sizes, members, x.shape[cut], mine=False)
@@ -117,7 +136,7 @@ def all_to_all(
     return _run(_AllToAll, x, _place(members), cut, join, cut_sizes, join_sizes)
 
 
-# -- their gradients ---------------------------------------------------------------------------------------------------
+# -- their gradients -------------------------------------------------------------------------------
 
 
 class _Copy(Function):
@@ -155,7 +174,9 @@ class _Mean(Function):
 class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Members, dim: int, sizes: Sizes) -> Tensor:
-        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        ctx.group = group
+        ctx.dim = dim
+        ctx.sizes = sizes
         return collectives.all_gather(x, group, dim, sizes)
 
     @staticmethod
@@ -166,7 +187,9 @@ class _Gather(Function):
 class _Split(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Members, dim: int, sizes: Sizes) -> Tensor:
-        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        ctx.group = group
+        ctx.dim = dim
+        ctx.sizes = sizes
         return collectives.own_part(x, group, dim, sizes)
 
     @staticmethod
@@ -177,7 +200,9 @@ class _Split(Function):
 class _GatherTo(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Members, dim: int, sizes: Sizes) -> Tensor:
-        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        ctx.group = group
+        ctx.dim = dim
+        ctx.sizes = sizes
         return collectives.all_gather(x, group, dim, sizes)
 
     @staticmethod
@@ -188,7 +213,9 @@ class _GatherTo(Function):
 class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Members, dim: int, sizes: Sizes) -> Tensor:
-        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        ctx.group = group
+        ctx.dim = dim
+        ctx.sizes = sizes
         return collectives.reduce_scatter(x, group, dim, sizes)
 
     @staticmethod
@@ -199,7 +226,13 @@ class _ReduceScatter(Function):
 class _AllToAll(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: Members, cut: int, join: int, cut_sizes: Sizes, join_sizes: Sizes
+        ctx: Any,
+        x: Tensor,
+        group: Members,
+        cut: int,
+        join: int,
+        cut_sizes: Sizes,
+        join_sizes: Sizes,
     ) -> Tensor:
         ctx.back = group, join, cut, join_sizes, cut_sizes
         return collectives.all_to_all(x, group, cut, join, cut_sizes, join_sizes)
@@ -209,7 +242,7 @@ class _AllToAll(Function):
         return _run(_AllToAll, grad, *ctx.back), None, None, None, None, None
 
 
-# -- groups and dimensions ---------------------------------------------------------------------------------------------
+# -- groups and dimensions -------------------------------------------------------------------------
 
 
 def _run(function: type[Function], *args: Any) -> Tensor:
@@ -222,7 +255,9 @@ def _live(group: ProcessGroup | None) -> ProcessGroup | None:
         return None
     members = dist.group.WORLD if group is None else group
     if not isinstance(members, ProcessGroup):
-        raise CommError("this rank is not in the group it called a collective on; only its members may call")
+        raise CommError(
+            "this rank is not in the group it called a collective on; only its members may call"
+        )
     return members if members.size() > 1 else None
 
 
@@ -242,7 +277,11 @@ def _check_sizes(name: str, sizes: Sizes, members: ProcessGroup, length: int, mi
     count = members.size()
     if sizes is None:
         if not mine and length % count:
-            raise ValueError(f"{name}: a length of {length} does not divide over {count} ranks; give sizes")
+            raise ValueError(
+                f"{name}: a length of {length} does not divide over {count} ranks; give sizes"
+            )
     elif len(sizes) != count or (sizes[members.rank()] if mine else sum(sizes)) != length:
         has = f"this rank's is {length}" if mine else f"the whole is {length}"
-        raise ValueError(f"{name}: sizes {list(sizes)} for {count} ranks, where {has}; give one per rank")
+        raise ValueError(
+            f"{name}: sizes {list(sizes)} for {count} ranks, where {has}; give one per rank"
+        )

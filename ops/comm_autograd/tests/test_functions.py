@@ -1,4 +1,6 @@
-"""Every function, forwards and backwards, against the same done by one process that has all ranks' tensors."""
+"""Every function, forwards and backwards, against the same done by one process that has all ranks'
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,20 @@ def tensor(seed: int, shape: Any, grad: bool = False) -> Tensor:
     return made.requires_grad_(grad)
 
 
-def cases(kind: str, world: int) -> dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], Any]]:
-    """By name: the function, the shapes of the ranks' inputs, and (ranks' inputs -> ranks' outputs)."""
+def cases(
+    kind: str, world: int
+) -> dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], Any]]:
+    """By name: the function, the shapes of the ranks' inputs, and (ranks' inputs -> ranks'
+    outputs).
+    """
     import ds_comm_autograd as dc
 
     batch, sequence, heads = SHAPE[kind]
     cut, join = (UNEVEN[world][n] if kind == "uneven" else None for n in (sequence, heads))
     long = cut or [sequence // world] * world
     wide = join or [heads // world] * world
-    whole, parts = [SHAPE[kind]] * world, [(batch, n, heads) for n in long]
+    whole = [SHAPE[kind]] * world
+    parts = [(batch, n, heads) for n in long]
 
     def joined(xs: list[Tensor]) -> list[Tensor]:
         return [torch.cat(xs, 1)] * world
@@ -47,7 +54,11 @@ def cases(kind: str, world: int) -> dict[str, tuple[Callable[..., Tensor], list[
         "gather": (lambda x, g: dc.gather(x, g, 1, cut), parts, joined),
         "gather_to": (lambda x, g: dc.gather_to(x, g, -2, cut), parts, joined),
         "split": (lambda x, g: dc.split(x, g, 1, cut), whole, own),
-        "reduce_scatter": (lambda x, g: dc.reduce_scatter(x, g, 1, cut), whole, lambda xs: own([sum(xs)] * world)),
+        "reduce_scatter": (
+            lambda x, g: dc.reduce_scatter(x, g, 1, cut),
+            whole,
+            lambda xs: own([sum(xs)] * world),
+        ),
         "all_to_all": (lambda x, g: dc.all_to_all(x, g, 2, 1, join, cut), parts, exchanged),
     }
 
@@ -57,17 +68,24 @@ ALIKE = {
     "reduce_from": lambda grads, rank: grads[rank],
     "mean": lambda grads, rank: grads[rank],
 }
-"""Gradients that are not those of the forward as it is: there all ranks go on alike, or have begun alike."""
+"""Gradients that are not those of the forward as it is: there all ranks go on alike, or have begun
+alike.
+"""
 
 
 def compare(world: int, kind: str, compiled: bool) -> dict[str, float]:
-    off, rank = {}, comm.rank()
+    off = {}
+    rank = comm.rank()
     for name, (function, shapes, truth) in cases(kind, world).items():
         inputs = [tensor(i, shape, True) for i, shape in enumerate(shapes)]
         wanted = truth(inputs)
         grads = [tensor(10 + i, out.shape) for i, out in enumerate(wanted)]
         mine = inputs[rank].detach().clone().requires_grad_()
-        run = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=False) if compiled else function
+        run = (
+            torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=False)
+            if compiled
+            else function
+        )
         got = run(mine, None)
         got.backward(grads[rank])
         if name in ALIKE:
@@ -106,7 +124,11 @@ def alone() -> list[bool]:
     import ds_comm_autograd as dc
 
     x = torch.ones(2, 3)
-    return [dc.copy_to(x, comm.ALONE) is x, dc.gather(x, None, 1) is x, dc.all_to_all(x, comm.ALONE, 0, 1) is x]
+    return [
+        dc.copy_to(x, comm.ALONE) is x,
+        dc.gather(x, None, 1) is x,
+        dc.all_to_all(x, comm.ALONE, 0, 1) is x,
+    ]
 
 
 def test_a_group_of_one_rank_costs_nothing() -> None:
@@ -117,7 +139,8 @@ def test_a_group_of_one_rank_costs_nothing() -> None:
 def wrong() -> list[str]:
     import ds_comm_autograd as dc
 
-    found, x = [], torch.ones(3, 4)
+    found = []
+    x = torch.ones(3, 4)
     calls: list[Callable[[], Tensor]] = [
         lambda: dc.split(x, None, 0),
         lambda: dc.gather(x, None, 0, [1, 1]),
@@ -136,16 +159,23 @@ def test_wrong_sizes_are_errors_before_anything_is_sent() -> None:
     texts = run_ranks(2, wrong)[0]
     assert texts[0] == "split: a length of 3 does not divide over 2 ranks; give sizes"
     assert texts[1] == "gather: sizes [1, 1] for 2 ranks, where this rank's is 3; give one per rank"
-    assert texts[2] == "reduce_scatter: sizes [1, 1, 1] for 2 ranks, where the whole is 3; give one per rank"
+    assert (
+        texts[2]
+        == "reduce_scatter: sizes [1, 1, 1] for 2 ranks, where the whole is 3; give one per rank"
+    )
     assert "both dimension 1" in texts[3] and "dimension 2" in texts[4]
 
 
 def second_order() -> bool:
-    """The gradient of a gradient: of a column- and a row-parallel layer in a row, with respect to the input."""
+    """The gradient of a gradient: of a column- and a row-parallel layer in a row, with respect to
+    the input.
+    """
     import ds_comm_autograd as dc
 
     rank = comm.rank()
-    x, up, down = tensor(0, (3, 4), True), tensor(1, (4, 6), True), tensor(2, (6, 4), True)
+    x = tensor(0, (3, 4), True)
+    up = tensor(1, (4, 6), True)
+    down = tensor(2, (6, 4), True)
 
     def squares(y: Tensor) -> Tensor:
         (grad,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)

@@ -1,7 +1,8 @@
-"""Collectives over gloo on CPU tensors; a kit for other ways to carry them out on the same groups (torch-free).
+"""Collectives over gloo on CPU tensors; a kit for other ways to carry them out on the same groups
+(torch-free).
 
-`GlooCollectives` composes them of gloo's messages, or hands them to a `Transport` where one opens. Between hosts that
-have several ranks each they go in two levels (`ds_comm_gloo.two_level`).
+`GlooCollectives` composes them of gloo's messages, or hands them to a `Transport` where one opens.
+Between hosts that have several ranks each they go in two levels (`ds_comm_gloo.two_level`).
 """
 
 from __future__ import annotations
@@ -18,5 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["GlooCollectives", "Members", "Opener", "Transport", "host_key"]
 
 __getattr__, __dir__ = names_on_first_use(
-    __name__, {"hosts": "host_key", "provider": "GlooCollectives", "transports": "Members Opener Transport"}
+    __name__,
+    {"hosts": "host_key", "provider": "GlooCollectives", "transports": "Members Opener Transport"},
 )

@@ -1,4 +1,6 @@
-"""The queue in which a group's long collectives run one after the other, its messages, and their works."""
+"""The queue in which a group's long collectives run one after the other, its messages, and their
+works.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ _Jobs = queue.SimpleQueue[tuple[Callable[[], None], bool, "Future[None]"] | None
 class Messages:
     """Sends and receives under way, as one work.
 
-    [Note: polling] gloo's own works of point-to-point messages say that they are complete only after a wait. So the
-    first question starts a thread that waits for them.
+    [Note: polling] gloo's own works of point-to-point messages say that they are complete only
+    after a wait. So the first question starts a thread that waits for them.
     """
 
     def __init__(self, works: Sequence[Any]) -> None:
@@ -52,7 +54,9 @@ class Messages:
             self._done = Future()
             jobs: _Jobs = queue.SimpleQueue()
             jobs.put((lambda: self._wait_each(None), False, self._done))
-            threading.Thread(target=_serve, args=(jobs, 1), name="ds_comm_gloo poll", daemon=True).start()
+            threading.Thread(
+                target=_serve, args=(jobs, 1), name="ds_comm_gloo poll", daemon=True
+            ).start()
         return self._done.done()
 
     def _wait_each(self, timeout: timedelta | None) -> None:
@@ -81,15 +85,19 @@ class QueueWork:
 
 
 class GroupQueue:
-    """The collectives of one group that take several messages, in the order of their calls; and those messages.
+    """The collectives of one group that take several messages, in the order of their calls; and
+    those messages.
 
-    Chunked collectives of one group run one after the other in the order in which they were called, on every rank;
-    asynchronous ones on a thread of their own. It is a daemon, so a rank that fails can end while its peers hang.
+    Chunked collectives of one group run one after the other in the order in which they were called,
+    on every rank; asynchronous ones on a thread of their own. It is a daemon, so a rank that fails
+    can end while its peers hang.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group = weakref.ref(group)  # the queue lives as long as its group, and must not keep it alive
-        self.size, self.rank = group.size(), group.rank()
+        # the queue lives as long as its group, and must not keep it alive
+        self._group = weakref.ref(group)
+        self.size = group.size()
+        self.rank = group.rank()
         self._jobs: _Jobs = queue.SimpleQueue()
         self._last: Future[None] | None = None
         self._started = False
@@ -104,8 +112,11 @@ class GroupQueue:
                 job()
             return None
         if not self._started:
-            threading.Thread(target=_serve, args=(self._jobs,), name="ds_comm_gloo queue", daemon=True).start()
-            weakref.finalize(self, self._jobs.put, None)  # the thread ends with the queue, which ends with its group
+            threading.Thread(
+                target=_serve, args=(self._jobs,), name="ds_comm_gloo queue", daemon=True
+            ).start()
+            # the thread ends with the queue, which ends with its group
+            weakref.finalize(self, self._jobs.put, None)
             self._started = True
         self._last = future = Future[None]()
         self._jobs.put((job, inference, future))
@@ -116,16 +127,23 @@ class GroupQueue:
         """The group, which must not have been destroyed."""
         group = self._group()
         if group is None:
-            raise CommError("the process group was destroyed while a collective ran on it; wait for its work first")
+            raise CommError(
+                "the process group was destroyed while a collective ran on it; wait for its work "
+                "first"
+            )
         return group
 
     def peers(self) -> list[int]:
-        """The other ranks, each rank starting at its right neighbour, so that not all send to one at once."""
+        """The other ranks, each rank starting at its right neighbour, so that not all send to one
+        at once.
+        """
         return [(self.rank + d) % self.size for d in range(1, self.size)]
 
     @property
     def tagged(self) -> bool:
-        """Whether messages of the collective that this thread starts need tags, which gloo's own do not have."""
+        """Whether messages of the collective that this thread starts need tags, which gloo's own do
+        not have.
+        """
         return interceptor.tag() is not None
 
     def tag(self, kind: int) -> int:
@@ -142,7 +160,11 @@ class GroupQueue:
         return self.group.recv([tensor.view(torch.uint8)], source, tag)
 
     def exchange(
-        self, output: Tensor, input: Tensor, received: list[int] | None = None, sent: list[int] | None = None
+        self,
+        output: Tensor,
+        input: Tensor,
+        received: list[int] | None = None,
+        sent: list[int] | None = None,
     ) -> Any:
         """Start an all_to_all of flat tensors; sizes in elements, equal when None."""
         if self.tagged:
@@ -180,7 +202,8 @@ def _serve(jobs: _Jobs, count: int = 0) -> None:
                 job()
         except BaseException as error:
             fault = error
-        del job  # its tensors must not live until the next one, nor after somebody was told that it is done
+        # its tensors must not live until the next one, nor after somebody was told that it is done
+        del job
         if fault is None:
             future.set_result(None)
         else:

@@ -16,7 +16,9 @@ __all__ = ["Host", "Hosts", "host_key", "meet"]
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """name: the machine's, for messages. ranks: those of the group that are on it, in order; numbers in the group."""
+    """name: the machine's, for messages. ranks: those of the group that are on it, in order;
+    numbers in the group.
+    """
 
     name: str
     ranks: tuple[int, ...]
@@ -30,7 +32,9 @@ class Hosts:
 
     @property
     def rails(self) -> int:
-        """How many ranks of each host exchange with those of other hosts: as many as the smallest host has."""
+        """How many ranks of each host exchange with those of other hosts: as many as the smallest
+        host has.
+        """
         return min(len(host.ranks) for host in self.hosts)
 
     @property
@@ -45,7 +49,8 @@ class Hosts:
 
 
 def host_key(unknown: str = "") -> str:
-    """What is equal exactly on processes that see each other in /proc: the kernel's boot and the pid namespace.
+    """What is equal exactly on processes that see each other in /proc: the kernel's boot and the
+    pid namespace.
 
     unknown: for where there is no /proc; by default something that is equal on no two.
     """

@@ -1,12 +1,14 @@
-"""The pipeline in which a group's two-level collectives run: the next blocks are on the wire while one is worked on.
+"""The pipeline in which a group's two-level collectives run: the next blocks are on the wire while
+one is worked on.
 
-A collective is cut into blocks. A block is a generator, of stages: it yields the messages to wait for, and is resumed
-when they are there. Blocks of the next collective follow those of the last one without a gap, where they are
-asynchronous.
+A collective is cut into blocks. A block is a generator, of stages: it yields the messages to wait
+for, and is resumed when they are there. Blocks of the next collective follow those of the last one
+without a gap, where they are asynchronous.
 
-[Note: one order] Ranks of a host meet in its transport between messages, so on all of them the same blocks must be
-started and resumed in the same order. It follows from the collectives' order and sizes alone; only whether the next
-collective was called already is not known to all, so they agree on it.
+[Note: one order] Ranks of a host meet in its transport between messages, so on all of them the same
+blocks must be started and resumed in the same order. It follows from the collectives' order and
+sizes alone; only whether the next collective was called already is not known to all, so they agree
+on it.
 """
 
 from __future__ import annotations
@@ -32,16 +34,22 @@ Stages = Iterator[Sequence[Any]]
 
 
 class _Job:
-    """A collective. call: gives its blocks. under_way: how many of them are; started: whether all have been."""
+    """A collective. call: gives its blocks. under_way: how many of them are; started: whether all
+    have been.
+    """
 
     def __init__(self, call: Callable[[], Iterable[Stages]], inference: bool) -> None:
-        self.call, self.inference = call, inference
+        self.call = call
+        self.inference = inference
         self.done = Future[None]()
-        self.under_way, self.started = 0, False
+        self.under_way = 0
+        self.started = False
 
 
 class Pipeline:
-    """Runs collectives in the order of their calls. agree: whether all ranks of the host say so; collective on it."""
+    """Runs collectives in the order of their calls. agree: whether all ranks of the host say so;
+    collective on it.
+    """
 
     def __init__(self, agree: Callable[[bool], bool]) -> None:
         self._agree = agree
@@ -49,7 +57,9 @@ class Pipeline:
         self._last: Future[None] | None = None
         self._started = False
 
-    def run(self, call: Callable[[], Iterable[Stages]], async_op: bool, inference: bool) -> QueueWork | None:
+    def run(
+        self, call: Callable[[], Iterable[Stages]], async_op: bool, inference: bool
+    ) -> QueueWork | None:
         """Run the collective whose blocks `call` gives, after all that were called before it."""
         job = _Job(call, inference)
         if not async_op:
@@ -64,7 +74,9 @@ class Pipeline:
             return None
         if not self._started:
             arguments = (self._agree, self._jobs)
-            threading.Thread(target=_serve, args=arguments, name="ds_comm_gloo pipeline", daemon=True).start()
+            threading.Thread(
+                target=_serve, args=arguments, name="ds_comm_gloo pipeline", daemon=True
+            ).start()
             weakref.finalize(self, self._jobs.put, None)  # the thread ends with the pipeline
             self._started = True
         self._last = job.done
@@ -100,7 +112,9 @@ class _Belt:
         self._settle()
 
     def step(self) -> None:
-        """Resume the oldest block; no more, so that the next collective begins while the others are on the wire."""
+        """Resume the oldest block; no more, so that the next collective begins while the others are
+        on the wire.
+        """
         try:
             self._advance(1)
         except BaseException as error:
@@ -122,12 +136,16 @@ class _Belt:
         self._settle()
 
     def _settle(self) -> None:
-        """Tell whose collectives have ended; in their order, so that the last one's end is the end of all."""
+        """Tell whose collectives have ended; in their order, so that the last one's end is the end
+        of all.
+        """
         while self._jobs and self._jobs[0].started and not self._jobs[0].under_way:
             self._jobs.popleft().done.set_result(None)
 
     def fail(self, error: BaseException) -> None:
-        """What is under way has failed with one of its blocks: the ranks of the host are no longer at one place."""
+        """What is under way has failed with one of its blocks: the ranks of the host are no longer
+        at one place.
+        """
         self._blocks.clear()
         while self._jobs:
             self._jobs.popleft().done.set_exception(error)

@@ -1,4 +1,6 @@
-"""Declares the provider ``composed`` (torch-free): collectives on CPU tensors in groups of backend gloo."""
+"""Declares the provider ``composed`` (torch-free): collectives on CPU tensors in groups of backend
+gloo.
+"""
 
 from __future__ import annotations
 
@@ -11,4 +13,8 @@ __all__ = ["ds_collectives"]
 
 def ds_collectives() -> Mapping[str, CollectivesEntry]:
     """``composed``, priority 0."""
-    return {"composed": CollectivesEntry("ds_comm_gloo.provider:GlooCollectives", device="cpu", backend="gloo")}
+    return {
+        "composed": CollectivesEntry(
+            "ds_comm_gloo.provider:GlooCollectives", device="cpu", backend="gloo"
+        )
+    }

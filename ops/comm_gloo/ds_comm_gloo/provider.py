@@ -1,4 +1,6 @@
-"""What serves the collectives of a gloo group: its transport where one is open, else algorithms over messages."""
+"""What serves the collectives of a gloo group: its transport where one is open, else algorithms
+over messages.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +22,29 @@ from ds_core.comm import AfterWork, GroupCollectives
 __all__ = ["GlooCollectives"]
 
 # torch's enumeration tells names only of some of its values.
-_NAMES = {getattr(ReduceOp, name): name for name in ("SUM", "AVG", "MAX", "MIN", "PRODUCT", "BAND", "BOR", "BXOR")}
+_NAMES = {
+    getattr(ReduceOp, name): name
+    for name in ("SUM", "AVG", "MAX", "MIN", "PRODUCT", "BAND", "BOR", "BXOR")
+}
 _KIND = 0  # the kind of message in a queue's tag; a transport has no kinds
 
 
 class GlooCollectives(GroupCollectives):
     """Collectives of one gloo group on CPU tensors; see `GroupCollectives`.
 
-    opener: opens the transport of ranks on one host; None: there is none. See the notes of `ds_comm_gloo.transports`.
-    Once open, `transport` serves reductions and gathers, and `carrier` messages; `exchanger` has all_to_all to itself,
-    since its parts are messages, which must not be mixed up with others between the same ranks. key: tells which ranks
-    share a host, those whose keys are equal.
+    opener: opens the transport of ranks on one host; None: there is none. See the notes of
+    `ds_comm_gloo.transports`. Once open, `transport` serves reductions and gathers, and `carrier`
+    messages; `exchanger` has all_to_all to itself, since its parts are messages, which must not be
+    mixed up with others between the same ranks. key: tells which ranks share a host, those whose
+    keys are equal.
     """
 
     def __init__(
-        self, group: ProcessGroup, messages: bool, opener: Opener | None = None, key: Callable[[], str] = host_key
+        self,
+        group: ProcessGroup,
+        messages: bool,
+        opener: Opener | None = None,
+        key: Callable[[], str] = host_key,
     ) -> None:
         super().__init__(group, messages)
         self.queue = GroupQueue(group)
@@ -42,9 +52,11 @@ class GlooCollectives(GroupCollectives):
         self.carrier: Transport | TwoLevel | None = None
         self.exchanger: Transport | TwoLevel | None = None
         self._messages = messages  # whether there have been any, by whatever way
-        self._opener, self._key = opener, key
+        self._opener = opener
+        self._key = key
         self._hosts: Hosts | None = None
-        self._unopened, self._exchanges = True, opener is not None
+        self._unopened = True
+        self._exchanges = opener is not None
 
     def open(self) -> None:
         """See `GroupCollectives.open`."""
@@ -53,7 +65,9 @@ class GlooCollectives(GroupCollectives):
         self._unopened = False
         ranks = members(self.queue)
         self.transport = self._open(ranks, Lane.CARRIED)
-        if self.transport is not None and not any(r["messages"] for r in ranks.exchange({"messages": self._messages})):
+        if self.transport is not None and not any(
+            r["messages"] for r in ranks.exchange({"messages": self._messages})
+        ):
             self.carrier = self.transport
 
     def _open(self, ranks: Members, lane: int) -> Transport | TwoLevel | None:
@@ -69,8 +83,11 @@ class GlooCollectives(GroupCollectives):
             return super().all_reduce(tensor, op, async_op)
         if (transport := self._taker("all_reduce", tensor, op, async_op)) is None:
             return gloo.all_reduce(tensor, op, self.queue, async_op)
-        name, tag = _NAMES[op], self._tag()
-        return self._run(lambda: transport.all_reduce(tensor, name, tag), async_op, tensor.is_inference())
+        name = _NAMES[op]
+        tag = self._tag()
+        return self._run(
+            lambda: transport.all_reduce(tensor, name, tag), async_op, tensor.is_inference()
+        )
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: Any, async_op: bool) -> Any:
         """See `GroupCollectives.reduce_scatter`."""
@@ -78,25 +95,41 @@ class GlooCollectives(GroupCollectives):
             return super().reduce_scatter(output, input, op, async_op)
         if (transport := self._taker("reduce_scatter", input, op, async_op)) is None:
             return gloo.reduce_scatter(output, input, op, self.queue, async_op)
-        parts, name, tag = input.view(self.queue.size, -1).unbind(), _NAMES[op], self._tag()
-        return self._run(lambda: transport.reduce_scatter(output, parts, name, tag), async_op, output.is_inference())
+        parts = input.view(self.queue.size, -1).unbind()
+        name = _NAMES[op]
+        tag = self._tag()
+        return self._run(
+            lambda: transport.reduce_scatter(output, parts, name, tag),
+            async_op,
+            output.is_inference(),
+        )
 
     def all_gather_into(self, output: Tensor, input: Tensor, async_op: bool) -> Any:
         """See `GroupCollectives.all_gather_into`."""
         if (transport := self._taker("all_gather", output, None, async_op)) is None:
             return gloo.all_gather(output, input, self.queue, async_op)
-        parts, tag = output.view(self.queue.size, -1).unbind(), self._tag()
-        return self._run(lambda: transport.all_gather(parts, input, tag), async_op, output.is_inference())
+        parts = output.view(self.queue.size, -1).unbind()
+        tag = self._tag()
+        return self._run(
+            lambda: transport.all_gather(parts, input, tag), async_op, output.is_inference()
+        )
 
     def broadcast(self, tensor: Tensor, src: int, async_op: bool) -> Any:
         """See `GroupCollectives.broadcast`."""
         if (transport := self._taker("all_gather", tensor, None, async_op)) is None:
             return super().broadcast(tensor, src, async_op)
         tag = self._tag()
-        return self._run(lambda: transport.broadcast(tensor, src, tag), async_op, tensor.is_inference())
+        return self._run(
+            lambda: transport.broadcast(tensor, src, tag), async_op, tensor.is_inference()
+        )
 
     def all_to_all(
-        self, output: Tensor, input: Tensor, taken: list[int] | None, given: list[int] | None, async_op: bool
+        self,
+        output: Tensor,
+        input: Tensor,
+        taken: list[int] | None,
+        given: list[int] | None,
+        async_op: bool,
     ) -> Any:
         """See `GroupCollectives.all_to_all`."""
         if self._exchanges and not async_op:
@@ -104,7 +137,8 @@ class GlooCollectives(GroupCollectives):
             self.exchanger = self._open(members(self.queue), Lane.EXCHANGED)
         if self.exchanger is None:
             return super().all_to_all(output, input, taken, given, async_op)
-        queue, works = self.queue, []
+        queue = self.queue
+        works = []
         outputs = output.split(taken or [output.numel() // queue.size] * queue.size)
         inputs = input.split(given or [input.numel() // queue.size] * queue.size)
         for there, move in ((outputs, self.exchanger.irecv), (inputs, self.exchanger.isend)):
@@ -130,13 +164,17 @@ class GlooCollectives(GroupCollectives):
             return self.carrier.irecv(tensor, src)
         return Messages([dist.irecv(tensor, dist.get_global_rank(self.group, src), self.group)])
 
-    def _taker(self, kind: str, tensor: Tensor, op: Any, async_op: bool) -> Transport | TwoLevel | None:
+    def _taker(
+        self, kind: str, tensor: Tensor, op: Any, async_op: bool
+    ) -> Transport | TwoLevel | None:
         """The transport, if it is to run this collective."""
         if tensor.nbytes == 0:
             return None
         if not async_op:
             self.open()
-        if self.transport is None or not self.transport.takes(kind, tensor.nbytes, tensor.dtype, _NAMES.get(op, "")):
+        if self.transport is None or not self.transport.takes(
+            kind, tensor.nbytes, tensor.dtype, _NAMES.get(op, "")
+        ):
             return None
         return self.transport
 

@@ -22,8 +22,8 @@ _TAGS = 0x44530010  # beside those of `ds_comm_gloo.gloo`
 class Lane:
     """Kinds of messages, in a tag's lowest three bits.
 
-    Those of one kind and pair of ranks are matched in the order of blocks, in which both ends post them; those of
-    different kinds may overtake each other.
+    Those of one kind and pair of ranks are matched in the order of blocks, in which both ends post
+    them; those of different kinds may overtake each other.
     """
 
     SCATTER, GATHER, TOTAL, SPREAD, CARRIED, EXCHANGED, RECORDS = range(1, 8)
@@ -38,14 +38,17 @@ class PeerWork:
     """A message under way, whose error says who is at its other end."""
 
     def __init__(self, work: Any, what: str) -> None:
-        self._work, self._what = work, what
+        self._work = work
+        self._what = what
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until it has been sent or received. Raises LostRankError."""
         try:
             self._work.wait() if timeout is None else self._work.wait(timeout)
         except RuntimeError as error:
-            raise LostRankError(f"{self._what} failed. {(str(error).strip().splitlines() or [''])[0]}") from error
+            raise LostRankError(
+                f"{self._what} failed. {(str(error).strip().splitlines() or [''])[0]}"
+            ) from error
         return True
 
 
@@ -56,7 +59,9 @@ class SomeRanks:
     """
 
     def __init__(self, queue: GroupQueue, ranks: Sequence[int], names: Mapping[int, str]) -> None:
-        self._queue, self.ranks, self._names = queue, tuple(ranks), names
+        self._queue = queue
+        self.ranks = tuple(ranks)
+        self._names = names
         self.size, self.rank = len(self.ranks), self.ranks.index(queue.rank)
 
     def peers(self) -> list[int]:
@@ -65,29 +70,42 @@ class SomeRanks:
 
     def send(self, tensor: Tensor, to: int, tag: int) -> list[PeerWork]:
         """Start sending to the rank at place `to`; nothing when there is nothing to send."""
-        return [self._named(self._queue.send(tensor, self.ranks[to], tag), to, "to")] if len(tensor) else []
+        return (
+            [self._named(self._queue.send(tensor, self.ranks[to], tag), to, "to")]
+            if len(tensor)
+            else []
+        )
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> list[PeerWork]:
         """Start receiving from the rank at place `source`."""
-        return [self._named(self._queue.recv(tensor, self.ranks[source], tag), source, "from")] if len(tensor) else []
+        return (
+            [self._named(self._queue.recv(tensor, self.ranks[source], tag), source, "from")]
+            if len(tensor)
+            else []
+        )
 
     def scatter(self, rows: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> list[PeerWork]:
-        """Start filling ``rows[i]`` with what rank i has as this one's part; not this rank's own row."""
+        """Start filling ``rows[i]`` with what rank i has as this one's part; not this rank's own
+        row.
+        """
         tag = wire_tag(tag, Lane.SCATTER)
         works = [work for i in self.peers() for work in self.receive(rows[i], i, tag)]
         return works + [work for i in self.peers() for work in self.send(parts[i], i, tag)]
 
-    def gather(self, parts: Sequence[Tensor], mine: Tensor, tag: int, lane: int = Lane.GATHER) -> list[PeerWork]:
+    def gather(
+        self, parts: Sequence[Tensor], mine: Tensor, tag: int, lane: int = Lane.GATHER
+    ) -> list[PeerWork]:
         """Start filling ``parts[i]`` with rank i's `mine`; not this rank's own part."""
         tag = wire_tag(tag, lane)
         works = [work for i in self.peers() for work in self.receive(parts[i], i, tag)]
         return works + [work for i in self.peers() for work in self.send(mine, i, tag)]
 
     def _named(self, work: Any, place: int, way: str) -> PeerWork:
-        me, other = self._names[self._queue.rank], self._names[self.ranks[place]]
+        me = self._names[self._queue.rank]
+        other = self._names[self.ranks[place]]
         return PeerWork(work, f"{me}: a message {way} {other}")
 
-    # -- as a transport does, blocking -----------------------------------------------------------------------------
+    # -- as a transport does, blocking -------------------------------------------------------------
 
     def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], op: str, tag: int) -> None:
         """See `Transport`."""

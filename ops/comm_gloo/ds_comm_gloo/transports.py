@@ -1,16 +1,20 @@
-"""The contract of transports: another way than gloo's messages for the collectives of a group's ranks.
+"""The contract of transports: another way than gloo's messages for the collectives of a group's
+ranks.
 
-An opener is a function ``(Members) -> Transport | None``, called once per group by all its ranks together; the answer
-must be of one kind on all of them. None: gloo does everything. A transport runs one collective at a time, in the
-group's queue, so that their order is that of the calls on every rank.
+An opener is a function ``(Members) -> Transport | None``, called once per group by all its ranks
+together; the answer must be of one kind on all of them. None: gloo does everything. A transport
+runs one collective at a time, in the group's queue, so that their order is that of the calls on
+every rank.
 
-[Note: when a transport opens] Opening blocks until the group's ranks are all there. An asynchronous collective must
-not: a rank may first have to start one on another group, where its peer opens a transport already. So the groups of a
-mesh open theirs when they are made (`ds_core.comm.open_transport`); other groups at their first synchronous
-collective, which blocks anyhow.
+[Note: when a transport opens] Opening blocks until the group's ranks are all there. An asynchronous
+collective must
+not: a rank may first have to start one on another group, where its peer opens a transport already.
+    So the groups of a mesh open theirs when they are made (`ds_core.comm.open_transport`); other
+    groups at their first synchronous collective, which blocks anyhow.
 
-[Note: which way messages go] A receive must look where its message is, so the way of a group's messages is chosen once:
-the transport's, if it opened before the first of them on any rank, else gloo's.
+[Note: which way messages go] A receive must look where its message is, so the way of a group's
+messages is chosen once: the transport's, if it opened before the first of them on any rank, else
+gloo's.
 """
 
 from __future__ import annotations
@@ -37,20 +41,24 @@ _DEFAULT_TIMEOUT = 1800.0
 
 
 class Transport(Protocol):
-    """Runs collectives on flat contiguous CPU tensors, each on all ranks of a group; blocks, and raises CommError.
+    """Runs collectives on flat contiguous CPU tensors, each on all ranks of a group; blocks, and
+    raises CommError.
 
-    op: a name of torch's ReduceOp. tag: 0, or what must be equal on all ranks; where it is not, the call waits until
-    an interceptor ends the process.
+    op: a name of torch's ReduceOp. tag: 0, or what must be equal on all ranks; where it is not, the
+    call waits until an interceptor ends the process.
     """
 
     def takes(self, kind: str, size: int, dtype: torch.dtype, op: str) -> bool:
-        """Whether to run this one here; the same on every rank. size: bytes of the whole buffer, of all ranks."""
+        """Whether to run this one here; the same on every rank. size: bytes of the whole buffer, of
+        all ranks.
+        """
 
     def all_reduce(self, flat: Tensor, op: str, tag: int) -> None:
         """Replace `flat` by the reduction, in rank order."""
 
     def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], op: str, tag: int) -> None:
-        """Fill `output` with the reduction of all ranks' parts for this one; ``parts[i]`` is for rank i.
+        """Fill `output` with the reduction of all ranks' parts for this one; ``parts[i]`` is for
+        rank i.
 
         Lengths may differ between parts, not between ranks.
         """
@@ -62,10 +70,12 @@ class Transport(Protocol):
         """Replace `flat` by that of rank `src`."""
 
     def isend(self, flat: Tensor, to: int) -> Any:
-        """Start sending any number of bytes to rank `to` of the group; a work. Blocks in no case, nor does `irecv`.
+        """Start sending any number of bytes to rank `to` of the group; a work. Blocks in no case,
+        nor does `irecv`.
 
-        Messages of two ranks arrive in the order in which they were sent, in that in which receives were posted. A
-        sender need not wait longer than until the receive is posted. Both are independent of collectives.
+        Messages of two ranks arrive in the order in which they were sent, in that in which receives
+        were posted. A sender need not wait longer than until the receive is posted. Both are
+        independent of collectives.
         """
 
     def irecv(self, flat: Tensor, source: int) -> Any:
@@ -76,7 +86,8 @@ class Transport(Protocol):
 class Members:
     """What an opener is given: the ranks of a group, all in this call at once.
 
-    rank, size: in the group. names: the ranks' numbers in the world. timeout: of collectives, in seconds.
+    rank, size: in the group. names: the ranks' numbers in the world. timeout: of collectives, in
+        seconds.
     exchange: gives this rank's JSON object to all, and returns theirs in rank order; collective.
     """
 
@@ -94,7 +105,9 @@ def members(queue: GroupQueue) -> Members:
     """The `Members` of a queue's group."""
     group = queue.group
     names = tuple(dist.get_process_group_ranks(group))
-    everyone = SomeRanks(queue, range(queue.size), {i: f"rank {name}" for i, name in enumerate(names)})
+    everyone = SomeRanks(
+        queue, range(queue.size), {i: f"rank {name}" for i, name in enumerate(names)}
+    )
     exchange = partial(exchange_among, everyone)
     return Members(queue.rank, queue.size, names, _timeout(group), exchange)
 
@@ -102,15 +115,20 @@ def members(queue: GroupQueue) -> Members:
 def exchange_among(ranks: SomeRanks, mine: dict[str, Any]) -> list[dict[str, Any]]:
     """`Members.exchange` among some ranks of a group.
 
-    What each rank knows doubles in every round, so it talks to 2 log2(size) others: gloo connects two ranks when they
-    first talk (TORCH_GLOO_LAZY_INIT), and one of a large group is not to be connected with all of it.
+    What each rank knows doubles in every round, so it talks to 2 log2(size) others: gloo connects
+    two ranks when they first talk (TORCH_GLOO_LAZY_INIT), and one of a large group is not to be
+    connected with all of it.
     """
-    records = torch.empty(ranks.size, RECORD, dtype=torch.uint8)  # record i is that of the rank i places to the right
+    # record i is that of the rank i places to the right
+    records = torch.empty(ranks.size, RECORD, dtype=torch.uint8)
     records[0] = _record(mine)
-    known, tag = 1, wire_tag(0, Lane.RECORDS)
+    known = 1
+    tag = wire_tag(0, Lane.RECORDS)
     while known < ranks.size:
         more = min(known, ranks.size - known)
-        works = ranks.receive(records[known : known + more].view(-1), (ranks.rank + known) % ranks.size, tag)
+        works = ranks.receive(
+            records[known : known + more].view(-1), (ranks.rank + known) % ranks.size, tag
+        )
         works += ranks.send(records[:more].view(-1), (ranks.rank - known) % ranks.size, tag)
         for work in works:
             work.wait()

@@ -1,14 +1,15 @@
 """Collectives of groups that span several hosts with several ranks each, in two levels.
 
-Inside a host data goes through a transport (shared memory), where one opens, else by messages; between hosts it goes by
-messages, and crosses the link once per host, not once per rank. The first ranks of each host, as many as the smallest
-host has, are its carriers; the r-th ones of all hosts form rail r, and each rail carries a slice of its own. For an
-all_reduce the carriers of a host get slices of the host's sum, exchange them on their rails, and share the totals with
-their host. Long tensors go in blocks, through a `Pipeline`.
+Inside a host data goes through a transport (shared memory), where one opens, else by messages;
+between hosts it goes by messages, and crosses the link once per host, not once per rank. The first
+ranks of each host, as many as the smallest host has, are its carriers; the r-th ones of all hosts
+form rail r, and each rail carries a slice of its own. For an all_reduce the carriers of a host get
+slices of the host's sum, exchange them on their rails, and share the totals with their host. Long
+tensors go in blocks, through a `Pipeline`.
 
-[Note: the order of sums] Host by host, in the order of the hosts' first ranks, and rank by rank in each: the same bits
-on every rank and in every run, whatever the size. 16-bit floats are added in fp32, also across the link, and rounded
-once.
+[Note: the order of sums] Host by host, in the order of the hosts' first ranks, and rank by rank in
+each: the same bits on every rank and in every run, whatever the size. 16-bit floats are added in
+fp32, also across the link, and rounded once.
 """
 
 from __future__ import annotations
@@ -38,39 +39,67 @@ MESSAGE = 1 << 20
 """Bytes of a message on a rail; longer tensors go in blocks of such messages."""
 
 DIRECT = 1 << 16
-"""all_reduce of up to so many bytes: carriers send each other all they have; one trip over the link instead of two."""
+"""all_reduce of up to so many bytes: carriers send each other all they have; one trip over the link
+instead of two.
+"""
 
-_REAL = (torch.float32, torch.float64, *gloo.LOW, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_REAL = (
+    torch.float32,
+    torch.float64,
+    *gloo.LOW,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+)
 _BITS = ("BAND", "BOR", "BXOR")
 
 
-def open_two_level(queue: GroupQueue, members: Members, hosts: Hosts, opener: Opener | None, lane: int) -> TwoLevel:
+def open_two_level(
+    queue: GroupQueue, members: Members, hosts: Hosts, opener: Opener | None, lane: int
+) -> TwoLevel:
     """The transport of a group on several hosts. Collective.
 
-    opener: opens the transport of one host's ranks; None: they have none. lane: of messages between hosts.
+    opener: opens the transport of one host's ranks; None: they have none. lane: of messages between
+    hosts.
     """
-    names = {rank: f"rank {members.names[rank]} on {host.name}" for host in hosts.hosts for rank in host.ranks}
+    names = {
+        rank: f"rank {members.names[rank]} on {host.name}"
+        for host in hosts.hosts
+        for rank in host.ranks
+    }
     mine = next(host for host in hosts.hosts if queue.rank in host.ranks)
     near = SomeRanks(queue, mine.ranks, names)
     inside = None
     if opener is not None and near.size > 1:
         world = tuple(members.names[rank] for rank in mine.ranks)
         inside = opener(
-            Members(near.rank, near.size, world, members.timeout, lambda record: exchange_among(near, record))
+            Members(
+                near.rank,
+                near.size,
+                world,
+                members.timeout,
+                lambda record: exchange_among(near, record),
+            )
         )
     rail = None
     if near.rank < hosts.rails:
         rail = SomeRanks(queue, [host.ranks[near.rank] for host in hosts.hosts], names)
-    rows = "; ".join(f"{host.name} has {[members.names[rank] for rank in host.ranks]}" for host in hosts.hosts)
+    rows = "; ".join(
+        f"{host.name} has {[members.names[rank] for rank in host.ranks]}" for host in hosts.hosts
+    )
     log.debug("collectives of ranks %s go in two levels: %s", members.names, rows)
     return TwoLevel(queue, hosts, near, inside, rail, lane)
 
 
 class TwoLevel:
-    """As a `Transport`, over hosts, but that its collectives give blocks, which its `pipeline` runs.
+    """As a `Transport`, over hosts, but that its collectives give blocks, which its `pipeline`
+    runs.
 
     Parts of `reduce_scatter` and `all_gather` must have one length.
-    near: the ranks of this host. inside: their transport; None: messages. rail: this rank's; None: it carries nothing.
+    near: the ranks of this host. inside: their transport; None: messages. rail: this rank's; None:
+        it carries nothing.
     """
 
     def __init__(
@@ -82,28 +111,37 @@ class TwoLevel:
         rail: SomeRanks | None,
         lane: int,
     ) -> None:
-        self._queue, self._near, self._rail, self._lane = queue, near, rail, lane
+        self._queue = queue
+        self._near = near
+        self._rail = rail
+        self._lane = lane
         self.inside = inside
         self.hosts = [host.ranks for host in hosts.hosts]
         self._host = self.hosts.index(near.ranks)
         self._others = [(self._host + d) % len(self.hosts) for d in range(1, len(self.hosts))]
-        self._rails, self._even = hosts.rails, hosts.even
+        self._rails = hosts.rails
+        self._even = hosts.even
         self.pipeline = Pipeline(functools.partial(_agree, near, inside))
 
     def takes(self, kind: str, size: int, dtype: torch.dtype, op: str) -> bool:
         """See `Transport`."""
         if kind != "all_gather" and dtype == torch.bool:
             return op != "AVG"
-        return kind == "all_gather" or (dtype in _REAL and not (op in _BITS and dtype.is_floating_point))
+        return kind == "all_gather" or (
+            dtype in _REAL and not (op in _BITS and dtype.is_floating_point)
+        )
 
-    # -- reductions ------------------------------------------------------------------------------------------
+    # -- reductions --------------------------------------------------------------------------------
 
     def all_reduce(self, flat: Tensor, op: str, tag: int) -> Iterator[Stages]:
         """See `Transport`."""
         # Between two hosts the direct exchange has no more bytes, unless they are widened.
         direct = flat.nbytes <= DIRECT or (len(self.hosts) == 2 and not _widens(flat.dtype, op))
         step = MESSAGE // flat.itemsize * self._rails * (1 if direct else len(self.hosts))
-        return (self._reduced(flat[begin:end], op, direct, tag) for begin, end in gloo.cut(len(flat), step))
+        return (
+            self._reduced(flat[begin:end], op, direct, tag)
+            for begin, end in gloo.cut(len(flat), step)
+        )
 
     def _reduced(self, block: Tensor, op: str, direct: bool, tag: int) -> Stages:
         totals = self._slices(block)
@@ -112,14 +150,19 @@ class TwoLevel:
             [t] * len(self.hosts) if direct else t.tensor_split(len(self.hosts))
             for t in (mine, totals[self._near.rank])
         )
-        rows = [sent[h] if h == self._host else torch.empty_like(sent[self._host]) for h in range(len(self.hosts))]
+        rows = [
+            sent[h] if h == self._host else torch.empty_like(sent[self._host])
+            for h in range(len(self.hosts))
+        ]
         yield self._rail.scatter(rows, sent, tag) if self._rail else ()
         self._fold(kept[self._host], rows, op)
         if not direct:
             yield self._rail.gather(kept, kept[self._host], tag, Lane.TOTAL) if self._rail else ()
         self._gather_inside(totals, tag)
 
-    def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], op: str, tag: int) -> Iterator[Stages]:
+    def reduce_scatter(
+        self, output: Tensor, parts: Sequence[Tensor], op: str, tag: int
+    ) -> Iterator[Stages]:
         """See `Transport`."""
         return (
             self._scattered(output[begin:end], [p[begin:end] for p in parts], op, tag)
@@ -128,7 +171,8 @@ class TwoLevel:
 
     def _scattered(self, output: Tensor, rows: Sequence[Tensor], op: str, tag: int) -> Stages:
         """rows: what this rank has for each rank, all as long as `output`."""
-        region, lane = output, wire_tag(tag, Lane.SCATTER)
+        region = output
+        lane = wire_tag(tag, Lane.SCATTER)
         totals: Sequence[Tensor] = [output] * self._near.size
         if not self._even:
             region = output.new_empty(len(output) * self._near.size)
@@ -138,7 +182,9 @@ class TwoLevel:
         sums = {host: torch.empty_like(total, dtype=dtype) for host in self._others}
         works: list[PeerWork] = []
         if self._rail:
-            works += [work for host in self._others for work in self._rail.receive(sums[host], host, lane)]
+            works += [
+                work for host in self._others for work in self._rail.receive(sums[host], host, lane)
+            ]
         for host in self._others:
             partial = self._reduce_inside(self._lots(host, rows, op), op, tag)
             works += self._rail.send(partial, host, lane) if self._rail else ()
@@ -150,21 +196,25 @@ class TwoLevel:
             gloo.copy(output, region.view(self._near.size, -1)[self._near.rank])
 
     def _lots(self, host: int, rows: Sequence[Tensor], op: str) -> list[Tensor]:
-        """What the carriers of this host are to add up and send to `host`: whole rows where hosts are even, else cuts
-        of all rows together."""
+        """What the carriers of this host are to add up and send to `host`: whole rows where hosts
+        are even, else cuts of all rows together."""
         mine = [rows[rank] for rank in self.hosts[host]]
         if self._even:
             return [_wide(row, op) for row in mine]
         return self._slices(_wide(_joined(mine), op))
 
     def _reduce_inside(self, parts: Sequence[Tensor], op: str, tag: int) -> Tensor:
-        """The sum of this host's ranks of this rank's part; it may be `parts`' own tensor, to be left as it is."""
+        """The sum of this host's ranks of this rank's part; it may be `parts`' own tensor, to be
+        left as it is.
+        """
         if self._near.size == 1:
             return parts[0]
         out = torch.empty_like(parts[self._near.rank])
         op = "SUM" if op == "AVG" else op
         inside = self.inside
-        if inside is not None and inside.takes("reduce_scatter", sum(p.nbytes for p in parts), out.dtype, op):
+        if inside is not None and inside.takes(
+            "reduce_scatter", sum(p.nbytes for p in parts), out.dtype, op
+        ):
             inside.reduce_scatter(out, parts, op, tag)
         else:
             self._near.reduce_scatter(out, parts, op, tag)
@@ -181,7 +231,7 @@ class TwoLevel:
         if total is not out:
             gloo.copy(out, total)
 
-    # -- what is only moved ----------------------------------------------------------------------------------
+    # -- what is only moved ------------------------------------------------------------------------
 
     def all_gather(self, parts: Sequence[Tensor], mine: Tensor, tag: int) -> Iterator[Stages]:
         """See `Transport`."""
@@ -214,28 +264,42 @@ class TwoLevel:
         for host in self._others:
             self._gather_inside(lots[host], tag)
             if not self._even:
-                for row, piece in zip(by_host[host], joined[host].split(len(by_host[host][0])), strict=True):
+                for row, piece in zip(
+                    by_host[host], joined[host].split(len(by_host[host][0])), strict=True
+                ):
                     gloo.copy(row, piece)
 
     def broadcast(self, flat: Tensor, src: int, tag: int) -> Iterator[Stages]:
-        """See `Transport`. From host to host in a chain; one block goes from the first host to all."""
+        """See `Transport`.
+
+        From host to host in a chain; one block goes from the first host to all.
+        """
         raw = flat.view(torch.uint8)
         step = MESSAGE * self._rails
         chain = len(raw) > step
-        return (self._spread(raw[begin:end], src, chain, tag) for begin, end in gloo.cut(len(raw), step))
+        return (
+            self._spread(raw[begin:end], src, chain, tag) for begin, end in gloo.cut(len(raw), step)
+        )
 
     def _spread(self, block: Tensor, src: int, chain: bool, tag: int) -> Stages:
         first = next(h for h, ranks in enumerate(self.hosts) if src in ranks)
         order = [(first + d) % len(self.hosts) for d in range(len(self.hosts))]
-        place, lane = order.index(self._host), wire_tag(tag, Lane.SPREAD)
+        place = order.index(self._host)
+        lane = wire_tag(tag, Lane.SPREAD)
         source = order[place - 1] if chain else first
         onward = order[place + 1 : place + 2] if chain else order[1:] if place == 0 else ()
         slices = self._slices(block)
         mine = slices[self._near.rank]
         if place == 0:
-            self._gather_inside([block if rank == src else block[:0] for rank in self._near.ranks], tag)
+            self._gather_inside(
+                [block if rank == src else block[:0] for rank in self._near.ranks], tag
+            )
         yield self._rail.receive(mine, source, lane) if self._rail and place > 0 else ()
-        sending = [work for host in onward for work in self._rail.send(mine, host, lane)] if self._rail else ()
+        sending = (
+            [work for host in onward for work in self._rail.send(mine, host, lane)]
+            if self._rail
+            else ()
+        )
         if place > 0:
             self._gather_inside(slices, tag)
         yield sending
@@ -245,7 +309,9 @@ class TwoLevel:
         if self._near.size == 1:
             return
         mine = parts[self._near.rank]
-        if self.inside is not None and self.inside.takes("all_gather", sum(p.nbytes for p in parts), mine.dtype, ""):
+        if self.inside is not None and self.inside.takes(
+            "all_gather", sum(p.nbytes for p in parts), mine.dtype, ""
+        ):
             self.inside.all_gather(parts, mine, tag)
         else:
             self._near.all_gather(parts, mine, tag)
@@ -254,7 +320,7 @@ class TwoLevel:
         """`whole` cut for the carriers; nothing for the other ranks of this host."""
         return [*whole.tensor_split(self._rails), *[whole[:0]] * (self._near.size - self._rails)]
 
-    # -- messages --------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
     def isend(self, flat: Tensor, to: int) -> Any:
         """See `Transport`."""

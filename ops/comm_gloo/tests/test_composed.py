@@ -1,4 +1,6 @@
-"""The composed collectives: the kit of providers, each algorithm at its borders, and what becomes of the queues."""
+"""The composed collectives: the kit of providers, each algorithm at its borders, and what becomes
+of the queues.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ class TestComposed(CollectivesConformance):
     ranks = (2, 3, 4)
 
 
-# In bytes of the whole buffer around every threshold, so that each algorithm runs, also over several chunks.
+# In bytes of the whole buffer around every threshold, so that each algorithm runs, also over
+# several chunks.
 KIB = 1 << 10
 BYTES = (128 * KIB, 512 * KIB, 2048 * KIB, 4096 * KIB)
 
@@ -56,7 +59,9 @@ def sweep_large(dtype: torch.dtype, ops: list[str]) -> None:
         pytest.param(3, torch.float16, ["AVG"], marks=pytest.mark.slow),
     ],
 )
-def test_sizes_around_the_thresholds_and_beyond(size: int, dtype: torch.dtype, ops: list[str]) -> None:
+def test_sizes_around_the_thresholds_and_beyond(
+    size: int, dtype: torch.dtype, ops: list[str]
+) -> None:
     run_ranks(size, sweep_large, dtype, ops)
 
 
@@ -81,7 +86,8 @@ def bool_average() -> None:
     assert work is not None
     with pytest.raises(CommError, match="average of bool"):
         work.wait()
-    long = comm.all_reduce(torch.ones(9_000_000, dtype=torch.bool), OPS["AVG"], async_op=True)  # on the lane
+    # on the lane
+    long = comm.all_reduce(torch.ones(9_000_000, dtype=torch.bool), OPS["AVG"], async_op=True)
     assert long is not None
     with pytest.raises(CommError, match="average of bool"):
         long.wait()
@@ -105,7 +111,9 @@ def queues_of_stopped_groups() -> int:
         dist.destroy_process_group(group)
         del group, work
         gc.collect()
-    threads = [t for t in threading.enumerate() if t.name == "ds_comm_gloo queue" and t not in before]
+    threads = [
+        t for t in threading.enumerate() if t.name == "ds_comm_gloo queue" and t not in before
+    ]
     for thread in threads:
         thread.join(10)
     return sum(thread.is_alive() for thread in threads)
@@ -119,7 +127,8 @@ def test_a_queue_ends_with_its_group() -> None:
 def changing() -> None:
     """A provider is made once per group, and comes back; messages go where the first one went."""
     group = dist.new_group()
-    works = [comm.irecv(torch.empty(3), 1 - comm.rank(), group)]  # by torch, since nothing else is in use
+    # by torch, since nothing else is in use
+    works = [comm.irecv(torch.empty(3), 1 - comm.rank(), group)]
     serve_by(None)
     comm.all_reduce(torch.ones(3), group=group)
     serve_by(PROVIDER)

@@ -37,7 +37,8 @@ class Gate(torch.autograd.Function):
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 1)
+        self.first = nn.Linear(32, 32)
+        self.second = nn.Linear(32, 1)
         self.between: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,7 +46,9 @@ class Two(nn.Module):
 
 
 def step(stage: int) -> list[bool]:
-    """Whether a reduction had begun when backward stood between the layers, and whether it ended while it stood."""
+    """Whether a reduction had begun when backward stood between the layers, and whether it ended
+    while it stood.
+    """
     served: list[GlooCollectives] = []
 
     def serve(group: dist.ProcessGroup, messages: bool) -> GlooCollectives:
@@ -58,14 +61,22 @@ def step(stage: int) -> list[bool]:
             return [b._work for b in partitioner._buckets if b._work is not None]
         return [work for reduction in partitioner.reducer._in_flight for work in reduction.works]
 
-    zero = {"stage": stage, "overlap_comm": True, "reduce_bucket_size": 32} if stage else {"stage": 0}
+    zero = (
+        {"stage": stage, "overlap_comm": True, "reduce_bucket_size": 32} if stage else {"stage": 0}
+    )
     optimizer = {"type": "SGD", "params": {"lr": 0.1}}
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, "zero_optimization": zero}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": optimizer,
+        "zero_optimization": zero,
+    }
     whole, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, 1  # a bucket for each parameter
-    module, found = Two(), []
+    module = Two()
+    found = []
     try:
         engine, *_ = ds_core.initialize(model=module, config=config)
-        comm.use_providers({("cpu", "gloo"): serve})  # after `initialize`, which chooses the config's
+        # after `initialize`, which chooses the config's
+        comm.use_providers({("cpu", "gloo"): serve})
         assert dist.group.WORLD is not None
         comm.open_transport(dist.group.WORLD)
         for _ in range(2):

@@ -14,7 +14,8 @@ class Message:
     """On its way until `there` is set. waited: set when somebody waits for it."""
 
     def __init__(self) -> None:
-        self.there, self.waited = threading.Event(), threading.Event()
+        self.there = threading.Event()
+        self.waited = threading.Event()
 
     def wait(self) -> None:
         self.waited.set()
@@ -28,11 +29,13 @@ def block(messages: list[Message], began: Callable[[], None] = lambda: None) -> 
 
 
 def test_a_collective_begins_while_the_last_blocks_of_the_one_before_are_on_the_wire() -> None:
-    first, second = Message(), Message()
+    first = Message()
+    second = Message()
     pipeline = Pipeline(lambda mine: mine)
     one = pipeline.run(lambda: [block([first]), block([second])], True, False)
     assert first.waited.wait(PATIENCE)
-    # The other one comes while the first block is waited for; its beginning lets the second block end.
+    # The other one comes while the first block is waited for; its beginning lets the second block
+    # end.
     last = Message()
     last.there.set()
     other = pipeline.run(lambda: [block([last], second.there.set)], True, False)
@@ -53,5 +56,7 @@ def test_later_messages_of_a_block_are_waited_for_behind_the_first_ones_of_the_o
             message.wait = lambda stage=stage: order.append(f"{name}{stage}")  # type: ignore[method-assign,misc]
             yield message
 
-    Pipeline(lambda mine: mine).run(lambda: [block(list(told("a"))), block(list(told("b")))], False, False)
+    Pipeline(lambda mine: mine).run(
+        lambda: [block(list(told("a"))), block(list(told("b")))], False, False
+    )
     assert order == ["a0", "b0", "a1", "b1"]

@@ -37,7 +37,9 @@ def spread(layout: str, opener: Any = None) -> None:
 
 
 def transport(group: Any = None) -> Any:
-    return collectives._groups[dist.group.WORLD if group is None else group].serving["cpu"].transport  # type: ignore
+    return (
+        collectives._groups[dist.group.WORLD if group is None else group].serving["cpu"].transport
+    )  # type: ignore
 
 
 def checked(layout: str, checks: list[str]) -> None:
@@ -50,7 +52,16 @@ def checked(layout: str, checks: list[str]) -> None:
 @pytest.mark.parametrize(
     ("layout", "checks"),
     [
-        ("aab", ["averages_at_the_edge_of_fp16", "gathers_in_place", "many_under_way", "groups", "objects"]),
+        (
+            "aab",
+            [
+                "averages_at_the_edge_of_fp16",
+                "gathers_in_place",
+                "many_under_way",
+                "groups",
+                "objects",
+            ],
+        ),
         ("abab", ["strides_and_parameters", "other_collectives", "messages", "groups"]),
         *(
             pytest.param(layout, list(CHECKS), marks=pytest.mark.slow)
@@ -66,23 +77,35 @@ def by_host(parts: list[Tensor], layout: str, op: str) -> Tensor:
     """The reduction host by host, in fp32 for 16-bit floats, rounded once."""
     dtype = parts[0].dtype
     wide = [p.float() if dtype.is_floating_point else p for p in parts]
-    sums = [sum(wide[i] for i, h in enumerate(layout) if h == host) for host in dict.fromkeys(layout)]
+    sums = [
+        sum(wide[i] for i, h in enumerate(layout) if h == host) for host in dict.fromkeys(layout)
+    ]
     total = sum(sums[1:], start=sums[0])
     if op == "AVG":
-        total = total / len(parts) if dtype.is_floating_point else torch.div(total, len(parts), rounding_mode="trunc")
+        total = (
+            total / len(parts)
+            if dtype.is_floating_point
+            else torch.div(total, len(parts), rounding_mode="trunc")
+        )
     return total.to(dtype)  # type: ignore[union-attr]
 
 
 def several_blocks(layout: str) -> None:
-    before, two_level.MESSAGE, two_level.DIRECT = (two_level.MESSAGE, two_level.DIRECT), 1 << 12, 1 << 10
-    rank, size = dist.get_rank(), len(layout)
+    before = (two_level.MESSAGE, two_level.DIRECT)
+    two_level.MESSAGE = 1 << 12
+    two_level.DIRECT = 1 << 10
+    rank = dist.get_rank()
+    size = len(layout)
     spread(layout)
     try:
         for turn, (dtype, length) in enumerate((d, n) for d in EXACT for n in (1, 250, 9_001)):
-            op, async_op = ("SUM", "AVG")[turn % 2], turn % 3 == 0
+            op = ("SUM", "AVG")[turn % 2]
+            async_op = turn % 3 == 0
             whole = [contribution(length * size, dtype, r) for r in range(size)]
-            total, before_it = whole[rank].clone(), whole[rank].clone()
-            part, gathered = torch.empty(length, dtype=dtype), torch.empty(length * size, dtype=dtype)
+            total = whole[rank].clone()
+            before_it = whole[rank].clone()
+            part = torch.empty(length, dtype=dtype)
+            gathered = torch.empty(length * size, dtype=dtype)
             works = [
                 comm.all_reduce(total, OPS[op], async_op=async_op),
                 comm.reduce_scatter_tensor(part, whole[rank], OPS[op], async_op=async_op),
@@ -91,13 +114,17 @@ def several_blocks(layout: str) -> None:
                 assert work is None or work.wait()
             wanted = by_host(whole, layout, op)
             assert torch.equal(total, wanted), f"all_reduce {length} {dtype} {op}"
-            assert torch.equal(part, wanted.view(size, -1)[rank]), f"reduce_scatter {length} {dtype} {op}"
+            assert torch.equal(part, wanted.view(size, -1)[rank]), (
+                f"reduce_scatter {length} {dtype} {op}"
+            )
             assert torch.equal(whole[rank], before_it), "reduce_scatter changed its input"
             comm.all_gather_into_tensor(gathered, part)
             assert torch.equal(gathered, wanted), f"all_gather {length} {dtype}"
             sent = whole[rank].clone()
             comm.broadcast(sent, turn % size)
-            assert torch.equal(sent, whole[turn % size]), f"broadcast {length} {dtype} from {turn % size}"
+            assert torch.equal(sent, whole[turn % size]), (
+                f"broadcast {length} {dtype} from {turn % size}"
+            )
         assert isinstance(transport(), TwoLevel)
     finally:
         two_level.MESSAGE, two_level.DIRECT = before
@@ -117,7 +144,11 @@ def where_it_is_used(layouts: list[str]) -> list[str]:
 
 
 def test_one_host_or_one_rank_on_each_has_one_level() -> None:
-    assert run_ranks(3, where_it_is_used, ["aaa", "abc", "aba"])[0] == ["NoneType", "NoneType", "TwoLevel"]
+    assert run_ranks(3, where_it_is_used, ["aaa", "abc", "aba"])[0] == [
+        "NoneType",
+        "NoneType",
+        "TwoLevel",
+    ]
 
 
 def lose_one() -> None:
@@ -134,7 +165,9 @@ def test_a_killed_rank_of_another_host_is_named() -> None:
         run_ranks(4, lose_one)
     told = {f.rank: f.what for f in info.value.failures}
     assert told[3] == "died of SIGKILL"
-    assert re.search(r"LostRankError: rank 1 on \S+: a message (to|from) rank 3 on \S+ failed", told[1])
+    assert re.search(
+        r"LostRankError: rank 1 on \S+: a message (to|from) rank 3 on \S+ failed", told[1]
+    )
 
 
 def disagree(how: str) -> None:
@@ -153,7 +186,11 @@ def disagree(how: str) -> None:
     [
         ("large", ["rank 0: weights of 'layer0'", "rank 3: weights of 'layer3'"]),
         pytest.param("label", ["rank 0: gradients of 'layer0'"], marks=pytest.mark.slow),
-        pytest.param("kind", ["ranks 1, 2, 3: all_gather_into_tensor of 4000 float32"], marks=pytest.mark.slow),
+        pytest.param(
+            "kind",
+            ["ranks 1, 2, 3: all_gather_into_tensor of 4000 float32"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_guard_sees_that_ranks_disagree(how: str, words: list[str]) -> None:

@@ -11,8 +11,10 @@ from ds_kernel_kit.build import Extension, Unit, why_not
 __all__ = ["EXTENSION", "INFERENCE", "available", "can_infer", "can_share"]
 
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
-_OPENMP = () if sys.platform == "darwin" else ("-fopenmp",)  # Apple's compiler has none: one thread there
-# Products and sums keep their own roundings (the kernels say where they are to be one); errno and traps are not used.
+# Apple's compiler has none: one thread there
+_OPENMP = () if sys.platform == "darwin" else ("-fopenmp",)
+# Products and sums keep their own roundings (the kernels say where they are to be one); errno and
+# traps are not used.
 _EXACT = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", *_EXACT)
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -41,7 +43,11 @@ INFERENCE = Extension(
     units=(
         Unit("inference/module.cpp", _OPENMP),
         *_for_each_processor("inference/"),
-        *((Unit("inference/avx512bf16.cpp", (*_AVX512, "-mavx512bf16", "-mavx512vnni")),) if _X86 else ()),
+        *(
+            (Unit("inference/avx512bf16.cpp", (*_AVX512, "-mavx512bf16", "-mavx512vnni")),)
+            if _X86
+            else ()
+        ),
     ),
     flags=_FLAGS,
     link=("-shared", *_OPENMP),
@@ -60,5 +66,6 @@ def can_infer() -> str | None:
 
 
 def can_share() -> str | None:
-    """None when ranks on one host may share memory; whether they are on one is seen when they meet."""
+    """None when ranks on one host may share memory; whether they are on one is seen when they
+    meet."""
     return "needs Linux" if sys.platform != "linux" else available()

@@ -1,12 +1,14 @@
-"""The functions that the kernel table serves: checks, addresses and sizes, one call into C++ for all tensors.
+"""The functions that the kernel table serves: checks, addresses and sizes, one call into C++ for
+all tensors.
 
-What C++ takes is memory in one order: for each place of the lists, tensors that are contiguous, or dense with the same
-strides. Others are worked on as contiguous copies and copied back. What it cannot take at all (fp64) goes to the
-reference, which means the same.
+What C++ takes is memory in one order: for each place of the lists, tensors that are contiguous, or
+dense with the same strides. Others are worked on as contiguous copies and copied back. What it
+cannot take at all (fp64) goes to the reference, which means the same.
 
-[Note: what is checked] Addresses bypass all of torch's own checks, so a wrong size, type or device would be memory
-written at random. Every tensor is looked at anew in every call; a cache of what was checked before could be deceived by
-``tensor.data = ...``. C++ does it (cpp/tensors.h), or Python with a torch that does not offer what that needs.
+[Note: what is checked] Addresses bypass all of torch's own checks, so a wrong size, type or device
+would be memory written at random. Every tensor is looked at anew in every call; a cache of what was
+checked before could be deceived by ``tensor.data = ...``. C++ does it (cpp/tensors.h), or Python
+with a torch that does not offer what that needs.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ __all__ = [
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NORM_TYPES = {**_TYPES, torch.float64: 3}
-_dtype, _on_cpu = attrgetter("dtype"), attrgetter("is_cpu")
+_dtype = attrgetter("dtype")
+_on_cpu = attrgetter("is_cpu")
 _native: ModuleType | None = None
 
 
@@ -59,7 +62,7 @@ def native() -> ModuleType:
     return _native
 
 
-# -- optimizer steps -------------------------------------------------------------------------------------------------
+# -- optimizer steps -------------------------------------------------------------------------------
 
 
 def _step(
@@ -70,11 +73,13 @@ def _step(
     copies: Tensors | None,
     first: int = 0,
 ) -> list[float]:
-    """Call `name` for the places that C++ can take, `reference` for the others; see `ds_kernel_kit.steps.Run`.
+    """Call `name` for the places that C++ can take, `reference` for the others; see
+    `ds_kernel_kit.steps.Run`.
 
     first: the number of the first place, for who reads of an error.
     """
-    params, has_copies = lists[0], copies is not None
+    params = lists[0]
+    has_copies = copies is not None
     if not params:
         return []
     run = getattr(native(), name)
@@ -98,7 +103,9 @@ def _step(
         threads = torch.get_num_threads() if portions is None else 0
         out: list[float] = run(threads, given, has_copies, *numbers) or []
     elif portions is not None:
-        portions.later.append(functools.partial(_step, name, reference, numbers, lists, copies, first))
+        portions.later.append(
+            functools.partial(_step, name, reference, numbers, lists, copies, first)
+        )
         return []
     else:
         if len({len(ts) for ts in everything}) > 1:
@@ -120,13 +127,25 @@ def _step(
 
 
 def _in_portions(
-    name: str, reference: Reference, numbers: tuple[float, ...], lists: Sequence[Tensors], copies: Tensors | None
+    name: str,
+    reference: Reference,
+    numbers: tuple[float, ...],
+    lists: Sequence[Tensors],
+    copies: Tensors | None,
 ) -> None:
     """The same, a portion of the places after the other."""
-    low, sizes = 0, portion_sizes()
+    low = 0
+    sizes = portion_sizes()
     while low < len(lists[0]):
         some = slice(low, low + next(sizes))
-        _step(name, reference, numbers, [ts[some] for ts in lists], None if copies is None else copies[some], low)
+        _step(
+            name,
+            reference,
+            numbers,
+            [ts[some] for ts in lists],
+            None if copies is None else copies[some],
+            low,
+        )
         low = some.stop
 
 
@@ -138,17 +157,21 @@ _LOCAL = threading.local()
 
 @dataclass(slots=True)
 class _Portions:
-    """Of one call of `together`: what must stay alive until its end, and what is to be done after it."""
+    """Of one call of `together`: what must stay alive until its end, and what is to be done after
+    it.
+    """
 
     kept: list[Any] = field(default_factory=list)
     later: list[Callable[[], Any]] = field(default_factory=list)
 
 
 def together(prepare: Callable[[], None]) -> None:
-    """Call `prepare`; the steps that it asks for here begin at once on torch's other threads, and end before this does.
+    """Call `prepare`; the steps that it asks for here begin at once on torch's other threads, and
+    end before this does.
 
-    So a step over many small tensors can be asked for in portions, each of which is worked on while the next is being
-    prepared (those of `OVERLAPPING`). What `prepare` raises is raised when the steps that it has asked for are done.
+    So a step over many small tensors can be asked for in portions, each of which is worked on while
+    the next is being prepared (those of `OVERLAPPING`). What `prepare` raises is raised when the
+    steps that it has asked for are done.
     """
     if hasattr(_LOCAL, "portions"):
         prepare()
@@ -158,7 +181,8 @@ def together(prepare: Callable[[], None]) -> None:
         native().together(torch.get_num_threads(), prepare)
     finally:
         del _LOCAL.portions
-        for step in portions.later:  # what C++ cannot take as it is, and some of which torch does on all threads
+        # what C++ cannot take as it is, and some of which torch does on all threads
+        for step in portions.later:
             step()
 
 
@@ -175,16 +199,21 @@ def _is_as_expected() -> bool:
     """Whether tensor objects lie in memory as `fetch` in cpp/tensors.h takes them to."""
     tensor = torch.zeros(1)
     try:
-        implementation, storage = int(tensor._cdata), int(tensor.untyped_storage()._cdata)
+        implementation = int(tensor._cdata)
+        storage = int(tensor.untyped_storage()._cdata)
     except AttributeError:
         return False
     third = 2 * ctypes.sizeof(ctypes.c_void_p)
     inner = ctypes.c_void_p.from_address(implementation + third).value
-    return ctypes.c_void_p.from_address(id(tensor) + third).value == implementation and inner == storage
+    return (
+        ctypes.c_void_p.from_address(id(tensor) + third).value == implementation
+        and inner == storage
+    )
 
 
 def _plain(lists: Sequence[Tensors], mixed: bool = False) -> Any:
-    """The lists for C++, when all is plain: on the CPU, contiguous, sizes and dtypes alike. Else None.
+    """The lists for C++, when all is plain: on the CPU, contiguous, sizes and dtypes alike. Else
+    None.
 
     mixed: a list may hold several dtypes.
     """
@@ -209,17 +238,23 @@ def _numbers(sizes: list[int], lists: Sequence[Tensors], mixed: bool = False) ->
 
 
 def _takes(dtypes: Sequence[torch.dtype], has_copies: bool) -> bool:
-    """Whether C++ has a path for parameters, gradients, states (all alike) and copies of these dtypes."""
-    if any(d not in _TYPES for d in dtypes) or len(set(dtypes[2:-1] if has_copies else dtypes[2:])) > 1:
+    """Whether C++ has a path for parameters, gradients, states (all alike) and copies of these
+    dtypes.
+    """
+    if (
+        any(d not in _TYPES for d in dtypes)
+        or len(set(dtypes[2:-1] if has_copies else dtypes[2:])) > 1
+    ):
         return False
     return not has_copies or (dtypes[0] is torch.float32 and dtypes[-1] is not torch.float32)
 
 
-# -- sums --------------------------------------------------------------------------------------------------------------
+# -- sums ------------------------------------------------------------------------------------------
 
 
 def squared_norm(tensors: list[Tensor]) -> Tensor:
-    """See `ds_core.params.squared_norm`; summed in fp64, so finite exactly when every element is."""
+    """See `ds_core.params.squared_norm`; summed in fp64, so finite exactly when every element
+    is."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
     given = _plain([tensors], mixed=True)
@@ -250,7 +285,7 @@ def _added_dtype(total: Tensor, more: Tensor) -> torch.dtype | None:
     return more.dtype if fits else None
 
 
-# -- quantisation ------------------------------------------------------------------------------------------------------
+# -- quantisation ----------------------------------------------------------------------------------
 
 
 def _call(name: str, device: torch.device, *arguments: Any) -> None:

@@ -1,9 +1,10 @@
 """Messages between ranks on one host, through the rings of their segment.
 
-[Note: no rank need wait] A message goes into the ring when it is sent, and out of it when it is waited for, both in the
-caller's thread. Two cases need a thread, which lives as long as they last. A full ring: the rest of what was sent
-follows as room appears. Receives of more bytes than a ring holds: the sender may wait for that before it does
-what this rank waits for, so they are taken before they are waited for. What is posted beyond that fits in the ring.
+[Note: no rank need wait] A message goes into the ring when it is sent, and out of it when it is
+waited for, both in the caller's thread. Two cases need a thread, which lives as long as they last.
+A full ring: the rest of what was sent follows as room appears. Receives of more bytes than a ring
+holds: the sender may wait for that before it does what this rank waits for, so they are taken
+before they are waited for. What is posted beyond that fits in the ring.
 
 A message belongs to the receive from its sender that was posted first.
 """
@@ -46,19 +47,31 @@ SENT = SentWork()
 
 
 class Sending:
-    """The work of a message that was longer than the room in its ring. gone: bytes of it that are there, or -1."""
+    """The work of a message that was longer than the room in its ring. gone: bytes of it that are
+    there, or -1.
+    """
 
     def __init__(self, post: Post, flat: Tensor, to: int, gone: int) -> None:
-        self.post, self.flat, self.to, self.gone = post, flat, to, gone
-        self.done, self.error = threading.Event(), ""
+        self.post = post
+        self.flat = flat
+        self.to = to
+        self.gone = gone
+        self.done = threading.Event()
+        self.error = ""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until it is there. LostRankError when the receiver has ended, or has taken nothing for too long."""
+        """Block until it is there.
+
+        LostRankError when the receiver has ended, or has taken nothing for too long.
+        """
         seconds = self.post.timeout if timeout is None else timeout.total_seconds()
         until = time.monotonic() + seconds
         while not self.done.wait(max(0.0, min(0.1, until - time.monotonic()))):
             if time.monotonic() >= until:
-                raise self.post.late(f"message of {self.flat.nbytes} bytes to rank {self.post.names[self.to]}", seconds)
+                raise self.post.late(
+                    f"message of {self.flat.nbytes} bytes to rank {self.post.names[self.to]}",
+                    seconds,
+                )
         if self.error:
             raise LostRankError(self.error)
         return True
@@ -72,30 +85,50 @@ class Receiving:
     """The work of a receive. source: its sender; got: bytes that have come."""
 
     def __init__(self, post: Post, flat: Tensor, source: int) -> None:
-        self.post, self.flat, self.source, self.got = post, flat, source, 0
-        self.done, self.error = False, ""
+        self.post = post
+        self.flat = flat
+        self.source = source
+        self.got = 0
+        self.done = False
+        self.error = ""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the message is in its tensor. LostRankError when that cannot be or takes too long; CommError
-        when the message has another length."""
+        """Block until the message is in its tensor. LostRankError when that cannot be or takes too
+        long; CommError when the message has another length."""
         self.post.receive(self, self.post.timeout if timeout is None else timeout.total_seconds())
         return True
 
     def is_completed(self) -> bool:
-        """Whether the message is in its tensor, or will never be; wait tells which. Takes what has come."""
+        """Whether the message is in its tensor, or will never be; wait tells which.
+
+        Takes what has come.
+        """
         return self.post.look(self)
 
 
 class Post:
-    """A rank's rings in `segment`. names, pids: of the ranks; ring: bytes of one; timeout: of waits, in seconds."""
+    """A rank's rings in `segment`. names, pids: of the ranks; ring: bytes of one; timeout: of
+    waits, in seconds.
+    """
 
     def __init__(
-        self, segment: Any, rank: int, names: Sequence[int], pids: Sequence[int], ring: int, timeout: float
+        self,
+        segment: Any,
+        rank: int,
+        names: Sequence[int],
+        pids: Sequence[int],
+        ring: int,
+        timeout: float,
     ) -> None:
-        self._segment, self._rank, self.names, self._pids = segment, rank, names, pids
-        self._ring, self.timeout = ring, timeout
+        self._segment = segment
+        self._rank = rank
+        self.names = names
+        self._pids = pids
+        self._ring = ring
+        self.timeout = timeout
         others = [r for r in range(len(names)) if r != rank]
-        self._out_lock, self._in_lock = threading.Lock(), threading.Lock()
+        self._out_lock = threading.Lock()
+        self._in_lock = threading.Lock()
         self._backlog: dict[int, deque[Sending]] = {r: deque() for r in others}
         self._posted: list[Receiving] = []
         self._arriving: dict[int, Receiving] = {}
@@ -103,10 +136,12 @@ class Post:
         self._drained: set[int] = set()  # senders that a thread receives from
         self._broken: dict[int, str] = {}
 
-    # -- sending ---------------------------------------------------------------------------------------------
+    # -- sending -----------------------------------------------------------------------------------
 
     def isend(self, flat: Tensor, to: int) -> Sending | SentWork:
-        """Send a flat contiguous tensor to rank `to` of the group; it must stay as it is until the work is done."""
+        """Send a flat contiguous tensor to rank `to` of the group; it must stay as it is until the
+        work is done.
+        """
         backlog = self._backlog[to]
         with self._out_lock:
             gone = -1
@@ -117,12 +152,18 @@ class Post:
             work = Sending(self, flat, to, gone)
             backlog.append(work)
             if len(backlog) == 1:
-                threading.Thread(target=self._push, args=(to,), name="ds_ops_cpu push", daemon=True).start()
+                threading.Thread(
+                    target=self._push, args=(to,), name="ds_ops_cpu push", daemon=True
+                ).start()
         return work
 
     def _push(self, to: int) -> None:
-        """Send the backlog as the receiver makes room. This thread alone writes into the ring meanwhile."""
-        segment, backlog = self._segment, self._backlog[to]
+        """Send the backlog as the receiver makes room.
+
+        This thread alone writes into the ring meanwhile.
+        """
+        segment = self._segment
+        backlog = self._backlog[to]
         while True:
             work = backlog[0]
             left = work.flat.nbytes - max(0, work.gone)
@@ -138,14 +179,18 @@ class Post:
             elif put <= 0 and (error := self._lost(to)) is not None:
                 with self._out_lock:
                     for work in backlog:
-                        work.error = f"rank {self.names[self._rank]}: message of {work.flat.nbytes} bytes {error}"
+                        work.error = (
+                            f"rank {self.names[self._rank]}: message of "
+                            f"{work.flat.nbytes} bytes "
+                            f"{error}"
+                        )
                         work.done.set()
                     backlog.clear()
                 return
             else:
                 segment.await_room(to, min(left + HEADER, self._ring // 4))
 
-    # -- receiving -------------------------------------------------------------------------------------------
+    # -- receiving ---------------------------------------------------------------------------------
 
     def irecv(self, flat: Tensor, source: int) -> Receiving:
         """Receive into a flat contiguous tensor from rank `source` of the group."""
@@ -155,7 +200,9 @@ class Post:
             self._due[source] += flat.nbytes + HEADER
             if self._due[source] > self._ring and source not in self._drained:
                 self._drained.add(source)
-                threading.Thread(target=self._drain, args=(source,), name="ds_ops_cpu drain", daemon=True).start()
+                threading.Thread(
+                    target=self._drain, args=(source,), name="ds_ops_cpu drain", daemon=True
+                ).start()
         return work
 
     def _drain(self, source: int) -> None:
@@ -181,7 +228,8 @@ class Post:
 
     def receive(self, work: Receiving, seconds: float | None) -> None:
         """Block until `work` has ended well; raises otherwise."""
-        begin, waited = time.monotonic(), 0.0
+        begin = time.monotonic()
+        waited = 0.0
         while True:
             with self._in_lock:
                 if not work.done:
@@ -214,7 +262,8 @@ class Post:
                 return False
             if length != work.flat.nbytes:
                 self._broken[source] = (
-                    f"rank {self.names[self._rank]} receives {work.flat.nbytes} bytes from rank {self.names[source]}, "
+                    f"rank {self.names[self._rank]} receives {work.flat.nbytes} bytes from rank "
+                    f"{self.names[source]}, "
                     f"which sent {length}; {_MEND}"
                 )
                 self._end(work, self._broken[source])
@@ -236,7 +285,8 @@ class Post:
         if self._arriving.get(work.source) is work:
             del self._arriving[work.source]
         self._due[work.source] -= work.flat.nbytes + HEADER
-        work.done, work.error = True, error
+        work.done = True
+        work.error = error
 
     def _give_up(self, work: Receiving) -> None:
         """End `work` if nothing can come any more: its sender is lost."""
@@ -247,10 +297,11 @@ class Post:
         if not work.done:
             self._end(work, error if error.endswith(_MEND) else f"{self._what(work)} {error}")
 
-    # -- errors ----------------------------------------------------------------------------------------------
+    # -- errors ------------------------------------------------------------------------------------
 
     def _what(self, work: Receiving) -> str:
-        receiver, sender = self.names[self._rank], self.names[work.source]
+        receiver = self.names[self._rank]
+        sender = self.names[work.source]
         return f"rank {receiver}: receiving {work.flat.nbytes} bytes from rank {sender}"
 
     def _lost(self, rank: int) -> str | None:

@@ -9,7 +9,17 @@ from ds_core.entries import CollectivesEntry, KernelEntry
 __all__ = ["ds_collectives", "ds_kernels"]
 
 OPS = (
-    *("accumulate", "adagrad", "adam", "dequantize", "dequantize_sum", "lamb", "lion", "quantize", "requantize_sum"),
+    *(
+        "accumulate",
+        "adagrad",
+        "adam",
+        "dequantize",
+        "dequantize_sum",
+        "lamb",
+        "lion",
+        "quantize",
+        "requantize_sum",
+    ),
     *("sgd", "squared_norm"),
 )
 DTYPES = ("float32", "bfloat16", "float16")

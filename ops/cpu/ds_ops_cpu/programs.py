@@ -1,8 +1,10 @@
-"""Inference programs in C++: one call for a step of few rows; for many, torch makes the products in between.
+"""Inference programs in C++: one call for a step of few rows; for many, torch makes the products in
+between.
 
-A program is translated once into a table of ops (cpp/inference), cut where other ranks or torch take part. Registers
-are fp32 whatever the program's dtype. Up to `ROWS` rows a product streams the weights through C++, which reads each of
-them once; beyond, torch multiplies, in the dtype of the program; quantised weights are widened for it one at a time.
+A program is translated once into a table of ops (cpp/inference), cut where other ranks or torch
+take part. Registers are fp32 whatever the program's dtype. Up to `ROWS` rows a product streams the
+weights through C++, which reads each of them once; beyond, torch multiplies, in the dtype of the
+program; quantised weights are widened for it one at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ ROWS = 24
 """So many rows C++ multiplies itself."""
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_INT8, _INT4 = 8, 9
+_INT8 = 8
+_INT4 = 9
 (_EMBED, _NORMALIZE, _LINEAR, _GATED, _ROTATE, _STORE, _ATTEND, _ROUTE, _EXPERTS_IN, _EXPERTS_OUT, _ADD, _COLUMNS,
  _KEEP) = range(13)  # fmt: skip
 
@@ -45,33 +48,47 @@ def load(program: p.Program, collectives: p.Collectives | None = None) -> p.Runn
     return _Runnable(program, collectives)
 
 
-# -- translation -----------------------------------------------------------------------------------------------------
+# -- translation -----------------------------------------------------------------------------------
 
 
 def _vector(x: Tensor) -> tuple[int, int]:
     if x.dim() != 1 or not x.is_contiguous() or x.dtype not in _TYPES:
         raise KernelError(
-            f"inference_program: a vector of {x.dtype} and shape {tuple(x.shape)} is not contiguous floats"
+            f"inference_program: a vector of {x.dtype} and shape {tuple(x.shape)} is not "
+            "contiguous floats"
         )
     return x.data_ptr(), _TYPES[x.dtype]
 
 
 def _weight(w: p.Weight) -> tuple[int, int, int, int, bool, int, int, int, int]:
-    """Data, scales, lows, form, columns, out, in, stride, group: see Weight in cpp/inference/table.h."""
+    """Data, scales, lows, form, columns, out, in, stride, group: see Weight in
+    cpp/inference/table.h.
+    """
     if isinstance(w, Quantized):
         parts = [w.q, w.scales, *(() if w.lows is None else (w.lows,))]
-        if not all(t.is_contiguous() for t in parts) or w.scales.dtype != torch.float16 or w.bits not in (8, 4):
-            raise KernelError("inference_program: quantised weights must be contiguous, 8 or 4 bits, with fp16 scales")
+        if (
+            not all(t.is_contiguous() for t in parts)
+            or w.scales.dtype != torch.float16
+            or w.bits not in (8, 4)
+        ):
+            raise KernelError(
+                "inference_program: quantised weights must be contiguous, 8 or 4 bits, with fp16 "
+                "scales"
+            )
         lows = 0 if w.lows is None else w.lows.data_ptr()
         form = _INT8 if w.bits == 8 else _INT4
         return w.q.data_ptr(), w.scales.data_ptr(), lows, form, False, *w.shape, w.shape[1], w.group
     if w.dim() != 2 or w.dtype not in _TYPES or w.device.type != "cpu":
-        raise KernelError(f"inference_program: a weight of {w.dtype} and shape {tuple(w.shape)} on {w.device}")
+        raise KernelError(
+            f"inference_program: a weight of {w.dtype} and shape {tuple(w.shape)} on {w.device}"
+        )
     out, inner = w.shape
     if w.stride(1) == 1 or inner == 1:
         return w.data_ptr(), 0, 0, _TYPES[w.dtype], False, out, inner, w.stride(0), 0
     if w.stride(0) != 1:
-        raise KernelError(f"inference_program: neither rows nor columns of a weight are contiguous: {w.stride()}")
+        raise KernelError(
+            f"inference_program: neither rows nor columns of a weight are contiguous: {w.stride()}"
+        )
     return w.data_ptr(), 0, 0, _TYPES[w.dtype], True, out, inner, w.stride(1), 0
 
 
@@ -106,7 +123,13 @@ class _Table:
         match i:
             case p.Embed():
                 a = _weight(i.table)
-                fields = {"out": i.out, "a": a, "by": i.by.value, "offset": i.offset, "scale": i.scale}
+                fields = {
+                    "out": i.out,
+                    "a": a,
+                    "by": i.by.value,
+                    "offset": i.offset,
+                    "scale": i.scale,
+                }
                 yield _EMBED, {**fields, "accumulate": int(i.add)}
             case p.Normalize():
                 more = {"eps": i.eps, "layer_norm": int(i.norm is p.Norm.LAYER), "groups": i.groups}
@@ -119,19 +142,39 @@ class _Table:
                 more = {"a": _weight(i.gate), "b": _weight(i.up), "activation": i.activation.value}
                 yield _GATED, {"x": i.x, "out": i.out, **more, **_biases(i.gate_bias, i.up_bias)}
             case p.Rotate():
-                tables = {"cos": self._fp32(i.cos), "sin": self._fp32(i.sin), "positions": i.cos.shape[0]}
-                more = {"head_dim": i.head_dim, "dims": 2 * i.cos.shape[1], "pairs": int(i.rotary is p.Rotary.PAIRS)}
+                tables = {
+                    "cos": self._fp32(i.cos),
+                    "sin": self._fp32(i.sin),
+                    "positions": i.cos.shape[0],
+                }
+                more = {
+                    "head_dim": i.head_dim,
+                    "dims": 2 * i.cos.shape[1],
+                    "pairs": int(i.rotary is p.Rotary.PAIRS),
+                }
                 yield _ROTATE, {"x": i.x, **tables, **more}
             case p.Attend():
                 yield from self._attention(i)
             case p.Experts():
                 chosen, inner = next(self._chosen)
                 common = {"top_k": i.top_k, "first": i.first}
-                yield _ROUTE, {"x": i.x, "out": chosen, "a": _weight(i.router), "normalize": int(i.normalize), **common}
+                yield (
+                    _ROUTE,
+                    {
+                        "x": i.x,
+                        "out": chosen,
+                        "a": _weight(i.router),
+                        "normalize": int(i.normalize),
+                        **common,
+                    },
+                )
                 gates, ups, downs = (list(map(_weight, ws)) for ws in (i.gates, i.ups, i.downs))
                 more = {"gates": gates, "ups": ups, "activation": i.activation.value}
                 yield _EXPERTS_IN, {"x": i.x, "y": chosen, "out": inner, **more, **common}
-                yield _EXPERTS_OUT, {"x": inner, "y": chosen, "out": i.out, "downs": downs, **common}
+                yield (
+                    _EXPERTS_OUT,
+                    {"x": inner, "y": chosen, "out": i.out, "downs": downs, **common},
+                )
             case p.Add():
                 yield _ADD, {"x": i.x, "y": i.y, "out": i.out, **_biases(i.bias, None)}
             case p.Columns():
@@ -147,7 +190,12 @@ class _Table:
         if i.layer is not None:
             yield _STORE, {"y": i.k, "v": i.v, "layer": layer, **sizes}
         groups = list(i.groups or (h * i.kv_heads // i.heads for h in range(i.heads)))
-        more = {"scale": i.scale, "causal": int(i.causal), "window": i.window or 0, "groups_of_heads": groups}
+        more = {
+            "scale": i.scale,
+            "causal": int(i.causal),
+            "window": i.window or 0,
+            "groups_of_heads": groups,
+        }
         if i.slopes is not None:
             more["slopes"] = self._fp32(i.slopes)
         yield _ATTEND, {"x": i.q, "y": i.k, "v": i.v, "out": i.out, "layer": layer, **sizes, **more}
@@ -174,7 +222,7 @@ def _biases(first: Tensor | None, second: Tensor | None) -> dict[str, tuple[int,
     return {name: _vector(x) for name, x in (("bias", first), ("second", second)) if x is not None}
 
 
-# -- running -----------------------------------------------------------------------------------------------------------
+# -- running ---------------------------------------------------------------------------------------
 
 _Part = tuple[int, int] | p.Instruction
 """Ops for one call, or an instruction that C++ does not run alone."""
@@ -184,10 +232,12 @@ class _Runnable:
     """See `ds_inference_kit.program.Runnable`."""
 
     def __init__(self, program: p.Program, collectives: p.Collectives | None) -> None:
-        self._program, self._collectives = program, collectives
+        self._program = program
+        self._collectives = collectives
         self._products = torch.float32 if program.dtype == torch.float16 else program.dtype
         self._torch = Interpreter(program, None, self._widened)
-        self._arena, self._wide = torch.empty(0), torch.empty(0)
+        self._arena = torch.empty(0)
+        self._wide = torch.empty(0)
         self.rebind()
         native().use_large_pages(list(_memory(program)))
 
@@ -200,7 +250,9 @@ class _Runnable:
 
     def _parts(self, apart: tuple[type, ...]) -> list[_Part]:
         parts: list[_Part] = []
-        for instruction, (first, last) in zip(self._program.instructions, self._table.spans, strict=True):
+        for instruction, (first, last) in zip(
+            self._program.instructions, self._table.spans, strict=True
+        ):
             if isinstance(instruction, apart):
                 parts.append(instruction)
             elif parts and isinstance(parts[-1], tuple):
@@ -212,7 +264,8 @@ class _Runnable:
     @torch.inference_mode()
     def __call__(self, step: Step, cache: KVCache | None = None) -> Tensor:
         """See `ds_inference_kit.program.Runnable`."""
-        program, ops = self._program, self._table.native
+        program = self._program
+        ops = self._table.native
         rows = step.tokens.shape[0] if step.embeds is None else step.embeds.shape[0]
         wanted = rows if step.wanted is None else step.wanted.shape[0]
         out = torch.empty(rows, program.widths[program.output], dtype=torch.float32)
@@ -220,7 +273,14 @@ class _Runnable:
         if self._arena.numel() < (size := ops.arena(rows, not direct)):
             self._arena = torch.empty(size)
         given, kept = _given(step)
-        ops.begin(rows, wanted, given, _cache(program, cache), self._arena.data_ptr(), out.data_ptr() if direct else 0)
+        ops.begin(
+            rows,
+            wanted,
+            given,
+            _cache(program, cache),
+            self._arena.data_ptr(),
+            out.data_ptr() if direct else 0,
+        )
         threads = torch.get_num_threads()
         ops.reserve(threads)
         narrow: dict[int, Tensor] = {}  # registers in the dtype of products, until they are written
@@ -240,19 +300,26 @@ class _Runnable:
 
     def _register(self, number: int, out: Tensor) -> Tensor:
         """A register's memory, [rows, width]."""
-        ops, width = self._table.native, self._program.widths[number]
-        rows, at = ops.rows(number), ops.where(number)
+        ops = self._table.native
+        width = self._program.widths[number]
+        rows = ops.rows(number)
+        at = ops.where(number)
         if at == out.data_ptr():
             return out[:rows]
         first = (at - self._arena.data_ptr()) // 4
         return self._arena[first : first + rows * width].view(rows, width)
 
-    def _apart(self, i: p.Instruction, narrow: dict[int, Tensor], out: Tensor, threads: int) -> None:
+    def _apart(
+        self, i: p.Instruction, narrow: dict[int, Tensor], out: Tensor, threads: int
+    ) -> None:
         """Run what takes torch or other ranks."""
-        ops, dtype = self._table.native, self._products
+        ops = self._table.native
+        dtype = self._products
         x = self._register(i.x, out)  # type: ignore[union-attr]
         if isinstance(i, (p.Reduce, p.Gather)):
-            assert self._collectives is not None, "a program with Reduce or Gather is loaded with collectives"
+            assert self._collectives is not None, (
+                "a program with Reduce or Gather is loaded with collectives"
+            )
             if isinstance(i, p.Reduce):
                 self._collectives.reduce(x)
             else:
@@ -274,11 +341,17 @@ class _Runnable:
             first, second = (i.weight, None) if isinstance(i, p.Linear) else (i.gate, i.up)
             y = torch.mm(x, self._whole(first).t())
             z = None if second is None else torch.mm(x, self._whole(second).t())
-            ops.complete(number, y.data_ptr(), 0 if z is None else z.data_ptr(), _TYPES[dtype], threads)
+            ops.complete(
+                number, y.data_ptr(), 0 if z is None else z.data_ptr(), _TYPES[dtype], threads
+            )
         narrow.pop(i.out, None)
 
     def _whole(self, weight: p.Weight) -> Tensor:
-        return self._widened(weight, self._products) if isinstance(weight, Quantized) else weight.to(self._products)
+        return (
+            self._widened(weight, self._products)
+            if isinstance(weight, Quantized)
+            else weight.to(self._products)
+        )
 
     def _widened(self, weight: Quantized, dtype: torch.dtype) -> Tensor:
         """The weight in `dtype`, in memory that the next call uses again."""
@@ -303,8 +376,13 @@ def _given(step: Step) -> tuple[tuple[int, ...], list[Tensor]]:
         return x.data_ptr()
 
     blocks = step.blocks
-    sizes = (step.starts.shape[0] - 1, *((0, 0) if blocks is None else (blocks.shape[1], blocks.shape[1])))
-    numbers = [at(x) for x in (step.tokens, step.positions, step.types, step.starts, step.lengths, blocks)]
+    sizes = (
+        step.starts.shape[0] - 1,
+        *((0, 0) if blocks is None else (blocks.shape[1], blocks.shape[1])),
+    )
+    numbers = [
+        at(x) for x in (step.tokens, step.positions, step.types, step.starts, step.lengths, blocks)
+    ]
     return (*numbers, at(step.wanted, torch.int64), at(step.embeds, torch.float32), *sizes), kept
 
 
@@ -315,6 +393,7 @@ def _cache(program: p.Program, cache: KVCache | None) -> tuple[int, ...]:
     for arena in (cache.keys, cache.values):
         if arena.shape != shape or not arena.is_contiguous() or arena.dtype not in _TYPES:
             raise KernelError(
-                f"inference_program: the cache is {tuple(arena.shape)} {arena.dtype}, not {shape} of floats"
+                f"inference_program: the cache is {tuple(arena.shape)} {arena.dtype}, not {shape} "
+                "of floats"
             )
     return cache.keys.data_ptr(), cache.values.data_ptr(), _TYPES[cache.keys.dtype], cache.blocks

@@ -1,8 +1,10 @@
-"""The collectives of ranks on one host, through memory that all of them have mapped: the provider ``shm``.
+"""The collectives of ranks on one host, through memory that all of them have mapped: the provider
+``shm``.
 
-One rank makes an anonymous memory file (memfd), which has no name in any folder, so that nothing is left behind however
-the processes end; the others open it through /proc. All ranks agree, once per group, on whether it is used; where one
-of them cannot, the group's backend serves, and a line in the debug log says why.
+One rank makes an anonymous memory file (memfd), which has no name in any folder, so that nothing is
+left behind however the processes end; the others open it through /proc. All ranks agree, once per
+group, on whether it is used; where one of them cannot, the group's backend serves, and a line in
+the debug log says why.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ BOX = 1 << 20
 """Bytes of a box; each rank has two. What is larger goes through them piece by piece."""
 
 RING = 1 << 22
-"""Bytes of a ring, a power of two; there is one for each ordered pair of ranks, in memory only once it is used."""
+"""Bytes of a ring, a power of two; there is one for each ordered pair of ranks, in memory only once
+it is used.
+"""
 
 ONCE = 1 << 15
 """all_reduce of up to so many bytes: every rank adds up all of it, which saves one of two waits."""
@@ -55,16 +59,24 @@ _TYPES = {
 _OPS = {"SUM": 0, "AVG": 0, "PRODUCT": 1, "MAX": 2, "MIN": 3, "BAND": 4, "BOR": 5, "BXOR": 6}
 _BOOL_OPS = {"SUM": 5, "MAX": 5, "BOR": 5, "PRODUCT": 4, "MIN": 4, "BAND": 4, "BXOR": 6}
 _BITS = ("BAND", "BOR", "BXOR")
-_GONE, _LATE, _DIFFERENT, _INTERRUPTED, _LEFT = 1, 2, 3, 4, LEFT
+_GONE = 1
+_LATE = 2
+_DIFFERENT = 3
+_INTERRUPTED = 4
+_LEFT = LEFT
 
 
 class SharedMemory:
     """A group's segment: a `Transport`. pids: the ranks' processes, for messages."""
 
     def __init__(self, segment: Any, members: Members, pids: Sequence[int]) -> None:
-        # Not `Members` itself: it knows the queue of the group's collectives; both are to go with their group.
-        self._segment, self._pids = segment, list(pids)
-        self._rank, self._names, self._timeout = members.rank, members.names, members.timeout
+        # Not `Members` itself: it knows the queue of the group's collectives; both are to go with
+        # their group.
+        self._segment = segment
+        self._pids = list(pids)
+        self._rank = members.rank
+        self._names = members.names
+        self._timeout = members.timeout
         self._post = Post(segment, members.rank, members.names, pids, RING, members.timeout)
 
     def takes(self, kind: str, size: int, dtype: torch.dtype, op: str) -> bool:
@@ -92,7 +104,13 @@ class SharedMemory:
         text = f"reduce_scatter {op} of {sum(sizes)} {output.dtype}{_uneven(sizes)}"
         addresses = [p.data_ptr() for p in parts]
         code = self._segment.reduce_scatter(
-            tag, text, _is_main(), output.data_ptr(), addresses, sizes, *_arithmetic(output.dtype, op)
+            tag,
+            text,
+            _is_main(),
+            output.data_ptr(),
+            addresses,
+            sizes,
+            *_arithmetic(output.dtype, op),
         )
         if code:
             raise self._error(code, text)
@@ -121,17 +139,21 @@ class SharedMemory:
 
     def _error(self, code: int, text: str) -> CommError:
         """What became of a collective, in words; the segment serves no other after it."""
-        kind, rank = code & 0xFF, code >> 8
+        kind = code & 0xFF
+        rank = code >> 8
         name = self._names[rank]
         head = f"rank {self._names[self._rank]}: {text} failed"
         if kind == _DIFFERENT:
             return CommError(
-                f"{head}: rank {name} called {self._segment.call_of(rank)} at the same place; all ranks of a group "
-                'must make the same collectives in the same order ("comms_guard": {"enabled": true} finds the place)'
+                f"{head}: rank {name} called {self._segment.call_of(rank)} at the same place; all "
+                "ranks of a group "
+                'must make the same collectives in the same order ("comms_guard": {"enabled": '
+                "true} finds the place)"
             )
         why = {
             _GONE: f"rank {name} (process {self._pids[rank]}) has ended",
-            _LATE: f"rank {name} has not come within {self._timeout:g} s, the process group's timeout",
+            _LATE: f"rank {name} has not come within {self._timeout:g} s, the process group's "
+            "timeout",
             _INTERRUPTED: f"rank {name} was interrupted in it or in one before",
             _LEFT: f"rank {name} has destroyed the process group",
         }[kind]
@@ -139,35 +161,59 @@ class SharedMemory:
 
 
 def collectives(group: ProcessGroup, messages: bool) -> GlooCollectives:
-    """The provider ``shm``: collectives through a segment, over gloo where the ranks cannot share one."""
+    """The provider ``shm``: collectives through a segment, over gloo where the ranks cannot share
+    one.
+    """
     return GlooCollectives(group, messages, open_segment)
 
 
 def open_segment(members: Members) -> Transport | None:
     """The segment of a group, or None when its ranks cannot share one; collective."""
     key = secrets.token_hex(16)
-    mine, reason, module = -1, None, None
+    mine = -1
+    reason = None
+    module = None
     try:
         module = native()
         reason = _obstacle(module, members)
         if members.rank == 0 and reason is None:
             mine = _make(
-                module.Segment.bytes_for(members.size, BOX), module.Segment.ring_bytes_for(members.size, RING), key
+                module.Segment.bytes_for(members.size, BOX),
+                module.Segment.ring_bytes_for(members.size, RING),
+                key,
             )
     except (DSError, OSError) as error:
         reason = f"{type(error).__name__}: {error}"
-    told = {"host": host_key(), "pid": os.getpid(), "file": mine, "key": key, "reason": (reason or "")[:800]}
+    told = {
+        "host": host_key(),
+        "pid": os.getpid(),
+        "file": mine,
+        "key": key,
+        "reason": (reason or "")[:800],
+    }
     records = members.exchange(told)
-    pids, first = [r["pid"] for r in records], records[0]
-    segment, reason = None, _why_apart(records, members)
+    pids = [r["pid"] for r in records]
+    first = records[0]
+    segment = None
+    reason = _why_apart(records, members)
     if reason is None and module is not None:
         try:
             file = (
-                mine if members.rank == 0 else os.open(f"/proc/{pids[0]}/fd/{first['file']}", os.O_RDWR | os.O_CLOEXEC)
+                mine
+                if members.rank == 0
+                else os.open(f"/proc/{pids[0]}/fd/{first['file']}", os.O_RDWR | os.O_CLOEXEC)
             )
             mine = -1  # the segment closes it
             spin = SPIN_NS if members.size <= _cores() else 0
-            args = (file, first["key"].encode(), members.rank, members.size, BOX, RING, members.timeout)
+            args = (
+                file,
+                first["key"].encode(),
+                members.rank,
+                members.size,
+                BOX,
+                RING,
+                members.timeout,
+            )
             segment = module.Segment(*args, spin)
         except (OSError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {error}"
@@ -177,9 +223,15 @@ def open_segment(members: Members) -> Transport | None:
         with contextlib.suppress(OSError):
             os.close(mine)
     if reason is not None:
-        log.debug("collectives of ranks %s go through their backend, not shared memory: %s", members.names, reason)
+        log.debug(
+            "collectives of ranks %s go through their backend, not shared memory: %s",
+            members.names,
+            reason,
+        )
         return None
-    log.debug("collectives of ranks %s go through shared memory, %d bytes a rank", members.names, 2 * BOX)
+    log.debug(
+        "collectives of ranks %s go through shared memory, %d bytes a rank", members.names, 2 * BOX
+    )
     return SharedMemory(segment, members, pids)
 
 
@@ -194,7 +246,8 @@ def _obstacle(module: Any, members: Members) -> str | None:
 def _make(size: int, rings: int, key: str) -> int:
     """A memory file of `size` and `rings` bytes that begins with `key`.
 
-    The first ones are there: a full machine is an error here, not a crash later. The others take memory when used.
+    The first ones are there: a full machine is an error here, not a crash later. The others take
+    memory when used.
     """
     file = os.memfd_create("ds_core collectives", os.MFD_CLOEXEC)
     try:
@@ -203,7 +256,9 @@ def _make(size: int, rings: int, key: str) -> int:
         os.pwrite(file, key.encode(), 0)
     except OSError as error:
         os.close(file)
-        raise OSError(error.errno, f"{size} bytes of shared memory are not to be had: {error.strerror}") from error
+        raise OSError(
+            error.errno, f"{size} bytes of shared memory are not to be had: {error.strerror}"
+        ) from error
     return file
 
 
@@ -211,11 +266,22 @@ def _why_apart(records: Sequence[dict[str, Any]], members: Members) -> str | Non
     if (reason := _first_reason(records, members)) is not None:
         return reason
     other = next((i for i, r in enumerate(records) if r["host"] != records[0]["host"]), None)
-    return None if other is None else f"rank {members.names[other]} is on another host than rank {members.names[0]}"
+    return (
+        None
+        if other is None
+        else f"rank {members.names[other]} is on another host than rank {members.names[0]}"
+    )
 
 
 def _first_reason(records: Sequence[dict[str, Any]], members: Members) -> str | None:
-    return next((f"rank {n}: {r['reason']}" for n, r in zip(members.names, records, strict=True) if r["reason"]), None)
+    return next(
+        (
+            f"rank {n}: {r['reason']}"
+            for n, r in zip(members.names, records, strict=True)
+            if r["reason"]
+        ),
+        None,
+    )
 
 
 def _arithmetic(dtype: torch.dtype, op: str) -> tuple[int, int, int, bool]:

@@ -1,4 +1,6 @@
-"""The engine takes these kernels through the hook, and trains without them where there is no compiler."""
+"""The engine takes these kernels through the hook, and trains without them where there is no
+compiler.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
     "gradient_clipping": 0.01,
-    "plugins": {"load": ["ds_ops_cpu.plugin"], "disable": ["ds-ops-cpu"]},  # from here, also where it is installed
+    # from here, also where it is installed
+    "plugins": {"load": ["ds_ops_cpu.plugin"], "disable": ["ds-ops-cpu"]},
 }
 
 
@@ -72,7 +75,9 @@ def test_a_machine_without_a_compiler_trains(
     used = {op.split("/")[0]: who for op, who in engine.ctx.kernels.resolved().items()}
     assert {used[op] for op in OPS} == {"reference (ds-kernel-kit)"}
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("kernels:")]
-    assert len(lines) == 1 and "g++ and ninja not found" in lines[0] and "apt install g++" in lines[0]
+    assert (
+        len(lines) == 1 and "g++ and ninja not found" in lines[0] and "apt install g++" in lines[0]
+    )
     assert_same(net, plain())
 
 

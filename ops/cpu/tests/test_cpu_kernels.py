@@ -1,4 +1,6 @@
-"""ds-ops-cpu: against the references on every instruction set, and what callers may rely on beyond them."""
+"""ds-ops-cpu: against the references on every instruction set, and what callers may rely on beyond
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ from torch import Tensor
 from ds_core.errors import KernelError
 
 SETS = ("avx512", "avx2", "generic")
-ADAM: dict[str, Any] = {"step": 3, "lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
+ADAM: dict[str, Any] = {
+    "step": 3,
+    "lr": 0.1,
+    "beta1": 0.9,
+    "beta2": 0.99,
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +73,8 @@ class TestWithoutExchangeTable(KernelConformance):
 def operands(op: str, n: int) -> list[Tensor]:
     torch.manual_seed(n)
     return [
-        torch.randn(n).abs_() if i == 3 or op == "adagrad" else torch.randn(n) for i in range(len(STEPS[op].tensors))
+        torch.randn(n).abs_() if i == 3 or op == "adagrad" else torch.randn(n)
+        for i in range(len(STEPS[op].tensors))
     ]
 
 
@@ -73,7 +83,8 @@ def operands(op: str, n: int) -> list[Tensor]:
 def test_a_result_does_not_depend_on_how_tensors_are_cut(op: str) -> None:
     """So a partitioner may cut anywhere: bit for bit, on one thread and on two."""
     run: Callable[..., Any] = getattr(kernels, op)
-    whole, cut = operands(op, 100_003), operands(op, 100_003)
+    whole = operands(op, 100_003)
+    cut = operands(op, 100_003)
     pieces = [list(t.split([1, 1023, 5000, 1025, 16, 60_000, 32_937, 1])) for t in cut]
     torch.set_num_threads(1)
     run(*[[t] for t in whole], **STEPS[op].trials[1])
@@ -101,8 +112,12 @@ def among_many(op: str) -> list[list[Tensor]]:
 def test_many_tensors_are_stepped_as_each_would_be(op: str, threads: int) -> None:
     """Where work begins before all are looked at; with copies, too."""
     run: Callable[..., Any] = getattr(kernels, op)
-    whole, parts = ([[t.clone() for t in tensors * 2] for tensors in among_many(op)] for _ in range(2))
-    one, two = ([torch.zeros(p.shape, dtype=torch.bfloat16) for p in lists[0]] for lists in (whole, parts))
+    whole, parts = (
+        [[t.clone() for t in tensors * 2] for tensors in among_many(op)] for _ in range(2)
+    )
+    one, two = (
+        [torch.zeros(p.shape, dtype=torch.bfloat16) for p in lists[0]] for lists in (whole, parts)
+    )
     torch.set_num_threads(threads)
     run(*whole, **STEPS[op].trials[1], copies=one)
     for place, row in enumerate(zip(*parts, two, strict=True)):
@@ -111,7 +126,9 @@ def test_many_tensors_are_stepped_as_each_would_be(op: str, threads: int) -> Non
     with pytest.raises(KernelError, match=r"have \[400, 399(, 400)*\] tensors"):
         run(whole[0], whole[1][1:], *whole[2:], **STEPS[op].trials[1])
     whole[1][300] = torch.ones(12345)
-    with pytest.raises(KernelError, match=r"tensors at place 300 have \[70000, 12345(, 70000)*\] elements"):
+    with pytest.raises(
+        KernelError, match=r"tensors at place 300 have \[70000, 12345(, 70000)*\] elements"
+    ):
         run(*whole, **STEPS[op].trials[1])
 
 
@@ -119,7 +136,9 @@ def test_many_tensors_are_stepped_as_each_would_be(op: str, threads: int) -> Non
 @pytest.mark.parametrize("op", [op for op in STEPS if op != "lamb"])
 def test_steps_in_portions_are_the_step(op: str, threads: int) -> None:
     run: Callable[..., Any] = getattr(kernels, op)
-    whole, parts, untouched = among_many(op), among_many(op), among_many(op)
+    whole = among_many(op)
+    parts = among_many(op)
+    untouched = among_many(op)
     torch.set_num_threads(threads)
     run(*whole, **STEPS[op].trials[1])
 
@@ -132,13 +151,16 @@ def test_steps_in_portions_are_the_step(op: str, threads: int) -> None:
         assert torch.equal(a, b), place
         assert not a.numel() or not torch.equal(a, before), place
     assert all(
-        torch.equal(a, b) for one, two in zip(whole[2:], parts[2:], strict=True) for a, b in zip(one, two, strict=True)
+        torch.equal(a, b)
+        for one, two in zip(whole[2:], parts[2:], strict=True)
+        for a, b in zip(one, two, strict=True)
     )
 
 
 def test_what_preparing_raises_is_raised_after_the_steps_that_were_asked_for() -> None:
     torch.set_num_threads(2)
-    lists, alone = operands("adam", 500_000), operands("adam", 500_000)
+    lists = operands("adam", 500_000)
+    alone = operands("adam", 500_000)
     kernels.adam(*[[t] for t in alone], **ADAM)
 
     def fails() -> None:
@@ -178,7 +200,9 @@ def test_only_a_thread_that_prepares_hands_out_work() -> None:
 
 def test_sums_do_not_depend_on_the_number_of_threads() -> None:
     x = [torch.randn(n) for n in (70_000, 3, 150_001)]
-    norms, coeffs, params = set(), set(), []
+    norms = set()
+    coeffs = set()
+    params = []
     for count in (1, 2, 3):
         torch.set_num_threads(count)
         norms.add(float(kernels.squared_norm(x)))
@@ -198,16 +222,31 @@ def test_every_16_bit_number_is_read_and_written_as_torch_does() -> None:
         kernels.accumulate([into], [every])
         torch.testing.assert_close(into, every.float(), rtol=0, atol=0, equal_nan=True)
     # halfway between two numbers of 16 bits, just above and below, over all exponents
-    between = torch.arange(0, 2**31, 2**11 - 3, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    between = (
+        torch.arange(0, 2**31, 2**11 - 3, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    )
     values = torch.cat(
-        [between, -between, torch.arange(0, 2**31, 2**15, dtype=torch.int64).to(torch.int32).view(torch.float32)]
+        [
+            between,
+            -between,
+            torch.arange(0, 2**31, 2**15, dtype=torch.int64).to(torch.int32).view(torch.float32),
+        ]
     )
     for dtype in (torch.bfloat16, torch.float16):
-        param, copy = values.clone(), torch.zeros_like(values, dtype=dtype)
+        param = values.clone()
+        copy = torch.zeros_like(values, dtype=dtype)
         kernels.sgd(
-            [param], [torch.zeros_like(param)], None, lr=0.0, momentum=0.0, dampening=0.0, weight_decay=0.0,
-            nesterov=False, first=False, copies=[copy],
-        )  # fmt: skip
+            [param],
+            [torch.zeros_like(param)],
+            None,
+            lr=0.0,
+            momentum=0.0,
+            dampening=0.0,
+            weight_decay=0.0,
+            nesterov=False,
+            first=False,
+            copies=[copy],
+        )
         torch.testing.assert_close(copy, values.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
@@ -215,9 +254,12 @@ def test_large_copies_are_written_past_the_cache_alike() -> None:
     n = 5_000_001
     p, g, m, v = operands("adam", n)
     v.abs_()
-    small, copy = torch.zeros(n + 1, dtype=torch.bfloat16), torch.zeros(n, dtype=torch.bfloat16)
+    small = torch.zeros(n + 1, dtype=torch.bfloat16)
+    copy = torch.zeros(n, dtype=torch.bfloat16)
     for copies in (copy, small[1:]):  # the second is off alignment
-        q, a, b = p.clone(), m.clone(), v.clone()
+        q = p.clone()
+        a = m.clone()
+        b = v.clone()
         kernels.adam([q], [g], [a], [b], **ADAM, copies=[copies])
         assert torch.equal(copies, q.bfloat16())
 
@@ -245,14 +287,24 @@ def test_lists_that_do_not_fit_are_refused(older: bool, monkeypatch: pytest.Monk
         kernels.adam([p], [*one(), *one()], one(), one(), **ADAM)
     with pytest.raises(KernelError, match=r"place 0 have \[4, 5\] elements"):
         kernels.accumulate([p], [torch.ones(5)])
-    with pytest.raises(KernelError, match="8 elements in groups of 4 at 8 bits are 8 in q and 2 in scales"):
+    with pytest.raises(
+        KernelError, match="8 elements in groups of 4 at 8 bits are 8 in q and 2 in scales"
+    ):
         kernels.dequantize(
-            torch.zeros(8, dtype=torch.int8), torch.ones(1), None, bits=8, group=4, numel=8, dtype=torch.float32
+            torch.zeros(8, dtype=torch.int8),
+            torch.ones(1),
+            None,
+            bits=8,
+            group=4,
+            numel=8,
+            dtype=torch.float32,
         )
     assert torch.equal(p, torch.ones(4))
 
 
-@pytest.mark.parametrize("odd", ["sparse", "meta", "fp64 beside fp32", "transposed", "number", "None", "shorter"])
+@pytest.mark.parametrize(
+    "odd", ["sparse", "meta", "fp64 beside fp32", "transposed", "number", "None", "shorter"]
+)
 @pytest.mark.parametrize("place", [0, 1, 2, 17, 33, 39])
 def test_whatever_is_among_the_tensors_is_noticed(odd: str, place: int) -> None:
     """Their memory is read ahead, which must not touch what is no tensor or has no memory."""
@@ -274,7 +326,8 @@ def test_whatever_is_among_the_tensors_is_noticed(odd: str, place: int) -> None:
 
 def test_memory_that_was_given_back_is_not_written() -> None:
     """An offloaded tensor keeps its size and has no storage."""
-    p, rest = torch.ones(4), [torch.ones(4) for _ in range(3)]
+    p = torch.ones(4)
+    rest = [torch.ones(4) for _ in range(3)]
     rest[1].untyped_storage().resize_(0)
     with pytest.raises((KernelError, ValueError, RuntimeError)):
         kernels.adam([p], [rest[0]], [rest[1]], [rest[2]], **ADAM)
@@ -293,7 +346,9 @@ def test_nothing_is_built_at_import(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_whole_build_is_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured as processor time of the compilers, so that a busy machine does not count; about 14 s."""
+    """Measured as processor time of the compilers, so that a busy machine does not count; about 14
+    s.
+    """
     monkeypatch.setenv("DS_CORE_CACHE", str(tmp_path))
     import resource
 
@@ -305,7 +360,9 @@ def test_the_whole_build_is_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_a_wheel_with_compiled_kernels_needs_no_compiler(tmp_path: Path) -> None:
-    """``DS_BUILD_OPS=1``: the library is in the wheel, the wheel is for this platform, and nothing is compiled."""
+    """``DS_BUILD_OPS=1``: the library is in the wheel, the wheel is for this platform, and nothing
+    is compiled.
+    """
     root = Path(__file__).parents[1]
     code = "import sys; from hatchling.build import build_wheel; print(build_wheel(sys.argv[1]))"
     environment = {"PATH": "/usr/bin:/bin", "DS_BUILD_OPS": "1", "HOME": str(tmp_path)}
@@ -319,10 +376,15 @@ def test_a_wheel_with_compiled_kernels_needs_no_compiler(tmp_path: Path) -> None
     )
     name = done.stdout.split()[-1]
     assert "none-any" not in name
-    subprocess.run([sys.executable, "-m", "zipfile", "-e", str(tmp_path / name), str(tmp_path / "site")], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "zipfile", "-e", str(tmp_path / name), str(tmp_path / "site")],
+        check=True,
+    )
     use = (
-        "import sys; sys.path[:0] = sys.argv[1:3]; import ds_ops_cpu, torch; from ds_ops_cpu import kernels\n"
-        "assert ds_ops_cpu.__file__.startswith(sys.argv[1]); print(float(kernels.squared_norm([torch.ones(9)])))\n"
+        "import sys; sys.path[:0] = sys.argv[1:3]; import ds_ops_cpu, torch; from ds_ops_cpu "
+        "import kernels\n"
+        "assert ds_ops_cpu.__file__.startswith(sys.argv[1]); "
+        "print(float(kernels.squared_norm([torch.ones(9)])))\n"
     )
     repository = root.parents[1]
     bare = {"PATH": "/nowhere", "HOME": str(tmp_path / "home"), "CXX": "/no/compiler"}

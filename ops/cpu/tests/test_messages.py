@@ -1,4 +1,6 @@
-"""Messages through shared memory: order, sizes, full rings, many groups, polling, who is gone; as over gloo."""
+"""Messages through shared memory: order, sizes, full rings, many groups, polling, who is gone; as
+over gloo.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,15 @@ from ds_core.comm import collectives
 from ds_core.errors import CommError, LostRankError
 
 SMALL = 1 << 14
-DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float64, torch.uint8)
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.float64,
+    torch.uint8,
+)
 
 
 def fresh(ring: int = SMALL, ranks: list[int] | None = None, timeout: float | None = None) -> Any:
@@ -62,8 +72,11 @@ def no_threads() -> None:
 
 
 def everyone(group: Any, lengths: list[int], dtype: torch.dtype, order: str) -> None:
-    """Each rank sends every length to each other one; receives are posted ahead or not, waits made in many orders."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    """Each rank sends every length to each other one; receives are posted ahead or not, waits made
+    in many orders.
+    """
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     others = [(rank + d) % size for d in range(1, size)]
     sent = [(numbers(n, dtype, 10 * rank + i), to) for i, n in enumerate(lengths) for to in others]
     into = [(torch.zeros(n, dtype=dtype), i, of) for i, n in enumerate(lengths) for of in others]
@@ -86,7 +99,11 @@ def everyone(group: Any, lengths: list[int], dtype: torch.dtype, order: str) -> 
         work.wait()
         assert work.is_completed()
     for tensor, i, of in into:
-        assert torch.equal(tensor, numbers(len(tensor), dtype, 10 * of + i)), (len(tensor), dtype, order)
+        assert torch.equal(tensor, numbers(len(tensor), dtype, 10 * of + i)), (
+            len(tensor),
+            dtype,
+            order,
+        )
 
 
 def in_every_order() -> None:
@@ -115,7 +132,8 @@ def test_order_sizes_dtypes_and_full_rings(size: int) -> None:
 def blocking() -> None:
     """Blocking calls: ranks may send more than a ring holds to one that receives it only later."""
     group = fresh()
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     for n in (0, 5, 20_000):
         if rank == 0:
             for to in range(1, size):
@@ -129,7 +147,8 @@ def blocking() -> None:
             comm.recv(into, 0, group)
             assert torch.equal(into, numbers(n, torch.float32, rank))
             comm.send(numbers(n + 1, torch.float32, rank), 0, group)
-    # Everything that is posted can be sent, whoever waits for what first: both wait for their sends.
+    # Everything that is posted can be sent, whoever waits for what first: both wait for their
+    # sends.
     peer = rank ^ 1
     if peer < size:
         many = [torch.zeros(3000) for _ in range(10)]
@@ -138,7 +157,9 @@ def blocking() -> None:
             comm.send(numbers(3000, torch.float32, rank + i), peer, group)
         for work in posted:
             work.wait()
-        assert all(torch.equal(t, numbers(3000, torch.float32, peer + i)) for i, t in enumerate(many))
+        assert all(
+            torch.equal(t, numbers(3000, torch.float32, peer + i)) for i, t in enumerate(many)
+        )
     no_threads()
 
 
@@ -149,16 +170,25 @@ def test_blocking_calls() -> None:
 
 def mingled() -> None:
     """Groups with rings of their own, collectives between the messages, strides."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     groups = [fresh() for _ in range(3)]
-    right, left = (rank + 1) % size, (rank - 1) % size
+    right = (rank + 1) % size
+    left = (rank - 1) % size
     got: list[tuple[Any, Tensor, Tensor]] = []
-    sent, sums = [], []
+    sent = []
+    sums = []
     for turn in range(12):
         for k in (0, 1, 2) if turn % 2 else (2, 0, 1):
             n = (5, 3000, 9000)[(turn + k) % 3]
             into = torch.zeros(n, 2)[:, 0] if turn % 3 == 0 else torch.zeros(n)
-            got.append((comm.irecv(into, left, groups[k]), into, numbers(n, torch.float32, 100 * left + turn + k)))
+            got.append(
+                (
+                    comm.irecv(into, left, groups[k]),
+                    into,
+                    numbers(n, torch.float32, 100 * left + turn + k),
+                )
+            )
             mine = numbers(n, torch.float32, 100 * rank + turn + k)
             mine = torch.stack([mine, -mine], 1)[:, 0] if turn % 4 == 0 else mine
             sent.append((comm.isend(mine, right, groups[k]), mine))
@@ -185,7 +215,8 @@ def test_several_groups_collectives_and_strides() -> None:
 
 def broadcasts() -> None:
     group = fresh()
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     for dtype in DTYPES:
         for n in (1, 1001, 400_000):
             for async_op in (False, True):
@@ -246,7 +277,9 @@ def intercepted() -> None:
         everyone(group, [3, 9000], torch.float32, "ahead")
         comm.all_reduce(torch.ones(3), group=group)
     seen = sorted((row.op, row.bytes) for row in tagging.sent if row.op != "open_transport")
-    assert seen == sorted([(op, n) for op in ("isend", "irecv") for n in (12, 36000)] + [("all_reduce", 12)])
+    assert seen == sorted(
+        [(op, n) for op in ("isend", "irecv") for n in (12, 36000)] + [("all_reduce", 12)]
+    )
 
 
 def test_interceptors_see_messages() -> None:
@@ -257,7 +290,9 @@ def wrong() -> str:
     group = fresh(timeout=0.5)
     if dist.get_rank() == 0:
         comm.send(torch.zeros(3), 1, group)
-        with pytest.raises(LostRankError, match=r"rank 0: receiving 4 bytes from rank 1 did not end within 0.5 s"):
+        with pytest.raises(
+            LostRankError, match=r"rank 0: receiving 4 bytes from rank 1 did not end within 0.5 s"
+        ):
             comm.recv(torch.zeros(1), 1, group)
         work = comm.isend(torch.zeros(5 * SMALL), 1, group)
         with pytest.raises(LostRankError, match=r"bytes to rank 1 did not end within 0.2 s"):
@@ -266,10 +301,13 @@ def wrong() -> str:
             comm.send(torch.zeros(3), 0, group)
         comm.barrier()
         return ""
-    with pytest.raises(CommError, match=r"rank 1 receives 8 bytes from rank 0, which sent 12; both must name") as info:
+    with pytest.raises(
+        CommError, match=r"rank 1 receives 8 bytes from rank 0, which sent 12; both must name"
+    ) as info:
         comm.recv(torch.zeros(2), 0, group)
     assert not isinstance(info.value, LostRankError)
-    with pytest.raises(CommError, match="which sent 12"):  # what follows is not read as if nothing had happened
+    # what follows is not read as if nothing had happened
+    with pytest.raises(CommError, match="which sent 12"):
         comm.recv(torch.zeros(3), 0, group)
     comm.barrier()
     return ""
@@ -280,18 +318,31 @@ def test_wrong_sizes_and_time_outs() -> None:
 
 
 def exchanging() -> None:
-    """Uneven all_to_all, rows of all sizes and none, beside messages of the same ranks on the same group."""
+    """Uneven all_to_all, rows of all sizes and none, beside messages of the same ranks on the same
+    group.
+    """
     group = fresh()
-    rank, size = dist.get_rank(), dist.get_world_size()
-    right, left = (rank + 1) % size, (rank - 1) % size
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    right = (rank + 1) % size
+    left = (rank - 1) % size
     for turn, dtype in enumerate((*DTYPES, torch.float32)):
-        rows = [[(3 * a + 5 * b + turn) % 4 * (997 if turn % 3 else 1) for b in range(size)] for a in range(size)]
-        given = [numbers(rows[rank][r] * 6, dtype, 100 * rank + r).view(-1, 2, 3) for r in range(size)]
-        wanted = [numbers(rows[r][rank] * 6, dtype, 100 * r + rank).view(-1, 2, 3) for r in range(size)]
+        rows = [
+            [(3 * a + 5 * b + turn) % 4 * (997 if turn % 3 else 1) for b in range(size)]
+            for a in range(size)
+        ]
+        given = [
+            numbers(rows[rank][r] * 6, dtype, 100 * rank + r).view(-1, 2, 3) for r in range(size)
+        ]
+        wanted = [
+            numbers(rows[r][rank] * 6, dtype, 100 * r + rank).view(-1, 2, 3) for r in range(size)
+        ]
         out = torch.empty(sum(len(w) for w in wanted), 3, 2, dtype=dtype).transpose(1, 2)
         sent = comm.isend(torch.full((3,), float(turn)), right, group)
         splits = [len(w) for w in wanted], [len(g) for g in given]
-        work = comm.all_to_all_single(out, torch.cat(given), *splits, group=group, async_op=turn > 0)
+        work = comm.all_to_all_single(
+            out, torch.cat(given), *splits, group=group, async_op=turn > 0
+        )
         note = torch.empty(3)
         comm.recv(note, left, group)
         assert note.tolist() == [turn] * 3
@@ -318,7 +369,8 @@ def lose_one(how: str) -> None:
     comm.barrier()
     if rank == 1:
         if how != "sends":
-            comm.send(torch.full((5,), 2.0), 0, group)  # arrives, though its sender does not live on
+            # arrives, though its sender does not live on
+            comm.send(torch.full((5,), 2.0), 0, group)
         if how == "left":
             dist.destroy_process_group(group)
             del group
@@ -346,7 +398,11 @@ def lose_one(how: str) -> None:
         ("receives", "rank 0: receiving 20 bytes from rank 1 failed, for rank 1 (process "),
         ("polled", "rank 0: receiving 20 bytes from rank 1 failed, for rank 1 (process "),
         ("sends", "rank 0: message of 655360 bytes failed, for rank 1 (process "),
-        ("left", "rank 0: receiving 20 bytes from rank 1 failed, for rank 1 has destroyed the process group"),
+        (
+            "left",
+            "rank 0: receiving 20 bytes from rank 1 failed, for rank 1 has destroyed the process "
+            "group",
+        ),
     ],
 )
 def test_a_rank_that_has_ended_is_named(how: str, words: str) -> None:

@@ -46,7 +46,8 @@ def test_every_instruction_set(name: str) -> None:
 
 def _product(x: torch.Tensor, weight: p.Weight) -> torch.Tensor:
     """x @ weight.T by C++, in a program of bf16; what is in fp32 until the end keeps its bits."""
-    rows, out = x.shape[0], weight.shape[0]
+    rows = x.shape[0]
+    out = weight.shape[0]
     code = (p.Embed(0, x, p.By.TYPES), p.Linear(0, 1, weight))
     runs = programs.load(p.Program(code, (x.shape[1], out), 1, torch.bfloat16))
     types = torch.arange(rows, dtype=torch.int32)
@@ -56,43 +57,56 @@ def _product(x: torch.Tensor, weight: p.Weight) -> torch.Tensor:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_products_in_whole_numbers(bits: int, symmetric: bool) -> None:
-    """Of several rows, on processors that multiply bytes, x is rounded to 8 bits with a scale for each 32."""
+    """Of several rows, on processors that multiply bytes, x is rounded to 8 bits with a scale for
+    each 32.
+    """
     for inner, group in ((64, 32), (576, 32), (576, 64), (1088, 32), (1024, 512)):
-        weight = quantize(random(33, inner) / inner**0.5, bits=bits, group=group, symmetric=symmetric)
+        weight = quantize(
+            random(33, inner) / inner**0.5, bits=bits, group=group, symmetric=symmetric
+        )
         for rows in (1, 3, 5, 17, 24):
             x = random(rows, inner, seed=rows)
             blocks = x.unflatten(1, (-1, 32))
             scales = blocks.abs().amax(2, keepdim=True) / 127
             rounded = ((blocks / scales).round() * scales).flatten(1)
             whole = rows > 4 and "avx512bf16" in programs.native().instruction_sets()
-            expected = (rounded if whole else x).double() @ dequantize(weight, torch.float32).double().t()
+            expected = (rounded if whole else x).double() @ dequantize(
+                weight, torch.float32
+            ).double().t()
             away = (_product(x, weight).double() - expected).norm() / expected.norm()
-            assert away < 3e-3, f"{inner} in groups of {group}, {rows} rows: {away}"  # the result is bf16
+            # the result is bf16
+            assert away < 3e-3, f"{inner} in groups of {group}, {rows} rows: {away}"
 
 
 def test_rows_of_bf16_of_any_length() -> None:
     for inner in (1, 15, 64, 66, 190, 576):
-        weight, x = random(9, inner).bfloat16(), random(1, inner, seed=1)
+        weight = random(9, inner).bfloat16()
+        x = random(1, inner, seed=1)
         expected = x.double() @ weight.double().t()
         assert (_product(x, weight).double() - expected).norm() < 4e-3 * expected.norm(), inner
 
 
 def test_large_pages_change_nothing() -> None:
     numbers = torch.arange(3 << 20, dtype=torch.int32)
-    moved = programs.native().use_large_pages([(numbers.data_ptr() + 64, numbers.nbytes - 64), (4096, 1 << 22), (0, 0)])
+    moved = programs.native().use_large_pages(
+        [(numbers.data_ptr() + 64, numbers.nbytes - 64), (4096, 1 << 22), (0, 0)]
+    )
     assert moved % (2 << 20) == 0 and moved <= numbers.nbytes + (4 << 20)
     assert torch.equal(numbers, torch.arange(3 << 20, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("form", ["own", "int4 with lows"])
 def test_results_do_not_depend_on_threads_or_neighbours(form: str) -> None:
-    """A row's logits are the same bits by one thread and three, at a context that is divided into parts."""
+    """A row's logits are the same bits by one thread and three, at a context that is divided into
+    parts.
+    """
     program = transformer(form, layers=1)
     blocks = torch.arange(12).view(1, 12)
     found = []
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        runs, cache = programs.load(program), KVCache.make(1, 12, 2, 16, torch.float32)
+        runs = programs.load(program)
+        cache = KVCache.make(1, 12, 2, 16, torch.float32)
         for first, size in ((0, 300), (300, 1), (301, 9)):
             found.append(runs(make_step([(torch.arange(size) % 100, first)], blocks), cache)[-1])
     many, one, few = found[:3]
@@ -102,7 +116,8 @@ def test_results_do_not_depend_on_threads_or_neighbours(form: str) -> None:
 
 def test_numbers_out_of_range_are_refused() -> None:
     program = transformer(layers=1)
-    runs, cache = programs.load(program), KVCache.make(1, 2, 2, 16, torch.float32)
+    runs = programs.load(program)
+    cache = KVCache.make(1, 2, 2, 16, torch.float32)
     blocks = torch.tensor([[0, 1]])
     one = torch.ones(1)
     for step, message in (

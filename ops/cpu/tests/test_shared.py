@@ -1,4 +1,5 @@
-"""Collectives through shared memory: the kit of providers, groups, failures, training as over gloo."""
+"""Collectives through shared memory: the kit of providers, groups, failures, training as over
+gloo."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ SMALL = 1 << 14  # boxes of so many bytes, so that small tensors go through in m
 
 
 def core_checks(name: str, folder: Path = CHECKS) -> ModuleType:
-    """A module of the core's (or a plugin's) tests, whose functions check collectives by whatever way they go."""
+    """A module of the core's (or a plugin's) tests, whose functions check collectives by whatever
+    way they go.
+    """
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
         assert spec is not None
@@ -50,7 +53,9 @@ def core_checks(name: str, folder: Path = CHECKS) -> ModuleType:
 
 
 def transport(group: Any = None) -> Any:
-    return collectives._groups[dist.group.WORLD if group is None else group].serving["cpu"].transport  # type: ignore
+    return (
+        collectives._groups[dist.group.WORLD if group is None else group].serving["cpu"].transport
+    )  # type: ignore
 
 
 def renew() -> None:
@@ -61,7 +66,8 @@ def renew() -> None:
 
 def start(box: int = ours.BOX, once: int = ours.ONCE) -> None:
     """Go through shared memory from here on, on new segments."""
-    ours.BOX, ours.ONCE = box, once
+    ours.BOX = box
+    ours.ONCE = once
     renew()
     comm.all_reduce(torch.ones(1))
     assert isinstance(transport(), ours.SharedMemory)
@@ -86,27 +92,39 @@ def at_borders() -> None:
     check_reductions(1_500_017, torch.float16, "AVG", True)
 
 
-@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
+@pytest.mark.parametrize(
+    "size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))]
+)
 def test_sizes_at_the_borders_of_boxes_and_large_ones(size: int) -> None:
     run_ranks(size, at_borders)
 
 
 def bits() -> None:
     start()
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool):
         parts = [(torch.arange(77) * (r + 3) % 5).to(dtype) for r in range(size)]
-        for name, fold in (("BAND", torch.bitwise_and), ("BOR", torch.bitwise_or), ("BXOR", torch.bitwise_xor)):
-            mine, want = parts[rank].clone(), parts[0]
+        for name, fold in (
+            ("BAND", torch.bitwise_and),
+            ("BOR", torch.bitwise_or),
+            ("BXOR", torch.bitwise_xor),
+        ):
+            mine = parts[rank].clone()
+            want = parts[0]
             for part in parts[1:]:
                 want = fold(want, part)
             comm.all_reduce(mine, getattr(dist.ReduceOp, name))
             assert torch.equal(mine, want)
-    strange = [torch.tensor([float("nan"), 1.0, float("inf"), -0.5]), torch.tensor([1.0, float("nan"), 2.0, -0.25])]
+    strange = [
+        torch.tensor([float("nan"), 1.0, float("inf"), -0.5]),
+        torch.tensor([1.0, float("nan"), 2.0, -0.25]),
+    ]
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         for name in ("MAX", "MIN"):
             choose = torch.maximum if name == "MAX" else torch.minimum
-            mine, want = strange[rank % 2].to(dtype, copy=True), choose(*(s.to(dtype) for s in strange))
+            mine = strange[rank % 2].to(dtype, copy=True)
+            want = choose(*(s.to(dtype) for s in strange))
             comm.all_reduce(mine, getattr(dist.ReduceOp, name))
             assert torch.equal(mine.nan_to_num(77), want.nan_to_num(77))
     with pytest.raises(CommError, match="average of bool"):
@@ -123,7 +141,14 @@ def test_bits_nan_and_what_is_left_to_the_backend() -> None:
 def test_every_instruction_set_reduces_alike() -> None:
     """In one process: the arithmetic alone, of each instruction set that this processor has."""
     module = native()
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.uint8):
+    for dtype in (
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.int32,
+        torch.uint8,
+    ):
         for length in (1, 15, 16, 1037):
             parts = [contribution(length, dtype, r) for r in range(3)]
             for op in ("SUM", "AVG", "PRODUCT", "MAX", "MIN"):
@@ -136,7 +161,9 @@ def test_every_instruction_set_reduces_alike() -> None:
 
 
 def crossing() -> None:
-    """Two groups that have not met, used in another order on each rank: nobody may wait in the first call."""
+    """Two groups that have not met, used in another order on each rank: nobody may wait in the
+    first call.
+    """
     start()
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     mine = [torch.full((5,), float(i + 1)) for i in range(2)]
@@ -157,7 +184,9 @@ def test_ranks_do_not_meet_in_an_asynchronous_call() -> None:
 
 
 def overlapping() -> None:
-    """Groups that share ranks, disjoint ones and the world, all in flight at once, waited for in any order."""
+    """Groups that share ranks, disjoint ones and the world, all in flight at once, waited for in
+    any order.
+    """
     start(SMALL)
     rank = dist.get_rank()
     members = [[0, 1, 2, 3], [0, 1], [2, 3], [1, 2, 3], [0, 2]]
@@ -172,12 +201,22 @@ def overlapping() -> None:
                 length = 1000 + 20_000 * (turn % 2)
                 mine = contribution(length, torch.float32, 10 * turn + rank)
                 work = comm.all_reduce(mine, group=group, async_op=True)
-                flying.append((work, mine, [contribution(length, torch.float32, 10 * turn + r) for r in ranks]))
+                flying.append(
+                    (
+                        work,
+                        mine,
+                        [contribution(length, torch.float32, 10 * turn + r) for r in ranks],
+                    )
+                )
     for work, mine, parts in flying[::-1] if rank % 2 else flying:
         assert work is not None
         work.wait()
         assert torch.equal(mine, expected(parts, "SUM"))
-    assert all(isinstance(transport(g), ours.SharedMemory) for g, m in zip(groups, members, strict=True) if rank in m)
+    assert all(
+        isinstance(transport(g), ours.SharedMemory)
+        for g, m in zip(groups, members, strict=True)
+        if rank in m
+    )
     for ranks, group in zip(members, groups, strict=True):
         if rank in ranks:
             dist.destroy_process_group(group)
@@ -188,7 +227,7 @@ def test_groups_that_share_ranks_in_flight_together() -> None:
     run_ranks(4, overlapping)
 
 
-# -- who is gone, who differs ------------------------------------------------------------------------------------------
+# -- who is gone, who differs ----------------------------------------------------------------------
 
 
 def nothing_in_a_folder() -> None:
@@ -230,7 +269,9 @@ def test_a_killed_rank_is_named_at_once(size: int, how: str) -> None:
 
 
 def one_ends_well() -> float:
-    """A rank that has done its part may end while the others have not; and one that destroys the group has left."""
+    """A rank that has done its part may end while the others have not; and one that destroys the
+    group has left.
+    """
     start()
     rank = dist.get_rank()
     pair = dist.new_group([0, 1])
@@ -241,9 +282,12 @@ def one_ends_well() -> float:
         dist.destroy_process_group(pair)
         del pair
     elif rank == 0:
-        with pytest.raises(CommError, match=r"all_reduce SUM of 3 torch.float32 failed, for rank 1 has destroyed"):
+        with pytest.raises(
+            CommError, match=r"all_reduce SUM of 3 torch.float32 failed, for rank 1 has destroyed"
+        ):
             comm.all_reduce(total.clone(), group=pair)
-        with pytest.raises(CommError, match="failed, for rank 1 has destroyed"):  # and so does the next
+        # and so does the next
+        with pytest.raises(CommError, match="failed, for rank 1 has destroyed"):
             comm.all_reduce(total.clone(), group=pair)
         dist.destroy_process_group(pair)
     comm.all_reduce(total)  # the world's goes on
@@ -276,8 +320,14 @@ def differ(how: str) -> str:
 
 def test_ranks_that_call_different_collectives_or_come_too_late() -> None:
     first, second = run_ranks(2, differ, "size")
-    assert "rank 0: all_reduce SUM of 5 torch.float32 failed: rank 1 called all_reduce SUM of 6 torch.float32" in first
-    assert "rank 1: all_reduce SUM of 6 torch.float32 failed: rank 0 called all_reduce SUM of 5 torch.float32" in second
+    assert (
+        "rank 0: all_reduce SUM of 5 torch.float32 failed: rank 1 called all_reduce SUM of 6 "
+        "torch.float32" in first
+    )
+    assert (
+        "rank 1: all_reduce SUM of 6 torch.float32 failed: rank 0 called all_reduce SUM of 5 "
+        "torch.float32" in second
+    )
     first, second = run_ranks(2, differ, "late")
     assert "rank 1 has not come within 0.5 s" in first
     assert "rank 1 has not come within 0.5 s" in second
@@ -309,19 +359,38 @@ def test_ctrl_c_breaks_off_a_wait() -> None:
 
 def guarded(name: str, *args: Any) -> Any:
     start()
-    return getattr(core_checks("test_guard", ROOT / "plugins" / "comms_guard" / "tests"), name)(*args)
+    return getattr(core_checks("test_guard", ROOT / "plugins" / "comms_guard" / "tests"), name)(
+        *args
+    )
 
 
 @pytest.mark.slow
 def test_the_guard_sees_these_collectives_too() -> None:
     for off, on in zip(
-        run_ranks(2, guarded, "everything", False), run_ranks(2, guarded, "everything", True), strict=True
+        run_ranks(2, guarded, "everything", False),
+        run_ranks(2, guarded, "everything", True),
+        strict=True,
     ):
-        assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(off, on, strict=True))
+        assert all(
+            torch.equal(a, b) if isinstance(a, Tensor) else a == b
+            for a, b in zip(off, on, strict=True)
+        )
     assert run_ranks(2, guarded, "slow", 1.2) == [[4.0] * 5] * 2
     for how, words in (
-        ("label", ["rank 0: gradients of 'layer0' (all_reduce of 1000 float32)", "rank 1: gradients of 'layer1'"]),
-        ("kind", ["rank 0: all_reduce of 1000 float32", "rank 1: all_gather_into_tensor of 2000 float32"]),
+        (
+            "label",
+            [
+                "rank 0: gradients of 'layer0' (all_reduce of 1000 float32)",
+                "rank 1: gradients of 'layer1'",
+            ],
+        ),
+        (
+            "kind",
+            [
+                "rank 0: all_reduce of 1000 float32",
+                "rank 1: all_gather_into_tensor of 2000 float32",
+            ],
+        ),
     ):
         with pytest.raises(RemoteError) as info:
             run_ranks(2, guarded, "disagree", how)
@@ -331,14 +400,16 @@ def test_the_guard_sees_these_collectives_too() -> None:
             assert all(word in str(failure) for word in words), str(failure)
 
 
-# -- between hosts -----------------------------------------------------------------------------------------------------
+# -- between hosts ---------------------------------------------------------------------------------
 
 
 def spread(layout: str) -> Callable[[Any, bool], GlooCollectives]:
     """Take rank i's host for ``layout[i]`` from here on."""
 
     def serve(group: Any, messages: bool) -> GlooCollectives:
-        return GlooCollectives(group, messages, ours.open_segment, key=lambda: layout[dist.get_rank()])
+        return GlooCollectives(
+            group, messages, ours.open_segment, key=lambda: layout[dist.get_rank()]
+        )
 
     comm.use_providers({("cpu", "gloo"): serve})
     return serve
@@ -349,26 +420,37 @@ def inside_hosts(layout: str) -> None:
     checks = core_checks("test_two_level", ROOT / "ops" / "comm_gloo" / "tests")
     checks.spread = lambda layout: (spread(layout), comm.open_transport(dist.group.WORLD))  # type: ignore
     checks.several_blocks(layout)
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     alone = layout.count(layout[rank]) == 1
-    assert transport().inside is None if alone else isinstance(transport().inside, ours.SharedMemory)
+    assert (
+        transport().inside is None if alone else isinstance(transport().inside, ours.SharedMemory)
+    )
     lots = [torch.arange(3 * r + rank) + 100 * rank for r in range(size)]
     back = torch.empty(sum(3 * rank + r for r in range(size)), dtype=torch.int64)
     for async_op in (False, True):
         work = comm.all_to_all_single(
-            back, torch.cat(lots), [3 * rank + r for r in range(size)], [len(t) for t in lots], async_op=async_op
+            back,
+            torch.cat(lots),
+            [3 * rank + r for r in range(size)],
+            [len(t) for t in lots],
+            async_op=async_op,
         )
         assert work is None or work.wait()
-        assert torch.equal(back, torch.cat([torch.arange(3 * rank + r) + 100 * r for r in range(size)]))
+        assert torch.equal(
+            back, torch.cat([torch.arange(3 * rank + r) + 100 * r for r in range(size)])
+        )
     PROMISES["messages"](False)
 
 
-@pytest.mark.parametrize("layout", ["aabb", *(pytest.param(x, marks=pytest.mark.slow) for x in ("abab", "aaab"))])
+@pytest.mark.parametrize(
+    "layout", ["aabb", *(pytest.param(x, marks=pytest.mark.slow) for x in ("abab", "aaab"))]
+)
 def test_ranks_of_a_host_share_memory_in_groups_that_span_hosts(layout: str) -> None:
     run_ranks(len(layout), inside_hosts, layout)
 
 
-# -- where it cannot be used -------------------------------------------------------------------------------------------
+# -- where it cannot be used -----------------------------------------------------------------------
 
 
 def without(why: str) -> list[Any]:
@@ -403,7 +485,9 @@ def without(why: str) -> list[Any]:
         logging.getLogger("ds_ops_cpu").removeHandler(handler)
     assert transport() is None
     renew()  # the next test of these processes may ask again
-    assert "/memfd:ds_core collectives" not in "".join(os.readlink(f"/proc/self/fd/{f}") for f in fds())
+    assert "/memfd:ds_core collectives" not in "".join(
+        os.readlink(f"/proc/self/fd/{f}") for f in fds()
+    )
     return [total.tolist(), told]
 
 
@@ -423,11 +507,13 @@ def test_where_one_rank_cannot_all_use_the_backend_and_say_why(why: str, words: 
     for total, told in run_ranks(2, without, why):
         assert total == [6.0] * 5
         assert len(told) == 1
-        assert "collectives of ranks (0, 1) go through their backend, not shared memory: " in told[0]
+        assert (
+            "collectives of ranks (0, 1) go through their backend, not shared memory: " in told[0]
+        )
         assert words in told[0]
 
 
-# -- training ----------------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
 def offer(layout: str) -> str:
@@ -450,14 +536,20 @@ def train(stage: int, provider: str, dtype: str) -> list[Any]:
     import ds_core
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(40, 300), nn.ReLU(), nn.Linear(300, 40), nn.ReLU(), nn.Linear(40, 7))
+    model = nn.Sequential(
+        nn.Linear(40, 300), nn.ReLU(), nn.Linear(300, 40), nn.ReLU(), nn.Linear(40, 7)
+    )
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "plugins": {"load": ["ds_zero.plugin", "ds_ops_cpu.plugin", offer("aabb")]},
-        "zero_optimization": {"stage": stage, "param_persistence_threshold": 0, "reduce_bucket_size": 4000},
+        "zero_optimization": {
+            "stage": stage,
+            "param_persistence_threshold": 0,
+            "reduce_bucket_size": 4000,
+        },
         "collectives": provider,
         "bf16": {"enabled": dtype == "bf16"},
     }
@@ -471,7 +563,9 @@ def train(stage: int, provider: str, dtype: str) -> list[Any]:
         engine.step()
         losses.append(loss.item())
     used = [known.serving.get("cpu") for known in collectives._groups.values()]
-    assert any(isinstance(getattr(w, "transport", None), ours.SharedMemory) for w in used) == (provider == "shm")
+    assert any(isinstance(getattr(w, "transport", None), ours.SharedMemory) for w in used) == (
+        provider == "shm"
+    )
     assert levels() == (provider == "spread")
     engine.destroy()
     return losses
@@ -486,10 +580,14 @@ def train_experts(stage: int, provider: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(2, "fp32"), pytest.param(3, "bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(2, "fp32"), pytest.param(3, "bf16", marks=pytest.mark.slow)]
+)
 def test_training_is_that_over_gloo_bit_for_bit(size: int, dtype: str) -> None:
     for stage in (1, 2, 3):
-        assert run_ranks(size, train, stage, "shm", dtype) == run_ranks(size, train, stage, "composed", dtype)
+        assert run_ranks(size, train, stage, "shm", dtype) == run_ranks(
+            size, train, stage, "composed", dtype
+        )
 
 
 @pytest.mark.slow
@@ -497,4 +595,6 @@ def test_training_over_two_hosts_is_that_over_one() -> None:
     for stage in (1, 2, 3):
         ways = [run_ranks(4, train, stage, provider, "fp32") for provider in ("spread", "composed")]
         assert all(mine == pytest.approx(flat, rel=1e-5) for mine, flat in zip(*ways, strict=True))
-    assert run_ranks(4, train_experts, 1, "spread")[0] == pytest.approx(run_ranks(4, train_experts, 1, "composed")[0])
+    assert run_ranks(4, train_experts, 1, "spread")[0] == pytest.approx(
+        run_ranks(4, train_experts, 1, "composed")[0]
+    )

@@ -1,7 +1,10 @@
-"""Comparisons of this package's own operations with references, for ``dscore ops test`` and `KernelConformance`."""
+"""Comparisons of this package's own operations with references, for ``dscore ops test`` and
+`KernelConformance`.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +24,8 @@ def _cases(op: str) -> Callable[[Any, str, tuple[str, ...]], Cases]:
     def cases(function: Any, device: str, dtypes: tuple[str, ...]) -> Cases:
         for dtype in dtypes or ("float32",):
             for cols in COLUMNS:
-                yield f"{dtype}, {cols} columns", lambda d=dtype, c=cols: _compare(op, function, device, d, c)  # type: ignore[misc]
+                compare = functools.partial(_compare, op, function, device, dtype, cols)
+                yield f"{dtype}, {cols} columns", compare
 
     return cases
 
@@ -40,17 +44,17 @@ def _compare(op: str, function: Any, device: str, dtype: str, cols: int) -> None
         x = torch.randn(*shape, generator=generator).to(device, getattr(torch, dtype))
         return x.requires_grad_()
 
-    x, line = make(2, *ROWS, cols), make(cols)
+    x = make(2, *ROWS, cols)
+    line = make(cols)
     options: dict[str, Any] = {"p": 0.3, "seed": 2**60 + 1}
     given = [x, line]
     if op == "softmax_dropout":
         given = [x]
         options["mask"] = make(2, 1, 1, cols).detach()
     elif op == "layer_norm":
-        given, options = (
-            [x, line, make(cols)],
-            {"eps": 1e-5 if cols > 1 else 1.0},
-        )  # one column: no variance, eps alone divides
+        # one column: no variance, eps alone divides
+        given = [x, line, make(cols)]
+        options = {"eps": 1e-5 if cols > 1 else 1.0}
     elif op == "bias_gelu":
         options = {}
     else:
@@ -62,6 +66,9 @@ def _compare(op: str, function: Any, device: str, dtype: str, cols: int) -> None
         found.append([out, *torch.autograd.grad(out, given, weights)])
     limit = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}[dtype]
     for i, (a, b) in enumerate(zip(*found, strict=True)):
-        # Of gradients that cancel to nothing only rounding is left, so small norms count as of numbers of 0.1.
-        error = ((a - b).double().norm() / b.double().norm().clamp(min=0.1 * b.numel() ** 0.5)).item()
+        # Of gradients that cancel to nothing only rounding is left, so small norms count as of
+        # numbers of 0.1.
+        error = (
+            (a - b).double().norm() / b.double().norm().clamp(min=0.1 * b.numel() ** 0.5)
+        ).item()
         assert error < limit, f"result {i} is off by {error:.1e}"

@@ -1,7 +1,9 @@
-"""What ``ds-ops-cuda`` compiles, and whether it can run here (torch-free until a device is asked for).
+"""What ``ds-ops-cuda`` compiles, and whether it can run here (torch-free until a device is asked
+for).
 
-[Note: one library for every torch] The CUDA runtime is linked in statically: the library then needs the driver alone,
-whatever runtime torch brings. Both share the device's one context, so torch's addresses and streams are valid here.
+[Note: one library for every torch] The CUDA runtime is linked in statically: the library then needs
+the driver alone, whatever runtime torch brings. Both share the device's one context, so torch's
+addresses and streams are valid here.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ MIN_CAPABILITY = (8, 0)
 
 
 def toolkit() -> Path | None:
-    """The CUDA toolkit's folder: CUDA_HOME, CUDA_PATH, where nvcc is, /usr/local/cuda; the first with a runtime."""
+    """The CUDA toolkit's folder: CUDA_HOME, CUDA_PATH, where nvcc is, /usr/local/cuda; the first
+    with a runtime.
+    """
     named = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     nvcc = shutil.which("nvcc")
     candidates = [Path(n) for n in named if n] + ([Path(nvcc).resolve().parents[1]] if nvcc else [])
@@ -45,12 +49,19 @@ def _extension() -> Extension:
         module="_ds_ops_cuda",
         folder=Path(__file__).parent / "cuda",
         units=(
-            *(Unit("module.cpp", include), Unit("program.cpp"), Unit("steps.cu"), Unit("sums.cu"), Unit("rows.cu")),
+            *(
+                Unit("module.cpp", include),
+                Unit("program.cpp"),
+                Unit("steps.cu"),
+                Unit("sums.cu"),
+                Unit("rows.cu"),
+            ),
             *(Unit("lines.cu"), Unit("products.cu"), Unit("attention.cu")),
         ),
         flags=("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden"),
         link=("-shared", *search, "-lcudart_static", "-ldl", "-lrt", "-lpthread"),
-        # Code for sm_80 runs on all of 8.x; for chips after sm_90 the driver compiles the intermediate form.
+        # Code for sm_80 runs on all of 8.x; for chips after sm_90 the driver compiles the
+        # intermediate form.
         cuda_flags=(
             *("-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"),
             *("-gencode", "arch=compute_80,code=sm_80", "-gencode", "arch=compute_90,code=sm_90"),
@@ -63,7 +74,9 @@ EXTENSION = _extension()
 
 
 def available() -> str | None:
-    """None when the kernels can serve here, else the reason: no GPU, one that is too old, or no way to build."""
+    """None when the kernels can serve here, else the reason: no GPU, one that is too old, or no way
+    to build.
+    """
     return _no_device() or why_not(EXTENSION)
 
 
@@ -78,5 +91,7 @@ def _no_device() -> str | None:
     found = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
     if min(found) < MIN_CAPABILITY:
         wanted, worst = (".".join(map(str, c)) for c in (MIN_CAPABILITY, min(found)))
-        return f"compute capability {wanted} is needed (A100 or later), and a device here has {worst}"
+        return (
+            f"compute capability {wanted} is needed (A100 or later), and a device here has {worst}"
+        )
     return None

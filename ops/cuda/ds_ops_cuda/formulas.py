@@ -1,6 +1,8 @@
-"""Forward and backward of the fused operations as formulas in plain torch: the path where no kernel serves.
+"""Forward and backward of the fused operations as formulas in plain torch: the path where no kernel
+serves.
 
-Each function has a twin of the same name in `native_fused`. `x` and what has its shape is [rows, cols] and contiguous.
+Each function has a twin of the same name in `native_fused`. `x` and what has its shape is [rows,
+cols] and contiguous.
 """
 
 from __future__ import annotations
@@ -32,11 +34,15 @@ def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, approximate: str) 
         t = torch.tanh(k * (z + 0.044715 * z**3))
         slope = 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * k * (1 + 3 * 0.044715 * z * z)
     else:
-        slope = 0.5 * (1 + torch.erf(z / math.sqrt(2))) + z * torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+        slope = 0.5 * (1 + torch.erf(z / math.sqrt(2))) + z * torch.exp(-0.5 * z * z) / math.sqrt(
+            2 * math.pi
+        )
     return (wide(grad) * slope).to(x.dtype)
 
 
-def bias_dropout_add_forward(x: Tensor, bias: Tensor, residual: Tensor, p: float, seed: int) -> Tensor:
+def bias_dropout_add_forward(
+    x: Tensor, bias: Tensor, residual: Tensor, p: float, seed: int
+) -> Tensor:
     """[rows, cols]."""
     return (dropout(wide(x) + wide(bias), p, seed) + wide(residual)).to(x.dtype)
 
@@ -48,18 +54,23 @@ def column_sums(x: Tensor, deterministic: bool) -> Tensor:
 
 
 def softmax_forward(x: Tensor, mask: Tensor | None, p: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Probabilities, and those after dropout (the same tensor where p is 0). x: [b, h, q, k]; mask broadcasts to it."""
+    """Probabilities, and those after dropout (the same tensor where p is 0). x: [b, h, q, k]; mask
+    broadcasts to it.
+    """
     probs = F.softmax(wide(x) if mask is None else wide(x) + wide(mask), -1).to(x.dtype)
     return probs, dropout(probs, p, seed)
 
 
 def softmax_backward(grad: Tensor, probs: Tensor, p: float, seed: int) -> Tensor:
     """The gradient of the scores, from that of the dropped probabilities."""
-    g, y = dropout(wide(grad), p, seed), wide(probs)
+    g = dropout(wide(grad), p, seed)
+    y = wide(probs)
     return (y * (g - (g * y).sum(-1, keepdim=True))).to(probs.dtype)
 
 
-def layer_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def layer_norm_forward(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """The output, and each row's mean and 1 / standard deviation."""
     z = wide(x)
     mean = z.mean(-1)
@@ -78,10 +89,17 @@ def layer_norm_backward(
     invertible: bool,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of input, weight and bias (the last two in fp32 or fp64). kept: the input, or the output."""
+    """The gradients of input, weight and bias (the last two in fp32 or fp64). kept: the input, or
+    the output.
+    """
     del deterministic
-    g, w = wide(grad), wide(weight)
-    normal = (wide(kept) - wide(bias)) / w if invertible else (wide(kept) - mean[:, None]) * rstd[:, None]
+    g = wide(grad)
+    w = wide(weight)
+    normal = (
+        (wide(kept) - wide(bias)) / w
+        if invertible
+        else (wide(kept) - mean[:, None]) * rstd[:, None]
+    )
     slope = g * w
     means = slope.mean(-1, keepdim=True), (slope * normal).mean(-1, keepdim=True)
     dx = rstd[:, None] * (slope - means[0] - normal * means[1])

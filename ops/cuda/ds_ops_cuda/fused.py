@@ -1,8 +1,10 @@
-"""The fused operations with gradients: by kernels for CUDA tensors, else by formulas; either keeps as little as it can.
+"""The fused operations with gradients: by kernels for CUDA tensors, else by formulas; either keeps
+as little as it can.
 
-`references` says what each means. What is kept for the backward pass: bias_gelu its input; bias_dropout_add nothing but
-its seed; layer_norm its input or, where invertible, its output; softmax_dropout the probabilities. `attention` and
-`gelu_linear` take the matrix product that follows along, which lets them make its input anew instead of keeping it.
+`references` says what each means. What is kept for the backward pass: bias_gelu its input;
+bias_dropout_add nothing but its seed; layer_norm its input or, where invertible, its output;
+softmax_dropout the probabilities. `attention` and `gelu_linear` take the matrix product that
+follows along, which lets them make its input anew instead of keeping it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from ds_ops_cuda import formulas, native_fused
 from ds_ops_cuda.extension import available
 from ds_ops_cuda.native import TYPES, serves
 
-__all__ = ["attention", "bias_dropout_add", "bias_gelu", "gelu_linear", "layer_norm", "softmax_dropout"]
+__all__ = [
+    "attention",
+    "bias_dropout_add",
+    "bias_gelu",
+    "gelu_linear",
+    "layer_norm",
+    "softmax_dropout",
+]
 
 log = logging.getLogger("ds_ops_cuda")
 
@@ -29,46 +38,70 @@ log = logging.getLogger("ds_ops_cuda")
 _MOST_LOST = 16
 
 
-def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "tanh", deterministic: bool = True) -> Tensor:
+def bias_gelu(
+    x: Tensor, bias: Tensor, *, approximate: str = "tanh", deterministic: bool = True
+) -> Tensor:
     """See `references.bias_gelu`."""
     _check("bias_gelu", x, bias=bias)
     return _apply(_BiasGelu, x, bias, approximate, deterministic)
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, invertible: bool = False, deterministic: bool = True
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    eps: float,
+    invertible: bool = False,
+    deterministic: bool = True,
 ) -> Tensor:
     """See `references.layer_norm`.
 
-    invertible: keep the output, from which the input is worked out; where that would lose precision (a weight that is
-    zero, or below 1/16 of its bias) the input is kept all the same. Looking at the weights waits for the device.
+    invertible: keep the output, from which the input is worked out; where that would lose precision
+    (a weight that is zero, or below 1/16 of its bias) the input is kept all the same. Looking at
+    the weights waits for the device.
     """
     _check("layer_norm", x, weight=weight, bias=bias)
     inverts = invertible and bool(((weight != 0) & (weight.abs() * _MOST_LOST >= bias.abs())).all())
     return _apply(_LayerNorm, x, weight, bias, eps, inverts, deterministic)
 
 
-def softmax_dropout(x: Tensor, mask: Tensor | None = None, *, p: float = 0.0, seed: int = 0) -> Tensor:
+def softmax_dropout(
+    x: Tensor, mask: Tensor | None = None, *, p: float = 0.0, seed: int = 0
+) -> Tensor:
     """See `references.softmax_dropout`."""
     _check_mask(x, mask)
     return _apply(_SoftmaxDropout, x, mask, p, seed)
 
 
 def bias_dropout_add(
-    x: Tensor, bias: Tensor, residual: Tensor, *, p: float = 0.0, seed: int = 0, deterministic: bool = True
+    x: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    *,
+    p: float = 0.0,
+    seed: int = 0,
+    deterministic: bool = True,
 ) -> Tensor:
     """See `references.bias_dropout_add`."""
     _check("bias_dropout_add", x, bias=bias)
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise UsageError(
-            f"bias_dropout_add: residual is {residual.dtype} {list(residual.shape)}, x is {x.dtype} {list(x.shape)}; "
+            f"bias_dropout_add: residual is {residual.dtype} {list(residual.shape)}, x is "
+            f"{x.dtype} {list(x.shape)}; "
             "they must be alike"
         )
     return _apply(_BiasDropoutAdd, x, bias, residual, p, seed, deterministic)
 
 
 def attention(
-    scores: Tensor, mask: Tensor | None, value: Tensor, *, p: float = 0.0, seed: int = 0, recompute: bool = False
+    scores: Tensor,
+    mask: Tensor | None,
+    value: Tensor,
+    *,
+    p: float = 0.0,
+    seed: int = 0,
+    recompute: bool = False,
 ) -> Tensor:
     """``softmax_dropout(scores, mask) @ value``: [b, h, q, d].
 
@@ -87,7 +120,9 @@ def gelu_linear(
     recompute: bool = False,
     deterministic: bool = True,
 ) -> Tensor:
-    """``bias_gelu(x, bias) @ weight.T``: [..., out]. weight: [out, cols]; recompute: do not keep GELU's output."""
+    """``bias_gelu(x, bias) @ weight.T``: [..., out]. weight: [out, cols]; recompute: do not keep
+    GELU's output.
+    """
     _check("gelu_linear", x, bias=bias)
     return _apply(_GeluLinear, x, bias, weight, approximate, recompute, deterministic)
 
@@ -97,7 +132,7 @@ def _apply(function: Any, *arguments: object) -> Tensor:
     return out
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
+# -- gradients -------------------------------------------------------------------------------------
 
 
 class _BiasGelu(torch.autograd.Function):
@@ -105,7 +140,8 @@ class _BiasGelu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor, approximate: str, deterministic: bool) -> Tensor:
         ctx.save_for_backward(x, bias)
         ctx.options = approximate, deterministic
-        rows, bias = _rows(x), bias.contiguous()
+        rows = _rows(x)
+        bias = bias.contiguous()
         y: Tensor = _by(rows, bias).bias_gelu_forward(rows, bias, approximate)
         return y.view(x.shape)
 
@@ -113,12 +149,20 @@ class _BiasGelu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, bias = ctx.saved_tensors
-        dx, db = _gelu_gradients(_rows(grad), x, bias, *ctx.options, wants_bias=ctx.needs_input_grad[1])
+        dx, db = _gelu_gradients(
+            _rows(grad), x, bias, *ctx.options, wants_bias=ctx.needs_input_grad[1]
+        )
         return dx, db, None, None
 
 
 def _gelu_gradients(
-    grad: Tensor, x: Tensor, bias: Tensor, approximate: str, deterministic: bool, *, wants_bias: bool
+    grad: Tensor,
+    x: Tensor,
+    bias: Tensor,
+    approximate: str,
+    deterministic: bool,
+    *,
+    wants_bias: bool,
 ) -> tuple[Tensor, Tensor | None]:
     rows = _rows(x)
     by = _by(rows, bias, grad)
@@ -130,10 +174,17 @@ def _gelu_gradients(
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, invertible: bool, deterministic: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        invertible: bool,
+        deterministic: bool,
     ) -> Tensor:
         rows = _rows(x)
-        weight, bias = weight.contiguous(), bias.contiguous()
+        weight = weight.contiguous()
+        bias = bias.contiguous()
         y, mean, rstd = _by(rows, weight, bias).layer_norm_forward(rows, weight, bias, eps)
         y = y.view(x.shape)
         ctx.save_for_backward(y if invertible else x, weight, bias, mean, rstd)
@@ -145,8 +196,11 @@ class _LayerNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kept, weight, bias, mean, rstd = ctx.saved_tensors
-        g, rows = _rows(grad), _rows(kept)
-        dx, dw, db = _by(rows, weight, bias, g).layer_norm_backward(g, rows, weight, bias, mean, rstd, *ctx.options)
+        g = _rows(grad)
+        rows = _rows(kept)
+        dx, dw, db = _by(rows, weight, bias, g).layer_norm_backward(
+            g, rows, weight, bias, mean, rstd, *ctx.options
+        )
         return dx.view(grad.shape), dw.to(weight.dtype), db.to(bias.dtype), None, None, None
 
 
@@ -171,9 +225,17 @@ class _SoftmaxDropout(torch.autograd.Function):
 class _BiasDropoutAdd(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor, residual: Tensor, p: float, seed: int, deterministic: bool
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor,
+        residual: Tensor,
+        p: float,
+        seed: int,
+        deterministic: bool,
     ) -> Tensor:
-        rows, other, bias = _rows(x), _rows(residual), bias.contiguous()
+        rows = _rows(x)
+        other = _rows(residual)
+        bias = bias.contiguous()
         ctx.options = p, seed, deterministic, bias.dtype
         y: Tensor = _by(rows, bias, other).bias_dropout_add_forward(rows, bias, other, p, seed)
         return y.view(x.shape)
@@ -192,7 +254,13 @@ class _BiasDropoutAdd(torch.autograd.Function):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, scores: Tensor, mask: Tensor | None, value: Tensor, p: float, seed: int, recompute: bool
+        ctx: Any,
+        scores: Tensor,
+        mask: Tensor | None,
+        value: Tensor,
+        p: float,
+        seed: int,
+        recompute: bool,
     ) -> Tensor:
         scores = scores.contiguous()
         probs, dropped = _by(scores, *_some(mask)).softmax_forward(scores, mask, p, seed)
@@ -216,9 +284,16 @@ class _Attention(torch.autograd.Function):
 class _GeluLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor, weight: Tensor, approximate: str, recompute: bool, deterministic: bool
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor,
+        weight: Tensor,
+        approximate: str,
+        recompute: bool,
+        deterministic: bool,
     ) -> Tensor:
-        rows, bias = _rows(x), bias.contiguous()
+        rows = _rows(x)
+        bias = bias.contiguous()
         y: Tensor = _by(rows, bias).bias_gelu_forward(rows, bias, approximate)
         ctx.save_for_backward(x, bias, weight, None if recompute else y)
         ctx.options = approximate, deterministic
@@ -233,11 +308,13 @@ class _GeluLinear(torch.autograd.Function):
             rows = _rows(x)
             y = _by(rows, bias).bias_gelu_forward(rows, bias, ctx.options[0])
         dw = grad.t() @ y
-        dx, db = _gelu_gradients(_rows(grad @ weight), x, bias, *ctx.options, wants_bias=ctx.needs_input_grad[1])
+        dx, db = _gelu_gradients(
+            _rows(grad @ weight), x, bias, *ctx.options, wants_bias=ctx.needs_input_grad[1]
+        )
         return dx, db, dw, None, None, None
 
 
-# -- helpers -----------------------------------------------------------------------------------------------------------
+# -- helpers ---------------------------------------------------------------------------------------
 
 
 def _by(x: Tensor, *others: Tensor) -> ModuleType:
@@ -270,18 +347,30 @@ def _check(op: str, x: Tensor, **lines: Tensor) -> None:
     """UsageError unless `lines` have one element for each column of x."""
     for name, line in lines.items():
         if x.dim() == 0 or line.shape != x.shape[-1:]:
-            raise UsageError(f"{op}: {name} is {list(line.shape)}, x is {list(x.shape)}; {name} must be x's last dim")
+            raise UsageError(
+                f"{op}: {name} is {list(line.shape)}, x is {list(x.shape)}; {name} must be x's "
+                "last dim"
+            )
 
 
 def _check_mask(x: Tensor, mask: Tensor | None) -> None:
     if mask is None:
         return
     if mask.requires_grad:
-        raise UsageError("softmax_dropout: the mask needs a gradient, which is not worked out; pass mask.detach()")
+        raise UsageError(
+            "softmax_dropout: the mask needs a gradient, which is not worked out; pass "
+            "mask.detach()"
+        )
     sizes = zip(mask.shape[::-1], x.shape[::-1], strict=False)
-    fits = x.dim() == 4 and mask.is_floating_point() and mask.dim() <= 4 and all(m in (1, n) for m, n in sizes)
+    fits = (
+        x.dim() == 4
+        and mask.is_floating_point()
+        and mask.dim() <= 4
+        and all(m in (1, n) for m, n in sizes)
+    )
     if not fits:
         raise UsageError(
-            f"softmax_dropout: the mask is {mask.dtype} {list(mask.shape)}, the scores are {list(x.shape)}; an "
+            f"softmax_dropout: the mask is {mask.dtype} {list(mask.shape)}, the scores are "
+            f"{list(x.shape)}; an "
             "additive mask of floats that broadcasts to [batch, heads, queries, keys] is needed"
         )

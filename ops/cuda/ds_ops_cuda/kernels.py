@@ -1,11 +1,14 @@
-"""The core's operations on CUDA tensors: checks, addresses and sizes, one call into C++ for all tensors of a kind.
+"""The core's operations on CUDA tensors: checks, addresses and sizes, one call into C++ for all
+tensors of a kind.
 
-A call takes, at each place of its lists, tensors on one device whose memory is in one order: contiguous, or dense with
-the same strides. Others are worked on as contiguous copies and copied back; what C++ cannot take at all (fp64, tensors
-of several devices at one place) goes to the reference, which means the same.
+A call takes, at each place of its lists, tensors on one device whose memory is in one order:
+contiguous, or dense with the same strides. Others are worked on as contiguous copies and copied
+back; what C++ cannot take at all (fp64, tensors of several devices at one place) goes to the
+reference, which means the same.
 
-[Note: what is checked] Addresses bypass torch's own checks, so a wrong size, type or device would be memory written at
-random. Every list is looked through in whole, attribute by attribute with `map`.
+[Note: what is checked] Addresses bypass torch's own checks, so a wrong size, type or device would
+be memory written at random. Every list is looked through in whole, attribute by attribute with
+`map`.
 """
 
 from __future__ import annotations
@@ -39,17 +42,25 @@ __all__ = [
 ]  # fmt: skip
 
 _NORM_TYPES = {**TYPES, torch.float64: 3}
-_dtype, _device = attrgetter("dtype"), attrgetter("device")
+_dtype = attrgetter("dtype")
+_device = attrgetter("device")
 
 
-# -- optimizer steps -------------------------------------------------------------------------------------------------
+# -- optimizer steps -------------------------------------------------------------------------------
 
 
 def _step(
-    name: str, reference: Reference, numbers: tuple[float, ...], lists: Sequence[Tensors], copies: Tensors | None
+    name: str,
+    reference: Reference,
+    numbers: tuple[float, ...],
+    lists: Sequence[Tensors],
+    copies: Tensors | None,
 ) -> list[float]:
-    """Call `name` for the places that C++ can take, `reference` for the others; see `ds_kernel_kit.steps.Run`."""
-    params, has_copies = lists[0], copies is not None
+    """Call `name` for the places that C++ can take, `reference` for the others; see
+    `ds_kernel_kit.steps.Run`.
+    """
+    params = lists[0]
+    has_copies = copies is not None
     everything = [*lists, copies] if copies is not None else lists
     sizes = list(map(Tensor.numel, params))
     if any(list(map(Tensor.numel, other)) != sizes for other in everything[1:]):
@@ -58,8 +69,13 @@ def _step(
         return []
 
     def kind_of(row: Row) -> tuple[Any, ...] | None:
-        dtypes, device = tuple(map(_dtype, row)), row[0].device
-        fits = takes(dtypes, has_copies) and native.serves(device) and all(t.device == device for t in row)
+        dtypes = tuple(map(_dtype, row))
+        device = row[0].device
+        fits = (
+            takes(dtypes, has_copies)
+            and native.serves(device)
+            and all(t.device == device for t in row)
+        )
         return (device, *dtypes) if fits else None
 
     def call(columns: Sequence[Tensors]) -> list[float]:
@@ -81,8 +97,12 @@ _STEPS = compiled_steps(_step)
 adam, adagrad, lion, sgd, lamb = (_STEPS[op] for op in ("adam", "adagrad", "lion", "sgd", "lamb"))
 
 
-def _call(name: str, numbers: tuple[float, ...], lists: Sequence[Tensors], has_copies: bool) -> list[float]:
-    """One call into C++; each list is of one dtype that it takes, every tensor's memory in the order of its place."""
+def _call(
+    name: str, numbers: tuple[float, ...], lists: Sequence[Tensors], has_copies: bool
+) -> list[float]:
+    """One call into C++; each list is of one dtype that it takes, every tensor's memory in the
+    order of its place.
+    """
     device = lists[0][0].device
     sizes = list(map(Tensor.numel, lists[0]))
     types = [TYPES[ts[0].dtype] for ts in lists]
@@ -95,14 +115,21 @@ def _call(name: str, numbers: tuple[float, ...], lists: Sequence[Tensors], has_c
         return []
     partials = torch.empty(2 * _blocks(sizes), dtype=torch.float64, device=device)
     coeffs = torch.ones(len(sizes), device=device)  # tensors without elements keep it
-    native.call(name, device, sizes, kinds, addresses, partials.data_ptr(), coeffs.data_ptr(), *numbers)
+    native.call(
+        name, device, sizes, kinds, addresses, partials.data_ptr(), coeffs.data_ptr(), *numbers
+    )
     found: list[float] = coeffs.tolist()
     return found
 
 
 def takes(dtypes: Sequence[torch.dtype], has_copies: bool) -> bool:
-    """Whether C++ has a path for parameters, gradients, states (all alike) and copies of these dtypes."""
-    if any(d not in TYPES for d in dtypes) or len(set(dtypes[2:-1] if has_copies else dtypes[2:])) > 1:
+    """Whether C++ has a path for parameters, gradients, states (all alike) and copies of these
+    dtypes.
+    """
+    if (
+        any(d not in TYPES for d in dtypes)
+        or len(set(dtypes[2:-1] if has_copies else dtypes[2:])) > 1
+    ):
         return False
     return not has_copies or dtypes[0] is torch.float32
 
@@ -112,18 +139,22 @@ def _blocks(sizes: Sequence[int]) -> int:
     return sum((n + chunk - 1) // chunk for n in sizes)
 
 
-# -- sums --------------------------------------------------------------------------------------------------------------
+# -- sums ------------------------------------------------------------------------------------------
 
 
 def squared_norm(tensors: list[Tensor]) -> Tensor:
-    """See `ds_core.params.squared_norm`; fp64, so finite exactly when all elements are. Never waits for the device."""
+    """See `ds_core.params.squared_norm`; fp64, so finite exactly when all elements are.
+
+    Never waits for the device.
+    """
     devices = set(map(_device, tensors))
     kinds = [_NORM_TYPES.get(d, NONE) for d in map(_dtype, tensors)]
     if len(devices) != 1 or not native.serves(next(iter(devices))) or NONE in kinds:
         return reference_squared_norm(tensors)
     device = next(iter(devices))
     tensors = [t if references.is_dense(t) else t.detach().contiguous() for t in tensors]
-    sizes, addresses = list(map(Tensor.numel, tensors)), list(map(Tensor.data_ptr, tensors))
+    sizes = list(map(Tensor.numel, tensors))
+    addresses = list(map(Tensor.data_ptr, tensors))
     room = torch.empty(_blocks(sizes) + 1, dtype=torch.float64, device=device)
     total = torch.empty((), dtype=torch.float64, device=device)
     native.call("squared_norm", device, sizes, kinds, addresses, room.data_ptr(), total.data_ptr())
@@ -139,7 +170,9 @@ def accumulate(into: Tensors, added: Tensors, *, scale: float = 1.0) -> None:
             references.accumulate(totals, mores, scale=scale)
             continue
         lists = [list(map(Tensor.data_ptr, totals)), list(map(Tensor.data_ptr, mores))]
-        native.call("accumulate", kind[0], list(map(Tensor.numel, totals)), TYPES[kind[1]], lists, scale)
+        native.call(
+            "accumulate", kind[0], list(map(Tensor.numel, totals)), TYPES[kind[1]], lists, scale
+        )
         torch.autograd.graph.increment_version(totals)
 
 
@@ -148,7 +181,7 @@ def _place_and_dtype(total: Tensor, more: Tensor) -> tuple[torch.device, torch.d
     return (total.device, more.dtype) if fits and total.device == more.device else None
 
 
-# -- quantisation ------------------------------------------------------------------------------------------------------
+# -- quantisation ----------------------------------------------------------------------------------
 
 
 def _call_late(name: str, device: torch.device, *arguments: Any) -> None:

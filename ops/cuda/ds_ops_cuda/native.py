@@ -1,4 +1,6 @@
-"""The compiled module, and the way to call it: the tensors' device made current, and torch's stream on it."""
+"""The compiled module, and the way to call it: the tensors' device made current, and torch's stream
+on it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def native() -> ModuleType:
             has = f"is for CUDA {_version(driver)}" if driver else "is not there"
             raise KernelError(
                 f"ds-ops-cuda was built with CUDA {_version(runtime)}, and the driver {has}; "
-                f"update the driver, or set CUDA_HOME to a toolkit of CUDA {torch.version.cuda or 'your driver'}"
+                "update the driver, or set CUDA_HOME to a toolkit of CUDA "
+                f"{torch.version.cuda or 'your driver'}"
             )
         _native = module
     return _native
@@ -61,7 +64,9 @@ def processors(device: torch.device) -> int:
 
 
 def graph(device: torch.device, work: Callable[[], None]) -> Callable[[], None]:
-    """Record what `work` queues on the device as a CUDA graph, without running it; the function that runs it."""
+    """Record what `work` queues on the device as a CUDA graph, without running it; the function
+    that runs it.
+    """
     with torch.cuda.device(device):
         recorded = torch.cuda.CUDAGraph()
         with torch.cuda.graph(recorded):

@@ -1,4 +1,6 @@
-"""Declares the CUDA kernels (torch-free): priority 30, for 32- and 16-bit floats; and this package's own operations."""
+"""Declares the CUDA kernels (torch-free): priority 30, for 32- and 16-bit floats; and this
+package's own operations.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,17 @@ from ds_core.entries import KernelEntry
 __all__ = ["ds_kernels"]
 
 OPS = (
-    *("accumulate", "adagrad", "adam", "dequantize", "dequantize_sum", "lamb", "lion", "quantize", "requantize_sum"),
+    *(
+        "accumulate",
+        "adagrad",
+        "adam",
+        "dequantize",
+        "dequantize_sum",
+        "lamb",
+        "lion",
+        "quantize",
+        "requantize_sum",
+    ),
     *("sgd", "squared_norm"),
 )
 PROGRAM = "inference_program"
@@ -18,8 +30,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def ds_kernels() -> Iterable[KernelEntry]:
-    """One provider, ``cuda``, of each operation, built on its first use; references of those that the core lacks."""
-    places = {op: f"ds_ops_cuda.kernels:{op}" for op in OPS} | {op: f"ds_ops_cuda.fused:{op}" for op in FUSED}
+    """One provider, ``cuda``, of each operation, built on its first use; references of those that
+    the core lacks.
+    """
+    places = {op: f"ds_ops_cuda.kernels:{op}" for op in OPS} | {
+        op: f"ds_ops_cuda.fused:{op}" for op in FUSED
+    }
     compiled = (
         KernelEntry(
             op,
@@ -35,9 +51,15 @@ def ds_kernels() -> Iterable[KernelEntry]:
         for op, place in places.items()
     )
     program = KernelEntry(
-        PROGRAM, "cuda", "ds_ops_cuda.programs:load", 30, devices=("cuda",), dtypes=DTYPES,
-        available="ds_ops_cuda.extension:available", build="ds_ops_cuda.extension:EXTENSION",
+        PROGRAM,
+        "cuda",
+        "ds_ops_cuda.programs:load",
+        30,
+        devices=("cuda",),
+        dtypes=DTYPES,
+        available="ds_ops_cuda.extension:available",
+        build="ds_ops_cuda.extension:EXTENSION",
         check="ds_inference_kit.checks:inference_program",
-    )  # fmt: skip
+    )
     references = (KernelEntry(op, "reference", f"ds_ops_cuda.references:{op}", 0) for op in FUSED)
     return (*compiled, program, *references)

@@ -1,12 +1,14 @@
-"""Kernel ``inference_program`` on CUDA: a table of launches made when a program is loaded, run from C++.
+"""Kernel ``inference_program`` on CUDA: a table of launches made when a program is loaded, run from
+C++.
 
-[Note: how a step runs] Registers are kept from step to step. With few rows (decoding), everything between two
-collectives is one call into C++, one launch or two per instruction. With many rows (prompts), products are torch's, and
-so is the attention of sequences with many rows in the step; a sequence with one row is always the kernels' to attend.
+[Note: how a step runs] Registers are kept from step to step. With few rows (decoding), everything
+between two collectives is one call into C++, one launch or two per instruction. With many rows
+(prompts), products are torch's, and so is the attention of sequences with many rows in the step; a
+sequence with one row is always the kernels' to attend.
 
-[Note: graphs] A step in which every sequence has one row always makes the same launches for the same shapes: how far a
-sequence goes back is read on the device. With `capture` such steps are recorded as CUDA graphs, between collectives,
-on copies of what a step brings, and replayed.
+[Note: graphs] A step in which every sequence has one row always makes the same launches for the
+same shapes: how far a sequence goes back is read on the device. With `capture` such steps are
+recorded as CUDA graphs, between collectives, on copies of what a step brings, and replayed.
 """
 
 from __future__ import annotations
@@ -42,14 +44,21 @@ FEW_IN_SEQUENCE = 16
 
 
 def load(program: p.Program, collectives: p.Collectives | None = None) -> p.Runnable:
-    """See `ds_inference_kit.program.Load`. What kernels cannot hold at all is the interpreter's, as the log says."""
+    """See `ds_inference_kit.program.Load`.
+
+    What kernels cannot hold at all is the interpreter's, as the log says.
+    """
     device = device_of(program)
     if device is None or not native.serves(device) or program.dtype not in TYPES:
         where = f"weights on {device}" if device else "weights on several devices"
         log.warning("an inference program in %s with %s runs on plain torch", program.dtype, where)
         return Interpreter(program, collectives, widened)
-    if collectives is None and any(isinstance(i, (p.Reduce, p.Gather)) for i in program.instructions):
-        raise KernelError("the inference program has Reduce or Gather, and no collectives were given")
+    if collectives is None and any(
+        isinstance(i, (p.Reduce, p.Gather)) for i in program.instructions
+    ):
+        raise KernelError(
+            "the inference program has Reduce or Gather, and no collectives were given"
+        )
     return CudaProgram(program, device, collectives)
 
 
@@ -58,14 +67,21 @@ def widened(weight: Quantized, dtype: torch.dtype) -> Tensor:
     rows, columns = weight.shape
     lows = None if weight.lows is None else weight.lows.float().view(-1)
     return kernels.dequantize(
-        weight.q.view(-1), weight.scales.float().view(-1), lows,
-        bits=weight.bits, group=weight.group, numel=rows * columns, dtype=dtype,
-    ).view(rows, columns)  # fmt: skip
+        weight.q.view(-1),
+        weight.scales.float().view(-1),
+        lows,
+        bits=weight.bits,
+        group=weight.group,
+        numel=rows * columns,
+        dtype=dtype,
+    ).view(rows, columns)
 
 
 @dataclass(slots=True)
 class _Given:
-    """A step's tensors as the kernels read them, on the device. rows: int32 [4, rows], see `Frame` in program.h."""
+    """A step's tensors as the kernels read them, on the device. rows: int32 [4, rows], see `Frame`
+    in program.h.
+    """
 
     tokens: Tensor
     positions: Tensor
@@ -91,7 +107,9 @@ class _Views(dict[int, Tensor]):
 
 @dataclass(slots=True)
 class _Run:
-    """One step, ready to run: where everything is. apart: the sequences that torch attends, as (number, rows)."""
+    """One step, ready to run: where everything is. apart: the sequences that torch attends, as
+    (number, rows).
+    """
 
     step: Step
     cache: KVCache | None
@@ -108,8 +126,12 @@ Piece = range | Unit  # launches in C++; what torch runs
 class CudaProgram:
     """A loaded program."""
 
-    def __init__(self, program: p.Program, device: torch.device, collectives: p.Collectives | None) -> None:
-        self._program, self._device, self._collectives = program, device, collectives
+    def __init__(
+        self, program: p.Program, device: torch.device, collectives: p.Collectives | None
+    ) -> None:
+        self._program = program
+        self._device = device
+        self._collectives = collectives
         self._interpreter = Interpreter(program, collectives, widened)
         self._blocks = BLOCKS_PER_PROCESSOR * native.processors(device)
         self._table: Table = translate(program, device, self._blocks)
@@ -124,7 +146,9 @@ class CudaProgram:
         self._recorded.clear()
 
     def capture(self, on: bool = True) -> None:
-        """Record steps in which every sequence has one row as CUDA graphs, one for each shape, and replay them."""
+        """Record steps in which every sequence has one row as CUDA graphs, one for each shape, and
+        replay them.
+        """
         self._capture = on
         if not on:
             self._recorded.clear()
@@ -133,7 +157,9 @@ class CudaProgram:
     def __call__(self, step: Step, cache: KVCache | None = None) -> Tensor:
         """See `ds_inference_kit.program.Runnable`."""
         self._check(step, cache)
-        if not (self._capture and step.tokens.numel() and step.starts.numel() == step.tokens.numel() + 1):
+        if not (
+            self._capture and step.tokens.numel() and step.starts.numel() == step.tokens.numel() + 1
+        ):
             return self._eager(step, cache, self._given(step))
         given = self._given(step)
         key = _key(given, cache)
@@ -152,14 +178,23 @@ class CudaProgram:
         self._execute_all(self._pieces(run), run)
         return self._output(run).clone()
 
-    # -- what a step brings ---------------------------------------------------------------------------------------
+    # -- what a step brings ------------------------------------------------------------------------
 
     def _check(self, step: Step, cache: KVCache | None) -> None:
         """Raise KernelError where a step or a cache has not the shapes that kernels rely on."""
-        rows, sequences = step.tokens.numel(), step.lengths.numel()
-        program, wrong = self._program, ""
-        if step.positions.numel() != rows or step.starts.numel() != sequences + 1 or int(step.starts[-1]) != rows:
-            wrong = f"{rows} tokens, {step.positions.numel()} positions, starts that end at {int(step.starts[-1])}"
+        rows = step.tokens.numel()
+        sequences = step.lengths.numel()
+        program = self._program
+        wrong = ""
+        if (
+            step.positions.numel() != rows
+            or step.starts.numel() != sequences + 1
+            or int(step.starts[-1]) != rows
+        ):
+            wrong = (
+                f"{rows} tokens, {step.positions.numel()} positions, starts that end at "
+                f"{int(step.starts[-1])}"
+            )
         elif step.types is not None and step.types.numel() != rows:
             wrong = f"{step.types.numel()} types for {rows} tokens"
         elif step.embeds is not None and not any(map(_by_tokens, program.instructions)):
@@ -170,52 +205,80 @@ class CudaProgram:
             raise KernelError(f"inference step: {wrong}")
 
     def _cache_wrong(self, step: Step, cache: KVCache) -> str:
-        program, shape = self._program, cache.keys.shape
+        program = self._program
+        shape = cache.keys.shape
         wanted = (program.layers, cache.blocks, program.kv_heads, BLOCK, program.head_dim)
         if shape != wanted or cache.values.shape != wanted:
             return f"a cache of {tuple(shape)}, where the program needs {wanted}"
         for arena in (cache.keys, cache.values):
-            if arena.device != self._device or not arena.is_contiguous() or arena.dtype not in TYPES:
+            if (
+                arena.device != self._device
+                or not arena.is_contiguous()
+                or arena.dtype not in TYPES
+            ):
                 return (
-                    f"a cache on {arena.device} in {arena.dtype}, not contiguous fp32, bf16 or fp16 on {self._device}"
+                    f"a cache on {arena.device} in {arena.dtype}, not contiguous fp32, bf16 or "
+                    f"fp16 on {self._device}"
                 )
         if cache.keys.dtype is not cache.values.dtype:
             return f"keys in {cache.keys.dtype} and values in {cache.values.dtype}"
-        if step.blocks is None or step.blocks.dim() != 2 or step.blocks.shape[0] != step.lengths.numel():
+        if (
+            step.blocks is None
+            or step.blocks.dim() != 2
+            or step.blocks.shape[0] != step.lengths.numel()
+        ):
             return f"no table of blocks for {step.lengths.numel()} sequences"
         if step.lengths.numel() and int(step.lengths.max()) > step.blocks.shape[1] * BLOCK:
-            return f"a sequence of {int(step.lengths.max())} tokens in {step.blocks.shape[1]} blocks of {BLOCK}"
+            return (
+                f"a sequence of {int(step.lengths.max())} tokens in {step.blocks.shape[1]} "
+                "blocks "
+                f"of {BLOCK}"
+            )
         return ""
 
     def _given(self, step: Step) -> _Given:
         rows = step.tokens.numel()
         starts, lengths = (x.to(torch.int32).contiguous() for x in (step.starts, step.lengths))
         described = torch.empty(4, rows, dtype=torch.int32)
-        native.native().describe_rows(starts.data_ptr(), lengths.data_ptr(), lengths.numel(), described.data_ptr())
+        native.native().describe_rows(
+            starts.data_ptr(), lengths.data_ptr(), lengths.numel(), described.data_ptr()
+        )
 
         def ints(x: Tensor | None, dtype: torch.dtype = torch.int32) -> Tensor | None:
             return None if x is None else x.to(self._device, dtype).contiguous()
 
-        tokens, positions = ints(step.tokens), ints(step.positions)
+        tokens = ints(step.tokens)
+        positions = ints(step.positions)
         assert tokens is not None and positions is not None
-        embeds = None if step.embeds is None else step.embeds.to(self._device, self._program.dtype).contiguous()
+        embeds = (
+            None
+            if step.embeds is None
+            else step.embeds.to(self._device, self._program.dtype).contiguous()
+        )
         on_device = described.to(self._device, non_blocking=True)
         wanted = ints(step.wanted, torch.int64)
-        return _Given(tokens, positions, on_device, ints(step.blocks), wanted, ints(step.types), embeds)
+        return _Given(
+            tokens, positions, on_device, ints(step.blocks), wanted, ints(step.types), embeds
+        )
 
     def _prepare(self, step: Step, cache: KVCache | None, given: _Given) -> _Run:
         """Room in every register, and the addresses of everything."""
         rows = given.tokens.numel()
         kept = rows if given.wanted is None else given.wanted.numel()
         apart, alone = _apart(step)
-        registers = [self._register(number, rows, kept) for number in range(len(self._program.widths))]
+        registers = [
+            self._register(number, rows, kept) for number in range(len(self._program.widths))
+        ]
         before = _Views((n, r[:rows]) for n, r in enumerate(registers) if n not in self._table.kept)
         behind = _Views((n, r[:kept]) for n, r in enumerate(registers))
         frame = native.native().Frame()
-        frame.type, frame.rows, frame.kept = TYPES[self._program.dtype], rows, kept
+        frame.type = TYPES[self._program.dtype]
+        frame.rows = rows
+        frame.kept = kept
         make = native.native().Register
         frame.registers = [make(r.data_ptr(), r.stride(0)) for r in registers]
-        frame.tokens, frame.positions = given.tokens.data_ptr(), given.positions.data_ptr()
+        frame.tokens = given.tokens.data_ptr()
+        frame.positions = given.positions.data_ptr()
         for name in ("types", "wanted", "embeds", "blocks"):
             value = getattr(given, name)
             setattr(frame, name, 0 if value is None else value.data_ptr())
@@ -224,23 +287,31 @@ class CudaProgram:
         if given.blocks is not None:
             frame.most = given.blocks.shape[1]
         if cache is not None and self._program.layers:
-            frame.keys, frame.values = cache.keys.data_ptr(), cache.values.data_ptr()
-            frame.cache_type, frame.cache_blocks = TYPES[cache.keys.dtype], cache.blocks
+            frame.keys = cache.keys.data_ptr()
+            frame.values = cache.values.data_ptr()
+            frame.cache_type = TYPES[cache.keys.dtype]
+            frame.cache_blocks = cache.blocks
         held = []
         if apart:
-            attended = torch.tensor([*alone, 0], dtype=torch.int32).to(self._device, non_blocking=True)
-            frame.attended, frame.attended_rows = attended.data_ptr(), len(alone)
+            attended = torch.tensor([*alone, 0], dtype=torch.int32).to(
+                self._device, non_blocking=True
+            )
+            frame.attended = attended.data_ptr()
+            frame.attended_rows = len(alone)
             held = [attended]
         frame.scratch = self._floats(max(rows, kept)).data_ptr()
         return _Run(step, cache, given, frame, (before, behind), apart, held)
 
     def _register(self, number: int, rows: int, kept: int) -> Tensor:
         """Memory of one register, of its width; rows begin at multiples of 16 bytes."""
-        wanted, width = kept if number in self._table.kept else max(rows, kept), self._program.widths[number]
+        wanted = kept if number in self._table.kept else max(rows, kept)
+        width = self._program.widths[number]
         room = self._room.get(number)
         if room is None or len(room) < wanted:
             size = max(8, 1 << (wanted - 1).bit_length()) if wanted else 8
-            room = torch.empty(size, (width + 7) // 8 * 8, dtype=self._program.dtype, device=self._device)
+            room = torch.empty(
+                size, (width + 7) // 8 * 8, dtype=self._program.dtype, device=self._device
+            )
             self._room[number] = room
         return room[:, :width]
 
@@ -250,7 +321,7 @@ class CudaProgram:
             self._scratch = torch.empty(max(wanted, 1), dtype=torch.float32, device=self._device)
         return self._scratch
 
-    # -- running ----------------------------------------------------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------------
 
     def _pieces(self, run: _Run) -> list[Piece]:
         """What runs, in order: ranges of launches as long as can be, and units that torch runs."""
@@ -260,7 +331,11 @@ class CudaProgram:
             if not unit.launches or rows > unit.most_rows:
                 pieces.append(unit)
                 continue
-            if pieces and isinstance(last := pieces[-1], range) and last.stop == unit.launches.start:
+            if (
+                pieces
+                and isinstance(last := pieces[-1], range)
+                and last.stop == unit.launches.start
+            ):
                 pieces[-1] = range(last.start, unit.launches.stop)
             else:
                 pieces.append(unit.launches)
@@ -290,7 +365,9 @@ class CudaProgram:
             views[instruction.x] = whole
         elif isinstance(instruction, p.Keep):
             source = run.views[0].get(instruction.x, views[instruction.x])
-            views[instruction.out] = source[: run.frame.kept] if run.given.wanted is None else source[run.given.wanted]
+            views[instruction.out] = (
+                source[: run.frame.kept] if run.given.wanted is None else source[run.given.wanted]
+            )
         else:
             self._interpreter.execute(instruction, views, run.step, run.cache)
 
@@ -299,37 +376,52 @@ class CudaProgram:
         for number, rows in run.apart:
             views = _Views((n, view[rows]) for n, view in run.views[0].items())
             starts = torch.tensor([0, rows.stop - rows.start], dtype=torch.int32)
-            one, given = slice(number, number + 1), run.given
+            one = slice(number, number + 1)
+            given = run.given
             blocks = None if given.blocks is None else given.blocks[one]
-            step = Step(given.tokens[rows], given.positions[rows], starts, run.step.lengths[one], blocks)
+            step = Step(
+                given.tokens[rows], given.positions[rows], starts, run.step.lengths[one], blocks
+            )
             self._interpreter.execute(instruction, views, step, run.cache)
 
     def _output(self, run: _Run) -> Tensor:
         return run.views[self._table.kept_output][self._program.output]
 
-    # -- graphs -----------------------------------------------------------------------------------------------------
+    # -- graphs ------------------------------------------------------------------------------------
 
     def _record(self, step: Step, cache: KVCache | None, given: _Given) -> _Recording:
-        """Run the step once on copies of what it brings, which shall hold those of later steps, and record it."""
+        """Run the step once on copies of what it brings, which shall hold those of later steps, and
+        record it.
+        """
         given = dataclasses.replace(given, **{name: x.clone() for name, x in given.tensors()})
         if given.blocks is not None:
             room = _wide(given.blocks.shape[1])
             given.blocks = torch.nn.functional.pad(given.blocks, (0, room - given.blocks.shape[1]))
         step = dataclasses.replace(
-            step, tokens=given.tokens, positions=given.positions, blocks=given.blocks, wanted=given.wanted,
-            types=given.types, embeds=given.embeds,
-        )  # fmt: skip
+            step,
+            tokens=given.tokens,
+            positions=given.positions,
+            blocks=given.blocks,
+            wanted=given.wanted,
+            types=given.types,
+            embeds=given.embeds,
+        )
         run = self._prepare(step, cache, given)
         parts: list[Callable[[], None]] = []
         together: list[Piece] = []
 
         def close() -> None:
             if together:
-                parts.append(native.graph(self._device, functools.partial(self._execute_all, tuple(together), run)))
+                parts.append(
+                    native.graph(
+                        self._device, functools.partial(self._execute_all, tuple(together), run)
+                    )
+                )
                 together.clear()
 
         pieces = self._pieces(run)
-        self._execute_all(pieces, run)  # also makes ready what may not be made while a graph is recorded
+        # also makes ready what may not be made while a graph is recorded
+        self._execute_all(pieces, run)
         for piece in pieces:
             if _recordable(piece):
                 together.append(piece)
@@ -337,7 +429,12 @@ class CudaProgram:
                 close()
                 parts.append(functools.partial(self._execute, piece, run))
         close()
-        return _Recording(given, parts, self._output(run), [*self._room.values(), self._floats(0), run, self._table])
+        return _Recording(
+            given,
+            parts,
+            self._output(run),
+            [*self._room.values(), self._floats(0), run, self._table],
+        )
 
 
 @dataclass(slots=True)
@@ -370,7 +467,9 @@ def _key(given: _Given, cache: KVCache | None) -> tuple[Any, ...]:
 
 
 def _apart(step: Step) -> tuple[list[tuple[int, slice]], list[int]]:
-    """The sequences that torch attends, since they have many rows in this step; all rows of the others."""
+    """The sequences that torch attends, since they have many rows in this step; all rows of the
+    others.
+    """
     starts = step.starts.tolist()
     apart: list[tuple[int, slice]] = []
     alone: list[int] = []
@@ -391,7 +490,9 @@ def _recordable(piece: Piece) -> bool:
     """Whether it waits for nothing: no collectives, no look at the device's numbers."""
     if isinstance(piece, range):
         return True
-    return not any(isinstance(i, (p.Reduce, p.Gather, p.Experts, p.Attend)) for i in piece.instructions)
+    return not any(
+        isinstance(i, (p.Reduce, p.Gather, p.Experts, p.Attend)) for i in piece.instructions
+    )
 
 
 def _attends(unit: Unit) -> bool:

@@ -6,7 +6,8 @@
     y = (r if pre_layer_norm else f) + dropout(gelu(f W1' + b1) W2' + b2)
     out = y if pre_layer_norm else norm(y)
 
-Post-LN is BERT's form. GELU is the tanh form. On the CPU, and wherever no kernel serves, the same in plain torch.
+Post-LN is BERT's form. GELU is the tanh form. On the CPU, and wherever no kernel serves, the same
+in plain torch.
 """
 
 from __future__ import annotations
@@ -34,15 +35,19 @@ __all__ = ["DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"]
 class DeepSpeedTransformerConfig:
     """The settings of a layer; -1 means that it is not given. The layer checks them.
 
-    batch_size: the largest batch that `forward` takes. hidden_size, heads: needed. intermediate_size: by default four
-    times hidden_size. attn_dropout_ratio, hidden_dropout_ratio: of the attention's probabilities, and of the two
-    outputs that are added to the residual; not given: 0. num_hidden_layers, initializer_range: of the weights' standard
-    deviation. local_rank: the CUDA device that parameters are made on. seed: makes dropout differ from that of
-    another seed under one `torch.manual_seed`. fp16: work in fp16, whatever the parameters and inputs are.
-    normalize_invertible: layer norms keep their output and not their input. gelu_checkpoint: GELU's output is made anew
-    in the backward pass. attn_dropout_checkpoint: so is the attention's dropout. adjust_init_range: weights of the two
-    outputs start smaller, by sqrt(2 num_hidden_layers). stochastic_mode: sums of bias and norm gradients in any order:
-    faster on a GPU, and not the same bits in every run. huggingface, return_tuple: `forward` returns a tuple.
+    batch_size: the largest batch that `forward` takes. hidden_size, heads: needed.
+        intermediate_size: by default four times hidden_size. attn_dropout_ratio,
+        hidden_dropout_ratio: of the attention's probabilities, and of the two outputs that are
+        added to the residual; not given: 0. num_hidden_layers, initializer_range: of the weights'
+        standard deviation. local_rank: the CUDA device that parameters are made on. seed: makes
+        dropout differ from that of another seed under one `torch.manual_seed`. fp16: work in fp16,
+        whatever the parameters and inputs are.
+    normalize_invertible: layer norms keep their output and not their input. gelu_checkpoint: GELU's
+        output is made anew in the backward pass. attn_dropout_checkpoint: so is the attention's
+        dropout. adjust_init_range: weights of the two outputs start smaller, by sqrt(2
+        num_hidden_layers). stochastic_mode: sums of bias and norm gradients in any order: faster on
+        a GPU, and not the same bits in every run. huggingface, return_tuple: `forward` returns a
+        tuple.
     training: how the layer starts.
     """
 
@@ -91,25 +96,35 @@ class DeepSpeedTransformerConfig:
         """A config of the object in the JSON file `path`."""
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(values, dict):
-            raise UsageError(f"{path}: an object of settings is needed, this is a {type(values).__name__}")
+            raise UsageError(
+                f"{path}: an object of settings is needed, this is a {type(values).__name__}"
+            )
         return cls.from_dict(values)
 
     def check(self, *, draws_weights: bool) -> None:
-        """UsageError for settings that no layer can have. draws_weights: whether initial weights are to be drawn."""
+        """UsageError for settings that no layer can have. draws_weights: whether initial weights
+        are to be drawn.
+        """
         where = "DeepSpeedTransformerConfig"
         for name in ("hidden_size", "heads", "intermediate_size"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"{where}.{name} is {getattr(self, name)}; give a number above 0")
         if self.hidden_size % self.heads:
-            raise UsageError(f"{where}.hidden_size {self.hidden_size} is no multiple of heads {self.heads}")
+            raise UsageError(
+                f"{where}.hidden_size {self.hidden_size} is no multiple of heads {self.heads}"
+            )
         for name in ("attn_dropout_ratio", "hidden_dropout_ratio"):
             if getattr(self, name) >= 1:
                 raise UsageError(f"{where}.{name} is {getattr(self, name)}; it must be below 1")
         if draws_weights and self.initializer_range < 0:
-            raise UsageError(f"{where}.initializer_range is not given; give the weights' standard deviation, as 0.02")
+            raise UsageError(
+                f"{where}.initializer_range is not given; give the weights' standard deviation, as "
+                "0.02"
+            )
         if draws_weights and self.adjust_init_range and self.num_hidden_layers <= 0:
             raise UsageError(
-                f"{where}.num_hidden_layers is {self.num_hidden_layers}, and adjust_init_range needs it; give the "
+                f"{where}.num_hidden_layers is {self.num_hidden_layers}, and adjust_init_range "
+                "needs it; give the "
                 "number of layers, or set adjust_init_range to False"
             )
 
@@ -117,8 +132,8 @@ class DeepSpeedTransformerConfig:
 class DeepSpeedTransformerLayer(nn.Module):
     """A transformer encoder layer; see the module's text.
 
-    initial_weights, initial_biases: eight tensors each, of query, key, value, attention output, attention norm,
-    intermediate, output and norm, to start with instead of random ones.
+    initial_weights, initial_biases: eight tensors each, of query, key, value, attention output,
+    attention norm, intermediate, output and norm, to start with instead of random ones.
     """
 
     layer_id = 0  # of the next layer of this process
@@ -134,21 +149,42 @@ class DeepSpeedTransformerLayer(nn.Module):
         self.config = dataclasses.replace(config)
         self.config.layer_id = DeepSpeedTransformerLayer.layer_id
         DeepSpeedTransformerLayer.layer_id += 1
-        h, i = config.hidden_size, config.intermediate_size
+        h = config.hidden_size
+        i = config.intermediate_size
         on_gpu = config.local_rank >= 0 and torch.cuda.is_available()
         device = torch.device("cuda", config.local_rank) if on_gpu else None
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.zeros(*shape, device=device))
 
-        self.attn_qkvw, self.attn_qkvb = parameter(3 * h, h), parameter(3 * h)
-        self.attn_ow, self.attn_ob = parameter(h, h), parameter(h)
-        self.attn_nw, self.attn_nb = parameter(h), parameter(h)
-        self.inter_w, self.inter_b = parameter(i, h), parameter(i)
-        self.output_w, self.output_b = parameter(h, i), parameter(h)
-        self.norm_w, self.norm_b = parameter(h), parameter(h)
-        weights = [self.attn_qkvw, self.attn_ow, self.attn_nw, self.inter_w, self.output_w, self.norm_w]
-        biases = [self.attn_qkvb, self.attn_ob, self.attn_nb, self.inter_b, self.output_b, self.norm_b]
+        self.attn_qkvw = parameter(3 * h, h)
+        self.attn_qkvb = parameter(3 * h)
+        self.attn_ow = parameter(h, h)
+        self.attn_ob = parameter(h)
+        self.attn_nw = parameter(h)
+        self.attn_nb = parameter(h)
+        self.inter_w = parameter(i, h)
+        self.inter_b = parameter(i)
+        self.output_w = parameter(h, i)
+        self.output_b = parameter(h)
+        self.norm_w = parameter(h)
+        self.norm_b = parameter(h)
+        weights = [
+            self.attn_qkvw,
+            self.attn_ow,
+            self.attn_nw,
+            self.inter_w,
+            self.output_w,
+            self.norm_w,
+        ]
+        biases = [
+            self.attn_qkvb,
+            self.attn_ob,
+            self.attn_nb,
+            self.inter_b,
+            self.output_b,
+            self.norm_b,
+        ]
         with torch.no_grad():
             if initial_weights is None:
                 self._draw_weights()
@@ -161,7 +197,11 @@ class DeepSpeedTransformerLayer(nn.Module):
     def _draw_weights(self) -> None:
         """Normal ones, norms one, biases zero."""
         std = self.config.initializer_range
-        output_std = std / math.sqrt(2 * self.config.num_hidden_layers) if self.config.adjust_init_range else std
+        output_std = (
+            std / math.sqrt(2 * self.config.num_hidden_layers)
+            if self.config.adjust_init_range
+            else std
+        )
         for weight in (self.attn_qkvw, self.inter_w):
             weight.normal_(0.0, std)
         for weight in (self.attn_ow, self.output_w):
@@ -182,13 +222,17 @@ class DeepSpeedTransformerLayer(nn.Module):
     ) -> Tensor | tuple[Tensor]:
         """The layer's output, of the shape of `hidden_states`: [batch, sequence, hidden].
 
-        attention_mask: added to the attention scores; of floats, it broadcasts to [batch, heads, sequence, sequence].
-        The other arguments are those that Hugging Face's encoders pass; they must stay None.
+        attention_mask: added to the attention scores; of floats, it broadcasts to [batch, heads,
+        sequence, sequence]. The other arguments are those that Hugging Face's encoders pass; they
+        must stay None.
         """
         others = {
-            "head_mask": head_mask, "layer_head_mask": layer_head_mask, "encoder_hidden_states": encoder_hidden_states,
-            "encoder_attention_mask": encoder_attention_mask, "past_key_value": past_key_value,
-        }  # fmt: skip
+            "head_mask": head_mask,
+            "layer_head_mask": layer_head_mask,
+            "encoder_hidden_states": encoder_hidden_states,
+            "encoder_attention_mask": encoder_attention_mask,
+            "past_key_value": past_key_value,
+        }
         given = [name for name, value in others.items() if value is not None]
         if given or output_attentions:
             names = ", ".join(given + ["output_attentions"] * output_attentions)
@@ -202,19 +246,27 @@ class DeepSpeedTransformerLayer(nn.Module):
     def _check_input(self, x: Tensor) -> None:
         c = self.config
         if x.dim() != 3 or x.shape[-1] != c.hidden_size:
-            raise UsageError(f"hidden_states are {list(x.shape)}; [batch, sequence, {c.hidden_size}] is needed")
+            raise UsageError(
+                f"hidden_states are {list(x.shape)}; [batch, sequence, {c.hidden_size}] is needed"
+            )
         if 0 < c.batch_size < x.shape[0]:
             raise UsageError(
-                f"a batch of {x.shape[0]} is larger than DeepSpeedTransformerConfig.batch_size {c.batch_size}; "
+                f"a batch of {x.shape[0]} is larger than DeepSpeedTransformerConfig.batch_size "
+                f"{c.batch_size}; "
                 "raise batch_size, or leave it at -1"
             )
 
     def _dtype(self, x: Tensor) -> torch.dtype:
-        """What the layer works in: fp16 by config, else autocast's type, else that of the weights."""
+        """What the layer works in: fp16 by config, else autocast's type, else that of the
+        weights."""
         if self.config.fp16:
             return torch.float16
         kind = x.device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.attn_qkvw.dtype
+        return (
+            torch.get_autocast_dtype(kind)
+            if torch.is_autocast_enabled(kind)
+            else self.attn_qkvw.dtype
+        )
 
     def _layer(self, x: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
         c = self.config
@@ -224,9 +276,12 @@ class DeepSpeedTransformerLayer(nn.Module):
         f = self._norm(r, self.attn_nw, self.attn_nb, dtype)
         inter = F.linear(f, self.inter_w.to(dtype))
         output = fused.gelu_linear(
-            inter, self.inter_b.to(dtype), self.output_w.to(dtype),
-            recompute=c.gelu_checkpoint, deterministic=not c.stochastic_mode,
-        )  # fmt: skip
+            inter,
+            self.inter_b.to(dtype),
+            self.output_w.to(dtype),
+            recompute=c.gelu_checkpoint,
+            deterministic=not c.stochastic_mode,
+        )
         y = self._add(output, self.output_b, r if c.pre_layer_norm else f, dtype, site=2)
         return y if c.pre_layer_norm else self._norm(y, self.norm_w, self.norm_b, dtype)
 
@@ -236,23 +291,38 @@ class DeepSpeedTransformerLayer(nn.Module):
         batch, length, hidden = h.shape
         size = hidden // c.heads
         qkv = F.linear(h, self.attn_qkvw.to(dtype), self.attn_qkvb.to(dtype))
-        query, key, value = qkv.view(batch, length, 3, c.heads, size).permute(2, 0, 3, 1, 4).unbind(0)
+        query, key, value = (
+            qkv.view(batch, length, 3, c.heads, size).permute(2, 0, 3, 1, 4).unbind(0)
+        )
         scores = (query * (1 / math.sqrt(size))) @ key.transpose(-1, -2)
         p, seed = self._dropout(c.attn_dropout_ratio, site=0)
-        found = fused.attention(scores, mask, value, p=p, seed=seed, recompute=c.attn_dropout_checkpoint)
+        found = fused.attention(
+            scores, mask, value, p=p, seed=seed, recompute=c.attn_dropout_checkpoint
+        )
         return found.transpose(1, 2).reshape(batch, length, hidden)
 
     def _norm(self, x: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
         c = self.config
         return fused.layer_norm(
-            x, weight.to(dtype), bias.to(dtype), eps=c.layer_norm_eps,
-            invertible=c.normalize_invertible, deterministic=not c.stochastic_mode,
-        )  # fmt: skip
+            x,
+            weight.to(dtype),
+            bias.to(dtype),
+            eps=c.layer_norm_eps,
+            invertible=c.normalize_invertible,
+            deterministic=not c.stochastic_mode,
+        )
 
-    def _add(self, x: Tensor, bias: Tensor, residual: Tensor, dtype: torch.dtype, *, site: int) -> Tensor:
+    def _add(
+        self, x: Tensor, bias: Tensor, residual: Tensor, dtype: torch.dtype, *, site: int
+    ) -> Tensor:
         p, seed = self._dropout(self.config.hidden_dropout_ratio, site)
         return fused.bias_dropout_add(
-            x, bias.to(dtype), residual, p=p, seed=seed, deterministic=not self.config.stochastic_mode
+            x,
+            bias.to(dtype),
+            residual,
+            p=p,
+            seed=seed,
+            deterministic=not self.config.stochastic_mode,
         )
 
     def _dropout(self, ratio: float, site: int) -> tuple[float, int]:
@@ -265,7 +335,10 @@ class DeepSpeedTransformerLayer(nn.Module):
         """The layer's sizes and form."""
         c = self.config
         form = "pre" if c.pre_layer_norm else "post"
-        return f"hidden_size={c.hidden_size}, intermediate_size={c.intermediate_size}, heads={c.heads}, {form}-LN"
+        return (
+            f"hidden_size={c.hidden_size}, intermediate_size={c.intermediate_size}, "
+            f"heads={c.heads}, {form}-LN"
+        )
 
 
 def _fill(name: str, parameters: Sequence[nn.Parameter], given: Sequence[Tensor]) -> None:
@@ -275,5 +348,7 @@ def _fill(name: str, parameters: Sequence[nn.Parameter], given: Sequence[Tensor]
     joined = [torch.cat([t.detach() for t in given[:3]]), *(t.detach() for t in given[3:])]
     for parameter, tensor in zip(parameters, joined, strict=True):
         if parameter.shape != tensor.shape:
-            raise UsageError(f"{name}: a tensor is {list(tensor.shape)}, {list(parameter.shape)} is needed")
+            raise UsageError(
+                f"{name}: a tensor is {list(tensor.shape)}, {list(parameter.shape)} is needed"
+            )
         parameter.copy_(tensor)

@@ -1,8 +1,9 @@
 """An inference program as a table of CUDA launches, and which instructions torch runs instead.
 
-[Note: who runs an instruction] Each instruction (or a few that go together: products of one input; rotary embeddings
-with the cache) becomes a `Unit`: launches of this package's kernels, or nothing where they cannot take it; then torch
-runs it, by the kit's interpreter. Products are for few rows: above `Unit.most_rows` torch's own are faster.
+[Note: who runs an instruction] Each instruction (or a few that go together: products of one input;
+rotary embeddings with the cache) becomes a `Unit`: launches of this package's kernels, or nothing
+where they cannot take it; then torch runs it, by the kit's interpreter. Products are for few rows:
+above `Unit.most_rows` torch's own are faster.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from ds_ops_cuda.native import TYPES
 __all__ = ["Table", "Unit", "device_of", "translate"]
 
 ANY = 1 << 62
-FEW, FEW_QUANTIZED, FEW_FOR_EXPERTS = 8, 32, 16
+FEW = 8
+FEW_QUANTIZED = 32
+FEW_FOR_EXPERTS = 16
 """Rows up to which a product reads its weights once (or, quantised, few times) in our kernels."""
 PER_TASK = 4
 """Query heads that one block of attention takes, where they read the same keys."""
@@ -34,7 +37,9 @@ _NONE = (0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Instructions that run together. launches: places in the table; empty: torch runs them. kept: behind Keep."""
+    """Instructions that run together. launches: places in the table; empty: torch runs them. kept:
+    behind Keep.
+    """
 
     instructions: tuple[p.Instruction, ...]
     launches: range
@@ -44,7 +49,8 @@ class Unit:
 
 @dataclass(slots=True)
 class Table:
-    """A translated program. kept: registers that are written behind `Keep` only. held: tensors that launches read.
+    """A translated program. kept: registers that are written behind `Keep` only. held: tensors that
+    launches read.
 
     scratch: fp32 elements that launches need, whatever the rows; scratch_per_row: and for each row.
     """
@@ -75,7 +81,9 @@ def _tensors(instruction: p.Instruction) -> Iterable[Tensor]:
 
 
 def translate(program: p.Program, device: torch.device, blocks: int) -> Table:
-    """The table of `program`, whose weights are on `device`. blocks: that the device should have at work at once."""
+    """The table of `program`, whose weights are on `device`. blocks: that the device should have at
+    work at once.
+    """
     return _Translation(program, device, blocks).table
 
 
@@ -83,15 +91,19 @@ class _Translation:
     """Walks over a program once."""
 
     def __init__(self, program: p.Program, device: torch.device, blocks: int) -> None:
-        self._program, self._device, self._blocks = program, device, blocks
+        self._program = program
+        self._device = device
+        self._blocks = blocks
         self._native = native.native()
         self._launches = self._native.Program(blocks)
         self._kept = False
         before: set[int] = set()
         after: set[int] = set()
         self.table = Table(self._launches, [], frozenset(), False, [])
-        self._written: p.Attend | None = None  # the one whose keys and values the launches before have written
-        code, at = program.instructions, 0
+        # the one whose keys and values the launches before have written
+        self._written: p.Attend | None = None
+        code = program.instructions
+        at = 0
         while at < len(code):
             together = _together(code, at)
             at += len(together)
@@ -107,7 +119,12 @@ class _Translation:
     def _unit(self, together: tuple[p.Instruction, ...], follows: p.Instruction | None) -> None:
         """Add launches for instructions that run together, as far as there are any."""
         first = together[0]
-        if isinstance(first, p.Attend) and first.layer is not None and self._fits(first) and self._written is not first:
+        if (
+            isinstance(first, p.Attend)
+            and first.layer is not None
+            and self._fits(first)
+            and self._written is not first
+        ):
             self._launches.place([], *_cache_place(first))
             self._close((), ANY)
         if isinstance(first, p.Linear):
@@ -123,7 +140,7 @@ class _Translation:
         start = self.table.units[-1].launches.stop if self.table.units else 0
         self.table.units.append(Unit(together, range(start, len(self._launches)), most, self._kept))
 
-    # -- what kernels can take ----------------------------------------------------------------------------------------
+    # -- what kernels can take ---------------------------------------------------------------------
 
     def _vector(self, x: Tensor | None) -> tuple[int, int] | None:
         """Address and type; None where kernels cannot read it."""
@@ -132,7 +149,8 @@ class _Translation:
         return (x.data_ptr(), TYPES[x.dtype]) if x.dtype in TYPES and x.is_contiguous() else None
 
     def _matrix(self, weight: p.Weight, *more: p.Weight) -> tuple[Any, int, bool] | None:
-        """As a native matrix, its kind, and whether columns are contiguous; None where kernels cannot take it.
+        """As a native matrix, its kind, and whether columns are contiguous; None where kernels
+        cannot take it.
 
         more: further weights of the same form, which stand at the same place of other experts.
         """
@@ -145,32 +163,45 @@ class _Translation:
         scales = lows = 0
         data = weight.q if isinstance(weight, Quantized) else weight
         if isinstance(weight, Quantized):
-            scales, lows = weight.scales.data_ptr(), 0 if weight.lows is None else weight.lows.data_ptr()
-        return self._native.Matrix(data.data_ptr(), scales, lows, kind, out, inner, group, columns), kind, columns
+            scales = weight.scales.data_ptr()
+            lows = 0 if weight.lows is None else weight.lows.data_ptr()
+        return (
+            self._native.Matrix(data.data_ptr(), scales, lows, kind, out, inner, group, columns),
+            kind,
+            columns,
+        )
 
-    # -- adders: launches for one instruction, and up to how many rows; None: torch runs it ---------------------------
+    # -- adders: launches for one instruction, and up to how many rows; None: torch runs it --------
 
     def _embed(self, i: p.Embed) -> int | None:
         table = self._vector(i.table)
         if table is None:
             return None
         entries, width = i.table.shape
-        self._launches.embed(i.out, width, table, entries, i.by.value, i.offset, float(i.scale), i.add)
+        self._launches.embed(
+            i.out, width, table, entries, i.by.value, i.offset, float(i.scale), i.add
+        )
         return ANY
 
     def _normalize(self, i: p.Normalize) -> int | None:
-        weight, bias = self._vector(i.weight), self._vector(i.bias)
+        weight = self._vector(i.weight)
+        bias = self._vector(i.bias)
         if weight is None or bias is None:
             return None
-        width, layer = self._program.widths[i.x], i.norm is p.Norm.LAYER
-        self._launches.normalize(i.x, i.out, width, i.groups, weight, bias, i.eps, layer, self._kept)
+        width = self._program.widths[i.x]
+        layer = i.norm is p.Norm.LAYER
+        self._launches.normalize(
+            i.x, i.out, width, i.groups, weight, bias, i.eps, layer, self._kept
+        )
         return ANY
 
     def _products(self, together: tuple[p.Instruction, ...]) -> int | None:
-        parts, kinds = [], set()
+        parts = []
+        kinds = set()
         for i in together:
             assert isinstance(i, p.Linear)
-            matrix, bias = self._matrix(i.weight), self._vector(i.bias)
+            matrix = self._matrix(i.weight)
+            bias = self._vector(i.bias)
             if matrix is None or bias is None:
                 return None
             parts.append(self._native.Part(matrix[0], bias, i.out))
@@ -182,27 +213,49 @@ class _Translation:
         return _few(first.weight)
 
     def _gated(self, i: p.Gated) -> int | None:
-        gate, up = self._matrix(i.gate), self._matrix(i.up)
-        gate_bias, up_bias = self._vector(i.gate_bias), self._vector(i.up_bias)
-        if gate is None or up is None or gate[1:] != up[1:] or gate[2] or gate_bias is None or up_bias is None:
+        gate = self._matrix(i.gate)
+        up = self._matrix(i.up)
+        gate_bias = self._vector(i.gate_bias)
+        up_bias = self._vector(i.up_bias)
+        if (
+            gate is None
+            or up is None
+            or gate[1:] != up[1:]
+            or gate[2]
+            or gate_bias is None
+            or up_bias is None
+        ):
             return None
-        parts = [self._native.Part(gate[0], gate_bias, i.out), self._native.Part(up[0], up_bias, i.out)]
+        parts = [
+            self._native.Part(gate[0], gate_bias, i.out),
+            self._native.Part(up[0], up_bias, i.out),
+        ]
         self._launches.products(i.x, parts, True, i.activation.value, -1, self._kept)
         return _few(i.gate)
 
-    def _turn(self, together: tuple[p.Instruction, ...], follows: p.Instruction | None) -> int | None:
-        """Rotations; and where an Attend follows that kernels take, its keys and values go into the cache."""
+    def _turn(
+        self, together: tuple[p.Instruction, ...], follows: p.Instruction | None
+    ) -> int | None:
+        """Rotations; and where an Attend follows that kernels take, its keys and values go into the
+        cache.
+        """
         turns = []
         for i in together:
             assert isinstance(i, p.Rotate)
-            if self._kept or any(t.dtype is not torch.float32 or not t.is_contiguous() for t in (i.cos, i.sin)):
+            if self._kept or any(
+                t.dtype is not torch.float32 or not t.is_contiguous() for t in (i.cos, i.sin)
+            ):
                 return None
             heads = self._program.widths[i.x] // i.head_dim
             positions, pairs = i.cos.shape
             halves = i.rotary is p.Rotary.HALF
             where = (i.cos.data_ptr(), i.sin.data_ptr())
-            turns.append(self._native.Turn(i.x, heads, i.head_dim, pairs, *where, positions, halves))
-        written = isinstance(follows, p.Attend) and follows.layer is not None and self._fits(follows)
+            turns.append(
+                self._native.Turn(i.x, heads, i.head_dim, pairs, *where, positions, halves)
+            )
+        written = (
+            isinstance(follows, p.Attend) and follows.layer is not None and self._fits(follows)
+        )
         self._written = follows if written and isinstance(follows, p.Attend) else None
         self._launches.place(turns, *_cache_place(self._written))
         return ANY
@@ -222,9 +275,22 @@ class _Translation:
         layer = -1 if i.layer is None else i.layer
         slopes = 0 if i.slopes is None else i.slopes.data_ptr()
         self._launches.attend(
-            i.q, i.k, i.v, i.out, i.heads, i.kv_heads, i.head_dim, i.scale, layer, i.causal, i.window or 0, slopes,
-            heads_of.data_ptr(), tasks, per_task,
-        )  # fmt: skip
+            i.q,
+            i.k,
+            i.v,
+            i.out,
+            i.heads,
+            i.kv_heads,
+            i.head_dim,
+            i.scale,
+            layer,
+            i.causal,
+            i.window or 0,
+            slopes,
+            heads_of.data_ptr(),
+            tasks,
+            per_task,
+        )
         self.table.scratch = max(self.table.scratch, self._blocks * per_task * (i.head_dim + 2))
         return ANY
 
@@ -240,9 +306,20 @@ class _Translation:
         where = torch.tensor(addresses, dtype=torch.int64, device=self._device)
         self.table.held.append(where)
         self._launches.experts(
-            i.x, i.out, router[0], gate[0], up[0], down[0], where.data_ptr(), len(i.gates), i.first, i.top_k,
-            i.normalize, i.activation.value, self._kept,
-        )  # fmt: skip
+            i.x,
+            i.out,
+            router[0],
+            gate[0],
+            up[0],
+            down[0],
+            where.data_ptr(),
+            len(i.gates),
+            i.first,
+            i.top_k,
+            i.normalize,
+            i.activation.value,
+            self._kept,
+        )
         inner = i.gates[0].shape[0]
         self.table.scratch = max(self.table.scratch, 4)
         per_row = i.router.shape[0] + (2 + inner) * i.top_k
@@ -275,16 +352,20 @@ _ADDERS: dict[type, Any] = {
 }  # fmt: skip
 
 
-# -- what instructions are ---------------------------------------------------------------------------------------------
+# -- what instructions are -------------------------------------------------------------------------
 
 
 def _together(code: tuple[p.Instruction, ...], at: int) -> tuple[p.Instruction, ...]:
-    """The instruction at `at`, and those after it that run with it: products of the same x; rotations."""
+    """The instruction at `at`, and those after it that run with it: products of the same x;
+    rotations.
+    """
     first = code[at]
     if isinstance(first, p.Linear) and first.add is None and _parts(first.weight) is not None:
         return tuple(_run(code[at : at + 3], _joins))
     if isinstance(first, p.Rotate):
-        return tuple(_run(code[at : at + 2], lambda before, i: isinstance(i, p.Rotate) and i.x != first.x))
+        return tuple(
+            _run(code[at : at + 2], lambda before, i: isinstance(i, p.Rotate) and i.x != first.x)
+        )
     return (first,)
 
 
@@ -310,11 +391,14 @@ def _joins(before: list[p.Instruction], i: p.Instruction) -> bool:
 
 
 def _parts(weight: p.Weight) -> tuple[int, bool] | None:
-    """Kind of a matrix, and whether its columns are contiguous; None where kernels cannot read it."""
+    """Kind of a matrix, and whether its columns are contiguous; None where kernels cannot read
+    it."""
     inner = weight.shape[1]
     if isinstance(weight, Quantized):
         parts = [t for t in (weight.q, weight.scales, weight.lows) if t is not None]
-        plain = all(t.is_contiguous() for t in parts) and all(t.dtype is torch.float16 for t in parts[1:])
+        plain = all(t.is_contiguous() for t in parts) and all(
+            t.dtype is torch.float16 for t in parts[1:]
+        )
         eights = inner % 8 == 0 and weight.group % 8 == 0 and weight.q.data_ptr() % weight.bits == 0
         return (weight.bits, False) if plain and eights else None
     if weight.dtype not in TYPES:
@@ -333,7 +417,11 @@ def _form(weight: p.Weight) -> tuple[Any, ...]:
 def _addresses(weight: p.Weight) -> list[int]:
     if not isinstance(weight, Quantized):
         return [weight.data_ptr(), 0, 0]
-    return [weight.q.data_ptr(), weight.scales.data_ptr(), 0 if weight.lows is None else weight.lows.data_ptr()]
+    return [
+        weight.q.data_ptr(),
+        weight.scales.data_ptr(),
+        0 if weight.lows is None else weight.lows.data_ptr(),
+    ]
 
 
 def _few(weight: p.Weight) -> int:
@@ -348,7 +436,9 @@ def _cache_place(attend: p.Attend | None) -> tuple[int, int, int, int, int]:
 
 
 def _tasks(i: p.Attend) -> tuple[int, list[int]]:
-    """Heads of a task (1 or `PER_TASK`); and query heads of each task, -1 where it has fewer, then their key heads."""
+    """Heads of a task (1 or `PER_TASK`); and query heads of each task, -1 where it has fewer, then
+    their key heads.
+    """
     key_heads = i.groups or [h * i.kv_heads // i.heads for h in range(i.heads)]
     of_key = [[h for h in range(i.heads) if key_heads[h] == k] for k in range(i.kv_heads)]
     per_task = 1 if all(len(heads) <= 1 for heads in of_key) else PER_TASK
@@ -367,7 +457,8 @@ def _written(i: p.Instruction) -> tuple[int, ...]:
 
 
 def check(instruction: p.Instruction, program: p.Program) -> None:
-    """Raise KernelError where shapes do not fit the registers: addresses bypass torch's own checks."""
+    """Raise KernelError where shapes do not fit the registers: addresses bypass torch's own
+    checks."""
     widths = program.widths
     wrong = [
         f"{what} is {tuple(found)}, not {tuple(wanted)}"
@@ -376,17 +467,26 @@ def check(instruction: p.Instruction, program: p.Program) -> None:
     ]
     if wrong:
         place = program.instructions.index(instruction)
-        raise KernelError(f"inference program, instruction {place} ({type(instruction).__name__}): {'; '.join(wrong)}")
+        raise KernelError(
+            f"inference program, instruction {place} ({type(instruction).__name__}): "
+            f"{'; '.join(wrong)}"
+        )
 
 
-def _shapes(i: p.Instruction, w: tuple[int, ...]) -> Iterable[tuple[str, Iterable[int], Iterable[int]]]:
+def _shapes(
+    i: p.Instruction, w: tuple[int, ...]
+) -> Iterable[tuple[str, Iterable[int], Iterable[int]]]:
     """(what, its shape, the shape that registers' widths ask for)."""
     if isinstance(i, p.Embed):
         yield "table", i.table.shape[1:], (w[i.out],)
     elif isinstance(i, p.Normalize):
         part = w[i.x] // i.groups
         yield "out", (w[i.out],), (part * i.groups,)
-        yield from ((n, v.shape, (part,)) for n, v in (("weight", i.weight), ("bias", i.bias)) if v is not None)
+        yield from (
+            (n, v.shape, (part,))
+            for n, v in (("weight", i.weight), ("bias", i.bias))
+            if v is not None
+        )
     elif isinstance(i, p.Linear):
         yield "weight", i.weight.shape, (w[i.out], w[i.x])
         if i.bias is not None:
@@ -401,20 +501,32 @@ def _shapes(i: p.Instruction, w: tuple[int, ...]) -> Iterable[tuple[str, Iterabl
         yield "sin", i.sin.shape, i.cos.shape
         yield "x", (w[i.x] % i.head_dim, 2 * i.cos.shape[1] <= i.head_dim), (0, True)
     elif isinstance(i, p.Attend):
-        q, kv = i.heads * i.head_dim, i.kv_heads * i.head_dim
+        q = i.heads * i.head_dim
+        kv = i.kv_heads * i.head_dim
         yield "q, k, v, out", (w[i.q], w[i.k], w[i.v], w[i.out]), (q, kv, kv, q)
         if i.slopes is not None:
             yield "slopes", i.slopes.shape, (i.heads,)
         if i.groups is not None:
-            yield "groups", (len(i.groups), all(0 <= g < i.kv_heads for g in i.groups)), (i.heads, True)
+            yield (
+                "groups",
+                (len(i.groups), all(0 <= g < i.kv_heads for g in i.groups)),
+                (i.heads, True),
+            )
     elif isinstance(i, p.Experts):
         inner = i.gates[0].shape[0] if i.gates else 0
         yield "router", i.router.shape[1:], (w[i.x],)
         yield "out", (w[i.out],), (w[i.x],)
-        for name, weights, shape in (("gates", i.gates, (inner, w[i.x])), ("ups", i.ups, (inner, w[i.x]))):
+        for name, weights, shape in (
+            ("gates", i.gates, (inner, w[i.x])),
+            ("ups", i.ups, (inner, w[i.x])),
+        ):
             yield from ((name, each.shape, shape) for each in weights)
         yield from (("downs", each.shape, (w[i.out], inner)) for each in i.downs)
-        yield "experts", (len(i.ups), len(i.downs), i.top_k <= i.router.shape[0]), (len(i.gates), len(i.gates), True)
+        yield (
+            "experts",
+            (len(i.ups), len(i.downs), i.top_k <= i.router.shape[0]),
+            (len(i.gates), len(i.gates), True),
+        )
     elif isinstance(i, p.Add):
         yield "x, y", (w[i.x], w[i.y]), (w[i.out], w[i.out])
         if i.bias is not None:

@@ -23,7 +23,9 @@ def _emulated(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
 
 @pytest.fixture
 def device(_emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """CPU tensors are taken for the device's, and the emulated module serves; the names of what was called."""
+    """CPU tensors are taken for the device's, and the emulated module serves; the names of what was
+    called.
+    """
     calls: list[str] = []
 
     def call(name: str, on: torch.device, *arguments: Any) -> None:

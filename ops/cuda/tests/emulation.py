@@ -1,4 +1,6 @@
-"""The CUDA sources compiled as C++ over `emulated/cuda_runtime.h`: the same module, working on CPU memory."""
+"""The CUDA sources compiled as C++ over `emulated/cuda_runtime.h`: the same module, working on CPU
+memory.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _LAUNCH = re.compile(r"([A-Za-z_][\w:]*(?:<[^<>;]*>)?)\s*<<<(.*?)>>>\(", re.DOTA
 
 
 def emulated(folder: Path) -> ModuleType:
-    """Write the translated sources into `folder`, build them (or take them from the cache) and load the module."""
+    """Write the translated sources into `folder`, build them (or take them from the cache) and load
+    the module.
+    """
     for source in EXTENSION.folder.iterdir():
         name = source.name.replace(".cu", "_cu.cpp")
         (folder / name).write_text(_translated(source.read_text()))
@@ -29,18 +33,29 @@ def emulated(folder: Path) -> ModuleType:
         folder=folder,
         units=units,
         # jumps between stacks are what fortified libraries forbid
-        flags=("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-U_FORTIFY_SOURCE"),
+        flags=(
+            "-std=c++17",
+            "-O1",
+            "-fPIC",
+            "-fvisibility=hidden",
+            "-ffp-contract=off",
+            "-U_FORTIFY_SOURCE",
+        ),
     )
     return build.load(extension)
 
 
 def _translated(text: str) -> str:
     text = re.sub(r"#include <(cuda_\w+\.h)>", r'#include "\1"', text)
-    out, position = "", 0
+    out = ""
+    position = 0
     while (found := _LAUNCH.search(text, position)) is not None:
         end = _closing(text, found.end())
         grid, threads = _arguments(found.group(2))[:2]
-        call = f"emulated::launch({grid}, {threads}, [&] {{ {found.group(1)}({text[found.end() : end]}); }})"
+        call = (
+            f"emulated::launch({grid}, {threads}, [&] {{ "
+            f"{found.group(1)}({text[found.end() : end]}); }})"
+        )
         out += text[position : found.start()] + call
         position = end + 1
     return out + text[position:]
@@ -58,7 +73,8 @@ def _closing(text: str, start: int) -> int:
 
 def _arguments(text: str) -> list[str]:
     """`text` at its outermost commas."""
-    parts, depth = [""], 0
+    parts = [""]
+    depth = 0
     for char in text:
         depth += {"(": 1, ")": -1}.get(char, 0)
         if char == "," and depth == 0:

@@ -1,4 +1,5 @@
-"""The kit's checks: of the CUDA sources under the emulated device, and on a GPU where there is one."""
+"""The kit's checks: of the CUDA sources under the emulated device, and on a GPU where there is
+one."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def test_sources_pass_the_kit(op: str, device: list[str], monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("op", FUSED)
-def test_sources_pass_the_package_s_own_checks(op: str, device: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_pass_the_package_s_own_checks(
+    op: str, device: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ds_ops_cuda.checks.COLUMNS", (1, 64, 1100))
     monkeypatch.setattr("ds_ops_cuda.checks.ROWS", (3, 4))
     assert check(replace(ENTRIES[op], devices=("cpu",))) > 0

@@ -15,7 +15,10 @@ from ds_core.errors import KernelError
 from ds_core.params import squared_norm as reference_norm
 
 SIZES = ((), (1,), (0,), (3,), (8192,), (8193,), (5, 7), (20_001,), (2,), (64, 64))
-F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+F32 = torch.float32
+BF16 = torch.bfloat16
+F16 = torch.float16
+F64 = torch.float64
 ADAM = {"step": 3, "lr": 0.02, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
 LAMB = ADAM | {"min_coeff": 0.01, "max_coeff": 10.0}
 SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.1}
@@ -30,15 +33,36 @@ STEPS: list[tuple[str, int, dict[str, Any]]] = [
     ("sgd", 1, SGD | {"nesterov": True, "first": False}),
     ("sgd", 0, SGD | {"momentum": 0.0, "nesterov": False, "first": False}),
     ("lamb", 2, LAMB | {"bias_correction": True, "eps_inside_sqrt": False}),
-    ("lamb", 2, LAMB | {"bias_correction": False, "eps_inside_sqrt": True, "weight_decay": 0.0, "max_coeff": 0.5}),
+    (
+        "lamb",
+        2,
+        LAMB
+        | {
+            "bias_correction": False,
+            "eps_inside_sqrt": True,
+            "weight_decay": 0.0,
+            "max_coeff": 0.5,
+        },
+    ),
 ]
 # parameters, gradients, states, copies
-KINDS = [(F32, F32, F32, None), (F32, BF16, F32, BF16), (F32, F16, F32, F16), (BF16, BF16, BF16, None),
-         (F16, F16, F32, None), (F32, F32, BF16, F32), (F64, F64, F64, None)]  # fmt: skip
+KINDS = [
+    (F32, F32, F32, None),
+    (F32, BF16, F32, BF16),
+    (F32, F16, F32, F16),
+    (BF16, BF16, BF16, None),
+    (F16, F16, F32, None),
+    (F32, F32, BF16, F32),
+    (F64, F64, F64, None),
+]
 
 
-def lists(kinds: tuple[torch.dtype | None, ...], states: int, sizes: Any = SIZES, seed: int = 0) -> list[list[Tensor]]:
-    """Parameters, gradients, states and, if `kinds` ends with a type, copies; second moments are not negative."""
+def lists(
+    kinds: tuple[torch.dtype | None, ...], states: int, sizes: Any = SIZES, seed: int = 0
+) -> list[list[Tensor]]:
+    """Parameters, gradients, states and, if `kinds` ends with a type, copies; second moments are
+    not negative.
+    """
     torch.manual_seed(seed)
     param, grad, state, copy = kinds
     made = [[torch.randn(s).to(param) for s in sizes], [torch.randn(s).to(grad) for s in sizes]]
@@ -46,7 +70,9 @@ def lists(kinds: tuple[torch.dtype | None, ...], states: int, sizes: Any = SIZES
     return made + ([[torch.zeros(s, dtype=copy) for s in sizes]] if copy is not None else [])
 
 
-def run(function: Any, tensors: list[list[Tensor]], has_copies: bool, absent: bool, **options: Any) -> Any:
+def run(
+    function: Any, tensors: list[list[Tensor]], has_copies: bool, absent: bool, **options: Any
+) -> Any:
     *given, copies = tensors if has_copies else [*tensors, None]
     return function(*given, *([None] if absent else []), **options, copies=copies)
 
@@ -60,7 +86,8 @@ def check_step(name: str, states: int, options: dict[str, Any], kinds: Any, scal
     if name == "lion":  # where the average is 0 but for rounding, its sign is anybody's
         for g, m in zip(mine[1], mine[2], strict=True):
             g[torch.lerp(m.double(), g.double() * scale, 1 - options["beta1"]).abs() < 1e-5] = 1.0
-    theirs, before = clone(mine), clone(mine)
+    theirs = clone(mine)
+    before = clone(mine)
     absent = name == "sgd" and states == 0
     options = options | {"scale": scale}
     got = run(getattr(kernels, name), mine, kinds[3] is not None, absent, **options)
@@ -69,10 +96,15 @@ def check_step(name: str, states: int, options: dict[str, Any], kinds: Any, scal
         assert got == pytest.approx(wanted, rel=1e-5)
     for mine_each, their_each in zip(mine, theirs, strict=True):
         for a, b in zip(mine_each, their_each, strict=True):
-            # one rounding of the type may fall the other way; some of torch's own round a 16-bit step once more
-            rtol, atol = {F32: (1e-5, 2e-6), BF16: (2**-7, 1e-4), F16: (2**-10, 2e-5), F64: (0, 0)}[a.dtype]
+            # one rounding of the type may fall the other way; some of torch's own round a 16-bit
+            # step once more
+            rtol, atol = {F32: (1e-5, 2e-6), BF16: (2**-7, 1e-4), F16: (2**-10, 2e-5), F64: (0, 0)}[
+                a.dtype
+            ]
             torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
-    assert all(torch.equal(a, b) for a, b in zip(mine[1], before[1], strict=True)), "gradients were changed"
+    assert all(torch.equal(a, b) for a, b in zip(mine[1], before[1], strict=True)), (
+        "gradients were changed"
+    )
 
 
 @pytest.mark.parametrize("kinds", KINDS, ids=str)
@@ -106,7 +138,9 @@ def test_many_tensors_take_several_launches_and_one_call(device: list[str]) -> N
 
 
 def test_odd_addresses_strides_and_neighbours(device: list[str]) -> None:
-    """Slices that start anywhere keep what is beside them; transposed and gapped tensors are worked on too."""
+    """Slices that start anywhere keep what is beside them; transposed and gapped tensors are worked
+    on too.
+    """
     torch.manual_seed(0)
     for offset in range(5):
         room = [torch.randn(9000) for _ in range(4)]
@@ -118,7 +152,9 @@ def test_odd_addresses_strides_and_neighbours(device: list[str]) -> None:
         run(references.adam, wanted, False, False, **ADAM)
         for r, k, w in zip(room, kept, wanted, strict=True):
             torch.testing.assert_close(r[offset : offset + 8500], w[0], rtol=1e-5, atol=2e-6)
-            assert torch.equal(r[:offset], k[:offset]) and torch.equal(r[offset + 8500 :], k[offset + 8500 :])
+            assert torch.equal(r[:offset], k[:offset]) and torch.equal(
+                r[offset + 8500 :], k[offset + 8500 :]
+            )
     views = [lambda t: t.t(), lambda t: t[:, ::2], lambda t: t[3:, 1:]]
     for view in views:
         base = [torch.rand(40, 30) for _ in range(4)]
@@ -154,13 +190,16 @@ def test_what_is_not_finite_stays_visible(device: list[str]) -> None:
 
 
 def test_sizes_that_differ_are_refused(device: list[str]) -> None:
-    a, b = [torch.zeros(3)], [torch.zeros(4)]
+    a = [torch.zeros(3)]
+    b = [torch.zeros(4)]
     with pytest.raises(KernelError, match=r"place 0 have \[3, 3, 4, 3\] elements"):
         kernels.adam(a, a, b, a, **ADAM)
     with pytest.raises(KernelError, match=r"lists of one operation have \[1, 2\] tensors"):
         kernels.accumulate(a, [*a, *b])
     with pytest.raises(KernelError, match="are 8 in q and 2 in scales"):
-        kernels.dequantize(torch.zeros(7), torch.zeros(2), None, bits=8, group=4, numel=8, dtype=F32)
+        kernels.dequantize(
+            torch.zeros(7), torch.zeros(2), None, bits=8, group=4, numel=8, dtype=F32
+        )
     assert not device
 
 
@@ -168,7 +207,9 @@ def test_steps_change_versions(device: list[str]) -> None:
     """Autograd must notice that saved parameters were changed."""
     p = torch.ones(3, requires_grad=True)
     loss = (p * p).sum()
-    kernels.sgd([p], [torch.ones(3)], None, **SGD | {"momentum": 0.0, "nesterov": False, "first": False})
+    kernels.sgd(
+        [p], [torch.ones(3)], None, **SGD | {"momentum": 0.0, "nesterov": False, "first": False}
+    )
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -205,7 +246,9 @@ def test_accumulate(device: list[str]) -> None:
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_quantisation_has_the_bits_of_the_reference(bits: int, symmetric: bool, device: list[str]) -> None:
+def test_quantisation_has_the_bits_of_the_reference(
+    bits: int, symmetric: bool, device: list[str]
+) -> None:
     torch.manual_seed(bits)
     for dtype in (F32, BF16, F16):
         for n, group in ((0, 4), (1, 2), (7, 4), (1000, 64), (1001, 6), (5000, 2050), (4096, 256)):
@@ -223,15 +266,28 @@ def test_quantisation_has_the_bits_of_the_reference(bits: int, symmetric: bool, 
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_sums_of_quantised_rows_have_the_bits_of_the_reference(bits: int, device: list[str]) -> None:
+def test_sums_of_quantised_rows_have_the_bits_of_the_reference(
+    bits: int, device: list[str]
+) -> None:
     torch.manual_seed(bits)
-    for rows, n, group in ((1, 7, 4), (3, 1000, 64), (2, 1001, 6), (5, 5000, 2050), (0, 9, 2), (3, 0, 4)):
-        parts = [references.quantize(torch.randn(n), bits=bits, group=group, symmetric=True) for _ in range(rows + 1)]
+    for rows, n, group in (
+        (1, 7, 4),
+        (3, 1000, 64),
+        (2, 1001, 6),
+        (5, 5000, 2050),
+        (0, 9, 2),
+        (3, 0, 4),
+    ):
+        parts = [
+            references.quantize(torch.randn(n), bits=bits, group=group, symmetric=True)
+            for _ in range(rows + 1)
+        ]
         q, scales = (torch.stack([p[i] for p in parts])[1:] for i in (0, 1))
         if n == 1001:
             scales[1, 3] = torch.nan
         how = {"bits": bits, "group": group, "numel": n}
-        mine, theirs = kernels.requantize_sum(q, scales, **how), references.requantize_sum(q, scales, **how)
+        mine = kernels.requantize_sum(q, scales, **how)
+        theirs = references.requantize_sum(q, scales, **how)
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
         for dtype in (F32, BF16, F16):
             sums = [f.dequantize_sum(q, scales, **how, dtype=dtype) for f in (kernels, references)]

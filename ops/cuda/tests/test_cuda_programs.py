@@ -1,4 +1,6 @@
-"""Kernel ``inference_program`` by the CUDA sources: the kit's checks, emulated; recorded steps; what is refused."""
+"""Kernel ``inference_program`` by the CUDA sources: the kit's checks, emulated; recorded steps;
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ EACH = [
     for case in cases[number % 3 : number % 3 + 1]
 ]
 MODELS = ("a model in own", "a model in int4", "weights that move")
-FAST = [case for case in EACH if "model" not in case[0]][::2] + [c for c in EACH if c[0].endswith(MODELS)]
+FAST = [case for case in EACH if "model" not in case[0]][::2] + [
+    c for c in EACH if c[0].endswith(MODELS)
+]
 
 
 def test_a_part_of_the_kit_s_checks(device: list[str]) -> None:
@@ -54,17 +58,20 @@ def test_kernels_take_all_of_a_model(device: list[str]) -> None:
         units = translate(program, cpu, 4).units
         left = {type(unit.instructions[0]) for unit in units if not unit.launches}
         assert left == ({p.Gated} if form == "columns" else set())
-        joined = 2 if form == "columns" else 6  # in two layers: q and k turn together; q, k and v are one product
+        # in two layers: q and k turn together; q, k and v are one product
+        joined = 2 if form == "columns" else 6
         assert len(units) == len(program.instructions) - joined
     odd = dataclasses.replace(program, instructions=(p.Embed(0, torch.randn(5, 64)), p.Keep(0, 0)))
     assert [bool(unit.launches) for unit in translate(odd, cpu, 4).units] == [True, False]
 
 
 class Graphs:
-    """Stands in for CUDA graphs: what is recorded runs again when it is replayed, and not before."""
+    """Stands in for CUDA graphs: what is recorded runs again when it is replayed, and not
+    before."""
 
     def __init__(self) -> None:
-        self.recorded, self.replayed = 0, 0
+        self.recorded = 0
+        self.replayed = 0
 
     def __call__(self, device: torch.device, work: Callable[[], None]) -> Callable[[], None]:
         self.recorded += 1
@@ -77,16 +84,22 @@ class Graphs:
 
 
 def decoding(device: str, dtype: torch.dtype, load: Callable[..., Any], steps: int = 36) -> None:
-    """Two sequences past the end of a block; the same step each time, changed in place; then one; then a prompt."""
+    """Two sequences past the end of a block; the same step each time, changed in place; then one;
+    then a prompt.
+    """
     program = checks.transformer(dtype=dtype, device=device)
     wide = reference(dataclasses.replace(program, dtype=torch.float32))
     mine = load(program)
-    caches = [KVCache.make(program.layers, 8, program.kv_heads, program.head_dim, dtype, device) for _ in range(2)]
+    caches = [
+        KVCache.make(program.layers, 8, program.kv_heads, program.head_dim, dtype, device)
+        for _ in range(2)
+    ]
     blocks = torch.tensor([[5, 0, 3], [1, 6, 2]])
     bound = 4e-2 if dtype is torch.bfloat16 else 4e-5
 
     def compare(step: Step) -> None:
-        got, wanted = mine(step, caches[0]).float(), wide(step, caches[1])
+        got = mine(step, caches[0]).float()
+        wanted = wide(step, caches[1])
         assert (got - wanted).abs().max() <= bound * wanted.abs().max()
 
     first = torch.tensor([7, 7])
@@ -105,7 +118,9 @@ def decoding(device: str, dtype: torch.dtype, load: Callable[..., Any], steps: i
     compare(checks.make_step([(first[:1], steps + 1)], blocks[:1], device))
 
 
-def test_recorded_steps_equal_the_reference(device: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_steps_equal_the_reference(
+    device: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     graphs = Graphs()
     monkeypatch.setattr(native, "graph", graphs)
 
@@ -116,11 +131,14 @@ def test_recorded_steps_equal_the_reference(device: list[str], monkeypatch: pyte
         return made
 
     decoding("cpu", torch.float32, load)
-    assert (graphs.recorded, graphs.replayed) == (3, 36), "two shapes, one of them anew after rebind; a prompt is not"
+    assert (graphs.recorded, graphs.replayed) == (3, 36), (
+        "two shapes, one of them anew after rebind; a prompt is not"
+    )
 
 
 def test_collectives_are_between_graphs(device: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs, sums = Graphs(), []
+    graphs = Graphs()
+    sums = []
     monkeypatch.setattr(native, "graph", graphs)
     weight = torch.randn(8, 8)
     code = (p.Embed(0, torch.randn(9, 8)), p.Linear(0, 1, weight), p.Reduce(1), p.Add(1, 0, 0))
@@ -141,14 +159,19 @@ def test_what_does_not_fit_is_an_error(device: list[str]) -> None:
     program = checks.transformer(layers=1)
     bad = p.Linear(0, 1, torch.randn(7, 64), torch.randn(3))
     with pytest.raises(
-        KernelError, match=r"instruction 0 \(Linear\): weight is \(7, 64\), not \(64, 64\); bias is \(3,\)"
+        KernelError,
+        match=r"instruction 0 \(Linear\): weight is \(7, 64\), not \(64, 64\); bias is \(3,\)",
     ):
         programs.load(dataclasses.replace(program, instructions=(bad,)))
     mine = programs.load(program)
-    token, cache = torch.tensor([1]), KVCache.make(1, 2, 2, 16, torch.float32)
+    token = torch.tensor([1])
+    cache = KVCache.make(1, 2, 2, 16, torch.float32)
     step = checks.make_step([(token, 0)], torch.tensor([[0]]))
     for wrong, change in (
-        ("a sequence of 33 tokens in 1 blocks of 32", {"lengths": torch.tensor([33], dtype=torch.int32)}),
+        (
+            "a sequence of 33 tokens in 1 blocks of 32",
+            {"lengths": torch.tensor([33], dtype=torch.int32)},
+        ),
         ("2 tokens, 1 positions", {"tokens": torch.tensor([1, 2])}),
         ("no table of blocks for 1 sequences", {"blocks": None}),
         ("2 types for 1 tokens", {"types": torch.tensor([1, 2])}),
@@ -156,19 +179,27 @@ def test_what_does_not_fit_is_an_error(device: list[str]) -> None:
         with pytest.raises(KernelError, match=wrong):
             mine(dataclasses.replace(step, **change), cache)
     with pytest.raises(
-        KernelError, match=r"a cache of \(1, 2, 1, 32, 16\), where the program needs \(1, 2, 2, 32, 16\)"
+        KernelError,
+        match=r"a cache of \(1, 2, 1, 32, 16\), where the program needs \(1, 2, 2, 32, 16\)",
     ):
         mine(step, KVCache.make(1, 2, 1, 16, torch.float32))
     with pytest.raises(RuntimeError, match="sequence 0 has 1 rows and 0 tokens"):
         mine(dataclasses.replace(step, lengths=torch.tensor([0], dtype=torch.int32)), cache)
     outside = mine(dataclasses.replace(step, tokens=torch.tensor([101])), cache)
-    assert outside.isnan().all(), "a token that the table has not is not read from memory that follows"
+    assert outside.isnan().all(), (
+        "a token that the table has not is not read from memory that follows"
+    )
 
 
-def test_other_devices_and_dtypes_are_the_interpreter_s(device: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_other_devices_and_dtypes_are_the_interpreter_s(
+    device: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     program = dataclasses.replace(checks.transformer(layers=1), dtype=torch.float64)
     assert not isinstance(programs.load(program), programs.CudaProgram)
-    assert "an inference program in torch.float64 with weights on cpu runs on plain torch" in caplog.text
+    assert (
+        "an inference program in torch.float64 with weights on cpu runs on plain torch"
+        in caplog.text
+    )
 
 
 @pytest.mark.gpu

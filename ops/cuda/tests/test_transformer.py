@@ -1,4 +1,6 @@
-"""DeepSpeedTransformerLayer against the same layer in plain torch: both forms, every option, fp32, fp16, bf16."""
+"""DeepSpeedTransformerLayer against the same layer in plain torch: both forms, every option, fp32,
+fp16, bf16.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_core.errors import UsageError
 
-H, HEADS, INNER = 32, 4, 48
+H = 32
+HEADS = 4
+INNER = 48
 SAVING = ("normalize_invertible", "gelu_checkpoint", "attn_dropout_checkpoint", "stochastic_mode")
 
 
@@ -54,7 +58,10 @@ def plain(m: DeepSpeedTransformerLayer, x: Tensor, mask: Tensor | None) -> Tenso
         return F.layer_norm(t, (H,), w, bias, c.layer_norm_eps)
 
     h = norm(x, m.norm_w, m.norm_b) if c.pre_layer_norm else x
-    q, k, v = (t.view(b, s, HEADS, -1).transpose(1, 2) for t in F.linear(h, m.attn_qkvw, m.attn_qkvb).chunk(3, -1))
+    q, k, v = (
+        t.view(b, s, HEADS, -1).transpose(1, 2)
+        for t in F.linear(h, m.attn_qkvw, m.attn_qkvb).chunk(3, -1)
+    )
     found = F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).reshape(b, s, H)
     r = x + F.linear(found, m.attn_ow, m.attn_ob)
     f = norm(r, m.attn_nw, m.attn_nb)
@@ -77,29 +84,51 @@ def gradients(out: Tensor, x: Tensor, m: DeepSpeedTransformerLayer) -> list[Tens
 
 
 @pytest.mark.parametrize("on", ["plain torch", "kernels"])
-@pytest.mark.parametrize("pre", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["pre-LN", "post-LN"])
+@pytest.mark.parametrize(
+    "pre", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["pre-LN", "post-LN"]
+)
 def test_equals_plain_torch(pre: bool, on: str, request: pytest.FixtureRequest) -> None:
-    """fp32 to rounding; 16-bit within a few roundings of the fp32 result. With and without each saving option."""
+    """fp32 to rounding; 16-bit within a few roundings of the fp32 result.
+
+    With and without each saving option.
+    """
     if on == "kernels":
         request.getfixturevalue("device")
-    options: list[dict[str, Any]] = [{}, *({name: True} for name in SAVING), dict.fromkeys(SAVING, True)]
-    for dtype, tolerance in ((torch.float32, 2e-5), (torch.float16, 1.5e-2), (torch.bfloat16, 0.12)):
+    options: list[dict[str, Any]] = [
+        {},
+        *({name: True} for name in SAVING),
+        dict.fromkeys(SAVING, True),
+    ]
+    for dtype, tolerance in (
+        (torch.float32, 2e-5),
+        (torch.float16, 1.5e-2),
+        (torch.bfloat16, 0.12),
+    ):
         for changes in options:
             m = layer(pre_layer_norm=pre, **changes).to(dtype)
             x, mask = inputs(dtype)
             got = gradients(m(x, mask), x, m)  # type: ignore[arg-type]
             assert all(g.dtype == dtype for g in got)
-            wide, x32 = layer(pre_layer_norm=pre).to(dtype).float(), x.detach().float().requires_grad_()
+            wide = layer(pre_layer_norm=pre).to(dtype).float()
+            x32 = x.detach().float().requires_grad_()
             wanted = gradients(plain(wide, x32, mask.float()), x32, wide)
             for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
                 error = ((a.float() - b).norm() / b.norm().clamp(min=1e-3)).item()
-                # the key's bias has no effect on the result, so the whole gradient of it is rounding
-                assert error < tolerance, f"result {i} under {changes} in {dtype}: off by {error:.1e}"
+                # the key's bias has no effect on the result, so the whole gradient of it is
+                # rounding
+                assert error < tolerance, (
+                    f"result {i} under {changes} in {dtype}: off by {error:.1e}"
+                )
 
 
 def test_saving_options_change_nothing_under_dropout() -> None:
     base: list[Tensor] = []
-    for changes in ({}, {"gelu_checkpoint": True}, {"attn_dropout_checkpoint": True}, {"normalize_invertible": True}):
+    for changes in (
+        {},
+        {"gelu_checkpoint": True},
+        {"attn_dropout_checkpoint": True},
+        {"normalize_invertible": True},
+    ):
         m = layer(attn_dropout_ratio=0.2, hidden_dropout_ratio=0.3, **changes)  # type: ignore[arg-type]
         x, mask = inputs()
         torch.manual_seed(5)
@@ -130,7 +159,8 @@ def held(m: DeepSpeedTransformerLayer, x: Tensor) -> int:
 
 
 def test_saving_options_save_what_they_say() -> None:
-    b, s = 2, 40
+    b = 2
+    s = 40
     x = torch.randn(b, s, H, requires_grad=True)
     ratios = {"attn_dropout_ratio": 0.1, "hidden_dropout_ratio": 0.1}
     usual = held(layer(**ratios), x)
@@ -163,17 +193,23 @@ def test_seed_and_generator_decide_dropout() -> None:
 
 def test_initial_weights() -> None:
     m = layer(num_hidden_layers=8, hidden_size=256, intermediate_size=512)
-    fresh = DeepSpeedTransformerLayer(config(num_hidden_layers=8, hidden_size=256, intermediate_size=512))
+    fresh = DeepSpeedTransformerLayer(
+        config(num_hidden_layers=8, hidden_size=256, intermediate_size=512)
+    )
     assert fresh.attn_qkvw.std().item() == pytest.approx(0.2, rel=0.05)
     for weight in (fresh.attn_ow, fresh.output_w):
         assert weight.std().item() == pytest.approx(0.2 / math.sqrt(16), rel=0.05)
     plainly = DeepSpeedTransformerLayer(config(adjust_init_range=False, num_hidden_layers=-1))
     assert plainly.output_w.std().item() == pytest.approx(0.2, rel=0.1)
     assert all(not b.any() for n, b in fresh.named_parameters() if n.endswith("b"))
-    assert torch.equal(fresh.attn_nw, torch.ones(256)) and torch.equal(fresh.norm_w, torch.ones(256))
+    assert torch.equal(fresh.attn_nw, torch.ones(256)) and torch.equal(
+        fresh.norm_w, torch.ones(256)
+    )
     weights = [*m.attn_qkvw.chunk(3), m.attn_ow, m.attn_nw, m.inter_w, m.output_w, m.norm_w]
     biases = [*m.attn_qkvb.chunk(3), m.attn_ob, m.attn_nb, m.inter_b, m.output_b, m.norm_b]
-    same = config(num_hidden_layers=-1, initializer_range=-1, hidden_size=256, intermediate_size=512)
+    same = config(
+        num_hidden_layers=-1, initializer_range=-1, hidden_size=256, intermediate_size=512
+    )
     copy = DeepSpeedTransformerLayer(same, weights, biases)
     for (name, a), (_, b) in zip(m.named_parameters(), copy.named_parameters(), strict=True):
         assert torch.equal(a, b), name
@@ -201,7 +237,8 @@ def test_fp16_autocast_and_tuples() -> None:
 
 def test_layers_are_counted_and_keep_their_own_config() -> None:
     shared = config()
-    a, b = DeepSpeedTransformerLayer(shared), DeepSpeedTransformerLayer(shared)
+    a = DeepSpeedTransformerLayer(shared)
+    b = DeepSpeedTransformerLayer(shared)
     assert b.config.layer_id == a.config.layer_id + 1 == DeepSpeedTransformerLayer.layer_id - 1
     shared.pre_layer_norm = False
     assert a.config.pre_layer_norm
@@ -240,7 +277,9 @@ def test_inputs_that_do_not_fit() -> None:
     m = layer(batch_size=2)
     with pytest.raises(UsageError, match=r"hidden_states are \[2, 32\]"):
         m(torch.zeros(2, 32))
-    with pytest.raises(UsageError, match=r"a batch of 3 is larger than DeepSpeedTransformerConfig\.batch_size 2"):
+    with pytest.raises(
+        UsageError, match=r"a batch of 3 is larger than DeepSpeedTransformerConfig\.batch_size 2"
+    ):
         m(torch.zeros(3, 4, 32))
     with pytest.raises(UsageError, match="does not have head_mask, output_attentions"):
         m(torch.zeros(2, 4, 32), None, torch.ones(1), output_attentions=True)

@@ -1,8 +1,9 @@
-"""Comparing a provider of ``inference_program`` with the reference: each instruction and format, then whole models.
+"""Comparing a provider of ``inference_program`` with the reference: each instruction and format,
+then whole models.
 
-What is compared with is the reference in fp32 on the same weights, so a provider may keep its registers wider than the
-program says. `inference_program` is what ``dscore ops test`` and `ds_testing.KernelConformance` run
-(`KernelEntry.check`).
+What is compared with is the reference in fp32 on the same weights, so a provider may keep its
+registers wider than the program says. `inference_program` is what ``dscore ops test`` and
+`ds_testing.KernelConformance` run (`KernelEntry.check`).
 """
 
 from __future__ import annotations
@@ -24,11 +25,22 @@ from ds_inference_kit.weights import Quantized, quantize
 __all__ = ["inference_program", "make_step", "random", "transformer"]
 
 Cases = Iterator[tuple[str, Callable[[], None]]]
-FORMATS = ("own", "fp32", "bf16", "fp16", "columns", "int8", "int8 with lows", "int4", "int4 with lows")
+FORMATS = (
+    "own",
+    "fp32",
+    "bf16",
+    "fp16",
+    "columns",
+    "int8",
+    "int8 with lows",
+    "int4",
+    "int4 with lows",
+)
 ROWS = (1, 3, 9, 40)
 _NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _BOUNDS = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
-"""Largest difference, as a part of the largest value that is expected (in whole models twice that)."""
+"""Largest difference, as a part of the largest value that is expected (in whole models twice that).
+"""
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -37,7 +49,10 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def make_step(
-    parts: Sequence[tuple[Tensor, int]], blocks: Tensor | None = None, device: str = "cpu", **more: Any
+    parts: Sequence[tuple[Tensor, int]],
+    blocks: Tensor | None = None,
+    device: str = "cpu",
+    **more: Any,
 ) -> Step:
     """A step of some sequences: for each its tokens, and the position of the first of them."""
     sizes = torch.tensor([len(tokens) for tokens, _ in parts])
@@ -48,7 +63,10 @@ def make_step(
         torch.cat([torch.zeros(1), sizes.cumsum(0)]).int(),
         torch.tensor([first + len(tokens) for tokens, first in parts], dtype=torch.int32),
         None if blocks is None else blocks.int().to(device),
-        **{name: value.to(device) if isinstance(value, Tensor) else value for name, value in more.items()},
+        **{
+            name: value.to(device) if isinstance(value, Tensor) else value
+            for name, value in more.items()
+        },
     )
 
 
@@ -63,12 +81,14 @@ def inference_program(function: p.Load, device: str, dtypes: tuple[str, ...]) ->
             yield f"{name}, {what}", functools.partial(whole, function, device, dtype)
 
 
-# -- one instruction -------------------------------------------------------------------------------------------------
+# -- one instruction -------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """Registers 0, 1, ... are filled from `inputs` ([rows, width]); `code` follows; register `output` is compared."""
+    """Registers 0, 1, ... are filled from `inputs` ([rows, width]); `code` follows; register
+    `output` is compared.
+    """
 
     inputs: tuple[Tensor, ...]
     code: tuple[p.Instruction, ...]
@@ -90,7 +110,8 @@ def _run(compare: Callable[[_Case], None], case: Callable[[], _Case]) -> None:
 
 def _compare(function: p.Load, device: str, dtype: torch.dtype, case: _Case) -> None:
     rows = case.inputs[0].shape[0]
-    sizes, before = case.sizes or (rows,), case.before or (0,) * len(case.sizes or (1,))
+    sizes = case.sizes or (rows,)
+    before = case.before or (0,) * len(case.sizes or (1,))
     widths = (*(x.shape[1] for x in case.inputs), *case.more)
     # Rows are picked by type, since tokens and positions may be what the instruction reads.
     tables = [p.Embed(i, x.to(device, dtype), p.By.TYPES) for i, x in enumerate(case.inputs)]
@@ -113,12 +134,17 @@ def _compare(function: p.Load, device: str, dtype: torch.dtype, case: _Case) -> 
     got = function(program, case.collectives)(step, caches[1])
     _close(got, wanted, _BOUNDS[dtype])
     if caches[0] is not None and caches[1] is not None:
-        for mine, theirs in ((caches[1].keys, caches[0].keys), (caches[1].values, caches[0].values)):
+        for mine, theirs in (
+            (caches[1].keys, caches[0].keys),
+            (caches[1].values, caches[0].values),
+        ):
             _close(mine, theirs, max(_BOUNDS[dtype], _BOUNDS[mine.dtype]))
 
 
 def _cache(case: _Case, blocks: int, device: str, dtype: torch.dtype) -> KVCache:
-    made = KVCache.make(case.layers, blocks, case.kv_heads, case.head_dim, case.cache or dtype, device)
+    made = KVCache.make(
+        case.layers, blocks, case.kv_heads, case.head_dim, case.cache or dtype, device
+    )
     for seed, arena in enumerate((made.keys, made.values)):
         arena.copy_(random(*arena.shape, seed=seed))
     return made
@@ -128,18 +154,23 @@ def _close(got: Tensor, wanted: Tensor, bound: float) -> None:
     assert got.shape == wanted.shape, f"shape {tuple(got.shape)} instead of {tuple(wanted.shape)}"
     if not wanted.numel():
         return
-    got, wanted = got.double(), wanted.double()
+    got = got.double()
+    wanted = wanted.double()
     assert bool(got.isfinite().all()), f"{int((~got.isfinite()).sum())} numbers are not finite"
-    away, most = (got - wanted).abs(), wanted.abs().max().item()
+    away = (got - wanted).abs()
+    most = wanted.abs().max().item()
     worst = int(away.argmax())
     assert away.max().item() <= bound * max(most, 1e-3), (
         f"number {worst} is {got.flatten()[worst]:.7g} instead of {wanted.flatten()[worst]:.7g}, "
-        f"{int((away > bound * most).sum())} of {away.numel()} are away by more than {bound:g} of {most:.4g}"
+        f"{int((away > bound * most).sum())} of {away.numel()} are away by more than {bound:g} of "
+        f"{most:.4g}"
     )
 
 
 def _moved(instruction: p.Instruction, device: str, dtype: torch.dtype) -> Any:
-    """The instruction with its tensors on `device`; what is in fp64 (a test's "own dtype") becomes `dtype`."""
+    """The instruction with its tensors on `device`; what is in fp64 (a test's "own dtype") becomes
+    `dtype`.
+    """
 
     def move(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -147,7 +178,9 @@ def _moved(instruction: p.Instruction, device: str, dtype: torch.dtype) -> Any:
         if isinstance(value, tuple):
             return tuple(map(move, value))
         if isinstance(value, Quantized):
-            return dataclasses.replace(value, q=move(value.q), scales=move(value.scales), lows=move(value.lows))
+            return dataclasses.replace(
+                value, q=move(value.q), scales=move(value.scales), lows=move(value.lows)
+            )
         return value
 
     changes = {f.name: move(getattr(instruction, f.name)) for f in dataclasses.fields(instruction)}
@@ -157,9 +190,12 @@ def _moved(instruction: p.Instruction, device: str, dtype: torch.dtype) -> Any:
 def _weight(out: int, inner: int, form: str, seed: int = 0) -> p.Weight:
     values: Tensor = random(out, inner, seed=seed) / inner**0.5
     if form.startswith("int"):
-        small = 34 if form == "int8 with lows" else 2  # steps of pairs in 8 bits are too small for fp16
+        # steps of pairs in 8 bits are too small for fp16
+        small = 34 if form == "int8 with lows" else 2
         group = next(g for g in (32, 22, 16, small) if inner % g == 0)
-        return quantize(values, bits=int(form[3]), group=group, symmetric=not form.endswith("with lows"))
+        return quantize(
+            values, bits=int(form[3]), group=group, symmetric=not form.endswith("with lows")
+        )
     if form == "columns":
         return values.double().t().contiguous().t()
     return values.to({"own": torch.float64, **{k: _NAMES[v] for k, v in _SHORT.items()}}[form])
@@ -178,7 +214,11 @@ def _elementwise(dtype: torch.dtype) -> Named:
         return _Case((random(6, 19),), code, (19,), 1, (4, 2), (1, 3), tuple(more.items()))
 
     for by in p.By:
-        types = {"types": torch.tensor([1, 0, 2, 4, 5, 0], dtype=torch.int32)} if by is p.By.TYPES else {}
+        types = (
+            {"types": torch.tensor([1, 0, 2, 4, 5, 0], dtype=torch.int32)}
+            if by is p.By.TYPES
+            else {}
+        )
         yield f"Embed by {by.name.lower()}", functools.partial(embed, by, types)
     yield "Embed by types that are not given", functools.partial(embed, p.By.TYPES, {})
 
@@ -188,7 +228,9 @@ def _elementwise(dtype: torch.dtype) -> Named:
         code = p.Normalize(0, out, weight, bias, 1e-5, norm, groups)
         return _Case((x,), (code,), (width,), out)
 
-    for norm, (width, groups), affine in itertools.product(p.Norm, ((37, 1), (96, 6), (576, 1)), (True, False)):
+    for norm, (width, groups), affine in itertools.product(
+        p.Norm, ((37, 1), (96, 6), (576, 1)), (True, False)
+    ):
         what = f"Normalize {norm.name} of {width} in {groups}, weights {affine}"
         yield what, functools.partial(normalize, norm, width, groups, affine, int(affine))
 
@@ -209,17 +251,23 @@ def _elementwise(dtype: torch.dtype) -> Named:
 
 
 def _products(dtype: torch.dtype) -> Named:
-    def linear(rows: int, shape: tuple[int, int], form: str, activation: p.Activation, kind: int) -> _Case:
+    def linear(
+        rows: int, shape: tuple[int, int], form: str, activation: p.Activation, kind: int
+    ) -> _Case:
         out, inner = shape
         bias = random(out, seed=5).double() if kind & 1 else None
         add, to = ((None, 2), (1, 2), (1, 1))[kind % 3]
         code = p.Linear(0, to, _weight(out, inner, form), bias, activation, add)
         return _Case((random(rows, inner), random(rows, out, seed=7)), (code,), (out,), to)
 
-    def gated(rows: int, shape: tuple[int, int], form: str, activation: p.Activation, kind: int) -> _Case:
+    def gated(
+        rows: int, shape: tuple[int, int], form: str, activation: p.Activation, kind: int
+    ) -> _Case:
         out, inner = shape
         first, second = (random(out, seed=s).double() if kind & 1 else None for s in (5, 6))
-        code = p.Gated(0, 1, _weight(out, inner, form), _weight(out, inner, form, 1), first, second, activation)
+        code = p.Gated(
+            0, 1, _weight(out, inner, form), _weight(out, inner, form, 1), first, second, activation
+        )
         return _Case((random(rows, inner),), (code,), (out,), 1)
 
     activations = itertools.cycle(p.Activation)
@@ -228,39 +276,79 @@ def _products(dtype: torch.dtype) -> Named:
         for kind, make in enumerate((linear, gated)):
             out, inner = shapes[(number + kind) % len(shapes)]
             activation = next(activations)
-            what = f"{make.__name__.title()} {out} x {inner} in {form}, {rows} rows, {activation.name}"
-            yield what, functools.partial(make, rows, (out, inner), form, activation, number // 2 + kind)
+            what = (
+                f"{make.__name__.title()} {out} x {inner} in {form}, {rows} rows, {activation.name}"
+            )
+            yield (
+                what,
+                functools.partial(make, rows, (out, inner), form, activation, number // 2 + kind),
+            )
 
     def twice() -> _Case:
         """A product reads what the one before has written, and writes what it has read."""
-        there, back = _weight(40, 64, "own"), _weight(64, 40, "own")
-        return _Case((random(2, 64),), (p.Linear(0, 1, there), p.Linear(1, 0, back), p.Linear(0, 1, there)), (40,), 1)
+        there = _weight(40, 64, "own")
+        back = _weight(64, 40, "own")
+        return _Case(
+            (random(2, 64),),
+            (p.Linear(0, 1, there), p.Linear(1, 0, back), p.Linear(0, 1, there)),
+            (40,),
+            1,
+        )
 
     yield "Linear after Linear", twice
 
 
 def _attention() -> Named:
-    def attend(heads: int, kv: int, dim: int, layer: int | None, kind: str, cache: torch.dtype | None = None) -> _Case:
+    def attend(
+        heads: int,
+        kv: int,
+        dim: int,
+        layer: int | None,
+        kind: str,
+        cache: torch.dtype | None = None,
+    ) -> _Case:
         sizes, before = ((5, 1, 33), (0, 0, 0)) if layer is None else ((1, 6, 1, 40), (70, 0, 0, 3))
         if kind.startswith("decode"):
-            sizes, before = (1, 1, 1), (3, 2 * BLOCK - 1, 300)
+            sizes = (1, 1, 1)
+            before = (3, 2 * BLOCK - 1, 300)
         rows = sum(sizes)
-        inputs = (random(rows, heads * dim), random(rows, kv * dim, seed=1), random(rows, kv * dim, seed=2))
+        inputs = (
+            random(rows, heads * dim),
+            random(rows, kv * dim, seed=1),
+            random(rows, kv * dim, seed=2),
+        )
         code = p.Attend(
-            0, 1, 2, 3, heads, kv, dim, dim**-0.5, layer, causal=kind != "both ways",
+            0,
+            1,
+            2,
+            3,
+            heads,
+            kv,
+            dim,
+            dim**-0.5,
+            layer,
+            causal=kind != "both ways",
             window=7 if "window" in kind else None,
             slopes=2.0 ** -torch.arange(1.0, heads + 1) if "slopes" in kind else None,
             groups=(0, 1, *(kv - 1 for _ in range(heads - 2))) if "groups" in kind else None,
-        )  # fmt: skip
+        )
         layers = 0 if layer is None else layer + 1
         return _Case(inputs, (code,), (heads * dim,), 3, sizes, before, (), layers, kv, dim, cache)
 
     for heads, kv, dim, layer, kind in (
-        (4, 4, 8, None, "both ways"), (4, 2, 20, None, "causal"), (9, 3, 64, 0, "mixed"), (9, 3, 64, 1, "decode"),
-        (4, 4, 80, 0, "decode, slopes"), (6, 2, 12, 0, "mixed, slopes, window"), (5, 1, 64, 0, "decode, window"),
-        (4, 2, 16, 0, "mixed, window"), (5, 2, 32, 0, "decode, groups"), (5, 2, 32, 0, "mixed, groups"),
-        (16, 2, 128, 1, "decode"), (3, 3, 7, 0, "decode"),
-    ):  # fmt: skip
+        (4, 4, 8, None, "both ways"),
+        (4, 2, 20, None, "causal"),
+        (9, 3, 64, 0, "mixed"),
+        (9, 3, 64, 1, "decode"),
+        (4, 4, 80, 0, "decode, slopes"),
+        (6, 2, 12, 0, "mixed, slopes, window"),
+        (5, 1, 64, 0, "decode, window"),
+        (4, 2, 16, 0, "mixed, window"),
+        (5, 2, 32, 0, "decode, groups"),
+        (5, 2, 32, 0, "mixed, groups"),
+        (16, 2, 128, 1, "decode"),
+        (3, 3, 7, 0, "decode"),
+    ):
         what = f"Attend {heads} heads of {kv} x {dim}, layer {layer}, {kind}"
         yield what, functools.partial(attend, heads, kv, dim, layer, kind)
     for dtype in _NAMES.values():
@@ -277,9 +365,13 @@ def _others(dtype: torch.dtype) -> Named:
         return _Case((random(rows, 64),), (code,), (64,), 1)
 
     for rows, form, top_k, first, normal in (
-        (1, "own", 2, 0, True), (4, "own", 1, 2, False), (3, "int8", 2, 1, True), (2, "int4 with lows", 3, 0, False),
-        (40, "own", 2, 0, True), (40, "int4", 2, 2, True),
-    ):  # fmt: skip
+        (1, "own", 2, 0, True),
+        (4, "own", 1, 2, False),
+        (3, "int8", 2, 1, True),
+        (2, "int4 with lows", 3, 0, False),
+        (40, "own", 2, 0, True),
+        (40, "int4", 2, 2, True),
+    ):
         what = f"Experts {form}, {rows} rows, top {top_k}, first {first}"
         yield what, functools.partial(experts, rows, form, top_k, first, normal)
 
@@ -297,7 +389,13 @@ def _others(dtype: torch.dtype) -> Named:
             x.mul_(3)
 
         together = p.Collectives(reduce, lambda x: torch.cat([x, x + 1], 1))
-        code = p.Linear(0, 1, _weight(24, 24, "own")), p.Reduce(1), p.Add(1, 0, 1), p.Gather(1, 2), p.Add(2, 2, 3)
+        code = (
+            p.Linear(0, 1, _weight(24, 24, "own")),
+            p.Reduce(1),
+            p.Add(1, 0, 1),
+            p.Gather(1, 2),
+            p.Add(2, 2, 3),
+        )
         return _Case((random(rows, 24),), code, (24, 48, 48), 3, collectives=together)
 
     def logits(rows: int) -> _Case:
@@ -311,19 +409,33 @@ def _others(dtype: torch.dtype) -> Named:
         yield f"Gather of 2 of {rows} rows", functools.partial(logits, rows)
 
 
-# -- whole models ----------------------------------------------------------------------------------------------------
+# -- whole models ----------------------------------------------------------------------------------
 
 
 def transformer(
-    form: str = "own", dtype: torch.dtype = torch.float32, device: str = "cpu", *, layers: int = 2, width: int = 64,
-    inner: int = 96, heads: int = 4, kv_heads: int = 2, vocab: int = 101, positions: int = 512,
-) -> p.Program:  # fmt: skip
+    form: str = "own",
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    *,
+    layers: int = 2,
+    width: int = 64,
+    inner: int = 96,
+    heads: int = 4,
+    kv_heads: int = 2,
+    vocab: int = 101,
+    positions: int = 512,
+) -> p.Program:
     """A model like llama with random weights, all projections in `form`."""
-    dim, seeds = width // heads, itertools.count()
+    dim = width // heads
+    seeds = itertools.count()
 
     def weight(out: int, inner: int, form: str = form) -> p.Weight:
         made = _weight(out, inner, form, next(seeds) * 1000)
-        return made if isinstance(made, Quantized) else made.to(dtype if made.dtype == torch.float64 else made.dtype)
+        return (
+            made
+            if isinstance(made, Quantized)
+            else made.to(dtype if made.dtype == torch.float64 else made.dtype)
+        )
 
     def ones() -> Tensor:
         return (1 + random(width, seed=next(seeds)) / 8).to(dtype)
@@ -352,17 +464,31 @@ def transformer(
 
 
 def _conversation(program: p.Program, device: str) -> tuple[list[Step], int]:
-    """Prompts, one in two parts, decoding of one and of three, and a prompt beside decoding; blocks it takes."""
+    """Prompts, one in two parts, decoding of one and of three, and a prompt beside decoding; blocks
+    it takes.
+    """
     words = [torch.arange(200) * 7 % 101, torch.arange(9) * 5 % 101, torch.arange(70) * 3 % 101]
     blocks = torch.tensor([[5, 1, 7, 0], [3, 2, 9, 9], [8, 6, 4, 9]])
     one = torch.ones(1)
     steps = [
         make_step([(words[0][:50], 0)], blocks[:1], device, wanted=torch.tensor([49])),
-        make_step([(words[0][50:90], 50), (words[1], 0)], blocks[:2], device, wanted=torch.tensor([39, 48])),
+        make_step(
+            [(words[0][50:90], 50), (words[1], 0)],
+            blocks[:2],
+            device,
+            wanted=torch.tensor([39, 48]),
+        ),
         make_step([(words[0][90:91], 90)], blocks[:1], device),
-        make_step([(one * 4, 91), (words[2], 0)], blocks[[0, 2]], device, wanted=torch.tensor([], dtype=torch.int64)),
+        make_step(
+            [(one * 4, 91), (words[2], 0)],
+            blocks[[0, 2]],
+            device,
+            wanted=torch.tensor([], dtype=torch.int64),
+        ),
         make_step([(one * 8, 92), (one * 9, 9), (one * 2, 70)], blocks, device),
-        make_step([(one * 3, 71), (one * 6, 93)], blocks[[2, 0]], device, wanted=torch.tensor([1, 0])),
+        make_step(
+            [(one * 3, 71), (one * 6, 93)], blocks[[2, 0]], device, wanted=torch.tensor([1, 0])
+        ),
     ]
     embeds = random(1, program.widths[0], seed=2).to(program.dtype)
     steps.append(make_step([(one, 72)], blocks[2:], device, embeds=embeds))
@@ -373,10 +499,15 @@ def _follow(program: p.Program, function: p.Load, device: str, dtype: torch.dtyp
     """Compare logits after every step, each provider with its own cache."""
     wide = dataclasses.replace(program, dtype=torch.float32)
     steps, blocks = _conversation(program, device)
-    caches = [KVCache.make(program.layers, blocks, program.kv_heads, program.head_dim, dtype, device) for _ in range(2)]
-    mine, theirs = function(program), reference(wide)
+    caches = [
+        KVCache.make(program.layers, blocks, program.kv_heads, program.head_dim, dtype, device)
+        for _ in range(2)
+    ]
+    mine = function(program)
+    theirs = reference(wide)
     for number, step in enumerate(steps):
-        got, wanted = mine(step, caches[0]), theirs(step, caches[1])
+        got = mine(step, caches[0])
+        wanted = theirs(step, caches[1])
         assert got.dtype == dtype, f"{got.dtype} instead of {dtype}"
         try:
             _close(got, wanted, 2 * _BOUNDS[dtype])
@@ -389,10 +520,14 @@ def _whole(form: str, function: p.Load, device: str, dtype: torch.dtype) -> None
 
 
 def _rebound(function: p.Load, device: str, dtype: torch.dtype) -> None:
-    """Weights move and change between steps, as a gather leaves them; each run returns new memory."""
+    """Weights move and change between steps, as a gather leaves them; each run returns new
+    memory."""
     program = transformer("own", dtype, device)
     steps, blocks = _conversation(program, device)
-    caches = [KVCache.make(program.layers, blocks, program.kv_heads, program.head_dim, dtype, device) for _ in range(2)]
+    caches = [
+        KVCache.make(program.layers, blocks, program.kv_heads, program.head_dim, dtype, device)
+        for _ in range(2)
+    ]
     runs = function(program)
     first = runs(steps[0], caches[0])
     kept = first.clone()

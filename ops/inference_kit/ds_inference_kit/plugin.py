@@ -1,4 +1,5 @@
-"""Declares the reference interpreter of inference programs, for any device and dtype (torch-free)."""
+"""Declares the reference interpreter of inference programs, for any device and dtype
+(torch-free)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Programs by plain torch, on any device: what each instruction means, and the path for many rows.
 
-Each instruction is a function of torch's own operations. Attention goes sequence by sequence through
-``scaled_dot_product_attention``; where a sequence has rows before this step, its keys and values are read from the
-cache.
+Each instruction is a function of torch's own operations. Attention goes sequence by sequence
+through ``scaled_dot_product_attention``; where a sequence has rows before this step, its keys and
+values are read from the cache.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def load(program: p.Program, collectives: p.Collectives | None = None) -> p.Runn
 
 
 class Interpreter:
-    """Runs a program, one torch operation after the other. widened: dequantises a weight for a product."""
+    """Runs a program, one torch operation after the other. widened: dequantises a weight for a
+    product.
+    """
 
     def __init__(
         self,
@@ -45,12 +47,23 @@ class Interpreter:
         collectives: p.Collectives | None = None,
         widened: Callable[[Quantized, torch.dtype], Tensor] = dequantize,
     ) -> None:
-        self.program, self._collectives, self._widened = program, collectives, widened
+        self.program = program
+        self._collectives = collectives
+        self._widened = widened
         self._actions: dict[type, Callable[..., None]] = {
-            p.Embed: self._embed, p.Normalize: self._normalize, p.Linear: self._linear, p.Gated: self._gated,
-            p.Rotate: self._rotate, p.Attend: self._attend, p.Experts: self._experts, p.Add: self._add,
-            p.Columns: self._columns, p.Reduce: self._reduce, p.Gather: self._gather, p.Keep: self._keep,
-        }  # fmt: skip
+            p.Embed: self._embed,
+            p.Normalize: self._normalize,
+            p.Linear: self._linear,
+            p.Gated: self._gated,
+            p.Rotate: self._rotate,
+            p.Attend: self._attend,
+            p.Experts: self._experts,
+            p.Add: self._add,
+            p.Columns: self._columns,
+            p.Reduce: self._reduce,
+            p.Gather: self._gather,
+            p.Keep: self._keep,
+        }
 
     def rebind(self) -> None:
         """Nothing: weights are read where they are."""
@@ -64,7 +77,11 @@ class Interpreter:
         return registers[self.program.output]
 
     def execute(
-        self, instruction: p.Instruction, registers: dict[int, Tensor], step: Step, cache: KVCache | None
+        self,
+        instruction: p.Instruction,
+        registers: dict[int, Tensor],
+        step: Step,
+        cache: KVCache | None,
     ) -> None:
         """Run one instruction, which reads `registers` and sets what it writes there."""
         self._actions[type(instruction)](instruction, registers, step, cache)
@@ -73,13 +90,19 @@ class Interpreter:
         if i.by is p.By.TOKENS and step.embeds is not None:
             x = step.embeds.to(self.program.dtype)
         else:
-            index = {p.By.TOKENS: step.tokens, p.By.POSITIONS: step.positions, p.By.TYPES: step.types}[i.by]
+            index = {
+                p.By.TOKENS: step.tokens,
+                p.By.POSITIONS: step.positions,
+                p.By.TYPES: step.types,
+            }[i.by]
             index = torch.zeros_like(step.tokens) if index is None else index
             x = F.embedding(index + i.offset if i.offset else index, i.table).to(self.program.dtype)
             x = x * i.scale if i.scale != 1 else x
         r[i.out] = r[i.out] + x if i.add else x
 
-    def _normalize(self, i: p.Normalize, r: dict[int, Tensor], step: Step, cache: KVCache | None) -> None:
+    def _normalize(
+        self, i: p.Normalize, r: dict[int, Tensor], step: Step, cache: KVCache | None
+    ) -> None:
         x = r[i.x].unflatten(1, (i.groups, -1)).float()
         weight, bias = (None if w is None else w.float() for w in (i.weight, i.bias))
         if i.norm is p.Norm.LAYER:
@@ -91,7 +114,9 @@ class Interpreter:
         r[i.out] = y.flatten(1).to(self.program.dtype)
 
     def _product(self, x: Tensor, weight: p.Weight, bias: Tensor | None) -> Tensor:
-        whole = self._widened(weight, x.dtype) if isinstance(weight, Quantized) else weight.to(x.dtype)
+        whole = (
+            self._widened(weight, x.dtype) if isinstance(weight, Quantized) else weight.to(x.dtype)
+        )
         return F.linear(x, whole, None if bias is None else bias.to(x.dtype))
 
     def _linear(self, i: p.Linear, r: dict[int, Tensor], step: Step, cache: KVCache | None) -> None:
@@ -106,29 +131,35 @@ class Interpreter:
         x = r[i.x].unflatten(1, (-1, i.head_dim)).float()
         dims = 2 * i.cos.shape[1]
         cos, sin = (t[step.positions].unsqueeze(1) for t in (i.cos, i.sin))
-        turned, rest = x[..., :dims], x[..., dims:]
+        turned = x[..., :dims]
+        rest = x[..., dims:]
         if i.rotary is p.Rotary.HALF:
             a, b = turned.chunk(2, -1)
             turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
         else:
-            a, b = turned[..., ::2], turned[..., 1::2]
+            a = turned[..., ::2]
+            b = turned[..., 1::2]
             turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
         r[i.x] = torch.cat([turned, rest], -1).flatten(1).to(self.program.dtype)
 
     def _attend(self, i: p.Attend, r: dict[int, Tensor], step: Step, cache: KVCache | None) -> None:
         q, k, v = (r[x].unflatten(1, (-1, i.head_dim)) for x in (i.q, i.k, i.v))
-        starts, lengths = step.starts.tolist(), step.lengths.tolist()
+        starts = step.starts.tolist()
+        lengths = step.lengths.tolist()
         out = torch.empty_like(q)
         for n, length in enumerate(lengths):
             rows = slice(starts[n], starts[n + 1])
-            keys, values = k[rows], v[rows]
+            keys = k[rows]
+            values = v[rows]
             if i.layer is not None and cache is not None:
                 assert step.blocks is not None
                 keys, values = _cached(cache, i.layer, step.blocks[n], length, keys, values)
             out[rows] = _attention(i, q[rows], keys, values)
         r[i.out] = out.flatten(1)
 
-    def _experts(self, i: p.Experts, r: dict[int, Tensor], step: Step, cache: KVCache | None) -> None:
+    def _experts(
+        self, i: p.Experts, r: dict[int, Tensor], step: Step, cache: KVCache | None
+    ) -> None:
         x = r[i.x]
         chances = torch.softmax(F.linear(x, i.router.to(x.dtype)).float(), -1)
         shares, chosen = chances.topk(i.top_k, -1)
@@ -139,15 +170,21 @@ class Interpreter:
             rows, place = (chosen == e + i.first).nonzero(as_tuple=True)
             if rows.numel():
                 mine = x[rows]
-                inner = ACTIVATIONS[i.activation](self._product(mine, gate, None)) * self._product(mine, up, None)
-                out.index_add_(0, rows, self._product(inner, down, None).float() * shares[rows, place, None])
+                inner = ACTIVATIONS[i.activation](self._product(mine, gate, None)) * self._product(
+                    mine, up, None
+                )
+                out.index_add_(
+                    0, rows, self._product(inner, down, None).float() * shares[rows, place, None]
+                )
         r[i.out] = out.to(x.dtype)
 
     def _add(self, i: p.Add, r: dict[int, Tensor], step: Step, cache: KVCache | None) -> None:
         total = r[i.x] + r[i.y]
         r[i.out] = total if i.bias is None else total + i.bias.to(total.dtype)
 
-    def _columns(self, i: p.Columns, r: dict[int, Tensor], step: Step, cache: KVCache | None) -> None:
+    def _columns(
+        self, i: p.Columns, r: dict[int, Tensor], step: Step, cache: KVCache | None
+    ) -> None:
         r[i.out] = r[i.x].unflatten(1, (i.groups, -1))[..., i.first : i.first + i.width].flatten(1)
 
     def _reduce(self, i: p.Reduce, r: dict[int, Tensor], step: Step, cache: KVCache | None) -> None:
@@ -163,10 +200,15 @@ class Interpreter:
         r[i.out] = r[i.x] if step.wanted is None else r[i.x][step.wanted]
 
 
-def _cached(cache: KVCache, layer: int, blocks: Tensor, length: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Write k and v [rows, heads, dim] behind what the sequence has; all its keys and values, [length, heads, dim]."""
+def _cached(
+    cache: KVCache, layer: int, blocks: Tensor, length: int, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Write k and v [rows, heads, dim] behind what the sequence has; all its keys and values,
+    [length, heads, dim].
+    """
     at = torch.arange(length - k.shape[0], length, device=k.device)
-    block, place = blocks[at // BLOCK], at % BLOCK
+    block = blocks[at // BLOCK]
+    place = at % BLOCK
     found = []
     for arena, new in ((cache.keys[layer], k), (cache.values[layer], v)):
         arena[block, :, place] = new.to(arena.dtype)
@@ -180,15 +222,24 @@ def _cached(cache: KVCache, layer: int, blocks: Tensor, length: int, k: Tensor, 
 
 def _attention(i: p.Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """[rows, heads, dim], of queries at the last positions of `k`."""
-    rows, length = q.shape[0], k.shape[0]
-    per_head = torch.tensor(i.groups or [h * i.kv_heads // i.heads for h in range(i.heads)], device=q.device)
-    q, k, v = q.transpose(0, 1), k.transpose(0, 1)[per_head], v.transpose(0, 1)[per_head]
+    rows = q.shape[0]
+    length = k.shape[0]
+    per_head = torch.tensor(
+        i.groups or [h * i.kv_heads // i.heads for h in range(i.heads)], device=q.device
+    )
+    q = q.transpose(0, 1)
+    k = k.transpose(0, 1)[per_head]
+    v = v.transpose(0, 1)[per_head]
     plain = i.slopes is None and i.window is None
     if plain and (not i.causal or rows == 1 or rows == length):
-        mask, causal = None, i.causal and rows > 1
+        mask = None
+        causal = i.causal and rows > 1
     else:
-        mask, causal = _mask(i, rows, length, q), False
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=i.scale).transpose(0, 1)
+        mask = _mask(i, rows, length, q)
+        causal = False
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=i.scale
+    ).transpose(0, 1)
 
 
 def _mask(i: p.Attend, rows: int, length: int, like: Tensor) -> Tensor:

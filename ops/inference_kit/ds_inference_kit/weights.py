@@ -1,7 +1,7 @@
 """Weights in 8 and 4 bits: groups of one row in whole numbers, with scales (and lows) in fp16.
 
-The numbers are those of the kernel ``quantize`` (`ds_kernel_kit.references`), row by row: int8 symmetric has one
-element per weight; 4 bits are two to a byte, the first in the low half.
+The numbers are those of the kernel ``quantize`` (`ds_kernel_kit.references`), row by row: int8
+symmetric has one element per weight; 4 bits are two to a byte, the first in the low half.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ __all__ = ["Quantized", "dequantize", "quantize"]
 class Quantized:
     """A matrix [out, in] in `bits` (8 or 4); weight ≈ q * scale, or q * scale + low.
 
-    q: int8 [out, in], or uint8 [out, in / 2]; symmetric 4-bit numbers are two's complement, -7 .. 7; with lows 0 .. 15.
+    q: int8 [out, in], or uint8 [out, in / 2]; symmetric 4-bit numbers are two's complement, -7 ..
+        7; with lows 0 .. 15.
     scales, lows: fp16 [out, in / group]; lows None: symmetric. `group` divides `in` and is even.
     """
 
@@ -40,21 +41,31 @@ class Quantized:
     @property
     def nbytes(self) -> int:
         """Bytes of numbers, scales and lows."""
-        return self.q.nbytes + self.scales.nbytes + (self.lows.nbytes if self.lows is not None else 0)
+        return (
+            self.q.nbytes + self.scales.nbytes + (self.lows.nbytes if self.lows is not None else 0)
+        )
 
 
 def quantize(
-    weight: Tensor, *, bits: int, group: int, symmetric: bool, kernel: Callable[..., Any] = references.quantize
+    weight: Tensor,
+    *,
+    bits: int,
+    group: int,
+    symmetric: bool,
+    kernel: Callable[..., Any] = references.quantize,
 ) -> Quantized:
-    """`weight` [out, in] of any float dtype, in groups of `group` along a row. kernel: a provider of ``quantize``.
+    """`weight` [out, in] of any float dtype, in groups of `group` along a row. kernel: a provider
+    of ``quantize``.
 
-    ValueError: groups do not divide a row, or their scales are not numbers that fp16 holds to a few bits.
+    ValueError: groups do not divide a row, or their scales are not numbers that fp16 holds to a few
+    bits.
     """
     rows, columns = weight.shape
     if columns % group:
         raise ValueError(f"groups of {group} do not divide rows of {columns}")
     found = kernel(weight.detach().contiguous(), bits=bits, group=group, symmetric=symmetric)
-    q, wide = found[0].view(rows, -1), [None if x is None else x.view(rows, -1) for x in found[1:]]
+    q = found[0].view(rows, -1)
+    wide = [None if x is None else x.view(rows, -1) for x in found[1:]]
     scales, lows = (None if x is None else x.half() for x in wide)
     assert scales is not None and wide[0] is not None
     if not bool(((scales.float() - wide[0]).abs() <= wide[0] * 2**-8).all()) or (

@@ -1,4 +1,6 @@
-"""The interpreter: a small transformer, whole and in parts, through a paged cache with blocks in any order."""
+"""The interpreter: a small transformer, whole and in parts, through a paged cache with blocks in
+any order.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ from ds_inference_kit.step import BLOCK, KVCache, Step
 from ds_inference_kit.weights import dequantize, quantize
 from torch import Tensor
 
-HEADS, KV, DIM, WIDTH, WORDS = 4, 2, 8, 32, 50
+HEADS = 4
+KV = 2
+DIM = 8
+WIDTH = 32
+WORDS = 50
 
 
 def small(layers: int = 2, window: int | None = None) -> p.Program:
@@ -71,8 +77,12 @@ def test_a_sequence_in_parts_equals_the_whole(window: int | None) -> None:
     whole = runs(step([(t, 0) for t in tokens], blocks), cache())
     alone = runs(step([(tokens[1], 0)], blocks[1:]), cache())
     torch.testing.assert_close(whole[-3:], alone)
-    kept, long = cache(), tokens[0]
-    parts = [runs(step([(long[:40], 0)], blocks), kept), runs(step([(long[40:70], 40)], blocks), kept)]
+    kept = cache()
+    long = tokens[0]
+    parts = [
+        runs(step([(long[:40], 0)], blocks), kept),
+        runs(step([(long[40:70], 40)], blocks), kept),
+    ]
     parts += [runs(step([(long[70:71], 70), (tokens[1], 0)], blocks), kept)]
     torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-5, atol=1e-5)
 
@@ -120,5 +130,16 @@ def test_the_checks_of_providers_find_a_wrong_one() -> None:
         return wrong
 
     assert check(load) == set()
-    for kind in (p.Embed, p.Normalize, p.Linear, p.Gated, p.Rotate, p.Attend, p.Experts, p.Add, p.Reduce, p.Keep):
+    for kind in (
+        p.Embed,
+        p.Normalize,
+        p.Linear,
+        p.Gated,
+        p.Rotate,
+        p.Attend,
+        p.Experts,
+        p.Add,
+        p.Reduce,
+        p.Keep,
+    ):
         assert kind.__name__ in check(without(kind)), f"a wrong {kind.__name__} passes"

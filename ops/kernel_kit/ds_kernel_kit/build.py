@@ -1,13 +1,16 @@
-"""Compiling kernels: when one is first used or by ``dscore ops build``; never at import, never silently (torch-free).
+"""Compiling kernels: when one is first used or by ``dscore ops build``; never at import, never
+silently (torch-free).
 
-[Note: sources without torch's headers] A file that includes torch/extension.h took 97 s to compile where the same
-kernel took 5 s without. So kernels take addresses and sizes through pybind11, and one build serves every torch.
+[Note: sources without torch's headers] A file that includes torch/extension.h took 97 s to compile
+where the same kernel took 5 s without. So kernels take addresses and sizes through pybind11, and
+one build serves every torch.
 
-[Note: which library is loaded] A library's name holds the key of its build: a digest of sources, flags, compiler and
-Python's ABI (and torch, where its headers are used). The same key is linked into it and looked for in the file's
-bytes before anything of it runs, and a library in the cache ends with a checksum of its own. So a file that was put
-under another key's name, or was cut off or changed, is not loaded, and is built anew. Who could have written it is
-checked too: see `ds_kernel_kit.cache`.
+[Note: which library is loaded] A library's name holds the key of its build: a digest of sources,
+flags, compiler and Python's ABI (and torch, where its headers are used). The same key is linked
+into it and looked for in the file's bytes before anything of it runs, and a library in the cache
+ends with a checksum of its own. So a file that was put under another key's name, or was cut off or
+changed, is not loaded, and is built anew. Who could have written it is checked too: see
+`ds_kernel_kit.cache`.
 """
 
 from __future__ import annotations
@@ -52,7 +55,9 @@ _MENDS = {
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A source file, relative to its extension's folder, with flags of its own; ``.cu`` goes to nvcc."""
+    """A source file, relative to its extension's folder, with flags of its own; ``.cu`` goes to
+    nvcc.
+    """
 
     path: str
     flags: tuple[str, ...] = ()
@@ -62,9 +67,10 @@ class Unit:
 class Extension:
     """A compiled module: what it is made of and how.
 
-    name: the distribution's, for messages. module: what the library defines (``PYBIND11_MODULE``). folder: where the
-    units are; every header in it counts as a source. flags, link: for each C++ unit, for the linker. cuda_flags: for
-    each ``.cu`` unit. torch_headers: adds torch's include folders, and torch's version to the key.
+    name: the distribution's, for messages. module: what the library defines (``PYBIND11_MODULE``).
+        folder: where the units are; every header in it counts as a source. flags, link: for each
+        C++ unit, for the linker. cuda_flags: for each ``.cu`` unit. torch_headers: adds torch's
+        include folders, and torch's version to the key.
     prebuilt: a folder in which a wheel may carry the finished library.
     """
 
@@ -85,11 +91,14 @@ class Extension:
         return ("g++", "ninja", *cuda)
 
 
-# -- asking --------------------------------------------------------------------------------------------------------
+# -- asking ----------------------------------------------------------------------------------------
 
 
 def why_not(extension: Extension) -> str | None:
-    """None when `extension` is built or can be, else what is missing. Looks at files only; starts no program."""
+    """None when `extension` is built or can be, else what is missing.
+
+    Looks at files only; starts no program.
+    """
     if (module_name(extension)) in _LOADED or _prebuilt(extension) is not None:
         return None
     missing = [tool for tool in extension.tools if _tool(tool) is None]
@@ -97,7 +106,9 @@ def why_not(extension: Extension) -> str | None:
         missing.append("pybind11")
     if not missing:
         return None
-    return f"not built, and cannot be: {' and '.join(missing)} not found; " + "; ".join(_MENDS[m] for m in missing)
+    return f"not built, and cannot be: {' and '.join(missing)} not found; " + "; ".join(
+        _MENDS[m] for m in missing
+    )
 
 
 def find(extension: Extension) -> Path | None:
@@ -105,13 +116,14 @@ def find(extension: Extension) -> Path | None:
     return _prebuilt(extension) or (_cached(extension) if not _missing(extension) else None)
 
 
-# -- loading and building --------------------------------------------------------------------------------------------
+# -- loading and building --------------------------------------------------------------------------
 
 _LOADED: dict[str, ModuleType] = {}
 
 
 def load(extension: Extension) -> ModuleType:
-    """The module, built now if need be (one log line before, one after); the same object in the whole process.
+    """The module, built now if need be (one log line before, one after); the same object in the
+    whole process.
 
     Raises KernelError with what is missing, or with the compiler's own words.
     """
@@ -146,10 +158,11 @@ def module_name(extension: Extension) -> str:
 
 
 def build(extension: Extension, *, again: bool = False) -> Path:
-    """The finished library; compiles it when neither the wheel nor the cache has it, or always with `again`.
+    """The finished library; compiles it when neither the wheel nor the cache has it, or always with
+    `again`.
 
-    Several processes that come at once make one build. The lock is the operating system's: it ends with its process,
-    so that a build that was killed blocks no later one.
+    Several processes that come at once make one build. The lock is the operating system's: it ends
+    with its process, so that a build that was killed blocks no later one.
     """
     if not again and (found := find(extension)) is not None:
         return found
@@ -164,7 +177,8 @@ def build(extension: Extension, *, again: bool = False) -> Path:
             return found  # somebody else has built it meanwhile
         if target.is_dir() and not target.is_symlink():  # a file or link is replaced
             raise KernelError(
-                f"{extension.name}: {target} is a folder, where the library that is built is to be; remove it"
+                f"{extension.name}: {target} is a folder, where the library that is built is to "
+                "be; remove it"
             )
         for left in target.parent.glob(f"{target.stem}.tmp.*"):  # by a build that was killed
             shutil.rmtree(left, ignore_errors=True)
@@ -179,7 +193,10 @@ def build(extension: Extension, *, again: bool = False) -> Path:
 
 
 def prebuild(extension: Extension, folder: Path) -> list[Path]:
-    """Build into `folder`, for a wheel; returns the library and its record. The wheel serves this Python's ABI only."""
+    """Build into `folder`, for a wheel; returns the library and its record.
+
+    The wheel serves this Python's ABI only.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if missing := _missing(extension):
         raise KernelError(f"{extension.name} cannot be built: {' and '.join(missing)} not found")
@@ -201,7 +218,9 @@ def _compile(extension: Extension, key: str, room: Path) -> Path:
     start = time.perf_counter()
     library = room / f"{extension.module}{_suffix()}"
     (room / "build.ninja").write_text(_ninja_file(extension, library.name))
-    (room / "key.cpp").write_text(f'__attribute__((used)) extern const char ds_build_key[] = "{MARK}{key}";\n')
+    (room / "key.cpp").write_text(
+        f'__attribute__((used)) extern const char ds_build_key[] = "{MARK}{key}";\n'
+    )
     ninja = _tool("ninja")
     assert ninja is not None
     done = subprocess.run(
@@ -215,7 +234,8 @@ def _compile(extension: Extension, key: str, room: Path) -> Path:
     if done.returncode or not library.exists():
         said = "\n".join(done.stdout.strip().splitlines()[-60:])
         raise KernelError(
-            f"{extension.name} does not compile here ({'; '.join(_compilers(extension))}):\n{said}\n"
+            f"{extension.name} does not compile here "
+            f"({'; '.join(_compilers(extension))}):\n{said}\n"
             f"fix the compiler, or do without: uninstall {extension.name}, or disable it "
             f'("plugins": {{"disable": ["{extension.name}"]}})'
         )
@@ -226,10 +246,12 @@ def _compile(extension: Extension, key: str, room: Path) -> Path:
 def _ninja_file(extension: Extension, library: str) -> str:
     """Ninja's description of the build; ``$`` and spaces in paths are escaped its way."""
     include = " ".join(f"-isystem {_quote(path)}" for path in _includes(extension))
-    compiler, nvcc = _quote(str(_tool("g++"))), _quote(str(_tool("nvcc")))
+    compiler = _quote(str(_tool("g++")))
+    nvcc = _quote(str(_tool("nvcc")))
     lines = [
         "rule cxx",
-        f"  command = {compiler} -MMD -MF $out.d {' '.join(extension.flags)} {include} $flags -c $in -o $out",
+        f"  command = {compiler} -MMD -MF $out.d {' '.join(extension.flags)} {include} $flags -c "
+        "$in -o $out",
         "rule cuda",
         f"  command = {nvcc} {' '.join(extension.cuda_flags)} {include} $flags -c $in -o $out",
         "rule link",
@@ -240,7 +262,12 @@ def _ninja_file(extension: Extension, library: str) -> str:
     for i, unit in enumerate(extension.units):
         objects.append(f"{i}_{Path(unit.path).stem}.o")
         rule = "cuda" if unit.path.endswith(".cu") else "cxx"
-        source = str(extension.folder / unit.path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+        source = (
+            str(extension.folder / unit.path)
+            .replace("$", "$$")
+            .replace(" ", "$ ")
+            .replace(":", "$:")
+        )
         lines += [f"build {objects[-1]}: {rule} {source}", f"  flags = {' '.join(unit.flags)}"]
     return "\n".join([*lines, f"build {library}: link {' '.join(objects)}", ""])
 
@@ -261,7 +288,7 @@ def _includes(extension: Extension) -> list[str]:
     return found
 
 
-# -- keys ------------------------------------------------------------------------------------------------------------
+# -- keys ------------------------------------------------------------------------------------------
 
 
 def _source_key(extension: Extension) -> str:
@@ -306,7 +333,8 @@ def _cached(extension: Extension) -> Path | None:
     except (OSError, KernelError) as error:
         log.warning("%s is not loaded, and will be built anew: %s", target.name, error)
         return None
-    library, seal = data[:-_SEAL_SIZE], data[-_SEAL_SIZE:]
+    library = data[:-_SEAL_SIZE]
+    seal = data[-_SEAL_SIZE:]
     if _carries(library, _key(extension)) and hashlib.sha256(library).hexdigest().encode() == seal:
         return target
     log.warning("%s is not as it was built, so it is built anew", target)
@@ -314,7 +342,8 @@ def _cached(extension: Extension) -> Path | None:
 
 
 def _seal(library: Path) -> None:
-    """Add a checksum to a library that was just built, close it to others, and bring it to the disk.
+    """Add a checksum to a library that was just built, close it to others, and bring it to the
+    disk.
 
     The linker leaves alone what follows the parts that a library's header tells of.
     """
@@ -326,9 +355,11 @@ def _seal(library: Path) -> None:
 
 
 def _prebuilt(extension: Extension) -> Path | None:
-    """The library that the wheel brought, when it was built from these very sources for this Python.
+    """The library that the wheel brought, when it was built from these very sources for this
+    Python.
 
-    A user who may write there may change the Python code next to it as well, so no owner is asked for.
+    A user who may write there may change the Python code next to it as well, so no owner is asked
+    for.
     """
     if extension.prebuilt is None or not (extension.prebuilt / RECORD).exists():
         return None
@@ -348,7 +379,7 @@ def _suffix() -> str:
     return str(sysconfig.get_config_var("EXT_SUFFIX"))
 
 
-# -- tools -----------------------------------------------------------------------------------------------------------
+# -- tools -----------------------------------------------------------------------------------------
 
 
 def _missing(extension: Extension) -> list[str]:
@@ -357,19 +388,28 @@ def _missing(extension: Extension) -> list[str]:
 
 
 def _tool(name: str) -> str | None:
-    """Where a program is. The C++ compiler may be named in CXX; ninja may be the Python package's."""
+    """Where a program is.
+
+    The C++ compiler may be named in CXX; ninja may be the Python package's.
+    """
     if name == "g++":
         chosen = os.environ.get("CXX")
         return shutil.which(chosen) if chosen else shutil.which("g++") or shutil.which("c++")
     if name == "ninja":
         return shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable))
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    return (shutil.which(name, path=os.path.join(home, "bin")) if home else None) or shutil.which(name)
+    return (shutil.which(name, path=os.path.join(home, "bin")) if home else None) or shutil.which(
+        name
+    )
 
 
 def _compilers(extension: Extension) -> list[str]:
     """Path and version of each compiler that takes part."""
-    return [_version(path) for tool in extension.tools if tool != "ninja" and (path := _tool(tool)) is not None]
+    return [
+        _version(path)
+        for tool in extension.tools
+        if tool != "ninja" and (path := _tool(tool)) is not None
+    ]
 
 
 @functools.cache

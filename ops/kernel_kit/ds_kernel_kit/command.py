@@ -1,4 +1,6 @@
-"""``dscore ops``: what kernels there are, who serves them here, and building, checking and timing them."""
+"""``dscore ops``: what kernels there are, who serves them here, and building, checking and timing
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,27 @@ if TYPE_CHECKING:
 __all__ = ["app"]
 
 DTYPES = (
-    *("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"),
+    *(
+        "float64",
+        "float32",
+        "bfloat16",
+        "float16",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "complex64",
+        "complex128",
+    ),
     *("int64", "int32", "int16", "int8", "uint8", "bool"),
 )
-"""Dtypes of tensors, as torch names them; written here, since listing kernels need not load torch."""
-_SHORT = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp64": "float64"}
+"""Dtypes of tensors, as torch names them; written here, since listing kernels need not load torch.
+"""
+_SHORT = {
+    "fp32": "float32",
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "fp64": "float64",
+}
 
 Device = Annotated[str, typer.Option(help="A device type, as torch names it.")]
 Dtype = Annotated[str, typer.Option(help="A dtype, as torch names it.")]
@@ -40,11 +58,15 @@ app = typer.Typer(help="List, build, check and time kernels.", no_args_is_help=T
 def list_(device: Device = "cpu", dtype: Dtype = "float32", as_json: Json = False) -> None:
     """Show every operation: its providers, best first, and why one cannot serve."""
     table = _kernels()
-    offered = {d for op in table.ops() for c in table.candidates(op, device, dtype) for d in c.entry.dtypes}
+    offered = {
+        d for op in table.ops() for c in table.candidates(op, device, dtype) for d in c.entry.dtypes
+    }
     if dtype not in (known := {*DTYPES, *offered}):
         close = nearest(_SHORT.get(dtype, dtype), known)
         meant = f"did you mean {close}? " if close else ""
-        raise CommandError(f"--dtype {dtype}: no such dtype; {meant}known: {', '.join(sorted(known))}")
+        raise CommandError(
+            f"--dtype {dtype}: no such dtype; {meant}known: {', '.join(sorted(known))}"
+        )
     rows = []
     for op in table.ops():
         serving = True
@@ -52,9 +74,20 @@ def list_(device: Device = "cpu", dtype: Dtype = "float32", as_json: Json = Fals
             state = candidate.reason or ("serves" if serving else "available")
             serving = serving and candidate.reason is not None
             entry = candidate.entry
-            where, kinds = ", ".join(entry.devices) or "any", ", ".join(entry.dtypes) or "any"
-            rows.append([op, entry.provider, candidate.dist, str(entry.priority), where, kinds, state])
-    columns = ("operation", "provider", "distribution", "priority", "devices", "dtypes", f"on {device} {dtype}")
+            where = ", ".join(entry.devices) or "any"
+            kinds = ", ".join(entry.dtypes) or "any"
+            rows.append(
+                [op, entry.provider, candidate.dist, str(entry.priority), where, kinds, state]
+            )
+    columns = (
+        "operation",
+        "provider",
+        "distribution",
+        "priority",
+        "devices",
+        "dtypes",
+        f"on {device} {dtype}",
+    )
     if as_json:
         show_json([dict(zip((*columns[:6], "state"), row, strict=True)) for row in rows])
     else:
@@ -63,7 +96,9 @@ def list_(device: Device = "cpu", dtype: Dtype = "float32", as_json: Json = Fals
 
 @app.command("build")
 def build(
-    names: Annotated[list[str] | None, typer.Argument(help="Distributions; all when left out.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Distributions; all when left out.")
+    ] = None,
     again: Annotated[bool, typer.Option("--again", help="Also what is built already.")] = False,
 ) -> None:
     """Compile kernels now, not when a run first needs them."""
@@ -73,7 +108,9 @@ def build(
     found = _extensions()
     unknown = set(names or ()) - set(found)
     if unknown:
-        raise CommandError(f"{', '.join(sorted(unknown))}: compiles nothing; known: {', '.join(found) or 'none'}")
+        raise CommandError(
+            f"{', '.join(sorted(unknown))}: compiles nothing; known: {', '.join(found) or 'none'}"
+        )
     failed = False
     for name in names or sorted(found):
         start = time.perf_counter()
@@ -96,7 +133,8 @@ def compare(names: Names = None, device: Device = "cpu") -> None:
     from ds_kernel_kit import comparisons as kit
 
     _log_to_stderr()
-    rows, failed = [], False
+    rows = []
+    failed = False
     for op, candidate in _providers(names, device):
         entry = candidate.entry
         name = [op, entry.provider, candidate.dist]
@@ -111,7 +149,12 @@ def compare(names: Names = None, device: Device = "cpu") -> None:
                 rows.append([*name, f"ok, {kit.check(entry, device)} comparisons"])
             except (AssertionError, KernelError) as error:
                 failed = True
-                rows.append([*name, f"differs: {error}" if isinstance(error, AssertionError) else str(error)])
+                rows.append(
+                    [
+                        *name,
+                        f"differs: {error}" if isinstance(error, AssertionError) else str(error),
+                    ]
+                )
     if not rows:
         typer.echo(f"only references serve {device}: nothing to compare; {install('ds-ops-cpu')}")
         return
@@ -134,7 +177,9 @@ def bench(
         torch.set_num_threads(threads)
     rows: list[list[str]] = []
     base: dict[str, float] = {}
-    for op, candidate in sorted(_providers(names, "cpu"), key=lambda r: (r[0], r[1].entry.priority)):
+    for op, candidate in sorted(
+        _providers(names, "cpu"), key=lambda r: (r[0], r[1].entry.priority)
+    ):
         calls = _timed_calls(int(size))
         if candidate.reason is not None or op not in calls:
             continue
@@ -143,16 +188,20 @@ def bench(
         function = resolve(candidate.entry.load)
         seconds = _seconds(lambda call=calls[op], function=function: call(function))  # type: ignore[misc]
         first = base.setdefault(op, seconds)
-        rows.append([op, candidate.entry.provider, f"{seconds * 1e3:.2f}", f"{first / seconds:.2f}x"])
+        rows.append(
+            [op, candidate.entry.provider, f"{seconds * 1e3:.2f}", f"{first / seconds:.2f}x"]
+        )
     show_table(("operation", "provider", "ms", "speed"), rows)
     typer.echo(f"{int(size):,} elements of fp32, {torch.get_num_threads()} threads, median")
 
 
-# -- what they share ---------------------------------------------------------------------------------------------------
+# -- what they share -------------------------------------------------------------------------------
 
 
 def _kernels() -> Kernels:
-    """What is installed: also the kernels of plugins that a run loads only when its config has their section."""
+    """What is installed: also the kernels of plugins that a run loads only when its config has
+    their section.
+    """
     from ds_core.kernels import Kernels
     from ds_core.plugins import Plugins
 
@@ -178,7 +227,8 @@ def _extensions() -> dict[str, Extension]:
     """What can be compiled, by name."""
     from ds_core.entries import resolve
 
-    table, found = _kernels(), {}
+    table = _kernels()
+    found = {}
     for op in table.ops():
         for candidate in table.candidates(op, "", ""):
             if candidate.entry.build is not None:

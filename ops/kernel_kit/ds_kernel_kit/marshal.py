@@ -1,8 +1,8 @@
 """What compiled providers share: lists of tensors sorted into calls that compiled code can take.
 
-A step arrives as a name, plain numbers and lists of tensors (`StepSpec.compiled`). `sorted_out` makes one call for the
-places of each kind, and leaves those that compiled code cannot take to the reference. The rest allocates and checks
-what quantisation fills.
+A step arrives as a name, plain numbers and lists of tensors (`StepSpec.compiled`). `sorted_out`
+makes one call for the places of each kind, and leaves those that compiled code cannot take to the
+reference. The rest allocates and checks what quantisation fills.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def compiled_steps(run: Run) -> dict[str, Callable[..., list[float] | None]]:
     return {op: spec.compiled(run) for op, spec in STEPS.items()}
 
 
-# -- lists of tensors --------------------------------------------------------------------------------------------------
+# -- lists of tensors ------------------------------------------------------------------------------
 
 
 def sorted_out(
@@ -52,9 +52,11 @@ def sorted_out(
     kind_of: Callable[[Row], Hashable | None],
     call: Callable[[Lists], list[float]],
 ) -> list[float]:
-    """One `call` for the places of each kind, `reference` for those of kind None; the values of all, in order.
+    """One `call` for the places of each kind, `reference` for those of kind None; the values of
+    all, in order.
 
-    What `call` is given has its memory in one order at each place. has_copies: the last list is `reference`'s copies.
+    What `call` is given has its memory in one order at each place. has_copies: the last list is
+    `reference`'s copies.
     """
     kinds: dict[Hashable | None, list[int]] = {}
     rows: list[Row] = list(zip(*lists, strict=True))
@@ -79,7 +81,9 @@ def sorted_out(
 
 
 def in_one_order(row: Row) -> Row:
-    """`row` itself where its tensors' memory is in one order without gaps, else contiguous tensors with its values."""
+    """`row` itself where its tensors' memory is in one order without gaps, else contiguous tensors
+    with its values.
+    """
     if _alike(row):
         return row
     return tuple(t.detach().contiguous() for t in row)
@@ -88,10 +92,14 @@ def in_one_order(row: Row) -> Row:
 def pairs_by_kind(
     into: Tensors, added: Tensors, kind_of: Callable[[Tensor, Tensor], K | None]
 ) -> Iterator[tuple[K | None, list[Tensor], list[Tensor]]]:
-    """The pairs of `references.accumulate` by kind; None too where a pair's memory is not in one order."""
+    """The pairs of `references.accumulate` by kind; None too where a pair's memory is not in one
+    order.
+    """
     kinds: dict[K | None, tuple[list[Tensor], list[Tensor]]] = {}
     for total, more in zip(into, added, strict=True):
-        totals, mores = kinds.setdefault(kind_of(total, more) if _alike((total, more)) else None, ([], []))
+        totals, mores = kinds.setdefault(
+            kind_of(total, more) if _alike((total, more)) else None, ([], [])
+        )
         totals.append(total)
         mores.append(more)
     for kind, (totals, mores) in kinds.items():
@@ -99,12 +107,20 @@ def pairs_by_kind(
 
 
 def sizes_differ(lists: Sequence[Tensors], first: int = 0) -> str:
-    """What is wrong with lists whose tensors differ in size, place by place; first: the number of the first place."""
+    """What is wrong with lists whose tensors differ in size, place by place; first: the number of
+    the first place.
+    """
     counts = [len(ts) for ts in lists]
     if len(set(counts)) > 1:
         return f"lists of one operation have {counts} tensors; each must have as many as the first"
-    place = next(i for i, row in enumerate(zip(*lists, strict=True)) if len({t.numel() for t in row}) > 1)
-    return f"tensors at place {first + place} have {[ts[place].numel() for ts in lists]} elements; they must be alike"
+    place = next(
+        i for i, row in enumerate(zip(*lists, strict=True)) if len({t.numel() for t in row}) > 1
+    )
+    return (
+        f"tensors at place {first + place} have {[ts[place].numel() for ts in lists]} "
+        "elements; "
+        "they must be alike"
+    )
 
 
 def _alike(row: Row) -> bool:
@@ -112,13 +128,20 @@ def _alike(row: Row) -> bool:
     return all(t.stride() == strides for t in row) and references.is_dense(row[0])
 
 
-# -- quantisation ------------------------------------------------------------------------------------------------------
+# -- quantisation ----------------------------------------------------------------------------------
 
 
 def room_for_quantized(
-    numel: int, device: torch.device, *, bits: int, group: int, symmetric: bool, out: references.Quantized | None
+    numel: int,
+    device: torch.device,
+    *,
+    bits: int,
+    group: int,
+    symmetric: bool,
+    out: references.Quantized | None,
 ) -> references.Quantized:
-    """Room for what `references.quantize` makes of `numel` elements: q, scales and lows; `out`, if it is given.
+    """Room for what `references.quantize` makes of `numel` elements: q, scales and lows; `out`, if
+    it is given.
 
     KernelError when `out` is not of the sizes, dtypes and device that are needed, or has gaps.
     """
@@ -131,33 +154,53 @@ def room_for_quantized(
     given, alike = quantized_parts(*out, bits=bits, group=group, numel=numel)
     if not alike or any(t.device != device or not t.is_contiguous() for t in given):
         raise KernelError(
-            f"room for values of {bits} bits must be contiguous, on {device}, and of dtypes {_dtype(bits, symmetric)} "
-            f"and torch.float32; given are {[(t.dtype, str(t.device), t.is_contiguous()) for t in given]}"
+            f"room for values of {bits} bits must be contiguous, on {device}, and of dtypes "
+            f"{_dtype(bits, symmetric)} "
+            "and torch.float32; given are "
+            f"{[(t.dtype, str(t.device), t.is_contiguous()) for t in given]}"
         )
     return out
 
 
-def room_for_values(numel: int, dtype: torch.dtype, device: torch.device, out: Tensor | None) -> Tensor:
-    """Room for what `references.dequantize` makes; `out`, if it is given. KernelError when that does not fit."""
+def room_for_values(
+    numel: int, dtype: torch.dtype, device: torch.device, out: Tensor | None
+) -> Tensor:
+    """Room for what `references.dequantize` makes; `out`, if it is given.
+
+    KernelError when that does not fit.
+    """
     if out is None:
         return torch.empty(numel, dtype=dtype, device=device)
-    if out.numel() != numel or out.dtype != dtype or out.device != device or not out.is_contiguous():
+    if (
+        out.numel() != numel
+        or out.dtype != dtype
+        or out.device != device
+        or not out.is_contiguous()
+    ):
         raise KernelError(
-            f"room for {numel} values of {dtype} on {device} must be contiguous; given are {out.numel()} of "
+            f"room for {numel} values of {dtype} on {device} must be contiguous; given are "
+            f"{out.numel()} of "
             f"{out.dtype} on {out.device}"
         )
     return out.view(-1)
 
 
 def quantized_rows(q: Tensor, scales: Tensor, *, bits: int, group: int, numel: int) -> bool:
-    """Whether rows of q and scales have the dtypes that `references.quantize` gives, each contiguous.
+    """Whether rows of q and scales have the dtypes that `references.quantize` gives, each
+    contiguous.
 
     KernelError when their sizes are not those of `numel` elements.
     """
-    groups, size = (numel + group - 1) // group, _length(numel, bits)
-    if q.dim() != 2 or scales.dim() != 2 or (*q.shape, *scales.shape) != (len(q), size, len(q), groups):
+    groups = (numel + group - 1) // group
+    size = _length(numel, bits)
+    if (
+        q.dim() != 2
+        or scales.dim() != 2
+        or (*q.shape, *scales.shape) != (len(q), size, len(q), groups)
+    ):
         raise KernelError(
-            f"{numel} elements in groups of {group} at {bits} bits are rows of {size} in q and of {groups} in scales; "
+            f"{numel} elements in groups of {group} at {bits} bits are rows of {size} in q and of "
+            f"{groups} in scales; "
             f"given are {tuple(q.shape)} and {tuple(scales.shape)}"
         )
     alike = q.dtype == _dtype(bits, True) and scales.dtype == torch.float32
@@ -167,15 +210,18 @@ def quantized_rows(q: Tensor, scales: Tensor, *, bits: int, group: int, numel: i
 def quantized_parts(
     q: Tensor, scales: Tensor, lows: Tensor | None, *, bits: int, group: int, numel: int
 ) -> tuple[list[Tensor], bool]:
-    """Those of q, scales and lows that there are, and whether they have the dtypes that `references.quantize` gives.
+    """Those of q, scales and lows that there are, and whether they have the dtypes that
+    `references.quantize` gives.
 
     KernelError when their sizes are not those of `numel` elements.
     """
-    groups, size = (numel + group - 1) // group, _length(numel, bits)
+    groups = (numel + group - 1) // group
+    size = _length(numel, bits)
     given = [q, scales, *([] if lows is None else [lows])]
     if q.numel() != size or any(t.numel() != groups for t in given[1:]):
         raise KernelError(
-            f"{numel} elements in groups of {group} at {bits} bits are {size} in q and {groups} in scales and lows; "
+            f"{numel} elements in groups of {group} at {bits} bits are {size} in q and {groups} in "
+            "scales and lows; "
             f"given are {q.numel()}, {scales.numel()} and {0 if lows is None else lows.numel()}"
         )
     wanted = [_dtype(bits, lows is None), torch.float32, torch.float32]

@@ -1,4 +1,6 @@
-"""Declares the references, at priority 0 for any device and dtype, and the command ``dscore ops`` (torch-free)."""
+"""Declares the references, at priority 0 for any device and dtype, and the command ``dscore ops``
+(torch-free).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,17 @@ from ds_core.entries import CommandEntry, KernelEntry
 __all__ = ["ds_commands", "ds_kernels"]
 
 OPS = (
-    *("accumulate", "adagrad", "adam", "dequantize", "dequantize_sum", "lamb", "lion", "quantize", "requantize_sum"),
+    *(
+        "accumulate",
+        "adagrad",
+        "adam",
+        "dequantize",
+        "dequantize_sum",
+        "lamb",
+        "lion",
+        "quantize",
+        "requantize_sum",
+    ),
     "sgd",
 )
 
@@ -24,4 +36,6 @@ def ds_kernels() -> Iterable[KernelEntry]:
 
 def ds_commands() -> Mapping[str, CommandEntry]:
     """``dscore ops``."""
-    return {"ops": CommandEntry("ds_kernel_kit.command:app", "List, build, check and time kernels.")}
+    return {
+        "ops": CommandEntry("ds_kernel_kit.command:app", "List, build, check and time kernels.")
+    }

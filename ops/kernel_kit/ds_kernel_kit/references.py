@@ -1,12 +1,14 @@
-"""What each kernel means: the core's pure-torch references, and the path where nothing faster is installed.
+"""What each kernel means: the core's pure-torch references, and the path where nothing faster is
+installed.
 
-All take lists of tensors and update them in place. Scalars are exact (fp64); 16-bit tensors are widened to fp32, worked
-on there and rounded once. Where torch has a fused function for just this update it is called, so that results are those
-of torch's own optimizer bit for bit.
+All take lists of tensors and update them in place. Scalars are exact (fp64); 16-bit tensors are
+widened to fp32, worked on there and rounded once. Where torch has a fused function for just this
+update it is called, so that results are those of torch's own optimizer bit for bit.
 
-Every optimizer step takes two options more than its mathematics: `scale` multiplies the gradients as they are read
-(unscaling and clipping in one number; gradients themselves are not changed), and `copies` get the new parameters, cast
-(the 16-bit weights of mixed precision). Parameters, gradients, states and copies of one place have one shape.
+Every optimizer step takes two options more than its mathematics: `scale` multiplies the gradients
+as they are read (unscaling and clipping in one number; gradients themselves are not changed), and
+`copies` get the new parameters, cast (the 16-bit weights of mixed precision). Parameters,
+gradients, states and copies of one place have one shape.
 """
 
 from __future__ import annotations
@@ -46,13 +48,30 @@ def adam(
     """Adam, or AdamW when `decoupled`. step: the number of this update, from 1."""
     if not params:
         return
-    if bias_correction and _alike(params, exp_avgs, exp_avg_sqs) and (given := _fitting(params, grads, scale)):
+    if (
+        bias_correction
+        and _alike(params, exp_avgs, exp_avg_sqs)
+        and (given := _fitting(params, grads, scale))
+    ):
         fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
-        steps = [torch.full((), float(step), dtype=torch.float32, device=params[0].device)] * len(params)
+        steps = [torch.full((), float(step), dtype=torch.float32, device=params[0].device)] * len(
+            params
+        )
         fused(
-            list(params), given, list(exp_avgs), list(exp_avg_sqs), [], steps,
-            lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
-        )  # fmt: skip
+            list(params),
+            given,
+            list(exp_avgs),
+            list(exp_avg_sqs),
+            [],
+            steps,
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=weight_decay,
+            eps=eps,
+            amsgrad=False,
+            maximize=False,
+        )
         _cast_out(params, copies)
         return
     correction1 = 1 - beta1**step if bias_correction else 1.0
@@ -87,9 +106,16 @@ def adagrad(
     if _alike(params, sums) and (given := _fitting(params, grads, scale)):
         steps = [torch.ones((), dtype=torch.float32, device=params[0].device)] * len(params)
         torch._fused_adagrad_(
-            list(params), given, list(sums), steps,
-            lr=lr, lr_decay=0.0, weight_decay=weight_decay, eps=eps, maximize=False,
-        )  # fmt: skip
+            list(params),
+            given,
+            list(sums),
+            steps,
+            lr=lr,
+            lr_decay=0.0,
+            weight_decay=weight_decay,
+            eps=eps,
+            maximize=False,
+        )
         _cast_out(params, copies)
         return
 
@@ -144,10 +170,17 @@ def sgd(
     half = any(p.dtype in (torch.float16, torch.bfloat16) for p in params)
     if not half and _alike(params, momenta or ()) and (given := _fitting(params, grads, scale)):
         torch._fused_sgd_(
-            list(params), given, list(momenta or ()),
-            weight_decay=weight_decay, momentum=momentum, lr=lr, dampening=dampening, nesterov=nesterov,
-            maximize=False, is_first_step=first,
-        )  # fmt: skip
+            list(params),
+            given,
+            list(momenta or ()),
+            weight_decay=weight_decay,
+            momentum=momentum,
+            lr=lr,
+            dampening=dampening,
+            nesterov=nesterov,
+            maximize=False,
+            is_first_step=first,
+        )
         _cast_out(params, copies)
         return
 
@@ -183,7 +216,8 @@ def lamb(
 ) -> list[float]:
     """LAMB; returns each tensor's trust ratio. Each tensor must be whole.
 
-    The update is worked out from the moments as they are stored, so a kernel may do so in a second pass.
+    The update is worked out from the moments as they are stored, so a kernel may do so in a second
+    pass.
     """
     size = lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step) if bias_correction else lr
     kinds = [t.dtype for t in exp_avgs]
@@ -193,7 +227,8 @@ def lamb(
         m.lerp_(g, 1 - beta1)
         v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         kind = kinds[len(coeffs)]
-        first, second = m.to(kind).to(m.dtype), v.to(kind).to(v.dtype)
+        first = m.to(kind).to(m.dtype)
+        second = v.to(kind).to(v.dtype)
         u = first / ((second + eps).sqrt_() if eps_inside_sqrt else second.sqrt().add_(eps))
         if weight_decay:
             u.add_(p, alpha=weight_decay)
@@ -212,13 +247,17 @@ def accumulate(into: Tensors, added: Tensors, *, scale: float = 1.0) -> None:
         total.add_(more, alpha=scale)
 
 
-def quantize(x: Tensor, *, bits: int, group: int, symmetric: bool, out: Quantized | None = None) -> Quantized:
-    """The elements of `x` in whole numbers, `group` of them (in order; the last group may be shorter) to a scale.
+def quantize(
+    x: Tensor, *, bits: int, group: int, symmetric: bool, out: Quantized | None = None
+) -> Quantized:
+    """The elements of `x` in whole numbers, `group` of them (in order; the last group may be
+    shorter) to a scale.
 
-    Returns q, scales and lows (fp32, one per group; lows None when symmetric). symmetric: q in ±(2^(bits-1) - 1) and
-    x ≈ q * scale; else q in 0 .. 2^bits - 1 and x ≈ q * scale + low. bits 8: q has one element for each of x, int8 or
-    uint8. bits 4: uint8, two to a byte, the first in the low half; `group` must be even. A group that is all one value
-    (symmetric: all zero), or whose range is not finite, is all zeros; what is not finite shows in its scale.
+    Returns q, scales and lows (fp32, one per group; lows None when symmetric). symmetric: q in
+    ±(2^(bits-1) - 1) and x ≈ q * scale; else q in 0 .. 2^bits - 1 and x ≈ q * scale + low. bits 8:
+    q has one element for each of x, int8 or uint8. bits 4: uint8, two to a byte, the first in the
+    low half; `group` must be even. A group that is all one value (symmetric: all zero), or whose
+    range is not finite, is all zeros; what is not finite shows in its scale.
     out: contiguous tensors that are filled and returned.
     """
     check_quantize(bits, group)
@@ -263,13 +302,16 @@ def dequantize(
     dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
-    """What `quantize` was given, but for rounding: a flat tensor of `numel` elements. lows: None when symmetric.
+    """What `quantize` was given, but for rounding: a flat tensor of `numel` elements. lows: None
+    when symmetric.
 
     out: a contiguous tensor of `dtype` that is filled and returned.
     """
     check_quantize(bits, group)
     if out is not None:
-        return out.view(-1).copy_(dequantize(q, scales, lows, bits=bits, group=group, numel=numel, dtype=dtype))
+        return out.view(-1).copy_(
+            dequantize(q, scales, lows, bits=bits, group=group, numel=numel, dtype=dtype)
+        )
     if bits == 4:
         q = torch.stack([q & 15, q >> 4], 1).view(-1)[:numel]
         q = (q.to(torch.int16) ^ 8) - 8 if lows is None else q
@@ -288,14 +330,18 @@ def dequantize_sum(
     dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The sum of what rows of symmetrically quantised values stand for, in order, in fp32, and rounded once.
+    """The sum of what rows of symmetrically quantised values stand for, in order, in fp32, and
+    rounded once.
 
-    q, scales: each row what `quantize` gives of `numel` elements; rows are contiguous. out: as for `dequantize`.
+    q, scales: each row what `quantize` gives of `numel` elements; rows are contiguous. out: as for
+    `dequantize`.
     """
     check_quantize(bits, group)
     total = torch.zeros(numel, device=q.device)
     for row, steps in zip(q, scales, strict=True):
-        total += dequantize(row, steps, None, bits=bits, group=group, numel=numel, dtype=torch.float32)
+        total += dequantize(
+            row, steps, None, bits=bits, group=group, numel=numel, dtype=torch.float32
+        )
     return total.to(dtype) if out is None else out.view(-1).copy_(total)
 
 
@@ -316,7 +362,9 @@ def check_quantize(bits: int, group: int) -> None:
 
 
 def _alike(params: Tensors, *others: Tensors) -> bool:
-    """Whether torch's fused functions serve: one dtype, and memory in one order, of which they go by."""
+    """Whether torch's fused functions serve: one dtype, and memory in one order, of which they go
+    by.
+    """
     first = params[0]
     return first.device.type in _FUSED_DEVICES and all(
         t.dtype == p.dtype and t.stride() == p.stride() and is_dense(p)
@@ -326,11 +374,14 @@ def _alike(params: Tensors, *others: Tensors) -> bool:
 
 
 def _fitting(params: Tensors, grads: Tensors, scale: float) -> list[Tensor] | None:
-    """Gradients times `scale` as torch's fused functions take them: in the parameters' dtype, at their strides.
+    """Gradients times `scale` as torch's fused functions take them: in the parameters' dtype, at
+    their strides.
 
     None where they are not, or where 16 bits would round the product.
     """
-    if not all(g.stride() == p.stride() and is_dense(p) for p, g in zip(params, grads, strict=True)):
+    if not all(
+        g.stride() == p.stride() and is_dense(p) for p, g in zip(params, grads, strict=True)
+    ):
         return None
     given = list(grads)
     if all(g.dtype == p.dtype for p, g in zip(params, grads, strict=True)):
@@ -354,15 +405,21 @@ def is_dense(tensor: Tensor) -> bool:
     if tensor.is_contiguous():
         return True
     expected = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+    for stride, size in sorted(
+        (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
         if size != 1 and stride != expected:
             return False
         expected *= size
     return True
 
 
-def _each(update: Callable[..., None], scale: float, copies: Tensors | None, *lists: Tensors) -> None:
-    """`update` for the tensors at each place, 16-bit ones as fp32 copies; all but gradients (the second) are kept."""
+def _each(
+    update: Callable[..., None], scale: float, copies: Tensors | None, *lists: Tensors
+) -> None:
+    """`update` for the tensors at each place, 16-bit ones as fp32 copies; all but gradients (the
+    second) are kept.
+    """
     for row in zip(*lists, strict=True):
         wide = torch.float64 if any(t.dtype == torch.float64 for t in row) else torch.float32
         widened = [t.to(wide) for t in row]

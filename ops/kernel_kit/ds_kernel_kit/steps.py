@@ -1,7 +1,9 @@
-"""`StepSpec`: one record per optimizer step, from which providers, comparisons and timings are made.
+"""`StepSpec`: one record per optimizer step, from which providers, comparisons and timings are
+made.
 
-The signature of an operation's reference names its tensors and options; nothing repeats it. What the record adds is the
-order in which compiled code takes the options as plain numbers, and the values with which providers are compared.
+The signature of an operation's reference names its tensors and options; nothing repeats it. What
+the record adds is the order in which compiled code takes the options as plain numbers, and the
+values with which providers are compared.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from ds_kernel_kit import references
 __all__ = ["GRADS", "STEPS", "Lists", "Reference", "Run", "StepSpec", "Tensors"]
 
 GRADS = 1
-"""The place of the gradients among the lists of tensors: the only list that a step does not write."""
+"""The place of the gradients among the lists of tensors: the only list that a step does not write.
+"""
 
 Tensors = Sequence[Tensor]
 Lists = list[list[Tensor]]
@@ -28,7 +31,9 @@ Options = Mapping[str, Any]
 
 
 class Run(Protocol):
-    """Carries out one step; returns one value per tensor, in order, if the step has such values, else nothing."""
+    """Carries out one step; returns one value per tensor, in order, if the step has such values,
+    else nothing.
+    """
 
     def __call__(
         self,
@@ -38,17 +43,21 @@ class Run(Protocol):
         lists: Sequence[Tensors],
         copies: Tensors | None,
     ) -> list[float]:
-        """lists: parameters, gradients and states. numbers: `scale`, then those of the record, for compiled `name`."""
+        """lists: parameters, gradients and states. numbers: `scale`, then those of the record, for
+        compiled `name`.
+        """
 
 
 @dataclass(frozen=True)
 class StepSpec:
     """An optimizer step ``op(params, grads, *states, **options, scale=1.0, copies=None)``.
 
-    reference: a function of `ds_kernel_kit.references`; its positional arguments are lists of tensors, its keyword
-    arguments the options; it returns None or a value per tensor. numbers: what compiled code takes after `scale`, in
-    order: names of options, or functions of all options. trials: options of the calls that a comparison makes one
-    after another on the same tensors. squares: the state that holds sums of squares, which are never negative.
+    reference: a function of `ds_kernel_kit.references`; its positional arguments are lists of
+        tensors, its keyword arguments the options; it returns None or a value per tensor. numbers:
+        what compiled code takes after `scale`, in
+    order: names of options, or functions of all options. trials: options of the calls that a
+        comparison makes one after another on the same tensors. squares: the state that holds sums
+        of squares, which are never negative.
     """
 
     reference: Callable[..., Any]
@@ -78,13 +87,22 @@ class StepSpec:
 
     def compiled(self, run: Run) -> Callable[..., Any]:
         """The operation with the reference's signature, carried out by `run`."""
-        op, defaults, numbers, width = self.op, self.defaults, self.numbers, len(self.tensors)
+        op = self.op
+        defaults = self.defaults
+        numbers = self.numbers
+        width = len(self.tensors)
         signature = inspect.signature(self.reference)
         has_values = signature.return_annotation not in (None, "None")
 
-        def step(*lists: Any, scale: float = 1.0, copies: Tensors | None = None, **given: Any) -> list[float] | None:
+        def step(
+            *lists: Any, scale: float = 1.0, copies: Tensors | None = None, **given: Any
+        ) -> list[float] | None:
             options = {**defaults, **given}
-            if len(options) != len(defaults) or inspect.Parameter.empty in options.values() or len(lists) != width:
+            if (
+                len(options) != len(defaults)
+                or inspect.Parameter.empty in options.values()
+                or len(lists) != width
+            ):
                 signature.bind(*lists, **given)  # raises TypeError with the names
             plain = (scale, *[options[n] if type(n) is str else n(options) for n in numbers])  # type: ignore[operator]
 
@@ -114,14 +132,36 @@ def _lamb_size(o: Options) -> float:
 
 _MOMENTS = {"lr": 0.1, "beta1": 0.875, "beta2": 0.96875, "weight_decay": 0.125}
 _ADAM = {**_MOMENTS, "eps": 1e-3}
-_LAMB = {**_ADAM, "min_coeff": 0.01, "max_coeff": 10.0, "bias_correction": True, "eps_inside_sqrt": False}
-_SGD = {"lr": 0.1, "momentum": 0.875, "dampening": 0.0, "weight_decay": 0.125, "nesterov": False, "first": False}
+_LAMB = {
+    **_ADAM,
+    "min_coeff": 0.01,
+    "max_coeff": 10.0,
+    "bias_correction": True,
+    "eps_inside_sqrt": False,
+}
+_SGD = {
+    "lr": 0.1,
+    "momentum": 0.875,
+    "dampening": 0.0,
+    "weight_decay": 0.125,
+    "nesterov": False,
+    "first": False,
+}
 _ADAGRAD = {"lr": 0.1, "eps": 1e-3, "weight_decay": 0.0}
 
 _ALL = (
     StepSpec(
         references.adam,
-        ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled", _correction("beta1"), _correction("beta2")),
+        (
+            "lr",
+            "beta1",
+            "beta2",
+            "eps",
+            "weight_decay",
+            "decoupled",
+            _correction("beta1"),
+            _correction("beta2"),
+        ),
         (
             {**_ADAM, "step": 1},
             {**_ADAM, "step": 7, "scale": 0.375, "decoupled": False},
@@ -152,7 +192,16 @@ _ALL = (
     ),
     StepSpec(
         references.lamb,
-        (_lamb_size, "beta1", "beta2", "eps", "eps_inside_sqrt", "weight_decay", "min_coeff", "max_coeff"),
+        (
+            _lamb_size,
+            "beta1",
+            "beta2",
+            "eps",
+            "eps_inside_sqrt",
+            "weight_decay",
+            "min_coeff",
+            "max_coeff",
+        ),
         (
             {**_LAMB, "step": 1},
             {**_LAMB, "step": 5, "eps_inside_sqrt": True, "scale": 0.375, "max_coeff": 0.5},

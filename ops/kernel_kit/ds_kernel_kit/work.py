@@ -1,7 +1,8 @@
-"""What a compiled kernel computes, told to those who count it: torch's dispatcher does not see inside.
+"""What a compiled kernel computes, told to those who count it: torch's dispatcher does not see
+inside.
 
-`tell` calls an operation of torch that does nothing, ``ds_kernel_kit::work``. Dispatch modes see it, such as
-``torch.utils.flop_counter.FlopCounterMode`` and ds-flops-profiler.
+`tell` calls an operation of torch that does nothing, ``ds_kernel_kit::work``. Dispatch modes see
+it, such as ``torch.utils.flop_counter.FlopCounterMode`` and ds-flops-profiler.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ def watched() -> bool:
 
 
 def tell(like: Tensor, macs: int, elements: int = 0) -> None:
-    """A kernel does so many multiply-accumulates, and an activation or the like of so many elements.
+    """A kernel does so many multiply-accumulates, and an activation or the like of so many
+    elements.
 
-    like: a tensor that it was given. To be called where `watched`, in the forward and the backward that run the kernel.
+    like: a tensor that it was given. To be called where `watched`, in the forward and the backward
+    that run the kernel.
     """
     torch.ops.ds_kernel_kit.work(like, macs, elements)

@@ -49,7 +49,9 @@ def tiny(tmp_path: Path) -> Extension:
     return Extension("ds-tiny", "_tiny", folder, (Unit("tiny.cpp"),), flags=flags)
 
 
-def test_builds_once_and_says_so(tiny: Extension, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_builds_once_and_says_so(
+    tiny: Extension, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert build.why_not(tiny) is None and not cache.exists()  # asking starts nothing
     with caplog.at_level(logging.WARNING, "ds_kernel_kit"):
         module = build.load(tiny)
@@ -106,7 +108,9 @@ def test_a_library_under_a_foreign_key_is_not_loaded(tiny: Extension, cache: Pat
 def test_a_folder_that_others_can_enter_is_refused(tiny: Extension, cache: Path, mode: int) -> None:
     cache.mkdir(parents=True)
     cache.chmod(mode)
-    with pytest.raises(KernelError, match=f"mode {mode:04o}.*; remove it .* or set DS_CORE_CACHE") as caught:
+    with pytest.raises(
+        KernelError, match=f"mode {mode:04o}.*; remove it .* or set DS_CORE_CACHE"
+    ) as caught:
         build.build(tiny)
     assert "chmod" not in str(caught.value)  # which would bless what others have put there
 
@@ -126,7 +130,9 @@ def test_a_base_that_others_can_change_is_refused(tiny: Extension, cache: Path, 
 
 
 @pytest.mark.parametrize("which", ["base", "ops"])
-def test_a_linked_folder_is_refused(tiny: Extension, cache: Path, tmp_path: Path, which: str) -> None:
+def test_a_linked_folder_is_refused(
+    tiny: Extension, cache: Path, tmp_path: Path, which: str
+) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
     link = cache if which == "ops" else cache.parent
@@ -136,7 +142,9 @@ def test_a_linked_folder_is_refused(tiny: Extension, cache: Path, tmp_path: Path
         build.build(tiny)
 
 
-@pytest.mark.parametrize("how", ["link", "fifo", "others may write", "cut off", "changed", "unloadable"])
+@pytest.mark.parametrize(
+    "how", ["link", "fifo", "others may write", "cut off", "changed", "unloadable"]
+)
 def test_a_library_that_cannot_be_trusted_is_built_anew(
     tiny: Extension, cache: Path, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -184,7 +192,13 @@ def test_what_another_user_owns_is_not_trusted(tiny: Extension, cache: Path, whi
     target = build.build(tiny)
     lock = target.with_suffix(".lock")
     nobody = 65534
-    paths = {"library": target, "lock": lock, "ops": cache, "base": cache.parent, "above": cache.parent.parent}
+    paths = {
+        "library": target,
+        "lock": lock,
+        "ops": cache,
+        "base": cache.parent,
+        "above": cache.parent.parent,
+    }
     os.chown(paths[which], nobody, nobody)
     if which == "library":
         assert build.find(tiny) is None and build.load(tiny).number() == 42
@@ -199,25 +213,40 @@ def test_the_compilers_own_words(tiny: Extension, cache: Path) -> None:
     with pytest.raises(KernelError, match="does not compile here") as caught:
         build.load(tiny)
     text = str(caught.value)
-    assert "undeclared_thing" in text and "g++" in text and '"plugins": {"disable": ["ds-tiny"]}' in text
+    assert (
+        "undeclared_thing" in text
+        and "g++" in text
+        and '"plugins": {"disable": ["ds-tiny"]}' in text
+    )
     assert [p.suffix for p in cache.iterdir()] == [".lock"]  # nothing half-made is left
 
 
 @pytest.mark.parametrize(
     ("absent", "fix"),
-    [("g++", "apt install g++"), ("ninja", "pip install ninja"), ("pybind11", "pip install pybind11")],
+    [
+        ("g++", "apt install g++"),
+        ("ninja", "pip install ninja"),
+        ("pybind11", "pip install pybind11"),
+    ],
 )
-def test_a_missing_tool_is_named(tiny: Extension, monkeypatch: pytest.MonkeyPatch, absent: str, fix: str) -> None:
-    tool, spec = build._tool, build.importlib.util.find_spec
+def test_a_missing_tool_is_named(
+    tiny: Extension, monkeypatch: pytest.MonkeyPatch, absent: str, fix: str
+) -> None:
+    tool = build._tool
+    spec = build.importlib.util.find_spec
     monkeypatch.setattr(build, "_tool", lambda name: None if name == absent else tool(name))
-    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None if name == absent else spec(name))
+    monkeypatch.setattr(
+        build.importlib.util, "find_spec", lambda name: None if name == absent else spec(name)
+    )
     why = build.why_not(tiny)
     assert why is not None and f"{absent} not found" in why and fix in why
     with pytest.raises(KernelError, match="ds-tiny cannot be built"):
         build.load(tiny)
 
 
-def test_a_compiler_named_in_cxx_is_not_replaced_silently(tiny: Extension, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_named_in_cxx_is_not_replaced_silently(
+    tiny: Extension, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", "/no/such/compiler")
     why = build.why_not(tiny)
     assert why is not None and "g++ not found" in why and "CXX" in why
@@ -243,18 +272,24 @@ print(build.load(extension).number(), flush=True)
 def child(tiny: Extension) -> Callable[[bool], subprocess.Popen[str]]:
     def start(hang: bool) -> subprocess.Popen[str]:
         what = json.dumps({"folder": str(tiny.folder), "flags": tiny.flags, "hang": hang})
-        return subprocess.Popen([sys.executable, "-c", CHILD, what], stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            [sys.executable, "-c", CHILD, what], stdout=subprocess.PIPE, text=True
+        )
 
     return start
 
 
-def test_processes_that_come_together_build_once(child: Callable[[bool], subprocess.Popen[str]]) -> None:
+def test_processes_that_come_together_build_once(
+    child: Callable[[bool], subprocess.Popen[str]],
+) -> None:
     said = [p.communicate(timeout=300)[0].split() for p in [child(False) for _ in range(3)]]
     assert [words[-1] for words in said] == ["42"] * 3
     assert sum("compiled" in words for words in said) == 1
 
 
-def test_a_killed_build_makes_nobody_wait(child: Callable[[bool], subprocess.Popen[str]], cache: Path) -> None:
+def test_a_killed_build_makes_nobody_wait(
+    child: Callable[[bool], subprocess.Popen[str]], cache: Path
+) -> None:
     killed = child(True)
     assert killed.stdout is not None and killed.stdout.readline() == "holding\n"
     assert [p for p in cache.iterdir() if ".tmp." in p.name]

@@ -35,43 +35,58 @@ def wrong(into: Any, added: Any, *, scale: float = 1.0) -> None:
 
 @pytest.fixture
 def dscore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """(words, entries) -> what ``dscore ops`` said, and its exit code, with a plugin that offers `entries`."""
+    """(words, entries) -> what ``dscore ops`` said, and its exit code, with a plugin that offers
+    `entries`.
+    """
     monkeypatch.setenv("DS_CORE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "bad.cpp").write_text("this is no program\n")
     (tmp_path / "no.header").mkdir()  # nor a source
     module: Any = ModuleType("ops_cli")
-    module.right, module.wrong = references.accumulate, wrong
+    module.right = references.accumulate
+    module.wrong = wrong
     module.EXTENSION = Extension("ds-ops-cli", "_cli", tmp_path, (Unit("bad.cpp"),))
     monkeypatch.setitem(sys.modules, "ops_cli", module)
 
     def run(*words: str, entries: tuple[KernelEntry, ...] = ENTRIES) -> Any:
         module.ds_kernels = lambda: entries
-        found = [KIT] + ([Found("ops_cli", BACKENDS, "ops_cli", "ds-ops-cli", "1.0")] if entries else [])
+        found = [KIT] + (
+            [Found("ops_cli", BACKENDS, "ops_cli", "ds-ops-cli", "1.0")] if entries else []
+        )
         monkeypatch.setattr(ops, "_kernels", lambda: Kernels(Plugins(found=found)))
         done = CliRunner().invoke(ops.app, list(words))
-        if done.exception is not None and not isinstance(done.exception, (SystemExit, CommandError)):
+        if done.exception is not None and not isinstance(
+            done.exception, (SystemExit, CommandError)
+        ):
             raise done.exception
         return done
 
     return run
 
 
-@pytest.mark.parametrize(("dtype", "meant"), [("int99", "int"), ("bf16", "did you mean bfloat16?"), ("", "float32")])
+@pytest.mark.parametrize(
+    ("dtype", "meant"), [("int99", "int"), ("bf16", "did you mean bfloat16?"), ("", "float32")]
+)
 def test_list_knows_dtypes(dscore: Any, dtype: str, meant: str) -> None:
     done = dscore("list", "--dtype", dtype)
     assert isinstance(done.exception, CommandError)
-    assert f"--dtype {dtype}: no such dtype; " in str(done.exception) and meant in str(done.exception)
+    assert f"--dtype {dtype}: no such dtype; " in str(done.exception) and meant in str(
+        done.exception
+    )
     assert dscore("list", "--dtype", "float8_e5m2").exit_code == 0
 
 
 def test_list_says_who_serves_and_why_not(dscore: Any) -> None:
     said = json.loads(dscore("list", "--json").stdout)
     rows = {(r["operation"], r["provider"]): r["state"] for r in said}
-    assert rows["accumulate", "right"] == "serves" and rows["accumulate", "reference"] == "available"
+    assert (
+        rows["accumulate", "right"] == "serves" and rows["accumulate", "reference"] == "available"
+    )
     assert rows["lion", "gpu"] == "serves cuda only" and rows["lion", "away"] == "g++ not found"
     assert rows["lion", "reference"] == "serves"
     on_gpu = json.loads(dscore("list", "--json", "--device", "cuda").stdout)
-    assert {r["provider"]: r["state"] for r in on_gpu if r["operation"] == "lion"}["gpu"] == "serves"
+    assert {r["provider"]: r["state"] for r in on_gpu if r["operation"] == "lion"}[
+        "gpu"
+    ] == "serves"
     assert "lion" in dscore("list").stdout
 
 
@@ -92,10 +107,13 @@ def test_test_compares(dscore: Any) -> None:
     assert "not available: g++ not found" in lines["lion", "away"]
     assert ("lion", "gpu") not in lines
     bad = dscore("test", entries=(KernelEntry("accumulate", "wrong", "ops_cli:wrong", 10),))
-    assert bad.exit_code == 1 and "differs: accumulate by wrong, torch.float32 contiguous scaled" in bad.stdout
     assert (
-        "nothing to compare; `pip install ./ops/comm_gloo ./ops/kernel_kit ./ops/inference_kit ./ops/cpu`"
-        in dscore("test", entries=()).output
+        bad.exit_code == 1
+        and "differs: accumulate by wrong, torch.float32 contiguous scaled" in bad.stdout
+    )
+    assert (
+        "nothing to compare; `pip install ./ops/comm_gloo ./ops/kernel_kit ./ops/inference_kit "
+        "./ops/cpu`" in dscore("test", entries=()).output
     )
 
 

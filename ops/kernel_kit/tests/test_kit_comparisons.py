@@ -1,4 +1,6 @@
-"""The kernel kit finds what it is there to find: each of these wrong kernels is told from the right one."""
+"""The kernel kit finds what it is there to find: each of these wrong kernels is told from the right
+one.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def ignores_strides(params: Any, grads: Any, momenta: Any, **factors: Any) -> No
         copy.copy_(param)
 
 
-def changes_gradients(params: Any, grads: Any, *states: Any, scale: float = 1.0, **factors: Any) -> None:
+def changes_gradients(
+    params: Any, grads: Any, *states: Any, scale: float = 1.0, **factors: Any
+) -> None:
     for grad in grads:
         grad.mul_(scale)
     references.adam(params, grads, *states, **factors)
@@ -59,16 +63,23 @@ WRONG: dict[str, tuple[str, Callable[..., Any]]] = {
     "sgd without nesterov": ("sgd", without("sgd", nesterov=False)),
     "lamb without limits": ("lamb", without("lamb", max_coeff=1e9)),
     "lamb with eps outside": ("lamb", without("lamb", eps_inside_sqrt=False)),
-    "a norm that drops NaN": ("squared_norm", lambda ts: squared_norm([t.nan_to_num() for t in ts])),
+    "a norm that drops NaN": (
+        "squared_norm",
+        lambda ts: squared_norm([t.nan_to_num() for t in ts]),
+    ),
     "a norm that underflows": (
         "squared_norm",
         lambda ts: torch.tensor(sum(float(t.half().float().square().sum()) for t in ts)),
     ),
-    "accumulation without scale": ("accumulate", lambda into, added, scale=1.0: references.accumulate(into, added)),
+    "accumulation without scale": (
+        "accumulate",
+        lambda into, added, scale=1.0: references.accumulate(into, added),
+    ),
     "quantisation to 127": (
         "quantize",
         lambda x, **how: tuple(
-            t if i or t is None else t.clamp(max=100) for i, t in enumerate(references.quantize(x, **how))
+            t if i or t is None else t.clamp(max=100)
+            for i, t in enumerate(references.quantize(x, **how))
         ),
     ),
     "a sum of the first row": (
@@ -77,11 +88,15 @@ WRONG: dict[str, tuple[str, Callable[..., Any]]] = {
     ),
     "a sum quantised in other groups": (
         "requantize_sum",
-        lambda q, s, **how: tuple(t if i != 1 else t * 2 for i, t in enumerate(references.requantize_sum(q, s, **how))),
+        lambda q, s, **how: tuple(
+            t if i != 1 else t * 2 for i, t in enumerate(references.requantize_sum(q, s, **how))
+        ),
     ),
     "dequantisation without lows": (
         "dequantize",
-        lambda q, s, lows, **how: references.dequantize(q, s, None if lows is None else lows * 0, **how),
+        lambda q, s, lows, **how: references.dequantize(
+            q, s, None if lows is None else lows * 0, **how
+        ),
     ),
 }
 
@@ -107,7 +122,8 @@ def test_a_fault_is_found(fault: str, entry: Callable[..., KernelEntry]) -> None
 
 
 @pytest.mark.parametrize(
-    "op", ["adam", *(pytest.param(op, marks=pytest.mark.slow) for op in sorted(CHECKS) if op != "adam")]
+    "op",
+    ["adam", *(pytest.param(op, marks=pytest.mark.slow) for op in sorted(CHECKS) if op != "adam")],
 )
 def test_the_reference_passes(op: str, entry: Callable[..., KernelEntry]) -> None:
     right = squared_norm if op == "squared_norm" else getattr(references, op)

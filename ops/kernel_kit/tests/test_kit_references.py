@@ -1,4 +1,6 @@
-"""The references: torch's own numbers where torch has the update, and the sizes and layouts that they take."""
+"""The references: torch's own numbers where torch has the update, and the sizes and layouts that
+they take.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,23 @@ def test_adam_is_torchs(dtype: torch.dtype, scale: float) -> None:
     theirs = torch.nn.Parameter(mine.clone())
     grads = [torch.randn(50, dtype=dtype) for _ in range(5)]
     optimizer = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.1, fused=True)
-    m, v = torch.zeros_like(mine), torch.zeros_like(mine)
+    m = torch.zeros_like(mine)
+    v = torch.zeros_like(mine)
     for step, grad in enumerate(grads, 1):
         theirs.grad = grad * scale
         optimizer.step()
         references.adam(
-            [mine], [grad], [m], [v], step=step, lr=0.1, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, scale=scale
+            [mine],
+            [grad],
+            [m],
+            [v],
+            step=step,
+            lr=0.1,
+            beta1=0.9,
+            beta2=0.999,
+            eps=1e-8,
+            weight_decay=0.1,
+            scale=scale,
         )
     torch.testing.assert_close(mine, theirs.detach())
     assert scale != 1 or torch.equal(mine, theirs)
@@ -35,7 +48,17 @@ def test_adam_is_torchs(dtype: torch.dtype, scale: float) -> None:
 def test_sgd_updates_every_element(dtype: torch.dtype) -> None:
     """torch's fused function leaves those of 16-bit parameters alone in a first step."""
     p, g, m = (torch.ones(65, dtype=dtype) for _ in range(3))
-    references.sgd([p], [g], [m], lr=0.5, momentum=0.5, dampening=0.0, weight_decay=0.0, nesterov=False, first=True)
+    references.sgd(
+        [p],
+        [g],
+        [m],
+        lr=0.5,
+        momentum=0.5,
+        dampening=0.0,
+        weight_decay=0.0,
+        nesterov=False,
+        first=True,
+    )
     assert torch.equal(p, torch.full_like(p, 0.5)) and torch.equal(m, torch.ones_like(m))
 
 
@@ -45,7 +68,9 @@ def test_quantising_is_off_by_half_a_step(bits: int, symmetric: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(1001)
     q, scales, lows = references.quantize(x, bits=bits, group=64, symmetric=symmetric)
-    back = references.dequantize(q, scales, lows, bits=bits, group=64, numel=1001, dtype=torch.float32)
+    back = references.dequantize(
+        q, scales, lows, bits=bits, group=64, numel=1001, dtype=torch.float32
+    )
     steps = scales.repeat_interleave(64)[:1001]
     assert ((back - x).abs() <= steps / 2 * 1.0001).all()
     assert q.numel() * q.element_size() == (1001 if bits == 8 else 501)
@@ -72,7 +97,7 @@ def test_a_tensor_without_gaps_is_known() -> None:
     assert not any(references.is_dense(t) for t in gaps)
 
 
-# -- the records of steps ----------------------------------------------------------------------------------------------
+# -- the records of steps --------------------------------------------------------------------------
 
 
 def test_a_compiled_step_has_its_references_arguments() -> None:
@@ -86,10 +111,20 @@ def test_a_compiled_step_has_its_references_arguments() -> None:
     assert {op: str(inspect.signature(f)) for op, f in steps.items()} == {
         op: str(inspect.signature(getattr(references, op))) for op in STEPS
     }
-    p, g = [torch.ones(3)], [torch.ones(3)]
-    plain = {"lr": 0.5, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "first": False}
+    p = [torch.ones(3)]
+    g = [torch.ones(3)]
+    plain = {
+        "lr": 0.5,
+        "momentum": 0.0,
+        "dampening": 0.0,
+        "weight_decay": 0.0,
+        "nesterov": False,
+        "first": False,
+    }
     assert steps["sgd"](p, g, None, **plain, scale=2.0) is None
-    assert calls == [("sgd", (2.0, 0.5, 0.0, 1.0, 0.0, False, False), 2)] and torch.equal(p[0], torch.zeros(3))
+    assert calls == [("sgd", (2.0, 0.5, 0.0, 1.0, 0.0, False, False), 2)] and torch.equal(
+        p[0], torch.zeros(3)
+    )
     with pytest.raises(TypeError, match="'lrr'"):
         steps["sgd"](p, g, None, **plain, lrr=1.0)
     with pytest.raises(TypeError, match="'first'"):

@@ -1,7 +1,7 @@
 """The shard of one parameter's states that this rank holds: what a partitioner's `locate` returns.
 
-A `ParamShard` says which range of the (row-major flattened) parameter each rank has, and reads and writes this rank's.
-Whatever needs other ranks is written once, above this contract.
+A `ParamShard` says which range of the (row-major flattened) parameter each rank has, and reads and
+writes this rank's. Whatever needs other ranks is written once, above this contract.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ Ranges = Sequence[tuple[int, int]]
 class ParamShard(ABC):
     """This rank's ranges of the weight, gradient and optimizer states of one trained parameter.
 
-    name, shape: of the unsharded parameter. param: the module's parameter. updated: what the optimizer updates for it
-    on this rank. group, ranks: the process group, and its global ranks, that share the parameter. ranges: [start, stop)
-    of the gradient per rank of the group, and of the weight where `local`. updated_ranges: the same for the master
-    weight and the optimizer's states. index: this rank's index in the group. partitions_weights: whether the
-    partitioner shards weights at all; local: whether it shards this one. device: of unsharded tensors and collectives.
+    name, shape: of the unsharded parameter. param: the module's parameter. updated: what the
+    optimizer updates for it on this rank. group, ranks: the process group, and its global ranks,
+    that share the parameter. ranges: [start, stop) of the gradient per rank of the group, and of
+    the weight where `local`. updated_ranges: the same for the master weight and the optimizer's
+    states. index: this rank's index in the group. partitions_weights: whether the partitioner
+    shards weights at all; local: whether it shards this one. device: of unsharded tensors and
+    collectives.
     """
 
     name: str
@@ -54,17 +56,22 @@ class ParamShard(ABC):
         return all(r == (0, self.numel) for r in ranges)
 
     def read(self, tensor: Tensor) -> Tensor:
-        """The values of `updated` or of an optimizer state, wherever they are stored. Do not write to the result."""
+        """The values of `updated` or of an optimizer state, wherever they are stored.
+
+        Do not write to the result.
+        """
         return tensor.detach()
 
     def write(self, tensor: Tensor, values: Tensor) -> None:
         """Copy `values`, of as many elements, into `updated` or an optimizer state."""
         tensor.detach().copy_(values.view(tensor.shape))
 
-    # -- weights ---------------------------------------------------------------------------------------------
+    # -- weights -----------------------------------------------------------------------------------
 
     def check_local_write(self) -> None:  # noqa: B027
-        """Raise UsageError where other ranks would not see a range of the weight that is written here now."""
+        """Raise UsageError where other ranks would not see a range of the weight that is written
+        here now.
+        """
 
     @abstractmethod
     def round(self) -> None:
@@ -72,9 +79,11 @@ class ParamShard(ABC):
 
     @abstractmethod
     def set_weight(self, master: Tensor) -> None:
-        """Write the weight from the unsharded `master`: this rank's range, and the unsharded copy if there is one."""
+        """Write the weight from the unsharded `master`: this rank's range, and the unsharded copy
+        if there is one.
+        """
 
-    # -- gradients -------------------------------------------------------------------------------------------
+    # -- gradients ---------------------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -88,7 +97,9 @@ class ParamShard(ABC):
 
     @abstractmethod
     def reduced(self) -> Tensor | None:
-        """This rank's range of the gradient reduced since the last step, flat; None if nothing was reduced."""
+        """This rank's range of the gradient reduced since the last step, flat; None if nothing was
+        reduced.
+        """
 
     @property
     @abstractmethod
@@ -97,7 +108,8 @@ class ParamShard(ABC):
 
     @abstractmethod
     def pending(self) -> Tensor | None:
-        """The gradient that is not reduced yet, unsharded and flat, as a new tensor; None if there is none.
+        """The gradient that is not reduced yet, unsharded and flat, as a new tensor; None if there
+        is none.
 
         It is scaled so that the sum over the group is what reduction will add to `reduced`.
         """
@@ -112,7 +124,9 @@ class ParamShard(ABC):
 
 @runtime_checkable
 class LocatesParams(Protocol):
-    """A partitioner that lets the states of single parameters be read and set (`Replicated` needs no method for it)."""
+    """A partitioner that lets the states of single parameters be read and set (`Replicated` needs
+    no method for it).
+    """
 
     def locate(self, param: nn.Parameter) -> ParamShard | None:
         """What this rank holds of the states of `param`; None when no optimizer updates it here."""

@@ -22,15 +22,17 @@ class ReplicatedShard(ParamShard):
     partitions_weights = local = False
 
     def __init__(self, owner: Replicated, slot: Any) -> None:
-        mesh, axes = owner.ctx.mesh, slot.info.replicas
-        self._owner, self._slot = owner, slot
-        self.name, self.shape, self.param, self.updated = (
-            slot.info.name,
-            tuple(slot.param.shape),
-            slot.param,
-            slot.master,
-        )
-        self.group, self.ranks, self.index = mesh.group(*axes), mesh.ranks(*axes), mesh.index(*axes)
+        mesh = owner.ctx.mesh
+        axes = slot.info.replicas
+        self._owner = owner
+        self._slot = slot
+        self.name = slot.info.name
+        self.shape = tuple(slot.param.shape)
+        self.param = slot.param
+        self.updated = slot.master
+        self.group = mesh.group(*axes)
+        self.ranks = mesh.ranks(*axes)
+        self.index = mesh.index(*axes)
         self.ranges = self.updated_ranges = [(0, slot.param.numel())] * len(self.ranks)
         self.device = slot.param.device
         self._lone = len(self.ranks) == 1
@@ -53,16 +55,26 @@ class ReplicatedShard(ParamShard):
     def grad_dtype(self) -> torch.dtype:
         """See `ParamShard.grad_dtype`."""
         accumulate = self._owner.ctx.precision.accumulate
-        return accumulate if accumulate is not None and self.param.is_floating_point() else self.param.dtype
+        return (
+            accumulate
+            if accumulate is not None and self.param.is_floating_point()
+            else self.param.dtype
+        )
 
     @property
     def _factor(self) -> float:
-        """What the step will still multiply what this rank holds by, once that is the average over replicas."""
+        """What the step will still multiply what this rank holds by, once that is the average over
+        replicas.
+        """
         return float(self._slot.weight)
 
     def _held(self) -> Tensor | None:
         grad = self._slot.gradient
-        return None if grad is None else (grad.to_dense() if grad.is_sparse else grad).detach().reshape(-1)
+        return (
+            None
+            if grad is None
+            else (grad.to_dense() if grad.is_sparse else grad).detach().reshape(-1)
+        )
 
     def reduced(self) -> Tensor | None:
         """See `ParamShard.reduced`."""
@@ -85,7 +97,9 @@ class ReplicatedShard(ParamShard):
         values = (values / self._factor).view(self.shape)
         total = self._slot.total
         if self.grad_dtype != self.param.dtype:
-            total = self._slot.total = torch.empty_like(self.param, dtype=self.grad_dtype) if total is None else total
+            total = self._slot.total = (
+                torch.empty_like(self.param, dtype=self.grad_dtype) if total is None else total
+            )
             total.copy_(values)
             return
         if self.param.grad is None or self.param.grad.is_sparse:

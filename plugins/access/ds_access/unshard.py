@@ -1,4 +1,6 @@
-"""States of parameters put together over the ranks that hold their ranges; the collective half of `ds_access`."""
+"""States of parameters put together over the ranks that hold their ranges; the collective half of
+`ds_access`.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,23 @@ from ds_core.errors import UsageError
 if TYPE_CHECKING:
     from ds_access.param_shard import ParamShard, Ranges
 
-__all__ = ["WHEN", "Kind", "agree_kind", "flags", "no_state", "owner", "put_together", "states_of", "whole_grads"]
+__all__ = [
+    "WHEN",
+    "Kind",
+    "agree_kind",
+    "flags",
+    "no_state",
+    "owner",
+    "put_together",
+    "states_of",
+    "whole_grads",
+]
 
-WHEN = "gradients are there from backward until step: call it after engine.backward(loss) and before engine.step()"
+WHEN = (
+    "gradients are there from backward until step: call it after engine.backward(loss) and "
+    "before "
+    "engine.step()"
+)
 
 
 def owner(held: ParamShard) -> int:
@@ -34,9 +50,16 @@ def _batches(helds: Sequence[ParamShard]) -> Iterable[list[int]]:
     return found.values()
 
 
-def put_together(helds: Sequence[ParamShard], pieces: Sequence[Tensor], ranges: Sequence[Ranges]) -> list[Tensor]:
-    """The whole tensors of which ranks hold `pieces`, in `ranges`; each owner broadcasts all of one dtype at once."""
-    out = [torch.empty(h.shape, dtype=p.dtype, device=h.device) for h, p in zip(helds, pieces, strict=True)]
+def put_together(
+    helds: Sequence[ParamShard], pieces: Sequence[Tensor], ranges: Sequence[Ranges]
+) -> list[Tensor]:
+    """The whole tensors of which ranks hold `pieces`, in `ranges`; each owner broadcasts all of one
+    dtype at once.
+    """
+    out = [
+        torch.empty(h.shape, dtype=p.dtype, device=h.device)
+        for h, p in zip(helds, pieces, strict=True)
+    ]
     for batch in _batches(helds):
         for dtype in dict.fromkeys(pieces[i].dtype for i in batch):
             same = [i for i in batch if pieces[i].dtype == dtype]
@@ -44,7 +67,9 @@ def put_together(helds: Sequence[ParamShard], pieces: Sequence[Tensor], ranges: 
     return out
 
 
-def _fill(here: ParamShard, jobs: Sequence[tuple[Ranges, Tensor, Tensor]], dtype: torch.dtype) -> None:
+def _fill(
+    here: ParamShard, jobs: Sequence[tuple[Ranges, Tensor, Tensor]], dtype: torch.dtype
+) -> None:
     """Fill the last of each (ranges, piece, whole flat tensor) over the group of `here`."""
     shared = []
     for ranges, piece, whole in jobs:
@@ -67,10 +92,15 @@ def _fill(here: ParamShard, jobs: Sequence[tuple[Ranges, Tensor, Tensor]], dtype
 
 
 def flags(helds: Sequence[ParamShard]) -> list[tuple[bool, bool, bool]]:
-    """Per parameter, of any rank of its group: has a reduced gradient, has one pending, has any gradient at all."""
+    """Per parameter, of any rank of its group: has a reduced gradient, has one pending, has any
+    gradient at all.
+    """
     out: list[tuple[bool, bool, bool]] = [(False, False, False)] * len(helds)
     for batch in _batches(helds):
-        mine = [[h.reduced() is not None, h.has_pending, h.window_open] for h in (helds[i] for i in batch)]
+        mine = [
+            [h.reduced() is not None, h.has_pending, h.window_open]
+            for h in (helds[i] for i in batch)
+        ]
         everyone = comm.all_gather_json(mine, helds[batch[0]].group)
         for at, place in enumerate(batch):
             found = [any(rank[at][what] for rank in everyone) for what in range(3)]
@@ -79,18 +109,26 @@ def flags(helds: Sequence[ParamShard]) -> list[tuple[bool, bool, bool]]:
 
 
 def whole_grads(helds: Sequence[ParamShard], needed: str = "") -> list[Tensor | None]:
-    """The whole gradients; None for those that no rank has. needed: who cannot go on without any."""
+    """The whole gradients; None for those that no rank has. needed: who cannot go on without
+    any."""
     found = flags(helds)
     if needed and not any(f[-1] for f in found):
         raise UsageError(f"{needed}: there are no gradients now; {WHEN}")
     out: list[Tensor | None] = [None] * len(helds)
     places = [i for i, f in enumerate(found) if f[0]]
-    pieces, reduced = [], [helds[i] for i in places]
+    pieces = []
+    reduced = [helds[i] for i in places]
     for held in reduced:
         piece = held.reduced()
         start, stop = held.ranges[held.index]
-        pieces.append(torch.zeros(stop - start, dtype=held.grad_dtype, device=held.device) if piece is None else piece)
-    for place, whole in zip(places, put_together(reduced, pieces, [h.ranges for h in reduced]), strict=True):
+        pieces.append(
+            torch.zeros(stop - start, dtype=held.grad_dtype, device=held.device)
+            if piece is None
+            else piece
+        )
+    for place, whole in zip(
+        places, put_together(reduced, pieces, [h.ranges for h in reduced]), strict=True
+    ):
         out[place] = whole
     for batch in _batches(helds):
         waiting = [i for i in batch if found[i][1]]
@@ -110,14 +148,17 @@ def _reduce(helds: Sequence[ParamShard], dtype: torch.dtype) -> list[Tensor]:
         if (grad := held.pending()) is not None:
             part.copy_(grad)
     comm.all_reduce(flat, group=helds[0].group)
-    return [part.view(held.shape).clone() for held, part in zip(helds, flat.split(sizes), strict=True)]
+    return [
+        part.view(held.shape).clone() for held, part in zip(helds, flat.split(sizes), strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
     """What ranks agree an optimizer state is.
 
-    value: of a state that is one number per parameter, else None. whole: it is not one value per element.
+    value: of a state that is one number per parameter, else None. whole: it is not one value per
+    element.
     """
 
     dtype: torch.dtype
@@ -129,11 +170,16 @@ class Kind:
 def states_of(held: ParamShard, optimizer: Any) -> dict[str, Any]:
     """What the optimizer keeps for it here, tensors and numbers by key."""
     found: dict[str, Any] = optimizer.state.get(held.updated, {})
-    return {k: v for k, v in found.items() if isinstance(v, (Tensor, int, float)) and isinstance(k, str)}
+    return {
+        k: v for k, v in found.items() if isinstance(v, (Tensor, int, float)) and isinstance(k, str)
+    }
 
 
 def agree_kind(held: ParamShard, optimizer: Any, key: str) -> Kind:
-    """What state `key` is, as the ranks that have it say. Collective. ValueError when no rank has it."""
+    """What state `key` is, as the ranks that have it say.
+
+    Collective. ValueError when no rank has it.
+    """
     said: dict[str, Any] = {}
     for name, value in states_of(held, optimizer).items():
         if not isinstance(value, Tensor):
@@ -151,13 +197,19 @@ def agree_kind(held: ParamShard, optimizer: Any, key: str) -> Kind:
     dtype, shape, value, whole = next(rank[key] for rank in everyone if key in rank)
     if whole and held.updated_ranges[owner(held)] != (0, held.numel):
         raise UsageError(
-            f"optimizer state {key!r} of parameter {held.name!r} has shape {tuple(shape)} on one rank; where several "
-            "ranks hold parts of a parameter, only states of one value per element, or of one value, can be whole"
+            f"optimizer state {key!r} of parameter {held.name!r} has shape {tuple(shape)} on one "
+            "rank; where several "
+            "ranks hold parts of a parameter, only states of one value per element, or of one "
+            "value, can be whole"
         )
     return Kind(getattr(torch, dtype.removeprefix("torch.")), tuple(shape), value, whole)
 
 
 def no_state(held: ParamShard, key: str, keys: Sequence[str]) -> str:
     """What to say about a state that is not among `keys`."""
-    there = f"there are {', '.join(repr(k) for k in keys)}" if keys else "it has none before its first step"
+    there = (
+        f"there are {', '.join(repr(k) for k in keys)}"
+        if keys
+        else "it has none before its first step"
+    )
     return f"parameter {held.name!r} has no optimizer state {key!r}; {there}"

@@ -1,4 +1,6 @@
-"""States of single parameters with nothing installed but the core: the replicated weights of plain data parallelism."""
+"""States of single parameters with nothing installed but the core: the replicated weights of plain
+data parallelism.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def rows(rank: int) -> torch.Tensor:
 
 def read_and_write(world: int) -> None:
     """One step, read; then each state is replaced, and the second step goes on from there."""
-    config: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": ADAM}, "gradient_clipping": 0.0}
+    config: dict[str, Any] = {
+        "optimizer": {"type": "AdamW", "params": ADAM},
+        "gradient_clipping": 0.0,
+    }
     config["train_micro_batch_size_per_gpu"] = 4
     model = build()
     engine, *_ = ds_core.initialize(model=model, config=config)
@@ -58,7 +63,10 @@ def read_and_write(world: int) -> None:
     engine.step()
     optimizer.step()
     same(safe_get_full_fp32_param(model.weight), plain.weight)
-    same(safe_get_full_optimizer_state(model.weight, "exp_avg"), optimizer.state[plain.weight]["exp_avg"])
+    same(
+        safe_get_full_optimizer_state(model.weight, "exp_avg"),
+        optimizer.state[plain.weight]["exp_avg"],
+    )
 
     safe_set_full_fp32_param(model.bias, torch.ones(2))
     plain.bias.data.fill_(1.0)

@@ -1,7 +1,9 @@
-"""Activation checkpointing for ds_core: activations are computed again in backward instead of being kept.
+"""Activation checkpointing for ds_core: activations are computed again in backward instead of being
+kept.
 
-By config with the section ``activation_checkpointing``, by hand with `checkpoint`. `configure` and its kin have the
-names and the meaning of ``deepspeed.checkpointing``. Names load on first use, so importing this package loads no torch.
+By config with the section ``activation_checkpointing``, by hand with `checkpoint`. `configure` and
+its kin have the names and the meaning of ``deepspeed.checkpointing``. Names load on first use, so
+importing this package loads no torch.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ __all__ = [
 __getattr__, __dir__ = names_on_first_use(
     __name__,
     {
-        "checkpointing": "CheckpointFunction checkpoint configure is_configured non_reentrant_checkpoint reset",
-        "random_tracker": "CudaRNGStatesTracker get_cuda_rng_tracker model_parallel_cuda_manual_seed",
+        "checkpointing": "CheckpointFunction checkpoint configure is_configured "
+        "non_reentrant_checkpoint reset",
+        "random_tracker": "CudaRNGStatesTracker get_cuda_rng_tracker "
+        "model_parallel_cuda_manual_seed",
     },
 )

@@ -1,4 +1,6 @@
-"""One piece of memory for all checkpoints of a kind (``contiguous_memory_optimization``): it does not fragment."""
+"""One piece of memory for all checkpoints of a kind (``contiguous_memory_optimization``): it does
+not fragment.
+"""
 
 from __future__ import annotations
 
@@ -22,29 +24,40 @@ class _Kind:
 
 
 class Arena:
-    """Memory for `number` tensors of each size, dtype and device; a place is free again when its holder is gone."""
+    """Memory for `number` tensors of each size, dtype and device; a place is free again when its
+    holder is gone.
+    """
 
     def __init__(self, number: int) -> None:
         self._number = number
         self._kinds: dict[tuple[object, ...], _Kind] = {}
 
     def put(self, flat: Tensor, holder: object) -> Tensor:
-        """A copy of `flat` in this memory, for as long as `holder` lives. Raises UsageError where none is free."""
+        """A copy of `flat` in this memory, for as long as `holder` lives.
+
+        Raises UsageError where none is free.
+        """
         key = (flat.dtype, flat.device)
         kind = self._kinds.get(key)
         if kind is None:
-            kind = _Kind(flat.new_empty(self._number * len(flat)), len(flat), list(range(self._number)))
+            kind = _Kind(
+                flat.new_empty(self._number * len(flat)), len(flat), list(range(self._number))
+            )
             self._kinds[key] = kind
         if len(flat) > kind.length:
             raise UsageError(
-                f"contiguous_memory_optimization: a checkpoint has {len(flat)} elements, the first one had "
+                f"contiguous_memory_optimization: a checkpoint has {len(flat)} elements, the first "
+                "one had "
                 f"{kind.length}; checkpoints must be of one size: pad batches, or set it to false"
             )
         if not kind.free:
             raise UsageError(
-                f"contiguous_memory_optimization: all {self._number} places for checkpoints are taken; set "
-                "activation_checkpointing.number_checkpoints to the number of tensors that are checkpointed before "
-                "their backward (blocks times micro-batches at once in a pipeline), or call reset() after forwards "
+                f"contiguous_memory_optimization: all {self._number} places for checkpoints are "
+                "taken; set "
+                "activation_checkpointing.number_checkpoints to the number of tensors that are "
+                "checkpointed before "
+                "their backward (blocks times micro-batches at once in a pipeline), or call "
+                "reset() after forwards "
                 "without a backward"
             )
         place = kind.free.pop()

@@ -1,4 +1,6 @@
-"""Recomputation by config: the blocks of a model, whose forward is replaced, and the choice among them by a budget."""
+"""Recomputation by config: the blocks of a model, whose forward is replaced, and the choice among
+them by a budget.
+"""
 
 from __future__ import annotations
 
@@ -41,18 +43,21 @@ class Block(StandIn):
         self.name = name
         self.recomputes = True
         self.meter: Meter | None = None
-        self._options, self._ctx = options, ctx
+        self._options = options
+        self._ctx = ctx
         self._ready = False
         self._buffers: list[tuple[dict[str, Tensor | None], str]] = []
         self._changing: list[Tensor] = []
         names = list(inspect.signature(module.forward).parameters)
-        self._caches = [names.index(name) for name in _CACHES if name in names]  # places of arguments
+        # places of arguments
+        self._caches = [names.index(name) for name in _CACHES if name in names]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's result."""
         if not (self.recomputes and torch.is_grad_enabled()):
             return self.forward(*args, **kwargs)
-        compiling = torch.compiler.is_compiling()  # then one graph serves all blocks: it must not depend on their state
+        # then one graph serves all blocks: it must not depend on their state
+        compiling = torch.compiler.is_compiling()
         if not self._ready and not compiling:
             self._prepare()
         if getattr(self.module, "gradient_checkpointing", False):
@@ -64,18 +69,29 @@ class Block(StandIn):
         """What is known once the model is on its device and its parameters are placed."""
         self._ready = True
         self._buffers = [(m._buffers, key) for m in self.module.modules() for key in m._buffers]
-        inside, params = set(self._ctx.mesh.expand(("dp",))), self._ctx.params
-        # Where ranks with other samples talk inside of the block (experts), they may want other tensors again.
-        talks = any(inside.intersection(params[p].held) for p in self.module.parameters() if p in params)
+        inside = set(self._ctx.mesh.expand(("dp",)))
+        params = self._ctx.params
+        # Where ranks with other samples talk inside of the block (experts), they may want other
+        # tensors again.
+        talks = any(
+            inside.intersection(params[p].held) for p in self.module.parameters() if p in params
+        )
         self._options = dataclasses.replace(self._options, stop_early=not talks, meter=self.meter)
 
-    def _without_caches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments without caches of keys and values, which a second forward would fill again."""
+    def _without_caches(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments without caches of keys and values, which a second forward would fill
+        again."""
         places = [i for i in self._caches if i < len(args) and _fills(args[i])]
         keys = [key for key in _CACHES if key in kwargs and _fills(kwargs[key])]
         if not (places or keys or kwargs.get("use_cache")):
             return args, kwargs
-        log_once(log, logging.INFO, "blocks that are computed again in backward get no cache of keys and values")
+        log_once(
+            log,
+            logging.INFO,
+            "blocks that are computed again in backward get no cache of keys and values",
+        )
         off = {"use_cache": False} if "use_cache" in kwargs else {}
         args = tuple(None if i in places else value for i, value in enumerate(args))
         return args, {**kwargs, **dict.fromkeys(keys), **off}
@@ -86,13 +102,22 @@ class Block(StandIn):
         self._options = dataclasses.replace(self._options, meter=None)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward. What it counts in buffers (running statistics) is counted once."""
+        """The module's own forward.
+
+        What it counts in buffers (running statistics) is counted once.
+        """
         if not self._buffers:
             return self.forward(*args, **kwargs)
         if torch._C._current_graph_task_id() == -1:
-            before = [(b, b._version, key) for place, key in self._buffers if (b := place.get(key)) is not None]
+            before = [
+                (b, b._version, key)
+                for place, key in self._buffers
+                if (b := place.get(key)) is not None
+            ]
             out = self.forward(*args, **kwargs)
-            self._changing = [b for b, version, key in before if b._version != version or key in _STATISTICS]
+            self._changing = [
+                b for b, version, key in before if b._version != version or key in _STATISTICS
+            ]
             return out
         values = [buffer.clone() for buffer in self._changing]
         try:
@@ -107,8 +132,10 @@ BLOCKS: StashKey[list[Block]] = StashKey("recomputed blocks")
 """The blocks of this rank, in the order of the model."""
 
 _TWICE = (
-    "{} is recomputed twice: by the config (activation_checkpointing) and by the model itself, where transformers' "
-    "gradient_checkpointing_enable was called. Leave that out, or activation_checkpointing.modules, policy and budget"
+    "{} is recomputed twice: by the config (activation_checkpointing) and by the model itself, "
+    "where transformers' "
+    "gradient_checkpointing_enable was called. Leave that out, or "
+    "activation_checkpointing.modules, policy and budget"
 )
 
 
@@ -116,7 +143,9 @@ def _fills(value: Any) -> bool:
     return value is not None and not getattr(value, "recompute_safe", False)
 
 
-def install(model: nn.Module, chosen: Mapping[str, nn.Module], options: Options, ctx: Context, measure: bool) -> None:
+def install(
+    model: nn.Module, chosen: Mapping[str, nn.Module], options: Options, ctx: Context, measure: bool
+) -> None:
     """Recompute the modules `chosen`, by name. measure: measure them until `choose_by_budget`."""
     if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         raise UsageError(_TWICE.format("the model"))
@@ -128,7 +157,9 @@ def install(model: nn.Module, chosen: Mapping[str, nn.Module], options: Options,
             module.forward = block
             blocks.append(block)
     ctx.stash[BLOCKS] = blocks
-    log.info("rank %d computes %d modules again in backward: %s", ctx.rank, len(blocks), _some(chosen))
+    log.info(
+        "rank %d computes %d modules again in backward: %s", ctx.rank, len(blocks), _some(chosen)
+    )
 
 
 def _some(names: Iterable[str]) -> str:
@@ -136,20 +167,28 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(found[:3]) + (f" ... {found[-1]}" if len(found) > 3 else "")
 
 
-# -- the budget ------------------------------------------------------------------------------------------------------
+# -- the budget ------------------------------------------------------------------------------------
 
 
 def choose_by_budget(ctx: Context, budget: int) -> None:
-    """After the first step: let as many blocks keep their activations as `budget` bytes allow. Collective, once.
+    """After the first step: let as many blocks keep their activations as `budget` bytes allow.
+    Collective, once.
 
-    Those with the most work per byte come first; of equal ones the last, whose activations backward frees first.
+    Those with the most work per byte come first; of equal ones the last, whose activations backward
+    frees first.
     """
     blocks = ctx.stash.get(BLOCKS) or []
     if not any(block.meter for block in blocks) and ctx.world_size == 1:
         return
-    mine = {b.name: [b.meter.full, b.meter.held, b.meter.flops, b.meter.peak] for b in blocks if b.meter is not None}
+    mine = {
+        b.name: [b.meter.full, b.meter.held, b.meter.flops, b.meter.peak]
+        for b in blocks
+        if b.meter is not None
+    }
     everyone = comm.all_gather_json(mine) if ctx.world_size > 1 else [mine]
-    found = {name: [max(r[name][i] for r in everyone if name in r) for i in range(4)] for name in mine}
+    found = {
+        name: [max(r[name][i] for r in everyone if name in r) for i in range(4)] for name in mine
+    }
     kept, total = _chosen(list(found.items()), budget)
     for block in blocks:
         block.stop_measuring()
@@ -157,21 +196,25 @@ def choose_by_budget(ctx: Context, budget: int) -> None:
     least = sum(held * peak for _, held, _, peak in found.values())
     if least > budget:
         log.warning(
-            "activation_checkpointing.budget is %d bytes, but %d is the least, with all blocks computed again",
+            "activation_checkpointing.budget is %d bytes, but %d is the least, with all blocks "
+            "computed again",
             budget,
             least,
         )
     most = sum(max(full, held) * peak for full, held, _, peak in found.values())
     again = [block.name for block in blocks if block.recomputes]
     log.info(
-        "rank %d: %d of %d blocks are computed again (%s); activations of blocks take %d bytes of the budget of %d, "
+        "rank %d: %d of %d blocks are computed again (%s); activations of blocks take %d bytes of "
+        "the budget of %d, "
         "%d without recomputation",
         *(ctx.rank, len(again), len(blocks), _some(again), total, budget, most),
     )
 
 
 def _chosen(found: list[tuple[str, list[int]]], budget: int) -> tuple[set[str], int]:
-    """The blocks that are not recomputed, and the bytes that all take then. found: full, held, flops, peak by name."""
+    """The blocks that are not recomputed, and the bytes that all take then. found: full, held,
+    flops, peak by name.
+    """
     total = sum(held * peak for _, (_, held, _, peak) in found)
     extra = {name: max(0, full - held) * peak for name, (full, held, _, peak) in found}
     place = {name: i for i, (name, _) in enumerate(found)}

@@ -1,4 +1,6 @@
-"""``checkpoint`` by hand, and the settings that it goes by, with the names and the meaning of DeepSpeed's."""
+"""``checkpoint`` by hand, and the settings that it goes by, with the names and the meaning of
+DeepSpeed's.
+"""
 
 from __future__ import annotations
 
@@ -51,19 +53,38 @@ class Settings:
 
     @classmethod
     def of(
-        cls, section: ActivationCheckpointingConfig, group: ProcessGroup | None, accelerator: Accelerator
+        cls,
+        section: ActivationCheckpointingConfig,
+        group: ProcessGroup | None,
+        accelerator: Accelerator,
     ) -> Settings:
-        """What the section says. group: the ranks that keep a part each of every activation; None: none."""
+        """What the section says. group: the ranks that keep a part each of every activation; None:
+        none.
+        """
         timed = section.profile or section.synchronize_checkpoint_boundary
-        arena = Arena(section.number_checkpoints or 1) if section.contiguous_memory_optimization else None
+        arena = (
+            Arena(section.number_checkpoints or 1)
+            if section.contiguous_memory_optimization
+            else None
+        )
         if arena is not None and section.cpu_checkpointing:
             log_once(
-                log, logging.INFO, "contiguous_memory_optimization has no effect: host memory is used again anyway"
+                log,
+                logging.INFO,
+                "contiguous_memory_optimization has no effect: host memory is used again anyway",
             )
             arena = None
         return cls(
-            Keeper(group=group, copies=HostCopies(accelerator) if section.cpu_checkpointing else None, arena=arena),
-            Watch(accelerator, logs=section.profile, synchronize=section.synchronize_checkpoint_boundary)
+            Keeper(
+                group=group,
+                copies=HostCopies(accelerator) if section.cpu_checkpointing else None,
+                arena=arena,
+            ),
+            Watch(
+                accelerator,
+                logs=section.profile,
+                synchronize=section.synchronize_checkpoint_boundary,
+            )
             if timed
             else None,
         )
@@ -82,7 +103,9 @@ class _By(Enum):
 
 
 class _Present:
-    """The settings of this process. mpu, values: what `configure` was given, and the section that came of it."""
+    """The settings of this process. mpu, values: what `configure` was given, and the section that
+    came of it.
+    """
 
     settings = Settings()
     by = _By.NOBODY
@@ -93,13 +116,15 @@ class _Present:
 def use_settings(settings: Settings) -> None:
     """Those of a run, unless the program has called `configure`."""
     if _Present.by is not _By.PROGRAM:
-        _Present.settings, _Present.by = settings, _By.RUN
+        _Present.settings = settings
+        _Present.by = _By.RUN
 
 
 def forget_settings(settings: Settings) -> None:
     """The run of these settings has ended."""
     if _Present.settings is settings:
-        _Present.settings, _Present.by = Settings(), _By.NOBODY
+        _Present.settings = Settings()
+        _Present.by = _By.NOBODY
 
 
 def present_mpu() -> Any:
@@ -117,11 +142,12 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Choose how `checkpoint` keeps inputs. Arguments win over the section ``activation_checkpointing``.
+    """Choose how `checkpoint` keeps inputs. Arguments win over the section
+    ``activation_checkpointing``.
 
-    ``mpu_``: has ``get_tensor_model_parallel_group`` or ``get_model_parallel_group``, the ranks over which
-    activations are partitioned. deepspeed_config: a dict, or the path of a JSON file. Raises ConfigError where they
-    do not fit.
+    ``mpu_``: has ``get_tensor_model_parallel_group`` or ``get_model_parallel_group``, the ranks
+    over which activations are partitioned. deepspeed_config: a dict, or the path of a JSON file.
+    Raises ConfigError where they do not fit.
     """
     given = {
         "partition_activations": partition_activations,
@@ -135,12 +161,19 @@ def configure(
     section = _parsed(values)
     group = None
     if section.partition_activations:
-        getters = (getattr(mpu_, f"get_{kind}_parallel_group", None) for kind in ("tensor_model", "model"))
+        getters = (
+            getattr(mpu_, f"get_{kind}_parallel_group", None) for kind in ("tensor_model", "model")
+        )
         group = next((getter() for getter in getters if getter is not None), None)
         if group is None:
-            log_once(log, logging.INFO, "partition_activations has no effect: mpu_ has no model-parallel group")
+            log_once(
+                log,
+                logging.INFO,
+                "partition_activations has no effect: mpu_ has no model-parallel group",
+            )
     _Present.settings = Settings.of(section, group, get_accelerator())
-    _Present.mpu, _Present.by = mpu_, _By.PROGRAM
+    _Present.mpu = mpu_
+    _Present.by = _By.PROGRAM
     _Present.values = values
 
 
@@ -157,7 +190,8 @@ def set_num_layers(nlayers: int) -> None:
 def _change(**changes: Any) -> None:
     if _Present.by is _By.RUN:
         raise UsageError(
-            f"{', '.join(changes)}: the section activation_checkpointing of the run says it; change it there, or call "
+            f"{', '.join(changes)}: the section activation_checkpointing of the run says it; "
+            "change it there, or call "
             "configure first"
         )
     values = _Present.values if _Present.by is _By.PROGRAM else {}
@@ -170,7 +204,8 @@ def _parsed(values: Mapping[str, Any]) -> ActivationCheckpointingConfig:
     except ValidationError as error:
         from ds_core.config.translate import translate_errors
 
-        path, owner = "activation_checkpointing", "ds-activation-checkpointing"
+        path = "activation_checkpointing"
+        owner = "ds-activation-checkpointing"
         raise ConfigError(
             translate_errors(error, ActivationCheckpointingConfig, path, owner=owner, data=values)
         ) from None
@@ -187,19 +222,24 @@ def _section_of(config: Any) -> Mapping[str, Any]:
 
 
 def is_configured() -> bool:
-    """Whether `configure` was called, or a run with the section ``activation_checkpointing`` lives."""
+    """Whether `configure` was called, or a run with the section ``activation_checkpointing``
+    lives."""
     return _Present.by is not _By.NOBODY
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, whose activations are computed again in backward with the same random numbers."""
+    """``function(*args, **kwargs)``, whose activations are computed again in backward with the same
+    random numbers.
+    """
     return checkpoint_with(_Present.settings, function, *args, **kwargs)
 
 
 non_reentrant_checkpoint = checkpoint
 
 
-def checkpoint_with(settings: Settings, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def checkpoint_with(
+    settings: Settings, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """`checkpoint` with settings of one's own."""
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
     return recompute(function, args, kwargs, settings.options(name))
@@ -210,7 +250,9 @@ class CheckpointFunction:
 
     @staticmethod
     def apply(run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
-        """``checkpoint(run_function, *args)``; the outputs, tensors or not, are appended to `all_outputs` too."""
+        """``checkpoint(run_function, *args)``; the outputs, tensors or not, are appended to
+        `all_outputs` too.
+        """
         out = checkpoint(run_function, *args)
         all_outputs += out if isinstance(out, tuple) else [out]
         return out

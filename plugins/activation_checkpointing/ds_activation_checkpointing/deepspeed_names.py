@@ -13,8 +13,12 @@ from ds_core.errors import UsageError
 __all__ = ["detach_variable", "extract_tensors", "merge_tensors"]
 
 
-def detach_variable(inputs: tuple[Any, ...], device: torch.device | str | None = None) -> tuple[Any, ...]:
-    """The inputs, their tensors as leaves (on `device`) that require gradients where the given ones do."""
+def detach_variable(
+    inputs: tuple[Any, ...], device: torch.device | str | None = None
+) -> tuple[Any, ...]:
+    """The inputs, their tensors as leaves (on `device`) that require gradients where the given ones
+    do.
+    """
     if not isinstance(inputs, tuple):
         raise UsageError(f"detach_variable takes a tuple, not a {type(inputs).__name__}")
     return tuple(_leaf(item, device) if isinstance(item, Tensor) else item for item in inputs)
@@ -25,16 +29,24 @@ def _leaf(tensor: Tensor, device: torch.device | str | None) -> Tensor:
     return placed.detach().requires_grad_(tensor.requires_grad)
 
 
-def extract_tensors(all_objects: Sequence[Any]) -> tuple[Sequence[Tensor], Sequence[Any], Sequence[bool]]:
+def extract_tensors(
+    all_objects: Sequence[Any],
+) -> tuple[Sequence[Tensor], Sequence[Any], Sequence[bool]]:
     """(the tensors, all others, which places have tensors): tuples of a tuple, else lists."""
     flags = [isinstance(value, Tensor) for value in all_objects]
     tensors = [value for value in all_objects if isinstance(value, Tensor)]
     others = [value for value in all_objects if not isinstance(value, Tensor)]
-    return (tuple(tensors), tuple(others), tuple(flags)) if isinstance(all_objects, tuple) else (tensors, others, flags)
+    return (
+        (tuple(tensors), tuple(others), tuple(flags))
+        if isinstance(all_objects, tuple)
+        else (tensors, others, flags)
+    )
 
 
 def merge_tensors(
-    tensor_objects: Sequence[Tensor], non_tensor_objects: Sequence[Any], tensor_flags: Sequence[bool]
+    tensor_objects: Sequence[Tensor],
+    non_tensor_objects: Sequence[Any],
+    tensor_flags: Sequence[bool],
 ) -> tuple[Any, ...]:
     """What `extract_tensors` took apart."""
     tensors = iter(tensor_objects)

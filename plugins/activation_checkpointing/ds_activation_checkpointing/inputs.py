@@ -1,7 +1,9 @@
-"""What rests of a function's inputs until it runs again: whole, this rank's part of them, in host memory, or both.
+"""What rests of a function's inputs until it runs again: whole, this rank's part of them, in host
+memory, or both.
 
-Only activations (floating-point tensors that require gradients) are divided or moved. Masks, positions and the like are
-mostly shared by all blocks, so to keep them costs nothing. A tensor that goes into several blocks is saved once.
+Only activations (floating-point tensors that require gradients) are divided or moved. Masks,
+positions and the like are mostly shared by all blocks, so to keep them costs nothing. A tensor that
+goes into several blocks is saved once.
 """
 
 from __future__ import annotations
@@ -44,26 +46,40 @@ class HostCopies(Protocol):
 
 
 class Held:
-    """One tensor that rests. tensor: all or a part of it, flat; None where `copy` is on the host."""
+    """One tensor that rests. tensor: all or a part of it, flat; None where `copy` is on the
+    host."""
 
     __slots__ = (
-        "__weakref__", "before", "copy", "divided", "requires_grad", "shape", "source", "stride", "tensor", "version",
-    )  # fmt: skip
+        "__weakref__",
+        "before",
+        "copy",
+        "divided",
+        "requires_grad",
+        "shape",
+        "source",
+        "stride",
+        "tensor",
+        "version",
+    )
 
     def __init__(self, given: Tensor) -> None:
-        self.requires_grad, self.version = given.requires_grad, given._version
-        self.shape, self.stride = given.shape, given.stride() if _permuted(given) else None
+        self.requires_grad = given.requires_grad
+        self.version = given._version
+        self.shape = given.shape
+        self.stride = given.stride() if _permuted(given) else None
         self.tensor: Tensor | None = given.detach()
         self.copy: Any = None
         self.divided = False
         self.source: weakref.ref[Tensor] | None = None
-        self.before: weakref.ref[Held] | None = None  # what was moved before it, so is wanted after it
+        # what was moved before it, so is wanted after it
+        self.before: weakref.ref[Held] | None = None
 
     def check(self, name: str, when: str) -> None:
         """Raise UsageError where a tensor that is kept as it is has been changed."""
         if self.source is None and self.tensor is not None and self.tensor._version != self.version:
             raise UsageError(
-                f"an input of {name} was changed in place {when}, so it cannot run again from it; change a copy"
+                f"an input of {name} was changed in place {when}, so it cannot run again from it; "
+                "change a copy"
             )
 
     def num_bytes(self) -> int:
@@ -74,14 +90,21 @@ class Held:
 class Keeper:
     """Saves inputs and gives them back.
 
-    group: ranks with the same activations, of which each keeps a part. copies: what moves activations to the host.
+    group: ranks with the same activations, of which each keeps a part. copies: what moves
+        activations to the host.
     arena: the memory for parts.
     """
 
     def __init__(
-        self, *, group: ProcessGroup | None = None, copies: HostCopies | None = None, arena: Arena | None = None
+        self,
+        *,
+        group: ProcessGroup | None = None,
+        copies: HostCopies | None = None,
+        arena: Arena | None = None,
     ) -> None:
-        self._group, self._copies, self._arena = group, copies, arena
+        self._group = group
+        self._copies = copies
+        self._arena = arena
         self._size = comm.world_size(group) if group is not None else 1
         self._moves = self._size > 1 or copies is not None or arena is not None
         self._compared: dict[str, int] = {}
@@ -113,7 +136,7 @@ class Keeper:
         if self._arena is not None:
             self._arena.clear()
 
-    # -- one tensor ------------------------------------------------------------------------------------------
+    # -- one tensor --------------------------------------------------------------------------------
 
     def _move(self, given: Tensor) -> Held:
         if not _is_activation(given):
@@ -131,7 +154,8 @@ class Keeper:
         flat = _flat(given)
         if self._size > 1 and given.numel() >= self._size:
             first, last = self._mine(given.numel())
-            flat, item.divided = flat[first:last], True
+            flat = flat[first:last]
+            item.divided = True
         if self._copies is not None:
             item.copy = self._copies.out(flat.clone() if item.divided else flat)
             item.before, self._latest = self._latest, weakref.ref(item)
@@ -161,12 +185,18 @@ class Keeper:
             flat = self._gather(flat, item.shape.numel())
         elif self._arena is not None and item.copy is None:
             flat = flat.clone()  # its place may be taken before backward is through with it
-        whole = flat.view(item.shape) if item.stride is None else flat.as_strided(item.shape, item.stride)
+        whole = (
+            flat.view(item.shape)
+            if item.stride is None
+            else flat.as_strided(item.shape, item.stride)
+        )
         return whole.requires_grad_(item.requires_grad)
 
     def _mine(self, count: int) -> tuple[int, int]:
-        """The range of `count` elements that this rank keeps: equal parts, the last ones shorter."""
-        step, index = -(-count // self._size), comm.rank(self._group)
+        """The range of `count` elements that this rank keeps: equal parts, the last ones
+        shorter."""
+        step = -(-count // self._size)
+        index = comm.rank(self._group)
         return min(count, index * step), min(count, (index + 1) * step)
 
     def _gather(self, part: Tensor, count: int) -> Tensor:
@@ -178,10 +208,14 @@ class Keeper:
         return whole[:count]
 
     def _compare(self, tensors: list[Tensor], name: str) -> None:
-        """Raise UsageError, on all ranks, where ranks that are to keep parts of the same have different activations."""
+        """Raise UsageError, on all ranks, where ranks that are to keep parts of the same have
+        different activations.
+        """
         if not tensors:
             return
-        mine = torch.stack([_flat(t).view(_BITS[t.element_size()]).sum(dtype=torch.int64) for t in tensors])
+        mine = torch.stack(
+            [_flat(t).view(_BITS[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
+        )
         every = mine.new_empty(self._size * len(mine))
         comm.all_gather_into_tensor(every, mine, group=self._group)
         rows = every.view(self._size, -1)
@@ -189,18 +223,23 @@ class Keeper:
         if wrong:
             shapes = ", ".join(str(list(tensors[i].shape)) for i in wrong[:3])
             raise UsageError(
-                f"partition_activations: inputs of {name} (shape {shapes}) differ between the {self._size} ranks that "
-                "are to keep a part each, so they cannot be put together again. Ranks of partition_axis must work on "
-                "the same activations: they have parts of them already where the sequence is divided. Set "
+                f"partition_activations: inputs of {name} (shape {shapes}) differ between the "
+                f"{self._size} ranks that "
+                "are to keep a part each, so they cannot be put together again. Ranks of "
+                "partition_axis must work on "
+                "the same activations: they have parts of them already where the sequence is "
+                "divided. Set "
                 "partition_activations to false"
             )
 
 
-# -- trees of tensors ------------------------------------------------------------------------------------------------
+# -- trees of tensors ------------------------------------------------------------------------------
 
 
 def _map(function: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:
-    """`value` with `function` of each `kind` in it; lists, tuples and plain dicts are looked into, nothing else is."""
+    """`value` with `function` of each `kind` in it; lists, tuples and plain dicts are looked into,
+    nothing else is.
+    """
     if isinstance(value, kind):
         return function(value)
     if type(value) in (list, tuple):
@@ -243,7 +282,9 @@ def _permuted(tensor: Tensor) -> bool:
     """Whether it fills its memory without gaps, in another order than that of its dimensions."""
     if tensor.layout is not torch.strided or tensor.is_contiguous() or 0 in tensor.stride():
         return False
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return last + 1 == tensor.numel()
 
 

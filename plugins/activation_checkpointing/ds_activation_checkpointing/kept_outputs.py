@@ -26,7 +26,17 @@ _ATTENTION = {
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 }
-_MATMULS = {"mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"}
+_MATMULS = {
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "linear",
+    "convolution",
+    "_scaled_mm",
+    "_grouped_mm",
+    "_scaled_grouped_mm",
+}
 _KEPT = {"keep_matmuls": _MATMULS | _ATTENTION, "keep_attention": _ATTENTION}
 
 
@@ -52,13 +62,15 @@ def _keep_attention() -> Any:
 
 
 TORCH_CONTEXTS = {"keep_matmuls": _keep_matmuls, "keep_attention": _keep_attention}
-"""The same for ``torch.utils.checkpoint``, which torch.compile knows: it takes functions of modules only."""
+"""The same for ``torch.utils.checkpoint``, which torch.compile knows: it takes functions of modules
+only.
+"""
 
 
 @dataclass(slots=True)
 class _Kept:
-    """One operator's outputs. place: how many tensors autograd had saved before. random: the states after it, where it
-    draws. versions: of the outputs, when they were made."""
+    """One operator's outputs. place: how many tensors autograd had saved before. random: the states
+    after it, where it draws. versions: of the outputs, when they were made."""
 
     op: Any
     outputs: Any
@@ -85,13 +97,16 @@ class KeptOutputs:
         return _Mode(self._policy, lambda op, run: _serve(op, run, left))
 
     def forget_after(self, place: int) -> None:
-        """Drop what is made after the last tensor that autograd saves: nothing asks for it again."""
+        """Drop what is made after the last tensor that autograd saves: nothing asks for it
+        again."""
         while self._kept and self._kept[-1].place == place:
             self._kept.pop()
 
     def num_bytes(self) -> int:
         """Bytes of the outputs."""
-        return sum(t.numel() * t.element_size() for kept in self._kept for t in _tensors(kept.outputs))
+        return sum(
+            t.numel() * t.element_size() for kept in self._kept for t in _tensors(kept.outputs)
+        )
 
     def _record(self, op: Any, run: Callable[[], Any], place: int) -> Any:
         draws = torch.Tag.nondeterministic_seeded in op.tags
@@ -100,11 +115,15 @@ class KeptOutputs:
         after = STREAMS.snapshot() if before is not None else None
         drawn = (
             after
-            if before is not None and after is not None and not torch.equal(before.current, after.current)
+            if before is not None
+            and after is not None
+            and not torch.equal(before.current, after.current)
             else None
         )
         alias = map_leaves(_alias, out)
-        self._kept.append(_Kept(op, alias, tuple(t._version for t in _tensors(alias)), place, drawn))
+        self._kept.append(
+            _Kept(op, alias, tuple(t._version for t in _tensors(alias)), place, drawn)
+        )
         return out
 
 
@@ -122,7 +141,8 @@ def _serve(op: Any, run: Callable[[], Any], left: deque[_Kept]) -> Any:
 class _Mode(TorchDispatchMode):
     def __init__(self, policy: str, handle: Callable[[Any, Callable[[], Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._policy, self._handle = policy, handle
+        self._policy = policy
+        self._handle = handle
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not keeps(self._policy, func):

@@ -1,4 +1,6 @@
-"""What a block would keep until backward if it were not recomputed, and what it takes to compute it: measured once."""
+"""What a block would keep until backward if it were not recomputed, and what it takes to compute
+it: measured once.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ __all__ = ["Meter"]
 class Meter:
     """Measures the forwards of one block while it is recomputed.
 
-    full: bytes that autograd would save in a forward, the largest. held: bytes that recomputation keeps instead.
+    full: bytes that autograd would save in a forward, the largest. held: bytes that recomputation
+        keeps instead.
     flops: of a forward. peak: forwards at once that wait for their backward.
     """
 
@@ -49,7 +52,10 @@ class Meter:
         """Autograd saves `tensor`. Weights and buffers are there anyway."""
         storage = tensor.untyped_storage()
         key = StorageWeakRef(storage)  # an address is used again once it is let go
-        own = (t.untyped_storage().data_ptr() for t in (*self._module.parameters(), *self._module.buffers()))
+        own = (
+            t.untyped_storage().data_ptr()
+            for t in (*self._module.parameters(), *self._module.buffers())
+        )
         if key not in self._storages and storage.data_ptr() not in own:
             self._storages[key] = storage.nbytes()
 

@@ -1,4 +1,6 @@
-"""What this distribution offers to ds_core: the section ``activation_checkpointing`` and its transform (torch-free)."""
+"""What this distribution offers to ds_core: the section ``activation_checkpointing`` and its
+transform (torch-free).
+"""
 
 from __future__ import annotations
 

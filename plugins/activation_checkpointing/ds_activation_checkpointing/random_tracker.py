@@ -21,7 +21,9 @@ __all__ = [
 
 
 class CudaRNGStatesTracker:
-    """Named states of the random generators. streams: None: streams of its own, which checkpoints do not replay."""
+    """Named states of the random generators. streams: None: streams of its own, which checkpoints
+    do not replay.
+    """
 
     def __init__(self, streams: RandomStreams | None = None) -> None:
         self.streams = streams or RandomStreams()
@@ -49,11 +51,16 @@ class CudaRNGStatesTracker:
         self.streams.set_states(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Add the state that `seed` gives. ValueError for a seed or a name that is there already."""
+        """Add the state that `seed` gives.
+
+        ValueError for a seed or a name that is there already.
+        """
         self.streams.add(name, seed)
 
     def fork(self, name: str = MODEL_PARALLEL) -> contextlib.AbstractContextManager[None]:
-        """Inside, random numbers come from the named state, which goes on; afterwards from the one before."""
+        """Inside, random numbers come from the named state, which goes on; afterwards from the one
+        before.
+        """
         return self.streams.fork(name)
 
 
@@ -66,7 +73,8 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the generators, and the state ``model-parallel-rng`` with another seed on each model-parallel rank.
+    """Seed the generators, and the state ``model-parallel-rng`` with another seed on each
+    model-parallel rank.
 
     The rank is that of the mpu given to `configure`, else that along ``tp`` of the newest engine.
     """
@@ -74,7 +82,9 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Begin the state ``model-parallel-rng`` anew, as after loading at another number of ranks; others go on."""
+    """Begin the state ``model-parallel-rng`` anew, as after loading at another number of ranks;
+    others go on.
+    """
     STREAMS.reseed_model_parallel(seed, _model_parallel_rank())
 
 
@@ -85,7 +95,9 @@ def _set_cuda_rng_state(new_state: Tensor, device: int = -1) -> None:
 
 def _model_parallel_rank() -> int:
     mpu = present_mpu()
-    getters = (getattr(mpu, f"get_{kind}_parallel_rank", None) for kind in ("tensor_model", "model"))
+    getters = (
+        getattr(mpu, f"get_{kind}_parallel_rank", None) for kind in ("tensor_model", "model")
+    )
     index = next((int(getter()) for getter in getters if getter is not None), None)
     if index is None:
         meshes = (engine.ctx.mesh for engine in reversed(STATE.engines))

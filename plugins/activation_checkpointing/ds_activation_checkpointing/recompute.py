@@ -1,11 +1,14 @@
-"""One function whose activations are computed again in backward: what is saved, when it runs again, what is checked.
+"""One function whose activations are computed again in backward: what is saved, when it runs again,
+what is checked.
 
-[Note: how it works] While the function runs, hooks put an empty `Slot` into the graph for each tensor that autograd
-would save. When backward opens the first of them, the function runs again with the same inputs and random states; what
-autograd would save fills the slots in the same order, and the run stops at the last one that is still wanted. From
-then on it is an ordinary graph: what it holds is freed as backward passes, and a second backward finds it again.
+[Note: how it works] While the function runs, hooks put an empty `Slot` into the graph for each
+tensor that autograd would save. When backward opens the first of them, the function runs again with
+the same inputs and random states; what autograd would save fills the slots in the same order, and
+the run stops at the last one that is still wanted. From then on it is an ordinary graph: what it
+holds is freed as backward passes, and a second backward finds it again.
 
-[Note: recomputation inside] A function that is recomputed inside another one is part of that: it just runs.
+[Note: recomputation inside] A function that is recomputed inside another one is part of that: it
+just runs.
 """
 
 from __future__ import annotations
@@ -37,9 +40,9 @@ __all__ = ["PLAIN", "Options", "Region", "recompute"]
 class Options:
     """How a function is recomputed.
 
-    name: of the block, for messages. keeper: where inputs rest. policy: that of the section. stop_early: do not run
-    what comes after the last tensor that is wanted; False where ranks that talk in the function may want different
-    ones. watch: what times it. meter: what measures it.
+    name: of the block, for messages. keeper: where inputs rest. policy: that of the section.
+    stop_early: do not run what comes after the last tensor that is wanted; False where ranks that
+    talk in the function may want different ones. watch: what times it. meter: what measures it.
     """
 
     name: str = "the checkpointed function"
@@ -53,7 +56,9 @@ class Options:
 PLAIN = Options()
 
 
-def recompute(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options) -> Any:
+def recompute(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options
+) -> Any:
     """``function(*args, **kwargs)``; what it needs in backward is computed again there."""
     if torch.compiler.is_compiling():
         from torch.utils.checkpoint import checkpoint
@@ -79,7 +84,8 @@ class Slot:
     __slots__ = ("__weakref__", "kind", "region", "value")
 
     def __init__(self, region: Region, tensor: Tensor) -> None:
-        self.region, self.kind = region, (tensor.shape, tensor.dtype)
+        self.region = region
+        self.kind = (tensor.shape, tensor.dtype)
         self.value: Tensor | None = None
 
 
@@ -91,7 +97,11 @@ class Region:
     """One forward of a function, and its second one."""
 
     def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        options: Options,
     ) -> None:
         self.options = options
         self._function: Callable[..., Any] | None = function
@@ -108,15 +118,19 @@ class Region:
         return self._inputs
 
     def kept_bytes(self) -> int:
-        """Bytes of this device that rest until backward: of activations, and of outputs that are not computed again."""
+        """Bytes of this device that rest until backward: of activations, and of outputs that are
+        not computed again.
+        """
         kept = self._kept.num_bytes() if self._kept is not None else 0
         return sum(item.num_bytes() for item in held(self._inputs) if item.requires_grad) + kept
 
-    # -- forward ---------------------------------------------------------------------------------------------
+    # -- forward -----------------------------------------------------------------------------------
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The function's result."""
-        function, watch, meter = self._function, self.options.watch, self.options.meter
+        function = self._function
+        watch = self.options.watch
+        meter = self.options.meter
         assert function is not None
         if watch is not None:
             watch.begin()
@@ -142,13 +156,17 @@ class Region:
         self._slots.append(weakref.ref(slot))
         return slot
 
-    # -- the second time -------------------------------------------------------------------------------------
+    # -- the second time ---------------------------------------------------------------------------
 
     def run_again(self) -> None:
         """Fill the slots. Raises UsageError where the function did not do the same as before."""
-        function, watch = self._function, self.options.watch
+        function = self._function
+        watch = self.options.watch
         if function is None:
-            raise UsageError(f"{self._name} was computed again and saved other tensors than the first time; {_SAME}")
+            raise UsageError(
+                f"{self._name} was computed again and saved other tensors than the first time; "
+                f"{_SAME}"
+            )
         if watch is not None:
             watch.begin()
         args, kwargs = self.options.keeper.restore(self._inputs, self.options.name)
@@ -163,9 +181,12 @@ class Region:
             contextlib.suppress(_Enough),
         ):
             function(*args, **kwargs)
-        if self._filled <= self._last or (not self.options.stop_early and self._filled != len(self._slots)):
+        if self._filled <= self._last or (
+            not self.options.stop_early and self._filled != len(self._slots)
+        ):
             raise UsageError(
-                f"{self._name} saved {len(self._slots)} tensors for backward, and {self._filled} when it was computed "
+                f"{self._name} saved {len(self._slots)} tensors for backward, and {self._filled} "
+                "when it was computed "
                 f"again; {_SAME}"
             )
         self._function = self._inputs = self._kept = None
@@ -185,7 +206,8 @@ class Region:
         if slot is not None:
             if slot.kind != (tensor.shape, tensor.dtype):
                 raise UsageError(
-                    f"{self._name}: tensor {place} that backward needs was {_shown(*slot.kind)}, and is "
+                    f"{self._name}: tensor {place} that backward needs was {_shown(*slot.kind)}, "
+                    "and is "
                     f"{_shown(tensor.shape, tensor.dtype)} when it is computed again; {_SAME}"
                 )
             slot.value = tensor.detach() if tensor.requires_grad else tensor
@@ -194,7 +216,8 @@ class Region:
 
 
 _SAME = (
-    "with the same inputs and random numbers it must do the same: look for caches that it fills, counters, and random "
+    "with the same inputs and random numbers it must do the same: look for caches that it fills, "
+    "counters, and random "
     "numbers that are not torch's"
 )
 
@@ -214,13 +237,14 @@ def _none(_: Any) -> Any:
     raise AssertionError("nothing goes back through what is computed again")
 
 
-# -- autocast --------------------------------------------------------------------------------------------------------
+# -- autocast --------------------------------------------------------------------------------------
 
 _Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 
 
 def _autocast_now() -> tuple[_Autocast, bool]:
-    """Per device type whether autocast is on and to what, and whether casts of weights are cached."""
+    """Per device type whether autocast is on and to what, and whether casts of weights are
+    cached."""
     kinds = dict.fromkeys(("cpu", get_accelerator().device_type))
     states = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
     return states, torch.is_autocast_cache_enabled()
@@ -234,5 +258,7 @@ def _autocast(wanted: tuple[_Autocast, bool]) -> Iterator[None]:
     states, cached = wanted
     with contextlib.ExitStack() as stack:
         for kind, enabled, dtype in states:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
+            stack.enter_context(
+                torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached)
+            )
         yield

@@ -1,4 +1,6 @@
-"""From the section to a run: where inputs rest, which modules are recomputed, and who else recomputes in the model."""
+"""From the section to a run: where inputs rest, which modules are recomputed, and who else
+recomputes in the model.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from ds_run_state.changes import changing
 from torch import nn
 
 from ds_activation_checkpointing.blocks import install
-from ds_activation_checkpointing.checkpointing import Settings, checkpoint_with, forget_settings, use_settings
+from ds_activation_checkpointing.checkpointing import (
+    Settings,
+    checkpoint_with,
+    forget_settings,
+    use_settings,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -31,10 +38,12 @@ def apply(model: nn.Module, section: ActivationCheckpointingConfig, ctx: Context
     """The model, in which what the section says is computed again in backward."""
     settings = Settings.of(section, _group(section, ctx), ctx.accelerator)
     use_settings(settings)
-    ctx.undo(functools.partial(forget_settings, settings))  # unless the program has made its own meanwhile
+    # unless the program has made its own meanwhile
+    ctx.undo(functools.partial(forget_settings, settings))
     wanted = section.recomputes
     with changing(model, ctx.undo):
-        if getattr(model, "activation_checkpoint_func", "") is None:  # a PipelineModule, which recomputes by interval
+        # a PipelineModule, which recomputes by interval
+        if getattr(model, "activation_checkpoint_func", "") is None:
             model.activation_checkpoint_func = functools.partial(checkpoint_with, settings)  # type: ignore[assignment]
         if wanted is None:
             _route(model, functools.partial(checkpoint_with, settings))
@@ -42,7 +51,9 @@ def apply(model: nn.Module, section: ActivationCheckpointingConfig, ctx: Context
         return model
     named = () if isinstance(wanted, str) else wanted
     modules = find_blocks(model, named, _KEY, "name the modules by class")
-    install(model, modules, settings.options(policy=section.policy), ctx, section.budget is not None)
+    install(
+        model, modules, settings.options(policy=section.policy), ctx, section.budget is not None
+    )
     return model
 
 
@@ -52,7 +63,11 @@ def _group(section: ActivationCheckpointingConfig, ctx: Context) -> ProcessGroup
     if not section.partition_activations:
         return None
     if not ctx.mesh.has(axis) or ctx.mesh.size(axis) == 1:
-        log.info("partition_activations has no effect: no other rank along the mesh axis %r has an activation", axis)
+        log.info(
+            "partition_activations has no effect: no other rank along the mesh axis %r has an "
+            "activation",
+            axis,
+        )
         return None
     return ctx.mesh.group(axis)
 
@@ -60,5 +75,7 @@ def _group(section: ActivationCheckpointingConfig, ctx: Context) -> ProcessGroup
 def _route(model: nn.Module, function: Callable[..., Any]) -> None:
     """Let a transformers model that recomputes by itself do so with the settings of the section."""
     for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
+        if getattr(module, "gradient_checkpointing", False) and hasattr(
+            module, "_gradient_checkpointing_func"
+        ):
             module.__dict__["_gradient_checkpointing_func"] = function

@@ -1,4 +1,6 @@
-"""Times of blocks, and waiting for the device around them (``profile``, ``synchronize_checkpoint_boundary``)."""
+"""Times of blocks, and waiting for the device around them (``profile``,
+``synchronize_checkpoint_boundary``).
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,14 @@ log = logging.getLogger("ds_activation_checkpointing")
 
 
 class Watch:
-    """What happens where a block begins and ends. logs: whether its time goes to the log. synchronize: wait there."""
+    """What happens where a block begins and ends. logs: whether its time goes to the log.
+    synchronize: wait there.
+    """
 
     def __init__(self, accelerator: Accelerator, *, logs: bool, synchronize: bool) -> None:
-        self._accelerator, self._logs, self._synchronize = accelerator, logs, synchronize
+        self._accelerator = accelerator
+        self._logs = logs
+        self._synchronize = synchronize
         self._begun: list[Any] = []
 
     def begin(self) -> None:
@@ -32,7 +38,8 @@ class Watch:
         if self._synchronize:
             self._accelerator.synchronize()
         if self._logs:
-            begun, ended = self._begun.pop(), self._event()
+            begun = self._begun.pop()
+            ended = self._event()
             ended.synchronize()
             log.info("%s: %s %.3f ms", name, what, begun.elapsed_time(ended))
 

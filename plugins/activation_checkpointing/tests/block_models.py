@@ -8,19 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-WIDTH, ROWS = 16, 4
+WIDTH = 16
+ROWS = 4
 
 
 class Block(nn.Module):
-    """Has dropout, running statistics, a weight of its own, keyword and other arguments, and two results."""
+    """Has dropout, running statistics, a weight of its own, keyword and other arguments, and two
+    results.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.norm, self.up, self.down = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH, bias=False)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.up = nn.Linear(WIDTH, 32)
+        self.down = nn.Linear(32, WIDTH, bias=False)
         self.drop = nn.Dropout(0.25)
 
-    def forward(self, x: Tensor, factor: float = 1.0, *, shift: Tensor | None = None) -> tuple[Tensor, float]:
+    def forward(
+        self, x: Tensor, factor: float = 1.0, *, shift: Tensor | None = None
+    ) -> tuple[Tensor, float]:
         hidden = self.drop(torch.tanh(self.up(self.norm(x) * self.scale)))
         return x + factor * self.down(hidden) + (0 if shift is None else shift), factor
 
@@ -30,11 +37,13 @@ class Net(nn.Module):
 
     def __init__(self, blocks: int = 3) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(5, WIDTH), nn.Linear(WIDTH, 3)
+        self.first = nn.Linear(5, WIDTH)
+        self.last = nn.Linear(WIDTH, 3)
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
 
     def forward(self, x: Tensor) -> Tensor:
-        x, factor = self.first(x.to(self.first.weight.dtype)), 0.5
+        x = self.first(x.to(self.first.weight.dtype))
+        factor = 0.5
         shift = x.detach().mean(0)
         for block in self.blocks:
             x, factor = block(x, factor, shift=shift)
@@ -61,8 +70,11 @@ def config(**sections: Any) -> dict[str, Any]:
     }
 
 
-def train(model: nn.Module, config: Mapping[str, Any], steps: int, batches: Sequence[int] = (0,)) -> dict[str, Tensor]:
-    """Losses and weights of an engine over `model`; the random numbers are the same in each call."""
+def train(
+    model: nn.Module, config: Mapping[str, Any], steps: int, batches: Sequence[int] = (0,)
+) -> dict[str, Tensor]:
+    """Losses and weights of an engine over `model`; the random numbers are the same in each
+    call."""
     import ds_core
     from ds_core import comm
 
@@ -76,4 +88,7 @@ def train(model: nn.Module, config: Mapping[str, Any], steps: int, batches: Sequ
             losses.append(loss.detach())
         engine.step()
     engine.destroy()
-    return {"losses": torch.stack(losses), **{n: t.detach().clone() for n, t in engine.module.state_dict().items()}}
+    return {
+        "losses": torch.stack(losses),
+        **{n: t.detach().clone() for n, t in engine.module.state_dict().items()},
+    }

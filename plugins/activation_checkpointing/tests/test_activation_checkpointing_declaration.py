@@ -33,5 +33,7 @@ class TestDeclaration(PluginConformance):
         ({"cpu_checkpointing": True, "modules": ["A", "b.*"]}, ["A", "b.*"]),
     ],
 )
-def test_sections_with_deepspeed_keys_alone_recompute_nothing(given: dict[str, Any], recomputed: Any) -> None:
+def test_sections_with_deepspeed_keys_alone_recompute_nothing(
+    given: dict[str, Any], recomputed: Any
+) -> None:
     assert ActivationCheckpointingConfig.model_validate(given).recomputes == recomputed

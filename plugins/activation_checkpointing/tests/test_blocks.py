@@ -1,4 +1,6 @@
-"""Recomputation by config alone: the numbers of the run without it, with everything that a run may have besides."""
+"""Recomputation by config alone: the numbers of the run without it, with everything that a run may
+have besides.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +48,20 @@ def equal(kind: str, world: int) -> None:
         {},
         {"zero_optimization": {"stage": 1}},
         {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 2},
-        {"zero_optimization": {"stage": 3, "param_persistence_threshold": 0}, "bf16": {"enabled": True}},
-        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "zero_optimization": {"stage": 3}},
+        {
+            "zero_optimization": {"stage": 3, "param_persistence_threshold": 0},
+            "bf16": {"enabled": True},
+        },
+        {
+            "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+            "zero_optimization": {"stage": 3},
+        },
     ):
         batches = (0, 1) if "gradient_accumulation_steps" in sections else (0,)
         wanted = train(build(), config(**sections), 2, batches)
-        got = train(build(), config(**sections, activation_checkpointing=SECTIONS[kind]), 2, batches)
+        got = train(
+            build(), config(**sections, activation_checkpointing=SECTIONS[kind]), 2, batches
+        )
         for name, value in wanted.items():
             assert torch.equal(value, got[name]), f"{kind} {sections} {name}: {value - got[name]}"
 
@@ -80,13 +90,16 @@ def test_a_tensor_at_the_address_of_one_that_was_let_go_counts() -> None:
 def test_a_budget_chooses_blocks(caplog: pytest.LogCaptureFixture) -> None:
     from ds_activation_checkpointing.blocks import BLOCKS
 
-    # 4 rows of fp32: the input, normalized, scaled; tanh, the mask of dropout, dropped out; and rows of statistics.
+    # 4 rows of fp32: the input, normalized, scaled; tanh, the mask of dropout, dropped out; and
+    # rows of statistics.
     full = 4 * 4 * (3 * 16 + 3 * 32) + 4 * 2 * 16
     held = 4 * 4 * 16
 
     def chosen(budget: int) -> list[bool]:
         section = {"budget": budget}
-        engine, *_ = ds_core.initialize(model=build(4), config=config(activation_checkpointing=section))
+        engine, *_ = ds_core.initialize(
+            model=build(4), config=config(activation_checkpointing=section)
+        )
         for step in range(2):
             engine.backward(engine(batch(step, 0)).square().mean())
             engine.step()
@@ -100,13 +113,18 @@ def test_a_budget_chooses_blocks(caplog: pytest.LogCaptureFixture) -> None:
         assert chosen(0) == [True] * 4
         assert f"budget is 0 bytes, but {4 * held} is the least" in caplog.text
         assert chosen(10**6) == [False] * 4
-        assert f"0 of 4 blocks are computed again (); activations of blocks take {4 * full} bytes" in caplog.text
+        assert (
+            f"0 of 4 blocks are computed again (); activations of blocks take {4 * full} bytes"
+            in caplog.text
+        )
         assert chosen(2 * held + 2 * full) == [True, True, False, False]
         assert chosen(2 * held + 2 * full - 1) == [True, True, True, False]
 
 
 def test_copies_have_their_own_forward() -> None:
-    engine, *_ = ds_core.initialize(model=build(), config=config(activation_checkpointing={"modules": "auto"}))
+    engine, *_ = ds_core.initialize(
+        model=build(), config=config(activation_checkpointing={"modules": "auto"})
+    )
     for other in (copy.deepcopy(engine.module), pickle.loads(pickle.dumps(engine.module))):  # noqa: S301  our own bytes
         engine.eval(), other.eval()
         x = batch(0, 0)
@@ -119,11 +137,17 @@ def test_copies_have_their_own_forward() -> None:
 
 class TestErrors:
     def start(self, model: nn.Module, **section: Any) -> None:
-        engine, *_ = ds_core.initialize(model=model, config=config(activation_checkpointing=section))
+        engine, *_ = ds_core.initialize(
+            model=model, config=config(activation_checkpointing=section)
+        )
         engine.destroy()
 
     def test_modules_that_are_not_there(self) -> None:
-        with pytest.raises(UsageError, match=r"modules: no module of the model is called 'Blok'.*'Block'"):
+        with pytest.raises(
+            UsageError, match=r"modules: no module of the model is called 'Blok'.*'Block'"
+        ):
             self.start(build(), modules=["Blok"])
-        with pytest.raises(UsageError, match="Linear has no repeated block; name the modules by class"):
+        with pytest.raises(
+            UsageError, match="Linear has no repeated block; name the modules by class"
+        ):
             self.start(nn.Linear(5, 3), modules="auto")

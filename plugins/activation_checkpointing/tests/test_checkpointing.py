@@ -1,4 +1,6 @@
-"""``deepspeed.checkpointing``: settings, partitioned and contiguous activations, host copies, times."""
+"""``deepspeed.checkpointing``: settings, partitioned and contiguous activations, host copies,
+times.
+"""
 
 from __future__ import annotations
 
@@ -57,21 +59,30 @@ def test_configure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "ds_config.json"
     section = {"contiguous_memory_optimization": True, "partition_activations": True}
     file.write_text(json.dumps({"activation_checkpointing": section}))
-    with pytest.raises(ConfigError, match="contiguous_memory_optimization needs number_checkpoints"):
+    with pytest.raises(
+        ConfigError, match="contiguous_memory_optimization needs number_checkpoints"
+    ):
         checkpointing.configure(None, str(file))
     with pytest.raises(ConfigError, match=r"activation_checkpointing\.number_checkpoints.*0"):
         checkpointing.configure(None, num_checkpoints=0)
     assert not checkpointing.is_configured()
-    checkpointing.configure(None, str(file), contiguous_checkpointing=False, profile=True, synchronize=True)
+    checkpointing.configure(
+        None, str(file), contiguous_checkpointing=False, profile=True, synchronize=True
+    )
     assert checkpointing.is_configured()
     with caplog.at_level(logging.INFO, "ds_activation_checkpointing"):
         checkpointing.checkpoint(torch.exp, torch.ones(2, requires_grad=True)).sum().backward()
-    assert [r.message.rpartition(":")[2].split()[0] for r in caplog.records] == ["forward", "recomputation"]
+    assert [r.message.rpartition(":")[2].split()[0] for r in caplog.records] == [
+        "forward",
+        "recomputation",
+    ]
     checkpointing.reset()
 
 
 def partitioned(rows: int, **more: Any) -> list[float]:
-    """The kept bytes of a forward, after it was shown that the gradients are those of plain autograd."""
+    """The kept bytes of a forward, after it was shown that the gradients are those of plain
+    autograd.
+    """
     from ds_activation_checkpointing.inputs import Keeper
     from ds_activation_checkpointing.recompute import PLAIN, Region
 
@@ -99,7 +110,12 @@ def partitioned(rows: int, **more: Any) -> list[float]:
         x = torch.randn(rows, 7, requires_grad=True)
         keeper: Keeper = _Present.settings.keeper
         region = Region(torch.exp, (x.detach().fill_(1.0).requires_grad_(),), {}, PLAIN)
-        kept = Region(torch.exp, (torch.ones(rows, 7, requires_grad=True),), {}, _Present.settings.options("exp"))
+        kept = Region(
+            torch.exp,
+            (torch.ones(rows, 7, requires_grad=True),),
+            {},
+            _Present.settings.options("exp"),
+        )
         assert keeper is kept.options.keeper
         return [region.kept_bytes(), kept.kept_bytes()]
     finally:
@@ -125,7 +141,9 @@ def different() -> None:
     checkpointing.configure(Unit(), partition_activations=True)
     x = torch.full((4,), float(comm.rank()), requires_grad=True)
     try:
-        with pytest.raises(UsageError, match=r"inputs of .*exp \(shape \[4\]\) differ between the 2 ranks"):
+        with pytest.raises(
+            UsageError, match=r"inputs of .*exp \(shape \[4\]\) differ between the 2 ranks"
+        ):
             checkpointing.checkpoint(torch.exp, x)
     finally:
         forget_settings(_Present.settings)
@@ -151,7 +169,9 @@ def test_contiguous_memory_is_used_again_and_ends() -> None:
     assert x.grad is not None
     assert torch.allclose(x.grad, 3 * (torch.ones(3).exp() + 1).exp())
     waiting = [block(x), block(x)]
-    with pytest.raises(UsageError, match=r"all 2 places for checkpoints are taken; set .*number_checkpoints"):
+    with pytest.raises(
+        UsageError, match=r"all 2 places for checkpoints are taken; set .*number_checkpoints"
+    ):
         block(x)
     waiting.clear()
     with pytest.raises(UsageError, match="a checkpoint has 4 elements, the first one had 3"):

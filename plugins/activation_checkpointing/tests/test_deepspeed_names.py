@@ -1,4 +1,5 @@
-"""Names of `deepspeed.checkpointing` that Megatron-DeepSpeed and others take beside `checkpoint`."""
+"""Names of `deepspeed.checkpointing` that Megatron-DeepSpeed and others take beside
+`checkpoint`."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from ds_core.errors import UsageError
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    kept = {name: getattr(checkpointing._Present, name) for name in ("settings", "by", "mpu", "values")}
+    kept = {
+        name: getattr(checkpointing._Present, name) for name in ("settings", "by", "mpu", "values")
+    }
     yield
     for name, value in kept.items():
         setattr(checkpointing._Present, name, value)
@@ -27,7 +30,10 @@ def test_tensors_are_taken_out_and_put_back() -> None:
     given = (x, None, 3, torch.zeros(1))
     tensors, others, flags = deepspeed_names.extract_tensors(given)
     assert (others, flags) == ((None, 3), (True, False, False, True))
-    assert all(a is b for a, b in zip(deepspeed_names.merge_tensors(tensors, others, flags), given, strict=True))
+    assert all(
+        a is b
+        for a, b in zip(deepspeed_names.merge_tensors(tensors, others, flags), given, strict=True)
+    )
     assert deepspeed_names.extract_tensors([1, x])[2] == [False, True]
     leaf, none, _, plain = deepspeed_names.detach_variable(given)
     assert leaf.is_leaf and leaf.requires_grad and not plain.requires_grad and none is None

@@ -1,4 +1,6 @@
-"""Recomputation by hand: gradients of plain autograd, what is kept, and what is said where it cannot work."""
+"""Recomputation by hand: gradients of plain autograd, what is kept, and what is said where it
+cannot work.
+"""
 
 from __future__ import annotations
 
@@ -48,16 +50,24 @@ def streams() -> Any:
 
 
 class Block(nn.Module):
-    """Dropout in two streams, attention, keyword, nested and other arguments, a tuple of results."""
+    """Dropout in two streams, attention, keyword, nested and other arguments, a tuple of
+    results."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
-        self.up, self.down, self.norm = nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8)
+        self.qkv = nn.Linear(8, 24)
+        self.out = nn.Linear(8, 8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+        self.norm = nn.LayerNorm(8)
 
-    def forward(self, x: Tensor, scale: float, *, pair: tuple[Tensor, Tensor], mode: str) -> tuple[Tensor, str, Tensor]:
+    def forward(
+        self, x: Tensor, scale: float, *, pair: tuple[Tensor, Tensor], mode: str
+    ) -> tuple[Tensor, str, Tensor]:
         q, k, v = self.qkv(self.norm(x)).view(2, 3, 2, 12).chunk(3, -1)
-        x = x + self.out(scaled_dot_product_attention(q * pair[0], k, v, dropout_p=0.3).reshape(2, 3, 8))
+        x = x + self.out(
+            scaled_dot_product_attention(q * pair[0], k, v, dropout_p=0.3).reshape(2, 3, 8)
+        )
         with STREAMS.fork():
             x = dropout(x, 0.4)
         hidden = gelu(self.up(x)) * scale + pair[1]
@@ -66,7 +76,9 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("call", [checkpoint, keeping, keeping_attention, to_the_end, by_function])
-def test_gradients_and_random_numbers_are_those_of_plain_autograd(call: Call, autocast: bool, streams: None) -> None:
+def test_gradients_and_random_numbers_are_those_of_plain_autograd(
+    call: Call, autocast: bool, streams: None
+) -> None:
     torch.manual_seed(0)
     blocks = [Block() for _ in range(2)]
 
@@ -105,7 +117,8 @@ def saved_bytes(run: Callable[[], Any]) -> int:
 def test_only_inputs_are_kept() -> None:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
-    x, row = torch.randn(100, 64, requires_grad=True), 100 * 4
+    x = torch.randn(100, 64, requires_grad=True)
+    row = 100 * 4
 
     def run(call: Call) -> Tensor:
         out = x
@@ -113,17 +126,23 @@ def test_only_inputs_are_kept() -> None:
             out = call(layer, out)
         return out.sum()
 
-    inputs, hidden, random = 64 * row, 256 * row, 4 * len(torch.get_rng_state())
+    inputs = 64 * row
+    hidden = 256 * row
+    random = 4 * len(torch.get_rng_state())
     assert saved_bytes(lambda: run(plainly)) == pytest.approx(3 * inputs + 4 * 2 * hidden, rel=0.05)
     assert saved_bytes(lambda: run(checkpoint)) == pytest.approx(3 * inputs + random, rel=0.05)
     # The output of the first product; that of the last one is never asked for again.
-    assert saved_bytes(lambda: run(keeping)) == pytest.approx(3 * inputs + 4 * hidden + random, rel=0.05)
+    assert saved_bytes(lambda: run(keeping)) == pytest.approx(
+        3 * inputs + 4 * hidden + random, rel=0.05
+    )
 
 
 def test_matmuls_are_not_computed_again() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    layer = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.ReLU(inplace=True), nn.Linear(8, 8))
+    layer = nn.Sequential(
+        nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)
+    )
 
     def flops(call: Call) -> int:
         with FlopCounterMode(display=False) as counter:
@@ -131,8 +150,10 @@ def test_matmuls_are_not_computed_again() -> None:
         return counter.get_total_flops()
 
     plain = flops(plainly)
-    first, second = 2 * 4 * 8 * 16, 2 * 4 * 16 * 8
-    assert flops(checkpoint) == plain + first + second  # the last product is after the last tensor that is wanted
+    first = 2 * 4 * 8 * 16
+    second = 2 * 4 * 16 * 8
+    # the last product is after the last tensor that is wanted
+    assert flops(checkpoint) == plain + first + second
     assert flops(keeping) == plain + second  # its output is changed in place, so it cannot be kept
 
 
@@ -173,29 +194,44 @@ def test_recomputation_inside_recomputation_is_part_of_it() -> None:
 
     theirs = partial(torch_checkpoint, use_reentrant=False)
     wanted = grad(plainly, plainly)
-    for call, inner in [(checkpoint, checkpoint), (checkpoint, theirs), (theirs, checkpoint), (keeping, checkpoint)]:
+    for call, inner in [
+        (checkpoint, checkpoint),
+        (checkpoint, theirs),
+        (theirs, checkpoint),
+        (keeping, checkpoint),
+    ]:
         assert torch.equal(grad(call, inner), wanted)
 
 
 class TestErrors:
     def test_an_input_that_is_changed_in_place(self) -> None:
         x = torch.ones(3, requires_grad=True)
-        with pytest.raises(UsageError, match="an input of .*lambda.* was changed in place by its own forward"):
+        with pytest.raises(
+            UsageError, match="an input of .*lambda.* was changed in place by its own forward"
+        ):
             checkpoint(lambda t: t.mul_(2).exp(), x * 1)
         given = x * 1
         out = checkpoint(torch.exp, given)
         given.mul_(2)
-        with pytest.raises(UsageError, match=r"input of .*exp was changed in place after its forward"):
+        with pytest.raises(
+            UsageError, match=r"input of .*exp was changed in place after its forward"
+        ):
             out.sum().backward()
 
     def test_a_function_that_does_something_else(self) -> None:
         count = iter(range(9))
-        out = checkpoint(lambda x: x.exp() if next(count) else x.exp().tanh(), torch.ones(3, requires_grad=True))
-        with pytest.raises(UsageError, match="saved 2 tensors for backward, and 1 when it was computed again"):
+        out = checkpoint(
+            lambda x: x.exp() if next(count) else x.exp().tanh(), torch.ones(3, requires_grad=True)
+        )
+        with pytest.raises(
+            UsageError, match="saved 2 tensors for backward, and 1 when it was computed again"
+        ):
             out.sum().backward()
         count = iter(range(9))
         out = checkpoint(lambda x: x[next(count) :].exp(), torch.ones(3, requires_grad=True))
-        with pytest.raises(UsageError, match=r"tensor 0 .* was float32 \[3\], and is float32 \[2\] .*caches that"):
+        with pytest.raises(
+            UsageError, match=r"tensor 0 .* was float32 \[3\], and is float32 \[2\] .*caches that"
+        ):
             out.sum().backward()
 
 
@@ -222,7 +258,10 @@ def test_a_kept_input_has_its_strides() -> None:
     x = torch.randn(3, 4, 5, requires_grad=True)
     for given in (x.permute(2, 0, 1), x[:, ::2], x.expand(2, 3, 4, 5), x):
         recompute(
-            function, (given * 1 if given is x else given,), {}, Options("f", Keeper(copies=Copies()))
+            function,
+            (given * 1 if given is x else given,),
+            {},
+            Options("f", Keeper(copies=Copies())),
         ).sum().backward()
     assert seen[0] == seen[1]
     assert seen[6] == seen[7]
@@ -233,11 +272,14 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.qkv = nn.Linear(8, 24)
+        self.out = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (2, 12)).transpose(1, 2).chunk(3, -1)
-        result: Tensor = self.out(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)).sin()
+        result: Tensor = self.out(
+            scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        ).sin()
         return result
 
 
@@ -262,7 +304,8 @@ FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
 @pytest.mark.parametrize("policy", AGAIN)
 def test_what_a_policy_computes_again(policy: str) -> None:
-    x, block = torch.randn(2, 3, 8, requires_grad=True), Attention()
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    block = Attention()
     out = recompute(block, (x,), {}, Options("block", policy=policy))
     with Counted() as counted:
         out.sum().backward()
@@ -278,11 +321,16 @@ def test_a_compiled_region_computes_the_same_again(policy: str) -> None:
     found: list[Counter[str]] = []
 
     def backward(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        found.append(Counter(getattr(n.target, "__name__", "").split(".")[0] for n in graph.graph.nodes))
+        found.append(
+            Counter(getattr(n.target, "__name__", "").split(".")[0] for n in graph.graph.nodes)
+        )
         return make_boxed_func(graph.forward)
 
-    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=backward)
-    block, x = Attention(), torch.randn(2, 3, 8)
+    backend = aot_autograd(
+        fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=backward
+    )
+    block = Attention()
+    x = torch.randn(2, 3, 8)
 
     def run(call: Call) -> list[Tensor]:
         given = x.clone().requires_grad_()
@@ -293,8 +341,11 @@ def test_a_compiled_region_computes_the_same_again(policy: str) -> None:
 
     options = Options("block", policy=policy)
     torch._dynamo.reset()
-    compiled = torch.compile(lambda given: recompute(block, (given,), {}, options), backend=backend, fullgraph=True)
+    compiled = torch.compile(
+        lambda given: recompute(block, (given,), {}, options), backend=backend, fullgraph=True
+    )
     for wanted, got in zip(run(block), run(compiled), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
-    # torch saves the output of an operator that may draw random numbers, as attention is, with every policy.
+    # torch saves the output of an operator that may draw random numbers, as attention is, with
+    # every policy.
     assert [(ran[FLASH], ran["addmm"]) for ran in found] == [(0, AGAIN[policy][1])]

@@ -1,4 +1,6 @@
-"""Models of transformers, recomputed by config alone: the same losses and gradients, caches, and their own switch."""
+"""Models of transformers, recomputed by config alone: the same losses and gradients, caches, and
+their own switch.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,32 @@ def build(kind: str) -> Any:
     if kind == "llama":
         return hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA))
     if kind == "mixtral":
-        return hf.MixtralForCausalLM(hf.MixtralConfig(**LLAMA, num_local_experts=4, output_router_logits=True))
+        return hf.MixtralForCausalLM(
+            hf.MixtralConfig(**LLAMA, num_local_experts=4, output_router_logits=True)
+        )
     if kind == "t5":
-        t5 = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.2}
-        return hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=32, decoder_start_token_id=0, **t5))
-    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=4, resid_pdrop=0.3))
+        t5 = {
+            "d_model": 16,
+            "d_kv": 4,
+            "d_ff": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "dropout_rate": 0.2,
+        }
+        return hf.T5ForConditionalGeneration(
+            hf.T5Config(vocab_size=32, decoder_start_token_id=0, **t5)
+        )
+    return hf.GPT2LMHeadModel(
+        hf.GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=4, resid_pdrop=0.3)
+    )
 
 
 def gradients(model: Any, section: dict[str, Any] | None) -> list[Tensor | None]:
     """The loss and the gradients of two micro-batches."""
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
     if section is not None:
         config["activation_checkpointing"] = section
     engine, *_ = ds_core.initialize(model=model.train(), config=config)
@@ -52,7 +70,9 @@ def gradients(model: Any, section: dict[str, Any] | None) -> list[Tensor | None]
 def count(model: Any) -> list[int]:
     """Counts forwards of the model's first projection."""
     calls = [0]
-    layer = next(m for n, m in model.named_modules() if n.endswith(("q_proj", "c_attn", "SelfAttention.q")))
+    layer = next(
+        m for n, m in model.named_modules() if n.endswith(("q_proj", "c_attn", "SelfAttention.q"))
+    )
 
     def counted(*args: Any) -> None:
         calls[0] += 1
@@ -82,7 +102,10 @@ def test_losses_and_gradients_are_the_same(kind: str, section: dict[str, Any]) -
 
 def switch_on(model: Any) -> None:
     """transformers' own, which has two names."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
     enable()
 
 
@@ -90,7 +113,9 @@ def test_transformers_own_switch() -> None:
     wanted = gradients(build("gpt2"), None)
     own = build("gpt2")
     switch_on(own)
-    with pytest.raises(UsageError, match=r"recomputed twice.*gradient_checkpointing_enable was called\. Leave"):
+    with pytest.raises(
+        UsageError, match=r"recomputed twice.*gradient_checkpointing_enable was called\. Leave"
+    ):
         gradients(own, {"policy": "all"})
     # With settings alone the model chooses what is recomputed, and the section how.
     calls = count(own)
@@ -98,7 +123,10 @@ def test_transformers_own_switch() -> None:
     assert all(a is b or torch.equal(a, b) for a, b in zip(found, wanted, strict=True))  # type: ignore[arg-type]
     assert calls[0] == 4
     # When the engine is destroyed it is the model's own function again.
-    assert "ds_activation_checkpointing" not in own.transformer.h[0]._gradient_checkpointing_func.func.__module__
+    assert (
+        "ds_activation_checkpointing"
+        not in own.transformer.h[0]._gradient_checkpointing_func.func.__module__
+    )
 
     later = build("gpt2")
     config = {"train_batch_size": 1, "activation_checkpointing": {"modules": "auto"}}

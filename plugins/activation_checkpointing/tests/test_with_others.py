@@ -1,4 +1,6 @@
-"""Recomputation beside what divides a model among ranks: the same bits as without, and the memory of the formula."""
+"""Recomputation beside what divides a model among ranks: the same bits as without, and the memory
+of the formula.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,15 @@ from ds_core import comm  # noqa: E402
 AUTO = {"modules": "auto"}
 
 
-def same(build: Callable[[], nn.Module], step: Callable[[Any, int], Tensor], sections: Any, recompute: Any) -> None:
-    """Two steps with `recompute` as the section activation_checkpointing, and without: the same bits on each rank."""
+def same(
+    build: Callable[[], nn.Module],
+    step: Callable[[Any, int], Tensor],
+    sections: Any,
+    recompute: Any,
+) -> None:
+    """Two steps with `recompute` as the section activation_checkpointing, and without: the same
+    bits on each rank.
+    """
     found = []
     for section in ({}, {"activation_checkpointing": recompute}):
         torch.manual_seed(2)
@@ -35,7 +44,7 @@ def same(build: Callable[[], nn.Module], step: Callable[[Any, int], Tensor], sec
         assert torch.equal(mine, theirs), f"{sections} {recompute}: {mine} {theirs}"
 
 
-# -- pipelines -------------------------------------------------------------------------------------------------------
+# -- pipelines -------------------------------------------------------------------------------------
 
 
 class PipeBlock(nn.Module):
@@ -43,7 +52,8 @@ class PipeBlock(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        self.up = nn.Linear(WIDTH, 24)
+        self.down = nn.Linear(24, WIDTH)
 
     def forward(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         hidden, mask = given
@@ -69,14 +79,17 @@ def pipelines() -> None:
 
     def build(blocks: int, **options: Any) -> Callable[[], nn.Module]:
         layers = [*(LayerSpec(PipeBlock) for _ in range(blocks)), last]
-        return lambda: PipelineModule(layers, num_stages=2, loss_fn=loss, partition_method="uniform", **options)
+        return lambda: PipelineModule(
+            layers, num_stages=2, loss_fn=loss, partition_method="uniform", **options
+        )
 
     def step(engine: Any, index: int) -> Tensor:
         return engine.train_batch(micros()).detach()  # type: ignore[no-any-return]
 
     several = {"gradient_accumulation_steps": 3}
     same(build(4), step, several, AUTO)
-    same(build(2), step, several | {"zero_optimization": {"stage": 1}}, {"modules": ["PipeBlock"]})  # one per stage
+    # one per stage
+    same(build(2), step, several | {"zero_optimization": {"stage": 1}}, {"modules": ["PipeBlock"]})
     same(build(2), step, several, {"policy": "keep_matmuls", "budget": 6000})
     same(build(4, activation_checkpoint_interval=2), step, several, {"cpu_checkpointing": True})
     same(build(4), step, several | {"pipeline": {"schedule": "zero_bubble"}}, AUTO)
@@ -86,7 +99,7 @@ def test_pipelines() -> None:
     run_ranks(2, pipelines)
 
 
-# -- experts ---------------------------------------------------------------------------------------------------------
+# -- experts ---------------------------------------------------------------------------------------
 
 
 class ExpertBlock(nn.Module):
@@ -98,7 +111,16 @@ class ExpertBlock(nn.Module):
         super().__init__()
         expert = nn.Sequential(nn.Linear(WIDTH, 24), nn.SiLU(), nn.Linear(24, WIDTH))
         self.norm = nn.LayerNorm(WIDTH)
-        self.moe = MoE(WIDTH, expert, 4, ep_size=2, k=1, noisy_gate_policy="Jitter", capacity_factor=0.5, use_rts=True)
+        self.moe = MoE(
+            WIDTH,
+            expert,
+            4,
+            ep_size=2,
+            k=1,
+            noisy_gate_policy="Jitter",
+            capacity_factor=0.5,
+            use_rts=True,
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         out, aux, _ = self.moe(self.norm(x))
@@ -142,7 +164,7 @@ def test_experts() -> None:
     run_ranks(2, experts)
 
 
-# -- tensor and sequence parallelism ---------------------------------------------------------------------------------
+# -- tensor and sequence parallelism ---------------------------------------------------------------
 
 
 def llama() -> Any:
@@ -179,7 +201,10 @@ PARTS = {**AUTO, "partition_activations": True}
     "sections, recompute",
     [
         ({"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 3}}, PARTS),
-        ({"sequence_parallel": {"size": 2}, "zero_optimization": {"stage": 2}}, {**AUTO, "policy": "keep_matmuls"}),
+        (
+            {"sequence_parallel": {"size": 2}, "zero_optimization": {"stage": 2}},
+            {**AUTO, "policy": "keep_matmuls"},
+        ),
     ],
     ids=["tp", "sp"],
 )
@@ -191,7 +216,9 @@ def test_divided_models(sections: Any, recompute: Any) -> None:
 @pytest.mark.parametrize("more", [{}, {"sequence_parallel": True}], ids=["whole", "tokens"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_dropout_of_models_that_are_divided_twice(stage: int, more: Any) -> None:
-    """With `sequence_parallel` of the layers, four of them; otherwise sequences are divided by two, too."""
+    """With `sequence_parallel` of the layers, four of them; otherwise sequences are divided by two,
+    too.
+    """
     size = 4 if more else 2
     sections: dict[str, Any] = {"zero_optimization": {"stage": stage}}
     sections |= {"tensor_parallel": {"autotp_size": size, **more}}
@@ -199,7 +226,7 @@ def test_dropout_of_models_that_are_divided_twice(stage: int, more: Any) -> None
     run_ranks(4, divided, sections, PARTS if not more else AUTO)
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def left(run: Callable[[], Any]) -> int:
@@ -212,7 +239,8 @@ def left(run: Callable[[], Any]) -> int:
 
 
 def memory(axis: str) -> list[int]:
-    """Bytes with all inputs of six blocks kept, and with a part of each; rows that do not divide."""
+    """Bytes with all inputs of six blocks kept, and with a part of each; rows that do not
+    divide."""
 
     class Step(nn.Module):
         def __init__(self) -> None:
@@ -229,7 +257,10 @@ def memory(axis: str) -> list[int]:
     x = torch.randn(1001, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     found = []
     for section in ({}, {"partition_activations": True, "partition_axis": axis}):
-        fake = {"plugins": {"load": ["fake_axes=ds_testing.fake_axes"]}, "fake_axes": {"axes": {axis: 2}}}
+        fake = {
+            "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]},
+            "fake_axes": {"axes": {axis: 2}},
+        }
         section = {"activation_checkpointing": {"modules": "auto", **section}}
         engine, *_ = ds_core.initialize(model=Step(), config=config(**fake, **section))
         for _ in range(2):  # the first forwards compare ranks
@@ -241,7 +272,9 @@ def memory(axis: str) -> list[int]:
 
 @pytest.mark.parametrize("axis", ["tp", "mine"])
 def test_memory_is_that_of_the_formula(axis: str) -> None:
-    row, random = 64 * 4, 6 * len(torch.get_rng_state())
+    row = 64 * 4
+    random = 6 * len(torch.get_rng_state())
     for whole, part in run_ranks(2, memory, axis):
-        assert whole == pytest.approx(5 * 1001 * row + random, rel=0.05)  # the first input is the caller's
+        # the first input is the caller's
+        assert whole == pytest.approx(5 * 1001 * row + random, rel=0.05)
         assert part == pytest.approx(6 * 1001 * row / 2 + random, rel=0.05)

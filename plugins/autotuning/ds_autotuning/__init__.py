@@ -1,1 +1,3 @@
-"""Finds the settings with which a training script runs fastest: section ``autotuning``, ``dscore tune``."""
+"""Finds the settings with which a training script runs fastest: section ``autotuning``, ``dscore
+tune``.
+"""

@@ -1,4 +1,6 @@
-"""``dscore tune``: find the fastest settings of a script, and run it with them where that is asked for."""
+"""``dscore tune``: find the fastest settings of a script, and run it with them where that is asked
+for.
+"""
 
 from __future__ import annotations
 
@@ -25,27 +27,45 @@ __all__ = ["app", "tune", "tune_first"]
 def tune(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[OPTIONS OF dscore run]... SCRIPT [ARGS]...", help="What `dscore run` would be given."),
+        typer.Argument(
+            metavar="[OPTIONS OF dscore run]... SCRIPT [ARGS]...",
+            help="What `dscore run` would be given.",
+        ),
     ] = None,
     config: Annotated[
-        str, typer.Option(metavar="FILE", help="The config, where the script's arguments do not name it.")
+        str,
+        typer.Option(
+            metavar="FILE", help="The config, where the script's arguments do not name it."
+        ),
     ] = "",
-    trials: Annotated[int | None, typer.Option(min=1, help="Instead of autotuning.tuner_num_trials.")] = None,
-    anew: Annotated[bool, typer.Option("--anew", help="Forget the trials of before (autotuning.overwrite).")] = False,
-    then_run: Annotated[bool, typer.Option("--then-run", help="Then run the script with what was found.")] = False,
+    trials: Annotated[
+        int | None, typer.Option(min=1, help="Instead of autotuning.tuner_num_trials.")
+    ] = None,
+    anew: Annotated[
+        bool, typer.Option("--anew", help="Forget the trials of before (autotuning.overwrite).")
+    ] = False,
+    then_run: Annotated[
+        bool, typer.Option("--then-run", help="Then run the script with what was found.")
+    ] = False,
 ) -> None:
     """Find the fastest settings of a script by short trials, each in processes of its own.
 
-    Options of the tuner come first, then all as for `dscore run`. Started again, it goes on where it was.
+    Options of the tuner come first, then all as for `dscore run`. Started again, it goes on where
+    it was.
     """
     from ds_autotuning.report import write_results
     from ds_autotuning.session import tune_script
 
     if not words:
-        raise CommandError("which script? As in: dscore tune --nproc 2 train.py --deepspeed_config ds_config.json")
+        raise CommandError(
+            "which script? As in: dscore tune --nproc 2 train.py --deepspeed_config ds_config.json"
+        )
     launch = parse_words(words)
     if not launch.is_command and not launch.is_module and not Path(launch.script).is_file():
-        raise CommandError(f"no such script: {launch.script!r}; options of the tuner come before those of dscore run")
+        raise CommandError(
+            f"no such script: {launch.script!r}; options of the tuner come before those of "
+            "dscore run"
+        )
     changed = {} if trials is None else {"tuner_num_trials": trials}
     outcome = tune_script(launch, config, anew=anew, changed=changed, say=say_error, heard=_tell)
     folder = Path(outcome.section.results_dir).expanduser().absolute()
@@ -56,7 +76,9 @@ def tune(
         raise CommandError(f"no trial was measured: {told or 'there is nothing to try'}")
     optimal = folder / "ds_config_optimal.json"
     command = outcome.launch.final(optimal)
-    write_results(folder, outcome.rows, best, dict(outcome.config), command, outcome.section, outcome.profile)
+    write_results(
+        folder, outcome.rows, best, dict(outcome.config), command, outcome.section, outcome.profile
+    )
     say_error(f"best: {_said(best, outcome.section)}; see {folder}/summary.txt")
     typer.echo(shlex.join(command))
     if then_run:
@@ -64,14 +86,20 @@ def tune(
 
 
 def tune_first(wanted: str, words: list[str]) -> int:
-    """``dscore run --autotuning tune|run``: the command ``tune`` with the other words; its exit code."""
+    """``dscore run --autotuning tune|run``: the command ``tune`` with the other words; its exit
+    code.
+    """
     then = ["--then-run"] if wanted == "run" else []
-    code = typer.main.get_command(app)([*then, *words], prog_name="dscore tune", standalone_mode=False)
+    code = typer.main.get_command(app)(
+        [*then, *words], prog_name="dscore tune", standalone_mode=False
+    )
     return code if isinstance(code, int) else 0
 
 
 def _tell(row: Row, best: Row | None, section: Autotuning) -> None:
-    head = f"trial {row.number} of at most {section.tuner_num_trials}" if row.number else "not tried"
+    head = (
+        f"trial {row.number} of at most {section.tuner_num_trials}" if row.number else "not tried"
+    )
     say_error(f"{head}: {_said(row, section)}{' (the best so far)' if row is best else ''}")
 
 
@@ -79,7 +107,9 @@ def _said(row: Row, section: Autotuning) -> str:
     units = {"throughput": "samples/s", "latency": "s per step", "flops": "flops/s per device"}
     value = row.result.metric(section.metric)
     what = (
-        f"{row.result.status.value}: {row.result.reason}" if value is None else f"{value:.4g} {units[section.metric]}"
+        f"{row.result.status.value}: {row.result.reason}"
+        if value is None
+        else f"{value:.4g} {units[section.metric]}"
     )
     return f"{row.name}  {what}"
 
@@ -93,4 +123,6 @@ def _run(outcome: Outcome, optimal: Path) -> int:
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(tune)
+app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(
+    tune
+)

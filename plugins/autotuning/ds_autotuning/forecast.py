@@ -1,12 +1,14 @@
 """How much memory a setting will take per rank, told before it is run.
 
-Model states are those of `ds_memory` (ds-zero: the arithmetic of ``dscore plan``) for what one rank computes with.
-The rest (activations, temporaries, what the process takes by itself) was measured: a line in the micro-batch size.
+Model states are those of `ds_memory` (ds-zero: the arithmetic of ``dscore plan``) for what one rank
+computes with. The rest (activations, temporaries, what the process takes by itself) was measured: a
+line in the micro-batch size.
 
-[Note: what is not exact] Tensor parallelism is taken to divide every matrix and the activations evenly, sequence
-parallelism the activations, a pipeline the repeated blocks (a stage keeps as many micro-batches at a time as there are
-stages). What blocks keep that are computed again was counted in the profile run, as for the policy "all"; where it
-could not be, one block's activations are taken, which is the least that they can keep.
+[Note: what is not exact] Tensor parallelism is taken to divide every matrix and the activations
+evenly, sequence parallelism the activations, a pipeline the repeated blocks (a stage keeps as many
+micro-batches at a time as there are stages). What blocks keep that are computed again was counted
+in the profile run, as for the policy "all"; where it could not be, one block's activations are
+taken, which is the least that they can keep.
 """
 
 from __future__ import annotations
@@ -31,7 +33,15 @@ if TYPE_CHECKING:
     from ds_core.compose import Composition
     from ds_core.mesh import Mesh
 
-__all__ = ["Room", "forecast", "largest_micro_batch", "make_profile", "recomputes", "room_of", "states_of"]
+__all__ = [
+    "Room",
+    "forecast",
+    "largest_micro_batch",
+    "make_profile",
+    "recomputes",
+    "room_of",
+    "states_of",
+]
 
 GIB = 2**30
 HIDDEN = "***"
@@ -51,8 +61,10 @@ class Room:
         """Why `needed` does not fit; "" where it does."""
         if needed.device > self.device:
             return (
-                f"needs {_gib(needed.device)} of the device ({_gib(needed.states)} of model states, "
-                f"{_gib(needed.activations)} of activations, {_gib(needed.fixed)} of others); there are "
+                f"needs {_gib(needed.device)} of the device ({_gib(needed.states)} of model "
+                "states, "
+                f"{_gib(needed.activations)} of activations, {_gib(needed.fixed)} of others); "
+                "there are "
                 f"{_gib(self.device)}"
             )
         if needed.host > self.host:
@@ -67,16 +79,21 @@ def _gib(size: float) -> str:
 def room_of(profile: Profile, device_gb: float | None = None, host_gb: float | None = None) -> Room:
     """What the profile found free, or what the config says (10^9 bytes)."""
     return Room(
-        device_gb * 1e9 if device_gb is not None else float(profile.facts.get("device_memory") or math.inf),
-        host_gb * 1e9 if host_gb is not None else float(profile.facts.get("host_memory") or math.inf),
+        device_gb * 1e9
+        if device_gb is not None
+        else float(profile.facts.get("device_memory") or math.inf),
+        host_gb * 1e9
+        if host_gb is not None
+        else float(profile.facts.get("host_memory") or math.inf),
     )
 
 
-# -- model states ----------------------------------------------------------------------------------------------------
+# -- model states ----------------------------------------------------------------------------------
 
 
 def states_of(profile: Profile, chosen: Composition, world: int) -> Mapping[str, float]:
-    """Bytes of model states per rank on "device", "host" and "disk", at their peak. world: all ranks.
+    """Bytes of model states per rank on "device", "host" and "disk", at their peak. world: all
+    ranks.
 
     Raises UsageError or ConfigError where ranks do not divide as the config says.
     """
@@ -92,7 +109,8 @@ def states_of(profile: Profile, chosen: Composition, world: int) -> Mapping[str,
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     weights = sum(p.numel() * p.element_size() for p in module.parameters())
     half = weights < 4 * count
-    # Weights, gradients, and in 16-bit modes fp32 masters with their gradients; Adam's moments in fp32.
+    # Weights, gradients, and in 16-bit modes fp32 masters with their gradients; Adam's moments in
+    # fp32.
     told["device"] += weights + trained * ((2 + 8 if half else 4) + 4 * ADAM)
     return told
 
@@ -102,8 +120,12 @@ def _size(mesh: Mesh, axis: str) -> int:
 
 
 def _share(profile: Profile, mesh: Mesh) -> Any:
-    """``(name, parameter) -> shape`` of what a rank has: matrices divided by tp, experts that are stacked by ep."""
-    tp, ep, experts = _size(mesh, "tp"), _size(mesh, "ep"), int(profile.facts.get("experts") or 0)
+    """``(name, parameter) -> shape`` of what a rank has: matrices divided by tp, experts that are
+    stacked by ep.
+    """
+    tp = _size(mesh, "tp")
+    ep = _size(mesh, "ep")
+    experts = int(profile.facts.get("experts") or 0)
 
     def shape(name: str, parameter: Parameter) -> tuple[int, ...]:
         whole = parameter.shape
@@ -117,9 +139,12 @@ def _share(profile: Profile, mesh: Mesh) -> Any:
 
 
 def _elsewhere(profile: Profile, mesh: Mesh) -> list[str]:
-    """Paths of modules that other ranks have: blocks of other stages, experts of other ranks that stand in a list."""
+    """Paths of modules that other ranks have: blocks of other stages, experts of other ranks that
+    stand in a list.
+    """
     away = []
-    pp, ep = _size(mesh, "pp"), _size(mesh, "ep")
+    pp = _size(mesh, "pp")
+    ep = _size(mesh, "ep")
     if pp > 1:
         blocks = _block_paths(profile)
         away += blocks[-(-len(blocks) // pp) :]
@@ -137,7 +162,7 @@ def _block_paths(profile: Profile) -> list[str]:
     return list(repeated_blocks(build(profile)))
 
 
-# -- all of it -------------------------------------------------------------------------------------------------------
+# -- all of it -------------------------------------------------------------------------------------
 
 
 def forecast(profile: Profile, chosen: Composition, world: int) -> Forecast:
@@ -145,11 +170,14 @@ def forecast(profile: Profile, chosen: Composition, world: int) -> Forecast:
 
     Raises UsageError or ConfigError where ranks do not divide as the config says.
     """
-    mesh, states = chosen.mesh(world), states_of(profile, chosen, world)
+    mesh = chosen.mesh(world)
+    states = states_of(profile, chosen, world)
     micro = chosen.batch(mesh.size("batch")).micro
     on_host = profile.facts.get("device") == "cpu"
     fixed = profile.fixed_bytes or 0.0
-    activations = (profile.activation_bytes_per_sample or 0.0) * micro * _kept(profile, chosen, mesh)
+    activations = (
+        (profile.activation_bytes_per_sample or 0.0) * micro * _kept(profile, chosen, mesh)
+    )
     held = states["device"] + (states["host"] if on_host else 0.0)
     device = held + activations + fixed
     host = device if on_host else states["host"] + float(profile.facts.get("host_base") or 0.0)
@@ -171,8 +199,12 @@ def recomputes(chosen: Composition) -> bool:
     return chosen.config.has(Trait.RECOMPUTES)
 
 
-def largest_micro_batch(profile: Profile, chosen: Composition, world: int, room: Room, most: int) -> int:
-    """The largest micro-batch size up to `most` that fits into `room` by the forecast; 0: not even one sample."""
+def largest_micro_batch(
+    profile: Profile, chosen: Composition, world: int, room: Room, most: int
+) -> int:
+    """The largest micro-batch size up to `most` that fits into `room` by the forecast; 0: not even
+    one sample.
+    """
     now = forecast(profile, chosen, world)
     each = now.activations / chosen.batch(chosen.mesh(world).size("batch")).micro
     on_host = profile.facts.get("device") == "cpu"
@@ -182,14 +214,14 @@ def largest_micro_batch(profile: Profile, chosen: Composition, world: int, room:
     return most if each <= 0 or left >= most * each else math.floor(left / each)
 
 
-# -- from profile runs -----------------------------------------------------------------------------------------------
+# -- from profile runs -----------------------------------------------------------------------------
 
 
 def make_profile(files: Sequence[Path]) -> Profile:
     """One profile of what several profile runs wrote, with micro-batches of different sizes.
 
-    Model states are told by the config of each run, and taken off its peak. Raises UsageError where no file can be
-    read.
+    Model states are told by the config of each run, and taken off its peak. Raises UsageError where
+    no file can be read.
     """
     read = [(path, data) for path in files if (data := read_json(path)) is not None]
     if not read:
@@ -202,13 +234,16 @@ def make_profile(files: Sequence[Path]) -> Profile:
     peaks: dict[str, Any] = {}
     for profile in profiles:
         chosen = compose(_without_secrets(profile.facts["config"]))
-        states, on_host = states_of(profile, chosen, int(profile.facts["world"])), profile.facts["device"] == "cpu"
+        states = states_of(profile, chosen, int(profile.facts["world"]))
+        on_host = profile.facts["device"] == "cpu"
         seconds.update(profile.seconds)
         for micro, peak in profile.facts["peaks"].items():
             peaks[micro] = peak
             held = states["device"] + (states["host"] if on_host else 0.0)
             device.append((float(micro), float(peak["device"]) - held))
-            host.append(float(peak["host"]) - states["host"] - (states["device"] if on_host else 0.0))
+            host.append(
+                float(peak["host"]) - states["host"] - (states["device"] if on_host else 0.0)
+            )
     fixed, slope = fit_line(device)
     again = recomputes(compose(_without_secrets(first.facts["config"])))
     return dataclasses.replace(
@@ -221,5 +256,7 @@ def make_profile(files: Sequence[Path]) -> Profile:
 
 
 def _without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config that was shown, without sections in which a value is hidden: they would not be valid."""
+    """A config that was shown, without sections in which a value is hidden: they would not be
+    valid.
+    """
     return {key: value for key, value in config.items() if HIDDEN not in json.dumps(value)}

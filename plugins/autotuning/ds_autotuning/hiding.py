@@ -1,4 +1,6 @@
-"""Which texts of a config are secret, by the marks of the sections' models and by their names (torch-free)."""
+"""Which texts of a config are secret, by the marks of the sections' models and by their names
+(torch-free).
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,13 @@ __all__ = ["marked_secret", "secret_paths", "shown_config", "texts_to_hide"]
 
 
 def marked_secret(config: Mapping[str, Any]) -> frozenset[str]:
-    """Names of keys that models of the config's sections mark; a section whose plugin is broken marks none."""
+    """Names of keys that models of the config's sections mark; a section whose plugin is broken
+    marks none.
+    """
     from ds_core.plugins import Plugins
 
-    plugins, models = Plugins(), []
+    plugins = Plugins()
+    models = []
     for name in set(plugins.sections()) & set(config):
         try:
             models += [model for model, _ in plugins.models([name]).values()]

@@ -1,4 +1,6 @@
-"""The words of ``dscore run`` that start a trial: the script's config found in them, flags and config put into them."""
+"""The words of ``dscore run`` that start a trial: the script's config found in them, flags and
+config put into them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from ds_cli.show import CommandError
 
 __all__ = ["Launch", "at", "encode", "parse_words"]
 
-CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed", "--ds_config", "--deepspeed-config", "--ds-config")
+CONFIG_FLAGS = (
+    "--deepspeed_config",
+    "--deepspeed",
+    "--ds_config",
+    "--deepspeed-config",
+    "--ds-config",
+)
 """Flags by which scripts take a config: DeepSpeed's own, the Trainer's, and what is usual."""
 
 _FORMATS = (".json", ".hjson", ".yaml", ".yml", ".toml")
@@ -23,7 +31,8 @@ _FORMATS = (".json", ".hjson", ".yaml", ".yml", ".toml")
 
 @dataclass(frozen=True)
 class Launch:
-    """``dscore run OPTIONS SCRIPT ARGUMENTS``. config: the file among the arguments, "" where there is none.
+    """``dscore run OPTIONS SCRIPT ARGUMENTS``. config: the file among the arguments, "" where there
+    is none.
 
     nproc: processes per machine, None where the launcher counts accelerators. nodes: machines.
     is_module, is_command: what `script` is, if no file of Python's.
@@ -63,7 +72,8 @@ class Launch:
         ]
 
     def _once(self) -> list[str]:
-        kept, skip = [], False
+        kept = []
+        skip = False
         for word in self.options:
             if skip or word.startswith(("--max-restarts=", "--max_restarts=")):
                 skip = False
@@ -86,19 +96,26 @@ class Launch:
         if not self.config:
             return self
         words = tuple(
-            word.replace(self.config, path) if word == self.config or word.endswith("=" + self.config) else word
+            word.replace(self.config, path)
+            if word == self.config or word.endswith("=" + self.config)
+            else word
             for word in self.arguments
         )
         return replace(self, arguments=words, config=path)
 
     def final(self, config: Path) -> list[str]:
-        """The whole command that runs with the config in a file; a script that names its own gets it by a variable."""
+        """The whole command that runs with the config in a file; a script that names its own gets
+        it by a variable.
+        """
         words = ["dscore", "run", *self.with_config(str(config)).words()]
         return words if self.config else ["env", f"DS_CONFIG_OVERRIDES={config}", *words]
 
 
 def parse_words(words: Sequence[str]) -> Launch:
-    """What ``dscore run`` makes of `words`. Raises CommandError as it would, and for what a trial cannot be."""
+    """What ``dscore run`` makes of `words`.
+
+    Raises CommandError as it would, and for what a trial cannot be.
+    """
     import typer
     from ds_cli.launch import parse_nodes, parse_nproc
     from ds_cli.run import app
@@ -112,7 +129,10 @@ def parse_words(words: Sequence[str]) -> Launch:
         raise CommandError("--show and --autotuning do not go together with tuning; leave them out")
     low, high = parse_nodes(given["nnodes"])
     if low != high:
-        raise CommandError(f"--nnodes {given['nnodes']} is elastic; tune with the number of machines that will train")
+        raise CommandError(
+            f"--nnodes {given['nnodes']} is elastic; tune with the number of machines that will "
+            "train"
+        )
     hosts = given["hostfile"] or given["nnodes"]
     nproc = parse_nproc(given["nproc"])
     return Launch(
@@ -135,7 +155,11 @@ def _config_in(arguments: Sequence[str]) -> str:
             continue
         if not equals:
             value = arguments[index + 1] if index + 1 < len(arguments) else ""
-        if value and not value.startswith("-") and (os.path.isfile(value) or value.endswith(_FORMATS)):
+        if (
+            value
+            and not value.startswith("-")
+            and (os.path.isfile(value) or value.endswith(_FORMATS))
+        ):
             return value
     return ""
 

@@ -1,10 +1,13 @@
-"""A memory limit for this process and those that it starts, and a process that ends when its parent does.
+"""A memory limit for this process and those that it starts, and a process that ends when its parent
+does.
 
-Run by its path, as ``python limits.py BYTES PARENT COMMAND [ARGS...]``: it becomes the command. Standard library only.
+Run by its path, as ``python limits.py BYTES PARENT COMMAND [ARGS...]``: it becomes the command.
+Standard library only.
 
-[Note: RLIMIT_DATA] It counts private writable memory, so an allocation too many fails in the program that asks for
-it, as an error with a place, instead of the system killing whoever is largest. RLIMIT_AS would count address space
-too, of which drivers of accelerators reserve many times what they use.
+[Note: RLIMIT_DATA] It counts private writable memory, so an allocation too many fails in the
+program that asks for it, as an error with a place, instead of the system killing whoever is
+largest. RLIMIT_AS would count address space too, of which drivers of accelerators reserve many
+times what they use.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ __all__ = ["limit_memory"]
 
 
 def limit_memory(size: int) -> bool:
-    """Let this process, and each that it starts from now on, have at most `size` bytes of memory; False: cannot."""
+    """Let this process, and each that it starts from now on, have at most `size` bytes of memory;
+    False: cannot.
+    """
     if not sys.platform.startswith("linux"):
         return False
     import resource
@@ -48,7 +53,8 @@ def _end_with(parent: int) -> None:
 def main() -> None:
     """Set what was asked for and become the command."""
     size, parent, *command = sys.argv[1:]
-    # The tuner ends a trial by SIGINT, also where it ignores that itself: in the background of a script.
+    # The tuner ends a trial by SIGINT, also where it ignores that itself: in the background of a
+    # script.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _end_with(int(parent))
     if int(size):

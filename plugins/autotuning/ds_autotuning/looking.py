@@ -1,4 +1,6 @@
-"""What the profile run sees of the model, before any plugin changes it: a tree of modules and parameters."""
+"""What the profile run sees of the model, before any plugin changes it: a tree of modules and
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ __all__ = ["LOOK", "Look", "describe"]
 
 
 class Look:
-    """A transform that changes nothing. model: what is known so far; its sequence length from the first forward on."""
+    """A transform that changes nothing. model: what is known so far; its sequence length from the
+    first forward on.
+    """
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
@@ -70,7 +74,10 @@ LOOK: StashKey[Look] = StashKey("the profile run's description of the model")
 
 
 def describe(module: nn.Module) -> Profile:
-    """Its parameters, module by module, and what can be told from classes and shapes. It may be on the meta device."""
+    """Its parameters, module by module, and what can be told from classes and shapes.
+
+    It may be on the meta device.
+    """
     names: dict[nn.Parameter, str] = {}
     rows = []
     for path, each in module.named_modules():
@@ -80,21 +87,31 @@ def describe(module: nn.Module) -> Profile:
                 continue
             full = f"{path}.{name}" if path else name
             first = names.setdefault(param, full)
-            shape = tuple(int(n) for n in getattr(param, "ds_shape", param.shape))  # those of ds_zero.Init are sharded
+            # those of ds_zero.Init are sharded
+            shape = tuple(int(n) for n in getattr(param, "ds_shape", param.shape))
             dtype = str(param.dtype).removeprefix("torch.")
-            own.append(Parameter(name, shape, dtype, param.requires_grad, "" if first == full else first))
+            own.append(
+                Parameter(name, shape, dtype, param.requires_grad, "" if first == full else first)
+            )
         rows.append(ModuleRow(path, _kind(each), tuple(own)))
     sizes = {p: int(getattr(p, "ds_numel", p.numel())) for p in names}
     blocks = repeated_blocks(module)
     facts = {
         "pipeline": "pipeline" in getattr(module, "ds_sections", {}),
         "experts": _experts(module),
-        "transformers": any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__),
+        "transformers": any(
+            kind.__module__.startswith("transformers.") for kind in type(module).__mro__
+        ),
         "sequence_length": None,
         "hidden_size": _hidden_size(module),
         "layers": len(blocks),
     }
-    return Profile(sum(sizes.values()), sum(n for p, n in sizes.items() if p.requires_grad), tuple(rows), facts=facts)
+    return Profile(
+        sum(sizes.values()),
+        sum(n for p, n in sizes.items() if p.requires_grad),
+        tuple(rows),
+        facts=facts,
+    )
 
 
 def _kind(module: nn.Module) -> str:
@@ -119,7 +136,9 @@ def _hidden_size(module: nn.Module) -> int | None:
     for name in ("hidden_size", "n_embd", "d_model"):
         if isinstance(told := getattr(config, name, None), int):
             return told
-    lengths = Counter(int(p.shape[0]) for p in module.parameters() if p.dim() == 1 and p.numel() > 1)
+    lengths = Counter(
+        int(p.shape[0]) for p in module.parameters() if p.dim() == 1 and p.numel() > 1
+    )
     return lengths.most_common(1)[0][0] if lengths else None
 
 

@@ -1,8 +1,10 @@
-"""The part inside a run that a tuner started: time its steps, or measure its model, write that down, and end it.
+"""The part inside a run that a tuner started: time its steps, or measure its model, write that
+down, and end it.
 
-[Note: how a trial ends] A script that honours ``engine.should_stop`` would save a checkpoint over the user's, and one
-that does not would train on. So when enough is measured every rank tells monitors and observers that the run is over,
-meets the others, and ends its process with exit code 0, from within ``engine.step()``.
+[Note: how a trial ends] A script that honours ``engine.should_stop`` would save a checkpoint over
+the user's, and one that does not would train on. So when enough is measured every rank tells
+monitors and observers that the run is over, meets the others, and ends its process with exit code
+0, from within ``engine.step()``.
 """
 
 from __future__ import annotations
@@ -33,34 +35,56 @@ LONGEST = 500
 
 
 def end_process() -> None:
-    """End this process with exit code 0, whatever its threads, ``finally`` clauses and children would do."""
+    """End this process with exit code 0, whatever its threads, ``finally`` clauses and children
+    would do.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the host had no memory left; torch's allocator of the CPU has no class of its own for it."""
+    """Whether a device or the host had no memory left; torch's allocator of the CPU has no class of
+    its own for it.
+    """
     import torch
 
     text = str(error).lower()
-    known = "out of memory" in text or "can't allocate memory" in text or "cannot allocate memory" in text
+    known = (
+        "out of memory" in text
+        or "can't allocate memory" in text
+        or "cannot allocate memory" in text
+    )
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or known
 
 
 def profile_path(section: Autotuning) -> Path | None:
-    """Where this run writes the model's profile: at `model_info_path`, or beside its result where one is asked for."""
+    """Where this run writes the model's profile: at `model_info_path`, or beside its result where
+    one is asked for.
+    """
     if section.model_info_path is not None:
         return Path(section.model_info_path)
-    asked = section.model_info is not None and section.model_info.profile and section.metric_path is not None
-    return Path(section.metric_path).with_name("profile.json") if asked and section.metric_path else None
+    asked = (
+        section.model_info is not None
+        and section.model_info.profile
+        and section.metric_path is not None
+    )
+    return (
+        Path(section.metric_path).with_name("profile.json")
+        if asked and section.metric_path
+        else None
+    )
 
 
 class Measuring:
     """Of one rank. end: called when the result is written; it does not return, except in tests."""
 
-    def __init__(self, ctx: Context, section: Autotuning, end: Callable[[], None] = end_process) -> None:
-        self.ctx, self.section, self._end = ctx, section, end
+    def __init__(
+        self, ctx: Context, section: Autotuning, end: Callable[[], None] = end_process
+    ) -> None:
+        self.ctx = ctx
+        self.section = section
+        self._end = end
         self._host = CpuAccelerator()
         self._events: list[Any] = []
         self._steps = self._samples = 0
@@ -74,13 +98,16 @@ class Measuring:
             self._mark()
 
     def step_end(self) -> None:
-        """A step is done: remember when, and count operations in the step after the last that is timed.
+        """A step is done: remember when, and count operations in the step after the last that is
+        timed.
 
         Steps of this process are counted, from 1: the engine's go on where a checkpoint was loaded.
         """
         self._steps += 1
-        done, samples = self._steps, self.ctx.engine.global_samples
-        first, last = self.section.start_profile_step, self.section.end_profile_step
+        done = self._steps
+        samples = self.ctx.engine.global_samples
+        first = self.section.start_profile_step
+        last = self.section.end_profile_step
         if done == 1:
             self._samples = samples - self.ctx.batch.train  # those of before
         if first - 1 <= done <= last:
@@ -96,10 +123,14 @@ class Measuring:
                 self._counter.__enter__()
         elif self._counter is not None:
             self._counter.__exit__(None, None, None)
-            self._flops, self._counter = int(self._counter.get_total_flops()), None
+            self._flops = int(self._counter.get_total_flops())
+            self._counter = None
 
     def request(self) -> Request | None:
-        """Write the result and end the run, when the last step is measured. All ranks come here after the same step."""
+        """Write the result and end the run, when the last step is measured.
+
+        All ranks come here after the same step.
+        """
         counts = self.section.metric == "flops"
         if not self._written and self._steps == self.section.end_profile_step + counts:
             self._write()
@@ -119,11 +150,14 @@ class Measuring:
         with contextlib.suppress(OSError):  # the tuner says what it sees of the process
             write_json(Path(path), result.to_json())
 
-    # -- what was measured -------------------------------------------------------------------------------------
+    # -- what was measured -------------------------------------------------------------------------
 
     def _mark(self) -> None:
-        """Remember the device's time; nothing waits for it, except at the begin and at the end of what is timed."""
-        section, accelerator = self.section, self.ctx.accelerator
+        """Remember the device's time; nothing waits for it, except at the begin and at the end of
+        what is timed.
+        """
+        section = self.section
+        accelerator = self.ctx.accelerator
         if len(self._events) in (0, section.end_profile_step - section.start_profile_step + 1):
             accelerator.synchronize()
         event = accelerator.new_event(timing=True)
@@ -192,7 +226,8 @@ class Measuring:
 
     def _leave(self) -> None:
         engine = self.ctx.engine
-        with contextlib.suppress(Exception):  # the result is written; what is left may not keep the trial from ending
+        # the result is written; what is left may not keep the trial from ending
+        with contextlib.suppress(Exception):
             engine.close_checkpointer()
             engine.telemetry.close(None)
         comm.barrier()

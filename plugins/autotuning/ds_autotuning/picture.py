@@ -1,4 +1,6 @@
-"""The picture of a search: every trial's metric in the order of trials, the best so far, and where memory went."""
+"""The picture of a search: every trial's metric in the order of trials, the best so far, and where
+memory went.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,19 @@ from ds_autotuning.why import better, keys_of, number, value_of
 
 __all__ = ["Mark", "Picture", "Tick", "picture"]
 
-WIDTH, HEIGHT = 860.0, 340.0
-LEFT, RIGHT, TOP, BOTTOM = 70.0, 16.0, 16.0, 64.0
+WIDTH = 860.0
+HEIGHT = 340.0
+LEFT = 70.0
+RIGHT = 16.0
+TOP = 16.0
+BOTTOM = 64.0
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """One trial. shape: "dot" or "cross"; colour: number of its group; text: what is shown under the pointer."""
+    """One trial. shape: "dot" or "cross"; colour: number of its group; text: what is shown under
+    the pointer.
+    """
 
     x: float
     y: float
@@ -37,7 +45,9 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """All coordinates, in units of the view box. groups: the legend; line: points of the best so far."""
+    """All coordinates, in units of the view box. groups: the legend; line: points of the best so
+    far.
+    """
 
     marks: tuple[Mark, ...]
     line: str
@@ -53,7 +63,9 @@ class Picture:
 
 
 def picture(rows: Sequence[Row], best: Row | None, metric: str) -> Picture:
-    """Dots for trials that came to an end, crosses at the bottom for others; colours by the key that divides them."""
+    """Dots for trials that came to an end, crosses at the bottom for others; colours by the key
+    that divides them.
+    """
     by = _dividing(rows, best, metric)
     groups = sorted({_group(row, by) for row in rows}, key=_natural)
     reached = [value_of(row, metric) for row in rows]
@@ -65,7 +77,9 @@ def picture(rows: Sequence[Row], best: Row | None, metric: str) -> Picture:
     def up(value: float) -> float:
         return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * value / (most * 1.05)
 
-    marks, line, so_far = [], [], None
+    marks = []
+    line = []
+    so_far = None
     for index, (row, value) in enumerate(zip(rows, reached, strict=True)):
         x = across(index)
         text = ", ".join(f"{key} = {setting}" for key, setting in row.setting.items())
@@ -73,7 +87,16 @@ def picture(rows: Sequence[Row], best: Row | None, metric: str) -> Picture:
         text = f"{row.name}: {number(value) if value is not None else said}; {text}"
         y = HEIGHT - BOTTOM if value is None else up(value)
         colour = groups.index(_group(row, by))
-        marks.append(Mark(round(x, 1), round(y, 1), "cross" if value is None else "dot", colour, text, row is best))
+        marks.append(
+            Mark(
+                round(x, 1),
+                round(y, 1),
+                "cross" if value is None else "dot",
+                colour,
+                text,
+                row is best,
+            )
+        )
         if value is not None and better(metric, value, so_far):
             if so_far is not None:
                 line.append(f"{x:.1f},{up(so_far):.1f}")
@@ -95,14 +118,20 @@ def picture(rows: Sequence[Row], best: Row | None, metric: str) -> Picture:
 
 
 def _dividing(rows: Sequence[Row], best: Row | None, metric: str) -> str:
-    """The key of at most six values that tells most about the metric: ZeRO's stage where it is one of them."""
-    values = {key: {_text(row.setting.get(key)) for row in rows} for row in rows for key in row.setting}
+    """The key of at most six values that tells most about the metric: ZeRO's stage where it is one
+    of them.
+    """
+    values = {
+        key: {_text(row.setting.get(key)) for row in rows} for row in rows for key in row.setting
+    }
     several = [key for key, found in values.items() if 1 < len(found) <= 6]
     if not several:
         return ""
     if best is None or "zero_optimization.stage" in several:
         return next((key for key in several if key == "zero_optimization.stage"), several[0])
-    return next((key.name for key in keys_of(rows, best, metric) if key.name in several), several[0])
+    return next(
+        (key.name for key in keys_of(rows, best, metric) if key.name in several), several[0]
+    )
 
 
 def _group(row: Row, by: str) -> str:

@@ -1,4 +1,6 @@
-"""What ds-autotuning offers to ds_core: the section ``autotuning`` and ``dscore tune`` (torch-free)."""
+"""What ds-autotuning offers to ds_core: the section ``autotuning`` and ``dscore tune``
+(torch-free).
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,11 @@ def ds_config() -> type[BaseModel]:
 
 def ds_commands() -> Mapping[str, CommandEntry]:
     """The tuner."""
-    return {"tune": CommandEntry("ds_autotuning.command:app", "Find the fastest settings of a script by short trials.")}
+    return {
+        "tune": CommandEntry(
+            "ds_autotuning.command:app", "Find the fastest settings of a script by short trials."
+        )
+    }
 
 
 def ds_run_options() -> Mapping[str, RunOption]:
@@ -47,7 +53,9 @@ def ds_run_options() -> Mapping[str, RunOption]:
     from ds_cli.run_options import RunOption
 
     text = "Find the fastest settings first; 'run' then runs with them."
-    return {"--autotuning": RunOption("ds_autotuning.command:tune_first", text, choices=("tune", "run"))}
+    return {
+        "--autotuning": RunOption("ds_autotuning.command:tune_first", text, choices=("tune", "run"))
+    }
 
 
 def ds_open(ctx: Context) -> None:
@@ -59,7 +67,8 @@ def ds_open(ctx: Context) -> None:
         from ds_autotuning.limits import limit_memory
         from ds_autotuning.measuring import Measuring
 
-        if section.host_memory_gb is not None:  # the tuner's own limit reaches processes on its host alone
+        # the tuner's own limit reaches processes on its host alone
+        if section.host_memory_gb is not None:
             limit_memory(int(section.host_memory_gb * 1e9))
         ctx.stash[MEASURING] = Measuring(ctx, section)
 

@@ -1,8 +1,10 @@
-"""The processes of one trial: started with a mark in their environment, and ended to the last one by that mark.
+"""The processes of one trial: started with a mark in their environment, and ended to the last one
+by that mark.
 
-[Note: a mark] Ranks lead sessions of their own, and what they start may outlive them, so neither a process group nor
-a parent tells who belongs to a trial. The environment is inherited by all, and also tells a later tuner what an earlier
-one, which was killed, has left behind. Without /proc the launcher's own group is all that can be reached.
+[Note: a mark] Ranks lead sessions of their own, and what they start may outlive them, so neither a
+process group nor a parent tells who belongs to a trial. The environment is inherited by all, and
+also tells a later tuner what an earlier one, which was killed, has left behind. Without /proc the
+launcher's own group is all that can be reached.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ __all__ = ["MARK", "Ended", "end_all", "run_limited"]
 
 MARK = "DS_AUTOTUNING_TRIAL"
 GRACE = 15.0
-"""Seconds that the launcher gets to end its ranks, here and on other hosts, before all that is here is killed."""
+"""Seconds that the launcher gets to end its ranks, here and on other hosts, before all that is here
+is killed.
+"""
 
 
 class Ended(NamedTuple):
@@ -35,11 +39,17 @@ class Ended(NamedTuple):
 
 
 def run_limited(
-    command: Sequence[str], folder: Path, environment: Mapping[str, str], seconds: float, memory: int = 0
+    command: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    seconds: float,
+    memory: int = 0,
 ) -> Ended:
-    """Run `command`, its output to ``folder/log``, until it ends or `seconds` have passed; then nothing of it is left.
+    """Run `command`, its output to ``folder/log``, until it ends or `seconds` have passed; then
+    nothing of it is left.
 
-    memory: most bytes of each process on this host, 0: no limit. An exception, such as KeyboardInterrupt, ends it too.
+    memory: most bytes of each process on this host, 0: no limit. An exception, such as
+    KeyboardInterrupt, ends it too.
     """
     mark = str(folder)
     begin = time.monotonic()
@@ -77,7 +87,10 @@ def _ask(process: subprocess.Popen[bytes]) -> None:
 
 
 def end_all(mark: str) -> int:
-    """Kill every process here whose environment has `mark`; again until none is left. Gives how many there were."""
+    """Kill every process here whose environment has `mark`; again until none is left.
+
+    Gives how many there were.
+    """
     found: set[int] = set()
     for _ in range(100):
         pids = _marked(mark)

@@ -46,7 +46,9 @@ def joined(rows: Sequence[Mapping[str, Any]], micro: int, result: Result) -> Pro
 
 def _both(one: ModuleRow, other: ModuleRow) -> ModuleRow:
     known = {p.name for p in one.parameters}
-    return dataclasses.replace(one, parameters=(*one.parameters, *(p for p in other.parameters if p.name not in known)))
+    return dataclasses.replace(
+        one, parameters=(*one.parameters, *(p for p in other.parameters if p.name not in known))
+    )
 
 
 def _count(parameter: Parameter) -> int:
@@ -57,7 +59,9 @@ def _count(parameter: Parameter) -> int:
 
 
 def fit_line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Least squares: intercept and slope, which is not below 0 (memory does not shrink with the batch)."""
+    """Least squares: intercept and slope, which is not below 0 (memory does not shrink with the
+    batch).
+    """
     rows = list(points)
     if not rows:
         return 0.0, 0.0
@@ -68,23 +72,27 @@ def fit_line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
     return mean_y - slope * mean_x, slope
 
 
-# -- the module again ------------------------------------------------------------------------------------------------
+# -- the module again ------------------------------------------------------------------------------
 
 
 def build(
-    profile: Profile, shape: Callable[[str, Parameter], tuple[int, ...]] | None = None, without: Iterable[str] = ()
+    profile: Profile,
+    shape: Callable[[str, Parameter], tuple[int, ...]] | None = None,
+    without: Iterable[str] = (),
 ) -> nn.Module:
-    """A module on the meta device with the tree, the class names and the parameters of the profiled one.
+    """A module on the meta device with the tree, the class names and the parameters of the profiled
+    one.
 
-    It cannot be run. shape: ``(name, parameter) -> shape`` of what one rank has of it; by default all. without: paths
-    of modules that are left out, with all below them.
+    It cannot be run. shape: ``(name, parameter) -> shape`` of what one rank has of it; by default
+    all. without: paths of modules that are left out, with all below them.
     """
     import torch
     from torch import nn
 
     left_out = tuple(without)
     params: dict[str, nn.Parameter] = {}
-    kinds: dict[str, type[nn.Module]] = {}  # modules of one class stay so: that is how blocks are recognised
+    # modules of one class stay so: that is how blocks are recognised
+    kinds: dict[str, type[nn.Module]] = {}
     root: nn.Module | None = None
     for row in profile.modules:
         if any(row.path == path or row.path.startswith(f"{path}.") for path in left_out):

@@ -1,4 +1,6 @@
-"""What runs and the tuner tell each other, in JSON files: a trial's `Result` and a model's `Profile` (torch-free)."""
+"""What runs and the tuner tell each other, in JSON files: a trial's `Result` and a model's
+`Profile` (torch-free).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,17 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Forecast", "ModuleRow", "Parameter", "Profile", "Result", "Row", "Status", "read_json", "write_json"]
+__all__ = [
+    "Forecast",
+    "ModuleRow",
+    "Parameter",
+    "Profile",
+    "Result",
+    "Row",
+    "Status",
+    "read_json",
+    "write_json",
+]
 
 
 class Status(str, Enum):
@@ -29,8 +41,9 @@ class Status(str, Enum):
 class Result:
     """One trial.
 
-    throughput: samples/s of all ranks. latency: s per optimizer step. flops: per device and second, None where they
-    were not counted. seconds: of each timed step. peak_device, peak_host: bytes of the rank with most.
+    throughput: samples/s of all ranks. latency: s per optimizer step. flops: per device and second,
+        None where they were not counted. seconds: of each timed step. peak_device, peak_host: bytes
+        of the rank with most.
     started: ISO 8601. took: s from start to end of the processes.
     """
 
@@ -46,7 +59,9 @@ class Result:
     took: float = 0.0
 
     def metric(self, name: str) -> float | None:
-        """The value of "throughput", "latency" or "flops"; None where the trial did not come so far."""
+        """The value of "throughput", "latency" or "flops"; None where the trial did not come so
+        far.
+        """
         value: float | None = getattr(self, name)
         return value
 
@@ -62,7 +77,11 @@ class Result:
         )
         numbers = (found.throughput, found.latency, found.flops, found.peak_device, found.peak_host)
         for value in (*(n for n in numbers if n is not None), *found.seconds, found.took):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e100:
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, (int, float))
+                or not 0 <= value < 1e100
+            ):
                 raise ValueError(f"{value!r} is no measurement")
         if not isinstance(found.reason, str) or not isinstance(found.started, str):
             raise TypeError("a reason and a time are texts")
@@ -73,8 +92,9 @@ class Result:
 class Forecast:
     """Bytes of the rank that needs most, told before a trial.
 
-    device: all of it: `states` of the model, `activations` of its micro-batch, and what is `fixed` for all settings. On
-    the CPU the host is the device. host: model states there, and what a process takes by itself. disk: model states.
+    device: all of it: `states` of the model, `activations` of its micro-batch, and what is `fixed`
+    for all settings. On the CPU the host is the device. host: model states there, and what a
+    process takes by itself. disk: model states.
     """
 
     device: float
@@ -98,7 +118,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A module's own parameter. shape: of the whole. shared: its first full name, where it has several."""
+    """A module's own parameter. shape: of the whole. shared: its first full name, where it has
+    several.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -121,12 +143,14 @@ class Profile:
     """What a short run tells of a model.
 
     parameters, trainable: numbers of elements. modules: in the order of ``named_modules``.
-    activation_bytes_per_sample, fixed_bytes: memory beyond model states is their line in the micro-batch size, per
-    device; None where it was not measured. seconds: micro-batch size -> s per step.
-    facts: pipeline (bool), experts (number), transformers (bool), sequence_length, hidden_size, layers, world, device
-    (torch's name of the type), device_memory, host_memory (free bytes per rank when the run began), host_base (bytes of
-    a process besides model states), recomputes (bool), recomputed_part (of activations, if blocks were recomputed),
-    ``config``, the run's config without secrets, and ``peaks``: micro-batch size -> bytes of "device" and "host".
+    activation_bytes_per_sample, fixed_bytes: memory beyond model states is their line in the
+        micro-batch size, per device; None where it was not measured. seconds: micro-batch size -> s
+        per step.
+    facts: pipeline (bool), experts (number), transformers (bool), sequence_length, hidden_size,
+        layers, world, device (torch's name of the type), device_memory, host_memory (free bytes per
+        rank when the run began), host_base (bytes of a process besides model states), recomputes
+        (bool), recomputed_part (of activations, if blocks were recomputed), ``config``, the run's
+        config without secrets, and ``peaks``: micro-batch size -> bytes of "device" and "host".
     """
 
     parameters: int
@@ -146,7 +170,9 @@ class Profile:
         """Raises ValueError, TypeError or KeyError where `data` is not a profile."""
         rows = (
             ModuleRow(
-                m["path"], m["kind"], tuple(Parameter(**{**p, "shape": tuple(p["shape"])}) for p in m["parameters"])
+                m["path"],
+                m["kind"],
+                tuple(Parameter(**{**p, "shape": tuple(p["shape"])}) for p in m["parameters"]),
             )
             for m in data.get("modules", ())
         )

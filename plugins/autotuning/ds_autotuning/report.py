@@ -1,4 +1,5 @@
-"""What a search leaves in ``results_dir``: the best config, its command, a summary, a page with a picture (torch-free).
+"""What a search leaves in ``results_dir``: the best config, its command, a summary, a page with a
+picture (torch-free).
 
 Everything is made from rows, so a page can be written after each trial.
 """
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["summary", "write_results"]
 
-# -- files -----------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def write_results(
@@ -36,27 +37,39 @@ def write_results(
     section: Autotuning,
     profile: Profile | None = None,
 ) -> None:
-    """Write ``summary.txt`` and ``index.html``, and of `best` ``ds_config_optimal.json`` and ``cmd_optimal.txt``.
+    """Write ``summary.txt`` and ``index.html``, and of `best` ``ds_config_optimal.json`` and
+    ``cmd_optimal.txt``.
 
-    config: that of `best`, whole. command: that starts the script with it. Each file is whole or not there. Secrets of
-    the config are in ``ds_config_optimal.json`` alone, which others then may not read; the summary names their keys.
+    config: that of `best`, whole. command: that starts the script with it. Each file is whole or
+    not there. Secrets of the config are in ``ds_config_optimal.json`` alone, which others then may
+    not read; the summary names their keys.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    secrets, kept = texts_to_hide(config), secret_paths(config)
+    secrets = texts_to_hide(config)
+    kept = secret_paths(config)
     if best is not None:
-        _write(folder / "ds_config_optimal.json", json.dumps(config, indent=2) + "\n", 0o600 if kept else 0o666)
+        _write(
+            folder / "ds_config_optimal.json",
+            json.dumps(config, indent=2) + "\n",
+            0o600 if kept else 0o666,
+        )
         _write(folder / "cmd_optimal.txt", scrub(shlex.join(command), secrets) + "\n")
     text = summary(rows, best, section)
     if best is not None and kept:
         text += f"\nds_config_optimal.json holds secrets, as the config did: {', '.join(kept)}\n"
     _write(folder / "summary.txt", scrub(text, secrets))
-    _write(folder / "index.html", scrub(_page(rows, best, shown_config(config), command, section, profile), secrets))
+    _write(
+        folder / "index.html",
+        scrub(_page(rows, best, shown_config(config), command, section, profile), secrets),
+    )
 
 
 def _write(path: Path, text: str, mode: int = 0o666) -> None:
     part = path.with_name(f"{path.name}.part")
     part.unlink(missing_ok=True)
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+    with os.fdopen(
+        os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8"
+    ) as file:
         file.write(text)
     os.replace(part, path)
 
@@ -68,13 +81,25 @@ def summary(rows: Sequence[Row], best: Row | None, section: Autotuning) -> str:
         lines += [f"  {key} = {shown(value)}" for key, value in best.setting.items()]
         keys = keys_of(rows, best, section.metric)
         lines += ["", "why:", *(f"  {line}" for line in map(_reason, keys))] if keys else []
-    lines += ["", *_table([_header(section.metric), *(_cells(row, section.metric) for row in _ranked(rows, section))])]
+    lines += [
+        "",
+        *_table(
+            [
+                _header(section.metric),
+                *(_cells(row, section.metric) for row in _ranked(rows, section)),
+            ]
+        ),
+    ]
     return "\n".join(lines) + "\n"
 
 
 def _headline(rows: Sequence[Row], best: Row | None, section: Autotuning) -> str:
     counts = Counter(WORDS[row.result.status] for row in rows)
-    tried = f"{len(rows)} settings: " + ", ".join(f"{n} {word}" for word, n in counts.most_common()) if rows else ""
+    tried = (
+        f"{len(rows)} settings: " + ", ".join(f"{n} {word}" for word, n in counts.most_common())
+        if rows
+        else ""
+    )
     if best is None:
         return f"no setting came to an end; {tried or 'none was tried'}"
     value = value_of(best, section.metric)
@@ -106,7 +131,9 @@ def _header(metric: str) -> tuple[str, ...]:
 def _cells(row: Row, metric: str) -> tuple[str, ...]:
     result = row.result
     told = "" if row.forecast is None else _gib(row.forecast.device)
-    setting = ", ".join(f"{key.rpartition('.')[2]}={shown(value)}" for key, value in row.setting.items())
+    setting = ", ".join(
+        f"{key.rpartition('.')[2]}={shown(value)}" for key, value in row.setting.items()
+    )
     said = WORDS[result.status] + (f": {result.reason}" if result.reason else "")
     return (
         str(row.number or "-"),
@@ -121,7 +148,10 @@ def _cells(row: Row, metric: str) -> tuple[str, ...]:
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def _gib(size: float | None) -> str:
@@ -139,14 +169,22 @@ def _page(
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("ds_autotuning", "assets"), autoescape=True, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.PackageLoader("ds_autotuning", "assets"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     facts = {}
     if profile is not None:
         facts = {"parameters": f"{profile.parameters:,}", "trained": f"{profile.trainable:,}"}
-        facts |= {"ranks": str(profile.facts.get("world", "")), "device": str(profile.facts.get("device", ""))}
+        facts |= {
+            "ranks": str(profile.facts.get("world", "")),
+            "device": str(profile.facts.get("device", "")),
+        }
         if profile.activation_bytes_per_sample is not None:
-            facts["activations of a sample"] = f"{profile.activation_bytes_per_sample / 2**20:.3g} MiB"
+            facts["activations of a sample"] = (
+                f"{profile.activation_bytes_per_sample / 2**20:.3g} MiB"
+            )
     return environment.get_template("results.html.j2").render(
         headline=_headline(rows, best, section),
         unit=UNITS[section.metric],
@@ -154,7 +192,10 @@ def _page(
         keys=[] if best is None else keys_of(rows, best, section.metric),
         number=number,
         header=_header(section.metric),
-        rows=[(row is best, row.result.status.value, _cells(row, section.metric)) for row in _ranked(rows, section)],
+        rows=[
+            (row is best, row.result.status.value, _cells(row, section.metric))
+            for row in _ranked(rows, section)
+        ],
         config=json.dumps(config, indent=2) if best is not None else "",
         command=shlex.join(command) if best is not None else "",
         facts=facts,

@@ -1,4 +1,6 @@
-"""How much of what autograd keeps would be left if the repeated blocks were computed again: counted in one forward."""
+"""How much of what autograd keeps would be left if the repeated blocks were computed again: counted
+in one forward.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,12 @@ Storages = dict[int, torch.UntypedStorage]
 
 
 class Saved:
-    """Counts from the begin of the next forward of `module` to its end; storages of weights are left out.
+    """Counts from the begin of the next forward of `module` to its end; storages of weights are
+    left out.
 
-    part: what would be kept at most, as a part of what is kept: all outside blocks, their inputs, and the largest of
-    them, which runs again. None: not counted (yet), or the model has no such blocks.
+    part: what would be kept at most, as a part of what is kept: all outside blocks, their inputs,
+    and the largest of them, which runs again. None: not counted (yet), or the model has no such
+    blocks.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -48,11 +52,16 @@ class Saved:
         self._hooks.__exit__(None, None, None)
         for handle in self._handles:
             handle.remove()
-        everything = {**self._outside, **{key: value for block in self._blocks for key, value in block.items()}}
+        everything = {
+            **self._outside,
+            **{key: value for block in self._blocks for key, value in block.items()},
+        }
         kept = _bytes({**self._outside, **self._inputs}) + max(map(_bytes, self._blocks), default=0)
         whole = _bytes(everything)
         self.part = min(1.0, kept / whole) if whole and self._blocks else None
-        self._outside, self._inputs, self._blocks = {}, {}, []
+        self._outside = {}
+        self._inputs = {}
+        self._blocks = []
 
     def _saw(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

@@ -26,7 +26,16 @@ from ds_autotuning.experiments import Experiments, Limits
 from ds_autotuning.forecast import Room, forecast, largest_micro_batch, make_profile, room_of
 from ds_autotuning.launching import Launch, at
 from ds_autotuning.records import Forecast, Profile, Result, Row, Status
-from ds_autotuning.space import MICRO, Setting, Space, changes, installed_models, marked, merged, space_of
+from ds_autotuning.space import (
+    MICRO,
+    Setting,
+    Space,
+    changes,
+    installed_models,
+    marked,
+    merged,
+    space_of,
+)
 from ds_autotuning.tuner import Tuning, tune
 from ds_core.config import Trait, read_config
 from ds_core.errors import ConfigError, DSError, UsageError
@@ -42,7 +51,9 @@ SECTION = "autotuning"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a tuning found. config: to train with: whole where a file was given, else what differs from the script's."""
+    """What a tuning found. config: to train with: whole where a file was given, else what differs
+    from the script's.
+    """
 
     rows: Sequence[Row]
     best: Row | None
@@ -63,9 +74,10 @@ def tune_script(
 ) -> Outcome:
     """Tune the script that `launch` starts.
 
-    config: a file, where the script's arguments name none. anew: forget the trials of before. changed: keys of the
-    section ``autotuning`` to replace. say: hears what is done. heard: each row as it comes, the best, and the section.
-    Raises DSError for a config that is refused, and where the script does not run as it is.
+    config: a file, where the script's arguments name none. anew: forget the trials of before.
+    changed: keys of the section ``autotuning`` to replace. say: hears what is done. heard: each row
+    as it comes, the best, and the section. Raises DSError for a config that is refused, and where
+    the script does not run as it is.
     """
     path = config or launch.config
     base = dict(read_config(path).raw) if path else {}
@@ -110,14 +122,30 @@ class _Session:
         say: Callable[[str], None],
         heard: Callable[[Row, Row | None, Autotuning], None],
     ) -> None:
-        self.launch, self.has_file, self.base, self.section = launch, has_file, base, section
-        self.say, self.heard = say, heard
+        self.launch = launch
+        self.has_file = has_file
+        self.base = base
+        self.section = section
+        self.say = say
+        self.heard = heard
         memory = int(section.host_memory_gb * 1e9) if section.host_memory_gb else 0
-        # What is searched may change from one start to the next: trials stay comparable. What is measured may not.
-        measured = ("start_profile_step", "end_profile_step", "metric", "host_memory_gb", "device_memory_gb", "mp_size")
+        # What is searched may change from one start to the next: trials stay comparable. What is
+        # measured may not.
+        measured = (
+            "start_profile_step",
+            "end_profile_step",
+            "metric",
+            "host_memory_gb",
+            "device_memory_gb",
+            "mp_size",
+        )
         self.experiments = Experiments(
             Path(section.exps_dir).expanduser(),
-            {"command": launch.words(), "config": base, "measured": {key: getattr(section, key) for key in measured}},
+            {
+                "command": launch.words(),
+                "config": base,
+                "measured": {key: getattr(section, key) for key in measured},
+            },
             Limits(section.trial_seconds, memory),
             anew=anew,
         )
@@ -140,7 +168,9 @@ class _Session:
             mapped=mapped,
         )
         room = room_of(profile, section.device_memory_gb, section.host_memory_gb)
-        judge = Judge(self.base, space, world, section, self._forecasts(profile, world), room.refuses)
+        judge = Judge(
+            self.base, space, world, section, self._forecasts(profile, world), room.refuses
+        )
         self.say(_about(profile, space))
         tuning = Tuning(
             section,
@@ -154,21 +184,32 @@ class _Session:
         tune(tuning)
         best = judge(tuning.best.setting).config if tuning.best is not None else None
         config = dict(best or {}) if self.has_file else changes(self.base, best or {})
-        launch = self.launch if tuning.best is None else self.launch.with_flags(_flat(best or {}, mapped), mapped)
+        launch = (
+            self.launch
+            if tuning.best is None
+            else self.launch.with_flags(_flat(best or {}, mapped), mapped)
+        )
         return Outcome(tuning.rows, tuning.best, config, launch, section, profile)
 
-    # -- the model -------------------------------------------------------------------------------------------------
+    # -- the model ---------------------------------------------------------------------------------
 
     def _profile(self) -> Profile:
-        """Of two short runs, with micro-batches of different sizes; or what the config knows of the model."""
+        """Of two short runs, with micro-batches of different sizes; or what the config knows of the
+        model.
+        """
         known = self.section.model_info
         if known is not None and known.num_params is not None and not known.profile:
             if self.launch.world is None:
                 raise CommandError(
-                    "autotuning.model_info.num_params skips the run that tells how many processes there are; give "
+                    "autotuning.model_info.num_params skips the run that tells how many processes "
+                    "there are; give "
                     "--nproc (and --nnodes)"
                 )
-            facts = {"world": self.launch.world, "hidden_size": known.hidden_size, "layers": known.num_layers}
+            facts = {
+                "world": self.launch.world,
+                "hidden_size": known.hidden_size,
+                "layers": known.num_layers,
+            }
             return Profile(known.num_params, known.num_params, facts=facts)
         low = self.section.min_train_micro_batch_size_per_gpu
         self.say("measuring the model")
@@ -178,7 +219,10 @@ class _Session:
             first = self._profile_run(1, low, {"zero_optimization": {**zero, "stage": 3}})
         if first.status is not Status.DONE:
             log = self.experiments.folder / "profile_1" / "log"
-            raise UsageError(f"the script does not run as it is, so it cannot be tuned: {first.reason}; see {log}")
+            raise UsageError(
+                f"the script does not run as it is, so it cannot be tuned: {first.reason}; see "
+                f"{log}"
+            )
         profile = make_profile([self._file(1)])
         # Memory of a process is seen in large steps, so on a host the two sizes lie further apart.
         larger = low * (8 if profile.facts.get("device") == "cpu" else 2)
@@ -192,9 +236,11 @@ class _Session:
 
     def _profile_run(self, number: int, micro: int, more: Mapping[str, Any]) -> Result:
         setting = {"train_batch_size": None, MICRO: micro, "gradient_accumulation_steps": 1, **more}
-        return self._start(f"profile_{number}", setting, setting, {**setting, "model_info": {"profile": True}})
+        return self._start(
+            f"profile_{number}", setting, setting, {**setting, "model_info": {"profile": True}}
+        )
 
-    # -- trials ----------------------------------------------------------------------------------------------------
+    # -- trials ------------------------------------------------------------------------------------
 
     def _run(self, number: int, name: str, candidate: Candidate) -> Result:
         assert candidate.config is not None
@@ -202,9 +248,15 @@ class _Session:
         return self._start(f"{number:03d}_{name}", overrides, candidate.config, candidate.setting)
 
     def _start(
-        self, name: str, overrides: Mapping[str, Any], config: Mapping[str, Any], setting: Mapping[str, Any]
+        self,
+        name: str,
+        overrides: Mapping[str, Any],
+        config: Mapping[str, Any],
+        setting: Mapping[str, Any],
     ) -> Result:
-        """Run one trial with top-level keys of the config replaced. setting: what tells it from others."""
+        """Run one trial with top-level keys of the config replaced. setting: what tells it from
+        others.
+        """
         section = self.section
         own = {
             "enabled": True,
@@ -219,14 +271,21 @@ class _Session:
             own["model_info"] = setting["model_info"]
         mapped = section.arg_mappings or {}
         launch = self.launch.with_flags(_flat(config, mapped), mapped)
-        return self.experiments.run(name, launch, {**without_output(self.base), **overrides, SECTION: own}, setting)
+        return self.experiments.run(
+            name, launch, {**without_output(self.base), **overrides, SECTION: own}, setting
+        )
 
     def _sizes(self, judge: Judge, profile: Profile, room: Room, setting: Setting) -> Sequence[int]:
-        """Micro-batches worth a trial in a stage; the least alone where that is ruled out, so that it is told why."""
-        section, own = self.section, self.section.space.get(MICRO, ())
+        """Micro-batches worth a trial in a stage; the least alone where that is ruled out, so that
+        it is told why.
+        """
+        section = self.section
+        own = self.section.space.get(MICRO, ())
         low = section.min_train_micro_batch_size_per_gpu
         try:
-            chosen, dp = replicas(merged(judge.base, setting, judge.space), judge.world, section.mp_size)
+            chosen, dp = replicas(
+                merged(judge.base, setting, judge.space), judge.world, section.mp_size
+            )
             most = section.max_train_micro_batch_size_per_gpu
             if profile.modules:
                 most = largest_micro_batch(profile, chosen, judge.world, room, most)
@@ -244,14 +303,20 @@ class _Session:
             divided = (Trait.PARTITIONS_STATES, Trait.PARTITIONS_GRADIENTS, Trait.RELEASES_WEIGHTS)
             stage = sum(map(chosen.config.has, divided))
             mp_size = self.section.mp_size
-            states = documented_bytes(profile.parameters, stage, max(world // mp_size, 1), bool(half), mp_size)
+            states = documented_bytes(
+                profile.parameters, stage, max(world // mp_size, 1), bool(half), mp_size
+            )
             return Forecast(states, 0.0, states=states)
 
         return documented
 
     def _given(self, judge: Judge, space: Space) -> Setting | None:
-        """The config as given, where it says its batch, can be run, and is within the bounds of what may be tried."""
-        setting = {d.key: d.values[0] if d.implied else at(self.base, d.key) for d in space.dimensions}
+        """The config as given, where it says its batch, can be run, and is within the bounds of
+        what may be tried.
+        """
+        setting = {
+            d.key: d.values[0] if d.implied else at(self.base, d.key) for d in space.dimensions
+        }
         own = {d.key for d in space.dimensions if not d.implied}
         setting = {k: v for k, v in setting.items() if k not in own or v not in (None, "auto")}
         if any(self.base.get(key) == "auto" for key in BATCH):
@@ -273,4 +338,8 @@ def _flat(config: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
 
 def _about(profile: Profile, space: Space) -> str:
     keys = ", ".join([d.key for d in space.dimensions] + [MICRO])
-    return f"a model of {profile.parameters:,} parameters on {profile.facts['world']} ranks; tuning {keys}"
+    return (
+        f"a model of {profile.parameters:,} parameters on {profile.facts['world']} ranks; "
+        "tuning "
+        f"{keys}"
+    )

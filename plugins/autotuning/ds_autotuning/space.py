@@ -1,13 +1,14 @@
-"""What may be tried: dimensions, from marks on the config models of all installed plugins and from the user.
+"""What may be tried: dimensions, from marks on the config models of all installed plugins and from
+the user.
 
 A plugin says on a field of its own section which values are worth a trial::
 
     schedule: str = option("auto", "...", json_schema_extra={"x-ds-tune": ["1f1b", "zero_bubble"]})
 
-The mark is a list of values; or "divides_world", the divisors of the number of ranks; or a mapping with the keys
-``values`` (one of these two), ``needs`` (facts that the model's profile must have: "pipeline", "experts",
-"transformers"; "given": the config has the section; "mapped": the key stands in ``autotuning.arg_mappings``) and
-``stages`` (of ZeRO).
+The mark is a list of values; or "divides_world", the divisors of the number of ranks; or a mapping
+with the keys ``values`` (one of these two), ``needs`` (facts that the model's profile must have:
+"pipeline", "experts", "transformers"; "given": the config has the section; "mapped": the key stands
+in ``autotuning.arg_mappings``) and ``stages`` (of ZeRO).
 """
 
 from __future__ import annotations
@@ -99,7 +100,9 @@ class Space:
         return next((d for d in self.dimensions if d.key == key), None)
 
     def settings(self) -> Iterator[dict[str, Any]]:
-        """All of them: the config as given, then those that differ from it in one value, in two, and so on."""
+        """All of them: the config as given, then those that differ from it in one value, in two,
+        and so on.
+        """
         base = self.base()
         for count in range(len(self.dimensions) + 1):
             for chosen in itertools.combinations(self.dimensions, count):
@@ -107,17 +110,28 @@ class Space:
                     yield {**base, **{d.key: v for d, v in zip(chosen, values, strict=True)}}
 
     def meaning(self, setting: Setting) -> dict[str, Any]:
-        """`setting` with values that have no effect in its stage of ZeRO set to those of the config as given."""
+        """`setting` with values that have no effect in its stage of ZeRO set to those of the config
+        as given.
+        """
         stage = setting.get(STAGE)
-        idle = [d for d in self.dimensions if d.stages and stage is not None and stage not in d.stages]
+        idle = [
+            d for d in self.dimensions if d.stages and stage is not None and stage not in d.stages
+        ]
         return {**setting, **{d.key: d.values[0] for d in idle}}
 
     def where(self, **fixed: Any) -> Space:
-        """Of it, the part in which keys (here with "__" for ".") have one value, as dimensions of one value."""
+        """Of it, the part in which keys (here with "__" for ".") have one value, as dimensions of
+        one value.
+        """
         values = {key.replace("__", "."): value for key, value in fixed.items()}
         return Space(
             tuple(
-                Dimension(d.names, (values[d.key],), d.stages, _same(values[d.key], d.values[0]) and d.implied)
+                Dimension(
+                    d.names,
+                    (values[d.key],),
+                    d.stages,
+                    _same(values[d.key], d.values[0]) and d.implied,
+                )
                 if d.key in values
                 else d
                 for d in self.dimensions
@@ -130,12 +144,19 @@ def key_of(setting: Setting) -> str:
     return json.dumps(setting, sort_keys=True)
 
 
-# -- marks -------------------------------------------------------------------------------------------------------------
+# -- marks -----------------------------------------------------------------------------------------
 
 
 def marked(models: Mapping[str, tuple[type[BaseModel], str]]) -> list[Mark]:
-    """What the sections of all plugins offer for tuning. Raises ConfigError for a mark that is none."""
-    return [m for section, (model, owner) in sorted(models.items()) for m in _marks_in(model, (section,), owner)]
+    """What the sections of all plugins offer for tuning.
+
+    Raises ConfigError for a mark that is none.
+    """
+    return [
+        m
+        for section, (model, owner) in sorted(models.items())
+        for m in _marks_in(model, (section,), owner)
+    ]
 
 
 def installed_models(base: Mapping[str, Any] = {}) -> dict[str, tuple[type[BaseModel], str]]:
@@ -147,7 +168,8 @@ def installed_models(base: Mapping[str, Any] = {}) -> dict[str, tuple[type[BaseM
     from ds_core.config.source import ConfigSource
     from ds_core.plugins import Plugins
 
-    plugins, models = Plugins(plugin_settings(ConfigSource(dict(base), "config"))), {}
+    plugins = Plugins(plugin_settings(ConfigSource(dict(base), "config")))
+    models = {}
     for name in plugins.sections():
         try:
             models.update(plugins.models([name]))
@@ -156,7 +178,9 @@ def installed_models(base: Mapping[str, Any] = {}) -> dict[str, tuple[type[BaseM
     return models
 
 
-def _marks_in(model: type[BaseModel], paths: tuple[str, ...], owner: str, depth: int = 4) -> Iterator[Mark]:
+def _marks_in(
+    model: type[BaseModel], paths: tuple[str, ...], owner: str, depth: int = 4
+) -> Iterator[Mark]:
     for name, field in model.model_fields.items():
         spellings = (*names_of(name, field), *old_names(field))
         names = tuple(f"{path}.{spelling}" for path in paths for spelling in spellings)
@@ -170,8 +194,13 @@ def _marks_in(model: type[BaseModel], paths: tuple[str, ...], owner: str, depth:
 def _mark(mark: Any, names: tuple[str, ...], default: Any, owner: str) -> Mark:
     given = mark if isinstance(mark, Mapping) else {"values": mark}
     values = given.get("values")
-    if (values != DIVIDES and (not isinstance(values, Sequence) or isinstance(values, str))) or set(given) - _KEYS:
-        why = f"{owner} marks it with {TUNE} {mark!r}, which is no list of values, {DIVIDES!r} or mapping of {_KEYS}"
+    if (values != DIVIDES and (not isinstance(values, Sequence) or isinstance(values, str))) or set(
+        given
+    ) - _KEYS:
+        why = (
+            f"{owner} marks it with {TUNE} {mark!r}, which is no list of values, {DIVIDES!r} or "
+            f"mapping of {_KEYS}"
+        )
         raise ConfigError([Problem(names[0], why)])
     needs = given.get("needs", ())
     return Mark(
@@ -186,7 +215,7 @@ def _mark(mark: Any, names: tuple[str, ...], default: Any, owner: str) -> Mark:
 _KEYS = {"values", "needs", "stages"}
 
 
-# -- the space of one run ----------------------------------------------------------------------------------------------
+# -- the space of one run --------------------------------------------------------------------------
 
 
 def space_of(
@@ -199,9 +228,11 @@ def space_of(
     own: Mapping[str, Sequence[Any]],
     mapped: Iterable[str] = (),
 ) -> Space:
-    """The dimensions of a run, without the micro-batch size, whose values are found while it is tuned.
+    """The dimensions of a run, without the micro-batch size, whose values are found while it is
+    tuned.
 
-    base: the config as given. facts: of the model's profile. own: the user's dimensions (``autotuning.space``).
+    base: the config as given. facts: of the model's profile. own: the user's dimensions
+        (``autotuning.space``).
     mapped: keys of ``autotuning.arg_mappings``.
     """
     dimensions: dict[str, Dimension] = {}
@@ -214,19 +245,26 @@ def space_of(
         has |= {"mapped"} if mark.names[0] in set(mapped) else set()
         has |= {"given"} if mark.names[0].partition(".")[0] in base else set()
         if has.issuperset(mark.needs):
-            dimension = Dimension(mark.names, _with_given(mark, base, world), mark.stages, implied=True)
+            dimension = Dimension(
+                mark.names, _with_given(mark, base, world), mark.stages, implied=True
+            )
             if len(dimension.values) > 1:
                 dimensions[dimension.key] = dimension
     for key, values in own.items():
         if key != MICRO and values:
             there = known.get(key)
-            dimensions[key] = Dimension(there.names if there else (key,), tuple(values), there.stages if there else ())
+            dimensions[key] = Dimension(
+                there.names if there else (key,), tuple(values), there.stages if there else ()
+            )
     return Space(tuple(dimensions.values()))
 
 
 def _with_given(mark: Mark, base: Mapping[str, Any], world: int) -> tuple[Any, ...]:
     """Its values, after the one that the config gives, or the default."""
-    given = next((v for v in (at(base, name) for name in mark.names) if v not in (None, "auto")), mark.default)
+    given = next(
+        (v for v in (at(base, name) for name in mark.names) if v not in (None, "auto")),
+        mark.default,
+    )
     values: Iterable[Any] = mark.values
     if isinstance(mark.values, str):
         # Nothing said is an axis of size 1.
@@ -239,7 +277,7 @@ def _same(a: Any, b: Any) -> bool:
     return key_of({"": a}) == key_of({"": b})
 
 
-# -- settings and configs ----------------------------------------------------------------------------------------------
+# -- settings and configs --------------------------------------------------------------------------
 
 
 def merged(base: Mapping[str, Any], setting: Setting, space: Space) -> dict[str, Any]:
@@ -252,7 +290,12 @@ def merged(base: Mapping[str, Any], setting: Setting, space: Space) -> dict[str,
         dimension = space.dimension(key)
         names = dimension.names if dimension else (key,)
         given = next((name for name in names if at(base, name) is not None), None)
-        if given is None and dimension is not None and dimension.implied and _same(value, dimension.values[0]):
+        if (
+            given is None
+            and dimension is not None
+            and dimension.implied
+            and _same(value, dimension.values[0])
+        ):
             continue
         _write(config, given or key, value)
     return config
@@ -266,7 +309,12 @@ def _write(config: dict[str, Any], key: str, value: Any) -> None:
             inner = config[part] = {}
         if not isinstance(inner, dict):
             raise ConfigError(
-                [Problem(".".join(path[: depth + 1]), f"is {inner!r}, no section, so {key} cannot be set")]
+                [
+                    Problem(
+                        ".".join(path[: depth + 1]),
+                        f"is {inner!r}, no section, so {key} cannot be set",
+                    )
+                ]
             )
         config = inner
     config[last] = copy.deepcopy(value)
@@ -274,4 +322,8 @@ def _write(config: dict[str, Any], key: str, value: Any) -> None:
 
 def changes(base: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The top-level keys of `config` that differ from `base`."""
-    return {key: value for key, value in config.items() if key not in base or not _same(base[key], value)}
+    return {
+        key: value
+        for key, value in config.items()
+        if key not in base or not _same(base[key], value)
+    }

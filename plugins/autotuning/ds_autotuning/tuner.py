@@ -1,11 +1,11 @@
 """The order of trials, and when to stop.
 
-gridsearch and random go stage by stage of ZeRO: micro-batches grow until a larger one gains less than 5 %, then the
-other keys are tried with the best few sizes. model_based searches all keys together. Either begins with the config as
-given, so that the result says what was gained.
+gridsearch and random go stage by stage of ZeRO: micro-batches grow until a larger one gains less
+than 5 %, then the other keys are tried with the best few sizes. model_based searches all keys
+together. Either begins with the config as given, so that the result says what was gained.
 
-Everything here follows from the config, the profile and the results alone, in one order: that is what lets a killed
-tuner go on (see `experiments`).
+Everything here follows from the config, the profile and the results alone, in one order: that is
+what lets a killed tuner go on (see `experiments`).
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ AHEAD = 2
 
 @dataclass
 class Tuning:
-    """One tuning. space: without the micro-batch size. sizes: of micro-batches by stage, ascending; see `tune`.
+    """One tuning. space: without the micro-batch size. sizes: of micro-batches by stage, ascending;
+    see `tune`.
 
-    judge: see `candidates.Judge`. run: number, name and candidate -> result. say: called with each row.
+    judge: see `candidates.Judge`. run: number, name and candidate -> result. say: called with each
+        row.
     given: the setting of the config as given, where it says all of it.
     """
 
@@ -60,7 +62,9 @@ class Tuning:
         if (row := self._known.get(key_of(setting))) is not None:
             return row
         candidate = self.judge(setting)
-        result, number, name = candidate.refused, 0, name_of(setting, self.space)
+        result = candidate.refused
+        number = 0
+        name = name_of(setting, self.space)
         if result is None:
             number = self.trials = self.trials + 1
             result = self.run(number, name, candidate)
@@ -78,7 +82,9 @@ class Tuning:
 
 
 def tune(tuning: Tuning) -> None:
-    """Run trials until nothing promising is left or the limits are reached; `rows` and `best` have what came of it."""
+    """Run trials until nothing promising is left or the limits are reached; `rows` and `best` have
+    what came of it.
+    """
     if tuning.given is not None:
         tuning.trial(tuning.given)
     if tuning.section.tuner_type == "model_based":
@@ -88,7 +94,10 @@ def tune(tuning: Tuning) -> None:
         for stage in stages.values if stages else (None,):
             if not tuning.spent:
                 _stage(
-                    tuning, tuning.space if stage is None else tuning.space.where(**{STAGE.replace(".", "__"): stage})
+                    tuning,
+                    tuning.space
+                    if stage is None
+                    else tuning.space.where(**{STAGE.replace(".", "__"): stage}),
                 )
 
 
@@ -101,18 +110,21 @@ def score(row: Row, metric: str) -> float | None:
 
 
 def name_of(setting: Setting, space: Space) -> str:
-    """For folders and tables: stage and micro-batch, and a few letters that tell other keys apart."""
+    """For folders and tables: stage and micro-batch, and a few letters that tell other keys
+    apart."""
     parts = [f"z{setting[STAGE]}"] if STAGE in setting else []
     parts += [f"mbs{setting[MICRO]}"] if MICRO in setting else []
     base = space.base()
     other = {
-        k: v for k, v in setting.items() if k not in (STAGE, MICRO) and key_of({"": v}) != key_of({"": base.get(k)})
+        k: v
+        for k, v in setting.items()
+        if k not in (STAGE, MICRO) and key_of({"": v}) != key_of({"": base.get(k)})
     }
     parts += [hashlib.sha256(key_of(other).encode()).hexdigest()[:6]] if other else []
     return "_".join(parts) or "given"
 
 
-# -- stage by stage ----------------------------------------------------------------------------------------------------
+# -- stage by stage --------------------------------------------------------------------------------
 
 
 def _stage(tuning: Tuning, space: Space) -> None:
@@ -120,13 +132,20 @@ def _stage(tuning: Tuning, space: Space) -> None:
     if not sizes or len(space) == 1:
         return
     whole = Space((*space.dimensions, Dimension((MICRO,), tuple(sizes))))
-    search = Search(whole, tuning.section.tuner_type, tuning.section.seed, lambda s: key_of(s) not in tuning._known)
+    search = Search(
+        whole,
+        tuning.section.tuner_type,
+        tuning.section.seed,
+        lambda s: key_of(s) not in tuning._known,
+    )
     _until_it_stops(tuning, search)
 
 
 def _grow(tuning: Tuning, space: Space) -> list[int]:
     """Micro-batches of growing size, all else as given. Gives the best few, the best first."""
-    base, seen, last = space.meaning(space.base()), {}, None
+    base = space.meaning(space.base())
+    seen = {}
+    last = None
     for size in tuning.sizes(base):
         if tuning.spent and key_of({**base, MICRO: size}) not in tuning._known:
             break
@@ -143,14 +162,18 @@ def _grow(tuning: Tuning, space: Space) -> list[int]:
     return sorted(seen, key=lambda size: -seen[size])[: tuning.section.num_tuning_micro_batch_sizes]
 
 
-# -- all together ------------------------------------------------------------------------------------------------------
+# -- all together ----------------------------------------------------------------------------------
 
 
 def _together(tuning: Tuning) -> None:
     base = tuning.space.base()
     stages = tuning.space.dimension(STAGE)
-    by_stage = {key_of({"": v}): tuning.sizes({**base, STAGE: v}) for v in (stages.values if stages else ())}
-    sizes = sorted({size for each in (by_stage.values() if stages else [tuning.sizes(base)]) for size in each})
+    by_stage = {
+        key_of({"": v}): tuning.sizes({**base, STAGE: v}) for v in (stages.values if stages else ())
+    }
+    sizes = sorted(
+        {size for each in (by_stage.values() if stages else [tuning.sizes(base)]) for size in each}
+    )
     if not sizes:
         return
     tried: set[int] = set()
@@ -161,7 +184,11 @@ def _together(tuning: Tuning) -> None:
         largest = max(tried, default=sizes[0])
         reach = max(bisect_right(sizes, largest) - 1, 0) + AHEAD
         inside = size in by_stage[key_of({"": setting[STAGE]})] if stages else True
-        return inside and size <= sizes[min(reach, len(sizes) - 1)] and not any(_is_larger(setting, f) for f in failed)
+        return (
+            inside
+            and size <= sizes[min(reach, len(sizes) - 1)]
+            and not any(_is_larger(setting, f) for f in failed)
+        )
 
     def heard(row: Row) -> None:
         if row.result.status is Status.DONE:
@@ -183,13 +210,17 @@ def _is_larger(setting: Setting, failed: Setting) -> bool:
     return same and bool(setting[MICRO] >= failed[MICRO])
 
 
-def _until_it_stops(tuning: Tuning, search: Search, heard: Callable[[Row], None] = lambda _: None) -> None:
-    idle, patience = 0, tuning.section.tuner_early_stopping
+def _until_it_stops(
+    tuning: Tuning, search: Search, heard: Callable[[Row], None] = lambda _: None
+) -> None:
+    idle = 0
+    patience = tuning.section.tuner_early_stopping
     while not tuning.spent and not (patience and idle >= patience):
         setting = search.next()
         if setting is None:
             return
-        before, promising = tuning.best, search.expected > PROMISING
+        before = tuning.best
+        promising = search.expected > PROMISING
         row = tuning.trial(setting)
         heard(row)
         search.tell(setting, _worth(tuning, row))

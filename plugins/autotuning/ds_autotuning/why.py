@@ -1,4 +1,6 @@
-"""Which trial is best, and why: for each key, what the best trials with its other values reached (torch-free)."""
+"""Which trial is best, and why: for each key, what the best trials with its other values reached
+(torch-free).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,18 @@ from typing import Any
 
 from ds_autotuning.records import Row, Status
 
-__all__ = ["UNITS", "WORDS", "Key", "Other", "best_of", "better", "keys_of", "number", "shown", "value_of"]
+__all__ = [
+    "UNITS",
+    "WORDS",
+    "Key",
+    "Other",
+    "best_of",
+    "better",
+    "keys_of",
+    "number",
+    "shown",
+    "value_of",
+]
 
 UNITS = {"throughput": "samples/s", "latency": "s per step", "flops": "flops/s per device"}
 WORDS = {
@@ -26,7 +39,8 @@ WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """A value that the best setting does not have. metric: the best of the trials with it; None: none came so far.
+    """A value that the best setting does not have. metric: the best of the trials with it; None:
+    none came so far.
 
     part: of the winner's; above 1 it would be better. note: what came of those trials.
     """
@@ -39,7 +53,9 @@ class Other:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key in which trials differ: its value in the best setting, and what others reach at their best."""
+    """A key in which trials differ: its value in the best setting, and what others reach at their
+    best.
+    """
 
     name: str
     value: str
@@ -62,7 +78,9 @@ def best_of(rows: Sequence[Row], metric: str) -> Row | None:
     best: Row | None = None
     for row in rows:
         value = value_of(row, metric)
-        if value is not None and better(metric, value, None if best is None else best.result.metric(metric)):
+        if value is not None and better(
+            metric, value, None if best is None else best.result.metric(metric)
+        ):
             best = row
     return best
 
@@ -74,7 +92,9 @@ def value_of(row: Row, metric: str) -> float | None:
 
 
 def keys_of(rows: Sequence[Row], best: Row, metric: str) -> list[Key]:
-    """Why `best` won: for every key in which trials differ, what the best trials with its other values reached."""
+    """Why `best` won: for every key in which trials differ, what the best trials with its other
+    values reached.
+    """
     mine = value_of(best, metric)
     assert mine is not None
     found = []
@@ -91,7 +111,11 @@ def keys_of(rows: Sequence[Row], best: Row, metric: str) -> list[Key]:
             reached = None if winner is None else value_of(winner, metric)
             counts = Counter(WORDS[row.result.status] for row in tried)
             note = ", ".join(f"{count} {word}" for word, count in counts.most_common())
-            others.append(Other(value, reached, None if reached is None else _part(metric, reached, mine), note))
+            others.append(
+                Other(
+                    value, reached, None if reached is None else _part(metric, reached, mine), note
+                )
+            )
         if others:
             found.append(Key(name, chosen, tuple(others)))
     return sorted(found, key=lambda key: -key.weight)
@@ -113,4 +137,10 @@ def number(value: float | None) -> str:
     """With about four digits; "" for None."""
     if value is None:
         return ""
-    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}" if abs(value) < 1e7 else f"{value:.3e}"
+    return (
+        f"{value:.4g}"
+        if abs(value) < 1e4
+        else f"{value:,.0f}"
+        if abs(value) < 1e7
+        else f"{value:.3e}"
+    )

@@ -1,4 +1,6 @@
-"""The plugin against the contract of plugins, and a search over a table, with nothing else of ours installed."""
+"""The plugin against the contract of plugins, and a search over a table, with nothing else of ours
+installed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from ds_testing import PluginConformance
 class TestPlugin(PluginConformance):
     entry_point = "ds_autotuning.plugin"
     section = "autotuning"
-    good_config: ClassVar[Any] = {"enabled": True, "fast": False, "metric": "latency", "space": {"a.b": [1, 2]}}
+    good_config: ClassVar[Any] = {
+        "enabled": True,
+        "fast": False,
+        "metric": "latency",
+        "space": {"a.b": [1, 2]},
+    }
     bad_configs: ClassVar[Any] = [
         {"metric": "speed"},
         {"tuner_num_trials": 0},
@@ -29,10 +36,14 @@ def test_a_search_finds_the_best_of_a_table() -> None:
     speed = {(value, micro): value * micro**0.5 for value in (1, 2, 3) for micro in (1, 2, 4)}
 
     def look_up(number: int, name: str, candidate: Candidate) -> Result:
-        return Result(Status.DONE, throughput=speed[candidate.setting["a.b"], candidate.setting[MICRO]])
+        return Result(
+            Status.DONE, throughput=speed[candidate.setting["a.b"], candidate.setting[MICRO]]
+        )
 
     section = Autotuning(tuner_early_stopping=0)
-    tuning = Tuning(section, space, lambda _: [1, 2, 4], lambda setting: Candidate(setting, {}), look_up)
+    tuning = Tuning(
+        section, space, lambda _: [1, 2, 4], lambda setting: Candidate(setting, {}), look_up
+    )
     tune(tuning)
     assert tuning.best is not None and dict(tuning.best.setting) == {"a.b": 3, MICRO: 4}
     assert len(tuning.rows) == 9

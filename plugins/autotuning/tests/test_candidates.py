@@ -16,7 +16,9 @@ from ds_autotuning.space import MICRO, STAGE, Space, installed_models, marked, s
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 
 
-def judge(base: Mapping[str, Any], world: int = 4, room: float = 1e9, needs: float = 1.0, **keys: Any) -> Judge:
+def judge(
+    base: Mapping[str, Any], world: int = 4, room: float = 1e9, needs: float = 1.0, **keys: Any
+) -> Judge:
     space = space_of(marked(installed_models()), base, world=world, facts={}, fast=True, own={})
     return Judge(
         base,
@@ -30,7 +32,9 @@ def judge(base: Mapping[str, Any], world: int = 4, room: float = 1e9, needs: flo
 
 def sizes(found: Any) -> Any:
     assert found.refused is None, found.refused
-    return tuple(found.config[key] for key in ("train_batch_size", MICRO, "gradient_accumulation_steps"))
+    return tuple(
+        found.config[key] for key in ("train_batch_size", MICRO, "gradient_accumulation_steps")
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,14 +44,21 @@ def sizes(found: Any) -> Any:
         ({"train_batch_size": 32, "gradient_accumulation_steps": 8}, {}, 8, (32, 8, 1)),
         ({}, {}, 2, (8, 2, 1)),
         ({"gradient_accumulation_steps": 3}, {}, 2, (24, 2, 3)),
-        ({"train_batch_size": "auto", MICRO: "auto", "gradient_accumulation_steps": "auto"}, {}, 2, (8, 2, 1)),
+        (
+            {"train_batch_size": "auto", MICRO: "auto", "gradient_accumulation_steps": "auto"},
+            {},
+            2,
+            (8, 2, 1),
+        ),
         ({"gradient_accumulation_steps": 4}, {"max_train_batch_size": 20}, 2, (16, 2, 2)),
         ({}, {"min_train_batch_size": 20}, 2, (24, 2, 3)),
         ({"train_batch_size": 32}, {"max_train_batch_size": 64}, 16, (64, 16, 1)),
         ({"train_batch_size": 32}, {"mp_size": 2}, 2, (32, 2, 8)),
     ],
 )
-def test_batch_sizes(base: dict[str, Any], keys: dict[str, Any], micro: int, expected: tuple[int, ...]) -> None:
+def test_batch_sizes(
+    base: dict[str, Any], keys: dict[str, Any], micro: int, expected: tuple[int, ...]
+) -> None:
     assert sizes(judge({**ADAM, **base}, **keys)({STAGE: 1, MICRO: micro})) == expected
 
 
@@ -84,7 +95,9 @@ def test_what_does_not_fit_is_never_run() -> None:
 
 
 def test_ranks_that_divide_a_layer_share_a_batch() -> None:
-    found = judge({**ADAM, "train_batch_size": 8, "tensor_parallel": {"autotp_size": 2}})({STAGE: 0, MICRO: 2})
+    found = judge({**ADAM, "train_batch_size": 8, "tensor_parallel": {"autotp_size": 2}})(
+        {STAGE: 0, MICRO: 2}
+    )
     assert sizes(found) == (8, 2, 2)  # two replicas of two ranks
 
 
@@ -110,11 +123,17 @@ def test_micro_batches_worth_a_trial(
 
 def test_the_users_sizes_replace_ours() -> None:
     assert micro_batches(Autotuning(), {}, 2, 10, own=(7, 3, 99)) == [3, 7]
-    assert micro_batches(Autotuning(min_train_micro_batch_size_per_gpu=4), {}, 2, 10, own=(7, 3, 99)) == [7]
+    assert micro_batches(
+        Autotuning(min_train_micro_batch_size_per_gpu=4), {}, 2, 10, own=(7, 3, 99)
+    ) == [7]
 
 
-@pytest.mark.parametrize(("least", "most", "tried"), [(1, 1024, True), (3, 4, True), (4, 1024, False), (1, 2, False)])
-def test_the_config_as_given_is_a_trial_within_the_bounds(least: int, most: int, tried: bool) -> None:
+@pytest.mark.parametrize(
+    ("least", "most", "tried"), [(1, 1024, True), (3, 4, True), (4, 1024, False), (1, 2, False)]
+)
+def test_the_config_as_given_is_a_trial_within_the_bounds(
+    least: int, most: int, tried: bool
+) -> None:
     base = {**ADAM, "train_micro_batch_size_per_gpu": 3}
     keys = {"min_train_micro_batch_size_per_gpu": least, "max_train_micro_batch_size_per_gpu": most}
     session: Any = SimpleNamespace(section=Autotuning(**keys), base=base)
@@ -123,7 +142,11 @@ def test_the_config_as_given_is_a_trial_within_the_bounds(least: int, most: int,
 
 
 def test_trials_do_not_write_where_runs_do() -> None:
-    base = {"csv_monitor": {"enabled": True, "output_path": "x"}, "run_record": {"folder": "r"}, "fp16": {}}
+    base = {
+        "csv_monitor": {"enabled": True, "output_path": "x"},
+        "run_record": {"folder": "r"},
+        "fp16": {},
+    }
     assert without_output(base) == {
         "csv_monitor": {"enabled": False, "output_path": "x"},
         "run_record": {"folder": "r", "enabled": False},

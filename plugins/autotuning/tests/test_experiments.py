@@ -1,4 +1,6 @@
-"""Trials that hang, crash, run out of memory, or are interrupted: each is a result, and nothing of it is left."""
+"""Trials that hang, crash, run out of memory, or are interrupted: each is a result, and nothing of
+it is left.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from ds_testing.processes import disposed
 from ds_core.errors import UsageError
 
 Open = Callable[..., Experiments]
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and RLIMIT_DATA")
+linux = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="needs /proc and RLIMIT_DATA"
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,9 @@ def program(text: str, folder: Path, name: str) -> Program:
 
 
 def opened(folder: Path, seconds: float = 60.0, memory: int = 0, **options: Any) -> Experiments:
-    return Experiments(folder, options.pop("identity", {"command": "x"}), Limits(seconds, memory), **options)
+    return Experiments(
+        folder, options.pop("identity", {"command": "x"}), Limits(seconds, memory), **options
+    )
 
 
 @pytest.fixture
@@ -62,7 +68,9 @@ def test_a_result_is_kept_and_asked_for_once(tmp_path: Path, experiments: Open) 
     result = trials.run("001_a", program(DONE, tmp_path, "001_a"), {"x": 1}, {"k": 1})
     assert (result.status, result.throughput) == (Status.DONE, 7.0)
     assert result.took > 0
-    again = trials.run("001_a", program("raise SystemExit(9)", tmp_path, "001_a"), {"x": 1}, {"k": 1})
+    again = trials.run(
+        "001_a", program("raise SystemExit(9)", tmp_path, "001_a"), {"x": 1}, {"k": 1}
+    )
     assert again == result
     told = read_json(tmp_path / "001_a" / "config.json") or {}
     assert (told["setting"], told["overrides"], told["ended"]["code"]) == ({"k": 1}, {"x": 1}, 0)
@@ -79,10 +87,18 @@ def test_another_setting_under_the_same_name_is_run(tmp_path: Path, experiments:
     ("text", "status", "reason"),
     [
         ("raise SystemExit(9)", Status.CRASHED, "exit code 9: it said nothing"),
-        ("print('a word'); raise ValueError('odd shape')", Status.CRASHED, "exit code 1: ValueError: odd shape"),
+        (
+            "print('a word'); raise ValueError('odd shape')",
+            Status.CRASHED,
+            "exit code 1: ValueError: odd shape",
+        ),
         ("pass", Status.CRASHED, "the script ended before the last step"),
         ("raise MemoryError", Status.OUT_OF_MEMORY, "MemoryError"),
-        ("raise RuntimeError('CUDA out of memory. Tried')", Status.OUT_OF_MEMORY, "CUDA out of memory"),
+        (
+            "raise RuntimeError('CUDA out of memory. Tried')",
+            Status.OUT_OF_MEMORY,
+            "CUDA out of memory",
+        ),
         ("import os; os.kill(os.getpid(), 9)", Status.OUT_OF_MEMORY, "killed by the system"),
         ("import os; os.abort()", Status.CRASHED, "exit code -6"),
     ],
@@ -98,7 +114,8 @@ def test_what_dies_is_a_result_with_its_reason(
 
 def test_what_the_run_says_of_its_failure_counts(tmp_path: Path, experiments: Open) -> None:
     text = (
-        "import json, sys\njson.dump({'status': 'out_of_memory', 'reason': 'rank 1'}, open(sys.argv[1], 'w'))\n"
+        "import json, sys\njson.dump({'status': 'out_of_memory', 'reason': 'rank 1'}, "
+        "open(sys.argv[1], 'w'))\n"
         "raise SystemExit(1)"
     )
     result = experiments(tmp_path).run("001_a", program(text, tmp_path, "001_a"), {})
@@ -135,17 +152,22 @@ def test_a_trial_that_hangs_costs_its_limit_and_leaves_no_process(
     assert not alive(child)
 
 
-def test_one_that_is_interrupted_for_its_time_is_no_crash(tmp_path: Path, experiments: Open) -> None:
+def test_one_that_is_interrupted_for_its_time_is_no_crash(
+    tmp_path: Path, experiments: Open
+) -> None:
     text = (
         "import json, sys, time\ntry:\n    time.sleep(600)\nexcept KeyboardInterrupt:\n"
-        "    json.dump({'status': 'crashed', 'reason': 'KeyboardInterrupt'}, open(sys.argv[1], 'w'))"
+        "    json.dump({'status': 'crashed', 'reason': 'KeyboardInterrupt'}, open(sys.argv[1], "
+        "'w'))"
     )
     result = experiments(tmp_path, seconds=2).run("001_a", program(text, tmp_path, "001_a"), {})
     assert result.status is Status.TIMEOUT
 
 
 @pytest.mark.slow
-def test_a_result_that_was_written_before_the_time_was_over_counts(tmp_path: Path, experiments: Open) -> None:
+def test_a_result_that_was_written_before_the_time_was_over_counts(
+    tmp_path: Path, experiments: Open
+) -> None:
     text = DONE + "; sys.stdout.flush(); import time; time.sleep(600)"
     result = experiments(tmp_path, seconds=3).run("001_a", program(text, tmp_path, "001_a"), {})
     assert (result.status, result.throughput) == (Status.DONE, 7.0)
@@ -154,14 +176,16 @@ def test_a_result_that_was_written_before_the_time_was_over_counts(tmp_path: Pat
 @linux
 def test_memory_has_a_limit_for_each_process(tmp_path: Path, experiments: Open) -> None:
     text = "block = bytearray(800_000_000)\n" + DONE
-    free = experiments(tmp_path / "free").run("001_a", program(text, tmp_path / "free", "001_a"), {})
+    free = experiments(tmp_path / "free").run(
+        "001_a", program(text, tmp_path / "free", "001_a"), {}
+    )
     assert free.status is Status.DONE
     limited = experiments(tmp_path / "limited", memory=400_000_000)
     result = limited.run("001_a", program(text, tmp_path / "limited", "001_a"), {})
     assert (result.status, result.reason) == (Status.OUT_OF_MEMORY, "MemoryError")
 
 
-# -- the tuner is killed -----------------------------------------------------------------------------------------------
+# -- the tuner is killed ---------------------------------------------------------------------------
 
 
 def test_an_interrupted_trial_is_run_again_also_where_it_wrote_that_it_failed(
@@ -207,7 +231,9 @@ def test_when_the_tuner_is_killed_its_trial_ends_and_the_next_tuner_clears_what_
         "folder = Path(sys.argv[2])\n"
         "t.opened(folder, seconds=600).run('001_a', t.program(t.HANG, folder, '001_a'), {})"
     )
-    tuner = subprocess.Popen([sys.executable, "-c", text, str(Path(__file__).parent), str(tmp_path)])
+    tuner = subprocess.Popen(
+        [sys.executable, "-c", text, str(Path(__file__).parent), str(tmp_path)]
+    )
     note = tmp_path / "001_a" / "result.json.child"
     deadline = time.monotonic() + 60
     while not (note.exists() and note.read_text()) and time.monotonic() < deadline:
@@ -224,17 +250,23 @@ def test_when_the_tuner_is_killed_its_trial_ends_and_the_next_tuner_clears_what_
 
 @linux
 def test_a_launcher_hears_that_its_tuner_was_killed(tmp_path: Path) -> None:
-    """The process that a trial starts with is interrupted when its parent dies, also in a shell's background."""
+    """The process that a trial starts with is interrupted when its parent dies, also in a shell's
+    background.
+    """
     text = (
         "import sys, pathlib\nfrom ds_autotuning.processes import run_limited\n"
-        "sleeper = 'import os, sys, time; open(sys.argv[1], \"w\").write(str(os.getpid())); time.sleep(600)'\n"
+        'sleeper = \'import os, sys, time; open(sys.argv[1], "w").write(str(os.getpid())); '
+        "time.sleep(600)'\n"
         "folder = pathlib.Path(sys.argv[1])\n"
         "run_limited([sys.executable, '-c', sleeper, str(folder / 'pid')], folder, {}, 600)"
     )
     with disposed(ignored=True):
         tuner = subprocess.Popen([sys.executable, "-c", text, str(tmp_path)])
     deadline = time.monotonic() + 60
-    while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()) and time.monotonic() < deadline:
+    while (
+        not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     pid = int((tmp_path / "pid").read_text())
     os.kill(tuner.pid, signal.SIGKILL)
@@ -244,7 +276,9 @@ def test_a_launcher_hears_that_its_tuner_was_killed(tmp_path: Path) -> None:
     assert not alive(pid)
 
 
-def test_trials_of_another_command_are_not_taken_for_ours(tmp_path: Path, experiments: Open) -> None:
+def test_trials_of_another_command_are_not_taken_for_ours(
+    tmp_path: Path, experiments: Open
+) -> None:
     experiments(tmp_path, identity={"command": "x", "config": {"a": 1}}).close()
     with pytest.raises(UsageError, match=r"other config.*--anew"):
         experiments(tmp_path, identity={"command": "x", "config": {"a": 2}})
@@ -283,7 +317,9 @@ def test_overrides_reach_the_trial_by_the_environment(tmp_path: Path, experiment
         "found = json.loads(base64.urlsafe_b64decode(os.environ['DS_CONFIG_OVERRIDES']))\n"
         "json.dump({'status': 'done', 'reason': json.dumps(found)}, open(sys.argv[1], 'w'))"
     )
-    result = experiments(tmp_path).run("001_a", program(text, tmp_path, "001_a"), {"a": {"b": None}})
+    result = experiments(tmp_path).run(
+        "001_a", program(text, tmp_path, "001_a"), {"a": {"b": None}}
+    )
     assert json.loads(result.reason) == {"a": {"b": None}}
 
 
@@ -309,7 +345,8 @@ def test_only_processes_with_the_mark_are_ended(tmp_path: Path) -> None:
         started.stdout.readline()
         return started
 
-    ours, other = sleeper("/a"), sleeper("/a/b")
+    ours = sleeper("/a")
+    other = sleeper("/a/b")
     try:
         assert end_all("/a") == 1
         assert ours.wait(30) == -signal.SIGKILL

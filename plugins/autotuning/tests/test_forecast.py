@@ -1,4 +1,6 @@
-"""Memory that is told before a trial: the model from its profile, its states by the plan, the rest by a line."""
+"""Memory that is told before a trial: the model from its profile, its states by the plan, the rest
+by a line.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from ds_autotuning.forecast import Room, forecast, largest_micro_batch, make_profile, room_of, states_of
+from ds_autotuning.forecast import (
+    Room,
+    forecast,
+    largest_micro_batch,
+    make_profile,
+    room_of,
+    states_of,
+)
 from ds_autotuning.looking import describe
 from ds_autotuning.profile import build, fit_line, joined
 from ds_autotuning.records import Profile, Result, Status
@@ -32,7 +41,8 @@ BASE: dict[str, Any] = {
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
 
 class Net(nn.Module):
@@ -50,9 +60,17 @@ class Net(nn.Module):
 def profile(**changes: Any) -> Profile:
     with torch.device("meta"):
         found = describe(Net())
-    facts = {"world": 2, "device": "cuda", "device_memory": 10 * 2**30, "host_memory": 2**36, "host_base": 5.0}
+    facts = {
+        "world": 2,
+        "device": "cuda",
+        "device_memory": 10 * 2**30,
+        "host_memory": 2**36,
+        "host_base": 5.0,
+    }
     made = dataclasses.replace(found, facts={**found.facts, **facts})
-    return dataclasses.replace(made, activation_bytes_per_sample=3.0 * MIB, fixed_bytes=100.0 * MIB, **changes)
+    return dataclasses.replace(
+        made, activation_bytes_per_sample=3.0 * MIB, fixed_bytes=100.0 * MIB, **changes
+    )
 
 
 def test_the_module_is_built_again() -> None:
@@ -63,7 +81,10 @@ def test_the_module_is_built_again() -> None:
         (n, type(m).__name__) for n, m in model.named_modules()
     ]
     rows = [
-        [(n, p.shape, p.dtype, p.requires_grad) for n, p in m.named_parameters(remove_duplicate=False)]
+        [
+            (n, p.shape, p.dtype, p.requires_grad)
+            for n, p in m.named_parameters(remove_duplicate=False)
+        ]
         for m in (again, model)
     ]
     assert rows[0] == rows[1]
@@ -82,14 +103,19 @@ def test_states_are_those_of_the_plan(stage: int) -> None:
     with torch.device("meta"):
         need = predict(Net(), ZeroConfig(stage=stage), PlannedRun(2, casts=True))
     told = states_of(profile(), chosen, 2)
-    assert told["device"] == pytest.approx(need.device.peak, rel=0.02) and told["host"] == need.host.peak
+    assert (
+        told["device"] == pytest.approx(need.device.peak, rel=0.02)
+        and told["host"] == need.host.peak
+    )
 
 
 ADDS = "def ds_memory(module): return {'device': 7.0, 'host': 11.0, 'disk': 0.0}"
 
 
 @pytest.mark.parametrize("stage", [None, 2])
-def test_what_plugins_add_counts_too(stage: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_plugins_add_counts_too(
+    stage: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "adds_memory.py").write_text(ADDS)
     monkeypatch.syspath_prepend(str(tmp_path))
     config = {k: v for k, v in BASE.items() if k != "zero_optimization"}
@@ -97,13 +123,20 @@ def test_what_plugins_add_counts_too(stage: int | None, tmp_path: Path, monkeypa
         config["zero_optimization"] = {"stage": stage}
     alone = states_of(profile(), compose(config), 2)
     more = states_of(profile(), compose({**config, "plugins": {"load": ["adds_memory"]}}), 2)
-    assert {place: more[place] - alone[place] for place in alone} == {"device": 7.0, "host": 11.0, "disk": 0.0}
+    assert {place: more[place] - alone[place] for place in alone} == {
+        "device": 7.0,
+        "host": 11.0,
+        "disk": 0.0,
+    }
 
 
 def test_without_a_plan_adam_is_assumed() -> None:
     made = profile()
     config = {k: v for k, v in BASE.items() if k != "zero_optimization"}
-    assert states_of(made, compose(config), 2)["device"] == 4 * made.parameters + (4 + 8) * made.trainable
+    assert (
+        states_of(made, compose(config), 2)["device"]
+        == 4 * made.parameters + (4 + 8) * made.trainable
+    )
     half = states_of(made, compose({**config, "bf16": {"enabled": True}}), 2)["device"]
     assert half == 2 * made.parameters + (2 + 8 + 8) * made.trainable
 
@@ -119,7 +152,8 @@ def test_offloaded_states_are_on_the_host_and_on_a_cpu_they_are_all_the_same() -
     offloaded = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     chosen = compose({**BASE, "zero_optimization": offloaded})
     made = profile()
-    there, here = forecast(made, chosen, 2), forecast(made, compose(BASE), 2)
+    there = forecast(made, chosen, 2)
+    here = forecast(made, compose(BASE), 2)
     assert there.device < here.device and there.host > here.host
     on_cpu = dataclasses.replace(made, facts={**made.facts, "device": "cpu"})
     told = forecast(on_cpu, chosen, 2)
@@ -127,16 +161,22 @@ def test_offloaded_states_are_on_the_host_and_on_a_cpu_they_are_all_the_same() -
 
 
 def test_recomputation_and_other_axes_keep_less() -> None:
-    made, plain = profile(), forecast(profile(), compose(BASE), 4)
+    made = profile()
+    plain = forecast(profile(), compose(BASE), 4)
     again = forecast(made, compose({**BASE, "activation_checkpointing": {"modules": "auto"}}), 4)
     assert again.activations == plain.activations / 4  # one block of four
     known = dataclasses.replace(made, facts={**made.facts, "recomputes": True})
-    assert forecast(known, compose({**BASE, "activation_checkpointing": {"modules": "auto"}}), 4) == plain
+    assert (
+        forecast(known, compose({**BASE, "activation_checkpointing": {"modules": "auto"}}), 4)
+        == plain
+    )
     tp = forecast(made, compose({**BASE, "tensor_parallel": {"autotp_size": 2}}), 4)
     assert tp.activations == plain.activations / 2
     same_dp = forecast(made, compose(BASE), 2)
     assert tp.states < same_dp.states * 0.6
-    stages = forecast(made, compose({**BASE, "zero_optimization": {"stage": 1}, "pipeline": {"stages": 2}}), 4)
+    stages = forecast(
+        made, compose({**BASE, "zero_optimization": {"stage": 1}, "pipeline": {"stages": 2}}), 4
+    )
     whole = forecast(made, compose({**BASE, "zero_optimization": {"stage": 1}}), 2)
     assert stages.states < whole.states * 0.75
 
@@ -152,7 +192,8 @@ def test_what_does_not_fit_says_the_numbers() -> None:
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
-    made, room = profile(), Room(device=400.0 * MIB)
+    made = profile()
+    room = Room(device=400.0 * MIB)
     most = largest_micro_batch(made, compose(BASE), 2, room, 1024)
     assert 1 < most < 1024
     fits, over = (compose({**BASE, "train_micro_batch_size_per_gpu": n}) for n in (most, most + 1))
@@ -209,7 +250,9 @@ class Layered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
@@ -225,8 +268,9 @@ def test_what_recomputation_would_keep_is_counted_in_one_forward() -> None:
         model(torch.ones(4, 8))
     assert saved.part is None  # an evaluation keeps nothing
     loss = model(torch.ones(4, 8))
-    # Of 4 x 8: the input; of each block its input and tanh's output; and the last block's output, of which is the loss.
-    # Recomputed: the input, both blocks' inputs, the output, and while it runs again one block's input and tanh.
+    # Of 4 x 8: the input; of each block its input and tanh's output; and the last block's output,
+    # of which is the loss. Recomputed: the input, both blocks' inputs, the output, and while it
+    # runs again one block's input and tanh.
     assert saved.part == pytest.approx((4 + 2) / 6)
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
     loss.backward()

@@ -65,7 +65,9 @@ def test_the_number_of_ranks_as_far_as_the_words_tell_it(words: str, world: int 
     assert parse_words(words.split()).world == world
 
 
-@pytest.mark.parametrize("words", ["--show train.py", "--autotuning run train.py", "--nnodes 1:2 train.py"])
+@pytest.mark.parametrize(
+    "words", ["--show train.py", "--autotuning run train.py", "--nnodes 1:2 train.py"]
+)
 def test_what_a_trial_cannot_be(words: str) -> None:
     with pytest.raises(CommandError):
         parse_words(words.split())
@@ -82,23 +84,52 @@ def test_a_trial_that_fails_is_not_started_again(given: str) -> None:
 
 def test_flags_that_say_the_same_as_keys_follow_them() -> None:
     launch = Launch((), "train.py", ("--batch", "1", "--acc=1", "-v"))
-    config = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2, "bf16": {"enabled": True}}
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 2,
+        "bf16": {"enabled": True},
+    }
     mappings = {
         "train_micro_batch_size_per_gpu": "--batch",
         "gradient_accumulation_steps": "--acc",
         "bf16.enabled": "--bf16",
         "zero_optimization.stage": "--stage",
     }
-    assert launch.with_flags(config, mappings).arguments == ("--batch", "8", "--acc=2", "-v", "--bf16", "true")
+    assert launch.with_flags(config, mappings).arguments == (
+        "--batch",
+        "8",
+        "--acc=2",
+        "-v",
+        "--bf16",
+        "true",
+    )
 
 
 def test_the_final_command_has_the_config_where_the_script_looks_for_it() -> None:
-    launch = parse_words(["--nproc", "2", "train.py", "--deepspeed_config", "ds.json", "--ds_config=ds.json"])
+    launch = parse_words(
+        ["--nproc", "2", "train.py", "--deepspeed_config", "ds.json", "--ds_config=ds.json"]
+    )
     assert launch.final(Path("/o.json")) == (
-        ["dscore", "run", "--nproc", "2", "train.py", "--deepspeed_config", "/o.json", "--ds_config=/o.json"]
+        [
+            "dscore",
+            "run",
+            "--nproc",
+            "2",
+            "train.py",
+            "--deepspeed_config",
+            "/o.json",
+            "--ds_config=/o.json",
+        ]
     )
     own = parse_words(["train.py", "--x"])
-    assert own.final(Path("/o.json")) == ["env", "DS_CONFIG_OVERRIDES=/o.json", "dscore", "run", "train.py", "--x"]
+    assert own.final(Path("/o.json")) == [
+        "env",
+        "DS_CONFIG_OVERRIDES=/o.json",
+        "dscore",
+        "run",
+        "train.py",
+        "--x",
+    ]
 
 
 def test_a_file_as_overrides_is_read(tmp_path: Path) -> None:
@@ -112,7 +143,7 @@ def test_dotted_keys() -> None:
     assert at({"a": 1}, "a.b") is None
 
 
-# -- dscore run --autotuning -------------------------------------------------------------------------------------------
+# -- dscore run --autotuning -----------------------------------------------------------------------
 
 
 def replaced(get_command: Callable[..., Any], main: Callable[..., int]) -> Callable[..., Any]:
@@ -144,7 +175,9 @@ def test_autotuning_hands_the_words_to_the_command_tune(
         seen.append(words)
         return 7
 
-    monkeypatch.setattr(command.typer.main, "get_command", replaced(command.typer.main.get_command, main))
+    monkeypatch.setattr(
+        command.typer.main, "get_command", replaced(command.typer.main.get_command, main)
+    )
     ended = CliRunner().invoke(app.make_app(), ["run", *given.split()])
     assert ended.exit_code == 7, ended.output
     assert seen == [passed]

@@ -16,14 +16,21 @@ from ds_autotuning.records import Forecast, Profile, Result, Row, Status
 from ds_autotuning.report import summary, write_results
 from ds_autotuning.why import best_of, keys_of
 
-STAGE, MICRO = "zero_optimization.stage", "train_micro_batch_size_per_gpu"
+STAGE = "zero_optimization.stage"
+MICRO = "train_micro_batch_size_per_gpu"
 
 
 def row(number: int, stage: int, micro: int, value: float | None, **more: Any) -> Row:
     status = more.get("status", Status.CRASHED if value is None else Status.DONE)
     latency = None if value is None else 1 / value
     result = Result(status, more.get("reason", ""), value, latency, None, (), 3 * 2**30, 2**30)
-    return Row(number, f"z{stage}_mb{micro}", {STAGE: stage, MICRO: micro}, result, Forecast(2.5 * 2**30, 0))
+    return Row(
+        number,
+        f"z{stage}_mb{micro}",
+        {STAGE: stage, MICRO: micro},
+        result,
+        Forecast(2.5 * 2**30, 0),
+    )
 
 
 ROWS = [
@@ -32,7 +39,8 @@ ROWS = [
     row(3, 1, 4, 90.0),
     row(4, 1, 8, 200.0),
     row(5, 3, 4, None, status=Status.OUT_OF_MEMORY, reason="rank 1: <b>no</b> memory"),
-    row(0, 3, 8, None, status=Status.DOES_NOT_FIT, reason="needs 90 GiB"),  # not run, so without a number
+    # not run, so without a number
+    row(0, 3, 8, None, status=Status.DOES_NOT_FIT, reason="needs 90 GiB"),
 ]
 
 
@@ -40,7 +48,9 @@ def test_the_best_is_the_highest_or_for_latency_the_lowest() -> None:
     assert best_of(ROWS, "throughput") is ROWS[3]
     assert best_of(ROWS, "latency") is ROWS[3]  # 1 / 200 s is the least
     assert best_of(ROWS, "flops") is None and best_of(ROWS[4:], "throughput") is None
-    assert best_of([row(0, 0, 1, float("nan")), row(1, 0, 2, 1.0)], "throughput") == row(1, 0, 2, 1.0)
+    assert best_of([row(0, 0, 1, float("nan")), row(1, 0, 2, 1.0)], "throughput") == row(
+        1, 0, 2, 1.0
+    )
     assert best_of([row(0, 0, 1, 5.0), row(1, 0, 2, 5.0)], "throughput") == row(0, 0, 1, 5.0)
 
 
@@ -63,7 +73,9 @@ def test_the_summary_has_every_trial_the_best_first() -> None:
     assert [line.split()[0] for line in table] == ["4", "2", "1", "3", "-", "5"]
     assert f"{MICRO} = 8 (instead of it, 4: 50 % of the best)" in text
     assert table[0].split()[1:5] == ["200", "0.005", "3", "2.5"]
-    assert "no setting came to an end; 1 settings: 1 crashed" in summary([row(0, 0, 1, None)], None, Autotuning())
+    assert "no setting came to an end; 1 settings: 1 crashed" in summary(
+        [row(0, 0, 1, None)], None, Autotuning()
+    )
     assert "none was tried" in summary([], None, Autotuning())
 
 
@@ -92,9 +104,13 @@ class Page(HTMLParser):
 
 
 def test_the_files(tmp_path: Path) -> None:
-    profile = Profile(1000, 900, activation_bytes_per_sample=2.0**21, facts={"world": 2, "device": "cpu"})
+    profile = Profile(
+        1000, 900, activation_bytes_per_sample=2.0**21, facts={"world": 2, "device": "cpu"}
+    )
     command = ["dscore", "run", "train it.py", "--deepspeed_config", "ds_config_optimal.json"]
-    write_results(tmp_path, ROWS, ROWS[3], {"zero_optimization": {"stage": 1}}, command, Autotuning(), profile)
+    write_results(
+        tmp_path, ROWS, ROWS[3], {"zero_optimization": {"stage": 1}}, command, Autotuning(), profile
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "cmd_optimal.txt",
         "ds_config_optimal.json",
@@ -102,11 +118,14 @@ def test_the_files(tmp_path: Path) -> None:
         "summary.txt",
     ]
     assert shlex.split((tmp_path / "cmd_optimal.txt").read_text()) == command
-    assert json.loads((tmp_path / "ds_config_optimal.json").read_text()) == {"zero_optimization": {"stage": 1}}
+    assert json.loads((tmp_path / "ds_config_optimal.json").read_text()) == {
+        "zero_optimization": {"stage": 1}
+    }
     text = (tmp_path / "index.html").read_text()
     page = Page(text)
     assert "script" not in page.tags and page.links == []
-    assert page.tags.count("circle") == 4 + 3 and page.tags.count("path") == 2  # trials and the legend of stages
+    # trials and the legend of stages
+    assert page.tags.count("circle") == 4 + 3 and page.tags.count("path") == 2
     assert "<b>no</b>" not in text and "&lt;b&gt;no&lt;/b&gt;" in text
     assert "1,000" in text and "2 MiB" in text
     svg = text[text.index("<svg") : text.index("</svg>") + 6]
@@ -121,7 +140,11 @@ SECRETS = {
 
 
 def test_secrets_are_in_the_config_alone_and_others_may_not_read_it(tmp_path: Path) -> None:
-    config: dict[str, Any] = {"zero_optimization": {"stage": 1}, "comet": {}, "mine": {"max_tokens": 7}}
+    config: dict[str, Any] = {
+        "zero_optimization": {"stage": 1},
+        "comet": {},
+        "mine": {"max_tokens": 7},
+    }
     for key, value in SECRETS.items():
         section, _, name = key.partition(".")
         config[section][name] = value
@@ -130,7 +153,9 @@ def test_secrets_are_in_the_config_alone_and_others_may_not_read_it(tmp_path: Pa
     write_results(tmp_path, [*ROWS, told], ROWS[3], config, command, Autotuning())
     for name in ("index.html", "summary.txt", "cmd_optimal.txt"):
         text = (tmp_path / name).read_text()
-        assert not [s for s in ("comet9f8e7d6c5b4a", "hf_abcdefgh", "pass99word") if s in text], name
+        assert not [s for s in ("comet9f8e7d6c5b4a", "hf_abcdefgh", "pass99word") if s in text], (
+            name
+        )
     summary_text = (tmp_path / "summary.txt").read_text()
     assert summary_text.endswith("as the config did: comet.api_key, mine.hf_token, mine.url\n")
     best = tmp_path / "ds_config_optimal.json"

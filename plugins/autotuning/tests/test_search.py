@@ -16,7 +16,13 @@ from ds_autotuning.space import MICRO, STAGE, Dimension, Space, key_of
 from ds_autotuning.tuner import Tuning, tune
 
 KINDS = ("gridsearch", "random", "model_based")
-SMALL = Space((Dimension((STAGE,), (0, 1)), Dimension(("b",), (1, 2, 3), stages=(1,)), Dimension((MICRO,), (1, 2))))
+SMALL = Space(
+    (
+        Dimension((STAGE,), (0, 1)),
+        Dimension(("b",), (1, 2, 3), stages=(1,)),
+        Dimension((MICRO,), (1, 2)),
+    )
+)
 
 
 def all_of(search: Search, value: Callable[[dict[str, Any]], float | None]) -> list[dict[str, Any]]:
@@ -67,15 +73,20 @@ def test_what_was_learnt_elsewhere_is_not_asked_for() -> None:
 
 
 def landscape(seed: int) -> Callable[[dict[str, Any]], float]:
-    """Throughput of 114 settings as a product of effects, with interactions and noise of a few percent."""
+    """Throughput of 114 settings as a product of effects, with interactions and noise of a few
+    percent.
+    """
     dice = random.Random(seed)
     stage = [0, dice.uniform(-0.1, 0.05), dice.uniform(-0.2, 0.05), dice.uniform(-0.6, -0.1)]
-    peak, width = dice.uniform(1, 5), dice.uniform(0.03, 0.15)
-    bucket, overlap = {5: dice.uniform(-0.1, 0.1), 50: 0.0, 500: dice.uniform(-0.15, 0.1)}, dice.uniform(-0.1, 0.15)
+    peak = dice.uniform(1, 5)
+    width = dice.uniform(0.03, 0.15)
+    bucket = {5: dice.uniform(-0.1, 0.1), 50: 0.0, 500: dice.uniform(-0.15, 0.1)}
+    overlap = dice.uniform(-0.1, 0.15)
     noise = {(s, m): dice.gauss(0, 0.03) for s in range(4) for m in range(6)}
 
     def throughput(setting: dict[str, Any]) -> float:
-        z, m = setting[STAGE], int(math.log2(setting[MICRO]))
+        z = setting[STAGE]
+        m = int(math.log2(setting[MICRO]))
         value = stage[z] - width * (m - peak) ** 2 * (1 if m < peak else 0.5) + noise[z, m]
         return 100 * math.exp(value + (bucket[setting["b"]] + overlap * setting["o"] if z else 0))
 
@@ -93,7 +104,9 @@ SIZES = (1, 2, 4, 8, 16, 32)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_model_comes_within_a_twentieth_of_the_best_of_114_settings_in_20_trials(seed: int) -> None:
+def test_the_model_comes_within_a_twentieth_of_the_best_of_114_settings_in_20_trials(
+    seed: int,
+) -> None:
     throughput = landscape(seed)
     section = Autotuning(seed=seed, tuner_num_trials=20, tuner_early_stopping=0, fast=False)
     tuning = Tuning(
@@ -101,7 +114,9 @@ def test_the_model_comes_within_a_twentieth_of_the_best_of_114_settings_in_20_tr
         SPACE,
         sizes=lambda _: SIZES,
         judge=lambda s: Candidate(s, {}),
-        run=lambda number, name, candidate: Result(Status.DONE, throughput=throughput(dict(candidate.setting))),
+        run=lambda number, name, candidate: Result(
+            Status.DONE, throughput=throughput(dict(candidate.setting))
+        ),
     )
     tune(tuning)
     every = [throughput(SPACE.meaning({**s, MICRO: m})) for s in SPACE.settings() for m in SIZES]

@@ -5,20 +5,40 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ds_autotuning.space import MICRO, STAGE, Dimension, Space, changes, installed_models, marked, merged, space_of
+from ds_autotuning.space import (
+    MICRO,
+    STAGE,
+    Dimension,
+    Space,
+    changes,
+    installed_models,
+    marked,
+    merged,
+    space_of,
+)
 
 from ds_core.config import Section, option
 from ds_core.errors import ConfigError
 
 
 class Inner(Section):
-    level: int = option(1, "How much.", json_schema_extra={"x-ds-tune": [1, 2]}, alias="inner_level")
+    level: int = option(
+        1, "How much.", json_schema_extra={"x-ds-tune": [1, 2]}, alias="inner_level"
+    )
 
 
 class Outer(Section):
-    mode: str = option("slow", "How.", json_schema_extra={"x-ds-tune": ["slow", "fast"]}, old=("way",))
-    size: int = option(0, "Ranks.", json_schema_extra={"x-ds-tune": {"values": "divides_world", "needs": "experts"}})
-    late: bool = option(False, "When.", json_schema_extra={"x-ds-tune": {"values": [True], "stages": [3]}})
+    mode: str = option(
+        "slow", "How.", json_schema_extra={"x-ds-tune": ["slow", "fast"]}, old=("way",)
+    )
+    size: int = option(
+        0,
+        "Ranks.",
+        json_schema_extra={"x-ds-tune": {"values": "divides_world", "needs": "experts"}},
+    )
+    late: bool = option(
+        False, "When.", json_schema_extra={"x-ds-tune": {"values": [True], "stages": [3]}}
+    )
     inner: Inner = option(Inner(), "More.")
     plain: int = option(1, "Not tuned.")
 
@@ -65,16 +85,26 @@ def test_what_the_profile_does_not_have_is_not_offered() -> None:
 )
 def test_needs(needs: Any, options: dict[str, Any], there: bool) -> None:
     class One(Section):
-        key: int = option(0, "A key.", json_schema_extra={"x-ds-tune": {"values": [0, 1], "needs": needs}})
+        key: int = option(
+            0, "A key.", json_schema_extra={"x-ds-tune": {"values": [0, 1], "needs": needs}}
+        )
 
     given: dict[str, Any] = {"world": 2, "facts": {}, "fast": False, "own": {}, **options}
     base = given.pop("base", {})
-    assert (space_of(marked({"one": (One, "acme")}), base, **given).dimension("one.key") is not None) == there
+    assert (
+        space_of(marked({"one": (One, "acme")}), base, **given).dimension("one.key") is not None
+    ) == there
 
 
 def test_the_users_dimensions_replace_add_and_remove() -> None:
     found = values(
-        space(own={"outer.mode": ["fast"], "outer.inner.level": [], "optimizer.params.foreach": [True, None]})
+        space(
+            own={
+                "outer.mode": ["fast"],
+                "outer.inner.level": [],
+                "optimizer.params.foreach": [True, None],
+            }
+        )
     )
     assert found == {
         "outer.late": (False, True),
@@ -113,12 +143,23 @@ def test_every_mark_of_the_installed_plugins_holds_for_its_field() -> None:
     wanted = "offload_optimizer offload_param overlap_comm reduce_bucket_size stage"
     assert {f"zero_optimization.{name}" for name in wanted.split()} < set(found)
     assert {"pipeline.schedule", "pipeline.stages", "activation_checkpointing.modules"} < set(found)
-    assert {"tensor_parallel.autotp_size", "sequence_parallel.size", "expert_parallel.autoep_size"} < set(found)
+    assert {
+        "tensor_parallel.autotp_size",
+        "sequence_parallel.size",
+        "expert_parallel.autoep_size",
+    } < set(found)
 
 
 def test_settings_come_in_the_order_of_how_much_they_change() -> None:
     found = Space((Dimension(("a",), (0, 1)), Dimension(("b",), (0, 1, 2))))
-    assert [(s["a"], s["b"]) for s in found.settings()] == [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (1, 2)]
+    assert [(s["a"], s["b"]) for s in found.settings()] == [
+        (0, 0),
+        (1, 0),
+        (0, 1),
+        (0, 2),
+        (1, 1),
+        (1, 2),
+    ]
     assert len(found) == 6
 
 
@@ -128,7 +169,9 @@ def test_a_value_without_effect_in_a_stage_makes_no_other_setting() -> None:
     assert found.meaning({STAGE: 3, "late": True}) == {STAGE: 3, "late": True}
 
 
-def test_a_setting_in_a_config_uses_the_spelling_that_stands_there_and_adds_nothing_needless() -> None:
+def test_a_setting_in_a_config_uses_the_spelling_that_stands_there_and_adds_nothing_needless() -> (
+    None
+):
     found = space({"outer": {"way": "fast", "plain": 2}})
     base = {"outer": {"way": "fast", "plain": 2}}
     config = merged(base, {**found.base(), "outer.mode": "slow", MICRO: 4}, found)

@@ -56,7 +56,9 @@ BASE: dict[str, Any] = {
 QUICK = {"start_profile_step": 1, "end_profile_step": 2}
 
 
-def written(folder: Path, section: dict[str, Any], faults: bool = False, own: bool = False) -> list[str]:
+def written(
+    folder: Path, section: dict[str, Any], faults: bool = False, own: bool = False
+) -> list[str]:
     """A script with its config in `folder`; the words that start it."""
     config = {**BASE, "autotuning": {**QUICK, **section}}
     text = SCRIPT.replace("CONFIG", repr(config)).replace("FAULTS", str(faults))
@@ -80,7 +82,8 @@ def dscore(folder: Path, *words: str, **options: Any) -> subprocess.CompletedPro
 
 def results(folder: Path) -> dict[str, Any]:
     return {
-        p.parent.name: json.loads(p.read_text()) for p in sorted((folder / "autotuning_exps").glob("*/result.json"))
+        p.parent.name: json.loads(p.read_text())
+        for p in sorted((folder / "autotuning_exps").glob("*/result.json"))
     }
 
 
@@ -142,7 +145,9 @@ def test_a_script_that_does_not_run_cannot_be_tuned(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 def test_killed_at_any_moment_it_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Three times at different moments; each trial that was finished is kept, and the end is the same."""
+    """Three times at different moments; each trial that was finished is kept, and the end is the
+    same.
+    """
     section = {"tuner_type": "random", "tuner_num_trials": 3, "seed": 3}
     words = ["tune", "--nproc", "2", *written(tmp_path, section)]
     kept: dict[str, Any] = {}

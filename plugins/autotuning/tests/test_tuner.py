@@ -17,9 +17,16 @@ FULL = Space((*STAGES.dimensions, Dimension(("b",), (5, 50, 500), implied=True))
 
 
 def tuned(
-    speed: Any, space: Space = STAGES, sizes: Sequence[int] = (1, 2, 4, 8, 16), given: Any = None, **keys: Any
+    speed: Any,
+    space: Space = STAGES,
+    sizes: Sequence[int] = (1, 2, 4, 8, 16),
+    given: Any = None,
+    **keys: Any,
 ) -> tuple[Tuning, list[Mapping[str, Any]]]:
-    """A tuning over `speed(setting)`: samples/s, or a status. Gives the settings that were run, too."""
+    """A tuning over `speed(setting)`: samples/s, or a status.
+
+    Gives the settings that were run, too.
+    """
     ran: list[Mapping[str, Any]] = []
 
     def judge(setting: Mapping[str, Any]) -> Candidate:
@@ -31,7 +38,11 @@ def tuned(
         ran.append(candidate.setting)
         assert number == len(ran)
         what = speed(candidate.setting)
-        return Result(what) if isinstance(what, Status) else Result(Status.DONE, throughput=what, latency=1 / what)
+        return (
+            Result(what)
+            if isinstance(what, Status)
+            else Result(Status.DONE, throughput=what, latency=1 / what)
+        )
 
     tuning = Tuning(Autotuning(**keys), space, lambda _: sizes, judge, run, given=given)
     tune(tuning)
@@ -74,7 +85,13 @@ def test_the_other_keys_are_tried_with_the_best_few_sizes() -> None:
         num_tuning_micro_batch_sizes=1,
         tuner_early_stopping=0,
     )
-    assert [(s[MICRO], s["b"]) for s in ran if s[STAGE] == 0] == [(1, 5), (2, 5), (4, 5), (4, 50), (4, 500)]
+    assert [(s[MICRO], s["b"]) for s in ran if s[STAGE] == 0] == [
+        (1, 5),
+        (2, 5),
+        (4, 5),
+        (4, 50),
+        (4, 500),
+    ]
 
 
 def test_a_stage_ends_after_so_many_trials_without_a_better_one() -> None:
@@ -93,14 +110,19 @@ def test_never_more_trials_than_allowed(kind: str) -> None:
 
 
 def test_the_model_stops_where_it_expects_nothing() -> None:
-    _, ran = tuned(lambda s: 100.0, FULL, tuner_type="model_based", tuner_num_trials=60, tuner_early_stopping=3)
+    _, ran = tuned(
+        lambda s: 100.0, FULL, tuner_type="model_based", tuner_num_trials=60, tuner_early_stopping=3
+    )
     assert len(ran) < 30
 
 
 def test_the_model_goes_to_larger_batches_by_steps_and_not_beyond_what_failed() -> None:
     sizes = [2**n for n in range(11)]
     _, ran = tuned(
-        lambda s: Status.OUT_OF_MEMORY if s[MICRO] >= 64 else float(s[MICRO]), STAGES, sizes, tuner_early_stopping=0
+        lambda s: Status.OUT_OF_MEMORY if s[MICRO] >= 64 else float(s[MICRO]),
+        STAGES,
+        sizes,
+        tuner_early_stopping=0,
     )
     seen = 0
     for setting in ran:

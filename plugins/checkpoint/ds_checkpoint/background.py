@@ -1,9 +1,10 @@
 """Saving while training goes on: ``"checkpoint": {"async": true}``.
 
-`save` copies this rank's states to host memory and returns; a thread then writes them. Ranks' threads talk through
-the directory that they write to (a collective would get between those of training): each leaves a report when its
-files are on the disk, and rank 0's commits once all have. At most one save is under way. What went wrong is raised by
-the next `save`, `load` or `wait`, on all ranks; the end of the process waits for the thread.
+`save` copies this rank's states to host memory and returns; a thread then writes them. Ranks'
+threads talk through the directory that they write to (a collective would get between those of
+training): each leaves a report when its files are on the disk, and rank 0's commits once all have.
+At most one save is under way. What went wrong is raised by the next `save`, `load` or `wait`, on
+all ranks; the end of the process waits for the thread.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class Background:
     def start(self, action: str, prepared: Prepared, job: SaveJob) -> None:
         """Copy what `prepared` refers to, and go on writing it in another thread."""
         snapshot, self._copies = _snapshot(self._accelerator, prepared, self._copies)
-        thread = threading.Thread(target=lambda: _run(flight, snapshot, job), name=f"saving {job.tag}")
+        thread = threading.Thread(
+            target=lambda: _run(flight, snapshot, job), name=f"saving {job.tag}"
+        )
         flight = self._flight = _InFlight(thread, action)
         thread.start()
 
@@ -71,7 +74,10 @@ class Background:
         return self._flight is not None
 
     def wait(self) -> None:
-        """Until the save under way is done; CheckpointError on all ranks if it failed on one. Collective then."""
+        """Until the save under way is done; CheckpointError on all ranks if it failed on one.
+
+        Collective then.
+        """
         flight, self._flight = self._flight, None
         if flight is None:
             return
@@ -86,8 +92,12 @@ class Background:
             raise CheckpointError(f"{flight.action}: {flight.error or 'rank 0 gave up'}")
 
 
-def _snapshot(accelerator: Accelerator, prepared: Prepared, copies: _HostCopies) -> tuple[Prepared, _HostCopies]:
-    """(`prepared` with copies of all tensors in host memory, that memory); copies: memory of an earlier save."""
+def _snapshot(
+    accelerator: Accelerator, prepared: Prepared, copies: _HostCopies
+) -> tuple[Prepared, _HostCopies]:
+    """(`prepared` with copies of all tensors in host memory, that memory); copies: memory of an
+    earlier save.
+    """
     kept: _HostCopies = {}
 
     def copy(kind: str, name: str, place: object, tensor: Tensor) -> Tensor:
@@ -100,13 +110,17 @@ def _snapshot(accelerator: Accelerator, prepared: Prepared, copies: _HostCopies)
         return kept[key]
 
     pieces = [
-        dataclasses.replace(p, tensor=copy("state", p.name, (p.start, p.box), p.values().reshape(-1)), read=None)
+        dataclasses.replace(
+            p, tensor=copy("state", p.name, (p.start, p.box), p.values().reshape(-1)), read=None
+        )
         for p in prepared.pieces
     ]
     local = {name: copy("local", name, None, t) for name, t in prepared.local_tensors.items()}
     common = {name: copy("common", name, None, t) for name, t in prepared.common_tensors.items()}
     accelerator.synchronize()
-    snapshot = dataclasses.replace(prepared, pieces=pieces, local_tensors=local, common_tensors=common, buffers={})
+    snapshot = dataclasses.replace(
+        prepared, pieces=pieces, local_tensors=local, common_tensors=common, buffers={}
+    )
     return snapshot, kept
 
 
@@ -141,7 +155,10 @@ def _write_and_commit(prepared: Prepared, job: SaveJob) -> None:
 
 
 def _give_up(rank: int, folder: Path, text: str) -> None:
-    """Let rank 0 know. Where no report can be left (the disk is full), the directory goes, which tells it as well."""
+    """Let rank 0 know.
+
+    Where no report can be left (the disk is full), the directory goes, which tells it as well.
+    """
     if rank != 0:
         with contextlib.suppress(OSError):
             _leave_report(folder, rank, {"error": text})
@@ -160,7 +177,8 @@ def _leave_report(folder: Path, rank: int, report: Any) -> None:
 
 
 def _reports(folder: Path, world_size: int) -> list[Any]:
-    """Wait for every rank's report and take them away; CheckpointError when one tells of an error."""
+    """Wait for every rank's report and take them away; CheckpointError when one tells of an
+    error."""
     reports: dict[int, Any] = {}
     ended: float | None = None
     while len(reports) < world_size:
@@ -178,6 +196,8 @@ def _reports(folder: Path, world_size: int) -> list[Any]:
                 ended = time.monotonic()
             if ended is not None and time.monotonic() - ended > ORPHAN_SECONDS:
                 missing = sorted(set(range(world_size)) - set(reports))
-                raise CheckpointError(f"ranks {missing} have not written their files, and the program has ended")
+                raise CheckpointError(
+                    f"ranks {missing} have not written their files, and the program has ended"
+                )
             time.sleep(POLL_SECONDS)
     return [reports[rank]["report"] for rank in range(world_size)]

@@ -1,6 +1,8 @@
-"""Copies between boxes of one array: which elements of a stored box go where in a wanted one (torch-free).
+"""Copies between boxes of one array: which elements of a stored box go where in a wanted one
+(torch-free).
 
-A rank that has some columns of a matrix has a box of it, and a partitioner leaves it a range of that flattened box.
+A rank that has some columns of a matrix has a box of it, and a partitioner leaves it a range of
+that flattened box.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ Range = tuple[int, int]
 
 
 class Move(NamedTuple):
-    """`rows` runs of `length` elements, which start at `source` and `target`, every `source_step` and `target_step`."""
+    """`rows` runs of `length` elements, which start at `source` and `target`, every `source_step`
+    and `target_step`.
+    """
 
     source: int
     target: int
@@ -29,42 +33,67 @@ class Move(NamedTuple):
 
 
 def moves(
-    source: Box, held: Range, target: Box, wanted: Range, *, at: Sequence[int] = (), within: Sequence[int] = ()
+    source: Box,
+    held: Range,
+    target: Box,
+    wanted: Range,
+    *,
+    at: Sequence[int] = (),
+    within: Sequence[int] = (),
 ) -> Iterator[Move]:
-    """The copies from elements `held` of the row-major flattened `source` to elements `wanted` of `target`.
+    """The copies from elements `held` of the row-major flattened `source` to elements `wanted` of
+    `target`.
 
-    Both are boxes of one array, and only what is in both is copied. Offsets are relative to ``held[0]`` and
-    ``wanted[0]``. Boxes that differ in the first dimension only need one run; rows of equal distance are one `Move`.
-    at, within: where `target` begins in an array of the shape `within`, which has several boxes side by side;
-    `wanted` is then a range of that array flattened.
+    Both are boxes of one array, and only what is in both is copied. Offsets are relative to
+    ``held[0]`` and ``wanted[0]``. Boxes that differ in the first dimension only need one run; rows
+    of equal distance are one `Move`.
+    at, within: where `target` begins in an array of the shape `within`, which has several boxes
+        side by side; `wanted` is then a range of that array flattened.
     """
-    at, within = at or (0,) * len(target.size), within or target.size
+    at = at or (0,) * len(target.size)
+    within = within or target.size
     if source == target and within == target.size:  # by far the most common
-        start, stop = max(held[0], wanted[0]), min(held[1], wanted[1])
+        start = max(held[0], wanted[0])
+        stop = min(held[1], wanted[1])
         if start < stop:
-            yield Move(start - held[0], start - wanted[0], 1, stop - start, stop - start, stop - start)
+            yield Move(
+                start - held[0], start - wanted[0], 1, stop - start, stop - start, stop - start
+            )
         return
     low = [max(a, b) for a, b in zip(source.first, target.first, strict=True)]
-    ends = (min(a + n, b + m) for a, n, b, m in zip(source.first, source.size, target.first, target.size, strict=True))
+    ends = (
+        min(a + n, b + m)
+        for a, n, b, m in zip(source.first, source.size, target.first, target.size, strict=True)
+    )
     both = [max(0, end - start) for start, end in zip(low, ends, strict=True)]
     if 0 in both:
         return
     alike = [n == a == b for n, a, b in zip(both, source.size, within, strict=True)]
-    run = len(both) - 1  # the innermost dimension in which they differ: a run is what they share of it
+    # the innermost dimension in which they differ: a run is what they share of it
+    run = len(both) - 1
     while run > 0 and alike[run]:
         run -= 1
-    outer = max(run - 1, 0)  # rows: the dimensions from here to `run`, where all but the first are alike
+    # rows: the dimensions from here to `run`, where all but the first are alike
+    outer = max(run - 1, 0)
     while outer > 0 and alike[outer]:
         outer -= 1
-    length, rows = math.prod(both[run:]), math.prod(both[outer:run])
+    length = math.prod(both[run:])
+    rows = math.prod(both[outer:run])
     to_source, source_step = _places(source.size, _minus(low, source.first), run, length)
     to_target, target_step = _places(within, _minus(low, _minus(target.first, at)), run, length)
     for index in itertools.product(*(range(n) for n in both[:outer])):
-        here, to = to_source(index), to_target(index)
-        first = max(_before(held[0], here, source_step, length), _before(wanted[0], to, target_step, length))
-        last = min(_before(held[1], here, source_step, length), _before(wanted[1], to, target_step, length))
+        here = to_source(index)
+        to = to_target(index)
+        first = max(
+            _before(held[0], here, source_step, length), _before(wanted[0], to, target_step, length)
+        )
+        last = min(
+            _before(held[1], here, source_step, length), _before(wanted[1], to, target_step, length)
+        )
         places = (here - held[0], to - wanted[0])
-        yield from _pieces(first, min(last, rows * length), length, places, (source_step, target_step))
+        yield from _pieces(
+            first, min(last, rows * length), length, places, (source_step, target_step)
+        )
 
 
 def _minus(a: Sequence[int], b: Sequence[int]) -> list[int]:
@@ -74,7 +103,9 @@ def _minus(a: Sequence[int], b: Sequence[int]) -> list[int]:
 def _places(
     shape: Sequence[int], low: Sequence[int], run: int, length: int
 ) -> tuple[Callable[[Sequence[int]], int], int]:
-    """The offset in a flattened array of the rows of an index (relative to `low`), and the distance between rows."""
+    """The offset in a flattened array of the rows of an index (relative to `low`), and the distance
+    between rows.
+    """
     strides = [math.prod(shape[d + 1 :]) for d in range(len(low))]
     base = sum(x * s for x, s in zip(low, strides, strict=True))
 
@@ -96,7 +127,9 @@ def _pieces(first: int, last: int, length: int, at: Range, steps: Range) -> Iter
         row, column = divmod(first, length)
         count = 1 if column or last - first < length else (last - first) // length
         take = min(length - column, last - first)
-        yield Move(at[0] + row * steps[0] + column, at[1] + row * steps[1] + column, count, take, *steps)
+        yield Move(
+            at[0] + row * steps[0] + column, at[1] + row * steps[1] + column, count, take, *steps
+        )
         first += take * count
 
 

@@ -1,4 +1,6 @@
-"""`FolderCheckpointer`: checkpoints as folders of safetensors files with a manifest, see docs/checkpoint-format.md."""
+"""`FolderCheckpointer`: checkpoints as folders of safetensors files with a manifest, see
+docs/checkpoint-format.md.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ __all__ = ["FolderCheckpointer"]
 
 
 class FolderCheckpointer(Checkpointer):
-    """What saves and loads where the config names no other; its options are the section ``checkpoint``."""
+    """What saves and loads where the config names no other; its options are the section
+    ``checkpoint``.
+    """
 
     def __init__(self, ctx: Context) -> None:
         self._config = ctx.config.section(CheckpointConfig) or CheckpointConfig()
@@ -31,16 +35,24 @@ class FolderCheckpointer(Checkpointer):
         return self._background.under_way
 
     def save(self, engine: RunningEngine, folder: Folder, options: SaveOptions) -> None:
-        """See `Checkpointer`. With ``checkpoint.async`` it returns when the states are copied to host memory."""
+        """See `Checkpointer`.
+
+        With ``checkpoint.async`` it returns when the states are copied to host memory.
+        """
         save(RunState(engine), folder, options, self._config, self._lock, self._background)
 
     def load(self, engine: RunningEngine, folder: Folder, options: LoadOptions) -> Loaded:
-        """See `Checkpointer`. The world size, ZeRO stage and offload may be others than when it was saved."""
+        """See `Checkpointer`.
+
+        The world size, ZeRO stage and offload may be others than when it was saved.
+        """
         self.wait()
         local = self._config.use_node_local_storage
         return load(RunState(engine), folder, options, verify=self._config.verify, node_local=local)
 
-    def export(self, engine: RunningEngine, folder: Folder, filename: str, exclude_frozen_parameters: bool) -> bool:
+    def export(
+        self, engine: RunningEngine, folder: Folder, filename: str, exclude_frozen_parameters: bool
+    ) -> bool:
         """See `Checkpointer`. The file is safetensors."""
         return save_16bit_model(RunState(engine), folder, filename, exclude_frozen_parameters)
 

@@ -17,9 +17,11 @@ T = TypeVar("T")
 def on_every_rank(
     action: str, work: Callable[[], T], report: Callable[[T], Any] = lambda _: None
 ) -> tuple[T, list[Any]]:
-    """Do `work` on this rank and wait for the others; (its result, the JSON `report` of every rank). Collective.
+    """Do `work` on this rank and wait for the others; (its result, the JSON `report` of every
+    rank). Collective.
 
-    Whatever is raised anywhere becomes a CheckpointError on every rank, with the first such rank and the cause.
+    Whatever is raised anywhere becomes a CheckpointError on every rank, with the first such rank
+    and the cause.
     """
     result: Any = None
     cause: Exception | None = None
@@ -27,21 +29,26 @@ def on_every_rank(
         result = work()
         mine = {"report": report(result)}
     except Exception as error:  # whatever it is, the other ranks are waiting for word
-        cause, mine = error, _row(error)
+        cause = error
+        mine = _row(error)
     everyone = comm.all_gather_json(mine)
     _raise_first(action, {rank: row for rank, row in enumerate(everyone) if "error" in row}, cause)
     return result, [row["report"] for row in everyone]
 
 
 def on_first_rank(action: str, work: Callable[[], Any]) -> Any:
-    """Do `work` on rank 0; its JSON result on every rank. An error is raised on all of them. Collective."""
+    """Do `work` on rank 0; its JSON result on every rank.
+
+    An error is raised on all of them. Collective.
+    """
     cause: Exception | None = None
     answer: dict[str, Any] = {}
     if comm.rank() == 0:
         try:
             answer = {"result": work()}
         except Exception as error:  # as above
-            cause, answer = error, _row(error)
+            cause = error
+            answer = _row(error)
     answer = comm.all_gather_json(answer)[0]
     _raise_first(action, {0: answer} if "error" in answer else {}, cause)
     return answer["result"]

@@ -1,4 +1,6 @@
-"""``dscore checkpoint``: inspect, verify, compare, export and prune checkpoints. torch is loaded when one is read."""
+"""``dscore checkpoint``: inspect, verify, compare, export and prune checkpoints. torch is loaded
+when one is read.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,18 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-Folder = Annotated[Path, typer.Argument(help="A checkpoint, or the folder above it (then its `latest` counts).")]
+Folder = Annotated[
+    Path, typer.Argument(help="A checkpoint, or the folder above it (then its `latest` counts).")
+]
 Tag = Annotated[str | None, typer.Option("--tag", help="The checkpoint below FOLDER.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
 
-app = typer.Typer(cls=OpenGroup, help="Inspect, verify, compare, export and prune checkpoints.", no_args_is_help=True)
+app = typer.Typer(
+    cls=OpenGroup,
+    help="Inspect, verify, compare, export and prune checkpoints.",
+    no_args_is_help=True,
+)
 
 
 @app.command()
@@ -33,10 +41,22 @@ def inspect(folder: Folder, tag: Tag = None, as_json: Json = False) -> None:
     if as_json:
         show_json(summary)
         return
-    for key in ("path", "step", "world_size", "mesh", "optimizer", "versions", "parameters", "bytes"):
+    for key in (
+        "path",
+        "step",
+        "world_size",
+        "mesh",
+        "optimizer",
+        "versions",
+        "parameters",
+        "bytes",
+    ):
         typer.echo(f"{key + ':':<12}{summary[key]}")
     typer.echo()
-    rows = [[s["name"], str(tuple(s["shape"])), s["dtype"], str(s["chunks"]), _at(s["at"])] for s in summary["states"]]
+    rows = [
+        [s["name"], str(tuple(s["shape"])), s["dtype"], str(s["chunks"]), _at(s["at"])]
+        for s in summary["states"]
+    ]
     show_table(("state", "shape", "dtype", "chunks", "at"), rows)
 
 
@@ -55,7 +75,13 @@ def _summary(saved: Saved) -> dict[str, Any]:
         "files": {name: mark.size for name, mark in manifest.files.items()},
         "config": manifest.config,
         "states": [
-            {"name": s.name, "shape": list(s.shape), "dtype": s.dtype, "chunks": len(s.chunks), "at": s.at}
+            {
+                "name": s.name,
+                "shape": list(s.shape),
+                "dtype": s.dtype,
+                "chunks": len(s.chunks),
+                "at": s.at,
+            }
             for s in manifest.states
         ],
     }
@@ -67,28 +93,46 @@ def _at(place: dict[str, int]) -> str:
 
 @app.command()
 def verify(folder: Folder, tag: Tag = None) -> None:
-    """Compare every file with its checksum; exits with 1 and names the first that is not as it was written."""
+    """Compare every file with its checksum; exits with 1 and names the first that is not as it was
+    written.
+    """
     from ds_checkpoint.offline import open_saved
 
     with open_saved(folder, tag) as saved:
         saved.source.verify(0, 1)
-        count, size = len(saved.manifest.files), sum(mark.size for mark in saved.manifest.files.values())
+        count = len(saved.manifest.files)
+        size = sum(mark.size for mark in saved.manifest.files.values())
         plain = any(mark.checksum is None for mark in saved.manifest.files.values())
-    note = " (written by an old version, without checksums: only sizes and headers were compared)" if plain else ""
+    note = (
+        " (written by an old version, without checksums: only sizes and headers were compared)"
+        if plain
+        else ""
+    )
     typer.echo(f"{saved.path}: ok, {count} files, {size} bytes{note}")
 
 
 @app.command()
 def export(
     folder: Folder,
-    output: Annotated[Path, typer.Argument(help="Folder to write model.safetensors (or several and an index) into.")],
+    output: Annotated[
+        Path,
+        typer.Argument(help="Folder to write model.safetensors (or several and an index) into."),
+    ],
     tag: Tag = None,
-    dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or saved: as the model had it.")] = "fp32",
+    dtype: Annotated[
+        str, typer.Option(help="fp32, bf16, fp16, or saved: as the model had it.")
+    ] = "fp32",
     max_shard_size: Annotated[str, typer.Option(help="Most bytes per file, such as 5GB.")] = "5GB",
-    exclude_frozen: Annotated[bool, typer.Option("--exclude-frozen", help="Leave out what was not trained.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the weights that are in OUTPUT.")] = False,
+    exclude_frozen: Annotated[
+        bool, typer.Option("--exclude-frozen", help="Leave out what was not trained.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the weights that are in OUTPUT.")
+    ] = False,
 ) -> None:
-    """Write the whole model's weights as safetensors, in Hugging Face's layout, one weight at a time in memory."""
+    """Write the whole model's weights as safetensors, in Hugging Face's layout, one weight at a
+    time in memory.
+    """
     from ds_checkpoint.offline import check_output, export_weights, open_saved
 
     with open_saved(folder, tag) as saved:
@@ -118,11 +162,16 @@ def diff(
     with open_saved(first) as one, open_saved(second) as two:
         found = list(differences(one, two))
     if as_json:
-        rows = [{"name": d.name, "kind": d.kind, "detail": d.detail, "largest": _finite(d.largest)} for d in found]
+        rows = [
+            {"name": d.name, "kind": d.kind, "detail": d.detail, "largest": _finite(d.largest)}
+            for d in found
+        ]
         show_json(rows)
     elif found:
         largest = [["" if d.largest is None else f"{d.largest:.3g}"] for d in found]
-        rows_ = [[d.name, d.kind, d.detail, *shown] for d, shown in zip(found, largest, strict=True)]
+        rows_ = [
+            [d.name, d.kind, d.detail, *shown] for d, shown in zip(found, largest, strict=True)
+        ]
         show_table(("state", "differs in", "how", "by at most"), rows_)
     else:
         typer.echo("all states are equal")
@@ -137,9 +186,13 @@ def _finite(value: float | None) -> float | str | None:
 @app.command()
 def prune(
     folder: Annotated[Path, typer.Argument(help="The folder above the checkpoints.")],
-    keep: Annotated[int, typer.Option(min=1, help="How many of the newest to keep, in addition to the latest.")],
+    keep: Annotated[
+        int, typer.Option(min=1, help="How many of the newest to keep, in addition to the latest.")
+    ],
 ) -> None:
-    """Remove old checkpoints; never the one that `latest` names, and nothing that is not a checkpoint."""
+    """Remove old checkpoints; never the one that `latest` names, and nothing that is not a
+    checkpoint.
+    """
     from ds_checkpoint import files
     from ds_core.errors import CheckpointError
 

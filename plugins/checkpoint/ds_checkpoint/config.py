@@ -19,7 +19,9 @@ class ParallelWrite(Section):
     """Which ranks write at once."""
 
     pipeline_stage: bool = option(
-        False, "Pipeline stages write at the same time.", without_effect="every rank writes its own share, at once"
+        False,
+        "Pipeline stages write at the same time.",
+        without_effect="every rank writes its own share, at once",
     )
 
 
@@ -30,7 +32,9 @@ class Writer(Section):
     io_buffer_size: int = option(67108864, "Bytes of the write buffer.", gt=0)
     io_buffer_double: bool = option(True, "Two buffers, so that filling and writing overlap.")
     io_multiplier: int = option(1, "Buffers per writer.", gt=0)
-    data_parallel: Literal["REPLICA", "SOCKET", "MACHINE"] | None = option(None, "Which ranks share the writing.")
+    data_parallel: Literal["REPLICA", "SOCKET", "MACHINE"] | None = option(
+        None, "Which ranks share the writing."
+    )
     decoupled: bool = option(False, "Write in another process.")
     show_statistics: bool = option(False, "Log the speed of each write.")
 
@@ -38,13 +42,15 @@ class Writer(Section):
 class CheckpointConfig(Section):
     """How checkpoints are saved and loaded."""
 
-    tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capitalized)] = option(
-        "Warn", "When ranks save under unequal tags: Ignore, Warn or Fail (any case)."
+    tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capitalized)] = (
+        option("Warn", "When ranks save under unequal tags: Ignore, Warn or Fail (any case).")
     )
     asynchronous: bool = option(
         False, "Copy states to host memory and write them while training goes on.", alias="async"
     )
-    keep_last: int | None = option(None, "Remove all but so many of the newest checkpoints after each save.", ge=1)
+    keep_last: int | None = option(
+        None, "Remove all but so many of the newest checkpoints after each save.", ge=1
+    )
     verify: bool = option(True, "Compare every file with its checksum before anything is loaded.")
     load_universal: bool = option(
         False,
@@ -52,20 +58,27 @@ class CheckpointConfig(Section):
         without_effect="every checkpoint loads at any layout",
     )
     use_node_local_storage: bool = option(
-        False, "Each host has a folder of its own; what one lacks is copied from the others before a load."
+        False,
+        "Each host has a folder of its own; what one lacks is copied from the others before a "
+        "load.",
     )
     checkpoint_serialization: bool = option(
-        True, "False: tensors without a container.", without_effect="checkpoints are always safetensors and JSON"
+        True,
+        "False: tensors without a container.",
+        without_effect="checkpoints are always safetensors and JSON",
     )
     parallel_write: ParallelWrite = option(ParallelWrite(), "Which ranks write at once.")
     writer: Writer | None = option(
         None,
         "DeepSpeed's checkpoint writer.",
-        without_effect="ds_core writes safetensors by itself; checkpoint.async writes while training goes on",
+        without_effect="ds_core writes safetensors by itself; checkpoint.async writes while "
+        "training goes on",
     )
 
     @model_validator(mode="after")
     def _threads_talk_through_the_folder(self) -> CheckpointConfig:
         if self.asynchronous and self.use_node_local_storage:
-            raise ValueError("async needs a folder that every rank sees; leave it out, or use_node_local_storage")
+            raise ValueError(
+                "async needs a folder that every rank sees; leave it out, or use_node_local_storage"
+            )
         return self

@@ -1,4 +1,6 @@
-"""What a checkpoint of ours has besides what every checkpoint has: names of shared tensors, buffers that differ."""
+"""What a checkpoint of ours has besides what every checkpoint has: names of shared tensors, buffers
+that differ.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +26,29 @@ def shared_names(module: nn.Module) -> dict[str, str]:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         first.setdefault(tensor, name)
     tensors = module.state_dict(keep_vars=True).items()
-    return {n: first[t] for n, t in tensors if isinstance(t, Tensor) and t in first and first[t] != n}
+    return {
+        n: first[t] for n, t in tensors if isinstance(t, Tensor) and t in first and first[t] != n
+    }
 
 
 def digests(module: nn.Module) -> dict[str, str]:
     """A hash of every persistent buffer."""
     found = {}
     for name, buffer in persistent_buffers(module).items():
-        found[name] = hashlib.blake2b(as_bytes(buffer.detach().cpu().contiguous()), digest_size=16).hexdigest()
+        found[name] = hashlib.blake2b(
+            as_bytes(buffer.detach().cpu().contiguous()), digest_size=16
+        ).hexdigest()
     return found
 
 
-def differing(run: RunState, buffers: Mapping[str, Tensor], everyone: Sequence[Mapping[str, str]]) -> dict[str, Tensor]:
-    """Those of this rank's `buffers` that are not as on the rank that stores them; everyone: the digests of each rank.
+def differing(
+    run: RunState, buffers: Mapping[str, Tensor], everyone: Sequence[Mapping[str, str]]
+) -> dict[str, Tensor]:
+    """Those of this rank's `buffers` that are not as on the rank that stores them; everyone: the
+    digests of each rank.
 
-    Running statistics see each rank's own data; without them a resumed rank would not be what it was.
+    Running statistics see each rank's own data; without them a resumed rank would not be what it
+    was.
     """
     mine = everyone[run.rank]
     return {n: b for n, b in buffers.items() if mine[n] != everyone[run.first_holder(n)].get(n)}

@@ -1,4 +1,6 @@
-"""The whole model as one 16-bit safetensors file, and copies of tensors that drag no larger storage along."""
+"""The whole model as one 16-bit safetensors file, and copies of tensors that drag no larger storage
+along.
+"""
 
 from __future__ import annotations
 
@@ -36,19 +38,23 @@ def save_16bit_model(
     save_filename: str,
     exclude_frozen_parameters: bool,
 ) -> bool:
-    """Write all weights and buffers to one safetensors file, by rank 0, atomically; True. Collective.
+    """Write all weights and buffers to one safetensors file, by rank 0, atomically; True.
+    Collective.
 
-    False, with a warning, where the config says that the partitioner's weights are not to be gathered.
-    Floating-point tensors wider than 16 bits become the run's 16-bit dtype (bfloat16 when it has none). Other names
-    of shared tensors are in the metadata, where `safetensors.torch.load_model` looks for them. A name that ends in
-    ``.bin`` becomes ``.safetensors``, with a warning: nothing is ever pickled.
-    Raises CheckpointError on every rank when it fails on any.
+    False, with a warning, where the config says that the partitioner's weights are not to be
+    gathered. Floating-point tensors wider than 16 bits become the run's 16-bit dtype (bfloat16 when
+    it has none). Other names of shared tensors are in the metadata, where
+    `safetensors.torch.load_model` looks for them. A name that ends in ``.bin`` becomes
+    ``.safetensors``, with a warning: nothing is ever pickled. Raises CheckpointError on every rank
+    when it fails on any.
     """
     action = f"cannot save the 16-bit model to {save_dir!s:.200}"
     path = _path(action, save_dir, save_filename)
     if why := run.not_exported:
         if comm.rank() == 0:
-            log.warning("save_16bit_model has written nothing to %s: %s; set it to true", save_dir, why)
+            log.warning(
+                "save_16bit_model has written nothing to %s: %s; set it to true", save_dir, why
+            )
         return False
     plan, pieces, shared = _agree(action, run, exclude_frozen_parameters)
     # Rank 0 writes in order of falling item size; the others send in that order.
@@ -69,43 +75,69 @@ def save_16bit_model(
 
 
 def gather_model(engine: Any, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-    """All weights and buffers, whole, on the CPU of rank 0, in their own dtypes; None on the others. Collective.
+    """All weights and buffers, whole, on the CPU of rank 0, in their own dtypes; None on the
+    others. Collective.
 
     Shared tensors have all their names. Raises CheckpointError on every rank when it fails on any.
     """
-    run, action = RunState(engine), "cannot gather the model"
+    run = RunState(engine)
+    action = "cannot gather the model"
     plan, pieces, shared = _agree(action, run, exclude_frozen_parameters)
-    dtypes, device = {state.name: DTYPES[state.dtype] for state in plan}, run.ctx.accelerator.current_device()
+    dtypes = {state.name: DTYPES[state.dtype] for state in plan}
+    device = run.ctx.accelerator.current_device()
 
     def work() -> dict[str, Tensor] | None:
         if comm.rank() != 0:
             _send(plan, pieces, dtypes, device)
             return None
         return {
-            state.name.removeprefix("module/"): _receive(state, pieces, dtypes[state.name], device).view(state.shape)
+            state.name.removeprefix("module/"): _receive(
+                state, pieces, dtypes[state.name], device
+            ).view(state.shape)
             for state in plan
         }
 
     found, _ = on_every_rank(action, work, lambda prepared: None)
-    return None if found is None else found | {alias: found[name] for alias, name in shared.items() if name in found}
+    return (
+        None
+        if found is None
+        else found | {alias: found[name] for alias, name in shared.items() if name in found}
+    )
 
 
 def _agree(
     action: str, run: RunState, exclude_frozen: bool
 ) -> tuple[list[SavedState], dict[str, StateTensor], dict[str, str]]:
-    """The whole states, this rank's pieces of them by key, and the other names of shared tensors. Collective."""
-    (pieces, _), reports = on_every_rank(action, lambda: _pieces(run, exclude_frozen), lambda prepared: prepared[1])
-    plan, _ = on_every_rank(action, lambda: _plan(row for report in reports for row in report["rows"]))
-    return plan, pieces, {alias: name for report in reports for alias, name in report["shared"].items()}
+    """The whole states, this rank's pieces of them by key, and the other names of shared tensors.
+
+    Collective.
+    """
+    (pieces, _), reports = on_every_rank(
+        action, lambda: _pieces(run, exclude_frozen), lambda prepared: prepared[1]
+    )
+    plan, _ = on_every_rank(
+        action, lambda: _plan(row for report in reports for row in report["rows"])
+    )
+    return (
+        plan,
+        pieces,
+        {alias: name for report in reports for alias, name in report["shared"].items()},
+    )
 
 
 def _path(action: str, save_dir: str | os.PathLike[str], name: str) -> Path:
     if name.endswith(".bin"):
         if comm.rank() == 0:
-            log.warning("save_16bit_model writes safetensors: %s becomes %s", name, name[:-4] + ".safetensors")
+            log.warning(
+                "save_16bit_model writes safetensors: %s becomes %s",
+                name,
+                name[:-4] + ".safetensors",
+            )
         name = name[:-4] + ".safetensors"
     if Path(name).name != name or not name.endswith(".safetensors"):
-        raise CheckpointError(f"{action}: save_filename {name!r} must be a file name that ends in .safetensors")
+        raise CheckpointError(
+            f"{action}: save_filename {name!r} must be a file name that ends in .safetensors"
+        )
     try:
         return check_folder(save_dir, "save_dir") / name
     except CheckpointError as error:
@@ -113,12 +145,16 @@ def _path(action: str, save_dir: str | os.PathLike[str], name: str) -> Path:
 
 
 def _pieces(run: RunState, exclude_frozen: bool) -> tuple[dict[str, StateTensor], dict[str, Any]]:
-    """This rank's pieces of module tensors by their key, and what the others need to know of them."""
+    """This rank's pieces of module tensors by their key, and what the others need to know of
+    them."""
     left_out = set(run.frozen_states()) if exclude_frozen else set()
     mine = [
         p
         for p in run.states()
-        if p.store and run.ctx.mesh.index(*p.copies) == 0 and p.name.startswith("module/") and p.name not in left_out
+        if p.store
+        and run.ctx.mesh.index(*p.copies) == 0
+        and p.name.startswith("module/")
+        and p.name not in left_out
     ]
     for piece in mine:
         check_tensor(piece.tensor, f"state {piece.name!r}")
@@ -134,7 +170,8 @@ def _plan(rows: Any) -> list[SavedState]:
     for before, after in itertools.pairwise(plan):
         if before.name == after.name:
             raise CheckpointError(
-                f"{before.name!r} differs along mesh axes {', '.join(sorted(after.at))}, so it has no one value to "
+                f"{before.name!r} differs along mesh axes {', '.join(sorted(after.at))}, so it has "
+                "no one value to "
                 "write; use save_checkpoint"
             )
     return plan
@@ -144,7 +181,9 @@ def _narrow(dtype: torch.dtype, run: RunState) -> torch.dtype:
     if not dtype.is_floating_point or dtype.itemsize <= 2:
         return dtype
     precision = run.ctx.precision
-    return torch.float16 if torch.float16 in (precision.param, precision.autocast) else torch.bfloat16
+    return (
+        torch.float16 if torch.float16 in (precision.param, precision.autocast) else torch.bfloat16
+    )
 
 
 def _write(
@@ -170,7 +209,9 @@ def _write(
             take()
 
 
-def _receive(state: SavedState, pieces: Mapping[str, StateTensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _receive(
+    state: SavedState, pieces: Mapping[str, StateTensor], dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """Rank 0: a whole state, flat, of its own pieces and those that the others `_send`."""
     out = torch.empty(state.numel, dtype=dtype)
     for chunk in state.chunks:
@@ -180,7 +221,8 @@ def _receive(state: SavedState, pieces: Mapping[str, StateTensor], dtype: torch.
             part = torch.empty(chunk.stop - chunk.start, dtype=dtype, device=device)
             comm.recv(part, src=int(chunk.file))
         part = part.cpu().contiguous()
-        box, place = chunk.within(state.shape), (chunk.start, chunk.stop)
+        box = chunk.within(state.shape)
+        place = (chunk.start, chunk.stop)
         for move in moves(box, place, Box.whole(state.shape), (0, state.numel)):
             carry(move, part, out)
     return out
@@ -203,7 +245,8 @@ def _send(
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """`item` with every tensor in it (through lists, tuples and dicts) copied to `device`.
 
-    A copy has a storage of its own size, so that what is saved is the tensor and not the buffer it is a view of.
+    A copy has a storage of its own size, so that what is saved is the tensor and not the buffer it
+    is a view of.
     """
     if isinstance(item, Tensor):
         return item.detach().clone().to(device)

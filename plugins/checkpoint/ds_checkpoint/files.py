@@ -1,12 +1,12 @@
 """Making files durable, and a directory appear whole or not at all.
 
-Beside the checkpoints stand ``.lock`` (see `ds_checkpoint.lock`) and, for a moment, ``.tmp-<tag>-<random>`` (being
-written, or being deleted) and ``.old-<tag>`` (whole: the checkpoint that a save under the same tag is about to
-replace).
+Beside the checkpoints stand ``.lock`` (see `ds_checkpoint.lock`) and, for a moment,
+``.tmp-<tag>-<random>`` (being written, or being deleted) and ``.old-<tag>`` (whole: the checkpoint
+that a save under the same tag is about to replace).
 
-[Note: saving under an existing tag] No call replaces a full directory, so the old one steps aside first. A crash
-between the two renames leaves ``.old-<tag>`` without ``<tag>``: `find` then reads the old one, and the next save
-renames it back.
+[Note: saving under an existing tag] No call replaces a full directory, so the old one steps aside
+first. A crash between the two renames leaves ``.old-<tag>`` without ``<tag>``: `find` then reads
+the old one, and the next save renames it back.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def make_root(root: Path) -> None:
 
 
 def make_temporary(root: Path, tag: str, name: str = "") -> Path:
-    """Clear what crashed saves left in `root`, and make an empty directory there to write `tag` into.
+    """Clear what crashed saves left in `root`, and make an empty directory there to write `tag`
+    into.
 
     name: of the directory, as another host has it.
     """
@@ -96,7 +97,8 @@ def make_temporary(root: Path, tag: str, name: str = "") -> Path:
     final = root / tag
     if final.is_symlink() or (final.exists() and not is_checkpoint(final)):
         raise CheckpointError(
-            f"{final} exists and is not a checkpoint of ds_core, so it is not replaced; move it away or use another tag"
+            f"{final} exists and is not a checkpoint of ds_core, so it is not replaced; move it "
+            "away or use another tag"
         )
     temporary = root / (name or _temporary_name(tag))
     temporary.mkdir()
@@ -104,7 +106,9 @@ def make_temporary(root: Path, tag: str, name: str = "") -> Path:
 
 
 def clean(root: Path) -> None:
-    """Remove what crashed saves left below `root`, and rename a checkpoint that was moved aside back."""
+    """Remove what crashed saves left below `root`, and rename a checkpoint that was moved aside
+    back.
+    """
     for path in root.iterdir():
         if _is_aside(path):
             final = root / path.name.removeprefix(_ASIDE)
@@ -117,19 +121,29 @@ def clean(root: Path) -> None:
 
 
 def _is_aside(path: Path) -> bool:
-    """Whether a save has moved it aside: any other name behind the prefix could lead elsewhere, or be ``latest``."""
+    """Whether a save has moved it aside: any other name behind the prefix could lead elsewhere, or
+    be ``latest``.
+    """
     with contextlib.suppress(CheckpointError):
         tag = path.name.removeprefix(_ASIDE)
-        return tag != path.name and check_tag(tag) == tag and not path.is_symlink() and is_checkpoint(path)
+        return (
+            tag != path.name
+            and check_tag(tag) == tag
+            and not path.is_symlink()
+            and is_checkpoint(path)
+        )
     return False
 
 
 def discard(path: Path) -> None:
-    """Delete a file or directory; a directory is renamed first, so that half of it is never taken for a checkpoint."""
+    """Delete a file or directory; a directory is renamed first, so that half of it is never taken
+    for a checkpoint.
+    """
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
-    # Debris too: a process that still writes into it must find it gone, or would keep it from being removed.
+    # Debris too: a process that still writes into it must find it gone, or would keep it from being
+    # removed.
     tag = path.name.removeprefix(_ASIDE)
     if _DEBRIS.fullmatch(path.name):
         tag = path.name.removeprefix(".tmp-").rpartition("-")[0]
@@ -139,7 +153,9 @@ def discard(path: Path) -> None:
 
 
 def put_in_place(temporary: Path, final: Path) -> None:
-    """Rename a whole checkpoint to its own name; one that is there stays until the new one has taken its place."""
+    """Rename a whole checkpoint to its own name; one that is there stays until the new one has
+    taken its place.
+    """
     sync_directory(temporary)
     aside = final.with_name(_ASIDE + final.name)
     replaces = final.exists()
@@ -153,28 +169,35 @@ def put_in_place(temporary: Path, final: Path) -> None:
         raise
     sync_directory(final.parent)
     if replaces:
-        with contextlib.suppress(OSError):  # the new one is whole and in place; the next save tries again
+        # the new one is whole and in place; the next save tries again
+        with contextlib.suppress(OSError):
             discard(aside)
 
 
 def find(root: Path, tag: str) -> Path:
-    """The directory of checkpoint `tag`; CheckpointError with the tags that are there when it is not."""
-    final, aside = root / check_tag(tag), root / (_ASIDE + tag)
+    """The directory of checkpoint `tag`; CheckpointError with the tags that are there when it is
+    not.
+    """
+    final = root / check_tag(tag)
+    aside = root / (_ASIDE + tag)
     path = aside if not final.exists() and (aside / MANIFEST).is_file() else final
     if not path.is_dir():
         have = existing_tags(root)
         hint = f"there are {', '.join(have[:10])}" if have else "there is no checkpoint"
         raise CheckpointError(f"checkpoint {final} does not exist; in {root} {hint}")
     if path.resolve().parent != root.resolve():
-        raise CheckpointError(f"checkpoint {final} is a link out of {root}; give the directory that it leads to")
+        raise CheckpointError(
+            f"checkpoint {final} is a link out of {root}; give the directory that it leads to"
+        )
     return path
 
 
 def existing_tags(root: Path) -> list[str]:
     """The tags of the checkpoints below `root`, newest first.
 
-    Their order is in their manifests, since clocks go back and copies have new times. The file's time decides only
-    between checkpoints of before there were serial numbers that have the same step.
+    Their order is in their manifests, since clocks go back and copies have new times. The file's
+    time decides only between checkpoints of before there were serial numbers that have the same
+    step.
     """
     found = []
     with contextlib.suppress(OSError):
@@ -194,12 +217,16 @@ def next_serial(root: Path) -> int:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a directory has a manifest that begins as ours do; nothing else is ever replaced or removed."""
+    """Whether a directory has a manifest that begins as ours do; nothing else is ever replaced or
+    removed.
+    """
     return read_head(path / MANIFEST) is not None
 
 
 def prune(root: Path, keep: int, tag: str) -> list[str]:
-    """Remove all but the newest `keep` checkpoints below `root`; never `tag`, nor what ``latest`` names. Their tags."""
+    """Remove all but the newest `keep` checkpoints below `root`; never `tag`, nor what ``latest``
+    names. Their tags.
+    """
     safe = {tag}
     with contextlib.suppress(CheckpointError):
         safe |= {read_latest(root) or tag}
@@ -211,7 +238,9 @@ def prune(root: Path, keep: int, tag: str) -> list[str]:
 
 
 def write_latest(root: Path, tag: str) -> None:
-    """Point ``latest`` at `tag`, at once: the tag is all that is in it, as other programs that read it expect."""
+    """Point ``latest`` at `tag`, at once: the tag is all that is in it, as other programs that read
+    it expect.
+    """
     replace_with(root / LATEST, lambda temporary: write_file(temporary, tag.encode()))
 
 
@@ -222,4 +251,6 @@ def read_latest(root: Path) -> str | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise CheckpointError(f"{root / LATEST} cannot be read: {error}; give the tag to load") from error
+        raise CheckpointError(
+            f"{root / LATEST} cannot be read: {error}; give the tag to load"
+        ) from error

@@ -1,6 +1,7 @@
 """What a checkpoint directory holds: names, tags and the manifest, as frozen values (torch-free).
 
-docs/checkpoint-format.md says the same in words. A change of meaning raises VERSION and keeps a reader for the old.
+docs/checkpoint-format.md says the same in words. A change of meaning raises VERSION and keeps a
+reader for the old.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ _SEAL = b',\n "checksum": "'
 
 
 def checksum(data: bytes) -> str:
-    """XXH3-128 in hex: against accidents, at the speed of memory; it is no protection from an attacker."""
+    """XXH3-128 in hex: against accidents, at the speed of memory; it is no protection from an
+    attacker.
+    """
     return xxhash.xxh3_128_hexdigest(data)
 
 
@@ -84,11 +87,17 @@ def local_file(rank: int) -> str:
 
 
 def check_tag(tag: object) -> str:
-    """`tag` itself; CheckpointError when it could not be a directory name of its own below any directory."""
+    """`tag` itself; CheckpointError when it could not be a directory name of its own below any
+    directory.
+    """
     if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag in (".", ".."):
-        raise CheckpointError(f"tag {tag!r}: use 1 to 128 of the characters A-Z a-z 0-9 . _ - (and not '.' or '..')")
+        raise CheckpointError(
+            f"tag {tag!r}: use 1 to 128 of the characters A-Z a-z 0-9 . _ - (and not '.' or '..')"
+        )
     if tag == LATEST or tag.startswith((".tmp-", ".old-")):
-        raise CheckpointError(f"tag {tag!r} is a name that checkpoints use themselves; choose another")
+        raise CheckpointError(
+            f"tag {tag!r} is a name that checkpoints use themselves; choose another"
+        )
     return tag
 
 
@@ -102,15 +111,21 @@ def check_folder(folder: object, name: str) -> Path:
 
 
 def check_name(name: str) -> str:
-    """`name` itself; CheckpointError unless it stays below any folder, as exports make a file of each state."""
+    """`name` itself; CheckpointError unless it stays below any folder, as exports make a file of
+    each state.
+    """
     if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
-        raise CheckpointError(f"{name!r:.200} is the path of a file, and no name of a state or weight")
+        raise CheckpointError(
+            f"{name!r:.200} is the path of a file, and no name of a state or weight"
+        )
     return name
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The range [start, stop) of a row-major flattened state, or of a box of it: a 1-d tensor `key` in `file`."""
+    """The range [start, stop) of a row-major flattened state, or of a box of it: a 1-d tensor `key`
+    in `file`.
+    """
 
     file: str
     key: str
@@ -125,7 +140,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """One model state. at: coordinates on the mesh axes along which other states bear the same name.
+    """One model state. at: coordinates on the mesh axes along which other states bear the same
+    name.
 
     dtype: as safetensors spells it ("F32").
     """
@@ -154,10 +170,11 @@ class Mark:
 class Manifest:
     """All of a checkpoint but its tensors.
 
-    save_id: drawn anew for each save, and also in every file's metadata. serial: counts the saves into one folder, so
-    that they have an order whatever the clocks say; 0 in checkpoints of before. files: all but the manifest. shared:
-    further names of module tensors that several modules share. excluded: weights left out on purpose. frozen:
-    parameters that were not trained. module_extra: module name -> the rank whose local file has its extra state. run,
+    save_id: drawn anew for each save, and also in every file's metadata. serial: counts the saves
+        into one folder, so that they have an order whatever the clocks say; 0 in checkpoints of
+        before. files: all but the manifest. shared: further names of module tensors that several
+        modules share. excluded: weights left out on purpose. frozen: parameters that were not
+        trained. module_extra: module name -> the rank whose local file has its extra state. run,
     client: as `ds_checkpoint.values` encodes them.
     """
 
@@ -182,7 +199,9 @@ class Manifest:
 
 
 def render_manifest(manifest: Manifest) -> bytes:
-    """The JSON text, with one line per state so that it can be read and compared; it ends with its own checksum."""
+    """The JSON text, with one line per state so that it can be read and compared; it ends with its
+    own checksum.
+    """
     fields: dict[str, Any] = {"format": FORMAT, "version": VERSION}
     fields |= {field.name: getattr(manifest, field.name) for field in dataclass_fields(manifest)}
     fields["files"] = {name: asdict(mark) for name, mark in manifest.files.items()}
@@ -195,7 +214,9 @@ def render_manifest(manifest: Manifest) -> bytes:
     return body + _SEAL + checksum(body).encode() + b'"\n}\n'
 
 
-_BEGIN = re.compile(rb'\s*\{\s*"format":\s*"ds_core\.checkpoint",(?:\s*"version":\s*(\d{1,9})\b)?', re.ASCII)
+_BEGIN = re.compile(
+    rb'\s*\{\s*"format":\s*"ds_core\.checkpoint",(?:\s*"version":\s*(\d{1,9})\b)?', re.ASCII
+)
 _HEAD = re.compile(
     rb'\{\n "format": "ds_core\.checkpoint",'
     rb'(?:\n "version": \d+,\n "save_id": "[^"\n]*",\n "tag": "[\w.-]*",\n "step": (\d{1,18}),'
@@ -217,7 +238,8 @@ def read_head(path: Path) -> tuple[int, int] | None:
 
 
 def read_latest_file(path: Path) -> str:
-    """The tag in the file ``latest``; CheckpointError when there is none in it, FileNotFoundError without the file.
+    """The tag in the file ``latest``; CheckpointError when there is none in it, FileNotFoundError
+    without the file.
 
     Files of before have a second line, with a checksum of the tag.
     """
@@ -228,17 +250,25 @@ def read_latest_file(path: Path) -> str:
             raise CheckpointError("the tag in it is not the one that was written")
         return check_tag(tag)
     except (CheckpointError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} does not hold a tag: {error}; give the tag to load") from None
+        raise CheckpointError(
+            f"{path} does not hold a tag: {error}; give the tag to load"
+        ) from None
 
 
 def parse_manifest(path: Path) -> Manifest:
-    """Read and check ``manifest.json``; CheckpointError naming the file when anything about it is not as it must be."""
+    """Read and check ``manifest.json``; CheckpointError naming the file when anything about it is
+    not as it must be.
+    """
     try:
         text = read_small(path, _MAX_MANIFEST)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: this is not a whole checkpoint; load another tag") from None
+        raise CheckpointError(
+            f"{path} is missing: this is not a whole checkpoint; load another tag"
+        ) from None
     if (said := _BEGIN.match(text)) is None:
-        raise CheckpointError(f"{path} does not say it is a {FORMAT!r}; was it written by another program?")
+        raise CheckpointError(
+            f"{path} does not say it is a {FORMAT!r}; was it written by another program?"
+        )
     if int(said[1] or 0) > VERSION:
         raise _other_version(path, int(said[1]))  # whose checksum may be another
     body, seal, rest = text.rpartition(_SEAL)
@@ -254,7 +284,9 @@ def parse_manifest(path: Path) -> Manifest:
     if data.get("version") not in range(1, VERSION + 1):
         raise _other_version(path, data.get("version"))
     if data["version"] > 1 and not sealed:
-        raise CheckpointError(f"{path} is not as it was written: its checksum is missing; {DAMAGED}")
+        raise CheckpointError(
+            f"{path} is not as it was written: its checksum is missing; {DAMAGED}"
+        )
     try:
         manifest = _manifest(_Fields(data, "manifest"), sealed=data["version"] > 1)
         check_coverage(manifest.states)
@@ -281,7 +313,9 @@ def _manifest(data: _Fields, *, sealed: bool) -> Manifest:
         raise CheckpointError(f"tensor {place[1]!r} in {place[0]!r} belongs to several states")
     extra = data.mapping("module_extra", int)
     if bad := sorted(m for m, rank in extra.items() if not 0 <= rank < world_size):
-        raise CheckpointError(f"'module_extra' gives module {bad[0]!r} a rank outside of the world of {world_size}")
+        raise CheckpointError(
+            f"'module_extra' gives module {bad[0]!r} a rank outside of the world of {world_size}"
+        )
     return Manifest(
         save_id=data.get("save_id", str),
         tag=data.get("tag", str),
@@ -308,15 +342,22 @@ def _marks(data: _Fields, world_size: int, sealed: bool) -> dict[str, Mark]:
     """The files, which are those of `world_size` ranks."""
     entries = data.get("files", dict)
     if not 1 <= world_size <= len(entries):  # before anything is counted up to it
-        raise CheckpointError(f"'world_size' is {world_size}, and 'files' has {len(entries)} for so many ranks")
+        raise CheckpointError(
+            f"'world_size' is {world_size}, and 'files' has {len(entries)} for so many ranks"
+        )
     for name in entries:
         found = _FILE.fullmatch(name)
         if found is None or int(found["rank"] or 0) >= world_size:
-            raise CheckpointError(f"{name!r} is not a file name that a checkpoint of {world_size} ranks can have")
+            raise CheckpointError(
+                f"{name!r} is not a file name that a checkpoint of {world_size} ranks can have"
+            )
     if missing := next((n for n in map(local_file, range(world_size)) if n not in entries), None):
         raise CheckpointError(f"'files' lacks {missing}")
     fields = {name: _Fields(entry, name) for name, entry in entries.items()}
-    return {n: Mark(e.count("size"), e.get("checksum", str) if sealed else None) for n, e in fields.items()}
+    return {
+        n: Mark(e.count("size"), e.get("checksum", str) if sealed else None)
+        for n, e in fields.items()
+    }
 
 
 def _state(data: _Fields, files: dict[str, Mark]) -> SavedState:
@@ -326,9 +367,13 @@ def _state(data: _Fields, files: dict[str, Mark]) -> SavedState:
         place = entry.count("start"), entry.count("stop")
         chunks.append(Chunk(entry.get("file", str), entry.get("key", str), *place, _box(entry)))
         if chunks[-1].file not in files:
-            raise CheckpointError(f"state {data.get('name', str)!r} is in {chunks[-1].file!r}, which 'files' lacks")
+            raise CheckpointError(
+                f"state {data.get('name', str)!r} is in {chunks[-1].file!r}, which 'files' lacks"
+            )
     shape = data.sizes("shape")
-    return SavedState(data.get("name", str), data.mapping("at", int), shape, data.get("dtype", str), tuple(chunks))
+    return SavedState(
+        data.get("name", str), data.mapping("at", int), shape, data.get("dtype", str), tuple(chunks)
+    )
 
 
 def _box(chunk: _Fields) -> Box | None:
@@ -339,19 +384,24 @@ def _box(chunk: _Fields) -> Box | None:
 
 
 def check_coverage(states: Iterable[SavedState]) -> None:
-    """CheckpointError for a name that is a path, and unless the chunks of each state cover it once, in order."""
+    """CheckpointError for a name that is a path, and unless the chunks of each state cover it once,
+    in order.
+    """
     for state in states:
         check_name(state.name)
         if not state.chunks:
             raise CheckpointError(f"state {state.name!r} has {state.numel} elements, 0 are stored")
         boxes = []
-        for box, chunks in itertools.groupby(state.chunks, key=lambda chunk: chunk.within(state.shape)):
+        for box, chunks in itertools.groupby(
+            state.chunks, key=lambda chunk: chunk.within(state.shape)
+        ):
             _check_box(state, box, chunks)
             boxes.append(box)
         filled = [box for box in boxes if box.numel]  # a rank may have nothing of it
         if not form_grid(filled or boxes, state.shape):
             raise CheckpointError(
-                f"state {state.name!r} of shape {state.shape} is not what its boxes put together give"
+                f"state {state.name!r} of shape {state.shape} is not what its boxes put together "
+                "give"
             )
 
 
@@ -374,7 +424,8 @@ class _Fields:
     def __init__(self, data: Any, what: str) -> None:
         if not isinstance(data, dict):
             raise CheckpointError(f"{what} is not an object")
-        self.data, self.what = data, what
+        self.data = data
+        self.what = what
 
     def get(self, key: str, kind: Any) -> Any:
         """The field; `kind` is what isinstance takes."""
@@ -384,18 +435,29 @@ class _Fields:
         return value
 
     def count(self, key: str) -> int:
-        """A field that counts: an int of at least 0 (and of at most 63 bits, so that sums and products cost little)."""
+        """A field that counts: an int of at least 0 (and of at most 63 bits, so that sums and
+        products cost little).
+        """
         value: int = self.get(key, int)
         if not 0 <= value < _MAX_COUNT:
-            raise CheckpointError(f"field {key!r} of {self.what} is {value if value < 0 else 'too large'}")
+            raise CheckpointError(
+                f"field {key!r} of {self.what} is {value if value < 0 else 'too large'}"
+            )
         return value
 
     def sizes(self, key: str) -> tuple[int, ...]:
-        """A field that is a list of counts, one for each dimension, whose product is one as well."""
+        """A field that is a list of counts, one for each dimension, whose product is one as
+        well."""
         values = tuple(self.items(key, int))
-        if len(values) > _MAX_DIMS or not all(0 <= n < _MAX_COUNT for n in values) or math.prod(values) >= _MAX_COUNT:
+        if (
+            len(values) > _MAX_DIMS
+            or not all(0 <= n < _MAX_COUNT for n in values)
+            or math.prod(values) >= _MAX_COUNT
+        ):
             shown = str(list(values)) if len(values) <= _MAX_DIMS else f"{len(values)} of them"
-            raise CheckpointError(f"field {key!r} of {self.what} has impossible sizes: {shown[:200]}")
+            raise CheckpointError(
+                f"field {key!r} of {self.what} has impossible sizes: {shown[:200]}"
+            )
         return values
 
     def items(self, key: str, kind: type) -> Sequence[Any]:

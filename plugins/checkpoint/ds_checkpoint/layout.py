@@ -1,4 +1,6 @@
-"""From each rank's pieces to full states: the rows that describe pieces, and how rank 0 merges them."""
+"""From each rank's pieces to full states: the rows that describe pieces, and how rank 0 merges
+them.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def rows_of(pieces: Sequence[StateTensor], coord: Mapping[str, int], file: str) 
 
 
 def items_of(pieces: Sequence[StateTensor]) -> list[Item]:
-    """The same pieces as 1-d tensors to be written: flat, so that any range of them is one stretch of bytes."""
+    """The same pieces as 1-d tensors to be written: flat, so that any range of them is one stretch
+    of bytes.
+    """
     return [
         (key, (p.tensor.numel(),), p.tensor.dtype, lambda piece=p: piece.values().reshape(-1))  # type: ignore[misc]
         for key, p in _keyed(pieces)
@@ -64,15 +68,21 @@ def merge(rows: Iterable[Row]) -> tuple[SavedState, ...]:
         for piece in pieces:
             if (piece["shape"], piece["dtype"]) != (first["shape"], first["dtype"]):
                 raise CheckpointError(
-                    f"ranks disagree about state {name!r}: {first['shape']} {first['dtype']} in {first['chunk'][0]}, "
+                    f"ranks disagree about state {name!r}: {first['shape']} {first['dtype']} in "
+                    f"{first['chunk'][0]}, "
                     f"{piece['shape']} {piece['dtype']} in {piece['chunk'][0]}"
                 )
-        chunks = sorted(map(_chunk, pieces), key=lambda c: (c.box.first if c.box else (), c.start, c.stop))
-        states.append(SavedState(name, dict(at), tuple(first["shape"]), first["dtype"], tuple(chunks)))
+        chunks = sorted(
+            map(_chunk, pieces), key=lambda c: (c.box.first if c.box else (), c.start, c.stop)
+        )
+        states.append(
+            SavedState(name, dict(at), tuple(first["shape"]), first["dtype"], tuple(chunks))
+        )
     check_coverage(states)
     return tuple(states)
 
 
 def _chunk(row: Row) -> Chunk:
-    (file, key, start, stop), box = row["chunk"], row["box"]
+    box = row["box"]
+    (file, key, start, stop) = row["chunk"]
     return Chunk(file, key, start, stop, None if box is None else Box(tuple(box[0]), tuple(box[1])))

@@ -18,7 +18,16 @@ from torch.optim import Optimizer
 from ds_checkpoint import files
 from ds_checkpoint.collective_errors import on_every_rank, on_first_rank
 from ds_checkpoint.contents import class_name
-from ds_checkpoint.format import COMMON, DAMAGED, LATEST, MANIFEST, Manifest, check_folder, local_file, parse_manifest
+from ds_checkpoint.format import (
+    COMMON,
+    DAMAGED,
+    LATEST,
+    MANIFEST,
+    Manifest,
+    check_folder,
+    local_file,
+    parse_manifest,
+)
 from ds_checkpoint.sites import Site, complete, find_site, introduce
 from ds_checkpoint.source import SavedStates
 from ds_checkpoint.values import decode
@@ -35,17 +44,19 @@ def load(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Load ``folder/tag`` into `run`, at any world size; returns (path, client_state). Collective.
 
-    Without a tag, and without a checkpoint in `folder`, nothing is loaded: the answer is (None, None), with a warning,
-    or (None, {}) with `missing_ok`. With `module_only` the client state is {}. verify: compare all files with their
-    checksums first. node_local: each host has a folder of its own.
+    Without a tag, and without a checkpoint in `folder`, nothing is loaded: the answer is (None,
+    None), with a warning, or (None, {}) with `missing_ok`. With `module_only` the client state is
+    {}. verify: compare all files with their checksums first. node_local: each host has a folder of
+    its own.
 
-    Raises CheckpointError on every rank, naming the file and the fix, before anything in `run` was changed, when the
-    checkpoint is missing, damaged, of another format, or of another model; and where checkpoints are there, but neither
-    a tag nor ``latest``.
+    Raises CheckpointError on every rank, naming the file and the fix, before anything in `run` was
+    changed, when the checkpoint is missing, damaged, of another format, or of another model; and
+    where checkpoints are there, but neither a tag nor ``latest``.
     """
     action = f"cannot load a checkpoint from {folder!s:.200}"
     root, _ = on_every_rank(action, lambda: check_folder(folder, "load_dir"))
-    site, device = find_site(node_local), run.ctx.accelerator.current_device()
+    site = find_site(node_local)
+    device = run.ctx.accelerator.current_device()
     if site.local:
         introduce(action, root, options.tag, site, device)
     found = on_first_rank(action, lambda: _candidates(root, options))
@@ -63,12 +74,19 @@ def load(
         on_every_rank(f"loading {path} stopped half-way", lambda: run.restore(plan.saved, options))
     finally:
         plan.source.close()
-    log.info("loaded checkpoint %s (step %d, %d bytes read)", path, plan.manifest.step, plan.source.bytes_read)
+    log.info(
+        "loaded checkpoint %s (step %d, %d bytes read)",
+        path,
+        plan.manifest.step,
+        plan.source.bytes_read,
+    )
     return str(path), {} if options.module_only else plan.client
 
 
 def _candidates(root: Path, options: LoadOptions) -> list[str]:
-    """The directories' names below `root` that may be loaded, the wanted one first, or none; rank 0 decides for all."""
+    """The directories' names below `root` that may be loaded, the wanted one first, or none; rank 0
+    decides for all.
+    """
     others = files.existing_tags(root)
     try:
         wanted = files.read_latest(root) if options.tag is None else options.tag
@@ -78,7 +96,8 @@ def _candidates(root: Path, options: LoadOptions) -> list[str]:
                 return others
             if others:  # a run that starts afresh beside them would look as if it had resumed
                 raise CheckpointError(
-                    f"{root / LATEST} does not exist, and no tag was given; there are {', '.join(others[:10])}: give "
+                    f"{root / LATEST} does not exist, and no tag was given; there are "
+                    f"{', '.join(others[:10])}: give "
                     "one as tag=, or load with fallback=True, which takes the newest"
                 )
             level = logging.INFO if options.missing_ok else logging.WARNING
@@ -96,12 +115,16 @@ def _candidates(root: Path, options: LoadOptions) -> list[str]:
 def _first_that_fits(
     action: str, paths: list[Path], bring: Callable[[Path], None], check: Callable[[Path], _Plan]
 ) -> tuple[Path, _Plan, list[list[str]]]:
-    """Check one after the other, on all ranks, once it is there; the first one's CheckpointError when none will do."""
+    """Check one after the other, on all ranks, once it is there; the first one's CheckpointError
+    when none will do.
+    """
     first: CheckpointError | None = None
     for path in paths:
         try:
             bring(path)
-            plan, reports = on_every_rank(action, functools.partial(check, path), lambda plan: plan.unexpected)
+            plan, reports = on_every_rank(
+                action, functools.partial(check, path), lambda plan: plan.unexpected
+            )
         except CheckpointError as error:
             first = first or error
             if len(paths) > 1:
@@ -112,12 +135,14 @@ def _first_that_fits(
     raise first
 
 
-# -- check ---------------------------------------------------------------------------------------------------------
+# -- check -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A checkpoint that fits, with its values decoded. unexpected: its weights that this rank has no place for."""
+    """A checkpoint that fits, with its values decoded. unexpected: its weights that this rank has
+    no place for.
+    """
 
     manifest: Manifest
     source: SavedStates
@@ -170,7 +195,8 @@ def _refuse_unexpected(action: str, options: LoadOptions, reports: list[list[str
     unexpected = sorted(set.intersection(*(set(names) for names in reports)))
     if unexpected and options.strict:
         raise CheckpointError(
-            f"{action}: the model has no {some(unexpected)}; load into the model that was saved, or with "
+            f"{action}: the model has no {some(unexpected)}; load into the model that was saved, "
+            "or with "
             "load_module_strict=False"
         )
     if unexpected:
@@ -178,42 +204,54 @@ def _refuse_unexpected(action: str, options: LoadOptions, reports: list[list[str
 
 
 def _check_optimizer(
-    optimizer: Optimizer | None, manifest: Manifest, groups: list[dict[str, Any]], options: LoadOptions
+    optimizer: Optimizer | None,
+    manifest: Manifest,
+    groups: list[dict[str, Any]],
+    options: LoadOptions,
 ) -> None:
     if options.module_only or not options.optimizer or optimizer is None:
         return
-    saved, here = len(groups), len(optimizer.param_groups)
+    saved = len(groups)
+    here = len(optimizer.param_groups)
     if manifest.optimizer is None:
         log.warning("the checkpoint was saved without an optimizer; this run's starts as it is")
     elif saved != here:
         raise CheckpointError(
-            f"the checkpoint has {saved} optimizer groups, this run {here}; use the same groups, or "
+            f"the checkpoint has {saved} optimizer groups, this run {here}; use the same "
+            "groups, or "
             "load_optimizer_states=False"
         )
     elif differs := _state_switch(groups, optimizer.param_groups):
         raise CheckpointError(
-            f"the checkpoint's optimizer had {differs}: their states are not the same. Set it as it was, or start the "
+            f"the checkpoint's optimizer had {differs}: their states are not the same. Set it as "
+            "it was, or start the "
             "optimizer afresh with load_optimizer_states=False"
         )
     elif manifest.optimizer.startswith("deepspeed:"):
-        log.info("the optimizer's states are those of DeepSpeed's %s", manifest.optimizer.partition(":")[2])
+        log.info(
+            "the optimizer's states are those of DeepSpeed's %s",
+            manifest.optimizer.partition(":")[2],
+        )
     elif manifest.optimizer != class_name(optimizer):
         log.warning(
-            "the checkpoint's optimizer states are of %s, this run has %s; load_optimizer_states=False starts afresh",
+            "the checkpoint's optimizer states are of %s, this run has %s; "
+            "load_optimizer_states=False starts afresh",
             manifest.optimizer,
             class_name(optimizer),
         )
 
 
 def _state_switch(saved: list[dict[str, Any]], here: list[dict[str, Any]]) -> str:
-    """How groups differ in a hyperparameter that adds a state to each parameter; empty where they do not.
+    """How groups differ in a hyperparameter that adds a state to each parameter; empty where they
+    do not.
 
     An optimizer whose class has no such hyperparameter keeps no such state.
     """
     words = {True: "on", False: "off"}
     for name in ("amsgrad", "centered"):  # of Adam's kind; of RMSprop
         for old, new in zip(saved, here, strict=True):
-            was, is_now = bool(old.get(name)), bool(new.get(name))
+            was = bool(old.get(name))
+            is_now = bool(new.get(name))
             if was != is_now:
                 return f"{name} {words[was]}, and this run has it {words[is_now]}"
     return ""
@@ -225,7 +263,9 @@ def _local(source: SavedStates, rank: int) -> dict[str, Any]:
     try:
         data = json.loads(file.metadata["values"])
     except (KeyError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file.path}: its values cannot be read ({error}); {DAMAGED}") from error
+        raise CheckpointError(
+            f"{file.path}: its values cannot be read ({error}); {DAMAGED}"
+        ) from error
     values: dict[str, Any] = decode(data, lambda key: _tensor(source, name, key), str(file.path))
     return values
 
@@ -234,7 +274,11 @@ def _own_buffers(run: RunState, source: SavedStates) -> dict[str, Tensor]:
     """The buffers in which this rank differed from the others."""
     name = local_file(run.ctx.rank)
     here = persistent_buffers(run.module)
-    found = {key.removeprefix("buffer/"): key for key in source.file(name).tensors if key.startswith("buffer/")}
+    found = {
+        key.removeprefix("buffer/"): key
+        for key in source.file(name).tensors
+        if key.startswith("buffer/")
+    }
     return {buffer: _tensor(source, name, key) for buffer, key in found.items() if buffer in here}
 
 
@@ -246,7 +290,9 @@ def _tensor(source: SavedStates, name: str, key: str) -> Tensor:
 
 
 def _extra(run: RunState, source: SavedStates, own: Mapping[str, Any]) -> dict[str, Any]:
-    """The extra state of each of this rank's modules that was saved with one: its own, else any rank's."""
+    """The extra state of each of this rank's modules that was saved with one: its own, else any
+    rank's.
+    """
     found: dict[str, Any] = {}
     others: dict[int, Mapping[str, Any]] = {}
     for name in run.extra_modules():

@@ -1,7 +1,9 @@
-"""One job at a time saves into a folder: an operating system's lock on its file ``.lock`` (torch-free).
+"""One job at a time saves into a folder: an operating system's lock on its file ``.lock``
+(torch-free).
 
-Two jobs would clear each other's half-written checkpoints away. The lock is this process's, so that several engines of
-one job may share a folder, and it ends with the process, however that ends. Where storage has no locks there is none.
+Two jobs would clear each other's half-written checkpoints away. The lock is this process's, so that
+several engines of one job may share a folder, and it ends with the process, however that ends.
+Where storage has no locks there is none.
 """
 
 from __future__ import annotations
@@ -34,11 +36,13 @@ class FolderLock:
         weakref.finalize(self, _close, self._held)
 
     def take(self, folder: Path) -> None:
-        """Hold `folder`, which exists; CheckpointError naming who has it when that is another job."""
+        """Hold `folder`, which exists; CheckpointError naming who has it when that is another
+        job."""
         folder = folder.resolve()
         path = folder / LOCK
         descriptor = self._held.pop(folder, None)
-        if descriptor is not None and not _is_at(descriptor, path):  # the folder was removed and made anew
+        # the folder was removed and made anew
+        if descriptor is not None and not _is_at(descriptor, path):
             os.close(descriptor)
             descriptor = None
         fresh = descriptor is None
@@ -46,24 +50,31 @@ class FolderLock:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             descriptor = os.open(path, flags, 0o666)
         try:
-            # A record lock: unlike flock's it is not shared with children, which may live on when this process ends.
-            # Any close of the file in this process ends it (another engine's, say), so it is asked for at each save.
+            # A record lock: unlike flock's it is not shared with children, which may live on when
+            # this process ends. Any close of the file in this process ends it (another engine's,
+            # say), so it is asked for at each save.
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             owner = os.read(descriptor, 200).decode(errors="replace").strip()
             os.close(descriptor)
             if error.errno not in _TAKEN:
-                log.debug("%s cannot be locked (%s); give each job a folder of its own", folder, error)
+                log.debug(
+                    "%s cannot be locked (%s); give each job a folder of its own", folder, error
+                )
                 return
             raise CheckpointError(
-                f"another job is saving into {folder} ({owner or 'it has not said which'}); give each job a save_dir "
+                f"another job is saving into {folder} ({owner or 'it has not said which'}); give "
+                "each job a save_dir "
                 "of its own, or end the other job"
             ) from None
         self._held[folder] = descriptor
         if not fresh:
             return
         with contextlib.suppress(OSError):  # for people only
-            text = f"host {socket.gethostname()}, process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+            text = (
+                f"host {socket.gethostname()}, process {os.getpid()}, since "
+                f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+            )
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, text.encode(), 0)
 

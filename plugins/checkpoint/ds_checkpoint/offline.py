@@ -44,7 +44,12 @@ __all__ = [
 
 log = logging.getLogger("ds_checkpoint")
 
-EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "saved": None}
+EXPORT_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "saved": None,
+}
 _BLOCK = 1 << 24
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?", re.ASCII)
@@ -55,7 +60,9 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """An opened checkpoint. split: weights that are cut along mesh axes, so that they have no one value."""
+    """An opened checkpoint. split: weights that are cut along mesh axes, so that they have no one
+    value.
+    """
 
     path: Path
     manifest: Manifest
@@ -67,14 +74,18 @@ class Saved:
         return [n.removeprefix("module/") for n in self.source.names() if n.startswith("module/")]
 
     def best(self, name: str) -> str:
-        """The state with the most exact values of weight `name`: its fp32 master where there is one."""
+        """The state with the most exact values of weight `name`: its fp32 master where there is
+        one.
+        """
         master = f"master/{name}"
         return master if master in self.source else f"module/{name}"
 
 
 @contextlib.contextmanager
 def open_saved(path: str | Path, tag: str | None = None) -> Iterator[Saved]:
-    """Open ``path`` (a checkpoint), or ``path/tag``, or what ``path/latest`` names; CheckpointError if it is none."""
+    """Open ``path`` (a checkpoint), or ``path/tag``, or what ``path/latest`` names; CheckpointError
+    if it is none.
+    """
     folder = Path(path)
     if tag is not None:
         folder = files.find(folder, tag)
@@ -82,7 +93,9 @@ def open_saved(path: str | Path, tag: str | None = None) -> Iterator[Saved]:
         latest = files.read_latest(folder) if folder.is_dir() else None
         if latest is None:
             have = files.existing_tags(folder)
-            hint = f"name one of {', '.join(have[:10])}" if have else "give the folder of a checkpoint"
+            hint = (
+                f"name one of {', '.join(have[:10])}" if have else "give the folder of a checkpoint"
+            )
             raise CheckpointError(f"{folder} is no checkpoint and has no file {LATEST!r}; {hint}")
         folder = files.find(folder, latest)
     manifest = parse_manifest(folder / MANIFEST)
@@ -96,18 +109,21 @@ def open_saved(path: str | Path, tag: str | None = None) -> Iterator[Saved]:
 
 
 def verify(path: str | Path, tag: str | None = None) -> Manifest:
-    """Compare every file of a checkpoint with its checksum; CheckpointError names the first that is not as written."""
+    """Compare every file of a checkpoint with its checksum; CheckpointError names the first that is
+    not as written.
+    """
     with open_saved(path, tag) as saved:
         saved.source.verify(0, 1)
         return saved.manifest
 
 
-# -- comparing -----------------------------------------------------------------------------------------------------
+# -- comparing -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How one state differs: ``"only in the first"``, ``"only in the second"``, ``"shape"``, ``"dtype"``, ``"values"``.
+    """How one state differs: ``"only in the first"``, ``"only in the second"``, ``"shape"``,
+    ``"dtype"``, ``"values"``.
 
     largest: the largest absolute difference of an element; NaN where one of them is not a number.
     """
@@ -119,21 +135,29 @@ class Difference:
 
 
 def differences(first: Saved, second: Saved) -> Iterator[Difference]:
-    """What differs between the states of two checkpoints, in order of name; how they are cut into files does not."""
-    one, two = set(first.source.names()), set(second.source.names())
+    """What differs between the states of two checkpoints, in order of name; how they are cut into
+    files does not.
+    """
+    one = set(first.source.names())
+    two = set(second.source.names())
     for name in sorted(one | two):
         if name not in two:
             yield Difference(name, "only in the first", "")
         elif name not in one:
             yield Difference(name, "only in the second", "")
         elif first.source.shape(name) != second.source.shape(name):
-            yield Difference(name, "shape", f"{first.source.shape(name)} and {second.source.shape(name)}")
+            yield Difference(
+                name, "shape", f"{first.source.shape(name)} and {second.source.shape(name)}"
+            )
         elif (found := _compare(first.source, second.source, name)) is not None:
             yield found
 
 
 def _compare(one: SavedStates, two: SavedStates, name: str) -> Difference | None:
-    count, total, largest, dtypes = math.prod(one.shape(name)), 0, 0.0, None
+    count = math.prod(one.shape(name))
+    total = 0
+    largest = 0.0
+    dtypes = None
     for start in range(0, count, _BLOCK):
         a, b = (s.read(name, start, min(start + _BLOCK, count)) for s in (one, two))
         dtypes = (a.dtype, b.dtype)
@@ -150,7 +174,7 @@ def _compare(one: SavedStates, two: SavedStates, name: str) -> Difference | None
     return None
 
 
-# -- exporting -----------------------------------------------------------------------------------------------------
+# -- exporting -------------------------------------------------------------------------------------
 
 
 def export_weights(
@@ -162,12 +186,15 @@ def export_weights(
     exclude_frozen_parameters: bool = False,
     overwrite: bool = False,
 ) -> list[Path]:
-    """Write the weights as safetensors in the layout of Hugging Face's `save_pretrained`; the files written.
+    """Write the weights as safetensors in the layout of Hugging Face's `save_pretrained`; the files
+    written.
 
-    One ``model.safetensors``, or with more than `max_shard_size` bytes ``model-00001-of-0000N.safetensors`` and an
-    index. dtype: "fp32", "bf16", "fp16" (for floating-point tensors), or "saved" to leave them. Shared tensors are
-    stored once; their other names are in the metadata. overwrite: replace weights that are in the folder, all of them;
-    else they are an error. Other files there are left alone. CheckpointError when a weight is cut along mesh axes.
+    One ``model.safetensors``, or with more than `max_shard_size` bytes
+    ``model-00001-of-0000N.safetensors`` and an index. dtype: "fp32", "bf16", "fp16" (for
+    floating-point tensors), or "saved" to leave them. Shared tensors are stored once; their other
+    names are in the metadata. overwrite: replace weights that are in the folder, all of them; else
+    they are an error. Other files there are left alone. CheckpointError when a weight is cut along
+    mesh axes.
     """
     folder = Path(output_dir)
     check_output(folder, overwrite)
@@ -175,7 +202,9 @@ def export_weights(
         raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(EXPORT_DTYPES)}")
     _refuse_split(saved)
     left_out = set(saved.manifest.frozen) if exclude_frozen_parameters else set()
-    items = [_item(saved, name, EXPORT_DTYPES[dtype]) for name in saved.weights() if name not in left_out]
+    items = [
+        _item(saved, name, EXPORT_DTYPES[dtype]) for name in saved.weights() if name not in left_out
+    ]
     limit = parse_size(max_shard_size)
     shards: list[list[Item]] = []
     filled = 0
@@ -191,7 +220,11 @@ def export_weights(
 
 def _weights_in(folder: Path) -> list[Path]:
     """The files of weights in a folder that this or another program exported to."""
-    return sorted(path for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name)) if folder.is_dir() else []
+    return (
+        sorted(path for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name))
+        if folder.is_dir()
+        else []
+    )
 
 
 def check_output(folder: Path, overwrite: bool) -> None:
@@ -202,24 +235,33 @@ def check_output(folder: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{folder} is a checkpoint; name another folder for the weights")
     if not overwrite and (found := _weights_in(folder)):
         raise CheckpointError(
-            f"{folder} holds weights already ({found[0].name}); name another folder, or replace them "
+            f"{folder} holds weights already ({found[0].name}); name another folder, or replace "
+            "them "
             "with overwrite=True (dscore checkpoint export --overwrite)"
         )
 
 
-def _write_shards(folder: Path, shards: list[list[Item]], saved: Saved, left_out: set[str]) -> list[Path]:
+def _write_shards(
+    folder: Path, shards: list[list[Item]], saved: Saved, left_out: set[str]
+) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
-    shared = {a: n for a, n in saved.manifest.shared.items() if n not in left_out and a not in left_out}
+    shared = {
+        a: n for a, n in saved.manifest.shared.items() if n not in left_out and a not in left_out
+    }
     names = ["model.safetensors"]
     if len(shards) > 1:
-        names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+        names = [
+            f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
+        ]
     for name, items in zip(names, shards, strict=True):
         here = {item[0] for item in items}
         metadata = {a: n for a, n in shared.items() if n in here} | {"format": "pt"}
-        files.replace_with(folder / name, lambda path, i=items, m=metadata: write_tensors(path, i, m))  # type: ignore[misc]
+        write = functools.partial(write_tensors, items=items, metadata=metadata)
+        files.replace_with(folder / name, write)
     paths = [folder / name for name in names]
     index = folder / _INDEX
-    for old in _weights_in(folder):  # of an earlier export; readers would take them for a part of this one
+    # of an earlier export; readers would take them for a part of this one
+    for old in _weights_in(folder):
         if old.name not in (*names, index.name) or (old == index and len(shards) == 1):
             old.unlink()
     if len(shards) == 1:
@@ -227,7 +269,9 @@ def _write_shards(folder: Path, shards: list[list[Item]], saved: Saved, left_out
     where = {item[0]: name for name, items in zip(names, shards, strict=True) for item in items}
     where |= {alias: where[name] for alias, name in shared.items() if name in where}
     size = sum(math.prod(shape) * kind.itemsize for items in shards for _, shape, kind, _ in items)
-    text = json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2, sort_keys=True)
+    text = json.dumps(
+        {"metadata": {"total_size": size}, "weight_map": where}, indent=2, sort_keys=True
+    )
     files.replace_with(index, lambda path: files.write_file(path, text.encode()))
     return [*paths, index]
 
@@ -245,20 +289,22 @@ def _item(saved: Saved, name: str, wanted: torch.dtype | None) -> Item:
 def _refuse_split(saved: Saved) -> None:
     if saved.split:
         raise CheckpointError(
-            f"{saved.path}: {', '.join(saved.split[:3])} differ along mesh axes, so they have no one value to export; "
+            f"{saved.path}: {', '.join(saved.split[:3])} differ along mesh axes, so they have no "
+            "one value to export; "
             "load the checkpoint into the model that was saved"
         )
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes, of a number or of text such as "5GB" or "200MiB"; CheckpointError for anything else."""
+    """Bytes, of a number or of text such as "5GB" or "200MiB"; CheckpointError for anything
+    else."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     if found is None or found[2].upper() not in _UNITS or float(found[1]) <= 0:
         raise CheckpointError(f"size {size!r}: write a number of bytes, or 500MB, 5GB, 2GiB")
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
-# -- state dicts, under their documented names ---------------------------------------------------------------------
+# -- state dicts, under their documented names -----------------------------------------------------
 
 Opener = Callable[[str | Path, str | None], contextlib.AbstractContextManager[Saved]]
 """Opens a checkpoint: (the folder, the tag or None) -> what is in it."""
@@ -266,7 +312,9 @@ Opener = Callable[[str | Path, str | None], contextlib.AbstractContextManager[Sa
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """Stands for a weight that is still on the disk; `contiguous` reads it. dtype, shape: as it will have."""
+    """Stands for a weight that is still on the disk; `contiguous` reads it. dtype, shape: as it
+    will have.
+    """
 
     read: Callable[[], Tensor]
     dtype: torch.dtype
@@ -285,11 +333,12 @@ def get_fp32_state_dict_from_zero_checkpoint(
     *,
     opened: Opener = open_saved,
 ) -> dict[str, Any]:
-    """The whole model's weights and buffers as one CPU state dict in fp32, of a checkpoint of any stage and world size.
+    """The whole model's weights and buffers as one CPU state dict in fp32, of a checkpoint of any
+    stage and world size.
 
-    checkpoint_dir: the folder above the tag's; tag None: the one that ``latest`` names. Shared tensors appear under all
-    their names. lazy_mode: values are `LazyTensor`, read one by one by their ``contiguous()``. opened: what opens
-    checkpoints, for those of another form.
+    checkpoint_dir: the folder above the tag's; tag None: the one that ``latest`` names. Shared
+    tensors appear under all their names. lazy_mode: values are `LazyTensor`, read one by one by
+    their ``contiguous()``. opened: what opens checkpoints, for those of another form.
     """
     with opened(checkpoint_dir, tag) as saved:
         lazy = functools.partial(_read, opened, saved.path) if lazy_mode else None
@@ -297,18 +346,25 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def load_state_dict_from_zero_checkpoint(
-    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None, *, opened: Opener = open_saved
+    model: nn.Module,
+    checkpoint_dir: str | Path,
+    tag: str | None = None,
+    *,
+    opened: Opener = open_saved,
 ) -> nn.Module:
     """Move `model` to the CPU and load the fp32 weights of a checkpoint into it; the model.
 
-    CheckpointError when the names do not fit; weights that ``exclude_frozen_parameters`` left out stay as they are.
+    CheckpointError when the names do not fit; weights that ``exclude_frozen_parameters`` left out
+    stay as they are.
     opened: as in `get_fp32_state_dict_from_zero_checkpoint`.
     """
     with opened(checkpoint_dir, tag) as saved:
         model = model.cpu()
         excluded = {n.removeprefix("module/") for n in saved.manifest.excluded}
         wrong = model.load_state_dict(_fp32_state_dict(saved, False), strict=False)
-        missing = [n for n in wrong.missing_keys if n not in excluded and not n.endswith("_extra_state")]
+        missing = [
+            n for n in wrong.missing_keys if n not in excluded and not n.endswith("_extra_state")
+        ]
         if missing or wrong.unexpected_keys:
             extra = ", ".join(wrong.unexpected_keys[:5])
             lacks = f"lacks {', '.join(missing[:5])}" if missing else f"has {extra} besides"
@@ -319,7 +375,9 @@ def load_state_dict_from_zero_checkpoint(
 def _fp32_state_dict(
     saved: Saved, exclude_frozen_parameters: bool, lazy: Callable[[str], Tensor] | None = None
 ) -> dict[str, Any]:
-    """All weights and buffers, under all their names. lazy: reads one, when its `LazyTensor` is asked for it."""
+    """All weights and buffers, under all their names. lazy: reads one, when its `LazyTensor` is
+    asked for it.
+    """
     _refuse_split(saved)
     left_out = set(saved.manifest.frozen) if exclude_frozen_parameters else set()
     found: dict[str, Any] = {}
@@ -333,7 +391,9 @@ def _fp32_state_dict(
             found[name] = LazyTensor(functools.partial(lazy, name), target, shape)
         else:
             found[name] = _fp32_weight(saved, name)
-    return found | {alias: found[name] for alias, name in saved.manifest.shared.items() if name in found}
+    return found | {
+        alias: found[name] for alias, name in saved.manifest.shared.items() if name in found
+    }
 
 
 def _fp32_weight(saved: Saved, name: str) -> Tensor:
@@ -358,14 +418,17 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     dtype: str = "fp32",
     opened: Opener = open_saved,
 ) -> list[Path]:
-    """Write a checkpoint's fp32 weights to safetensors files, with an index when there are several; the files.
+    """Write a checkpoint's fp32 weights to safetensors files, with an index when there are several;
+    the files.
 
-    Weights that are in `output_dir` are replaced. safe_serialization: False, which asks for pickles, is answered with
-    safetensors too, and a warning. dtype: another, as in `export_weights`. opened: as in
-    `get_fp32_state_dict_from_zero_checkpoint`.
+    Weights that are in `output_dir` are replaced. safe_serialization: False, which asks for
+    pickles, is answered with safetensors too, and a warning. dtype: another, as in
+    `export_weights`. opened: as in `get_fp32_state_dict_from_zero_checkpoint`.
     """
     if not safe_serialization:
-        log.warning("safe_serialization=False asks for pickled files; safetensors files are written instead")
+        log.warning(
+            "safe_serialization=False asks for pickled files; safetensors files are written instead"
+        )
     with opened(checkpoint_dir, tag) as saved:
         return export_weights(
             saved,

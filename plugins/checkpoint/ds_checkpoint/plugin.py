@@ -1,4 +1,6 @@
-"""What ds-checkpoint declares: the section ``checkpoint``, the checkpointer and ``dscore checkpoint`` (torch-free)."""
+"""What ds-checkpoint declares: the section ``checkpoint``, the checkpointer and ``dscore
+checkpoint`` (torch-free).
+"""
 
 from __future__ import annotations
 

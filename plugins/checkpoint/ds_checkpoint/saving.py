@@ -1,7 +1,7 @@
 """`save`: prepare (nothing written) -> every rank writes its files aside -> rank 0 commits.
 
-After each step all ranks exchange whether it failed. A failure on one rank is raised on all of them and leaves the
-earlier checkpoints, and ``latest``, unchanged.
+After each step all ranks exchange whether it failed. A failure on one rank is raised on all of them
+and leaves the earlier checkpoints, and ``latest``, unchanged.
 """
 
 from __future__ import annotations
@@ -42,55 +42,89 @@ log = logging.getLogger("ds_checkpoint")
 
 
 def save(
-    run: RunState, folder: Folder, options: SaveOptions, config: CheckpointConfig, lock: FolderLock, later: Background
+    run: RunState,
+    folder: Folder,
+    options: SaveOptions,
+    config: CheckpointConfig,
+    lock: FolderLock,
+    later: Background,
 ) -> Path:
-    """Write a checkpoint to ``folder/tag`` and return that path; atomic and durable. Collective: every rank calls it.
+    """Write a checkpoint to ``folder/tag`` and return that path; atomic and durable. Collective:
+    every rank calls it.
 
-    The tag is equal on all ranks (config ``checkpoint.tag_validation``). Client state: None, bool, int, float, str,
-    tensors, and lists, tuples and dicts (str keys) of them. lock: of the folders that this engine saves into. later:
-    with ``checkpoint.async`` it goes on writing after this function has returned, unless states rest in a store that
-    gives memory back: there may be no memory for a copy of them, so they are streamed.
+    The tag is equal on all ranks (config ``checkpoint.tag_validation``). Client state: None, bool,
+    int, float, str, tensors, and lists, tuples and dicts (str keys) of them. lock: of the folders
+    that this engine saves into. later: with ``checkpoint.async`` it goes on writing after this
+    function has returned, unless states rest in a store that gives memory back: there may be no
+    memory for a copy of them, so they are streamed.
 
-    Raises CheckpointError on every rank, with the rank and the cause, when it fails on any; what was in `folder`
-    before is then as it was. One job at a time may save to a folder: it is locked until the engine is destroyed.
+    Raises CheckpointError on every rank, with the rank and the cause, when it fails on any; what
+    was in `folder` before is then as it was. One job at a time may save to a folder: it is locked
+    until the engine is destroyed.
     """
     later.wait()
     action = f"cannot save a checkpoint to {folder!s:.200}"
     prepared, reports = on_every_rank(
         action,
         lambda: _prepare(run, folder, options),
-        lambda p: {"tag": p.tag, "buffers": digests(run.module), "away": any(piece.read for piece in p.pieces)},
+        lambda p: {
+            "tag": p.tag,
+            "buffers": digests(run.module),
+            "away": any(piece.read for piece in p.pieces),
+        },
     )
     tag = _agreed_tag([report["tag"] for report in reports], config.tag_validation.lower())
     own = differing(run, prepared.buffers, [report["buffers"] for report in reports])
     prepared.local_tensors.update({f"buffer/{name}": buffer for name, buffer in own.items()})
-    root, site = Path(folder), find_site(config.use_node_local_storage)
+    root = Path(folder)
+    site = find_site(config.use_node_local_storage)
     began = on_first_rank(action, lambda: _begin(lock, root, tag))
-    job = SaveJob(root, tag, root / began["name"], began["id"], began["serial"], options.save_latest, config.keep_last)
+    job = SaveJob(
+        root,
+        tag,
+        root / began["name"],
+        began["id"],
+        began["serial"],
+        options.save_latest,
+        config.keep_last,
+    )
     away = any(report["away"] for report in reports)
     if config.asynchronous and away:
         log_once(
             log,
             logging.WARNING,
-            "checkpoint.async: states rest outside of memory, so save writes them before it returns",
+            "checkpoint.async: states rest outside of memory, so save writes them before it "
+            "returns",
         )
     elif config.asynchronous:
         later.start(action, prepared, job)
         return root / tag
     try:
         if site.local:
-            on_every_rank(action, lambda: _join(lock, job) if site.first and prepared.rank else None)
+            on_every_rank(
+                action, lambda: _join(lock, job) if site.first and prepared.rank else None
+            )
         _, written = on_every_rank(action, lambda: write(prepared, job), lambda report: report)
         on_first_rank(action, lambda: seal(prepared, job, written))
         if site.local:
-            spread(action, job.temporary, [README, MANIFEST], site, run.ctx.accelerator.current_device())
-        on_every_rank(action, lambda: files.put_in_place(job.temporary, root / tag) if site.first else None)
+            spread(
+                action,
+                job.temporary,
+                [README, MANIFEST],
+                site,
+                run.ctx.accelerator.current_device(),
+            )
+        on_every_rank(
+            action, lambda: files.put_in_place(job.temporary, root / tag) if site.first else None
+        )
     except CheckpointError:
         if site.first:
             with contextlib.suppress(OSError):  # another rank may see it too
                 files.discard(job.temporary)
         raise
-    on_every_rank(f"{root / tag} is saved, but not {LATEST}", lambda: publish(job) if site.first else None)
+    on_every_rank(
+        f"{root / tag} is saved, but not {LATEST}", lambda: publish(job) if site.first else None
+    )
     log.info("saved checkpoint %s", root / tag)
     return root / tag
 
@@ -106,13 +140,15 @@ def _begin(lock: FolderLock, root: Path, tag: str) -> dict[str, Any]:
 def _join(lock: FolderLock, job: SaveJob) -> None:
     """The first rank of another host than rank 0's: the same there."""
     if job.temporary.exists():
-        raise CheckpointError(f"{job.root} is the same folder on several hosts; leave use_node_local_storage out")
+        raise CheckpointError(
+            f"{job.root} is the same folder on several hosts; leave use_node_local_storage out"
+        )
     files.make_root(job.root)
     lock.take(job.root)
     files.make_temporary(job.root, job.tag, job.temporary.name)
 
 
-# -- prepare -------------------------------------------------------------------------------------------------------
+# -- prepare ---------------------------------------------------------------------------------------
 
 
 def _prepare(run: RunState, folder: Folder, options: SaveOptions) -> Prepared:
@@ -121,7 +157,8 @@ def _prepare(run: RunState, folder: Folder, options: SaveOptions) -> Prepared:
     client = options.client_state
     if not isinstance(client, Mapping | None):
         raise CheckpointError(
-            f"client_state is a {type(client).__name__}; give a dict with str keys, such as {{'epoch': 3}}"
+            f"client_state is a {type(client).__name__}; give a dict with str keys, such as "
+            "{'epoch': 3}"
         )
     ctx = run.ctx
     excluded = run.frozen_states() if options.exclude_frozen_parameters else []
@@ -169,8 +206,14 @@ def _agreed_tag(tags: list[str], mode: str) -> str:
     different = {rank: tag for rank, tag in enumerate(tags) if tag != tags[0]}
     if different and mode != "ignore":
         rank, other = next(iter(different.items()))
-        differs = f"the tag is {tags[0]!r} on rank 0 but {other!r} on rank {rank} ({len(different)} ranks differ)"
+        differs = (
+            f"the tag is {tags[0]!r} on rank 0 but {other!r} on rank {rank} "
+            f"({len(different)} "
+            "ranks differ)"
+        )
         if mode == "fail":
-            raise CheckpointError(f"{differs}; pass one tag on all ranks (checkpoint.tag_validation is Fail)")
+            raise CheckpointError(
+                f"{differs}; pass one tag on all ranks (checkpoint.tag_validation is Fail)"
+            )
         log.warning("%s; rank 0's is used", differs)
     return tags[0]

@@ -1,8 +1,9 @@
-"""Which ranks see one folder: all of them, or with ``checkpoint.use_node_local_storage`` those of a host.
+"""Which ranks see one folder: all of them, or with ``checkpoint.use_node_local_storage`` those of a
+host.
 
-Each host's folder then has the files that its own ranks have written, and the manifest of all. Before a load every
-host gets the files that it lacks from a host that has them; so any ranks may be on any hosts, and what was copied
-stays there.
+Each host's folder then has the files that its own ranks have written, and the manifest of all.
+Before a load every host gets the files that it lacks from a host that has them; so any ranks may be
+on any hosts, and what was copied stays there.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ BLOCK = 16 << 20  # bytes of a message
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The ranks that see the same folder as this one. rank: this one's number among them. local: others see others."""
+    """The ranks that see the same folder as this one. rank: this one's number among them. local:
+    others see others.
+    """
 
     rank: int
     size: int
@@ -56,13 +59,15 @@ def find_site(local: bool) -> Site:
 
 
 def introduce(action: str, root: Path, tag: str | None, site: Site, device: torch.device) -> None:
-    """Tell every host of the newest checkpoint that a host's ``latest`` names, or of `tag`. Collective.
+    """Tell every host of the newest checkpoint that a host's ``latest`` names, or of `tag`.
+    Collective.
 
     Rank 0's host may be new, or have been away.
     """
 
     def look() -> tuple[int, int, str] | None:
-        with contextlib.suppress(CheckpointError):  # what is wrong will be said, or another checkpoint taken
+        # what is wrong will be said, or another checkpoint taken
+        with contextlib.suppress(CheckpointError):
             named = files.read_latest(root) if tag is None else tag
             head = None if named is None else read_head(root / check_tag(named) / MANIFEST)
             return None if named is None or head is None else (*head, named)
@@ -83,14 +88,20 @@ def introduce(action: str, root: Path, tag: str | None, site: Site, device: torc
 def complete(action: str, path: Path, site: Site, device: torch.device) -> None:
     """Copy to every host what its part of the checkpoint at `path` lacks. Collective.
 
-    Raises CheckpointError on every rank for a file that no host has, and for parts of different saves.
+    Raises CheckpointError on every rank for a file that no host has, and for parts of different
+    saves.
     """
     save_id = on_first_rank(action, lambda: parse_manifest(path / MANIFEST).save_id)
 
     def look() -> None:
-        if site.first and (path / MANIFEST).exists() and parse_manifest(path / MANIFEST).save_id != save_id:
+        if (
+            site.first
+            and (path / MANIFEST).exists()
+            and parse_manifest(path / MANIFEST).save_id != save_id
+        ):
             raise CheckpointError(
-                f"{path} on {socket.gethostname()} is of another save than on rank 0's host; a save was broken off "
+                f"{path} on {socket.gethostname()} is of another save than on rank 0's host; a "
+                "save was broken off "
                 "there. Load an earlier checkpoint (its tag, or fallback=True)"
             )
 
@@ -100,18 +111,24 @@ def complete(action: str, path: Path, site: Site, device: torch.device) -> None:
     spread(action, path, sorted(manifest.files), site, device)
 
 
-def spread(action: str, folder: Path, names: Sequence[str], site: Site, device: torch.device) -> None:
-    """Copy files to every host whose `folder` lacks them, from the first rank that sees them. Collective.
+def spread(
+    action: str, folder: Path, names: Sequence[str], site: Site, device: torch.device
+) -> None:
+    """Copy files to every host whose `folder` lacks them, from the first rank that sees them.
+    Collective.
 
     names: equal on all ranks.
     """
     here = [os.path.lexists(folder / name) for name in names]
-    _, everyone = on_every_rank(action, lambda: None, lambda _: "".join("01"[found] for found in here))
+    _, everyone = on_every_rank(
+        action, lambda: None, lambda _: "".join("01"[found] for found in here)
+    )
     for number, name in enumerate(names):
         holders = [rank for rank, found in enumerate(everyone) if found[number] == "1"]
         if not holders:
             raise CheckpointError(
-                f"{action}: {folder / name} is on no host of this run; have all hosts that saved it taken part?"
+                f"{action}: {folder / name} is on no host of this run; have all hosts that saved "
+                "it taken part?"
             )
         if len(holders) < len(everyone):
             _copy(action, folder / name, holders[0], site.first and not here[number], device)

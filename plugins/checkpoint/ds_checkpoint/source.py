@@ -29,17 +29,24 @@ MOST_OPEN = 256
 class SavedStates:
     """The states of a checkpoint as this rank may read them: a `StateSource`.
 
-    Files are opened when first needed, and only the bytes asked for are read. mesh: None where no run is going on; then
-    only states that are the same on all ranks have a name. slices: parameters of which this rank holds a slice, so that
-    its slice is what their names mean.
+    Files are opened when first needed, and only the bytes asked for are read. mesh: None where no
+    run is going on; then only states that are the same on all ranks have a name. slices: parameters
+    of which this rank holds a slice, so that its slice is what their names mean.
     """
 
     def __init__(
-        self, path: Path, manifest: Manifest, mesh: Mesh | None, slices: Mapping[str, Slice] | None = None
+        self,
+        path: Path,
+        manifest: Manifest,
+        mesh: Mesh | None,
+        slices: Mapping[str, Slice] | None = None,
     ) -> None:
-        self.path, self.manifest, self._slices = path, manifest, slices or {}
+        self.path = path
+        self.manifest = manifest
+        self._slices = slices or {}
         self._files: dict[str, TensorFile] = {}
-        self._open: dict[str, None] = {}  # names of `_files` that are open, the least recently used first
+        # names of `_files` that are open, the least recently used first
+        self._open: dict[str, None] = {}
         self._states = _readable(manifest, mesh)
         self._turn = mesh.rank if mesh is not None else 0
 
@@ -63,23 +70,35 @@ class SavedStates:
         """The state's dtype as safetensors spells it."""
         return self._state(name).dtype
 
-    def read(self, name: str, start: int = 0, stop: int | None = None, *, into: object = None) -> Tensor:
-        """See `StateSource`. Fresh memory costs as much as reading: the system gives it out page by page."""
-        state, piece = self._state(name), self._slice(name)
-        shape, parts = piece.size, list(piece.parts())
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None, *, into: object = None
+    ) -> Tensor:
+        """See `StateSource`.
+
+        Fresh memory costs as much as reading: the system gives it out page by page.
+        """
+        state = self._state(name)
+        piece = self._slice(name)
+        shape = piece.size
+        parts = list(piece.parts())
         stop = math.prod(shape) if stop is None else stop
-        assert 0 <= start <= stop <= math.prod(shape), f"range [{start}, {stop}) of {name!r}, which has {shape}"
+        assert 0 <= start <= stop <= math.prod(shape), (
+            f"range [{start}, {stop}) of {name!r}, which has {shape}"
+        )
         dtype = DTYPES[state.dtype]
         if _takes(into, stop - start, dtype):
             out = into.detach().view(-1)
         else:
             out = torch.empty(stop - start, dtype=dtype)
-        # Ranks that read the same begin with another file each, and find in the system's cache what another has read.
+        # Ranks that read the same begin with another file each, and find in the system's cache what
+        # another has read.
         first = self._turn % len(state.chunks)
         for chunk in state.chunks[first:] + state.chunks[:first]:
             held = (chunk.start, chunk.stop)
             for box, at in parts:
-                for move in moves(chunk.within(state.shape), held, box, (start, stop), at=at, within=shape):
+                for move in moves(
+                    chunk.within(state.shape), held, box, (start, stop), at=at, within=shape
+                ):
                     self.file(chunk.file).read_move(chunk.key, move, out)
         return out
 
@@ -90,47 +109,71 @@ class SavedStates:
     def _slice(self, name: str) -> Slice:
         """What of a stored state this rank's parameter has.
 
-        Of one that bears its name at other coordinates too, there may be less than the whole that the slice tells of.
+        Of one that bears its name at other coordinates too, there may be less than the whole that
+        the slice tells of.
         """
-        stored, piece = self._state(name), self._slices.get(param_of(name))
+        stored = self._state(name)
+        piece = self._slices.get(param_of(name))
         whole = Slice.of(stored.shape)
         if piece is None or len(stored.shape) != len(piece.shape):
             return whole
         dims = list(zip(stored.shape, piece.shape, piece.size, piece.ranges, strict=True))
-        if stored.shape == piece.shape or (stored.at and all(s in (n, size) for s, n, size, _ in dims)):
-            return Slice(stored.shape, tuple(r if s == n else ((0, s),) for s, n, _, r in dims), piece.axes)
+        if stored.shape == piece.shape or (
+            stored.at and all(s in (n, size) for s, n, size, _ in dims)
+        ):
+            return Slice(
+                stored.shape, tuple(r if s == n else ((0, s),) for s, n, _, r in dims), piece.axes
+            )
         return whole
 
     def _state(self, name: str) -> SavedState:
         if name not in self._states:
-            raise CheckpointError(f"{self.path} has no state {name!r}; was it saved by another model?")
+            raise CheckpointError(
+                f"{self.path} has no state {name!r}; was it saved by another model?"
+            )
         return self._states[name]
 
     def file(self, name: str) -> TensorFile:
         """One of the checkpoint's files, opened, and known to belong to this checkpoint."""
         if name not in self._files:
             file = TensorFile(self.path / name)
-            if file.metadata.get("save_id") != self.manifest.save_id or file.metadata.get("file") != name:
-                found = ", ".join(f"{k} {file.metadata[k]!r}" for k in ("file", "step") if k in file.metadata)
+            if (
+                file.metadata.get("save_id") != self.manifest.save_id
+                or file.metadata.get("file") != name
+            ):
+                found = ", ".join(
+                    f"{k} {file.metadata[k]!r}" for k in ("file", "step") if k in file.metadata
+                )
                 file.close()
-                raise CheckpointError(f"{file.path} is not of this checkpoint ({found or 'no metadata'}); {DAMAGED}")
+                raise CheckpointError(
+                    f"{file.path} is not of this checkpoint ({found or 'no metadata'}); {DAMAGED}"
+                )
             self._files[name] = file
         self._open.pop(name, None)
         self._open[name] = None
-        if len(self._open) > MOST_OPEN:  # a checkpoint of many ranks has more files than a process may open
+        # a checkpoint of many ranks has more files than a process may open
+        if len(self._open) > MOST_OPEN:
             oldest = next(iter(self._open))
             del self._open[oldest]
             self._files[oldest].close()
         return self._files[name]
 
     def check_files(self) -> None:
-        """CheckpointError unless every file is there, has its size, and holds the tensors that the manifest says."""
+        """CheckpointError unless every file is there, has its size, and holds the tensors that the
+        manifest says.
+        """
         for name, mark in self.manifest.files.items():
             file = self.path / name
             if not os.path.lexists(file):
                 raise CheckpointError(f"{file} is missing; {DAMAGED}")
-            if (size := file.lstat().st_size) != mark.size and file.is_file() and not file.is_symlink():
-                raise CheckpointError(f"{file} has {size} bytes, it was written with {mark.size}; {DAMAGED}")
+            if (
+                (size := file.lstat().st_size) != mark.size
+                and file.is_file()
+                and not file.is_symlink()
+            ):
+                raise CheckpointError(
+                    f"{file} has {size} bytes, it was written with {mark.size}; {DAMAGED}"
+                )
             self.file(name)
         for state in self.manifest.states:
             for chunk in state.chunks:
@@ -138,11 +181,13 @@ class SavedStates:
                 want = (DTYPES.get(state.dtype), (chunk.stop - chunk.start,))
                 if found is None or found[:2] != want:
                     raise CheckpointError(
-                        f"{self.path / chunk.file} does not hold {chunk.key!r} as the manifest describes it; {DAMAGED}"
+                        f"{self.path / chunk.file} does not hold {chunk.key!r} as the manifest "
+                        f"describes it; {DAMAGED}"
                     )
 
     def verify(self, rank: int, world_size: int) -> None:
-        """CheckpointError unless every file is, byte for byte, as it was written; ranks divide the files.
+        """CheckpointError unless every file is, byte for byte, as it was written; ranks divide the
+        files.
 
         Files of version 1 have no checksum and are taken as they are.
         """
@@ -153,7 +198,9 @@ class SavedStates:
             reader = load.index(min(load))
             load[reader] += marks[name].size
             if reader == rank and marks[name].checksum not in (None, self.file(name).checksum()):
-                raise CheckpointError(f"{self.path / name} is not as it was written: its checksum is wrong; {DAMAGED}")
+                raise CheckpointError(
+                    f"{self.path / name} is not as it was written: its checksum is wrong; {DAMAGED}"
+                )
 
     def close(self) -> None:
         """Close all files."""
@@ -171,8 +218,8 @@ def _takes(into: object, count: int, dtype: torch.dtype) -> TypeGuard[Tensor]:
 def _readable(manifest: Manifest, mesh: Mesh | None) -> dict[str, SavedState]:
     """The state that each name means on this rank.
 
-    A name that only one set of coordinates holds means the same everywhere. Of several, this rank's own is read;
-    that makes sense only while the axes are as long as they were.
+    A name that only one set of coordinates holds means the same everywhere. Of several, this rank's
+    own is read; that makes sense only while the axes are as long as they were.
     """
     by_name: dict[str, list[SavedState]] = {}
     for state in manifest.states:
@@ -188,7 +235,8 @@ def _readable(manifest: Manifest, mesh: Mesh | None) -> dict[str, SavedState]:
         for axis in sorted({a for v in variants for a in v.at}):
             if here.get(axis, 1) != manifest.mesh.get(axis, 1):
                 raise CheckpointError(
-                    f"state {name!r} differs along mesh axis {axis!r}, of size {manifest.mesh.get(axis, 1)} when "
+                    f"state {name!r} differs along mesh axis {axis!r}, of size "
+                    f"{manifest.mesh.get(axis, 1)} when "
                     f"it was saved and {here.get(axis, 1)} now; load with the same size"
                 )
         for state in variants:

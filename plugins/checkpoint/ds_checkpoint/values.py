@@ -1,8 +1,9 @@
-"""Values as JSON plus tensors, and back with the same types: what client state and run state are stored as.
+"""Values as JSON plus tensors, and back with the same types: what client state and run state are
+stored as.
 
-JSON's own types are stored as they are. An object with one key that starts with "$" represents what JSON lacks:
-``{"$tuple": [...]}``, ``{"$float": "nan"}``, ``{"$tensor": key}``, and mappings that are not plain:
-``{"$dict" | "$ordered" | "$counter": [[key, value], ...]}``.
+JSON's own types are stored as they are. An object with one key that starts with "$" represents what
+JSON lacks: ``{"$tuple": [...]}``, ``{"$float": "nan"}``, ``{"$tensor": key}``, and mappings that
+are not plain: ``{"$dict" | "$ordered" | "$counter": [[key, value], ...]}``.
 """
 
 from __future__ import annotations
@@ -38,11 +39,15 @@ _FIXES = {
 }
 
 
-def encode(value: Any, where: str, tensors: dict[str, Tensor], *, own: bool = False, depth: int = 0) -> Any:
-    """`value` as JSON. where: its path, for errors. Tensors go into `tensors`, under keys made from the path's head.
+def encode(
+    value: Any, where: str, tensors: dict[str, Tensor], *, own: bool = False, depth: int = 0
+) -> Any:
+    """`value` as JSON. where: its path, for errors. Tensors go into `tensors`, under keys made from
+    the path's head.
 
-    own: a state of ours or torch's, in which mappings may have int keys (a MultiStepLR's milestones, for one).
-    Raises CheckpointError, naming the path and the fix, for anything that would not be decoded to an equal value.
+    own: a state of ours or torch's, in which mappings may have int keys (a MultiStepLR's
+    milestones, for one). Raises CheckpointError, naming the path and the fix, for anything that
+    would not be decoded to an equal value.
     """
     kind = type(value)
     if value is None or kind in (bool, str):
@@ -57,21 +62,31 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor], *, own: bool = Fa
         tensors[key] = value
         return {"$tensor": key}
     if depth >= _DEEPEST:
-        raise CheckpointError(f"{where[:80]}... is nested more than {_DEEPEST} deep, or holds itself; flatten it")
+        raise CheckpointError(
+            f"{where[:80]}... is nested more than {_DEEPEST} deep, or holds itself; flatten it"
+        )
     if kind in (list, tuple):
-        rows = [encode(v, f"{where}[{i}]", tensors, own=own, depth=depth + 1) for i, v in enumerate(value)]
+        rows = [
+            encode(v, f"{where}[{i}]", tensors, own=own, depth=depth + 1)
+            for i, v in enumerate(value)
+        ]
         return rows if kind is list else {"$tuple": rows}
     if kind in _MAPPINGS.values():
         return _encode_mapping(value, where, tensors, own, depth)
-    raise CheckpointError(f"{where} is a {_name(kind)}, which a checkpoint cannot hold; {_fix(value)}")
+    raise CheckpointError(
+        f"{where} is a {_name(kind)}, which a checkpoint cannot hold; {_fix(value)}"
+    )
 
 
-def _encode_mapping(value: Any, where: str, tensors: dict[str, Tensor], own: bool, depth: int) -> Any:
+def _encode_mapping(
+    value: Any, where: str, tensors: dict[str, Tensor], own: bool, depth: int
+) -> Any:
     pairs = []
     for key, item in value.items():
         if type(key) is not str and not (own and type(key) is int):
             raise CheckpointError(
-                f"{where} has the key {key!r} of type {_name(type(key))}; checkpoints keep only str keys: use str(key)"
+                f"{where} has the key {key!r} of type {_name(type(key))}; checkpoints keep only "
+                "str keys: use str(key)"
             )
         pairs.append([key, encode(item, f"{where}[{key!r}]", tensors, own=own, depth=depth + 1)])
     if type(value) is dict and all(type(k) is str and not k.startswith("$") for k in value):
@@ -86,7 +101,10 @@ def _name(kind: type) -> str:
 def _fix(value: Any) -> str:
     name = type(value).__name__
     if isinstance(value, Tensor):
-        return "store a plain tensor (for a DTensor its full_tensor(), else .as_subclass(torch.Tensor))"
+        return (
+            "store a plain tensor (for a DTensor its full_tensor(), else "
+            ".as_subclass(torch.Tensor))"
+        )
     if type(value).__module__ == "numpy" and name not in _FIXES:
         return "store it.item()"
     if name in _FIXES:
@@ -104,11 +122,15 @@ def _fix(value: Any) -> str:
 
 
 def decode(data: Any, tensor: Callable[[str], Tensor], where: str, depth: int = 0) -> Any:
-    """The reverse of `encode`; CheckpointError for what that never makes. tensor: gives the tensor of a key."""
+    """The reverse of `encode`; CheckpointError for what that never makes. tensor: gives the tensor
+    of a key.
+    """
     if not isinstance(data, (list, dict)):
         return data
     if depth >= _DEEPEST:
-        raise CheckpointError(f"{where}: values are nested more than {_DEEPEST} deep, which is never written")
+        raise CheckpointError(
+            f"{where}: values are nested more than {_DEEPEST} deep, which is never written"
+        )
 
     def inside(value: Any) -> Any:
         return decode(value, tensor, where, depth + 1)
@@ -129,4 +151,6 @@ def decode(data: Any, tensor: Callable[[str], Tensor], where: str, depth: int = 
             return tensor(inner)
         return _MAPPINGS[tag]({k: inside(v) for k, v in inner})
     except (KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{where}: {error} is not a value that a checkpoint can hold") from error
+        raise CheckpointError(
+            f"{where}: {error} is not a value that a checkpoint can hold"
+        ) from error

@@ -39,10 +39,11 @@ log = logging.getLogger("ds_checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What one rank is to write, all checked: its pieces of states, and values in JSON with their tensors.
+    """What one rank is to write, all checked: its pieces of states, and values in JSON with their
+    tensors.
 
-    buffers: this rank's own, of which those that differ join `local_tensors`. head: the fields of the manifest that one
-    rank knows.
+    buffers: this rank's own, of which those that differ join `local_tensors`. head: the fields of
+    the manifest that one rank knows.
     """
 
     tag: str
@@ -75,24 +76,35 @@ class SaveJob:
 
 def write(prepared: Prepared, job: SaveJob) -> dict[str, Any]:
     """Write this rank's files; what the manifest needs to know of them, as JSON."""
-    rank, head = prepared.rank, prepared.head
+    rank = prepared.rank
+    head = prepared.head
     if not job.temporary.is_dir():
         raise CheckpointError(
-            f"{job.temporary}, made by rank 0, is not there; save_dir must be on storage all ranks share; "
-            "or set checkpoint.use_node_local_storage, for folders of each host. Where its name has the time in it, "
+            f"{job.temporary}, made by rank 0, is not there; save_dir must be on storage all ranks "
+            "share; "
+            "or set checkpoint.use_node_local_storage, for folders of each host. Where its name "
+            "has the time in it, "
             "ranks name different folders: make it on rank 0 and broadcast it"
         )
     marks: dict[str, Mark] = {}
 
     def write_one(name: str, items: Iterable[Item], **values: str) -> None:
-        mark = {"format": f"{FORMAT} {VERSION}", "save_id": job.save_id, "file": name, "step": str(head["step"])}
+        mark = {
+            "format": f"{FORMAT} {VERSION}",
+            "save_id": job.save_id,
+            "file": name,
+            "step": str(head["step"]),
+        }
         mark |= {"rank": str(rank), "world_size": str(head["world_size"])}
         marks[name] = write_tensors(job.temporary / name, items, mark | values)
 
-    rows, items = rows_of(prepared.pieces, prepared.coord, rank_file(rank)), items_of(prepared.pieces)
+    rows = rows_of(prepared.pieces, prepared.coord, rank_file(rank))
+    items = items_of(prepared.pieces)
     if items:
         write_one(rank_file(rank), items)
-    write_one(local_file(rank), _plain_items(prepared.local_tensors), values=json.dumps(prepared.local))
+    write_one(
+        local_file(rank), _plain_items(prepared.local_tensors), values=json.dumps(prepared.local)
+    )
     if rank == 0 and prepared.common_tensors:
         write_one(COMMON, _plain_items(prepared.common_tensors))
     files.sync_directory(job.temporary)
@@ -111,7 +123,10 @@ def _plain_items(tensors: Mapping[str, Tensor]) -> list[Item]:
 
 
 def seal(prepared: Prepared, job: SaveJob, written: list[dict[str, Any]]) -> None:
-    """Rank 0, once all ranks' files are on the disk: the manifest. Only its name is missing to a checkpoint then."""
+    """Rank 0, once all ranks' files are on the disk: the manifest.
+
+    Only its name is missing to a checkpoint then.
+    """
     manifest = Manifest(
         save_id=job.save_id,
         tag=job.tag,
@@ -121,7 +136,9 @@ def seal(prepared: Prepared, job: SaveJob, written: list[dict[str, Any]]) -> Non
         shared={alias: name for report in written for alias, name in report["shared"].items()},
         excluded=tuple(sorted({name for report in written for name in report["excluded"]})),
         frozen=tuple(sorted({name for report in written for name in report["frozen"]})),
-        module_extra={name: rank for rank, r in reversed(list(enumerate(written))) for name in r["extra"]},
+        module_extra={
+            name: rank for rank, r in reversed(list(enumerate(written))) for name in r["extra"]
+        },
         **prepared.head,
     )
     files.write_file(job.temporary / README, _readme(job.tag))
@@ -135,7 +152,9 @@ def commit(prepared: Prepared, job: SaveJob, written: list[dict[str, Any]]) -> N
 
 
 def publish(job: SaveJob) -> None:
-    """The first rank that sees a folder, last: ``latest``, and the removal of checkpoints beyond ``keep_last``."""
+    """The first rank that sees a folder, last: ``latest``, and the removal of checkpoints beyond
+    ``keep_last``.
+    """
     if job.save_latest:
         files.write_latest(job.root, job.tag)
     if job.keep_last is not None:

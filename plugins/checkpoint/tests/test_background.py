@@ -25,7 +25,10 @@ ASYNC = {"checkpoint": {"async": True}}
 def make(value: float, **config: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Linear(300, 200)
-    full = {"train_batch_size": comm.world_size(), "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}} | config
+    full = {
+        "train_batch_size": comm.world_size(),
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+    } | config
     engine, *_ = ds_core.initialize(model=model, config=full)
     with torch.no_grad():
         model.weight.fill_(value)
@@ -35,7 +38,9 @@ def make(value: float, **config: Any) -> Any:
 
 def train(engine: Any, steps: int) -> None:
     for step in range(steps):
-        x = torch.randn(2, 300, generator=torch.Generator().manual_seed(7 * engine.global_steps + step))
+        x = torch.randn(
+            2, 300, generator=torch.Generator().manual_seed(7 * engine.global_steps + step)
+        )
         engine.backward(engine(x).square().mean())
         engine.step()
 
@@ -70,7 +75,9 @@ def train_while_saving(folder: str) -> bool:
 
 
 @pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
-def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(ranks: Any, tmp_path: Path, world: int) -> None:
+def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(
+    ranks: Any, tmp_path: Path, world: int
+) -> None:
     assert all(ranks(world, train_while_saving, str(tmp_path)))
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "a", "latest"]
     assert not list((tmp_path / "a").glob("*.report"))
@@ -104,7 +111,10 @@ def failing(folder: str, bad: int, call: str, reports: bool) -> str:
         engine = make(1.0, **ASYNC)
         engine.save_checkpoint(folder, "bad")
         with pytest.raises(CheckpointError) as caught:
-            {"save": lambda: engine.save_checkpoint(folder, "next"), "wait": engine.wait_for_checkpoint}[call]()
+            {
+                "save": lambda: engine.save_checkpoint(folder, "next"),
+                "wait": engine.wait_for_checkpoint,
+            }[call]()
     finally:
         writing.write_tensors, background._leave_report = real
     engine.save_checkpoint(folder, "good")
@@ -139,7 +149,7 @@ def test_the_end_of_the_process_waits(tmp_path: Path) -> None:
     assert (tmp_path / "last" / "manifest.json").is_file()
 
 
-# -- every file, every kind of damage ------------------------------------------------------------------------------
+# -- every file, every kind of damage --------------------------------------------------------------
 
 
 def save_two(folder: str) -> None:
@@ -236,7 +246,7 @@ def test_nothing_to_fall_back_to(ranks: Any, tmp_path: Path) -> None:
         assert "new" in answer and "rank00000.safetensors" in answer
 
 
-# -- who writes what -----------------------------------------------------------------------------------------------
+# -- who writes what -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -25,7 +25,9 @@ def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[Box, tuple[int, int]
 
 
 @st.composite
-def pairs(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[Box, tuple[int, int]], tuple[Box, tuple[int, int]]]:
+def pairs(
+    draw: st.DrawFn,
+) -> tuple[tuple[int, ...], tuple[Box, tuple[int, int]], tuple[Box, tuple[int, int]]]:
     shape = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
     return shape, draw(boxes(shape)), draw(boxes(shape))
 
@@ -42,7 +44,9 @@ def test_every_element_goes_where_it_belongs(given_: object) -> None:
         carry(move, values, out)
         moved += move.rows * move.length
     right = array[target.slices()].reshape(-1)[slice(*wanted)]
-    assert torch.equal(out, right.where(torch.isin(right, values), torch.zeros(1, dtype=torch.int64)))
+    assert torch.equal(
+        out, right.where(torch.isin(right, values), torch.zeros(1, dtype=torch.int64))
+    )
     assert moved == int((out != 0).sum()), "something is moved twice"
 
 
@@ -51,11 +55,14 @@ def test_a_box_may_lie_in_an_array_beside_others(given_: object, data: st.DataOb
     shape, (source, held), (target, _) = given_  # type: ignore[misc]
     array = torch.arange(1, math.prod(shape) + 1).view(shape)
     at = tuple(data.draw(st.integers(0, 2)) for _ in shape)
-    within = tuple(a + n + data.draw(st.integers(0, 2)) for a, n in zip(at, target.size, strict=True))
+    within = tuple(
+        a + n + data.draw(st.integers(0, 2)) for a, n in zip(at, target.size, strict=True)
+    )
     start = data.draw(st.integers(0, math.prod(within)))
     stop = data.draw(st.integers(start, math.prod(within)))
     values = array[source.slices()].reshape(-1)[slice(*held)]
-    out, right = torch.zeros(stop - start, dtype=torch.int64), torch.zeros(within, dtype=torch.int64)
+    out = torch.zeros(stop - start, dtype=torch.int64)
+    right = torch.zeros(within, dtype=torch.int64)
     for move in moves(source, held, target, (start, stop), at=at, within=within):
         carry(move, values, out)
     right[Box(at, target.size).slices()] = array[target.slices()]
@@ -78,15 +85,24 @@ def test_rows_are_one_move_and_ranges_one_stretch() -> None:
     columns = list(moves(whole, (0, 120), Box((0, 0, 1), (6, 4, 2)), (0, 48)))
     assert [(m.rows, m.length, m.source_step, m.target_step) for m in columns] == [(24, 2, 5, 2)]
     # A range that begins and ends inside a row: its rest, whole rows, the beginning of the last.
-    assert [m.rows * m.length for m in moves(whole, (0, 120), Box((0, 0, 1), (6, 4, 2)), (3, 20))] == [1, 16]
+    assert [
+        m.rows * m.length for m in moves(whole, (0, 120), Box((0, 0, 1), (6, 4, 2)), (3, 20))
+    ] == [1, 16]
     assert list(moves(Box.whole(()), (0, 1), Box.whole(()), (0, 1))) == [(0, 0, 1, 1, 1, 1)]
 
 
 def test_rows_are_read_from_a_file_however_long_they_are(tmp_path: Path) -> None:
     values = torch.arange(700 * 3000, dtype=torch.float32)
-    write_tensors(tmp_path / "x.safetensors", [("x", (values.numel(),), values.dtype, lambda: values)], {})
+    write_tensors(
+        tmp_path / "x.safetensors", [("x", (values.numel(),), values.dtype, lambda: values)], {}
+    )
     file = TensorFile(tmp_path / "x.safetensors")
-    for first, size in (((5, 100), (690, 3)), ((5, 100), (690, 1500)), ((0, 0), (700, 1)), ((1, 1), (1, 2999))):
+    for first, size in (
+        ((5, 100), (690, 3)),
+        ((5, 100), (690, 1500)),
+        ((0, 0), (700, 1)),
+        ((1, 1), (1, 2999)),
+    ):
         box = Box(first, size)
         out = torch.zeros(box.numel)
         before = file.bytes_read
@@ -101,7 +117,11 @@ def test_rows_are_read_from_a_file_however_long_they_are(tmp_path: Path) -> None
 def test_a_grid_fills_its_array() -> None:
     shape = (4, 6)
     cells = [Box((r, c), (h, w)) for r, h in ((0, 1), (1, 3)) for c, w in ((0, 2), (2, 0), (2, 4))]
-    assert form_grid(cells, shape) and form_grid([Box.whole(shape)], shape) and form_grid([Box((), ())], ())
+    assert (
+        form_grid(cells, shape)
+        and form_grid([Box.whole(shape)], shape)
+        and form_grid([Box((), ())], ())
+    )
     for wrong in (
         cells[1:],
         [*cells, cells[0]],

@@ -1,4 +1,6 @@
-"""A save that goes wrong leaves the checkpoint before it; a checkpoint that is wrong changes nothing."""
+"""A save that goes wrong leaves the checkpoint before it; a checkpoint that is wrong changes
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def load(folder: str, tag: str | None = None) -> Any:
     return [path and Path(path).name, value]
 
 
-# -- a process that dies -------------------------------------------------------------------------------------------
+# -- a process that dies ---------------------------------------------------------------------------
 
 
 def die_at(folder: str, tag: str, where: str, count: int, rank: int) -> None:
@@ -72,7 +74,8 @@ def die_at(folder: str, tag: str, where: str, count: int, rank: int) -> None:
     if comm.rank() == rank:
         module: Any = {"os": os, "files": files, "writing": writing}[where.split(".")[0]]
         name = where.split(".")[1]
-        real, calls = getattr(module, name), []
+        real = getattr(module, name)
+        calls = []
 
         def deadly(*args: Any, **kwargs: Any) -> Any:
             calls.append(name)
@@ -84,8 +87,8 @@ def die_at(folder: str, tag: str, where: str, count: int, rank: int) -> None:
     engine.save_checkpoint(folder, tag)
 
 
-# Tag "a" is saved first, with value 1, and is what latest names; the save that dies has value 2. "a" once more is
-# replaced, "b" is new. The last column: what loads after the crash.
+# Tag "a" is saved first, with value 1, and is what latest names; the save that dies has value 2.
+# "a" once more is replaced, "b" is new. The last column: what loads after the crash.
 BEFORE = [
     "writing.write_tensors 1",
     "writing.write_tensors 2",
@@ -96,13 +99,19 @@ BEFORE = [
 CRASHES: list[Any] = [("a", where, 1.0) for where in BEFORE[::2]]
 CRASHES += [pytest.param("a", where, 1.0, marks=pytest.mark.slow) for where in BEFORE[1::2]]
 CRASHES += [pytest.param("b", where, 1.0, marks=pytest.mark.slow) for where in BEFORE]
-CRASHES += [("a", "os.replace 2", 1.0)]  # the old one has stepped aside, the new one has no name yet
-CRASHES += [("a", where, 2.0) for where in ("files.discard 1", "os.replace 3", "files.write_latest 1", "os.replace 4")]
+# the old one has stepped aside, the new one has no name yet
+CRASHES += [("a", "os.replace 2", 1.0)]
+CRASHES += [
+    ("a", where, 2.0)
+    for where in ("files.discard 1", "os.replace 3", "files.write_latest 1", "os.replace 4")
+]
 CRASHES += [("b", where, 1.0) for where in ("files.write_latest 1", "os.replace 2")]
 
 
 @pytest.mark.parametrize("tag, where, expected", CRASHES)
-def test_a_crash_leaves_a_whole_checkpoint(ranks: Any, tmp_path: Path, tag: str, where: str, expected: float) -> None:
+def test_a_crash_leaves_a_whole_checkpoint(
+    ranks: Any, tmp_path: Path, tag: str, where: str, expected: float
+) -> None:
     ranks(1, save, str(tmp_path), 1.0, "a")
     place, _, count = where.partition(" ")
     with pytest.raises(RemoteError, match="exit code 9"):
@@ -121,7 +130,7 @@ def test_a_dead_rank_leaves_the_previous_checkpoint(ranks: Any, tmp_path: Path) 
     assert ranks(2, load, str(tmp_path)) == [["a", 1.0]] * 2
 
 
-# -- errors while saving -------------------------------------------------------------------------------------------
+# -- errors while saving ---------------------------------------------------------------------------
 
 
 def full_disk(folder: str, size: int, full_rank: int, what: str) -> str:
@@ -137,7 +146,9 @@ def full_disk(folder: str, size: int, full_rank: int, what: str) -> str:
 
 
 @pytest.mark.parametrize("size, rank", [(100, 0), (2000, 0), (30_000, 0), (100, 1)])
-def test_a_full_disk_on_any_rank_fails_all_and_harms_nothing(ranks: Any, tmp_path: Path, size: int, rank: int) -> None:
+def test_a_full_disk_on_any_rank_fails_all_and_harms_nothing(
+    ranks: Any, tmp_path: Path, size: int, rank: int
+) -> None:
     ranks(2, save, str(tmp_path), 1.0, "a")
     for message in ranks(2, full_disk, str(tmp_path), size, rank, "checkpoint"):
         assert f"rank {rank}: OSError" in message and "File too large" in message
@@ -152,7 +163,8 @@ def test_a_full_disk_and_the_16bit_model(ranks: Any, tmp_path: Path) -> None:
 
 
 def refused(folder: str, arguments: dict[str, Any], bad_rank: int) -> list[str]:
-    engine, found = make(1.0), []
+    engine = make(1.0)
+    found = []
     bad = {
         "set": {"client_state": {"a": {"b": [1, {2}]}}},
         "keys": {"client_state": {"a": {3: 1}}},
@@ -200,7 +212,8 @@ def test_a_dtype_that_safetensors_lacks(ranks: Any, tmp_path: Path) -> None:
 
 
 def empty_names() -> list[str]:
-    engine, found = make(1.0), []
+    engine = make(1.0)
+    found = []
     for call in (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model):
         with pytest.raises(CheckpointError) as caught:
             call("")
@@ -213,7 +226,7 @@ def test_empty_directory_names(ranks: Any) -> None:
         assert all("is empty; name a directory" in m for m in messages)
 
 
-# -- tags ----------------------------------------------------------------------------------------------------------
+# -- tags ------------------------------------------------------------------------------------------
 
 
 def different_tags(folder: str, mode: str) -> Any:
@@ -252,7 +265,9 @@ def save_without_latest(folder: str) -> Any:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ds_checkpoint").addHandler(handler)
     for missing_ok in (False, True):
-        with pytest.raises(CheckpointError, match=r"latest does not exist.*there are x: give one as tag="):
+        with pytest.raises(
+            CheckpointError, match=r"latest does not exist.*there are x: give one as tag="
+        ):
             engine.load_checkpoint(folder, missing_ok=missing_ok)
     nowhere = folder + "/nowhere"
     found = engine.load_checkpoint(nowhere, missing_ok=True), engine.load_checkpoint(nowhere)
@@ -290,7 +305,8 @@ def save_beside_another_job(folder: str, half_made: str) -> Any:
 
 
 def save_with_two_engines(folder: str) -> None:
-    one, two = make(1.0), make(2.0)
+    one = make(1.0)
+    two = make(2.0)
     for tag in ("a", "b"):
         one.save_checkpoint(folder, f"one_{tag}")
         two.save_checkpoint(folder, f"two_{tag}")
@@ -303,10 +319,19 @@ def test_a_second_job_in_one_folder_is_told_at_once(ranks: Any, tmp_path: Path) 
     half_made = tmp_path / ".tmp-theirs-0123456789abcdef"
     half_made.mkdir()
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None and other.stdin is not None and other.stdout.readline() == "held\n"
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert (
+            other.stdout is not None
+            and other.stdin is not None
+            and other.stdout.readline() == "held\n"
+        )
         for message in ranks(2, save_beside_another_job, str(tmp_path), str(half_made)):
-            assert f"another job is saving into {tmp_path} (host " in message and f"process {other.pid}," in message
+            assert (
+                f"another job is saving into {tmp_path} (host " in message
+                and f"process {other.pid}," in message
+            )
             assert "a save_dir of its own" in message
         other.stdin.close()
         other.wait()
@@ -316,7 +341,8 @@ def test_a_second_job_in_one_folder_is_told_at_once(ranks: Any, tmp_path: Path) 
 
 
 def wrong_arguments(folder: str) -> list[str]:
-    engine, found = make(1.0), []
+    engine = make(1.0)
+    found = []
     for call in (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model):
         for wrong in (None, 3, b"x"):
             with pytest.raises(CheckpointError) as caught:
@@ -333,8 +359,10 @@ def test_arguments_of_a_wrong_type(ranks: Any, tmp_path: Path) -> None:
     [messages] = ranks(1, wrong_arguments, str(tmp_path))
     assert all("name a directory" in m for m in messages[:9]) and "save_dir is None" in messages[0]
     assert [m.split(": ", 1)[1].split(";")[0] for m in messages[9:]] == [
-        "client_state is a list", "client_state is a str", "client_state is a int"
-    ]  # fmt: skip
+        "client_state is a list",
+        "client_state is a str",
+        "client_state is a int",
+    ]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -346,9 +374,14 @@ def test_a_missing_checkpoint_is_an_error(ranks: Any, tmp_path: Path) -> None:
     assert "good does not exist" in ranks(1, load, str(tmp_path))[0]
 
 
-# -- damage --------------------------------------------------------------------------------------------------------
+# -- damage ----------------------------------------------------------------------------------------
 
-FILES = ["manifest.json", "rank00000.safetensors", "rank00000-local.safetensors", "rank00001-local.safetensors"]
+FILES = [
+    "manifest.json",
+    "rank00000.safetensors",
+    "rank00000-local.safetensors",
+    "rank00001-local.safetensors",
+]
 
 
 def damage(folder: Path, name: str, how: str, other: Path) -> None:
@@ -363,14 +396,17 @@ def damage(folder: Path, name: str, how: str, other: Path) -> None:
     elif how == "longer":
         file.write_bytes(whole + b"\0")
     elif how == "swap ranks":
-        a, b = folder / FILES[2], folder / FILES[3]
+        a = folder / FILES[2]
+        b = folder / FILES[3]
         a_bytes = a.read_bytes()
         a.write_bytes(b.read_bytes())
         b.write_bytes(a_bytes)
     elif how == "other step":
         shutil.copyfile(other / name, file)
     elif how == "pickle":
-        file.write_bytes(b"cos\nsystem\n(S'touch " + str(folder / "owned").encode() + b"'\ntR.".ljust(len(whole)))
+        file.write_bytes(
+            b"cos\nsystem\n(S'touch " + str(folder / "owned").encode() + b"'\ntR.".ljust(len(whole))
+        )
     elif how == "link":
         shutil.move(file, folder.parent / "moved")
         file.symlink_to(folder.parent / "moved")
@@ -378,15 +414,23 @@ def damage(folder: Path, name: str, how: str, other: Path) -> None:
         file.write_bytes(whole[:20] + bytes([whole[20] ^ 1]) + whole[21:])
 
 
-DAMAGE = [(name, how) for name in FILES for how in ("delete", "empty", "truncate", "pickle", "header")]
+DAMAGE = [
+    (name, how) for name in FILES for how in ("delete", "empty", "truncate", "pickle", "header")
+]
 DAMAGE += [(name, how) for name in FILES[1:] for how in ("other step", "link", "longer")]
 DAMAGE += [("rank00000-local.safetensors", "swap ranks")]
 
 
 @pytest.mark.parametrize(
-    "name, how", [*DAMAGE[::3], *(pytest.param(*d, marks=pytest.mark.slow) for i, d in enumerate(DAMAGE) if i % 3)]
+    "name, how",
+    [
+        *DAMAGE[::3],
+        *(pytest.param(*d, marks=pytest.mark.slow) for i, d in enumerate(DAMAGE) if i % 3),
+    ],
 )
-def test_damage_is_named_before_anything_changes(ranks: Any, tmp_path: Path, name: str, how: str) -> None:
+def test_damage_is_named_before_anything_changes(
+    ranks: Any, tmp_path: Path, name: str, how: str
+) -> None:
     ranks(2, save, str(tmp_path), 1.0, "a")
     ranks(2, save, str(tmp_path), 2.0, "b")
     damage(tmp_path / "b", name, how, tmp_path / "a")
@@ -401,10 +445,12 @@ def test_a_newer_format_says_so(ranks: Any, tmp_path: Path) -> None:
     ranks(1, save, str(tmp_path), 1.0, "a")
     manifest = tmp_path / "a" / MANIFEST
     manifest.write_text(manifest.read_text().replace('"version": 3', '"version": 99', 1))
-    assert "format version 99, this ds-core reads versions 1 to 3" in ranks(1, load, str(tmp_path))[0]
+    assert (
+        "format version 99, this ds-core reads versions 1 to 3" in ranks(1, load, str(tmp_path))[0]
+    )
 
 
-# -- no pickle -----------------------------------------------------------------------------------------------------
+# -- no pickle -------------------------------------------------------------------------------------
 
 AUDITED = """
 import sys, tempfile
@@ -429,8 +475,13 @@ print("events", sorted(set(seen)))
 
 
 def test_nothing_is_unpickled_or_executed(tmp_path: Path) -> None:
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", AUDITED], env=env, capture_output=True, text=True, timeout=300)
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "TMPDIR": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", AUDITED], env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert "events []" in done.stdout
 
@@ -440,7 +491,8 @@ def test_the_source_never_names_pickle() -> None:
     texts = {p.name: p.read_text() for p in folder.glob("*.py")}
     assert len(texts) >= 10
     forbidden = re.compile(
-        r"^\s*(import|from) (pickle|marshal|shelve|dill)|torch\.save\(|torch\.load\((?!.*weights_only=True)|_object\(",
+        r"^\s*(import|from) "
+        r"(pickle|marshal|shelve|dill)|torch\.save\(|torch\.load\((?!.*weights_only=True)|_object\(",
         re.MULTILINE,
     )
     assert [name for name, text in texts.items() if forbidden.search(text)] == []

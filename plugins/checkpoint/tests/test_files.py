@@ -1,4 +1,6 @@
-"""The pieces below save and load: tags, the manifest, safetensors files, directories that appear whole."""
+"""The pieces below save and load: tags, the manifest, safetensors files, directories that appear
+whole.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,33 @@ from hypothesis import strategies as st
 from ds_core.errors import CheckpointError
 
 MANIFEST = Manifest(
-    save_id="ab", tag="t", step=3, serial=5, world_size=1, mesh={"dp": 1}, versions={"torch": "2"}, plugins={},
-    config={"a": 1}, optimizer=None, shared={"b": "a"},
-    files={local_file(0): Mark(10, "a"), "rank00000.safetensors": Mark(7, "b")}, excluded=("module/z",), frozen=("f",),
-    module_extra={"m": 0}, run={}, client={},
-    states=(SavedState("module/w", {"tp": 1}, (2, 3), "F32", (Chunk("rank00000.safetensors", "module/w", 0, 6),)),),
-)  # fmt: skip
+    save_id="ab",
+    tag="t",
+    step=3,
+    serial=5,
+    world_size=1,
+    mesh={"dp": 1},
+    versions={"torch": "2"},
+    plugins={},
+    config={"a": 1},
+    optimizer=None,
+    shared={"b": "a"},
+    files={local_file(0): Mark(10, "a"), "rank00000.safetensors": Mark(7, "b")},
+    excluded=("module/z",),
+    frozen=("f",),
+    module_extra={"m": 0},
+    run={},
+    client={},
+    states=(
+        SavedState(
+            "module/w",
+            {"tp": 1},
+            (2, 3),
+            "F32",
+            (Chunk("rank00000.safetensors", "module/w", 0, 6),),
+        ),
+    ),
+)
 
 STATE: dict[str, Any] = {"name": "a", "at": {}, "shape": [2], "dtype": "F32", "chunks": []}
 CHUNK: dict[str, Any] = {"file": local_file(0), "key": "a", "start": 0, "stop": 2}
@@ -56,7 +79,24 @@ def test_good_tags(tag: str) -> None:
 
 @pytest.mark.parametrize(
     "tag",
-    ["", ".", "..", "a/b", "../a", "/etc", "a\\b", "a b", "a\n", "é", "A" * 129, "latest", ".tmp-a", ".old-a", 3, "٣"],
+    [
+        "",
+        ".",
+        "..",
+        "a/b",
+        "../a",
+        "/etc",
+        "a\\b",
+        "a b",
+        "a\n",
+        "é",
+        "A" * 129,
+        "latest",
+        ".tmp-a",
+        ".old-a",
+        3,
+        "٣",
+    ],
 )
 def test_bad_tags(tag: Any) -> None:
     with pytest.raises(CheckpointError, match="tag"):
@@ -91,7 +131,12 @@ def test_manifest_comes_back(tmp_path: Path) -> None:
         {"world_size": 10**9},
         {"world_size": 10**30},
         {"files": {local_file(r): {"size": 1, "checksum": ""} for r in range(100_000)}},
-        {"files": {local_file(0): {"size": 1, "checksum": ""}, "rank00001.safetensors": {"size": 1, "checksum": ""}}},
+        {
+            "files": {
+                local_file(0): {"size": 1, "checksum": ""},
+                "rank00001.safetensors": {"size": 1, "checksum": ""},
+            }
+        },
         {"states": [STATE | {"shape": [10**4000]}]},
         {"states": [STATE | {"shape": [2**40, 2**40]}]},
         {"states": [STATE | {"shape": [1] * 1000}]},
@@ -100,7 +145,7 @@ def test_manifest_comes_back(tmp_path: Path) -> None:
         {"states": [STATE | {"chunks": [{"file": "x", "key": "a", "start": 0, "stop": 2}]}]},
     ],
     ids=lambda change: str(change)[:60],
-)  # fmt: skip
+)
 def test_wrong_manifests_are_refused_by_name(tmp_path: Path, change: dict[str, Any]) -> None:
     path = tmp_path / "manifest.json"
     path.write_bytes(sealed(json.loads(render_manifest(MANIFEST)) | change))
@@ -116,22 +161,31 @@ def sealed(data: dict[str, Any]) -> bytes:
 
 
 def test_every_changed_byte_of_a_manifest_is_noticed(tmp_path: Path) -> None:
-    path, text = tmp_path / "manifest.json", render_manifest(MANIFEST)
+    path = tmp_path / "manifest.json"
+    text = render_manifest(MANIFEST)
     for place in range(len(text)):
         path.write_bytes(text[:place] + bytes([text[place] ^ 1]) + text[place + 1 :])
         with contextlib.suppress(CheckpointError):
-            assert parse_manifest(path) == MANIFEST, f"byte {place}, {text[place - 20 : place + 20]!r}"
+            assert parse_manifest(path) == MANIFEST, (
+                f"byte {place}, {text[place - 20 : place + 20]!r}"
+            )
 
 
 def test_version_1_is_read(tmp_path: Path) -> None:
     data = json.loads(render_manifest(MANIFEST))
     del data["checksum"], data["frozen"]
     del data["serial"]
-    data |= {"version": 1, "files": {name: {"size": entry["size"]} for name, entry in data["files"].items()}}
+    data |= {
+        "version": 1,
+        "files": {name: {"size": entry["size"]} for name, entry in data["files"].items()},
+    }
     (tmp_path / "manifest.json").write_text(json.dumps(data))
     old = parse_manifest(tmp_path / "manifest.json")
     assert old == dataclasses.replace(
-        MANIFEST, serial=0, frozen=(), files={n: Mark(m.size, None) for n, m in MANIFEST.files.items()}
+        MANIFEST,
+        serial=0,
+        frozen=(),
+        files={n: Mark(m.size, None) for n, m in MANIFEST.files.items()},
     )
 
 
@@ -141,7 +195,9 @@ def test_version_2_is_read(tmp_path: Path) -> None:
     assert parse_manifest(tmp_path / "manifest.json") == MANIFEST
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b"null"], ids=lambda t: repr(t[:4]))
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b"null"], ids=lambda t: repr(t[:4])
+)
 def test_text_that_is_no_manifest(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "manifest.json"
     path.write_bytes(text)
@@ -183,7 +239,8 @@ def odd_tensors() -> dict[str, torch.Tensor]:
 
 
 def test_the_safetensors_library_reads_what_we_write(tmp_path: Path) -> None:
-    path, tensors = tmp_path / "a.safetensors", odd_tensors()
+    path = tmp_path / "a.safetensors"
+    tensors = odd_tensors()
     mark = write_tensors(path, items(tensors), {"who": "me"})
     assert mark == Mark(path.stat().st_size, checksum(path.read_bytes()))
     theirs = safetensors.torch.load_file(path)
@@ -202,7 +259,9 @@ def test_we_read_what_the_safetensors_library_writes(tmp_path: Path) -> None:
     safetensors.torch.save_file(tensors, tmp_path / "a.safetensors")
     with closing(TensorFile(tmp_path / "a.safetensors")) as file:
         for name, tensor in tensors.items():
-            assert torch.equal(file.read(name).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+            assert torch.equal(
+                file.read(name).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)
+            )
 
 
 def test_only_the_range_is_read(tmp_path: Path) -> None:
@@ -268,9 +327,12 @@ def text_of(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_failing_rename_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: Any, failing: int) -> None:
+def test_a_failing_rename_leaves_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: Any, failing: int
+) -> None:
     checkpoint(tmp_path, "t", "old")
-    calls, real = [], os.replace
+    calls = []
+    real = os.replace
 
     def replace(a: Any, b: Any) -> None:
         calls.append(a)
@@ -297,7 +359,8 @@ def test_a_checkpoint_that_stepped_aside_is_found_and_put_back(tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", ["directory", "file", "link"])
 def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path, kind: str) -> None:
-    root, victim = tmp_path / "root", tmp_path / "victim"
+    root = tmp_path / "root"
+    victim = tmp_path / "victim"
     for folder in (root, victim):
         folder.mkdir()
         (folder / "precious").write_text("x")
@@ -371,7 +434,7 @@ def test_latest_holds_the_tag_alone_and_old_ones_are_read(tmp_path: Path) -> Non
         files.read_latest(tmp_path)
 
 
-# -- files from strangers --------------------------------------------------------------------------------------------
+# -- files from strangers --------------------------------------------------------------------------
 
 
 def huge(path: Path, begin: bytes = b"") -> None:
@@ -382,7 +445,9 @@ def huge(path: Path, begin: bytes = b"") -> None:
 
 @pytest.mark.parametrize("name", ["manifest.json", "latest", "a.safetensors"])
 @pytest.mark.parametrize("kind", ["fifo", "link", "huge", "directory"])
-def test_what_is_no_file_or_too_large_is_refused_unread(tmp_path: Path, name: str, kind: str) -> None:
+def test_what_is_no_file_or_too_large_is_refused_unread(
+    tmp_path: Path, name: str, kind: str
+) -> None:
     path = tmp_path / name
     if kind == "fifo":
         os.mkfifo(path)
@@ -398,7 +463,12 @@ def test_what_is_no_file_or_too_large_is_refused_unread(tmp_path: Path, name: st
         "latest": lambda: files.read_latest(tmp_path),
         "a.safetensors": lambda: TensorFile(path),
     }
-    words = {"fifo": "not a regular file", "link": "it is a link", "huge": str(1 << 30), "directory": "not a regular"}
+    words = {
+        "fifo": "not a regular file",
+        "link": "it is a link",
+        "huge": str(1 << 30),
+        "directory": "not a regular",
+    }
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CheckpointError, match=words[kind]) as caught:
         readers[name]()
@@ -415,7 +485,9 @@ def test_a_manifest_of_very_many_values_is_not_parsed(
     path = tmp_path / "manifest.json"
     path.write_bytes(begin + b"[" + b"[]," * (1 << 24) + b"[]]")
     monkeypatch.setattr(json, "loads", lambda _: pytest.fail("parsed"))
-    with pytest.raises(CheckpointError, match=r"where 16777216 are the most" if begin else "does not say it is"):
+    with pytest.raises(
+        CheckpointError, match=r"where 16777216 are the most" if begin else "does not say it is"
+    ):
         parse_manifest(path)
 
 
@@ -432,30 +504,49 @@ def header_file(path: Path, header: bytes, data: int) -> None:
         ([(0, 8), (4, 12), (8, 16)], "another tensor overlaps with"),
     ],
 )
-def test_tensors_that_overlap_or_leave_gaps(tmp_path: Path, places: list[tuple[int, int]], word: str) -> None:
-    rows = {f"t{i}": {"dtype": "U8", "shape": [b - a], "data_offsets": [a, b]} for i, (a, b) in enumerate(places)}
+def test_tensors_that_overlap_or_leave_gaps(
+    tmp_path: Path, places: list[tuple[int, int]], word: str
+) -> None:
+    rows = {
+        f"t{i}": {"dtype": "U8", "shape": [b - a], "data_offsets": [a, b]}
+        for i, (a, b) in enumerate(places)
+    }
     header_file(tmp_path / "a.safetensors", json.dumps(rows).encode(), places[-1][1])
     with pytest.raises(CheckpointError, match=word):
         TensorFile(tmp_path / "a.safetensors")
 
 
-def test_a_header_of_a_million_keys_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_header_of_a_million_keys_is_not_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     row = '"k%d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
-    header_file(tmp_path / "a.safetensors", ("{" + ",".join(row % i for i in range(10**6)) + "}").encode(), 0)
+    header_file(
+        tmp_path / "a.safetensors",
+        ("{" + ",".join(row % i for i in range(10**6)) + "}").encode(),
+        0,
+    )
     monkeypatch.setattr(json, "loads", lambda _: pytest.fail("parsed"))
     with pytest.raises(CheckpointError, match="its header tells of 1000000 tensors"):
         TensorFile(tmp_path / "a.safetensors")
 
 
-def test_more_files_than_a_process_may_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_files_than_a_process_may_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(source_module, "MOST_OPEN", 3)
     names = [f"rank{rank:05d}.safetensors" for rank in range(8)]
     for i, name in enumerate(names):
-        write_tensors(tmp_path / name, items({"x": torch.tensor([i])}), {"save_id": "ab", "file": name})
+        write_tensors(
+            tmp_path / name, items({"x": torch.tensor([i])}), {"save_id": "ab", "file": name}
+        )
     marks = {name: Mark(0, None) for name in names}
-    states = tuple(SavedState(f"module/{name}", {}, (1,), "I64", (Chunk(name, "x", 0, 1),)) for name in names)
+    states = tuple(
+        SavedState(f"module/{name}", {}, (1,), "I64", (Chunk(name, "x", 0, 1),)) for name in names
+    )
     with closing(
-        source_module.SavedStates(tmp_path, dataclasses.replace(MANIFEST, files=marks, states=states), None)
+        source_module.SavedStates(
+            tmp_path, dataclasses.replace(MANIFEST, files=marks, states=states), None
+        )
     ) as source:
         for _ in range(2):
             assert [source.read(f"module/{name}").item() for name in names] == list(range(8))
@@ -491,6 +582,8 @@ def test_clones_have_storage_of_their_own_size() -> None:
 @pytest.mark.parametrize("name", [".old-latest", ".old-..", ".old-a b", ".old-t"])
 def test_only_what_a_save_moved_aside_is_put_back(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
-    (tmp_path / name / "manifest.json").write_text("{}" if name == ".old-t" else '{\n "format": "ds_core.checkpoint",')
+    (tmp_path / name / "manifest.json").write_text(
+        "{}" if name == ".old-t" else '{\n "format": "ds_core.checkpoint",'
+    )
     files.clean(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]

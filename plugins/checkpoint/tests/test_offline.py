@@ -1,4 +1,6 @@
-"""Checkpoints without an engine: the command ``dscore checkpoint``, exports, and the documented functions."""
+"""Checkpoints without an engine: the command ``dscore checkpoint``, exports, and the documented
+functions.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from ds_core.errors import CheckpointError
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.emb, self.mid, self.head = nn.Embedding(50, 30), nn.Linear(30, 30), nn.Linear(30, 50, bias=False)
+        self.emb = nn.Embedding(50, 30)
+        self.mid = nn.Linear(30, 30)
+        self.head = nn.Linear(30, 50, bias=False)
         self.head.weight = self.emb.weight
         self.mid.bias.requires_grad_(False)
         self.register_buffer("count", torch.arange(3))
@@ -35,10 +39,15 @@ class Net(nn.Module):
 def train(folder: str, config: dict[str, Any], steps: int, tag: str) -> dict[str, torch.Tensor]:
     """Save after `steps` steps; the masters (or fp32 weights) as lists."""
     torch.manual_seed(0)
-    base = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+    base = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+    }
     engine, *_ = ds_core.initialize(model=Net(), config=base | config)
     for step in range(steps):
-        x = torch.randint(0, 50, (2, 4), generator=torch.Generator().manual_seed(step + comm.rank()))
+        x = torch.randint(
+            0, 50, (2, 4), generator=torch.Generator().manual_seed(step + comm.rank())
+        )
         engine.backward(engine(x))
         engine.step()
     engine.save_checkpoint(folder, tag)
@@ -82,7 +91,11 @@ def test_verify(folder: Path) -> None:
 
 def test_diff(folder: Path) -> None:
     done = dscore("diff", folder / "a", folder / "b")
-    assert done.exit_code == 1 and "module/emb.weight" in done.output and "module/count" not in done.output
+    assert (
+        done.exit_code == 1
+        and "module/emb.weight" in done.output
+        and "module/count" not in done.output
+    )
     rows = {r["name"]: r for r in json.loads(dscore("diff", folder / "a", folder, "--json").output)}
     assert rows["optimizer/step/emb.weight"]["largest"] == 1.0
     same = dscore("diff", folder / "a", folder / "a")
@@ -102,10 +115,14 @@ def test_export(folder: Path, tmp_path: Path, dtype: str) -> None:
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = set(index["weight_map"].values())
     assert len(files) > 1 and all((tmp_path / "out" / f).is_file() for f in files)
-    weights = {k: v for f in files for k, v in safetensors.torch.load_file(tmp_path / "out" / f).items()}
+    weights = {
+        k: v for f in files for k, v in safetensors.torch.load_file(tmp_path / "out" / f).items()
+    }
     assert set(weights) == {"emb.weight", "mid.weight", "mid.bias", "count"}
     assert index["weight_map"]["head.weight"] == index["weight_map"]["emb.weight"]
-    assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in weights.values())
+    assert index["metadata"]["total_size"] == sum(
+        t.numel() * t.element_size() for t in weights.values()
+    )
     wanted = {"fp32": torch.float32, "fp16": torch.float16}.get(dtype, torch.bfloat16)
     assert weights["mid.weight"].dtype == wanted and weights["count"].dtype == torch.int64
     truth = checkpoint.get_fp32_state_dict_from_zero_checkpoint(folder)
@@ -113,12 +130,25 @@ def test_export(folder: Path, tmp_path: Path, dtype: str) -> None:
     (tmp_path / "out" / "config.json").write_text("the user's")
     again = ["export", folder, tmp_path / "out", "--dtype", dtype, "--exclude-frozen"]
     refused = dscore(*again)
-    assert refused.exit_code == 1 and "holds weights already" in refused.output and "--overwrite" in refused.output
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {*files, "model.safetensors.index.json", "config.json"}
+    assert (
+        refused.exit_code == 1
+        and "holds weights already" in refused.output
+        and "--overwrite" in refused.output
+    )
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        *files,
+        "model.safetensors.index.json",
+        "config.json",
+    }
     assert dscore(*again, "--overwrite").exit_code == 0
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
     net = Net().to(wanted)
-    missing, _ = safetensors.torch.load_model(net, tmp_path / "out" / "model.safetensors", strict=False)
+    missing, _ = safetensors.torch.load_model(
+        net, tmp_path / "out" / "model.safetensors", strict=False
+    )
     assert set(missing) == {"mid.bias"}
 
 
@@ -135,20 +165,29 @@ def test_fp32_weights_are_the_masters(ranks: Any, folder: Path, tmp_path: Path) 
     state = checkpoint.get_fp32_state_dict_from_zero_checkpoint(folder, tag="a")
     assert set(state) == set(Net().state_dict())
     assert state["head.weight"] is state["emb.weight"]
-    assert not torch.equal(state["mid.weight"], state["mid.weight"].bfloat16().float()), "masters have more bits"
+    assert not torch.equal(state["mid.weight"], state["mid.weight"].bfloat16().float()), (
+        "masters have more bits"
+    )
     lazy = checkpoint.get_fp32_state_dict_from_zero_checkpoint(folder, "a", lazy_mode=True)
     assert lazy["mid.weight"].shape == (30, 30) and lazy["mid.weight"].dtype == torch.float32
     assert all(torch.equal(lazy[name].contiguous(), state[name]) for name in state)
-    without = checkpoint.get_fp32_state_dict_from_zero_checkpoint(folder, "a", exclude_frozen_parameters=True)
+    without = checkpoint.get_fp32_state_dict_from_zero_checkpoint(
+        folder, "a", exclude_frozen_parameters=True
+    )
     assert set(state) - set(without) == {"mid.bias"}
     net = checkpoint.load_state_dict_from_zero_checkpoint(Net(), folder, "a")
     assert all(torch.equal(net.state_dict()[name], state[name]) for name in state)
     with pytest.raises(CheckpointError, match="give the model that was saved"):
         checkpoint.load_state_dict_from_zero_checkpoint(nn.Linear(2, 2), folder, "a")
-    checkpoint.convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path / "y", safe_serialization=False)
-    assert [path.name for path in (tmp_path / "y").iterdir()] == ["model.safetensors"]  # and a warning
+    checkpoint.convert_zero_checkpoint_to_fp32_state_dict(
+        folder, tmp_path / "y", safe_serialization=False
+    )
+    # and a warning
+    assert [path.name for path in (tmp_path / "y").iterdir()] == ["model.safetensors"]
     (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "model-00001-of-00002.safetensors").write_bytes(b"of an earlier export, which is replaced")
+    (tmp_path / "x" / "model-00001-of-00002.safetensors").write_bytes(
+        b"of an earlier export, which is replaced"
+    )
     [path] = checkpoint.convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path / "x", tag="a")
     assert list((tmp_path / "x").iterdir()) == [path]
     assert torch.equal(safetensors.torch.load_file(path)["mid.weight"], state["mid.weight"])
@@ -159,7 +198,10 @@ def test_what_is_no_checkpoint(tmp_path: Path, folder: Path) -> None:
     (folder / "latest").unlink()
     done = dscore("export", folder, tmp_path / "out")
     assert done.exit_code == 1 and "name one of" in done.output and not (tmp_path / "out").exists()
-    assert "max_shard_size" not in dscore("export", folder / "a", tmp_path / "out", "--dtype", "int4").output
+    assert (
+        "max_shard_size"
+        not in dscore("export", folder / "a", tmp_path / "out", "--dtype", "int4").output
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""A resumed run is the run that was never interrupted, bit for bit; and the arguments of save and load."""
+"""A resumed run is the run that was never interrupted, bit for bit; and the arguments of save and
+load.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ MODES: dict[str, dict[str, Any]] = {
 ZERO: dict[str, dict[str, Any]] = {
     f"{name} stage {stage}": {
         **MODES[name],
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 50, "param_persistence_threshold": 5},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 50,
+            "param_persistence_threshold": 5,
+        },
         "checkpoint": {"async": stage == 2},
     }
     for name in ("fp32", "fp16")
@@ -39,7 +45,9 @@ ZERO: dict[str, dict[str, Any]] = {
 
 
 class Net(nn.Module):
-    """Dropout, batch statistics, tied and frozen weights, odd buffers, extra state: everything that can be lost."""
+    """Dropout, batch statistics, tied and frozen weights, odd buffers, extra state: everything that
+    can be lost.
+    """
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -64,7 +72,10 @@ class Net(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         self.calls += 1
         noise = random.random() * 0.01 + float(np.random.rand()) * 0.01 + self.calls * 0.001
-        hidden = self.frozen(self.tied(self.norm(self.drop(self.embed(x.to(self.gain.dtype)))))) * self.gain
+        hidden = (
+            self.frozen(self.tied(self.norm(self.drop(self.embed(x.to(self.gain.dtype))))))
+            * self.gain
+        )
         return (self.head(hidden).float() - y + noise).square().mean()
 
 
@@ -80,7 +91,9 @@ def make(mode: str = "fp32", *, seed: int = 1, width: int = 8, **config: Any) ->
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "scheduler": {"type": "MultiStepLR", "params": {"milestones": [2, 5]}},
     }
-    engine, *_ = ds_core.initialize(model=Net(width), training_data=data, config=full | (MODES | ZERO)[mode] | config)
+    engine, *_ = ds_core.initialize(
+        model=Net(width), training_data=data, config=full | (MODES | ZERO)[mode] | config
+    )
     torch.manual_seed(seed)
     return engine
 
@@ -166,7 +179,9 @@ def memory_after_loading(folder: str, mode: str) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
-def test_states_are_read_into_the_memory_that_they_have(ranks: Any, tmp_path: Path, mode: str) -> None:
+def test_states_are_read_into_the_memory_that_they_have(
+    ranks: Any, tmp_path: Path, mode: str
+) -> None:
     assert ranks(2, memory_after_loading, str(tmp_path), mode) == [([], True)] * 2
 
 
@@ -202,7 +217,7 @@ def first_life_short(folder: str) -> Any:
     return everything(engine)
 
 
-# -- arguments -----------------------------------------------------------------------------------------------------
+# -- arguments -------------------------------------------------------------------------------------
 
 
 def parts(folder: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -232,7 +247,14 @@ def parts(folder: str, arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-ALL = {"module/": True, "optimizer/": True, "schedule": True, "groups": True, "steps": 3, "calls": 6}
+ALL = {
+    "module/": True,
+    "optimizer/": True,
+    "schedule": True,
+    "groups": True,
+    "steps": 3,
+    "calls": 6,
+}
 
 
 @pytest.mark.parametrize(
@@ -247,7 +269,9 @@ ALL = {"module/": True, "optimizer/": True, "schedule": True, "groups": True, "s
         ),
     ],
 )
-def test_what_is_loaded(ranks: Any, tmp_path: Path, arguments: dict[str, Any], different: dict[str, Any]) -> None:
+def test_what_is_loaded(
+    ranks: Any, tmp_path: Path, arguments: dict[str, Any], different: dict[str, Any]
+) -> None:
     ranks(1, first_life, str(tmp_path), "fp32")
     [found] = ranks(1, parts, str(tmp_path), arguments)
     expected = ALL | different
@@ -265,7 +289,12 @@ def load_by_hand(folder: str) -> Any:
 
     engine.load_checkpoint(folder, custom_load_fn=custom)
     states = everything(engine)["states"]
-    return seen, states["module/head.weight"], states["master/head.weight"], states["optimizer/exp_avg/head.weight"]
+    return (
+        seen,
+        states["module/head.weight"],
+        states["master/head.weight"],
+        states["optimizer/exp_avg/head.weight"],
+    )
 
 
 def test_custom_load_fn(ranks: Any, tmp_path: Path) -> None:
@@ -274,7 +303,10 @@ def test_custom_load_fn(ranks: Any, tmp_path: Path) -> None:
     assert seen["tied.weight"] == seen["embed.weight"] == (8, 8)
     assert seen["empty"] == (0, 3) and seen["gain"] == () and "scratch" not in seen
     assert weight.eq(2).all() and master.eq(2).all()
-    assert moment.abs().sum() > 0 and moment.shape == end["states"]["optimizer/exp_avg/head.weight"].shape
+    assert (
+        moment.abs().sum() > 0
+        and moment.shape == end["states"]["optimizer/exp_avg/head.weight"].shape
+    )
 
 
 def load_other(folder: str, how: str, strict: bool) -> Any:
@@ -286,16 +318,22 @@ def load_other(folder: str, how: str, strict: bool) -> Any:
         del model.norm.running_mean
         model.norm.running_mean = None
     before = [p.detach().clone() for p in model.parameters()]
-    config: dict[str, Any] = {"train_batch_size": comm_size(), "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+    config: dict[str, Any] = {
+        "train_batch_size": comm_size(),
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+    }
     if how == "groups":
-        head, rest = list(model.head.parameters()), [p for n, p in model.named_parameters() if not n.startswith("head")]
+        head = list(model.head.parameters())
+        rest = [p for n, p in model.named_parameters() if not n.startswith("head")]
         engine, *_ = ds_core.initialize(
             model=model, config=config, model_parameters=[{"params": head}, {"params": rest}]
         )
     else:
         engine, *_ = ds_core.initialize(model=model, config=config)
     try:
-        engine.load_checkpoint(folder, load_module_strict=strict, load_optimizer_states=how == "groups")
+        engine.load_checkpoint(
+            folder, load_module_strict=strict, load_optimizer_states=how == "groups"
+        )
     except CheckpointError as error:
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         assert engine.global_steps == 0
@@ -370,7 +408,9 @@ def with_amsgrad(folder: str, saved: bool, here: bool) -> Any:
 
 
 @pytest.mark.parametrize("saved, here", [(False, True), (True, False), (True, True)])
-def test_a_hyperparameter_that_adds_a_state(ranks: Any, tmp_path: Path, saved: bool, here: bool) -> None:
+def test_a_hyperparameter_that_adds_a_state(
+    ranks: Any, tmp_path: Path, saved: bool, here: bool
+) -> None:
     [message] = ranks(1, with_amsgrad, str(tmp_path), saved, here)
     if saved == here:
         assert message is None
@@ -384,7 +424,9 @@ def test_exclude_frozen_parameters(ranks: Any, tmp_path: Path) -> None:
     assert ranks(1, save_without_frozen, str(tmp_path)) == [(True, True)]
     names = {s.name for s in parse_manifest(tmp_path / "t" / "manifest.json").states}
     assert "module/head.weight" in names and not any("frozen" in n for n in names)
-    assert not any("frozen" in n for n in safetensors.torch.load_file(tmp_path / "model.safetensors"))
+    assert not any(
+        "frozen" in n for n in safetensors.torch.load_file(tmp_path / "model.safetensors")
+    )
 
 
 def save_16bit(folder: str, mode: str, name: str) -> Any:
@@ -398,7 +440,9 @@ def save_16bit(folder: str, mode: str, name: str) -> Any:
     return engine.module.state_dict(), messages
 
 
-@pytest.mark.parametrize("mode, dtype", [("fp32", torch.bfloat16), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize(
+    "mode, dtype", [("fp32", torch.bfloat16), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
 def test_16bit_model(ranks: Any, tmp_path: Path, mode: str, dtype: torch.dtype) -> None:
     (state, messages), _ = ranks(2, save_16bit, str(tmp_path), mode, "pytorch_model.bin")
     assert [p.name for p in tmp_path.iterdir()] == ["pytorch_model.safetensors"]
@@ -411,7 +455,8 @@ def test_16bit_model(ranks: Any, tmp_path: Path, mode: str, dtype: torch.dtype) 
 
 
 def bad_names(folder: str) -> list[str]:
-    engine, found = make(), []
+    engine = make()
+    found = []
     for name in ("../a.safetensors", "a/b.safetensors", "model.pt", ""):
         with pytest.raises(CheckpointError) as caught:
             engine.save_16bit_model(folder, name)
@@ -425,7 +470,7 @@ def test_16bit_model_stays_in_its_directory(ranks: Any, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# -- held axes, plugins, other optimizers --------------------------------------------------------------------------
+# -- held axes, plugins, other optimizers ----------------------------------------------------------
 
 
 class Held(nn.Module):
@@ -454,12 +499,16 @@ def comm_rank() -> int:
 
 
 def held_round_trip(folder: str) -> bool:
-    engine, other = make_held(1, {"tp": 2}), make_held(2, {"tp": 2})
+    engine = make_held(1, {"tp": 2})
+    other = make_held(2, {"tp": 2})
     engine.save_checkpoint(folder)
     with pytest.raises(CheckpointError, match=r"held_tp.* differs along mesh axes tp"):
         engine.save_16bit_model(folder)
     other.load_checkpoint(folder)
-    return all(torch.equal(a, b) for a, b in zip(engine.module.parameters(), other.module.parameters(), strict=True))
+    return all(
+        torch.equal(a, b)
+        for a, b in zip(engine.module.parameters(), other.module.parameters(), strict=True)
+    )
 
 
 def held_elsewhere(folder: str) -> str:
@@ -490,7 +539,10 @@ class Stage(nn.Module):
 
 
 def make_stages(names: list[int], tp: int) -> Any:
-    config = {"plugins": {"load": ["fake_axes=ds_testing.fake_axes"]}, "fake_axes": {"axes": {"tp": tp}}}
+    config = {
+        "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]},
+        "fake_axes": {"axes": {"tp": tp}},
+    }
     return ds_core.initialize(model=Stage(names), config={"train_batch_size": 1, **config})[0]
 
 
@@ -528,7 +580,12 @@ def test_names_that_only_one_rank_has_load_anywhere(ranks: Any, tmp_path: Path) 
     assert want.keys() == loaded.keys() == narrow.keys()
     for name, tensor in want.items():
         assert torch.equal(tensor, loaded[name]) and torch.equal(tensor.bfloat16(), narrow[name])
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "global_step0", "latest", "model.safetensors"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        ".lock",
+        "global_step0",
+        "latest",
+        "model.safetensors",
+    ]
 
 
 class Counting(torch.optim.SGD):
@@ -546,7 +603,9 @@ def counting(folder: str) -> Any:
     for load in (False, True):
         model = nn.Linear(2, 1)
         engine, *_ = ds_core.initialize(
-            model=model, optimizer=lambda groups: Counting(groups, lr=0.1, momentum=0.9), config={"train_batch_size": 1}
+            model=model,
+            optimizer=lambda groups: Counting(groups, lr=0.1, momentum=0.9),
+            config={"train_batch_size": 1},
         )
         if load:
             engine.load_checkpoint(folder)
@@ -594,7 +653,8 @@ def keep(folder: str, value: Any) -> Any:
     sys.modules.pop("keeper_plugin", None)
     module = importlib.import_module("keeper_plugin")
     engine, *_ = ds_core.initialize(
-        model=nn.Linear(1, 1), config={"train_batch_size": comm_size(), "plugins": {"load": ["keeper_plugin"]}}
+        model=nn.Linear(1, 1),
+        config={"train_batch_size": comm_size(), "plugins": {"load": ["keeper_plugin"]}},
     )
     if value is None:
         engine.load_checkpoint(folder)
@@ -621,7 +681,7 @@ def test_plugin_states(ranks: Any, tmp_path: Path) -> None:
         assert "plugins/keeper_plugin/keeper" in message and "sorted(it)" in message
 
 
-# -- reading -------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def count_bytes(folder: str) -> int:
@@ -641,7 +701,9 @@ def test_a_range_costs_its_bytes(ranks: Any, tmp_path: Path) -> None:
 def schedule_names() -> list[str]:
     import torch.optim.lr_scheduler as schedules
 
-    return sorted(n for n, c in vars(schedules).items() if isinstance(c, type) and hasattr(c, "state_dict"))
+    return sorted(
+        n for n, c in vars(schedules).items() if isinstance(c, type) and hasattr(c, "state_dict")
+    )
 
 
 def test_every_schedule_of_torch_can_be_kept() -> None:
@@ -649,13 +711,30 @@ def test_every_schedule_of_torch_can_be_kept() -> None:
     from ds_checkpoint.values import decode, encode
 
     opt = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
-    made: list[Any] = [s.ConstantLR(opt), s.LinearLR(opt), s.PolynomialLR(opt), s.ReduceLROnPlateau(opt)]
-    made += [s.LambdaLR(opt, lambda e: 0.9), s.MultiplicativeLR(opt, lambda e: 0.9), s.ExponentialLR(opt, 0.9)]
+    made: list[Any] = [
+        s.ConstantLR(opt),
+        s.LinearLR(opt),
+        s.PolynomialLR(opt),
+        s.ReduceLROnPlateau(opt),
+    ]
+    made += [
+        s.LambdaLR(opt, lambda e: 0.9),
+        s.MultiplicativeLR(opt, lambda e: 0.9),
+        s.ExponentialLR(opt, 0.9),
+    ]
     made += [s.StepLR(opt, 2), s.MultiStepLR(opt, [2, 4]), s.CosineAnnealingLR(opt, 5)]
-    made += [s.CosineAnnealingWarmRestarts(opt, 5), s.OneCycleLR(opt, 0.1, 10), s.CyclicLR(opt, 0.1, 0.2)]
+    made += [
+        s.CosineAnnealingWarmRestarts(opt, 5),
+        s.OneCycleLR(opt, 0.1, 10),
+        s.CyclicLR(opt, 0.1, 0.2),
+    ]
     made += [s.SequentialLR(opt, [s.LinearLR(opt), s.MultiStepLR(opt, [2])], [3])]
     made += [s.ChainedScheduler([s.LinearLR(opt), s.StepLR(opt, 2)])]
-    assert {type(x).__name__ for x in made} >= set(schedule_names()) - {"LRScheduler", "_LRScheduler", "Optimizer"}
+    assert {type(x).__name__ for x in made} >= set(schedule_names()) - {
+        "LRScheduler",
+        "_LRScheduler",
+        "Optimizer",
+    }
     for schedule in made:
         state = schedule.state_dict()
         back = decode(json.loads(json.dumps(encode(state, "s", {}, own=True))), {}.__getitem__, "s")

@@ -1,4 +1,6 @@
-"""Client and run state as JSON plus tensors: what comes back is what went in, and nothing else goes in."""
+"""Client and run state as JSON plus tensors: what comes back is what went in, and nothing else goes
+in.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from ds_core.errors import CheckpointError
 def through(value: Any, own: bool = False) -> Any:
     tensors: dict[str, torch.Tensor] = {}
     return decode(
-        json.loads(json.dumps(encode(value, "x", tensors, own=own), allow_nan=False)), tensors.__getitem__, "x"
+        json.loads(json.dumps(encode(value, "x", tensors, own=own), allow_nan=False)),
+        tensors.__getitem__,
+        "x",
     )
 
 
@@ -36,13 +40,19 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, float):
-        return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+        return (math.isnan(a) and math.isnan(b)) or (
+            a == b and math.copysign(1, a) == math.copysign(1, b)
+        )
     return bool(a == b)
 
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
-    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.just("$tuple"), inner),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.just("$tuple"), inner)
+    ),
     max_leaves=20,
 )
 
@@ -53,7 +63,8 @@ def test_comes_back_as_it_was(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [float("inf"), -float("inf"), float("nan"), -0.0, 5e-324, 2**4000, "\ud800", {"$t": {"$t": 1}}]
+    "value",
+    [float("inf"), -float("inf"), float("nan"), -0.0, 5e-324, 2**4000, "\ud800", {"$t": {"$t": 1}}],
 )
 def test_odd_values(value: Any) -> None:
     assert same(through(value), value)
@@ -61,7 +72,9 @@ def test_odd_values(value: Any) -> None:
 
 def test_tensors_and_ordered_dicts() -> None:
     state = torch.nn.Linear(2, 3).state_dict()
-    back = through({"model": state, "view": torch.arange(6).view(2, 3).T[1:], "none": torch.empty(0, 4)})
+    back = through(
+        {"model": state, "view": torch.arange(6).view(2, 3).T[1:], "none": torch.empty(0, 4)}
+    )
     assert type(back["model"]) is collections.OrderedDict
     assert torch.equal(back["model"]["weight"], state["weight"])
     assert back["view"].shape == (2, 2)
@@ -120,7 +133,15 @@ def test_what_cannot_be_kept_is_named_with_the_fix(value: Any, what: str, fix: s
 
 
 @pytest.mark.parametrize(
-    "data", [{"$nope": 1}, {"$tuple": 1}, {"$float": "x"}, {"$dict": [1]}, {"$tuple": [], "a": 1}, {"$tensor": "no"}]
+    "data",
+    [
+        {"$nope": 1},
+        {"$tuple": 1},
+        {"$float": "x"},
+        {"$dict": [1]},
+        {"$tuple": [], "a": 1},
+        {"$tensor": "no"},
+    ],
 )
 def test_damaged_values_are_refused(data: Any) -> None:
     with pytest.raises(CheckpointError, match="here"):

@@ -21,7 +21,9 @@ class _Numbered(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(index)
-        return torch.randn(3, generator=generator, dtype=torch.float64), torch.tensor([float(index)]).double()
+        return torch.randn(3, generator=generator, dtype=torch.float64), torch.tensor(
+            [float(index)]
+        ).double()
 
 
 class _Net(nn.Module):
@@ -55,14 +57,20 @@ def _backward(engine: Any, plain: bool) -> None:
 
 
 def _train(engine: Any, micros: int, plain: bool) -> None:
-    engine.batches = engine.batches if hasattr(engine, "batches") else iter(engine.training_dataloader)
+    engine.batches = (
+        engine.batches if hasattr(engine, "batches") else iter(engine.training_dataloader)
+    )
     for _ in range(micros):
         _backward(engine, plain)
         engine.step()
 
 
-def _resumed(folder: str, gas: int, stage: int, plain: bool) -> tuple[float, list[float], list[float]]:
-    """Saved in the third window and resumed, against a run that went on: weights, and the samples from there on."""
+def _resumed(
+    folder: str, gas: int, stage: int, plain: bool
+) -> tuple[float, list[float], list[float]]:
+    """Saved in the third window and resumed, against a run that went on: weights, and the samples
+    from there on.
+    """
     truth = _engine(gas, stage)
     _train(truth, 4 * gas, plain)
     engine = _engine(gas, stage)
@@ -74,7 +82,11 @@ def _resumed(folder: str, gas: int, stage: int, plain: bool) -> tuple[float, lis
     resumed.load_checkpoint(folder)
     _train(resumed, 2 * gas, plain)
     ours, theirs = (e.module.state_dict()["layer.weight"] for e in (resumed, truth))
-    answer = (ours - theirs).abs().max().item(), truth.module.seen[2 * gas * 2 :], resumed.module.seen
+    answer = (
+        (ours - theirs).abs().max().item(),
+        truth.module.seen[2 * gas * 2 :],
+        resumed.module.seen,
+    )
     truth.destroy()
     resumed.destroy()
     return answer

@@ -1,4 +1,6 @@
-"""A checkpoint's whole states under DeepSpeed's names, in the order in which its optimizers have them."""
+"""A checkpoint's whole states under DeepSpeed's names, in the order in which its optimizers have
+them.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ class Model:
     def low(self) -> torch.dtype | None:
         """Of the weights of a 16-bit run."""
         kinds = {self.saved.source.dtype(f"module/{self.place[n][0]}") for n in self.trained}
-        return {"BF16": torch.bfloat16, "F16": torch.float16}.get(kinds.pop() if len(kinds) == 1 else "")
+        return {"BF16": torch.bfloat16, "F16": torch.float16}.get(
+            kinds.pop() if len(kinds) == 1 else ""
+        )
 
     def _state(self, kind: str, name: str) -> Tensor:
         state, row = self.place[name]
@@ -96,16 +100,21 @@ class Model:
 
 
 def read_model(saved: Saved) -> Model:
-    """What is to be written of a checkpoint; CheckpointError for weights that differ along mesh axes."""
+    """What is to be written of a checkpoint; CheckpointError for weights that differ along mesh
+    axes.
+    """
     if saved.split:
         raise CheckpointError(
-            f"{saved.path}: {', '.join(saved.split[:3])} differ along mesh axes; DeepSpeed has no form"
+            f"{saved.path}: {', '.join(saved.split[:3])} differ along mesh axes; DeepSpeed has no "
+            "form"
         )
     run, client = run_values(saved)
     ours = saved.weights()
     stacked = {n: expert for n in ours if (expert := their_expert(n)) is not None}
     moe = {n.partition("experts.stacked.")[0] for n in stacked}
-    pipeline = any(n.startswith("layers.") for n in ours) and all(n.startswith(("layers.", "tied.")) for n in ours)
+    pipeline = any(n.startswith("layers.") for n in ours) and all(
+        n.startswith(("layers.", "tied.")) for n in ours
+    )
 
     def theirs(name: str) -> Iterator[tuple[str, int | None]]:
         if name in stacked:
@@ -116,11 +125,16 @@ def read_model(saved: Saved) -> Model:
             yield their_name(name, moe, pipeline=pipeline), None
 
     place = {other: (name, row) for name in ours for other, row in theirs(name)}
-    states = [s.partition("/")[2].partition("/") for s in saved.source.names() if s.startswith("optimizer/")]
+    states = [
+        s.partition("/")[2].partition("/")
+        for s in saved.source.names()
+        if s.startswith("optimizer/")
+    ]
     # A parameter was trained if the optimizer has states of it, or if it is named in its groups.
     named = [[n for n in names if n in ours] for names in run.get("optimizer_params") or []]
     trained = {name for _, _, name in states} | {n for names in named for n in names}
-    if not trained and saved.manifest.optimizer is None:  # weights alone: which are buffers is not known
+    # weights alone: which are buffers is not known
+    if not trained and saved.manifest.optimizer is None:
         frozen_here = set(saved.manifest.frozen)
         trained = {n for n in ours if saved.source.dtype(f"module/{n}") in _FLOATS} - frozen_here
     rest = [n for n in ours if n in trained and n not in {n for names in named for n in names}]
@@ -128,8 +142,15 @@ def read_model(saved: Saved) -> Model:
     named[0] += rest
     order = [_experts_together([o for n in names for o, _ in theirs(n)]) for names in named]
     masters = {n.removeprefix("master/") for n in saved.source.names() if n.startswith("master/")}
-    frozen = [o for n in ours if n in saved.manifest.frozen and n not in trained for o, _ in theirs(n)]
-    buffers = [o for n in ours if n not in trained | masters | set(saved.manifest.frozen) for o, _ in theirs(n)]
+    frozen = [
+        o for n in ours if n in saved.manifest.frozen and n not in trained for o, _ in theirs(n)
+    ]
+    buffers = [
+        o
+        for n in ours
+        if n not in trained | masters | set(saved.manifest.frozen)
+        for o, _ in theirs(n)
+    ]
     moments = list(dict.fromkeys(key for key, _, _ in states if key != "step"))
     shared = {
         their_name(a, moe, pipeline=pipeline): their_name(n, moe, pipeline=pipeline)
@@ -145,7 +166,9 @@ def read_model(saved: Saved) -> Model:
 
 
 def _experts_together(names: list[str]) -> list[str]:
-    """One expert after the other, as modules have them, where weights of all experts come one after the other."""
+    """One expert after the other, as modules have them, where weights of all experts come one after
+    the other.
+    """
     layers: dict[str, list[str]] = {}
     for name in names:
         if (place := expert_place(name)) is not None:

@@ -1,7 +1,9 @@
-"""Writing a checkpoint in DeepSpeed's own forms, so that its engine, ``zero_to_fp32`` and ``ds_to_universal`` read it.
+"""Writing a checkpoint in DeepSpeed's own forms, so that its engine, ``zero_to_fp32`` and
+``ds_to_universal`` read it.
 
-How the data flows: a `Saved` (of ds_core's checkpoints, or of DeepSpeed's) -> `Model`, whole states under DeepSpeed's
-names, in the optimizer's order -> the files of a ZeRO stage for so many ranks, or a universal checkpoint, for any.
+How the data flows: a `Saved` (of ds_core's checkpoints, or of DeepSpeed's) -> `Model`, whole states
+under DeepSpeed's names, in the optimizer's order -> the files of a ZeRO stage for so many ranks, or
+a universal checkpoint, for any.
 """
 
 from __future__ import annotations
@@ -38,15 +40,19 @@ def export_deepspeed(
     world_size: int = 1,
     sub_group_size: int = _SUB_GROUP,
 ) -> Path:
-    """Write the checkpoint `source` (or ``source/tag``) for DeepSpeed at ZeRO `stage` on `world_size` ranks; its path.
+    """Write the checkpoint `source` (or ``source/tag``) for DeepSpeed at ZeRO `stage` on
+    `world_size` ranks; its path.
 
-    It goes below `output_dir`, under its tag, and ``latest`` there names it. DeepSpeed loads it with that stage and
-    number of ranks only, and MoE layers with ep_size 1; `export_universal` fits any. sub_group_size: the config's, at
-    stage 3. The files are pickles of plain values, which is the only form that DeepSpeed loads.
-    CheckpointError for weights that differ along mesh axes, or an optimizer whose states the form cannot hold.
+    It goes below `output_dir`, under its tag, and ``latest`` there names it. DeepSpeed loads it
+    with that stage and number of ranks only, and MoE layers with ep_size 1; `export_universal` fits
+    any. sub_group_size: the config's, at stage 3. The files are pickles of plain values, which is
+    the only form that DeepSpeed loads. CheckpointError for weights that differ along mesh axes, or
+    an optimizer whose states the form cannot hold.
     """
     if stage not in (0, 1, 2, 3) or world_size < 1:
-        raise CheckpointError(f"stage {stage} on {world_size} ranks: use stages 0 to 3, and at least one rank")
+        raise CheckpointError(
+            f"stage {stage} on {world_size} ranks: use stages 0 to 3, and at least one rank"
+        )
     with open_any(source, tag) as saved:
         model = read_model(saved)
         folder = _new_folder(output_dir, saved.manifest.tag)
@@ -60,11 +66,13 @@ def export_deepspeed(
     return folder
 
 
-def export_universal(source: str | Path, output_folder: str | Path, *, tag: str | None = None) -> Path:
+def export_universal(
+    source: str | Path, output_folder: str | Path, *, tag: str | None = None
+) -> Path:
     """Write the checkpoint `source` (or ``source/tag``) as a universal one; its path.
 
-    DeepSpeed loads it at stages 1 to 3 and any number of ranks, with ``checkpoint.load_universal`` in its config; the
-    file ``latest_universal`` above it names it.
+    DeepSpeed loads it at stages 1 to 3 and any number of ranks, with ``checkpoint.load_universal``
+    in its config; the file ``latest_universal`` above it names it.
     """
     output = Path(output_folder)
     with open_any(source, tag) as saved:
@@ -80,7 +88,9 @@ def export_universal(source: str | Path, output_folder: str | Path, *, tag: str 
                 save({"param": model.moment(key, name), "cat_dim": 0}, homes[name] / f"{key}.pt")
         for name in model.frozen:
             save({"param": model.fp32(name)}, homes[name] / "fp32.pt")
-        step = next((s for n in model.trained if (s := model.step(n)) is not None), torch.tensor(0.0))
+        step = next(
+            (s for n in model.trained if (s := model.step(n)) is not None), torch.tensor(0.0)
+        )
         groups = [{**group, "params": [i]} for i, group in enumerate(model.groups)]
         common = {
             **_scale(model),
@@ -94,7 +104,10 @@ def export_universal(source: str | Path, output_folder: str | Path, *, tag: str 
         # Stages 1 and 2 look for the first of these files, stage 3 for the second.
         state = _model_state(model, model.module(), world_size=1, shapes=_by_group(model))
         save(state, folder / "mp_rank_00_model_states.pt")
-        empty = {n: t if n in model.buffers else torch.empty(0, dtype=t.dtype) for n, t in state["module"].items()}
+        empty = {
+            n: t if n in model.buffers else torch.empty(0, dtype=t.dtype)
+            for n, t in state["module"].items()
+        }
         save(state | {"module": empty}, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
     (folder.parent / "latest_universal").write_text(folder.name)
     return folder
@@ -110,15 +123,21 @@ def _new_folder(root: str | Path, tag: str) -> Path:
 
 
 def _homes(root: Path, model: Model) -> dict[str, Path]:
-    """A new folder for each parameter below `root`; CheckpointError, before any is made, for a name that leads out."""
+    """A new folder for each parameter below `root`; CheckpointError, before any is made, for a name
+    that leads out.
+    """
     names = [*model.trained, *model.frozen]
     for word in (*names, *model.moments):
         check_name(word)
     if bad := [key for key in model.moments if "/" in key or key in ("fp32", "step")]:
-        raise CheckpointError(f"{model.saved.path}: the form has no file for the optimizer's state {bad[0]!r}")
+        raise CheckpointError(
+            f"{model.saved.path}: the form has no file for the optimizer's state {bad[0]!r}"
+        )
     # A folder of a name's own must not be where a file of another's goes.
     if bad := [n for n in names if n == "optimizer_state.pt" or re.search(r"/.*\.pt(/|$)", n)]:
-        raise CheckpointError(f"{model.saved.path}: the form has no folder for the parameter {bad[0]!r}")
+        raise CheckpointError(
+            f"{model.saved.path}: the form has no folder for the parameter {bad[0]!r}"
+        )
     root.mkdir()
     homes = {name: root / name for name in names}
     try:
@@ -129,12 +148,16 @@ def _homes(root: Path, model: Model) -> dict[str, Path]:
     return homes
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def _scale(model: Model) -> dict[str, Any]:
     scaler = model.run["scaler"] if model.low is torch.float16 else None
-    return {"loss_scaler": loss_scaler(scaler), "dynamic_loss_scale": scaler is not None, "overflow": False}
+    return {
+        "loss_scaler": loss_scaler(scaler),
+        "dynamic_loss_scale": scaler is not None,
+        "overflow": False,
+    }
 
 
 def _by_group(model: Model) -> list[dict[str, torch.Size]]:
@@ -142,19 +165,28 @@ def _by_group(model: Model) -> list[dict[str, torch.Size]]:
 
 
 def _model_state(
-    model: Model, module: Mapping[str, Tensor], *, world_size: int, shapes: list[dict[str, torch.Size]] | None
+    model: Model,
+    module: Mapping[str, Tensor],
+    *,
+    world_size: int,
+    shapes: list[dict[str, torch.Size]] | None,
 ) -> dict[str, Any]:
     """What a file of model states has, but for what depends on the stage."""
     low = "bf16" if model.low is torch.bfloat16 else "fp16" if model.low is torch.float16 else None
-    run, config = model.run, {low: {"enabled": True}} if low else {}
+    run = model.run
+    config = {low: {"enabled": True}} if low else {}
     return {
         "module": dict(module),
         "buffer_names": list(model.buffers),
         "optimizer": None,
         "param_shapes": shapes,
-        "frozen_param_shapes": {n: model.shape(n) for n in model.frozen} if shapes is not None else None,
+        "frozen_param_shapes": {n: model.shape(n) for n in model.frozen}
+        if shapes is not None
+        else None,
         "shared_params": dict(model.shared) if shapes is not None else None,
-        "frozen_param_fragments": {n: model.weight(n) for n in model.frozen} if shapes is not None else None,
+        "frozen_param_fragments": {n: model.weight(n) for n in model.frozen}
+        if shapes is not None
+        else None,
         "lr_scheduler": run["lr_scheduler"],
         "data_sampler": None,
         "random_ltd": None,
@@ -209,10 +241,14 @@ def _states_of(model: Model, name: str) -> dict[str, Tensor]:
 
 
 def _steps(model: Model, names: list[str]) -> dict[str, Tensor]:
-    """The one counter of a group; CheckpointError where its parameters have been updated different times."""
+    """The one counter of a group; CheckpointError where its parameters have been updated different
+    times.
+    """
     steps = {float(s) for n in names if (s := model.step(n)) is not None}
     if len(steps) > 1:
-        raise CheckpointError(f"{model.saved.path}: parameters of one group were updated {sorted(steps)} times")
+        raise CheckpointError(
+            f"{model.saved.path}: parameters of one group were updated {sorted(steps)} times"
+        )
     return {"step": torch.tensor(steps.pop())} if steps else {}
 
 
@@ -222,13 +258,20 @@ def _file(kind: str, dp: int, low: torch.dtype | None) -> str:
 
 
 def _write_stages_1_2(folder: Path, model: Model, stage: int, world_size: int) -> None:
-    """Each group's parameters one after the other, in `world_size` equal parts; the last ones are padded."""
-    shards: list[dict[str, Any]] = [{"fp32": [], "state": {}, "maps": [], "paddings": []} for _ in range(world_size)]
+    """Each group's parameters one after the other, in `world_size` equal parts; the last ones are
+    padded.
+    """
+    shards: list[dict[str, Any]] = [
+        {"fp32": [], "state": {}, "maps": [], "paddings": []} for _ in range(world_size)
+    ]
     for index, names in enumerate(model.order):
         total = sum(math.prod(model.shape(n)) for n in names)
         part = -(-total // (2 * world_size)) * 2  # DeepSpeed aligns to two elements per rank
-        flats = {"fp32": torch.zeros(part * world_size)} | {k: torch.zeros(part * world_size) for k in model.moments}
-        places, begin = {}, 0
+        flats = {"fp32": torch.zeros(part * world_size)} | {
+            k: torch.zeros(part * world_size) for k in model.moments
+        }
+        places = {}
+        begin = 0
         for name in names:
             size = math.prod(model.shape(name))
             flats["fp32"][begin : begin + size] = model.fp32(name).reshape(-1)
@@ -238,7 +281,8 @@ def _write_stages_1_2(folder: Path, model: Model, stage: int, world_size: int) -
             begin += size
         step = _steps(model, names)
         for rank, shard in enumerate(shards):
-            low, high = rank * part, (rank + 1) * part
+            low = rank * part
+            high = (rank + 1) * part
             held = max(min(high, total) - low, 0)
             shard["fp32"].append(flats["fp32"][low : low + held].clone())
             shard["paddings"].append(part - held)
@@ -275,7 +319,9 @@ def _fragments(model: Model, places: Mapping[str, int], low: int, high: int) -> 
 
 
 def _write_stage3(folder: Path, model: Model, world_size: int, sub_group_size: int) -> None:
-    """Each parameter in `world_size` equal parts, the last one padded; a rank's parts one after the other."""
+    """Each parameter in `world_size` equal parts, the last one padded; a rank's parts one after the
+    other.
+    """
     subs = [
         (g, names)
         for g, names in enumerate(model.order)
@@ -287,12 +333,17 @@ def _write_stage3(folder: Path, model: Model, world_size: int, sub_group_size: i
         for index, group in enumerate(model.groups)
     ]
     module = model.module()
-    empty = {n: t if n in model.buffers else torch.empty(0, dtype=t.dtype) for n, t in module.items()}
+    empty = {
+        n: t if n in model.buffers else torch.empty(0, dtype=t.dtype) for n, t in module.items()
+    }
     for rank in range(world_size):
         flats = [_parts([model.fp32(n) for n in names], rank, world_size) for _, names in subs]
         states = {
             i: _steps(model, names)
-            | {k: _parts([model.moment(k, n) for n in names], rank, world_size) for k in model.moments}
+            | {
+                k: _parts([model.moment(k, n) for n in names], rank, world_size)
+                for k in model.moments
+            }
             for i, (_, names) in enumerate(subs)
         }
         optimizer = {
@@ -305,12 +356,16 @@ def _write_stage3(folder: Path, model: Model, world_size: int, sub_group_size: i
         whole = {"optimizer_state_dict": optimizer, "ds_config": {}, "ds_version": VERSION}
         save(whole, folder / _file("optim", rank, model.low))
         state = _model_state(model, empty, world_size=world_size, shapes=shapes)
-        state["frozen_param_fragments"] = {n: _parts([model.weight(n)], rank, world_size) for n in model.frozen}
+        state["frozen_param_fragments"] = {
+            n: _parts([model.weight(n)], rank, world_size) for n in model.frozen
+        }
         save(state, folder / _file("model", rank, None))
 
 
 def _sub_groups(model: Model, names: list[str], world_size: int, most: int) -> Iterator[list[str]]:
-    """A group's parameters, divided as DeepSpeed does it: a part ends with the parameter that fills it."""
+    """A group's parameters, divided as DeepSpeed does it: a part ends with the parameter that fills
+    it.
+    """
     part: list[str] = []
     filled = 0
     for name in names:
@@ -318,7 +373,8 @@ def _sub_groups(model: Model, names: list[str], world_size: int, most: int) -> I
         filled += -(-math.prod(model.shape(name)) // world_size)
         if filled >= most:
             yield part
-            part, filled = [], 0
+            part = []
+            filled = 0
     if part:
         yield part
 

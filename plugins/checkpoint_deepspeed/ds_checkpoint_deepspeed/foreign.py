@@ -15,21 +15,67 @@ from torch import Tensor
 
 from ds_core.errors import CheckpointError
 
-__all__ = ["Foreign", "Part", "client_of", "optimizer_of", "put_together", "run_of", "scaler_of", "whole"]
+__all__ = [
+    "Foreign",
+    "Part",
+    "client_of",
+    "optimizer_of",
+    "put_together",
+    "run_of",
+    "scaler_of",
+    "whole",
+]
 
 _OWN_KEYS = {
-    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
-    *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names"),
-    *("skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version"),
-    *("checkpoint_parallel_dimensions", "csr_tensor_module_names", "ds_checkpoint_info", "universal_checkpoint_info"),
+    *(
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+    ),
+    *(
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "sparse_tensor_module_names",
+    ),
+    *(
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "ds_config",
+        "ds_version",
+    ),
+    *(
+        "checkpoint_parallel_dimensions",
+        "csr_tensor_module_names",
+        "ds_checkpoint_info",
+        "universal_checkpoint_info",
+    ),
     *("num_experts", "ds_autoep_layers", "autoep_layers", "args"),
 }
-_GROUP_KEYS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "amsgrad")
+_GROUP_KEYS = (
+    "lr",
+    "initial_lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "momentum",
+    "dampening",
+    "nesterov",
+    "amsgrad",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one model-parallel rank holds. frozen: weights that are not trained. missing: what was left out, and why.
+    """What one model-parallel rank holds. frozen: weights that are not trained. missing: what was
+    left out, and why.
 
     groups: of the optimizer. order: the trained parameters of each group, as they come.
     """
@@ -45,11 +91,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """What a foreign checkpoint holds: pieces of states, further names of shared weights, and the run's values.
+    """What a foreign checkpoint holds: pieces of states, further names of shared weights, and the
+    run's values.
 
-    optimizer: the class of the optimizer as that program called it. missing: what could not be taken over, and why.
-    cut: per tensor-parallel rank, the pieces of states of which each has another part and nothing says how they were
-    cut; empty without any. pipeline: whether its names begin with the number of a layer.
+    optimizer: the class of the optimizer as that program called it. missing: what could not be
+        taken over, and why.
+    cut: per tensor-parallel rank, the pieces of states of which each has another part and nothing
+        says how they were cut; empty without any. pipeline: whether its names begin with the number
+        of a layer.
     """
 
     tag: str
@@ -78,10 +127,13 @@ def put_together(pieces: Iterable[StateTensor]) -> dict[str, Tensor]:
 
 
 def _joined(name: str, pieces: list[StateTensor]) -> Tensor:
-    first, count = pieces[0], sum(p.stop - p.start for p in pieces)
+    first = pieces[0]
+    count = sum(p.stop - p.start for p in pieces)
     size = first.tensor.new_empty(first.shape, device="meta").numel()
     if count != size or any(p.shape != first.shape for p in pieces):
-        raise CheckpointError(f"state {name!r} has {size} elements, {count} are stored; copy all files")
+        raise CheckpointError(
+            f"state {name!r} has {size} elements, {count} are stored; copy all files"
+        )
     if len(pieces) == 1 and first.box is None:
         return first.values().detach().reshape(first.shape)
     out = torch.empty(size, dtype=first.tensor.dtype)
@@ -96,7 +148,11 @@ def _joined(name: str, pieces: list[StateTensor]) -> Tensor:
 def low_precision(model: Mapping[str, Any]) -> torch.dtype | None:
     """The dtype of a 16-bit run's weights; None: fp32."""
     config = model.get("ds_config") or {}
-    for name, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
+    for name, dtype in (
+        ("bf16", torch.bfloat16),
+        ("bfloat16", torch.bfloat16),
+        ("fp16", torch.float16),
+    ):
         if (config.get(name) or {}).get("enabled") in (True, "true"):
             return dtype
     return None
@@ -113,7 +169,9 @@ def run_of(model: Mapping[str, Any], part: Part) -> dict[str, Any]:
         "global_samples": int(model.get("global_samples") or 0),
         "skipped_steps": int(model.get("skipped_steps") or 0),
         "scaler": part.scaler,
-        "optimizer_groups": [{k: group[k] for k in _GROUP_KEYS if k in group} for group in part.groups],
+        "optimizer_groups": [
+            {k: group[k] for k in _GROUP_KEYS if k in group} for group in part.groups
+        ],
         "optimizer_params": part.order,
         "lr_scheduler": dict(schedule) if isinstance(schedule, dict) else None,
         "data": None,

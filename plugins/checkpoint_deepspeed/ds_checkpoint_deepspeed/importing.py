@@ -1,4 +1,6 @@
-"""Making a checkpoint of ds_core out of other files: DeepSpeed's checkpoints, safetensors, and torch state dicts."""
+"""Making a checkpoint of ds_core out of other files: DeepSpeed's checkpoints, safetensors, and
+torch state dicts.
+"""
 
 from __future__ import annotations
 
@@ -41,17 +43,23 @@ NEW_RUN: dict[str, Any] = {
 }
 
 
-def import_checkpoint(source: str | Path, output_dir: str | Path, tag: str | None = None) -> tuple[Path, list[str]]:
+def import_checkpoint(
+    source: str | Path, output_dir: str | Path, tag: str | None = None
+) -> tuple[Path, list[str]]:
     """Write ``output_dir/tag`` out of `source`; (its path, what could not be taken over, and why).
 
-    source: a folder of DeepSpeed's (the tag's, or the one above it) with all its ranks' files; a ``.safetensors`` file;
-    a folder with ``model.safetensors`` or its index, as Hugging Face has them; or a state dict that torch saved.
-    tag: default as in `source`, or ``imported``. `engine.load_checkpoint` then resumes at any stage and world size.
-    CheckpointError when it is none of these, or would need code in it to be run.
+    source: a folder of DeepSpeed's (the tag's, or the one above it) with all its ranks' files; a
+        ``.safetensors`` file; a folder with ``model.safetensors`` or its index, as Hugging Face has
+        them; or a state dict that torch saved.
+    tag: default as in `source`, or ``imported``. `engine.load_checkpoint` then resumes at any stage
+        and world size. CheckpointError when it is none of these, or would need code in it to be
+        run.
     """
     path = Path(source)
     folder = find_deepspeed(path, None)
-    found = in_our_names(_weights(path)) if folder is None else read_deepspeed(folder, our_names=True)
+    found = (
+        in_our_names(_weights(path)) if folder is None else read_deepspeed(folder, our_names=True)
+    )
     tag = check_tag(tag if tag is not None else found.tag)
     for piece in (*found.pieces, *(p for pieces in found.cut for p in pieces)):
         check_tensor(piece.tensor, f"{path}: {piece.name!r}")
@@ -69,13 +77,17 @@ def import_checkpoint(source: str | Path, output_dir: str | Path, tag: str | Non
         "run": encode(found.run, "run_state", common, own=True),
         "client": encode(client, "client_state", common),
     }
-    prepared = [_prepared(found, rank, tag, common if rank == 0 else {}, head) for rank in range(ranks)]
+    prepared = [
+        _prepared(found, rank, tag, common if rank == 0 else {}, head) for rank in range(ranks)
+    ]
     root = Path(output_dir)
     files.make_root(root)
     with contextlib.closing(FolderLock()) as lock:
         lock.take(root)
         temporary = files.make_temporary(root, tag)
-        job = SaveJob(root, tag, temporary, secrets.token_hex(16), files.next_serial(root), True, None)
+        job = SaveJob(
+            root, tag, temporary, secrets.token_hex(16), files.next_serial(root), True, None
+        )
         try:
             commit(prepared[0], job, [write(p, job) for p in prepared])
         except BaseException:
@@ -85,8 +97,12 @@ def import_checkpoint(source: str | Path, output_dir: str | Path, tag: str | Non
     return root / tag, [*found.missing, *left]
 
 
-def _prepared(found: Foreign, rank: int, tag: str, common: dict[str, Tensor], head: dict[str, Any]) -> Prepared:
-    """What one rank writes: the first one all that is the same for all, each its part of what is cut."""
+def _prepared(
+    found: Foreign, rank: int, tag: str, common: dict[str, Tensor], head: dict[str, Any]
+) -> Prepared:
+    """What one rank writes: the first one all that is the same for all, each its part of what is
+    cut.
+    """
     own: dict[str, Any] = {"random": None, "plugins": {}, "module_extra": {}, "optimizer": {}}
     return Prepared(
         tag=tag,
@@ -107,7 +123,8 @@ def _prepared(found: Foreign, rank: int, tag: str, common: dict[str, Tensor], he
 
 def _encodable(client: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """What of a client state a checkpoint can hold; and what not, which the user is told."""
-    kept, left = {}, []
+    kept = {}
+    left = []
     for key, value in client.items():
         try:
             encode({key: value}, "client_state", {})
@@ -127,10 +144,15 @@ def _weights(path: Path) -> Foreign:
     tensors: dict[str, Tensor] = {}
     shared: dict[str, str] = {}
     for one in paths:
-        found, aliases = _safetensors(one) if one.suffix == ".safetensors" else (_state_dict(one), {})
+        found, aliases = (
+            _safetensors(one) if one.suffix == ".safetensors" else (_state_dict(one), {})
+        )
         tensors |= found
         shared |= aliases
-    pieces = [StateTensor(f"module/{n}", t, tuple(t.shape), 0, t.numel(), (), True) for n, t in tensors.items()]
+    pieces = [
+        StateTensor(f"module/{n}", t, tuple(t.shape), 0, t.numel(), (), True)
+        for n, t in tensors.items()
+    ]
     return Foreign("imported", pieces, shared, [], dict(NEW_RUN), {}, None, [])
 
 
@@ -138,16 +160,23 @@ def _of_index(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if os.path.lexists(index):
         try:
-            names = sorted(set(parse_json(read_small(index, 1 << 27), 1 << 23)["weight_map"].values()))
+            names = sorted(
+                set(parse_json(read_small(index, 1 << 27), 1 << 23)["weight_map"].values())
+            )
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from error
+            raise CheckpointError(
+                f"{index} is not an index of safetensors files: {error}"
+            ) from error
         if bad := [n for n in names if Path(n).name != n or not n.endswith(".safetensors")]:
-            raise CheckpointError(f"{index} names {bad[0]!r}, which is not a safetensors file next to it")
+            raise CheckpointError(
+                f"{index} names {bad[0]!r}, which is not a safetensors file next to it"
+            )
         return [folder / name for name in names]
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     raise CheckpointError(
-        f"{folder} holds no checkpoint of DeepSpeed, no model.safetensors and no index; give the folder or file itself"
+        f"{folder} holds no checkpoint of DeepSpeed, no model.safetensors and no index; give the "
+        "folder or file itself"
     )
 
 
@@ -176,10 +205,13 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
     begin = read_start(path, 2)
     if not begin.startswith((b"PK", b"\x80")):  # a zip file, or a pickle of before torch 1.6
         raise CheckpointError(
-            f"{path} is neither a safetensors file nor one that torch.save wrote; give such a file, a folder with "
+            f"{path} is neither a safetensors file nor one that torch.save wrote; give such a "
+            "file, a folder with "
             f"model.safetensors or {_INDEX}, or a folder of DeepSpeed's"
         )
     found = read_torch_file(path)
     if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
-        raise CheckpointError(f"{path} is not a state dict of tensors; save model.state_dict() alone")
+        raise CheckpointError(
+            f"{path} is not a state dict of tensors; save model.state_dict() alone"
+        )
     return dict(found)

@@ -1,4 +1,5 @@
-"""DeepSpeed's names of weights, and ours: experts of MoE layers and layers of pipelines (standard library only).
+"""DeepSpeed's names of weights, and ours: experts of MoE layers and layers of pipelines (standard
+library only).
 
 ========================================================== ==============================
 DeepSpeed's                                                ours
@@ -16,7 +17,9 @@ import re
 
 __all__ = ["expert_row", "pipeline_name", "their_expert", "their_name", "our_name"]
 
-_EXPERT = re.compile(r"(?P<before>(.*\.)?)deepspeed_moe\.experts\.deepspeed_experts\.(?P<row>\d+)\.(?P<rest>.*)")
+_EXPERT = re.compile(
+    r"(?P<before>(.*\.)?)deepspeed_moe\.experts\.deepspeed_experts\.(?P<row>\d+)\.(?P<rest>.*)"
+)
 _MOE = re.compile(r"(?P<before>(.*\.)?)deepspeed_moe\.(?P<rest>.*)")
 _STACKED = re.compile(r"(?P<before>(.*\.)?)experts\.stacked\.(?P<rest>.*)")
 _GATE = re.compile(r"(?P<before>(.*\.)?)gate\.(?P<rest>wg\..*)")
@@ -25,7 +28,11 @@ _GATE = re.compile(r"(?P<before>(.*\.)?)gate\.(?P<rest>wg\..*)")
 def expert_row(name: str) -> tuple[str, int] | None:
     """(our name, the expert's number) of an expert's weight; None for any other."""
     found = _EXPERT.fullmatch(name)
-    return None if found is None else (f"{found['before']}experts.stacked.{found['rest']}", int(found["row"]))
+    return (
+        None
+        if found is None
+        else (f"{found['before']}experts.stacked.{found['rest']}", int(found["row"]))
+    )
 
 
 def our_name(name: str, *, pipeline: bool) -> str:
@@ -43,10 +50,14 @@ def pipeline_name(name: str) -> str:
 
 
 def their_expert(name: str) -> tuple[str, str] | None:
-    """What comes before and after the expert's number in DeepSpeed's names of stacked experts; None for any other."""
+    """What comes before and after the expert's number in DeepSpeed's names of stacked experts; None
+    for any other.
+    """
     found = _STACKED.fullmatch(name)
     return (
-        None if found is None else (f"{found['before']}deepspeed_moe.experts.deepspeed_experts.", f".{found['rest']}")
+        None
+        if found is None
+        else (f"{found['before']}deepspeed_moe.experts.deepspeed_experts.", f".{found['rest']}")
     )
 
 

@@ -1,5 +1,5 @@
-"""One way to look into checkpoints of ds_core and of DeepSpeed: a `Saved`, whose states of DeepSpeed's are in memory
-(mapped from its files, not read)."""
+"""One way to look into checkpoints of ds_core and of DeepSpeed: a `Saved`, whose states of
+DeepSpeed's are in memory (mapped from its files, not read)."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ __all__ = ["open_any", "run_values"]
 
 
 @contextlib.contextmanager
-def open_any(path: str | Path, tag: str | None = None, *, our_names: bool = False) -> Iterator[Saved]:
-    """Open a checkpoint: `path` itself, ``path/tag``, or what ``path/latest`` names; CheckpointError if it is none.
+def open_any(
+    path: str | Path, tag: str | None = None, *, our_names: bool = False
+) -> Iterator[Saved]:
+    """Open a checkpoint: `path` itself, ``path/tag``, or what ``path/latest`` names;
+    CheckpointError if it is none.
 
-    our_names: DeepSpeed's weights get the names that ds_core's modules have, else they keep DeepSpeed's.
+    our_names: DeepSpeed's weights get the names that ds_core's modules have, else they keep
+    DeepSpeed's.
     """
     folder = find_deepspeed(Path(path), tag)
     if folder is None:
@@ -48,7 +52,9 @@ def run_values(saved: Saved) -> tuple[dict[str, Any], dict[str, Any]]:
         file = saved.source.file(COMMON)
         return file.read(key).view(file.tensors[key][1])
 
-    run, client = (decode(v, tensor, str(saved.path)) for v in (saved.manifest.run, saved.manifest.client))
+    run, client = (
+        decode(v, tensor, str(saved.path)) for v in (saved.manifest.run, saved.manifest.client)
+    )
     return run, client
 
 
@@ -69,9 +75,12 @@ class _Held:
 class _States(SavedStates):
     """The states of a foreign checkpoint."""
 
-    def __init__(self, path: Path, manifest: Manifest, found: Foreign, held: dict[str, _Held]) -> None:
+    def __init__(
+        self, path: Path, manifest: Manifest, found: Foreign, held: dict[str, _Held]
+    ) -> None:
         super().__init__(path, manifest, None)
-        self.found, self._held = found, held
+        self.found = found
+        self._held = held
 
     def file(self, name: str) -> Any:
         """The pieces of one rank."""
@@ -102,7 +111,10 @@ def _as_saved(folder: Path, found: Foreign) -> Saved:
         run=None,
         client=None,
     )
-    held = {name: _Held({item[0]: item[3]() for item in items_of(pieces)}) for name, (pieces, _) in ranks.items()}
+    held = {
+        name: _Held({item[0]: item[3]() for item in items_of(pieces)})
+        for name, (pieces, _) in ranks.items()
+    }
     source = _States(folder, manifest, found, held)
     split = {s.name.removeprefix("module/") for s in manifest.states if s.name not in source}
     return Saved(folder, manifest, source, tuple(sorted(split)))

@@ -10,10 +10,15 @@ __all__ = ["ds_commands"]
 
 
 def ds_commands() -> Mapping[str, CommandEntry]:
-    """``dscore import``, which is ``dscore checkpoint import`` too, and ``dscore checkpoint export-deepspeed``."""
+    """``dscore import``, which is ``dscore checkpoint import`` too, and ``dscore checkpoint
+    export-deepspeed``.
+    """
     take = CommandEntry(
         "ds_checkpoint_deepspeed.command:import_checkpoint",
         "Make a checkpoint out of DeepSpeed's files, safetensors or a torch state dict.",
     )
-    give = CommandEntry("ds_checkpoint_deepspeed.command:export_deepspeed", "Write a checkpoint in DeepSpeed's form.")
+    give = CommandEntry(
+        "ds_checkpoint_deepspeed.command:export_deepspeed",
+        "Write a checkpoint in DeepSpeed's form.",
+    )
     return {"import": take, "checkpoint import": take, "checkpoint export-deepspeed": give}

@@ -1,7 +1,9 @@
-"""``deepspeed.checkpoint.DeepSpeedCheckpoint`` and ``ZeROCheckpoint``: DeepSpeed's folders as fewer ranks see them.
+"""``deepspeed.checkpoint.DeepSpeedCheckpoint`` and ``ZeROCheckpoint``: DeepSpeed's folders as fewer
+ranks see them.
 
-Tools of Megatron-DeepSpeed read checkpoints by them: layers of a pipeline, put together for fewer tensor-parallel
-ranks, what each place has, and the optimizer's states of one rank. Files are read without running code in them.
+Tools of Megatron-DeepSpeed read checkpoints by them: layers of a pipeline, put together for fewer
+tensor-parallel ranks, what each place has, and the optimizer's states of one rank. Files are read
+without running code in them.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ __all__ = ["DeepSpeedCheckpoint", "ZeROCheckpoint"]
 
 _LAYER = re.compile(r"layer_(\d+)-model_.*")
 _OPTIMIZER = "optimizer_state_dict"
-# What each tensor-parallel rank has whole of a layer of Megatron's, and what is cut along its second dimension.
+# What each tensor-parallel rank has whole of a layer of Megatron's, and what is cut along its
+# second dimension.
 _ALIKE = frozenset({
     "input_layernorm.weight", "input_layernorm.bias", "self_attention.dense.bias", "post_attention_layernorm.weight",
     "post_attention_layernorm.bias", "mlp.dense_4h_to_h.bias", "position_embeddings.weight",
@@ -61,7 +64,9 @@ class ZeROCheckpoint:
         if not self.file_list:
             raise CheckpointError(f"{dir} has no files of ZeRO's optimizer states{_ours(dir)}")
         self.src_3d = get_model_3d_descriptor(dir) if source_3d is None else source_3d
-        self.reshape(model_3d_desc(self.src_3d.pp_degree, self.src_3d.tp_degree, self.src_3d.dp_degree))
+        self.reshape(
+            model_3d_desc(self.src_3d.pp_degree, self.src_3d.tp_degree, self.src_3d.dp_degree)
+        )
 
     def reshape(self, target_3d_desc: model_3d_desc) -> None:
         """From now on ranks are those of the target."""
@@ -93,7 +98,10 @@ class ZeROCheckpoint:
 
     def get_files_for_rank(self, pp_index: int, tp_index: int, dp_index: int) -> list[str]:
         """The files that make up a rank."""
-        return [self.file_list[index] for index in self.get_file_indices_for_rank(pp_index, tp_index, dp_index)]
+        return [
+            self.file_list[index]
+            for index in self.get_file_indices_for_rank(pp_index, tp_index, dp_index)
+        ]
 
     def get_state_for_rank(
         self,
@@ -103,10 +111,14 @@ class ZeROCheckpoint:
         keys_to_ignore: Sequence[str] = (),
         strip_tensor_paddings: bool = True,
     ) -> State:
-        """The states of a rank: those of its files one after the other, without padding unless told."""
+        """The states of a rank: those of its files one after the other, without padding unless
+        told.
+        """
         merged: State | None = None
         for path in self.get_files_for_rank(pp_index, tp_index, dp_index):
-            state = {key: value for key, value in load(Path(path)).items() if key not in keys_to_ignore}
+            state = {
+                key: value for key, value in load(Path(path)).items() if key not in keys_to_ignore
+            }
             if strip_tensor_paddings:
                 _strip_paddings(state)
             merged = state if merged is None else merge_state(merged, state)
@@ -149,7 +161,10 @@ def _strip_paddings(state: State) -> None:
 
 
 class DeepSpeedCheckpoint:
-    """A folder of DeepSpeed's as ranks of other, not greater, degrees see it. None: as it was written."""
+    """A folder of DeepSpeed's as ranks of other, not greater, degrees see it.
+
+    None: as it was written.
+    """
 
     def __init__(
         self,
@@ -163,10 +178,14 @@ class DeepSpeedCheckpoint:
         self.dir = dir
         self.final_layer_norm_idx = final_layer_norm_idx
         self.file_list = get_files(dir)
-        self.layer_files = sorted(path for path in self.file_list if _LAYER.fullmatch(os.path.basename(path)))
+        self.layer_files = sorted(
+            path for path in self.file_list if _LAYER.fullmatch(os.path.basename(path))
+        )
         self.mp_rank_files = get_files_with_prefix(self.file_list, "mp_rank_")
         self._check_folder()
-        source = get_model_3d_descriptor_from_metadata(self.file_list, get_zero_files(dir), self._read_metadata())
+        source = get_model_3d_descriptor_from_metadata(
+            self.file_list, get_zero_files(dir), self._read_metadata()
+        )
         self.zero_checkpoint = ZeROCheckpoint(dir, source)
         self.tp_degree = source.tp_degree if tp_degree is None else tp_degree
         self.pp_degree = source.pp_degree if pp_degree is None else pp_degree
@@ -176,18 +195,22 @@ class DeepSpeedCheckpoint:
         self.zero_checkpoint.reshape(model_3d_desc(self.pp_degree, self.tp_degree, self.dp_degree))
         self.old_2d_map = meg_2d_parallel_map(source.pp_degree, source.tp_degree)
         self.old_2d_map.simple_init()
-        self.new_2d_map = reshape_meg_2d_parallel(source.pp_degree, source.tp_degree, self.pp_degree, self.tp_degree)
+        self.new_2d_map = reshape_meg_2d_parallel(
+            source.pp_degree, source.tp_degree, self.pp_degree, self.tp_degree
+        )
 
-    # -- what the folder has -------------------------------------------------------------------------------------
+    # -- what the folder has -----------------------------------------------------------------------
 
     def _check_folder(self) -> None:
         if not self.mp_rank_files:
             raise CheckpointError(
-                f"{self.dir} is no checkpoint of DeepSpeed's: it has no mp_rank_* files{_ours(self.dir)}"
+                f"{self.dir} is no checkpoint of DeepSpeed's: it has no mp_rank_* "
+                f"files{_ours(self.dir)}"
             )
 
     def _read_metadata(self) -> list[tuple[str, Mapping[str, Any]]]:
-        """What the files of model states say of the degrees; the first one's other values are kept."""
+        """What the files of model states say of the degrees; the first one's other values are
+        kept."""
         found: list[tuple[str, Mapping[str, Any]]] = []
         self.global_state: State = {}
         for path in self.mp_rank_files:
@@ -211,7 +234,8 @@ class DeepSpeedCheckpoint:
         """The number of layers."""
         return len(self.layer_keys)
 
-    # Found when they are asked for: tools that read the optimizer's states alone need no even stages.
+    # Found when they are asked for: tools that read the optimizer's states alone need no even
+    # stages.
 
     @functools.cached_property
     def pp_to_transformer_map(self) -> dict[int, list[str]]:
@@ -260,7 +284,7 @@ class DeepSpeedCheckpoint:
         """Print the files that have gone since."""
         validate_files(self.file_list)
 
-    # -- values and states -----------------------------------------------------------------------------------------
+    # -- values and states -------------------------------------------------------------------------
 
     def get_iteration(self) -> int:
         """The number of the iteration that Megatron saved, else 0."""
@@ -294,7 +318,9 @@ class DeepSpeedCheckpoint:
 
     def get_2d_parallel_state(self, tp_index: int, pp_index: int) -> State:
         """What they hold, tensors one after the other."""
-        first, *others = (load(Path(path)) for path in self.get_2d_parallel_files(tp_index, pp_index))
+        first, *others = (
+            load(Path(path)) for path in self.get_2d_parallel_files(tp_index, pp_index)
+        )
         for other in others:
             first = merge_state(first, other)
         merged: State = first
@@ -332,7 +358,7 @@ class DeepSpeedCheckpoint:
         """The weights of each layer of a place."""
         return [_layer(files) for files in self.transformer_file_map[tp_index, pp_index]]
 
-    # -- what tools print ------------------------------------------------------------------------------------------
+    # -- what tools print --------------------------------------------------------------------------
 
     def show_2d_mapping(self) -> None:
         """Print which files of model states make up each place."""

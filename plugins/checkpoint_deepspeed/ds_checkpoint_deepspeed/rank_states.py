@@ -1,4 +1,5 @@
-"""The files of a checkpoint of DeepSpeed's by their names, and putting together what several of them hold.
+"""The files of a checkpoint of DeepSpeed's by their names, and putting together what several of
+them hold.
 
 Under the names of ``deepspeed.checkpoint.reshape_utils``.
 """
@@ -60,7 +61,10 @@ def get_zero_files(dir: str | os.PathLike[str]) -> list[str]:
 
 
 def sort_zero_files(files: Sequence[str], prefix: str) -> list[str]:
-    """By the numbers of their ranks: 10 comes after 2. Raises ValueError for a name without them."""
+    """By the numbers of their ranks: 10 comes after 2.
+
+    Raises ValueError for a name without them.
+    """
 
     def ranks(path: str) -> tuple[int, int]:
         found = re.search(rf"{prefix}(\d+)_mp_rank_(\d+)", os.path.basename(path))
@@ -82,34 +86,49 @@ def partition_data(data_list: Sequence[Row], num_partitions: int) -> list[list[R
     """The list in so many equal parts. Raises CheckpointError where it cannot be divided."""
     size, rest = divmod(len(data_list), num_partitions)
     if rest:
-        raise CheckpointError(f"{len(data_list)} parts cannot be shared by {num_partitions} ranks equally")
+        raise CheckpointError(
+            f"{len(data_list)} parts cannot be shared by {num_partitions} ranks equally"
+        )
     return [list(data_list[part * size : (part + 1) * size]) for part in range(num_partitions)]
 
 
 def merge_state(state_a: Any, state_b: Any, key_list: Sequence[str] = ()) -> Any:
-    """Tensors one after the other, in dicts, lists and tuples too; of other values the first. Keys are those of the
-    second. Raises ValueError for values of different kinds."""
+    """Tensors one after the other, in dicts, lists and tuples too; of other values the first. Keys
+    are those of the second. Raises ValueError for values of different kinds."""
     if type(state_a) is not type(state_b):
         where = ".".join(key_list) or "the states"
-        raise ValueError(f"{where}: a {type(state_a).__name__} and a {type(state_b).__name__} cannot be put together")
+        raise ValueError(
+            f"{where}: a {type(state_a).__name__} and a {type(state_b).__name__} cannot be put "
+            "together"
+        )
     if isinstance(state_a, dict):
         return merge_state_dict(state_a, state_b, key_list)
     if isinstance(state_a, list | tuple):
         return type(state_a)(merge_state_list(state_a, state_b, key_list))
     # A number, such as the step of an optimizer, has no dimension: all ranks have the same.
-    return torch.cat([state_a, state_b]) if isinstance(state_a, Tensor) and state_a.dim() else state_a
+    return (
+        torch.cat([state_a, state_b]) if isinstance(state_a, Tensor) and state_a.dim() else state_a
+    )
 
 
-def merge_state_dict(dict_a: dict[Any, Any], dict_b: dict[Any, Any], key_list: Sequence[str]) -> dict[Any, Any]:
+def merge_state_dict(
+    dict_a: dict[Any, Any], dict_b: dict[Any, Any], key_list: Sequence[str]
+) -> dict[Any, Any]:
     """`merge_state` of each key of the second; what the first has not is taken as it is."""
     merged = type(dict_a)()
     for key, value in dict_b.items():
-        merged[key] = merge_state(dict_a[key], value, [*key_list, str(key)]) if key in dict_a else value
+        merged[key] = (
+            merge_state(dict_a[key], value, [*key_list, str(key)]) if key in dict_a else value
+        )
     return merged
 
 
-def merge_state_list(list_a: Sequence[Any], list_b: Sequence[Any], key_list: Sequence[str]) -> list[Any]:
+def merge_state_list(
+    list_a: Sequence[Any], list_b: Sequence[Any], key_list: Sequence[str]
+) -> list[Any]:
     """`merge_state` of each pair. Raises ValueError for lists of different lengths."""
     if len(list_a) != len(list_b):
-        raise ValueError(f"{'.'.join(key_list)}: lists of {len(list_a)} and {len(list_b)} cannot be put together")
+        raise ValueError(
+            f"{'.'.join(key_list)}: lists of {len(list_a)} and {len(list_b)} cannot be put together"
+        )
     return [merge_state(a, b, key_list) for a, b in zip(list_a, list_b, strict=True)]

@@ -1,4 +1,6 @@
-"""A foreign checkpoint under our names: experts become rows of stacked weights, layers of pipelines get theirs."""
+"""A foreign checkpoint under our names: experts become rows of stacked weights, layers of pipelines
+get theirs.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def in_our_names(found: Foreign) -> Foreign:
         return [piece for p in pieces for piece in _renamed(p, named(_split(p.name)[1]), experts)]
 
     run = dict(found.run)
-    run["optimizer_params"] = [list(dict.fromkeys(map(named, names))) for names in run["optimizer_params"]]
+    run["optimizer_params"] = [
+        list(dict.fromkeys(map(named, names))) for names in run["optimizer_params"]
+    ]
     return dataclasses.replace(
         found,
         pieces=renamed(found.pieces),
@@ -54,9 +58,13 @@ def _renamed(piece: StateTensor, name: str, experts: dict[str, int]) -> Iterable
     row = expert_row(old)
     if row is None:
         yield dataclasses.replace(piece, name=state)
-    elif kind.startswith("optimizer/") and not piece.shape:  # a counter, which is equal for all experts
+    # a counter, which is equal for all experts
+    elif kind.startswith("optimizer/") and not piece.shape:
         if row[1] == 0:
             yield dataclasses.replace(piece, name=state)
     else:
-        shape, before = (experts[name], *piece.shape), row[1] * math.prod(piece.shape)
-        yield dataclasses.replace(piece, name=state, shape=shape, start=piece.start + before, stop=piece.stop + before)
+        shape = (experts[name], *piece.shape)
+        before = row[1] * math.prod(piece.shape)
+        yield dataclasses.replace(
+            piece, name=state, shape=shape, start=piece.start + before, stop=piece.stop + before
+        )

@@ -1,7 +1,10 @@
-"""Writing files as DeepSpeed reads them: those of `torch.save`, which are pickles of plain values and tensors.
+"""Writing files as DeepSpeed reads them: those of `torch.save`, which are pickles of plain values
+and tensors.
 
-DeepSpeed's own loader takes nothing else. Where it expects an instance of a class of its own, the file names that
-class: `loss_scaler` and `fragment` stand for such instances, so DeepSpeed need not be installed here.
+DeepSpeed's own loader takes nothing else. Where it expects an instance of a class of its own, the
+file names that
+class: `loss_scaler` and `fragment` stand for such instances, so DeepSpeed need not be installed
+    here.
 """
 
 from __future__ import annotations
@@ -18,7 +21,10 @@ __all__ = ["fragment", "loss_scaler", "save"]
 
 
 class _Theirs:
-    """An instance of a class of DeepSpeed's, by its attributes. `theirs` is the class's full name."""
+    """An instance of a class of DeepSpeed's, by its attributes.
+
+    `theirs` is the class's full name.
+    """
 
     theirs = ""
 
@@ -81,4 +87,6 @@ _pickling.Pickler = _Pickler  # type: ignore[attr-defined]
 
 def save(value: Any, path: Path) -> None:
     """Write `value` to `path`, which has the name once all of it is there."""
-    files.replace_with(path, lambda temporary: torch.save(value, temporary, pickle_module=_pickling))
+    files.replace_with(
+        path, lambda temporary: torch.save(value, temporary, pickle_module=_pickling)
+    )

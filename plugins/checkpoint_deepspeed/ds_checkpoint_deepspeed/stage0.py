@@ -1,4 +1,6 @@
-"""Stage 0: the optimizer knows its parameters by number only, so names follow from shapes and values."""
+"""Stage 0: the optimizer knows its parameters by number only, so names follow from shapes and
+values.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ def shared_tensors(module: Mapping[str, Tensor]) -> dict[str, str]:
     shared: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in module.items():
-        place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        place = (
+            tensor.untyped_storage().data_ptr(),
+            tensor.storage_offset(),
+            tuple(tensor.shape),
+            tensor.stride(),
+        )
         if tensor.numel() and place in first:
             shared[name] = first[place]
         first.setdefault(place, name)
@@ -29,7 +36,9 @@ def shared_tensors(module: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def read_stage0(module: Mapping[str, Tensor], buffers: set[str], saved: Any) -> Part:
-    """The weights of `module`, and the optimizer's states; `saved`: its state dict, None without one."""
+    """The weights of `module`, and the optimizer's states; `saved`: its state dict, None without
+    one.
+    """
     shared = shared_tensors(module)
     module = {n: t for n, t in module.items() if n not in shared}
     pieces = [whole(f"module/{n}", t) for n, t in module.items()]
@@ -67,9 +76,12 @@ def _names(
     values = [m for group in masters or () for m in group]
     of_experts = {n: bool(g.get("moe")) for g in inner["param_groups"] for n in g["params"]}
     shapes = {
-        n: (of_experts[n], shape_of(inner["state"].get(n, {}))) for g in inner["param_groups"] for n in g["params"]
+        n: (of_experts[n], shape_of(inner["state"].get(n, {})))
+        for g in inner["param_groups"]
+        for n in g["params"]
     }
-    if not values and len(inner["param_groups"]) == 1 and len(shapes) == len(free):  # all of them, in their order
+    # all of them, in their order
+    if not values and len(inner["param_groups"]) == 1 and len(shapes) == len(free):
         rows = list(zip(shapes.items(), free, strict=True))
         if all(shape in (None, module[name].shape) for (_, (_, shape)), name in rows):
             return {number: name for (number, _), name in rows}, ""
@@ -84,13 +96,20 @@ def _names(
         if values:
             same = [n for n in there if _rounds_to(values[number], module[n])]
         else:
-            # In one group they come in the module's order, unless there are more of a shape than the optimizer has.
+            # In one group they come in the module's order, unless there are more of a shape than
+            # the optimizer has.
             same = [n for n in there if shape in (None, module[n].shape)]
-            same = [] if key in twice or len(same) != (len(there) if shape is None else left[key]) else same
+            same = (
+                []
+                if key in twice or len(same) != (len(there) if shape is None else left[key])
+                else same
+            )
         if not same:
             return {}, (
-                "the optimizer's states are left out: stage 0 stores them without names, and no name fits "
-                f"parameter number {number}, of shape {tuple(shape or ())}; save with stage 1 to keep them"
+                "the optimizer's states are left out: stage 0 stores them without names, and no "
+                "name fits "
+                f"parameter number {number}, of shape {tuple(shape or ())}; save with stage 1 to "
+                "keep them"
             )
         left[key] -= 1
         names[number] = same[0]

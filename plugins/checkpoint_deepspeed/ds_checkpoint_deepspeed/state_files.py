@@ -1,7 +1,9 @@
-"""The files that DeepSpeed's own tools look for in a checkpoint, for programs that open them (Lightning's converter).
+"""The files that DeepSpeed's own tools look for in a checkpoint, for programs that open them
+(Lightning's converter).
 
-A checkpoint of ds_core's has none. For it two small files are made in a temporary folder that ends with the process:
-the stage and the run's values, and the client state. `get_fp32_state_dict_from_zero_checkpoint` gives the weights.
+A checkpoint of ds_core's has none. For it two small files are made in a temporary folder that ends
+with the process: the stage and the run's values, and the client state.
+`get_fp32_state_dict_from_zero_checkpoint` gives the weights.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ from ds_checkpoint.format import MANIFEST
 from ds_checkpoint_deepspeed.opened import open_any, run_values
 from ds_checkpoint_deepspeed.saving import save
 
-__all__ = ["get_checkpoint_files", "get_model_state_file", "get_model_state_files", "get_optim_files", "naturally"]
+__all__ = [
+    "get_checkpoint_files",
+    "get_model_state_file",
+    "get_model_state_files",
+    "get_optim_files",
+    "naturally",
+]
 
 _OPTIM = "*_optim_states.pt"
 _MODEL = "*_model_states.pt"
@@ -39,7 +47,10 @@ def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
 
 
 def get_checkpoint_files(checkpoint_dir: str | Path, glob_pattern: str) -> list[str]:
-    """Files of the folder that match, those of rank 2 before those of rank 10. Raises FileNotFoundError."""
+    """Files of the folder that match, those of rank 2 before those of rank 10.
+
+    Raises FileNotFoundError.
+    """
     folder = Path(checkpoint_dir)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder")

@@ -1,8 +1,10 @@
-"""Joining what tensor-parallel ranks hold, by the rules that DeepSpeed's universal checkpoints have for it.
+"""Joining what tensor-parallel ranks hold, by the rules that DeepSpeed's universal checkpoints have
+for it.
 
-The framework of the model says in ``universal_checkpoint_info``, by patterns of names, which parameters are equal on
-all ranks, which are averaged, cut by columns, made of two or more sub-parameters, or padded vocabularies; all others
-are cut by rows. Without it nothing can be joined: what differs stays as it is cut.
+The framework of the model says in ``universal_checkpoint_info``, by patterns of names, which
+parameters are equal on all ranks, which are averaged, cut by columns, made of two or more
+sub-parameters, or padded vocabularies; all others are cut by rows. Without it nothing can be
+joined: what differs stays as it is cut.
 """
 
 from __future__ import annotations
@@ -24,17 +26,24 @@ from ds_core.errors import CheckpointError
 __all__ = ["join"]
 
 
-def join(parts: Sequence[Part], info: dict[str, Any] | None) -> tuple[Part, list[list[StateTensor]], list[str]]:
-    """(what is the same for all ranks, per rank what is not, what the user is to know). parts: one per rank."""
+def join(
+    parts: Sequence[Part], info: dict[str, Any] | None
+) -> tuple[Part, list[list[StateTensor]], list[str]]:
+    """(what is the same for all ranks, per rank what is not, what the user is to know). parts: one
+    per rank.
+    """
     first = parts[0]
     if len(parts) == 1:
         return first, [], []
     by_rank = [put_together(part.pieces) for part in parts]
     if any(states.keys() != by_rank[0].keys() for states in by_rank):
         odd = sorted({name for states in by_rank for name in states.keys() ^ by_rank[0].keys()})
-        raise CheckpointError(f"tensor-parallel ranks have different states ({', '.join(odd[:3])}); copy all files")
+        raise CheckpointError(
+            f"tensor-parallel ranks have different states ({', '.join(odd[:3])}); copy all files"
+        )
     equal = _equal_params(by_rank)
-    pieces, cut = [], [list[StateTensor]() for _ in parts]
+    pieces = []
+    cut = [list[StateTensor]() for _ in parts]
     for name in by_rank[0]:
         slices = [states[name] for states in by_rank]
         if param_of(name) in equal or (slices[0].dim() == 0 and name.startswith("optimizer/")):
@@ -48,8 +57,10 @@ def join(parts: Sequence[Part], info: dict[str, Any] | None) -> tuple[Part, list
     if any(cut):
         count = len({param_of(p.name) for p in cut[0]})
         notes = [
-            f"{count} parameters stay as {len(parts)} tensor-parallel ranks had them: nothing in the checkpoint says "
-            "how they are cut (universal_checkpoint_info), so it can be loaded with as many ranks only"
+            f"{count} parameters stay as {len(parts)} tensor-parallel ranks had them: nothing in "
+            "the checkpoint says "
+            "how they are cut (universal_checkpoint_info), so it can be loaded with as many ranks "
+            "only"
         ]
     return dataclasses.replace(first, pieces=pieces), cut if any(cut) else [], notes
 
@@ -58,13 +69,19 @@ def _equal_params(by_rank: Sequence[Mapping[str, Tensor]]) -> set[str]:
     """The parameters all of whose states are equal on all ranks."""
     differ = set()
     for name, tensor in by_rank[0].items():
-        if any(t.shape != tensor.shape or not torch.equal(t, tensor) for t in (s[name] for s in by_rank[1:])):
+        if any(
+            t.shape != tensor.shape or not torch.equal(t, tensor)
+            for t in (s[name] for s in by_rank[1:])
+        ):
             differ.add(param_of(name))
     return {param_of(name) for name in by_rank[0]} - differ
 
 
 def _joined(param: str, slices: Sequence[Tensor], info: Mapping[str, Any]) -> Tensor:
-    """One state of a parameter, out of the ranks' slices. A rule of the checkpoint's own decides."""
+    """One state of a parameter, out of the ranks' slices.
+
+    A rule of the checkpoint's own decides.
+    """
 
     def said(rule: str) -> bool:
         return any(re.match(pattern, param) for pattern in info.get(rule) or ())
@@ -81,7 +98,10 @@ def _joined(param: str, slices: Sequence[Tensor], info: Mapping[str, Any]) -> Te
     if (shape := _sub_params(param, info)) is not None:
         return _join_sub_params(param, slices, *shape, info)
     joined = torch.cat(list(slices), 1 if said("parameter_with_row_parallelism_patterns") else 0)
-    if said("vocabulary_parameter_patterns") and (size := info.get("original_vocab_size")) is not None:
+    if (
+        said("vocabulary_parameter_patterns")
+        and (size := info.get("original_vocab_size")) is not None
+    ):
         joined = joined[: int(size)]
     return joined
 
@@ -97,16 +117,26 @@ def _sub_params(param: str, info: Mapping[str, Any]) -> tuple[str, Sequence[Any]
 
 
 def _join_sub_params(
-    param: str, slices: Sequence[Tensor], pattern: str, shape: Sequence[Any], dim: int, info: Mapping[str, Any]
+    param: str,
+    slices: Sequence[Tensor],
+    pattern: str,
+    shape: Sequence[Any],
+    dim: int,
+    info: Mapping[str, Any],
 ) -> Tensor:
     """Each rank holds a part of each sub-parameter; widths: per sub-parameter, of each rank."""
-    total, count, sizes = sum(s.shape[dim] for s in slices), len(slices), shape[dim]
+    total = sum(s.shape[dim] for s in slices)
+    count = len(slices)
+    sizes = shape[dim]
     sizes = list(sizes) if isinstance(sizes, (tuple, list)) else [total // sizes] * int(sizes)
     said = (info.get("sub_param_shard_widths") or {}).get(pattern)
     widths = said if said is not None else [[size // count] * count for size in sizes]
     if sum(map(sum, widths)) != total:
-        raise CheckpointError(f"parameter {param!r}: its sub-parameters {sizes} are not what {count} ranks hold")
-    pieces, places = [], [0] * count
+        raise CheckpointError(
+            f"parameter {param!r}: its sub-parameters {sizes} are not what {count} ranks hold"
+        )
+    pieces = []
+    places = [0] * count
     for row in widths:
         for rank, width in enumerate(row):
             pieces.append(slices[rank].narrow(dim, places[rank], width))

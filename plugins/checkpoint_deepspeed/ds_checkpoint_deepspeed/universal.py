@@ -1,7 +1,7 @@
 """Universal checkpoints: a folder per parameter, with a file for each of its states, whole.
 
-``zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt`` hold a tensor, or a dict with it under ``param``;
-``zero/optimizer_state.pt`` what all parameters have in common.
+``zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt`` hold a tensor, or a dict with it under
+``param``; ``zero/optimizer_state.pt`` what all parameters have in common.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def read_universal(files: Files, model: dict[str, Any]) -> Foreign:
     root = files.folder / UNIVERSAL
     folders = sorted(Path(at) for at, _, names in os.walk(root) if "fp32.pt" in names)
     if not folders:
-        raise CheckpointError(f"{root} has no parameters; was the conversion to a universal checkpoint ended?")
+        raise CheckpointError(
+            f"{root} has no parameters; was the conversion to a universal checkpoint ended?"
+        )
     common = load(root / _COMMON) if (root / _COMMON).is_file() else {}
     pieces: list[StateTensor] = []
     for folder in folders:
@@ -61,18 +63,38 @@ def read_universal(files: Files, model: dict[str, Any]) -> Foreign:
     shared = {a: n for m in models for a, n in dict(m.get("shared_params") or {}).items()}
     pieces = [p for p in pieces if p.name.partition("/")[2] not in shared]
     part = Part(pieces, shared, frozen, inner.get("param_groups") or (), order, scaler)
-    run, optimizer = run_of(model, part), optimizer_of(model) if part.groups else None
+    run = run_of(model, part)
+    optimizer = optimizer_of(model) if part.groups else None
     pipeline = bool(files.layers) or any(m.get("module", 0) is None for m in models)
-    return Foreign(files.folder.name, pieces, shared, frozen, run, client_of(model), optimizer, [], pipeline=pipeline)
+    return Foreign(
+        files.folder.name,
+        pieces,
+        shared,
+        frozen,
+        run,
+        client_of(model),
+        optimizer,
+        [],
+        pipeline=pipeline,
+    )
 
 
 def _shapes(models: list[dict[str, Any]]) -> dict[str, tuple[int, ...]]:
     """Of parameters, which stage 3 stores flat; of tensor-parallel ranks, they are of slices."""
-    rows = {n: tuple(s) for m in models for group in m.get("param_shapes") or () for n, s in group.items()}
-    return rows | {n: tuple(s) for m in models for n, s in (m.get("frozen_param_shapes") or {}).items()}
+    rows = {
+        n: tuple(s)
+        for m in models
+        for group in m.get("param_shapes") or ()
+        for n, s in group.items()
+    }
+    return rows | {
+        n: tuple(s) for m in models for n, s in (m.get("frozen_param_shapes") or {}).items()
+    }
 
 
-def _param(folder: Path, name: str, shape: tuple[int, ...] | None, low: torch.dtype | None) -> list[StateTensor]:
+def _param(
+    folder: Path, name: str, shape: tuple[int, ...] | None, low: torch.dtype | None
+) -> list[StateTensor]:
     pieces = []
     for path in sorted(folder.glob("*.pt")):
         saved = load(path, kind=(dict, Tensor, int, float))
@@ -93,13 +115,26 @@ def _param(folder: Path, name: str, shape: tuple[int, ...] | None, low: torch.dt
     return pieces
 
 
-def _add_steps(pieces: list[StateTensor], common: Mapping[str, Any], inner: Mapping[str, Any]) -> None:
-    """The counter that all parameters have in common, where they have none of their own (stage 3)."""
+def _add_steps(
+    pieces: list[StateTensor], common: Mapping[str, Any], inner: Mapping[str, Any]
+) -> None:
+    """The counter that all parameters have in common, where they have none of their own (stage
+    3)."""
     states = inner.get("state") if isinstance(inner, Mapping) else None
-    first: Mapping[str, Any] = next(iter(states.values()), {}) if isinstance(states, Mapping) else {}
+    first: Mapping[str, Any] = (
+        next(iter(states.values()), {}) if isinstance(states, Mapping) else {}
+    )
     step = first.get("step", common.get("base_optimizer_state_step"))
-    trained = {p.name.removeprefix("optimizer/exp_avg/") for p in pieces if p.name.startswith("optimizer/exp_avg/")}
-    have = {p.name.removeprefix("optimizer/step/") for p in pieces if p.name.startswith("optimizer/step/")}
+    trained = {
+        p.name.removeprefix("optimizer/exp_avg/")
+        for p in pieces
+        if p.name.startswith("optimizer/exp_avg/")
+    }
+    have = {
+        p.name.removeprefix("optimizer/step/")
+        for p in pieces
+        if p.name.startswith("optimizer/step/")
+    }
     if isinstance(step, (Tensor, int, float)):
         counter = torch.as_tensor(step, dtype=torch.float32).reshape(-1)[0]
         pieces += [whole(f"optimizer/step/{name}", counter) for name in sorted(trained - have)]

@@ -1,7 +1,8 @@
 """What ZeRO partitioned, of one model-parallel rank: pieces of states out of flat tensors.
 
-Stages 1 and 2 lay the parameters of a group one after the other, and give each data-parallel rank a stretch of all.
-Stage 3 cuts each parameter into one part per rank; a rank's parts lie one after the other.
+Stages 1 and 2 lay the parameters of a group one after the other, and give each data-parallel rank a
+stretch of all. Stage 3 cuts each parameter into one part per rank; a rank's parts lie one after the
+other.
 """
 
 from __future__ import annotations
@@ -23,12 +24,16 @@ from ds_core.errors import CheckpointError
 
 __all__ = ["expert_place", "read_stage3", "read_stages_1_2"]
 
-_LOCAL_EXPERT = re.compile(r"(?P<before>.*\bdeepspeed_moe\.experts\.deepspeed_experts\.)(?P<index>\d+)\.(?P<rest>.*)")
+_LOCAL_EXPERT = re.compile(
+    r"(?P<before>.*\bdeepspeed_moe\.experts\.deepspeed_experts\.)(?P<index>\d+)\.(?P<rest>.*)"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """The elements [start, stop) of the flattened parameter `name`, from element `at` of a flat tensor on."""
+    """The elements [start, stop) of the flattened parameter `name`, from element `at` of a flat
+    tensor on.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -40,26 +45,38 @@ class _Stretch:
         """The state ``kind/name``, out of `flat`."""
         found = flat[self.at : self.at + self.stop - self.start]
         if found.numel() != self.stop - self.start:
-            raise CheckpointError(f"parameter {self.name!r} goes beyond the flat tensor of {flat.numel()} elements")
+            raise CheckpointError(
+                f"parameter {self.name!r} goes beyond the flat tensor of {flat.numel()} elements"
+            )
         found = found if dtype is None else found.to(dtype)
-        return StateTensor(f"{kind}/{self.name}", found, self.shape, self.start, self.stop, (), True)
+        return StateTensor(
+            f"{kind}/{self.name}", found, self.shape, self.start, self.stop, (), True
+        )
 
 
-def _state_pieces(state: Mapping[str, Any], flat: Tensor, stretches: Sequence[_Stretch]) -> Iterator[StateTensor]:
-    """Moments of one flat tensor; a parameter's counter comes from the rank with its first element."""
+def _state_pieces(
+    state: Mapping[str, Any], flat: Tensor, stretches: Sequence[_Stretch]
+) -> Iterator[StateTensor]:
+    """Moments of one flat tensor; a parameter's counter comes from the rank with its first
+    element."""
     for key, value in state.items():
-        if isinstance(value, Tensor) and value.dim() == 1 and value.numel() >= flat.numel():  # padding comes last
+        # padding comes last
+        if isinstance(value, Tensor) and value.dim() == 1 and value.numel() >= flat.numel():
             yield from (s.piece(f"optimizer/{key}", value) for s in stretches if s.stop > s.start)
         elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
             counter = torch.as_tensor(value, dtype=torch.float32).reshape(())
-            yield from (whole(f"optimizer/{key}/{s.name}", counter) for s in stretches if s.start == 0)
+            yield from (
+                whole(f"optimizer/{key}/{s.name}", counter) for s in stretches if s.start == 0
+            )
 
 
-# -- stages 1 and 2 ------------------------------------------------------------------------------------------------
+# -- stages 1 and 2 --------------------------------------------------------------------------------
 
 
 def read_stages_1_2(folder: Path, model: dict[str, Any], shards: list[dict[str, Any]]) -> Part:
-    """Weights come from the file of model states where it has them, else (pipelines, experts) from the fp32 ones."""
+    """Weights come from the file of model states where it has them, else (pipelines, experts) from
+    the fp32 ones.
+    """
     shared: dict[str, str] = dict(model.get("shared_params") or {})
     module = {n: t for n, t in module_of(model).items() if n not in shared}
     pieces = [whole(f"module/{name}", tensor) for name, tensor in module.items()]
@@ -71,7 +88,8 @@ def read_stages_1_2(folder: Path, model: dict[str, Any], shards: list[dict[str, 
         for ranks, rename in _partitions(folder, model, shards, index, experts):
             named = {rename(n): s for n, s in shapes.items()}
             order[-1] += named
-            begin, paddings = 0, _paddings(ranks[0], index, len(named))
+            begin = 0
+            paddings = _paddings(ranks[0], index, len(named))
             for shard in ranks:
                 flat = shard["single_partition_of_fp32_groups"][index]
                 stretches = list(_stretches(named, paddings, begin, flat.numel()))
@@ -83,7 +101,9 @@ def read_stages_1_2(folder: Path, model: dict[str, Any], shards: list[dict[str, 
                 pieces += _state_pieces(_state_of(shard, index), flat, stretches)
             total = sum(map(math.prod, named.values())) + sum(paddings[:-1])
             if begin < total:
-                raise CheckpointError(f"{folder}: group {index} has {total} elements, the files hold {begin}")
+                raise CheckpointError(
+                    f"{folder}: group {index} has {total} elements, the files hold {begin}"
+                )
     base = shards[0]["base_optimizer_state"]
     groups = base["param_groups"] if isinstance(base, dict) else shards[0].get("param_groups") or []
     scaler = scaler_of(vars(shards[0].get("loss_scaler") or Data()))
@@ -103,11 +123,17 @@ def _paddings(shard: Mapping[str, Any], index: int, count: int) -> list[int]:
 
 
 def _partitions(
-    folder: Path, model: Mapping[str, Any], shards: list[dict[str, Any]], index: int, experts: Mapping[str, int]
+    folder: Path,
+    model: Mapping[str, Any],
+    shards: list[dict[str, Any]],
+    index: int,
+    experts: Mapping[str, int],
 ) -> Iterator[tuple[list[dict[str, Any]], Any]]:
-    """The ranks that share a group, and how its names are to be changed: one set of ranks, or one per expert rank.
+    """The ranks that share a group, and how its names are to be changed: one set of ranks, or one
+    per expert rank.
 
-    Ranks of a group of experts hold different experts under the same names, which count from 0 on each.
+    Ranks of a group of experts hold different experts under the same names, which count from 0 on
+    each.
     """
     counts = shards[0].get("partition_count")
     count = counts[index] if isinstance(counts, (list, tuple)) else len(shards)
@@ -115,7 +141,9 @@ def _partitions(
         yield shards, lambda name: name
         return
     if not count or len(shards) % count:
-        raise CheckpointError(f"{folder}: group {index} has {count} parts on {len(shards)} ranks; copy all files")
+        raise CheckpointError(
+            f"{folder}: group {index} has {count} parts on {len(shards)} ranks; copy all files"
+        )
     size = len(shards) // count
     data_first = bool((model.get("ds_config") or {}).get("use_data_before_expert_parallelism"))
     for rank in range(size):
@@ -133,7 +161,9 @@ def _experts_per_rank(groups: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def expert_place(name: str) -> tuple[str, int, str] | None:
-    """(what comes before an expert's number, the number, the name inside of the expert); None: not an expert's."""
+    """(what comes before an expert's number, the number, the name inside of the expert); None: not
+    an expert's.
+    """
     found = _LOCAL_EXPERT.fullmatch(name)
     return None if found is None else (found["before"], int(found["index"]), found["rest"])
 
@@ -142,34 +172,46 @@ def _global(name: str, rank: int, experts: Mapping[str, int]) -> str:
     place = expert_place(name)
     if place is None:
         raise CheckpointError(
-            f"parameter {name!r} differs between expert-parallel ranks, and is none of an expert's of MoE; convert the "
+            f"parameter {name!r} differs between expert-parallel ranks, and is none of an expert's "
+            "of MoE; convert the "
             "checkpoint with DeepSpeed's ds_to_universal, and import that"
         )
     before, index, rest = place
     return f"{before}{rank * experts[before] + index}.{rest}"
 
 
-def _stretches(shapes: Mapping[str, Any], paddings: Sequence[int], begin: int, count: int) -> Iterator[_Stretch]:
-    """What of parameters that lie one after the other is in the elements [begin, begin + count) of all."""
+def _stretches(
+    shapes: Mapping[str, Any], paddings: Sequence[int], begin: int, count: int
+) -> Iterator[_Stretch]:
+    """What of parameters that lie one after the other is in the elements [begin, begin + count) of
+    all.
+    """
     place = 0
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
         size = math.prod(shape)
-        low, high = max(place, begin), min(place + size, begin + count)
+        low = max(place, begin)
+        high = min(place + size, begin + count)
         if high > low or (size == 0 and begin == 0):
             yield _Stretch(name, tuple(shape), low - place, max(high, low) - place, low - begin)
         place += size + padding
 
 
-# -- stage 3 -------------------------------------------------------------------------------------------------------
+# -- stage 3 ---------------------------------------------------------------------------------------
 
 
 def read_stage3(folder: Path, models: list[dict[str, Any]], shards: list[dict[str, Any]]) -> Part:
-    """Weights are made of the fp32 ones; the files of model states have buffers and what is frozen."""
+    """Weights are made of the fp32 ones; the files of model states have buffers and what is
+    frozen."""
     if len(models) != len(shards):
-        raise CheckpointError(f"{folder} has {len(models)} model files and {len(shards)} optimizer files; copy all")
+        raise CheckpointError(
+            f"{folder} has {len(models)} model files and {len(shards)} optimizer files; copy all"
+        )
     first = models[0]
-    low, world = low_precision(first), len(shards)
-    shapes = {name: tuple(shape) for group in first["param_shapes"] for name, shape in group.items()}
+    low = low_precision(first)
+    world = len(shards)
+    shapes = {
+        name: tuple(shape) for group in first["param_shapes"] for name, shape in group.items()
+    }
     buffers = set(first.get("buffer_names") or ())
     pieces = [whole(f"module/{n}", t) for n, t in module_of(first).items() if n in buffers]
     for rank, shard in enumerate(shards):
@@ -197,13 +239,15 @@ def _trained(
     names = iter(shapes.items())
     states = shard["optimizer_state_dict"]["state"]
     for index, flat in enumerate(shard["fp32_flat_groups"]):
-        stretches, place = [], 0
+        stretches = []
+        place = 0
         while place < flat.numel() and (row := next(names, None)) is not None:
             stretches.append(_part(*row, rank, world, place))
             place += -(-math.prod(row[1]) // world)
         if place != flat.numel():
             raise CheckpointError(
-                f"{folder}: flat tensor {index} of rank {rank} has {flat.numel()} elements, its parameters "
+                f"{folder}: flat tensor {index} of rank {rank} has {flat.numel()} elements, its "
+                "parameters "
                 f"{place}; was the checkpoint saved in parts, or by another number of processes?"
             )
         for stretch in stretches:

@@ -1,4 +1,5 @@
-"""fp32 weights out of a checkpoint, of ds_core or of DeepSpeed: the documented functions, and ``zero_to_fp32``.
+"""fp32 weights out of a checkpoint, of ds_core or of DeepSpeed: the documented functions, and
+``zero_to_fp32``.
 
 DeepSpeed's weights have DeepSpeed's names, except where they are loaded into a model.
 """
@@ -27,7 +28,14 @@ __all__ = [
     "main",
 ]
 
-_DTYPES = {"float32": "fp32", "fp32": "fp32", "float16": "fp16", "fp16": "fp16", "bfloat16": "bf16", "bf16": "bf16"}
+_DTYPES = {
+    "float32": "fp32",
+    "fp32": "fp32",
+    "float16": "fp16",
+    "fp16": "fp16",
+    "bfloat16": "bf16",
+    "bf16": "bf16",
+}
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -59,10 +67,13 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> list[Path]:
-    """Write a checkpoint's weights to safetensors files, with an index when there are several; the files.
+    """Write a checkpoint's weights to safetensors files, with an index when there are several; the
+    files.
 
-    Weights that are in `output_dir` are replaced. dtype: of floating-point tensors: float32, float16 or bfloat16.
-    safe_serialization: False, which asks for pickles, is answered with safetensors too, and a warning.
+    Weights that are in `output_dir` are replaced. dtype: of floating-point tensors: float32,
+    float16 or bfloat16.
+    safe_serialization: False, which asks for pickles, is answered with safetensors too, and a
+        warning.
     """
     name = _DTYPES.get(str(dtype).removeprefix("torch.").lower())
     if name is None:
@@ -89,21 +100,35 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> list[Path]:
     """`convert_zero_checkpoint_to_state_dict` to fp32."""
     return convert_zero_checkpoint_to_state_dict(
-        checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
+        checkpoint_dir,
+        output_dir,
+        torch.float32,
+        max_shard_size,
+        safe_serialization,
+        tag,
+        exclude_frozen_parameters,
     )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command ``zero_to_fp32``; ends the process with an error message where it fails."""
-    parser = argparse.ArgumentParser(prog="zero_to_fp32", description="Write a checkpoint's weights to safetensors.")
+    parser = argparse.ArgumentParser(
+        prog="zero_to_fp32", description="Write a checkpoint's weights to safetensors."
+    )
     parser.add_argument("checkpoint_dir", help="the folder above the checkpoint's")
     parser.add_argument("output_dir", help="where to write the weights")
     parser.add_argument("--max_shard_size", default="5GB", help="most bytes per file (5GB)")
-    parser.add_argument("--safe_serialization", action="store_true", help="without effect: files are safetensors")
+    parser.add_argument(
+        "--safe_serialization", action="store_true", help="without effect: files are safetensors"
+    )
     parser.add_argument("-t", "--tag", help="the checkpoint; default: the one that `latest` names")
-    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
+    parser.add_argument(
+        "--exclude_frozen_parameters", action="store_true", help="leave out what was not trained"
+    )
     parser.add_argument("--dtype", default="float32", help="float32, float16 or bfloat16")
-    parser.add_argument("-d", "--debug", action="store_true", help="a failure shows where it happened")
+    parser.add_argument(
+        "-d", "--debug", action="store_true", help="a failure shows where it happened"
+    )
     given = parser.parse_args(argv)
     try:
         paths = convert_zero_checkpoint_to_state_dict(

@@ -1,6 +1,8 @@
-"""Moving over from DeepSpeed in mid-training: checkpoints that it wrote are imported, and its losses go on.
+"""Moving over from DeepSpeed in mid-training: checkpoints that it wrote are imported, and its
+losses go on.
 
-The files below ``deepspeed/`` are DeepSpeed 0.19.8's own (see generate.py there); a slow test makes fresh ones.
+The files below ``deepspeed/`` are DeepSpeed 0.19.8's own (see generate.py there); a slow test makes
+fresh ones.
 """
 
 from __future__ import annotations
@@ -72,7 +74,9 @@ def mode_of(name: str) -> str:
     return name.partition("-")[0]
 
 
-@pytest.mark.parametrize(("stage", "world"), [(0, 1), (2, 2), pytest.param(3, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("stage", "world"), [(0, 1), (2, 2), pytest.param(3, 4, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", [name for name in SAVED if name != "fp32-0"])
 def test_its_losses_go_on(name: str, stage: int, world: int, tmp_path: Path) -> None:
     path, missing = import_checkpoint(HERE / name, tmp_path)
@@ -93,7 +97,9 @@ def test_weights_are_the_same_at_every_stage(name: str, tmp_path: Path) -> None:
     other = tmp_path / "other"
     import_checkpoint(HERE / f"{mode_of(name)}-1" / "three", other, "again")
     for key, value in get_fp32_state_dict_from_zero_checkpoint(other).items():
-        torch.testing.assert_close(state[key], value, rtol=0, atol=1e-2 if mode_of(name) == "bf16" else 1e-7)
+        torch.testing.assert_close(
+            state[key], value, rtol=0, atol=1e-2 if mode_of(name) == "bf16" else 1e-7
+        )
 
 
 def test_stage_0_without_names_says_what_it_leaves_out(tmp_path: Path) -> None:
@@ -134,7 +140,9 @@ def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
     shutil.copytree(HERE / "fp32-2", folder)
     path = folder / "three" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     torch.save({"optimizer_state_dict": Planted(tmp_path / "planted")}, path)
-    with pytest.raises(CheckpointError, match=r"zero_pp_rank_1.*cannot be read without running code"):
+    with pytest.raises(
+        CheckpointError, match=r"zero_pp_rank_1.*cannot be read without running code"
+    ):
         import_checkpoint(folder, tmp_path / "to")
     torch.save(Planted(tmp_path / "planted"), tmp_path / "weights.pt")
     with pytest.raises(CheckpointError, match=r"weights\.pt cannot be read without running code"):
@@ -146,10 +154,16 @@ def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda d: (d / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink(), "lacks the file of rank 0"),
+        (
+            lambda d: (d / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink(),
+            "lacks the file of rank 0",
+        ),
         (lambda d: [p.unlink() for p in d.glob("*optim_states.pt")], "has no .*_optim_states"),
         (lambda d: (d / "mp_rank_01_model_states.pt").touch(), "files of different ranks"),
-        (lambda d: (d / "mp_rank_02_model_states.pt").touch(), r"lacks the file of rank 0 \(mp_rank 1\)"),
+        (
+            lambda d: (d / "mp_rank_02_model_states.pt").touch(),
+            r"lacks the file of rank 0 \(mp_rank 1\)",
+        ),
         (lambda d: (d / "offloaded_tensors").mkdir(), "NVMe"),
     ],
 )
@@ -161,7 +175,7 @@ def test_what_is_not_whole_or_not_served(tmp_path: Path, change: Any, words: str
     assert not (tmp_path / "to").exists()
 
 
-# -- weights alone -------------------------------------------------------------------------------------------------
+# -- weights alone ---------------------------------------------------------------------------------
 
 
 def load_weights(folder: str) -> tuple[int, list[float]]:
@@ -204,12 +218,14 @@ def test_a_source_that_is_nothing(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
         import_checkpoint(tmp_path / "empty", tmp_path / "to")
-    (tmp_path / "empty" / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../etc/passwd"}}')
+    (tmp_path / "empty" / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "../../etc/passwd"}}'
+    )
     with pytest.raises(CheckpointError, match="not a safetensors file next to it"):
         import_checkpoint(tmp_path / "empty", tmp_path / "to")
 
 
-# -- DeepSpeed itself ----------------------------------------------------------------------------------------------
+# -- DeepSpeed itself ------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -219,15 +235,24 @@ def test_fresh_checkpoints_of_the_installed_deepspeed(tmp_path: Path) -> None:
     python = tmp_path / "venv" / "bin" / "python"
     venv.create(tmp_path / "venv", with_pip=True)
     site = subprocess.run(
-        [python, "-c", "import site; print(site.getsitepackages()[0])"], text=True, capture_output=True, check=True
+        [python, "-c", "import site; print(site.getsitepackages()[0])"],
+        text=True,
+        capture_output=True,
+        check=True,
     ).stdout.strip()
     (Path(site) / "shared.pth").write_text(next(p for p in sys.path if p.endswith("site-packages")))
     pip = [python, "-m", "pip", "install", "-q"]
     subprocess.run([*pip, "wheel", "setuptools"], check=True)
     wanted = ["deepspeed", "einops", "msgpack", "psutil", "py-cpuinfo", "tqdm"]
-    environment = os.environ | {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "DS_BUILD_OPS": "0",
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+    }
     environment["TORCH_EXTENSIONS_DIR"] = str(tmp_path / "extensions")
-    subprocess.run([*pip, "--no-build-isolation", "--no-deps", *wanted], check=True, env=environment)
+    subprocess.run(
+        [*pip, "--no-build-isolation", "--no-deps", *wanted], check=True, env=environment
+    )
     for name in SAVED:
         mode, _, stage = name.partition("-")
         (tmp_path / name).mkdir()
@@ -276,9 +301,12 @@ def it_loads_what_we_export(python: Path, environment: dict[str, str], tmp_path:
             assert found == pytest.approx({n: t.double().sum().item() for n, t in weights.items()})
             continue
         folder = HERE / "parallel" / "moe-0" if mode == "moe" else tmp_path / f"{mode}-2"
-        # Of a universal checkpoint at stage 3 it gives the first group's weight decay to all groups.
+        # Of a universal checkpoint at stage 3 it gives the first group's weight decay to all
+        # groups.
         rel = 2e-2 if mode == "bf16" else 5e-4 if name == "fp32-universal/3" else 2e-6
-        assert found == pytest.approx(json.loads((folder / "losses.json").read_text())[3:], rel=rel), name
+        assert found == pytest.approx(
+            json.loads((folder / "losses.json").read_text())[3:], rel=rel
+        ), name
 
 
 def test_a_state_dict_of_an_old_torch(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Checkpoints in DeepSpeed's own forms. That real DeepSpeed loads them is tested in test_deepspeed.py (slow)."""
+"""Checkpoints in DeepSpeed's own forms.
+
+That real DeepSpeed loads them is tested in test_deepspeed.py (slow).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ HERE = Path(__file__).parent / "deepspeed"
 
 def same(first: Path, second: Path) -> list[str]:
     with open_saved(first) as one, open_saved(second) as two:
-        assert one.manifest.shared == two.manifest.shared and one.manifest.frozen == two.manifest.frozen
+        assert (
+            one.manifest.shared == two.manifest.shared
+            and one.manifest.frozen == two.manifest.frozen
+        )
         return [f"{d.name}: {d.kind} {d.detail}" for d in differences(one, two)]
 
 
@@ -50,12 +56,15 @@ def test_what_is_exported_is_imported_again(name: str, form: str, tmp_path: Path
             export_deepspeed(tmp_path / "a", tmp_path / "b", stage=0)
         return
     else:
-        path = export_deepspeed(tmp_path / "a", tmp_path / "b", stage=int(form), world_size=3 if form > "0" else 1)
+        path = export_deepspeed(
+            tmp_path / "a", tmp_path / "b", stage=int(form), world_size=3 if form > "0" else 1
+        )
         assert (tmp_path / "b" / "latest").read_text() == "three"
     assert path == tmp_path / "b" / "three"
     if (name, form) == ("fp32-2", "0"):
         return  # its optimizer states have no names
-    if name != "parallel/pipe-1":  # a file of the whole model has no layers' files, so it names no pipeline
+    # a file of the whole model has no layers' files, so it names no pipeline
+    if name != "parallel/pipe-1":
         import_checkpoint(tmp_path / "b", tmp_path / "c")
         assert same(tmp_path / "a", tmp_path / "c") == []
     theirs = get_fp32_state_dict_from_zero_checkpoint(HERE / name)
@@ -64,23 +73,46 @@ def test_what_is_exported_is_imported_again(name: str, form: str, tmp_path: Path
     assert all(torch.equal(again[n], t) for n, t in theirs.items())
 
 
-def test_the_functions_serve_both_kinds_of_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_functions_serve_both_kinds_of_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     import_checkpoint(HERE / "fp32-3", tmp_path / "ours")
     want = plain_state_dict(tmp_path / "ours")
     for number, folder in enumerate((tmp_path / "ours", HERE / "fp32-3")):
         found = get_fp32_state_dict_from_zero_checkpoint(folder)
-        assert found.keys() == want.keys() and all(torch.equal(found[n], t) for n, t in want.items())
-        lazy = get_fp32_state_dict_from_zero_checkpoint(folder, "three", exclude_frozen_parameters=True, lazy_mode=True)
+        assert found.keys() == want.keys() and all(
+            torch.equal(found[n], t) for n, t in want.items()
+        )
+        lazy = get_fp32_state_dict_from_zero_checkpoint(
+            folder, "three", exclude_frozen_parameters=True, lazy_mode=True
+        )
         assert lazy.keys() == want.keys() - {"frozen.weight"}
-        assert all(torch.equal(t.contiguous(), want[n]) and t.shape == want[n].shape for n, t in lazy.items())
+        assert all(
+            torch.equal(t.contiguous(), want[n]) and t.shape == want[n].shape
+            for n, t in lazy.items()
+        )
         caplog.clear()
-        written = convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path / f"w{number}", safe_serialization=False)
+        written = convert_zero_checkpoint_to_fp32_state_dict(
+            folder, tmp_path / f"w{number}", safe_serialization=False
+        )
         assert [path.name for path in written] == ["model.safetensors"]
-        assert [r.getMessage() for r in caplog.records if "safetensors files are written" in r.getMessage()]
+        assert [
+            r.getMessage()
+            for r in caplog.records
+            if "safetensors files are written" in r.getMessage()
+        ]
         zero_to_fp32([str(folder), str(tmp_path / f"x{number}"), "--dtype", "bf16", "-t", "three"])
-        assert load_file(tmp_path / f"x{number}" / "model.safetensors")["mid.weight"].dtype == torch.bfloat16
+        assert (
+            load_file(tmp_path / f"x{number}" / "model.safetensors")["mid.weight"].dtype
+            == torch.bfloat16
+        )
         ds_to_universal(
-            ["--input_folder", str(folder / "three"), "--output_folder", str(tmp_path / f"u{number}" / "t")]
+            [
+                "--input_folder",
+                str(folder / "three"),
+                "--output_folder",
+                str(tmp_path / f"u{number}" / "t"),
+            ]
         )
         assert (tmp_path / f"u{number}" / "t" / "zero" / "emb.weight" / "exp_avg_sq.pt").is_file()
     with pytest.raises(SystemExit, match="zero_to_fp32: .*is no checkpoint"):
@@ -107,7 +139,8 @@ def test_a_moe_checkpoint_loads_into_a_module(tmp_path: Path) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner, self.head = nn.Linear(12, 8), nn.Linear(8, 5)
+            self.inner = nn.Linear(12, 8)
+            self.head = nn.Linear(8, 5)
             self.moe = MoE(8, nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8)), num_experts=4)
 
     theirs = get_fp32_state_dict_from_zero_checkpoint(HERE / "parallel" / "moe-1")
@@ -119,7 +152,10 @@ def test_a_moe_checkpoint_loads_into_a_module(tmp_path: Path) -> None:
 def trains(folder: str, stage: int) -> list[str]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-    groups = [{"params": [net[2].weight, net[0].weight], "weight_decay": 0.1}, {"params": [net[0].bias, net[2].bias]}]
+    groups = [
+        {"params": [net[2].weight, net[0].weight], "weight_decay": 0.1},
+        {"params": [net[0].bias, net[2].bias]},
+    ]
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
@@ -138,7 +174,10 @@ def test_parameters_keep_the_order_of_their_groups(tmp_path: Path) -> None:
     run_ranks(2, trains, str(tmp_path / "a"), 3)
     folder = export_deepspeed(tmp_path / "a", tmp_path / "b", stage=1)
     saved = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=True)
-    assert [list(group) for group in saved["param_shapes"]] == [["2.weight", "0.weight"], ["0.bias", "2.bias"]]
+    assert [list(group) for group in saved["param_shapes"]] == [
+        ["2.weight", "0.weight"],
+        ["0.bias", "2.bias"],
+    ]
 
 
 def test_commands(tmp_path: Path) -> None:
@@ -148,8 +187,12 @@ def test_commands(tmp_path: Path) -> None:
     assert dscore("import", HERE / "fp32-1", tmp_path / "a").exit_code == 0
     done = dscore("export-deepspeed", tmp_path / "a", tmp_path / "b", "--stage", 3, "--ranks", 2)
     assert done.exit_code == 0 and done.output.strip() == str(tmp_path / "b" / "three")
-    assert dscore("export-deepspeed", tmp_path / "a", tmp_path / "b", "--stage", 3).exit_code == 1  # it is there
-    assert dscore("export-deepspeed", tmp_path / "b", tmp_path / "c" / "u", "--universal").exit_code == 0
+    # it is there
+    assert dscore("export-deepspeed", tmp_path / "a", tmp_path / "b", "--stage", 3).exit_code == 1
+    assert (
+        dscore("export-deepspeed", tmp_path / "b", tmp_path / "c" / "u", "--universal").exit_code
+        == 0
+    )
     assert (tmp_path / "c" / "u" / "zero" / "mid.weight" / "fp32.pt").is_file()
 
 
@@ -163,7 +206,11 @@ def test_tensor_parallel_slices_of_unknown_cuts_are_named(tmp_path: Path) -> Non
 def test_files_name_no_class_but_those_that_deepspeed_writes(tmp_path: Path) -> None:
     """Nothing here has to have them."""
     folder = export_deepspeed(HERE / "fp32-2", tmp_path, stage=1)
-    named = {n for path in folder.iterdir() for n in torch.serialization.get_unsafe_globals_in_checkpoint(path)}
+    named = {
+        n
+        for path in folder.iterdir()
+        for n in torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    }
     assert named == {
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
         "deepspeed.utils.tensor_fragment.fragment_address",
@@ -171,7 +218,9 @@ def test_files_name_no_class_but_those_that_deepspeed_writes(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["../../../out", "/{root}/out", "a/../../out", "a//b"])
-def test_a_name_that_leads_out_of_the_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_leads_out_of_the_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a checkpoint whose checksums are right, and of DeepSpeed's own files."""
     name = name.format(root=tmp_path)
     torch.save({name: torch.ones(2)}, tmp_path / "w.pt")
@@ -181,15 +230,24 @@ def test_a_name_that_leads_out_of_the_folder(name: str, tmp_path: Path, monkeypa
         context.setattr("ds_checkpoint.format.check_name", lambda name: name)
         import_checkpoint(tmp_path / "w.pt", tmp_path / "a")
     runner = CliRunner()
-    words = (["verify", "a"], ["export-deepspeed", "a", "to/deep/down", "--universal"], ["export", "a", "to2"])
+    words = (
+        ["verify", "a"],
+        ["export-deepspeed", "a", "to/deep/down", "--universal"],
+        ["export", "a", "to2"],
+    )
     for asked in words:
-        done = runner.invoke(make_app(), ["checkpoint", *(w.replace("a", f"{tmp_path}/a", w == "a") for w in asked)])
+        done = runner.invoke(
+            make_app(), ["checkpoint", *(w.replace("a", f"{tmp_path}/a", w == "a") for w in asked)]
+        )
         assert done.exit_code == 1 and "path of a file" in done.output, done.output
     assert not list(tmp_path.rglob("*out*")) and not list(tmp_path.rglob("fp32.pt"))
 
     folder = tmp_path / "theirs" / "t"
     folder.mkdir(parents=True)
-    torch.save({"module": {name: torch.ones(2)}, "param_shapes": None}, folder / "mp_rank_00_model_states.pt")
+    torch.save(
+        {"module": {name: torch.ones(2)}, "param_shapes": None},
+        folder / "mp_rank_00_model_states.pt",
+    )
     with pytest.raises(CheckpointError, match="is the path of a file"):
         export_universal(folder, tmp_path / "to" / "t")
     assert not list(tmp_path.rglob("*out*"))
@@ -207,7 +265,9 @@ def test_weights_alone_are_exported(tmp_path: Path) -> None:
 
 
 def test_files_that_other_programs_open(tmp_path: Path) -> None:
-    """As Lightning's converter reads a checkpoint: its client state out of files that it looks for by name."""
+    """As Lightning's converter reads a checkpoint: its client state out of files that it looks for
+    by name.
+    """
     config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
     engine = ds_core.initialize(model=nn.Linear(2, 2), config=config)[0]
     engine.save_checkpoint(tmp_path, "one", client_state={"epoch": 3, "table": torch.arange(3)})

@@ -41,7 +41,9 @@ def test_an_index_of_safetensors(tmp_path: Path) -> None:
     for source in (path, tmp_path):
         assert dscore(source, tmp_path / "to").exit_code == 0
         found = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "to")
-        assert found.keys() == weights.keys() and all(torch.equal(found[n], w) for n, w in weights.items())
+        assert found.keys() == weights.keys() and all(
+            torch.equal(found[n], w) for n, w in weights.items()
+        )
 
 
 def test_what_holds_no_weights_is_refused(tmp_path: Path) -> None:
@@ -62,7 +64,9 @@ HERE = Path(__file__).parent / "deepspeed"
 def flip(path: Path) -> str:
     """Change one bit in the middle of a file's largest record; the record's name."""
     with zipfile.ZipFile(path) as archive:
-        record = max(archive.infolist(), key=lambda info: info.file_size * ("/data/" in info.filename))
+        record = max(
+            archive.infolist(), key=lambda info: info.file_size * ("/data/" in info.filename)
+        )
         data = path.read_bytes()
         place = data.index(archive.read(record)) + record.file_size // 2
     path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
@@ -83,19 +87,27 @@ def test_a_flipped_bit_in_any_file_of_torch_is_found(tmp_path: Path) -> None:
         record = flip(file)
         done = dscore(source, tmp_path / "to")
         said = " ".join(done.output.split())
-        assert done.exit_code == 1 and file.name in said and f"record {record!r} is not as it was written" in said
+        assert (
+            done.exit_code == 1
+            and file.name in said
+            and f"record {record!r} is not as it was written" in said
+        )
     assert not (tmp_path / "to").exists()
 
 
 def plain(value: Any) -> Any:
     """Without instances of DeepSpeed's classes."""
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items() if not isinstance(item, folder_of.Data)}
+        return {
+            key: plain(item) for key, item in value.items() if not isinstance(item, folder_of.Data)
+        }
     return [plain(item) for item in value] if isinstance(value, list) else value
 
 
 def test_values_of_another_kind_in_deepspeeds_files(tmp_path: Path) -> None:
-    """Each value of a file replaced by a number: an import as before, or an error that names the folder or file."""
+    """Each value of a file replaced by a number: an import as before, or an error that names the
+    folder or file.
+    """
     shutil.copytree(HERE / "fp32-3", tmp_path / "of")
     refused = 0
     for file in sorted((tmp_path / "of").rglob("zero_pp_rank_0*_states.pt")):

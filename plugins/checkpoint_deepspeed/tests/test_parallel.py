@@ -1,4 +1,5 @@
-"""Runs of DeepSpeed with pipelines, experts and tensor parallelism are imported, and their losses go on.
+"""Runs of DeepSpeed with pipelines, experts and tensor parallelism are imported, and their losses
+go on.
 
 The files below ``deepspeed/parallel/`` are DeepSpeed 0.19.8's own (see recipe.py there).
 """
@@ -55,14 +56,17 @@ def go_on(folder: str, kind: str, stage: int, parts: int) -> tuple[int, list[flo
         ("tp-3", "tp", 2, 3, 1),
     ],
 )
-def test_its_losses_go_on(name: str, kind: str, world: int, stage: int, parts: int, tmp_path: Path) -> None:
+def test_its_losses_go_on(
+    name: str, kind: str, world: int, stage: int, parts: int, tmp_path: Path
+) -> None:
     path, missing = import_checkpoint(HERE / name, tmp_path)
     assert path == tmp_path / "three"
     assert len(missing) == (1 if name == "tp-1" else 0)
     truth = json.loads((HERE / name / "losses.json").read_text())[3:]
     for rank, losses, client in run_ranks(world, go_on, str(tmp_path), kind, stage, parts):
         if rank == 0:
-            # A loss of "tp" is a mean of numbers about 1 that nearly cancel: rounding in fp32 is of the size of those,
-            # not of the mean's 0.0155 (5e-8 here, where one layout sums two halves of a product and another does not).
+            # A loss of "tp" is a mean of numbers about 1 that nearly cancel: rounding in fp32 is of
+            # the size of those, not of the mean's 0.0155 (5e-8 here, where one layout sums two
+            # halves of a product and another does not).
             assert losses == pytest.approx(truth, rel=2e-6, abs=2**-22)
         assert client == {"note": "hello"}

@@ -16,7 +16,9 @@ from torch import Tensor
 from ds_core.errors import CheckpointError
 
 HERE = Path(__file__).parent / "deepspeed"
-PP, TP, DP = 2, 2, 2
+PP = 2
+TP = 2
+DP = 2
 NORM = "input_layernorm.weight"
 ROWS = "mlp.dense_h_to_4h.weight"
 COLUMNS = "mlp.dense_4h_to_h.weight"
@@ -30,7 +32,9 @@ def layer(number: int) -> dict[str, Tensor]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """As Megatron-DeepSpeed writes: embeddings, four layers and a norm, by 2 stages, 2 tensor and 2 data ranks."""
+    """As Megatron-DeepSpeed writes: embeddings, four layers and a norm, by 2 stages, 2 tensor and 2
+    data ranks.
+    """
     for rank in range(TP):
         files = {
             1: {"word_embeddings.weight": torch.arange(8.0).view(4, 2).chunk(TP)[rank]},
@@ -41,19 +45,27 @@ def folder(tmp_path: Path) -> Path:
             columns = whole[COLUMNS].chunk(TP, 1)[rank]
             files[number] = {ROWS: whole[ROWS].chunk(TP)[rank], COLUMNS: columns, NORM: whole[NORM]}
         for number, state in files.items():
-            torch.save(OrderedDict(state), tmp_path / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
+            torch.save(
+                OrderedDict(state),
+                tmp_path / f"layer_{number:02d}-model_{rank:02d}-model_states.pt",
+            )
     for place in range(PP * TP):
         model = {
             "iteration": 9,
             "args": argparse.Namespace(num_layers=4),
             "checkpoint_info": {"original_vocab_size": 4},
         }
-        torch.save({**model, "rng": torch.full((1,), place)}, tmp_path / f"mp_rank_{place:02d}_model_states.pt")
+        torch.save(
+            {**model, "rng": torch.full((1,), place)},
+            tmp_path / f"mp_rank_{place:02d}_model_states.pt",
+        )
         for dp in range(DP):
             # Five elements a rank, of which the last data-parallel rank's fifth fills up.
             moment = torch.arange(5.0) + 10 * place + 5 * dp
             optimizer = {
-                "base_optimizer_state": {"state": {0: {"exp_avg": moment, "step": torch.tensor(3.0)}}},
+                "base_optimizer_state": {
+                    "state": {0: {"exp_avg": moment, "step": torch.tensor(3.0)}}
+                },
                 "group_paddings": [dp],
                 "partition_count": [DP],
             }
@@ -66,7 +78,9 @@ def test_the_layers_of_fewer_ranks(folder: Path) -> None:
     """What Megatron-DeepSpeed's tools/convert_checkpoint/deepspeed_to_megatron.py calls."""
     found = DeepSpeedCheckpoint(folder, tp_degree=1, pp_degree=1)
     assert (found.original_world_size, found.world_size, found.layer_count) == (8, 2, 6)
-    assert torch.equal(found.get_embedding_state(0)["word_embeddings.weight"], torch.arange(8.0).view(4, 2))
+    assert torch.equal(
+        found.get_embedding_state(0)["word_embeddings.weight"], torch.arange(8.0).view(4, 2)
+    )
     states = found.get_transformer_state(0, 0)
     for number, state in zip(range(3, 7), states, strict=True):
         assert all(torch.equal(state[name], tensor) for name, tensor in layer(number).items())
@@ -80,7 +94,11 @@ def test_the_layers_of_fewer_ranks(folder: Path) -> None:
 def test_the_layers_as_they_were_written(folder: Path) -> None:
     found = DeepSpeedCheckpoint(folder)
     assert (found.pp_degree, found.tp_degree, found.dp_degree) == (PP, TP, DP)
-    assert not found.is_change_tp_degree() and not found.is_change_pp_degree() and not found.is_change_dp_degree()
+    assert (
+        not found.is_change_tp_degree()
+        and not found.is_change_pp_degree()
+        and not found.is_change_dp_degree()
+    )
     second = found.get_transformer_state(1, 1)
     assert [s[NORM][0].item() for s in second] == [500, 600]
     assert torch.equal(second[0][COLUMNS], layer(5)[COLUMNS][:, 2:])
@@ -90,16 +108,22 @@ def test_the_layers_as_they_were_written(folder: Path) -> None:
 def test_the_optimizer_of_one_rank(folder: Path) -> None:
     found = DeepSpeedCheckpoint(folder)
     state = found.get_zero_checkpoint_state(pp_index=1, tp_index=0, dp_index=1)
-    assert state["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg"].tolist() == [25, 26, 27, 28]
+    assert state["optimizer_state_dict"]["base_optimizer_state"]["state"][0][
+        "exp_avg"
+    ].tolist() == [25, 26, 27, 28]
     assert "param_shapes" not in state
-    one = DeepSpeedCheckpoint(folder, dp_degree=1).get_zero_checkpoint_state(pp_index=1, tp_index=0, dp_index=0)
+    one = DeepSpeedCheckpoint(folder, dp_degree=1).get_zero_checkpoint_state(
+        pp_index=1, tp_index=0, dp_index=0
+    )
     moments = one["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg"]
     assert moments.tolist() == [20, 21, 22, 23, 24, 25, 26, 27, 28]
     assert one["optimizer_state_dict"]["partition_count"] == [1]
     assert one["optimizer_state_dict"]["group_paddings"] == [0]
 
 
-@pytest.mark.parametrize(("name", "degrees"), [("fp32-2/three", (1, 1, 2)), ("bf16-1/three", (1, 1, 2))])
+@pytest.mark.parametrize(
+    ("name", "degrees"), [("fp32-2/three", (1, 1, 2)), ("bf16-1/three", (1, 1, 2))]
+)
 def test_what_deepspeed_wrote(name: str, degrees: tuple[int, int, int]) -> None:
     found = DeepSpeedCheckpoint(HERE / name)
     assert (found.pp_degree, found.tp_degree, found.dp_degree) == degrees
@@ -108,7 +132,9 @@ def test_what_deepspeed_wrote(name: str, degrees: tuple[int, int, int]) -> None:
         optimizer = found.get_zero_checkpoint_state(0, 0, rank)["optimizer_state_dict"]
         for name, place in optimizer["param_slice_mappings"][0].items():
             names.add(name)
-            assert place.start + place.numel <= len(optimizer["base_optimizer_state"]["state"][0]["exp_avg"])
+            assert place.start + place.numel <= len(
+                optimizer["base_optimizer_state"]["state"][0]["exp_avg"]
+            )
     shapes = found.get_checkpoint_info("param_shapes")[0]
     assert names == set(shapes)
 
@@ -119,7 +145,10 @@ def test_maps_of_ranks() -> None:
     maps = rank_maps.model_3d_desc(2, 2, 2).reshape(rank_maps.model_3d_desc(1, 2, 1))
     assert [m.map for m in maps] == [{"0,0": [0, 4, 2, 6], "0,1": [1, 5, 3, 7]}]
     assert rank_maps.get_mpu_ranks(2, 4, 2)[2][:4] == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert rank_maps.get_mpu_ranks(2, 4, 2)[1] == [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]]
+    assert rank_maps.get_mpu_ranks(2, 4, 2)[1] == [
+        [0, 1, 4, 5, 8, 9, 12, 13],
+        [2, 3, 6, 7, 10, 11, 14, 15],
+    ]
     assert rank_maps.model_3d_desc(1, 2, 1).is_valid(0, 2, 0)[0] is False
 
 

@@ -1,4 +1,6 @@
-"""`deepspeed.runtime.state_dict_factory`: files of Megatron's ranks, loaded by more and by fewer ranks."""
+"""`deepspeed.runtime.state_dict_factory`: files of Megatron's ranks, loaded by more and by fewer
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,16 @@ from torch import Tensor
 
 from ds_core.errors import CheckpointError, ConfigError
 
-HEADS, SIZE = 4, 2
+HEADS = 4
+SIZE = 2
 HIDDEN = HEADS * SIZE
 LAYER = "transformer.layers.0."
 
 
 def qkv(heads: range, version: float) -> Tensor:
-    """Rows of the queries, keys and values of some heads; a row's number says which of a whole tensor it is."""
+    """Rows of the queries, keys and values of some heads; a row's number says which of a whole
+    tensor it is.
+    """
     rows = torch.arange(3 * HIDDEN, dtype=torch.float32).view(3, HEADS, SIZE)[:, list(heads)]
     order = {0: (0, 1, 2), 1.0: (1, 2, 0), 2.0: (1, 0, 2)}[version]
     return rows.permute(order).reshape(-1, 1).expand(-1, HIDDEN).clone()
@@ -35,8 +40,12 @@ def weights(rank: int, ranks: int, version: float) -> dict[str, Tensor]:
     each = HEADS // ranks
     return {
         "word_embeddings.weight": cut(square, 0),
-        LAYER + "attention.query_key_value.weight": qkv(range(rank * each, (rank + 1) * each), version),
-        LAYER + "attention.query_key_value.bias": qkv(range(rank * each, (rank + 1) * each), version)[:, 0].clone(),
+        LAYER + "attention.query_key_value.weight": qkv(
+            range(rank * each, (rank + 1) * each), version
+        ),
+        LAYER + "attention.query_key_value.bias": qkv(
+            range(rank * each, (rank + 1) * each), version
+        )[:, 0].clone(),
         LAYER + "attention.dense.weight": cut(square + 1, 1),
         LAYER + "attention.dense.bias": square[0].clone(),
         LAYER + "mlp.dense_h_to_4h.weight": cut(square + 2, 0),
@@ -49,7 +58,9 @@ def written(folder: Path, ranks: int, version: float) -> list[str]:
     paths = [str(folder / f"mp_rank_{rank:02d}_model_states.pt") for rank in range(ranks)]
     for rank, path in enumerate(paths):
         rest = {"mp_world_size": ranks, "iteration": 7, "args": argparse.Namespace(num_layers=1)}
-        torch.save({"module": weights(rank, ranks, version), "checkpoint_version": version, **rest}, path)
+        torch.save(
+            {"module": weights(rank, ranks, version), "checkpoint_version": version, **rest}, path
+        )
     return paths
 
 
@@ -73,7 +84,9 @@ def test_files_of_layers_are_whole_state_dicts(tmp_path: Path) -> None:
     paths = [tmp_path / f"layer_03-model_0{rank}-model_states.pt" for rank in range(2)]
     for rank, path in enumerate(paths):
         torch.save(weights(rank, 2, 2.0), path)
-    loader = SDLoaderFactory.get_sd_loader_json({"type": "Megatron", "checkpoints": paths, "version": 2.0})
+    loader = SDLoaderFactory.get_sd_loader_json(
+        {"type": "Megatron", "checkpoints": paths, "version": 2.0}
+    )
     _, state, _ = loader.load(1, 0, module_key=None, is_pipe_parallel=True)
     assert torch.equal(state[LAYER + "attention.query_key_value.weight"], qkv(range(HEADS), 2.0))
 
@@ -82,7 +95,9 @@ def test_model_files_of_a_pipeline_are_the_same_for_all_ranks(tmp_path: Path) ->
     loader = MegatronSDLoader(written(tmp_path, 2, 0), None, None)
     path, state, _ = loader.load(4, 3, module_key="module", is_pipe_parallel=True)
     assert path == loader.ckpt_list[0]
-    assert torch.equal(state["module"]["word_embeddings.weight"], weights(0, 2, 0)["word_embeddings.weight"])
+    assert torch.equal(
+        state["module"]["word_embeddings.weight"], weights(0, 2, 0)["word_embeddings.weight"]
+    )
 
 
 def test_a_checkpoint_engine_of_the_scripts_own_reads(tmp_path: Path) -> None:

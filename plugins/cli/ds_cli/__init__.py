@@ -1,4 +1,7 @@
-"""The command ``dscore``. Importing this costs nothing; `main` builds the command and only then loads typer."""
+"""The command ``dscore``.
+
+Importing this costs nothing; `main` builds the command and only then loads typer.
+"""
 
 from __future__ import annotations
 

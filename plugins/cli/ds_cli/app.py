@@ -1,4 +1,6 @@
-"""The commands of ``dscore`` and how they are found: by the hook `ds_commands`, those of ds-cli directly."""
+"""The commands of ``dscore`` and how they are found: by the hook `ds_commands`, those of ds-cli
+directly.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Group", "OpenGroup", "make_app"]
 
-_UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, or that of the copy which newer typers bring
+# click's, or that of the copy which newer typers bring
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 class Group(TyperGroup):
-    """Every command comes from a plugin, and is imported only when it is run. Those of ds-cli itself need no search."""
+    """Every command comes from a plugin, and is imported only when it is run.
+
+    Those of ds-cli itself need no search.
+    """
 
     @functools.cached_property
     def offers(self) -> dict[str, list[Answer]]:
@@ -37,7 +43,9 @@ class Group(TyperGroup):
         return [*own, *(n for n in sorted(self.offers) if n not in own and " " not in n)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """A stand-in that carries the command's help line; `resolve_command` imports the command itself."""
+        """A stand-in that carries the command's help line; `resolve_command` imports the command
+        itself.
+        """
         if (own := ds_commands().get(cmd_name)) is not None:
             return _stand_in(cmd_name, own.help)
         return _offered(cmd_name, self.offers.get(cmd_name))
@@ -51,7 +59,13 @@ class Group(TyperGroup):
             raise
         assert name is not None
         own = ds_commands().get(name)
-        return name, _command(name, own, resolve(own.load)) if own is not None else _load(name, self.offers[name]), rest
+        return (
+            name,
+            _command(name, own, resolve(own.load))
+            if own is not None
+            else _load(name, self.offers[name]),
+            rest,
+        )
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command; an error of ours is one message, never a traceback."""
@@ -63,13 +77,18 @@ class Group(TyperGroup):
 
 
 class OpenGroup(TyperGroup):
-    """A group that other packages add to: ``ds_commands`` names their command "config migrate". Its own come first."""
+    """A group that other packages add to: ``ds_commands`` names their command "config migrate".
+
+    Its own come first.
+    """
 
     @functools.cached_property
     def offers(self) -> dict[str, list[Answer]]:
         """Name inside this group -> who offers it."""
         prefix = f"{self.name} "
-        return {n.removeprefix(prefix): rows for n, rows in _offers().items() if n.startswith(prefix)}
+        return {
+            n.removeprefix(prefix): rows for n, rows in _offers().items() if n.startswith(prefix)
+        }
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Those of the group, then the other plugins' by name."""
@@ -116,21 +135,28 @@ def _print_version(wanted: bool) -> None:
 
 def _global_options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     pass
 
 
 def _offers() -> dict[str, list[Answer]]:
-    """Command name -> who offers it. A plugin that cannot say what it offers takes only itself down."""
+    """Command name -> who offers it.
+
+    A plugin that cannot say what it offers takes only itself down.
+    """
     from ds_core.plugins import Answer, Plugins
 
     offers: dict[str, list[Answer]] = {}
     with other_output_to_stderr():
         plugins = Plugins()
         plugins.probe_all()
-        for answer in plugins.offers("ds_commands"):  # `dscore doctor` tells of who cannot say; all others must work
+        # `dscore doctor` tells of who cannot say; all others must work
+        for answer in plugins.offers("ds_commands"):
             for name, entry in answer.value.items():
                 offers.setdefault(name, []).append(Answer(answer.plugin, entry))
     return offers
@@ -154,7 +180,9 @@ def _offered(name: str, rows: list[Answer] | None) -> Any:
     """What shows a plugin's command in a list; None without one."""
     if not rows:
         return None
-    return _stand_in(name, rows[0].value.help if len(rows) == 1 else f"offered by {_both(rows)}: disable one")
+    return _stand_in(
+        name, rows[0].value.help if len(rows) == 1 else f"offered by {_both(rows)}: disable one"
+    )
 
 
 def _stand_in(name: str, text: str) -> Any:
@@ -171,11 +199,15 @@ def _load(name: str, rows: list[Answer]) -> Any:
     from ds_core.errors import PluginError
 
     if len(rows) > 1:
-        raise PluginError(f"the command {name!r} is offered by {_both(rows)}; uninstall one of them")
+        raise PluginError(
+            f"the command {name!r} is offered by {_both(rows)}; uninstall one of them"
+        )
     entry: CommandEntry = rows[0].value
     found = rows[0].resolve(entry.load, f"the command {name!r}, which it offers by ds_commands")
     if not isinstance(found, typer.Typer) and not callable(found):
-        raise PluginError(f"the command {name!r} of plugin {rows[0].plugin}: {entry.load} is not a function")
+        raise PluginError(
+            f"the command {name!r} of plugin {rows[0].plugin}: {entry.load} is not a function"
+        )
     return _command(name, entry, found)
 
 

@@ -21,26 +21,71 @@ from ds_core.errors import DSError
 
 __all__ = ["report"]
 
-OTHERS = ("torch", "triton", "numpy", "pydantic", "pluggy", "safetensors", "transformers", "accelerate", "lightning")
+OTHERS = (
+    "torch",
+    "triton",
+    "numpy",
+    "pydantic",
+    "pluggy",
+    "safetensors",
+    "transformers",
+    "accelerate",
+    "lightning",
+)
 PREFIXES = (
-    *("ACCELERATE_", "CUDA_", "DS_", "GLOO_", "GOMP_", "HIP_", "I_MPI_", "KMP_", "LOCAL_", "MASTER_", "MKL_", "NCCL_"),
-    *("NVIDIA_", "OMP_", "OMPI_", "PMI", "PYTHON", "PYTORCH_", "RANK", "RDZV_", "ROCR_", "SLURM_", "TORCH", "TRITON_"),
+    *(
+        "ACCELERATE_",
+        "CUDA_",
+        "DS_",
+        "GLOO_",
+        "GOMP_",
+        "HIP_",
+        "I_MPI_",
+        "KMP_",
+        "LOCAL_",
+        "MASTER_",
+        "MKL_",
+        "NCCL_",
+    ),
+    *(
+        "NVIDIA_",
+        "OMP_",
+        "OMPI_",
+        "PMI",
+        "PYTHON",
+        "PYTORCH_",
+        "RANK",
+        "RDZV_",
+        "ROCR_",
+        "SLURM_",
+        "TORCH",
+        "TRITON_",
+    ),
     *("UCX_", "WORLD_SIZE", "XDG_CACHE_HOME", "ZE_"),
 )
 """What the names of environment variables begin with that change how a run goes."""
 
 
 def report(findings: Sequence[Finding], config: Path | None = None) -> str:
-    """The whole text. config: a file that was used; its problems are told, and its secrets taken out of everything."""
+    """The whole text. config: a file that was used; its problems are told, and its secrets taken
+    out of everything.
+    """
     secrets, said = _config(config) if config is not None else (set(), [])
     parts = [
         "# ds_core: report of a machine and an installation",
-        f"{time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}. Secrets are {REDACTED}; look it over before you send.",
+        f"{time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}. Secrets are {REDACTED}; look it "
+        "over before you send.",
         "## What happened",
         "(what you did, what you expected, what happened instead)",
         *_section("Versions", _versions()),
         *_section("Platform", _platform()),
-        *_section("Findings", [f"{f.level:5} {f.part}: {f.found}{f'  -> {f.fix}' if f.fix else ''}" for f in findings]),
+        *_section(
+            "Findings",
+            [
+                f"{f.level:5} {f.part}: {f.found}{f'  -> {f.fix}' if f.fix else ''}"
+                for f in findings
+            ],
+        ),
         *_section("Plugins", _plugins()),
         *_section("Environment", _environment()),
         *(_section("Config", said, "json") if config is not None else []),
@@ -55,7 +100,9 @@ def _section(title: str, lines: Sequence[str] | Iterator[str], language: str = "
 
 
 def _versions() -> Iterator[str]:
-    ours = sorted({d.name for d in importlib_metadata.distributions() if d.name and d.name.startswith("ds-")})
+    ours = sorted(
+        {d.name for d in importlib_metadata.distributions() if d.name and d.name.startswith("ds-")}
+    )
     yield f"python {platform.python_version()} ({platform.python_implementation()})"
     for name in (*OTHERS, *ours):
         try:
@@ -81,7 +128,10 @@ def _plugins() -> Iterator[str]:
     for row in Plugins().examine():
         found = row.found
         why = f"  {row.why}" if row.why else ""
-        yield f"{row.state.value:11} {found.name} ({found.dist} {found.version}, {found.group}, {found.module}){why}"
+        yield (
+            f"{row.state.value:11} {found.name} ({found.dist} {found.version}, {found.group}, "
+            f"{found.module}){why}"
+        )
 
 
 def _environment() -> Iterator[str]:
@@ -110,4 +160,7 @@ def _config(file: Path) -> tuple[set[str], list[str]]:
             shown = compose(source, fill_later=True).config.redacted()
     except DSError as error:
         problems = [f"// {line}" for line in str(error).splitlines()]
-    return secrets, [*json.dumps(shown, indent=2).splitlines(), *(problems or ["// no problem found"])]
+    return secrets, [
+        *json.dumps(shown, indent=2).splitlines(),
+        *(problems or ["// no problem found"]),
+    ]

@@ -1,6 +1,8 @@
-"""The examinations of ``dscore doctor``, one function a part; none changes anything or starts a device.
+"""The examinations of ``dscore doctor``, one function a part; none changes anything or starts a
+device.
 
-Each yields findings: "ok", "note" (something is missing that a run can do without) or "fault" (a run would fail).
+Each yields findings: "ok", "note" (something is missing that a run can do without) or "fault" (a
+run would fail).
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ Level = Literal["ok", "note", "fault"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. found: what is there. fix: what to do, "" when nothing is to be done."""
+    """One line of the report. found: what is there. fix: what to do, "" when nothing is to be
+    done."""
 
     part: str
     level: Level
@@ -67,7 +70,9 @@ def examine() -> list[Finding]:
             findings += look(plugins)
         except Exception as error:  # the report must be completed
             text = str(error) if isinstance(error, DSError) else f"{type(error).__name__}: {error}"
-            findings.append(Finding(part, "fault", text, "repair or uninstall what the message names"))
+            findings.append(
+                Finding(part, "fault", text, "repair or uninstall what the message names")
+            )
     return findings
 
 
@@ -76,7 +81,9 @@ def _python(plugins: Plugins) -> Iterator[Finding]:
     if sys.version_info >= MIN_PYTHON:
         yield Finding("python", "ok", found)
     else:
-        yield Finding("python", "fault", found, f"install python >= {MIN_PYTHON[0]}.{MIN_PYTHON[1]}")
+        yield Finding(
+            "python", "fault", found, f"install python >= {MIN_PYTHON[0]}.{MIN_PYTHON[1]}"
+        )
 
 
 def _torch(plugins: Plugins) -> Iterator[Finding]:
@@ -94,30 +101,52 @@ def _torch(plugins: Plugins) -> Iterator[Finding]:
     try:
         import torch.distributed as dist
     except Exception as error:  # a library of it may be missing
-        yield Finding("torch", "fault", f"{version}, but it cannot be imported: {error}", "install torch again")
+        yield Finding(
+            "torch",
+            "fault",
+            f"{version}, but it cannot be imported: {error}",
+            "install torch again",
+        )
         return
     if not dist.is_available():
-        yield Finding("torch", "fault", f"{version}, built without torch.distributed", "install another build of torch")
+        yield Finding(
+            "torch",
+            "fault",
+            f"{version}, built without torch.distributed",
+            "install another build of torch",
+        )
         return
-    backends = [b for b in ("gloo", "nccl", "xccl", "mpi") if getattr(dist, f"is_{b}_available", lambda: False)()]
+    backends = [
+        b
+        for b in ("gloo", "nccl", "xccl", "mpi")
+        if getattr(dist, f"is_{b}_available", lambda: False)()
+    ]
     yield Finding("torch", "ok", f"{version}, backends: {', '.join(backends) or 'none'}")
 
 
 def _accelerator(plugins: Plugins) -> Iterator[Finding]:
     from ds_core.accelerator import candidates, select_accelerator
 
-    chosen, failed = "", ""
+    chosen = ""
+    failed = ""
     try:
         accelerator = select_accelerator(plugins)
-        chosen, count = accelerator.name, accelerator.device_count()
+        chosen = accelerator.name
+        count = accelerator.device_count()
         yield Finding("accelerator", "ok", f"{chosen}, {count} device{'' if count == 1 else 's'}")
     except DSError as error:
         failed = str(error)
         fix = "repair or uninstall what the message names" if isinstance(error, PluginError) else ""
-        yield Finding("accelerator", "fault", failed, fix or "unset DS_ACCELERATOR, or install what it names")
+        yield Finding(
+            "accelerator", "fault", failed, fix or "unset DS_ACCELERATOR, or install what it names"
+        )
     for entry, dist, why in candidates(plugins):
         if f"failed to make the accelerator {entry.name} (" in failed:
-            yield Finding(f"accelerator {entry.name} ({dist})", "fault", "its device is there, but it cannot be made")
+            yield Finding(
+                f"accelerator {entry.name} ({dist})",
+                "fault",
+                "its device is there, but it cannot be made",
+            )
         elif entry.name != chosen:
             found = f"unavailable: {why}" if why else "available, not chosen"
             yield Finding(f"accelerator {entry.name} ({dist})", "ok", found)
@@ -137,14 +166,22 @@ def _kernel_cache(plugins: Plugins) -> Iterator[Finding]:
 def _compilers(plugins: Plugins) -> Iterator[Finding]:
     for tool, argument, fix in (
         ("g++", "--version", "install g++ (Debian: apt install g++)"),
-        ("nvcc", "--version", "install the CUDA toolkit of torch's CUDA version, if there is an NVIDIA GPU"),
+        (
+            "nvcc",
+            "--version",
+            "install the CUDA toolkit of torch's CUDA version, if there is an NVIDIA GPU",
+        ),
         ("ninja", "--version", "pip install ninja"),
     ):
         path = shutil.which(tool) or shutil.which(tool, path=os.path.dirname(sys.executable))
         if path is None:
-            yield Finding(tool, "note", "not found: compiled kernels that need it are not served", fix)
+            yield Finding(
+                tool, "note", "not found: compiled kernels that need it are not served", fix
+            )
             continue
-        done = subprocess.run([path, argument], capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(
+            [path, argument], capture_output=True, text=True, timeout=20, check=False
+        )
         lines = done.stdout.strip().splitlines()
         if done.returncode or not lines:
             yield Finding(tool, "note", f"{path} does not run (exit code {done.returncode})", fix)
@@ -165,8 +202,16 @@ def _kernels(plugins: Plugins) -> Iterator[Finding]:
     for op in kernels.ops():
         rows = kernels.candidates(op, device, "float32")
         server = next((c for c in rows if c.reason is None), None)
-        others = [f"{c.entry.provider} ({c.dist}): {c.reason or 'available'}" for c in rows if c is not server]
-        found = f"served by {server.entry.provider} ({server.dist})" if server else "no provider can serve it"
+        others = [
+            f"{c.entry.provider} ({c.dist}): {c.reason or 'available'}"
+            for c in rows
+            if c is not server
+        ]
+        found = (
+            f"served by {server.entry.provider} ({server.dist})"
+            if server
+            else "no provider can serve it"
+        )
         yield Finding(
             f"kernel {op}",
             "ok" if server else "note",
@@ -179,7 +224,10 @@ def _plugins(plugins: Plugins) -> Iterator[Finding]:
     reports = plugins.examine()
     for report in reports:
         if report.state is PluginState.QUARANTINED:
-            fix = f"repair or uninstall {report.found.dist} (pip install --force-reinstall {report.found.dist})"
+            fix = (
+                f"repair or uninstall {report.found.dist} (pip install --force-reinstall "
+                f"{report.found.dist})"
+            )
             yield Finding(f"plugin {report.found.name}", "fault", f"quarantined: {report.why}", fix)
         elif report.state is PluginState.DISABLED:
             yield Finding(f"plugin {report.found.name}", "note", f"disabled: {report.why}")
@@ -194,14 +242,25 @@ def _conflicts(plugins: Plugins) -> Iterator[Finding]:
         try:
             plugins.section(name)
         except PluginError as error:
-            yield Finding(f"section {name}", "fault", str(error), "uninstall one, or choose with plugins.prefer")
+            yield Finding(
+                f"section {name}",
+                "fault",
+                str(error),
+                "uninstall one, or choose with plugins.prefer",
+            )
     for hook, kind in BY_NAME.items():
         offers = plugins.named(hook, kind)
         for name in offers:
             try:
-                plugin, entry = offers[name].plugin, offers[name].value
+                plugin = offers[name].plugin
+                entry = offers[name].value
             except PluginError as error:
-                yield Finding(f"{kind} {name}", "fault", str(error), "uninstall one, or choose with plugins.prefer")
+                yield Finding(
+                    f"{kind} {name}",
+                    "fault",
+                    str(error),
+                    "uninstall one, or choose with plugins.prefer",
+                )
                 continue
             if (why := _unreachable(plugin, entry.load)) is not None:
                 yield Finding(f"{kind} {name}", "fault", why, f"repair or uninstall {plugin.dist}")
@@ -216,7 +275,10 @@ def _conflicts(plugins: Plugins) -> Iterator[Finding]:
 
 
 def _unreachable(plugin: Found, reference: str) -> str | None:
-    """Why a reference into the plugin's own package leads nowhere; None when its module is there. Imports no module."""
+    """Why a reference into the plugin's own package leads nowhere; None when its module is there.
+
+    Imports no module.
+    """
     module = reference.partition(":")[0]
     if module.partition(".")[0] != plugin.module.partition(".")[0]:
         return None
@@ -236,7 +298,11 @@ def _shared_memory(plugins: Plugins) -> Iterator[Finding]:
     if usage.free >= MIN_SHM:
         yield Finding("/dev/shm", "ok", found)
     else:
-        fix = "data loader workers may die with a bus error; give more (docker run --shm-size=8g) or num_workers 0"
+        fix = (
+            "data loader workers may die with a bus error; give more (docker run "
+            "--shm-size=8g) or "
+            "num_workers 0"
+        )
         yield Finding("/dev/shm", "note", found, fix)
 
 
@@ -249,6 +315,8 @@ def _loopback(plugins: Plugins) -> Iterator[Finding]:
                 pass
     except OSError as error:
         fix = "allow connections to 127.0.0.1 (firewall, sandbox)"
-        yield Finding("loopback", "fault", f"no process can reach another on this machine: {error}", fix)
+        yield Finding(
+            "loopback", "fault", f"no process can reach another on this machine: {error}", fix
+        )
         return
     yield Finding("loopback", "ok", "ports can be opened and reached on 127.0.0.1")

@@ -1,7 +1,9 @@
-"""Text that may be shown to strangers: without secrets, log-ins and the name of the user (torch-free).
+"""Text that may be shown to strangers: without secrets, log-ins and the name of the user
+(torch-free).
 
-[Note: by name, and then everywhere] What a name marks as a secret (an environment variable, a key of the config) is
-found first; then its value is taken out of the whole text, wherever it stands: a traceback, a command line, a path.
+[Note: by name, and then everywhere] What a name marks as a secret (an environment variable, a key
+of the config) is found first; then its value is taken out of the whole text, wherever it stands: a
+traceback, a command line, a path.
 """
 
 from __future__ import annotations
@@ -24,11 +26,14 @@ _TOKENS = re.compile(
     r"\b(?:hf_\w{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-[\w-]{16,}|xox[abprs]-[\w-]{10,}"
     r"|AKIA[0-9A-Z]{12,}|ASIA[0-9A-Z]{12,}|AIza[\w-]{20,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
 )
-_KEY_BLOCK = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL)
+_KEY_BLOCK = re.compile(
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL
+)
 
 
 def secret_values(environment: Mapping[str, str]) -> set[str]:
-    """The values of variables whose names say that they are secret, and the log-ins of URLs in any."""
+    """The values of variables whose names say that they are secret, and the log-ins of URLs in
+    any."""
     found = {value for name, value in environment.items() if is_secret_name(name)}
     for value in environment.values():
         logins = re.findall(r"\w+://([^/\s@\"']+)@", value)
@@ -48,13 +53,17 @@ def clean(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def _without_assigned(text: str) -> str:
-    """`text` without what follows a secret name: ``name=...``, ``"name": "..."``, ``--name ...``."""
-    parts, end = [], 0
+    """`text` without what follows a secret name: ``name=...``, ``"name": "..."``, ``--name
+    ...``."""
+    parts = []
+    end = 0
     for name in _NAME.finditer(text):
         if name.start() < end or not is_secret_name(name[0]):
             continue
         option = text.endswith("--", 0, name.start())
-        value = _VALUE.match(text, name.end()) or (_NEXT_WORD.match(text, name.end()) if option else None)
+        value = _VALUE.match(text, name.end()) or (
+            _NEXT_WORD.match(text, name.end()) if option else None
+        )
         if value is not None:
             parts += [text[end : value.start(2)], REDACTED]
             end = value.end(2)

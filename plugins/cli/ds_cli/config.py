@@ -1,4 +1,6 @@
-"""``dscore config``: check a file, print the schema of everything installed, explain one key (no torch)."""
+"""``dscore config``: check a file, print the schema of everything installed, explain one key (no
+torch).
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,15 @@ def make_app() -> typer.Typer:
 def check(
     file: Annotated[Path, typer.Argument(help="A .json, .hjson, .yaml or .toml config.")],
     world: Annotated[
-        int | None, typer.Option(min=1, help="Check the batch sizes too, for this number of processes.")
+        int | None,
+        typer.Option(min=1, help="Check the batch sizes too, for this number of processes."),
     ] = None,
     auto: Annotated[
-        bool, typer.Option("--auto/--no-auto", help='Accept "auto", which a front-end such as the Trainer fills in.')
+        bool,
+        typer.Option(
+            "--auto/--no-auto",
+            help='Accept "auto", which a front-end such as the Trainer fills in.',
+        ),
     ] = True,
     imports: Imports = False,
 ) -> None:
@@ -65,11 +72,16 @@ def check(
     for note in chosen.notes:
         typer.echo(f"  note: {note}")
     if autos := chosen.config.autos:
-        typer.echo(f'  "auto", filled in by the Trainer, Accelerate or another front-end: {", ".join(autos)}')
+        typer.echo(
+            '  "auto", filled in by the Trainer, Accelerate or another front-end: '
+            f"{', '.join(autos)}"
+        )
         typer.echo("  training without one refuses it")
 
 
-_BATCH = frozenset(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
+_BATCH = frozenset(
+    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+)
 
 
 def _batch(chosen: Composition, world: int) -> Batch:
@@ -84,7 +96,9 @@ def schema() -> None:
 
 
 def explain(
-    key: Annotated[str, typer.Argument(metavar="KEY", help="A dotted path such as fp16.loss_scale.")],
+    key: Annotated[
+        str, typer.Argument(metavar="KEY", help="A dotted path such as fp16.loss_scale.")
+    ],
 ) -> None:
     """Say what a key does, its type, its default and who owns it; of a section, its keys too."""
     from ds_cli.explanation import explain as look_up
@@ -117,7 +131,9 @@ def _installed_models() -> dict[str, tuple[type[BaseModel], str]]:
 
 
 def _named_models() -> dict[str, dict[str, tuple[type[BaseModel], str]]]:
-    """``optimizer`` and ``scheduler`` -> name -> the model of its parameters and its owner, as installed."""
+    """``optimizer`` and ``scheduler`` -> name -> the model of its parameters and its owner, as
+    installed.
+    """
     from ds_core.entries import resolve
     from ds_core.errors import PluginError
     from ds_core.plugins import Plugins

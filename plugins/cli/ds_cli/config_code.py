@@ -1,7 +1,7 @@
 """A config is code: ``plugins.load`` names modules, and to import a module is to run it.
 
-A run of the config imports them. A command that only looks at a file must not, unless it is asked to: the file may be
-another's.
+A run of the config imports them. A command that only looks at a file must not, unless it is asked
+to: the file may be another's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 __all__ = ["Imports", "named_code", "read_to_look_at"]
 
 Imports = Annotated[
-    bool, typer.Option("--import", help="Import the modules that plugins.load of the config names, which runs them.")
+    bool,
+    typer.Option(
+        "--import",
+        help="Import the modules that plugins.load of the config names, which runs them.",
+    ),
 ]
 """The option of commands that look at a config."""
 
@@ -38,7 +42,8 @@ def read_to_look_at(file: Path, imports: bool) -> ConfigSource:
     source = read_config(file)
     if (modules := named_code(source)) and not imports:
         raise CommandError(
-            f"{file}: plugins.load names {', '.join(modules)}, and to check the config is to import that code: "
+            f"{file}: plugins.load names {', '.join(modules)}, and to check the config is to "
+            "import that code: "
             "look at it first, then give --import"
         )
     return source

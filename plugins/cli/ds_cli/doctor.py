@@ -20,24 +20,41 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
     report: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write a Markdown file for a bug report, without secrets; - prints."),
+        typer.Option(
+            metavar="FILE",
+            help="Write a Markdown file for a bug report, without secrets; - prints.",
+        ),
     ] = None,
     config: Annotated[
         Path | None, typer.Option(metavar="CONFIG", help="With --report: the config that was used.")
     ] = None,
     hostfile: Annotated[
-        str, typer.Option("--hostfile", "-H", metavar="FILE", help="Examine the hosts of FILE and their links instead.")
+        str,
+        typer.Option(
+            "--hostfile",
+            "-H",
+            metavar="FILE",
+            help="Examine the hosts of FILE and their links instead.",
+        ),
     ] = "",
-    include: Annotated[str, typer.Option("--include", "-i", help="With --hostfile: only these hosts.")] = "",
-    exclude: Annotated[str, typer.Option("--exclude", "-e", help="With --hostfile: not these hosts.")] = "",
-    ssh_port: Annotated[int | None, typer.Option(min=1, max=65535, help="With --hostfile: of the ssh servers.")] = None,
+    include: Annotated[
+        str, typer.Option("--include", "-i", help="With --hostfile: only these hosts.")
+    ] = "",
+    exclude: Annotated[
+        str, typer.Option("--exclude", "-e", help="With --hostfile: not these hosts.")
+    ] = "",
+    ssh_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="With --hostfile: of the ssh servers.")
+    ] = None,
     master_port: Annotated[
         int, typer.Option(min=1, max=65535, help="With --hostfile: the run's --master-port.")
     ] = 29500,
 ) -> None:
-    """Check python, torch, the accelerator, compilers, kernels and plugins; exits with 1 when a run would fail.
+    """Check python, torch, the accelerator, compilers, kernels and plugins; exits with 1 when a run
+    would fail.
 
-    With --hostfile: reach each host over ssh, compare versions and clocks, measure latency and bandwidth of each link.
+    With --hostfile: reach each host over ssh, compare versions and clocks, measure latency and
+    bandwidth of each link.
     """
     from ds_cli.checks import examine
 
@@ -49,7 +66,9 @@ def doctor(
     if include or exclude or ssh_port is not None:
         raise CommandError("--include, --exclude and --ssh-port need --hostfile")
     if config is not None and report is None:
-        raise CommandError("--config goes into a report; give --report FILE too, or use `dscore config check`")
+        raise CommandError(
+            "--config goes into a report; give --report FILE too, or use `dscore config check`"
+        )
     if as_json and report is not None:
         raise CommandError("--json and --report are two forms of one thing; give one of them")
     with other_output_to_stderr():
@@ -63,13 +82,21 @@ def doctor(
     else:
         order = ("fault", "note", "ok")
         ranked = sorted(findings, key=lambda f: order.index(f.level))
-        show_list([(f.level, f"{f.part}: {f.found}", f"-> {f.fix}" if f.fix else "") for f in ranked])
-        typer.echo(f"{len(broken)} fault{'' if len(broken) == 1 else 's'}" if broken else "nothing is broken")
+        show_list(
+            [(f.level, f"{f.part}: {f.found}", f"-> {f.fix}" if f.fix else "") for f in ranked]
+        )
+        typer.echo(
+            f"{len(broken)} fault{'' if len(broken) == 1 else 's'}"
+            if broken
+            else "nothing is broken"
+        )
     if broken and report is None:
         raise typer.Exit(1)
 
 
-def _hosts(hostfile: str, include: str, exclude: str, ssh_port: int | None, port: int, as_json: bool) -> None:
+def _hosts(
+    hostfile: str, include: str, exclude: str, ssh_port: int | None, port: int, as_json: bool
+) -> None:
     from ds_cli.host_doctor import by_ssh, examine_hosts, show_hosts
     from ds_cli.hosts.choice import Choice, choose_hosts
 
@@ -95,4 +122,7 @@ def _write(file: Path, text: str) -> None:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise CommandError(f"--report {str(file)!r}: {error.strerror}") from error
-    typer.echo(f"{file}: {len(text.splitlines())} lines; secrets are removed, but look it over before you send it")
+    typer.echo(
+        f"{file}: {len(text.splitlines())} lines; secrets are removed, but look it over before you "
+        "send it"
+    )

@@ -24,10 +24,11 @@ __all__ = ["Explanation", "explain"]
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """path: of the key. owner: distribution and version. type: in words. default: as JSON, or "required".
+    """path: of the key. owner: distribution and version. type: in words. default: as JSON, or
+    "required".
 
-    keys: of a section, its keys with what each does; of a key in the parameters of optimizers or schedules, the names
-    that take it with its type and default.
+    keys: of a section, its keys with what each does; of a key in the parameters of optimizers or
+    schedules, the names that take it with its type and default.
     """
 
     path: str
@@ -44,11 +45,12 @@ Owned = tuple[Key, str]
 
 
 def explain(key: str, models: Models, named: Mapping[str, Models] | None = None) -> Explanation:
-    """Explain a dotted path such as ``fp16.loss_scale`` or ``tensor_parallel.layer_specs[0].patterns``, or its end.
+    """Explain a dotted path such as ``fp16.loss_scale`` or
+    ``tensor_parallel.layer_specs[0].patterns``, or its end.
 
-    models: section -> its model and owner. named: ``optimizer`` and ``scheduler`` -> name -> the model of the
-    ``params`` under that name, and its owner. Raises ConfigError that names the nearest known key when there is none
-    such.
+    models: section -> its model and owner. named: ``optimizer`` and ``scheduler`` -> name -> the
+    model of the ``params`` under that name, and its owner. Raises ConfigError that names the
+    nearest known key when there is none such.
     """
     if key in models:
         model, owner = models[key]
@@ -84,13 +86,15 @@ def _keys_of(hint: Any) -> tuple[tuple[str, str], ...]:
 def _explain_param(key: str, param: str, models: Models) -> Explanation:
     """A parameter of optimizers or schedules, with everybody who takes it."""
     rows: dict[tuple[str, str], list[str]] = {}
-    about, owners = "", dict[str, None]()
+    about = ""
+    owners = dict[str, None]()
     for name, (model, owner) in models.items():
         if param not in model.model_fields:
             continue
         said = _explained(key, next(k for k in iter_keys(model) if k.path == param), owner)
         rows.setdefault((said.type, said.default), []).append(name)
-        about, owners[owner] = about or said.description, None
+        about = about or said.description
+        owners[owner] = None
     if not rows:
         known = {n for model, _ in models.values() for n in model.model_fields}
         close = nearest(param, known)
@@ -98,13 +102,23 @@ def _explain_param(key: str, param: str, models: Models) -> Explanation:
         fix = f"did you mean {head + close!r}?" if close else ""
         raise ConfigError([Problem(key, "no installed name takes this parameter", fix)], "explain")
     (kind, default), _ = next(iter(rows.items()))
-    taken = tuple((", ".join(names), f"{kind}, default {default}") for (kind, default), names in rows.items())
+    taken = tuple(
+        (", ".join(names), f"{kind}, default {default}") for (kind, default), names in rows.items()
+    )
     one = len(rows) == 1
-    return Explanation(key, ", ".join(owners), kind if one else "by name", default if one else "by name", about, taken)
+    return Explanation(
+        key,
+        ", ".join(owners),
+        kind if one else "by name",
+        default if one else "by name",
+        about,
+        taken,
+    )
 
 
 def _explained(key: str, row: Key, owner: str) -> Explanation:
-    field, spelling = row.field, row.path.rpartition(".")[2]
+    field = row.field
+    spelling = row.path.rpartition(".")[2]
     hidden = is_secret(row.name, field)
     text = field.description or ""
     others = [n for n in names_of(row.name, field) if n != spelling]
@@ -135,7 +149,9 @@ def _default(field: Any, hidden: bool) -> str:
         return "required" if field.is_required() else "computed"
     if hidden and value is not None:
         return REDACTED
-    return json.dumps(value, default=lambda v: v.model_dump(mode="json") if isinstance(v, BaseModel) else str(v))
+    return json.dumps(
+        value, default=lambda v: v.model_dump(mode="json") if isinstance(v, BaseModel) else str(v)
+    )
 
 
 def _open_key(key: str, table: Mapping[str, Owned]) -> Owned | None:
@@ -165,15 +181,23 @@ def _documented(key: str) -> Explanation:
     for at, part in enumerate(parts[1:], 1):
         if not keys or (part not in keys and "*" not in keys):
             close = nearest(part, keys or ())
-            fix = f"did you mean {'.'.join((*parts[:at], close))!r}?" if close else f"{name} is a section"
+            fix = (
+                f"did you mean {'.'.join((*parts[:at], close))!r}?"
+                if close
+                else f"{name} is a section"
+            )
             raise ConfigError([Problem(key, "the documents have no such key", fix)], "explain")
         keys = keys.get(part, keys.get("*"))
     kind = "any value" if keys is None else "an object {...}"
     about = f"The section {name!r} is not installed here: {say}."
-    return Explanation(key, owner, kind, "absent", about, tuple((k, "") for k in keys or () if k != "*"))
+    return Explanation(
+        key, owner, kind, "absent", about, tuple((k, "") for k in keys or () if k != "*")
+    )
 
 
-def _miss(key: str, ends: list[str], table: Mapping[str, Owned], models: Mapping[str, Any]) -> Problem:
+def _miss(
+    key: str, ends: list[str], table: Mapping[str, Owned], models: Mapping[str, Any]
+) -> Problem:
     names = {*table, *models, *documented()}
     leaf = key.rpartition(".")[2]
     same = ends or sorted(n for n in table if n.rpartition(".")[2] == leaf)

@@ -13,19 +13,30 @@ from pathlib import Path
 
 from ds_cli.guard import PREEMPTED, Ending, Started
 
-__all__ = ["SAVED", "WorkerFailure", "describe", "exit_code", "first", "gather", "is_echo", "signal_name"]
+__all__ = [
+    "SAVED",
+    "WorkerFailure",
+    "describe",
+    "exit_code",
+    "first",
+    "gather",
+    "is_echo",
+    "signal_name",
+]
 
 SAVED = f"exit code {PREEMPTED}: a checkpoint was saved first, and the same command goes on from it"
 
 # What a rank says whose peer has gone; the peer's own end is what the user wants to see.
 _LOST_PEER = re.compile(
-    r"connection (closed|reset)|closed by peer|broken pipe|remote process exited|ncclremoteerror|a peer failed"
+    r"connection (closed|reset)|closed by peer|broken pipe|remote process exited|ncclremoteerror|a "
+    r"peer failed"
     r"|LostRankError: ",
     re.IGNORECASE,
 )
 _ENDED = (-signal.SIGTERM, -signal.SIGKILL)  # how the launcher ends a process
 _HINTS = {
-    "SIGKILL": "only the system or a person sends this; mostly the machine ran out of memory (see dmesg)",
+    "SIGKILL": "only the system or a person sends this; mostly the machine ran out of memory (see "
+    "dmesg)",
     "SIGSEGV": "a crash in compiled code; its Python stack is above",
     "SIGBUS": "mostly shared memory is full (see `dscore doctor`)",
     "SIGABRT": "compiled code gave up; its own words are above",
@@ -37,8 +48,9 @@ _HINTS = {
 class WorkerFailure:
     """A process that failed by itself.
 
-    code: exit code, or -n for signal n. time: monotonic seconds; infinite when it was not seen. error: the
-    exception in one line, or "". traceback: as Python would print it, or "" when the process printed it itself.
+    code: exit code, or -n for signal n. time: monotonic seconds; infinite when it was not seen.
+        error: the exception in one line, or "". traceback: as Python would print it, or "" when the
+        process printed it itself.
     host: where it ran, "" for this machine.
     """
 
@@ -62,10 +74,12 @@ def gather(
     known: Iterable[tuple[int, int, int, int]] = (),
     grace: float = 0.0,
 ) -> tuple[list[WorkerFailure], int]:
-    """The failures of one attempt in order of time, and how many processes were ended because of them.
+    """The failures of one attempt in order of time, and how many processes were ended because of
+    them.
 
-    known: (rank, local rank, pid, code) that the launcher knows of besides `endings`. grace: seconds between the first
-    failure and the launcher's own SIGKILL; who had one sooner was killed by somebody else.
+    known: (rank, local rank, pid, code) that the launcher knows of besides `endings`. grace:
+    seconds between the first failure and the launcher's own SIGKILL; who had one sooner was killed
+    by somebody else.
     """
     rows = [
         _failure(folder, attempt, one.local_rank, one.rank, one.pid, ending.code, ending.time)
@@ -79,7 +93,8 @@ def gather(
         if rank not in seen
     ]
     rows.sort(key=lambda row: (row.time, row.rank))
-    killed = rows[0].time + grace / 2 if rows else 0.0  # half, since the launcher notices the first one late
+    # half, since the launcher notices the first one late
+    killed = rows[0].time + grace / 2 if rows else 0.0
     own = [
         row
         for at, row in enumerate(rows)
@@ -97,7 +112,9 @@ def _failure(
         return WorkerFailure(rank, pid, code, ended, "", "")
     if code < 0:  # after its word, while Python was shutting down
         code = word["code"]
-    return WorkerFailure(rank, pid, code, min(ended, word["time"]), word["error"], word["traceback"])
+    return WorkerFailure(
+        rank, pid, code, min(ended, word["time"]), word["error"], word["traceback"]
+    )
 
 
 def is_echo(failure: WorkerFailure) -> bool:
@@ -115,13 +132,21 @@ def exit_code(failure: WorkerFailure) -> int:
     return failure.code if failure.code > 0 else 128 - failure.code
 
 
-def describe(failures: list[WorkerFailure], ended: int, world_size: int, *, root: WorkerFailure | None = None) -> str:
-    """The whole message: the traceback of the first failure, or of `root`, once, then one line for each rank."""
+def describe(
+    failures: list[WorkerFailure], ended: int, world_size: int, *, root: WorkerFailure | None = None
+) -> str:
+    """The whole message: the traceback of the first failure, or of `root`, once, then one line for
+    each rank.
+    """
     root = root or first(failures)
     if root.code == PREEMPTED:
         return f"dscore: rank {root.rank} of {world_size} ended with {SAVED}"
     name = signal_name(-root.code)
-    failed = f"failed with exit code {root.code}" if root.code > 0 else f"was killed by {name} (signal {-root.code})"
+    failed = (
+        f"failed with exit code {root.code}"
+        if root.code > 0
+        else f"was killed by {name} (signal {-root.code})"
+    )
     if root.code == -signal.SIGSTOP:
         failed = "was stopped (SIGSTOP)"
     why = _head(root.error) or (_HINTS.get(name, "") if root.code < 0 else "")
@@ -135,7 +160,9 @@ def describe(failures: list[WorkerFailure], ended: int, world_size: int, *, root
             code = f"exit code {row.code}" if row.code > 0 else signal_name(-row.code)
             lines.append(f"dscore: rank {row.rank} too: {_head(row.error) or code}")
     if ended:
-        lines.append(f"dscore: the other {'process was' if ended == 1 else f'{ended} processes were'} ended")
+        lines.append(
+            f"dscore: the other {'process was' if ended == 1 else f'{ended} processes were'} ended"
+        )
     return "\n".join(lines)
 
 

@@ -1,8 +1,9 @@
-"""The launcher's eye on its processes: when each ended, and an end within seconds for all that they started.
+"""The launcher's eye on its processes: when each ended, and an end within seconds for all that they
+started.
 
-torch's launcher asks processes to end and waits up to 30 seconds; a rank that sits in a collective does not hear
-Ctrl-C, and what a rank started itself has no parent to end it. Every rank leads a session of its own, so a session is
-what gets ended here.
+torch's launcher asks processes to end and waits up to 30 seconds; a rank that sits in a collective
+does not hear Ctrl-C, and what a rank started itself has no parent to end it. Every rank leads a
+session of its own, so a session is what gets ended here.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from ds_cli.watcher import kill_session, members, starts
 __all__ = ["Ending", "Guard", "PREEMPTED", "STOPS", "Started", "Stopped", "heeded"]
 
 PREEMPTED = 75
-"""Exit code of ranks that saved a checkpoint because one of them was told to stop: EX_TEMPFAIL of sysexits.h."""
+"""Exit code of ranks that saved a checkpoint because one of them was told to stop: EX_TEMPFAIL of
+sysexits.h.
+"""
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 DEAF_SECONDS = 3.0  # how long the main thread may take to hear a signal
@@ -65,22 +68,30 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a process ended. code: as of subprocess, -n for signal n. time: monotonic seconds when it was noticed."""
+    """How a process ended. code: as of subprocess, -n for signal n. time: monotonic seconds when it
+    was noticed.
+    """
 
     code: int
     time: float
 
 
 class Guard:
-    """While entered: notes how processes end and ends what does not end by itself. Use it in the main thread.
+    """While entered: notes how processes end and ends what does not end by itself. Use it in the
+    main thread.
 
-    folder: where the processes leave word. grace: seconds between the first failure, or the signal to stop, and
-    the end by force. files: to be removed, as `folder`, by the `watcher` when this process is killed. notice: what
-    SIGTERM gives instead of `grace`, where it is longer.
+    folder: where the processes leave word. grace: seconds between the first failure, or the signal
+    to stop, and the end by force. files: to be removed, as `folder`, by the `watcher` when this
+    process is killed. notice: what SIGTERM gives instead of `grace`, where it is longer.
     """
 
-    def __init__(self, folder: Path, grace: float, files: Sequence[str] = (), notice: float = 0.0) -> None:
-        self.folder, self.grace, self.files, self.notice = folder, grace, files, max(grace, notice)
+    def __init__(
+        self, folder: Path, grace: float, files: Sequence[str] = (), notice: float = 0.0
+    ) -> None:
+        self.folder = folder
+        self.grace = grace
+        self.files = files
+        self.notice = max(grace, notice)
         self.endings: dict[Started, Ending] = {}
         self.told = float("inf")  # when this process was told to stop
         self._timers: dict[int, threading.Timer] = {}  # by attempt, or by minus the signal
@@ -89,7 +100,15 @@ class Guard:
 
     def __enter__(self) -> Guard:
         self._watcher = subprocess.Popen(
-            [sys.executable, "-I", "-S", watcher.__file__, str(self.folder), str(self.notice), *self.files],
+            [
+                sys.executable,
+                "-I",
+                "-S",
+                watcher.__file__,
+                str(self.folder),
+                str(self.notice),
+                *self.files,
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -102,7 +121,8 @@ class Guard:
         for number in self.heeded:
             signal.signal(number, _raise_stopped)
         signal.signal(signal.SIGCHLD, self._child_ended)
-        # torch puts its own handlers over ours; the wakeup pipe hears every signal, however it is handled.
+        # torch puts its own handlers over ours; the wakeup pipe hears every signal, however it is
+        # handled.
         self._old_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="dscore-guard", daemon=True)
         self._thread.start()
@@ -132,7 +152,9 @@ class Guard:
             yield Started(int(attempt), int(local_rank), **note)
 
     def end(self, attempt: int | None = None) -> None:
-        """Kill everything in the sessions of `attempt`, or of all attempts, and return when it is gone."""
+        """Kill everything in the sessions of `attempt`, or of all attempts, and return when it is
+        gone.
+        """
         if attempt is None and threading.current_thread() is threading.main_thread():
             for number in STOPS:  # one more Ctrl-C must not stop the end
                 signal.signal(number, signal.SIG_IGN)
@@ -141,8 +163,14 @@ class Guard:
                 kill_session(one.session)
 
     def ask(self, attempt: int) -> int:
-        """Ask the processes of `attempt` to end (SIGTERM), by force after the grace; how many are alive."""
-        alive = [one for one in self.started() if one.attempt == attempt and one.pid in members(one.session)]
+        """Ask the processes of `attempt` to end (SIGTERM), by force after the grace; how many are
+        alive.
+        """
+        alive = [
+            one
+            for one in self.started()
+            if one.attempt == attempt and one.pid in members(one.session)
+        ]
         for one in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(one.pid, signal.SIGTERM)
@@ -152,10 +180,13 @@ class Guard:
 
     def alive(self, attempt: int) -> bool:
         """Whether a process of `attempt` still runs."""
-        return any(one.attempt == attempt and one.pid in members(one.session) for one in self.started())
+        return any(
+            one.attempt == attempt and one.pid in members(one.session) for one in self.started()
+        )
 
     def heed(self, attempt: int) -> bool:
-        """After SIGTERM: wait until the processes of `attempt` have ended, or the notice has; whether they have saved.
+        """After SIGTERM: wait until the processes of `attempt` have ended, or the notice has;
+        whether they have saved.
 
         In the main thread. More signals of the kind are passed over.
         """
@@ -163,36 +194,48 @@ class Guard:
         while self.alive(attempt):
             time.sleep(0.05)
         codes = {end.code for one, end in self.endings.items() if one.attempt == attempt}
-        for word in self.folder.glob(f"{attempt}-*.error"):  # torch may have collected the process before we saw it
+        # torch may have collected the process before we saw it
+        for word in self.folder.glob(f"{attempt}-*.error"):
             codes.add(json.loads(word.read_text())["code"])
         return PREEMPTED in codes
 
     def condemn(self, one: Started, why: str) -> None:
         """End a process that is stopped; `why` is what is said of it."""
-        word = {"time": time.monotonic(), "code": -int(signal.SIGSTOP), "error": why, "traceback": ""}
+        word = {
+            "time": time.monotonic(),
+            "code": -int(signal.SIGSTOP),
+            "error": why,
+            "traceback": "",
+        }
         (self.folder / f"{one.attempt}-{one.local_rank}.error").write_text(json.dumps(word))
         kill_session(one.session)
 
     def forget(self, attempt: int) -> None:
-        """End what is left of `attempt`, and take none of its ends for a failure: processes are started anew.
+        """End what is left of `attempt`, and take none of its ends for a failure: processes are
+        started anew.
 
         Under the same number, where machines have come or gone.
         """
         self.end(attempt)
         if (timer := self._timers.pop(attempt, None)) is not None:
             timer.cancel()
-        self.endings = {one: ending for one, ending in self.endings.items() if one.attempt != attempt}
+        self.endings = {
+            one: ending for one, ending in self.endings.items() if one.attempt != attempt
+        }
         for path in self.folder.glob(f"{attempt}-*"):
             path.unlink()
 
     def _child_ended(self, number: int, frame: FrameType | None) -> None:
-        """On SIGCHLD, before torch collects the child: note how and when it ended, and leave it collectable."""
+        """On SIGCHLD, before torch collects the child: note how and when it ended, and leave it
+        collectable.
+        """
         for one in self.started():
             if one in self.endings:
                 continue
             try:
                 seen = os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except (ChildProcessError, AttributeError):  # collected before we came; macOS has waitid since 3.13
+            # collected before we came; macOS has waitid since 3.13
+            except (ChildProcessError, AttributeError):
                 continue
             if seen is not None:
                 code = seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
@@ -206,7 +249,9 @@ class Guard:
             if number is not None:
                 self.told = min(self.told, time.monotonic())
                 seconds = self.notice if number == signal.SIGTERM else self.grace
-                self._later(-number, seconds if any(self.started()) else 0, partial(self._force, number))
+                self._later(
+                    -number, seconds if any(self.started()) else 0, partial(self._force, number)
+                )
 
     def _end_later(self, attempt: int) -> None:
         self._later(attempt, self.grace, partial(self.end, attempt))
@@ -218,7 +263,9 @@ class Guard:
             timer.start()
 
     def _force(self, number: int) -> None:
-        """End all, and this process too if its main thread waits inside torch for machines that do not come."""
+        """End all, and this process too if its main thread waits inside torch for machines that do
+        not come.
+        """
         self.end()
         if not self._left.wait(DEAF_SECONDS):
             with contextlib.suppress(OSError):
@@ -226,7 +273,9 @@ class Guard:
             self.leave(128 + number)
 
     def leave(self, code: int) -> NoReturn:
-        """End this process here and now, from any thread, when its main thread cannot; nothing is left behind."""
+        """End this process here and now, from any thread, when its main thread cannot; nothing is
+        left behind.
+        """
         for one in self.started():
             kill_session(one.session)
         self._dismiss_watcher()

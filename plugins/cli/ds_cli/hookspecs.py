@@ -22,27 +22,39 @@ def ds_launchers() -> Mapping[str, entries.LauncherEntry]:  # type: ignore[empty
 
 @entries.gives(entries.named("ds_cli.run_options:RunOption"))
 def ds_run_options() -> Mapping[str, RunOption]:  # type: ignore[empty-body]
-    """Hook: options for ``dscore run``, by name ("--record"). One that there is already is an error."""
+    """Hook: options for ``dscore run``, by name ("--record").
+
+    One that there is already is an error.
+    """
 
 
 @entries.gives(entries.named("ds_core.entries:CommandEntry"))
 def ds_commands() -> Mapping[str, entries.CommandEntry]:  # type: ignore[empty-body]
-    """Hook: sub-commands for ``dscore``, by name ("config migrate" in a group). One name twice is an error."""
+    """Hook: sub-commands for ``dscore``, by name ("config migrate" in a group).
+
+    One name twice is an error.
+    """
 
 
 @entries.gives(entries.many("ds_core.entries:Chart"))
 def ds_charts(config: RunConfig, plugins: Plugins) -> Iterable[entries.Chart]:  # type: ignore[empty-body]
-    """Hook: what ``dscore plan`` shows of a config besides memory and messages, such as a timeline. Nothing runs.
+    """Hook: what ``dscore plan`` shows of a config besides memory and messages, such as a timeline.
+    Nothing runs.
 
     plugins: to ask for what a name in the config means, as in `ds_check`.
     """
 
 
 @entries.gives(entries.numbers)
-def ds_memory(config: RunConfig, plugins: Plugins, module: nn.Module, world: int) -> Mapping[str, float]:  # type: ignore[empty-body]
-    """Hook: the most bytes that a plugin keeps on one rank, by "device", "host" and "disk", for tools. Nothing runs.
+def ds_memory(  # type: ignore[empty-body]
+    config: RunConfig, plugins: Plugins, module: nn.Module, world: int
+) -> Mapping[str, float]:
+    """Hook: the most bytes that a plugin keeps on one rank, by "device", "host" and "disk", for
+    tools. Nothing runs.
 
-    What answers `ds_partitioner` tells of the model states, and nobody: they are replicated. Others tell of what they
-    add, such as averages of the weights; all answers are added up (`ds_cli.memory.memory_of`).
-    module: what a rank computes with, of meta tensors in the dtypes of training. world: data-parallel ranks.
+    What answers `ds_partitioner` tells of the model states, and nobody: they are replicated. Others
+    tell of what they add, such as averages of the weights; all answers are added up
+    (`ds_cli.memory.memory_of`).
+    module: what a rank computes with, of meta tensors in the dtypes of training. world:
+        data-parallel ranks.
     """

@@ -1,4 +1,6 @@
-"""From the words of ``dscore run`` to a `LaunchRequest`, and from a launcher's name to its function (torch-free)."""
+"""From the words of ``dscore run`` to a `LaunchRequest`, and from a launcher's name to its function
+(torch-free).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from ds_cli.show import CommandError
 from ds_core.errors import PluginError, nearest
 from ds_core.plugins import Plugins
 
-__all__ = ["Launcher", "LaunchRequest", "check_program", "check_script", "find_launcher", "parse_nodes", "parse_nproc"]
+__all__ = [
+    "Launcher",
+    "LaunchRequest",
+    "check_program",
+    "check_script",
+    "find_launcher",
+    "parse_nodes",
+    "parse_nproc",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +32,8 @@ class LaunchRequest:
     """What ``dscore run`` was asked for; a launcher takes it and returns the exit code."""
 
     script: str
-    """The path of a file, or the name of a module when `is_module`, or a program when `is_command`."""
+    """The path of a file, or the name of a module when `is_module`, or a program when `is_command`.
+    """
     arguments: tuple[str, ...] = ()
     """The script's own, untouched."""
     is_module: bool = False
@@ -33,10 +44,14 @@ class LaunchRequest:
     max_restarts: int = 0
     """How often all processes are started again after one fails."""
     hosts: tuple[Host, ...] = ()
-    """The machines to start on, of which the first has number 0; empty: this one, or those that the launcher finds."""
+    """The machines to start on, of which the first has number 0; empty: this one, or those that the
+    launcher finds.
+    """
     min_nodes: int = 1
     max_nodes: int = 1
-    """How many machines; 0 lets the launcher decide, and the two are equal where the run is not elastic."""
+    """How many machines; 0 lets the launcher decide, and the two are equal where the run is not
+    elastic.
+    """
     node_rank: int | None = None
     """The number of this machine; None lets the rendezvous decide."""
     rdzv_endpoint: str = ""
@@ -87,18 +102,25 @@ def parse_nproc(text: str) -> int | None:
     if text in ("auto", "-1"):  # -1 is the documents' word for all
         return None
     if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise CommandError(f"--nproc {text!r} must be a whole number > 0 or 'auto' (one per accelerator)")
+        raise CommandError(
+            f"--nproc {text!r} must be a whole number > 0 or 'auto' (one per accelerator)"
+        )
     return int(text)
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
-    """``"2"`` -> (2, 2), ``"1:4"`` -> (1, 4), "" -> (0, 0): not told. Raises CommandError for anything else."""
+    """``"2"`` -> (2, 2), ``"1:4"`` -> (1, 4), "" -> (0, 0): not told.
+
+    Raises CommandError for anything else.
+    """
     if text in ("", "-1"):  # -1 is the documents' word for all
         return 0, 0
     match = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", text)
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high:
-        raise CommandError(f"--nnodes {text!r} must be a number of machines > 0, or MIN:MAX as in 1:4")
+        raise CommandError(
+            f"--nnodes {text!r} must be a number of machines > 0, or MIN:MAX as in 1:4"
+        )
     return low, high
 
 
@@ -108,7 +130,11 @@ def check_script(script: str) -> None:
         raise CommandError(f"{script!r} is a directory, not a script; name the .py file in it")
     if not os.path.exists(script):
         where = "" if os.path.isabs(script) else f" in {os.getcwd()!r}"
-        module = "; to run a module use --module" if "/" not in script and not script.endswith(".py") else ""
+        module = (
+            "; to run a module use --module"
+            if "/" not in script and not script.endswith(".py")
+            else ""
+        )
         raise CommandError(f"no such script: {script!r}{where}{module}")
     if not os.access(script, os.R_OK):
         raise CommandError(f"the script {script!r} cannot be read: permission denied")
@@ -124,7 +150,8 @@ def check_program(name: str) -> None:
 def find_launcher(name: str) -> Launcher:
     """The launcher that the core or a plugin offers as `name`.
 
-    Raises CommandError with what is installed, or PluginError when the plugin that offers it is broken.
+    Raises CommandError with what is installed, or PluginError when the plugin that offers it is
+    broken.
     """
     plugins = Plugins()
     offers = plugins.named("ds_launchers", "launcher")
@@ -132,17 +159,24 @@ def find_launcher(name: str) -> Launcher:
         hint = nearest(name, offers)
         fix = f"; did you mean {hint!r}?" if hint else ""
         names = ", ".join(sorted(offers))
-        raise CommandError(f"no launcher is called {name!r}{fix} Installed: {names}{plugins.quarantined()}")
+        raise CommandError(
+            f"no launcher is called {name!r}{fix} Installed: {names}{plugins.quarantined()}"
+        )
     chosen = offers[name.lower()]
-    function = chosen.resolve(chosen.value.load, f"launcher {name!r}, which it offers by ds_launchers")
+    function = chosen.resolve(
+        chosen.value.load, f"launcher {name!r}, which it offers by ds_launchers"
+    )
     if not callable(function):
-        raise PluginError(f"launcher {name!r} of {chosen.plugin.dist}: {chosen.value.load} is not a function")
+        raise PluginError(
+            f"launcher {name!r} of {chosen.plugin.dist}: {chosen.value.load} is not a function"
+        )
 
     def launcher(request: LaunchRequest) -> int:
         code = function(request)
         if not isinstance(code, int):
             raise PluginError(
-                f"launcher {name!r} of {chosen.plugin.dist} returned {code!r}; it must return the exit code"
+                f"launcher {name!r} of {chosen.plugin.dist} returned {code!r}; it must return the "
+                "exit code"
             )
         return code
 

@@ -1,7 +1,8 @@
 """The built-in launcher: processes on this machine through torch's own elastic launcher.
 
-torch is imported inside `launch` only. torch does the variables and the restarts, `rendezvous` lets machines meet, the
-`Guard` sees to it that all end, and `failure` says what happened in our words instead of torch's.
+torch is imported inside `launch` only. torch does the variables and the restarts, `rendezvous` lets
+machines meet, the `Guard` sees to it that all end, and `failure` says what happened in our words
+instead of torch's.
 """
 
 from __future__ import annotations
@@ -54,12 +55,14 @@ __all__ = ["launch"]
 LOOPBACK = "127.0.0.1"
 MOST_FILES = 1 << 16  # some programs walk through all numbers that a file may have
 MANY = 1_000_000
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")  # which accelerators a process sees
+# which accelerators a process sees
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
 WORKER = str(Path(__file__).with_name("worker.py"))
 
 
 def launch(request: LaunchRequest, problem: str = "") -> int:
-    """Start the processes, wait for all of them, and return the exit code of the first that failed, or 0.
+    """Start the processes, wait for all of them, and return the exit code of the first that failed,
+    or 0.
 
     problem: what keeps this machine from taking part in a run of several, which all should hear of.
     """
@@ -80,7 +83,9 @@ def launch(request: LaunchRequest, problem: str = "") -> int:
         stack.enter_context(_quiet_torch())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dscore-")))
         logs = log_prefix(request.log_folder) if request.log_folder else ""
-        (folder / "settings").write_text(json.dumps({"local_rank": request.local_rank, "cores": cores, "logs": logs}))
+        (folder / "settings").write_text(
+            json.dumps({"local_rank": request.local_rank, "cores": cores, "logs": logs})
+        )
         guard = stack.enter_context(Guard(folder, request.grace, files, request.notice))
         run = _Run(request, nproc, folder, guard, python)
         run.watch = stack.enter_context(
@@ -100,9 +105,11 @@ def launch(request: LaunchRequest, problem: str = "") -> int:
 
 
 def _allow_many_files() -> None:
-    """Let this process and the ranks have as many open files as the system grants, instead of the usual 1024.
+    """Let this process and the ranks have as many open files as the system grants, instead of the
+    usual 1024.
 
-    torch's store and gloo accept every connection: with none left, the store hears of nobody new and gloo aborts.
+    torch's store and gloo accept every connection: with none left, the store hears of nobody new
+    and gloo aborts.
     """
     import resource
 
@@ -115,22 +122,34 @@ def _allow_many_files() -> None:
 def _defaults(request: LaunchRequest, nproc: int, cores: list[list[int]]) -> dict[str, str | None]:
     """Variables that the processes get unless the user has set them."""
     wanted = {"OMP_NUM_THREADS": str(threads_per_rank(nproc, cores))}
-    # gloo connects two ranks when they first talk, instead of each rank with all others for each group (torch 2.8).
+    # gloo connects two ranks when they first talk, instead of each rank with all others for each
+    # group (torch 2.8).
     wanted["TORCH_GLOO_LAZY_INIT"] = "1"
-    if request.max_nodes == 1 and is_loopback(request.master_addr or LOOPBACK) and sys.platform.startswith("linux"):
+    if (
+        request.max_nodes == 1
+        and is_loopback(request.master_addr or LOOPBACK)
+        and sys.platform.startswith("linux")
+    ):
         wanted["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would listen at the address of this host's name
     if request.max_nodes > 1 and (interface := _interface(request)):
-        wanted["GLOO_SOCKET_IFNAME"] = interface  # this host's name may mean a loopback address here (Debian)
-    changes: dict[str, str | None] = {name: value for name, value in wanted.items() if name not in os.environ}
+        # this host's name may mean a loopback address here (Debian)
+        wanted["GLOO_SOCKET_IFNAME"] = interface
+    changes: dict[str, str | None] = {
+        name: value for name, value in wanted.items() if name not in os.environ
+    }
     if request.slots is not None and request.slots != tuple(range(len(request.slots))):
         changes |= dict.fromkeys(VISIBLE, ",".join(map(str, request.slots)))
     return changes
 
 
 def _interface(request: LaunchRequest) -> str:
-    """The interface on the way to the other machines, as far as their names tell; "" when unknown."""
+    """The interface on the way to the other machines, as far as their names tell; "" when
+    unknown."""
     others = [host.address for host in request.hosts]
-    others += [request.rdzv_endpoint.rpartition(":")[0] or request.rdzv_endpoint, request.master_addr]
+    others += [
+        request.rdzv_endpoint.rpartition(":")[0] or request.rdzv_endpoint,
+        request.master_addr,
+    ]
     try:
         address = address_towards([name.strip("[]") for name in others if name])
     except CommandError:  # the meeting will tell of it
@@ -143,9 +162,18 @@ class _Run:
 
     watch: Watch
 
-    def __init__(self, request: LaunchRequest, nproc: int, folder: Path, guard: Guard, python: str) -> None:
-        self.request, self.nproc, self.folder, self.guard, self.python = request, nproc, folder, guard, python
-        self.attempt, self.restarts, self.world_size, self.failed = 0, 0, nproc, True
+    def __init__(
+        self, request: LaunchRequest, nproc: int, folder: Path, guard: Guard, python: str
+    ) -> None:
+        self.request = request
+        self.nproc = nproc
+        self.folder = folder
+        self.guard = guard
+        self.python = python
+        self.attempt = 0
+        self.restarts = 0
+        self.world_size = nproc
+        self.failed = True
 
     def __call__(self) -> int:
         from torch.distributed.elastic.multiprocessing import SignalException
@@ -155,9 +183,13 @@ class _Run:
         request = self.request
         kind = "module" if request.is_module else "command" if request.is_command else "script"
         arguments = (WORKER, str(self.folder), kind, request.script, *request.arguments)
-        self._say(logging.DEBUG, f"each process runs the {kind} {request.script!r} with {self.python}")
+        self._say(
+            logging.DEBUG, f"each process runs the {kind} {request.script!r} with {self.python}"
+        )
         try:
-            elastic_launch(_launch_config(request, self.nproc, self._logs(), self.watch), self.python)(*arguments)
+            elastic_launch(
+                _launch_config(request, self.nproc, self._logs(), self.watch), self.python
+            )(*arguments)
         except Ended as error:  # on several machines, where all is said
             return error.code
         except ChildFailedError as error:
@@ -173,13 +205,16 @@ class _Run:
             self.guard.end()
             say_error(f"stopped by {signal_name(number)}; all processes were ended")
             return 128 + number
-        except Exception as error:  # of the rendezvous: a port in use, an address that does not answer
+        # of the rendezvous: a port in use, an address that does not answer
+        except Exception as error:
             raise CommError(_no_start(error)) from error
         self.failed = False
         return 0
 
     def _say_failure(self, known: list[tuple[int, int, int, int]]) -> int:
-        failures, ended = gather(self.folder, self.attempt, self.guard.endings, known, self.request.grace)
+        failures, ended = gather(
+            self.folder, self.attempt, self.guard.endings, known, self.request.grace
+        )
         self.say_and_keep(describe(failures, ended, self.world_size))
         return exit_code(first(failures))
 
@@ -193,10 +228,14 @@ class _Run:
     def _begins(self, envs: dict[int, dict[str, str]]) -> None:
         """Called by torch as an attempt begins, with the variables of each process."""
         some = next(iter(envs.values()))
-        attempt, self.world_size = int(some["TORCHELASTIC_RESTART_COUNT"]), int(some["WORLD_SIZE"])
-        alone, restarts = self.request.max_nodes == 1, self.request.max_restarts
+        attempt = int(some["TORCHELASTIC_RESTART_COUNT"])
+        self.world_size = int(some["WORLD_SIZE"])
+        alone = self.request.max_nodes == 1
+        restarts = self.request.max_restarts
         if alone and attempt > self.attempt:
-            failures, ended = gather(self.folder, self.attempt, self.guard.endings, grace=self.request.grace)
+            failures, ended = gather(
+                self.folder, self.attempt, self.guard.endings, grace=self.request.grace
+            )
             if failures and self.request.level <= logging.WARNING:
                 sys.stderr.write(describe(failures, ended, self.world_size) + "\n")
             self._say(logging.WARNING, f"restart {attempt} of {restarts}")
@@ -205,7 +244,10 @@ class _Run:
             self._say(logging.WARNING, f"restart {self.restarts} of {restarts}")
         attempt = attempt if self.watch.attempt is None else self.watch.attempt
         for env in envs.values():  # the processes of all machines must see the same
-            env |= {"TORCHELASTIC_MAX_RESTARTS": str(restarts), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+            env |= {
+                "TORCHELASTIC_MAX_RESTARTS": str(restarts),
+                "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            }
         self.guard.forget(self.attempt)
         self.attempt = attempt
         ranks = sorted(int(env["RANK"]) for env in envs.values())
@@ -226,7 +268,9 @@ class _Run:
         begins = self._begins
 
         class Specs(DefaultLogsSpecs):
-            """Lets the processes write where we write (or, tagged, through files), and tells us of each attempt."""
+            """Lets the processes write where we write (or, tagged, through files), and tells us of
+            each attempt.
+            """
 
             def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
                 begins(envs)
@@ -237,12 +281,15 @@ class _Run:
         return Specs(log_dir=str(logs), tee=Std.ALL if self.request.tag else Std.NONE)
 
 
-def _launch_config(request: LaunchRequest, nproc: int, logs: LogsSpecs, watch: Watch) -> LaunchConfig:
+def _launch_config(
+    request: LaunchRequest, nproc: int, logs: LogsSpecs, watch: Watch
+) -> LaunchConfig:
     from torch.distributed.launcher.api import LaunchConfig
 
     options: dict[str, Any] = _rendezvous(request)
     options["rdzv_configs"]["watch"] = watch
-    newer = {field.name for field in dataclasses.fields(LaunchConfig)}  # what torch's launcher can be told
+    # what torch's launcher can be told
+    newer = {field.name for field in dataclasses.fields(LaunchConfig)}
     if "shutdown_timeout" in newer:
         options["shutdown_timeout"] = math.ceil(max(request.grace, request.notice)) + 5
     if "signals_to_handle" in newer:  # it would take those that are ignored, too
@@ -251,7 +298,8 @@ def _launch_config(request: LaunchRequest, nproc: int, logs: LogsSpecs, watch: W
         min_nodes=request.min_nodes,
         max_nodes=request.max_nodes,
         nproc_per_node=nproc,
-        max_restarts=request.max_restarts if request.max_nodes == 1 else MANY,  # where `watch` counts them
+        # where `watch` counts them
+        max_restarts=request.max_restarts if request.max_nodes == 1 else MANY,
         logs_specs=logs,
         log_line_prefix_template="[rank ${rank}] " if request.tag else None,
         **options,
@@ -279,7 +327,8 @@ def _rendezvous(request: LaunchRequest) -> dict[str, Any]:
 
     rendezvous.register()
     alone = request.max_nodes == 1
-    # On one machine any free port, so that runs on one machine do not meet; no look-up of this host's name.
+    # On one machine any free port, so that runs on one machine do not meet; no look-up of this
+    # host's name.
     port = request.master_port or (0 if alone else 29500)
     return {
         "rdzv_backend": rendezvous.FIXED,
@@ -298,7 +347,9 @@ def _accelerators() -> int:
 
 
 def _no_start(error: Exception) -> str:
-    """Of our own errors their text, of torch's the innermost cause, which says more than those around it."""
+    """Of our own errors their text, of torch's the innermost cause, which says more than those
+    around it.
+    """
     while not isinstance(error, CommError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     text = str(error) if isinstance(error, CommError) else f"{type(error).__name__}: {error}"
@@ -307,11 +358,17 @@ def _no_start(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _quiet_torch() -> Iterator[None]:
-    """Silence torch's elastic loggers, which have each a level of their own; what they say, `failure` says better."""
+    """Silence torch's elastic loggers, which have each a level of their own; what they say,
+    `failure` says better.
+    """
     import torch.distributed.launcher.api  # noqa: F401  the loggers must be there
 
     noisy = ("torch.distributed.elastic", "torch.distributed.launcher")
-    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(noisy)]
+    loggers = [
+        logging.getLogger(name)
+        for name in logging.root.manager.loggerDict
+        if name.startswith(noisy)
+    ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)

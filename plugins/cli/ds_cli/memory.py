@@ -15,7 +15,8 @@ PLACES = ("device", "host", "disk")
 
 
 def memory_of(chosen: Composition, module: nn.Module, world: int) -> tuple[dict[str, float], bool]:
-    """Bytes on one rank at most, by place; and whether they hold the model states, or what is added to them alone.
+    """Bytes on one rank at most, by place; and whether they hold the model states, or what is added
+    to them alone.
 
     module, world: see ``ds_memory``.
     """
@@ -23,7 +24,9 @@ def memory_of(chosen: Composition, module: nn.Module, world: int) -> tuple[dict[
     owners = plugins.implementing("ds_partitioner")
     total = dict.fromkeys(PLACES, 0.0)
     states = False
-    for answer in plugins.ask("ds_memory", config=chosen.config, plugins=plugins, module=module, world=world):
+    for answer in plugins.ask(
+        "ds_memory", config=chosen.config, plugins=plugins, module=module, world=world
+    ):
         states |= answer.plugin in owners
         for place, size in answer.value.items():
             total[place] += float(size)

@@ -10,17 +10,28 @@ __all__ = ["ds_commands", "ds_launchers"]
 
 
 def ds_commands() -> Mapping[str, CommandEntry]:
-    """What a run needs before it starts: to start it, to check its config, to see what is installed."""
+    """What a run needs before it starts: to start it, to check its config, to see what is
+    installed.
+    """
     return {
-        "run": CommandEntry("ds_cli.run:app", "Run a script in several processes, here or with other machines."),
-        "plugins": CommandEntry(
-            "ds_cli.plugins:app", "Show every installed plugin: the names that it offers, its state and why."
+        "run": CommandEntry(
+            "ds_cli.run:app", "Run a script in several processes, here or with other machines."
         ),
-        "doctor": CommandEntry("ds_cli.doctor:doctor", "Examine this machine and the installation."),
+        "plugins": CommandEntry(
+            "ds_cli.plugins:app",
+            "Show every installed plugin: the names that it offers, its state and why.",
+        ),
+        "doctor": CommandEntry(
+            "ds_cli.doctor:doctor", "Examine this machine and the installation."
+        ),
         "config": CommandEntry("ds_cli.config:app", "Check and explain configs."),
     }
 
 
 def ds_launchers() -> Mapping[str, LauncherEntry]:
     """Processes on this machine."""
-    return {"local": LauncherEntry("ds_cli.local:launch", "processes on this machine, by torch's elastic launcher")}
+    return {
+        "local": LauncherEntry(
+            "ds_cli.local:launch", "processes on this machine, by torch's elastic launcher"
+        )
+    }

@@ -1,4 +1,6 @@
-"""``dscore plugins``: what is installed, what it offers and how it stands; what brings a plugin forward (no torch)."""
+"""``dscore plugins``: what is installed, what it offers and how it stands; what brings a plugin
+forward (no torch).
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ class _Group(OpenGroup):
 
 def make_app() -> typer.Typer:
     """The group ``dscore plugins``."""
-    app = typer.Typer(cls=_Group, help="Show every installed plugin; bring a plugin of yours forward.")
+    app = typer.Typer(
+        cls=_Group, help="Show every installed plugin; bring a plugin of yours forward."
+    )
     app.command("show")(show)
     app.command("upgrade")(upgrade)
     return app
@@ -111,10 +115,14 @@ def _named(name: str, reports: list[Report]) -> list[Report]:
 
 
 def _offers(known: Plugins, report: Report) -> dict[str, list[str]]:
-    """Kind -> the names that the plugin offers; none where names depend on a config, or it has none."""
+    """Kind -> the names that the plugin offers; none where names depend on a config, or it has
+    none.
+    """
     from ds_core.plugins import PluginState
 
-    found: dict[str, list[str]] = {"section": [report.found.name]} if report.found.owns_section else {}
+    found: dict[str, list[str]] = (
+        {"section": [report.found.name]} if report.found.owns_section else {}
+    )
     for hook in report.hooks:
         if hook != "ds_config":
             found.setdefault(KINDS.get(hook, "observer"), [])
@@ -177,7 +185,9 @@ def _details(known: Plugins, report: Report) -> dict[str, Any]:
         from ds_cli.explanation import explain
 
         owner = f"{report.found.dist} {report.found.version}"
-        row["keys"] = dict(explain(report.found.name, {report.found.name: (known.model(report.found), owner)}).keys)
+        row["keys"] = dict(
+            explain(report.found.name, {report.found.name: (known.model(report.found), owner)}).keys
+        )
     return row
 
 

@@ -1,8 +1,10 @@
-"""What ``dscore doctor --hostfile`` runs on each host: facts about it, and its half of a measurement between two hosts.
+"""What ``dscore doctor --hostfile`` runs on each host: facts about it, and its half of a
+measurement between two hosts.
 
-The text of this file is sent to the host's Python, so it needs nothing there: standard library only, Python 3.8 or
-later, whatever is installed. Requests come as one JSON object a line on standard input, and answers go out likewise,
-each behind `MARK`, since a login may print other things. It ends with its input.
+The text of this file is sent to the host's Python, so it needs nothing there: standard library
+only, Python 3.8 or later, whatever is installed. Requests come as one JSON object a line on
+standard input, and answers go out likewise, each behind `MARK`, since a login may print other
+things. It ends with its input.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 MARK = "@dscore-probe "
 TORCH_SECONDS = 120.0
 WAIT = 5.0  # for a peer to connect, or to send something
-PINGS, PING_SECONDS = 100, 1.0
+PINGS = 100
+PING_SECONDS = 1.0
 CHUNK = 1 << 18
 TORCH = """
 import json, torch, torch.distributed as dist
@@ -41,18 +44,22 @@ print(json.dumps({
 """
 
 
-# -- facts -------------------------------------------------------------------------------------------------------------
+# -- facts -----------------------------------------------------------------------------------------
 
 
 def facts(request: dict[str, Any]) -> dict[str, Any]:
-    """What this host is and has. names: of all hosts, to be looked up. port: of rank 0's store. folder: a run's."""
+    """What this host is and has. names: of all hosts, to be looked up. port: of rank 0's store.
+    folder: a run's.
+    """
     folder = request["folder"]
     return {
         "hostname": socket.gethostname(),
         "python": platform.python_version(),
         "executable": sys.executable,
         "machine": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "shm": _free("/dev/shm"),
         "disk": _free(folder),
         "folder": os.path.isdir(folder),
@@ -73,20 +80,25 @@ def _free(folder: str) -> int | None:
 
 def _addresses(name: str) -> list[str]:
     try:
-        return sorted({str(row[4][0]) for row in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
+        return sorted(
+            {str(row[4][0]) for row in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+        )
     except OSError:
         return []
 
 
 def _packages() -> dict[str, list[str]]:
-    """Distribution -> (version, digest of its sources): ds_core, and whatever has an entry point for it."""
+    """Distribution -> (version, digest of its sources): ds_core, and whatever has an entry point
+    for it.
+    """
     rows: dict[str, list[str]] = {}
     for found in metadata.distributions():
         points = [p for p in found.entry_points if p.group.startswith("ds_core.")]
         name = (found.metadata["Name"] or "").lower().replace("_", "-")
         if name == "ds-core" or points:
             tops = {p.value.partition(":")[0].partition(".")[0] for p in points} or {"ds_core"}
-            rows.setdefault(name, [found.version, _digest(sorted(tops))])  # what is found first is what is imported
+            # what is found first is what is imported
+            rows.setdefault(name, [found.version, _digest(sorted(tops))])
     return rows
 
 
@@ -116,7 +128,11 @@ def _torch() -> dict[str, Any]:
     """What torch says of itself, in a process of its own: it may be broken, and takes seconds."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", TORCH], capture_output=True, text=True, timeout=TORCH_SECONDS, check=False
+            [sys.executable, "-c", TORCH],
+            capture_output=True,
+            text=True,
+            timeout=TORCH_SECONDS,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"torch": "", "torch_error": str(error)}
@@ -157,13 +173,16 @@ def _owner(port: int) -> str:
     return ""
 
 
-# -- one link ----------------------------------------------------------------------------------------------------------
-# The host that connects makes three connections, one after the other: pings, bytes there, bytes back. Who receives
-# says when it is enough, by closing, since what the sender's system has queued may take long.
+# -- one link --------------------------------------------------------------------------------------
+# The host that connects makes three connections, one after the other: pings, bytes there, bytes
+# back. Who receives says when it is enough, by closing, since what the sender's system has queued
+# may take long.
 
 
 def listen(address: str) -> socket.socket:
-    """A listener at `address`, by which the peer knows this host; on every interface where it is a translated one."""
+    """A listener at `address`, by which the peer knows this host; on every interface where it is a
+    translated one.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for place in (address, ""):
         listener = socket.socket(family)
@@ -192,7 +211,10 @@ def serve(listener: socket.socket, token: bytes, seconds: float) -> dict[str, An
 
 
 def connect(address: str, port: int, token: bytes, seconds: float) -> dict[str, Any]:
-    """The side that connects. Gives the round trip in seconds, and the bytes per second that came in."""
+    """The side that connects.
+
+    Gives the round trip in seconds, and the bytes per second that came in.
+    """
     with _connect(address, port, token) as link:
         rounds: list[float] = []
         end = time.monotonic() + PING_SECONDS
@@ -240,17 +262,22 @@ def _accept(listener: socket.socket, token: bytes) -> socket.socket:
 
 def _send(link: socket.socket, seconds: float) -> None:
     """Send until the receiver has enough."""
-    data, end = bytes(CHUNK), time.monotonic() + 4 * seconds + WAIT
+    data = bytes(CHUNK)
+    end = time.monotonic() + 4 * seconds + WAIT
     with contextlib.suppress(ConnectionError):
         while time.monotonic() < end:
             link.sendall(data)
 
 
 def _receive(link: socket.socket, seconds: float) -> float:
-    """Bytes per second, of the time after the first quarter: a connection starts slowly, a limiter lets a burst by."""
+    """Bytes per second, of the time after the first quarter: a connection starts slowly, a limiter
+    lets a burst by.
+    """
     buffer = memoryview(bytearray(CHUNK))
     start: float | None = None
-    counted, since, now = 0, 0.0, 0.0
+    counted = 0
+    since = 0.0
+    now = 0.0
     while start is None or now < start + seconds:
         size = link.recv_into(buffer)
         if not size:
@@ -266,7 +293,7 @@ def _receive(link: socket.socket, seconds: float) -> float:
     return counted / max(now - since, 1e-9)
 
 
-# -- requests ----------------------------------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------------------
 
 
 def answer(request: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
@@ -300,7 +327,11 @@ def main() -> None:
         try:
             said = answer(request, state)
         except Exception as error:
-            text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+            text = (
+                (error.strerror if isinstance(error, OSError) else None)
+                or str(error)
+                or type(error).__name__
+            )
             said = {"error": text}
         out.write(f"{MARK}{json.dumps(said)}\n")
         out.flush()

@@ -1,6 +1,8 @@
-"""The other end of `probe`: start it on each host, ask it things, let pairs of hosts measure their link (torch-free).
+"""The other end of `probe`: start it on each host, ask it things, let pairs of hosts measure their
+link (torch-free).
 
-Hosts are asked at the same time, each in a thread of its own; one that does not answer holds nobody else up.
+Hosts are asked at the same time, each in a thread of its own; one that does not answer holds nobody
+else up.
 """
 
 from __future__ import annotations
@@ -28,21 +30,28 @@ __all__ = ["Link", "Probe", "Reach", "clock_offset", "measure", "probes", "round
 Reach = Callable[[str, Sequence[str]], "subprocess.Popen[bytes]"]
 """Start a command on a host, with pipes for its standard input, output and error."""
 
-START = "import sys;r=sys.stdin.buffer;exec(compile(r.read(int(r.readline())),'dscore-probe','exec'))"
+START = (
+    "import sys;r=sys.stdin.buffer;exec(compile(r.read(int(r.readline())),'dscore-probe','exec'))"
+)
 CLOCK_ROUNDS = 7
-MEASURE_SECONDS, ALL_SECONDS = 0.5, 60.0  # one direction of a link; all links
+# one direction of a link; all links
+MEASURE_SECONDS = 0.5
+ALL_SECONDS = 60.0
 
 
 class Probe:
     """A probe that runs on host `name`. Raises CommError, saying why, when it does not answer."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], timeout: float) -> None:
-        self.name, self.process, self.timeout = name, process, timeout
+        self.name = name
+        self.process = process
+        self.timeout = timeout
         self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._said: list[str] = []
         self._lock = threading.Lock()
         self._threads = [
-            threading.Thread(target=read, name=f"dscore probe {name}", daemon=True) for read in (self._out, self._err)
+            threading.Thread(target=read, name=f"dscore probe {name}", daemon=True)
+            for read in (self._out, self._err)
         ]
         for thread in self._threads:
             thread.start()
@@ -89,7 +98,11 @@ class Probe:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
         self._threads[1].join(1)
-        said = [line for line in self._said if line and not line.startswith(("Warning: Permanently added", "** "))]
+        said = [
+            line
+            for line in self._said
+            if line and not line.startswith(("Warning: Permanently added", "** "))
+        ]
         return said[-1] if said else f"the connection ended (exit code {self.process.poll()})"
 
     def close(self) -> None:
@@ -102,26 +115,34 @@ class Probe:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        for thread, pipe in zip(self._threads, (self.process.stdout, self.process.stderr), strict=True):
+        for thread, pipe in zip(
+            self._threads, (self.process.stdout, self.process.stderr), strict=True
+        ):
             thread.join(1)
             if pipe is not None and not thread.is_alive():
                 pipe.close()
 
 
 @contextlib.contextmanager
-def probes(names: Sequence[str], reach: Reach, timeout: float, python: str = sys.executable) -> Iterator[list[Probe]]:
+def probes(
+    names: Sequence[str], reach: Reach, timeout: float, python: str = sys.executable
+) -> Iterator[list[Probe]]:
     """A probe on each host, each started at once; whether one runs shows when it is asked."""
     source = Path(probe.__file__).read_bytes()
     with contextlib.ExitStack() as stack:
         started: list[Probe] = []
-        stack.callback(lambda: to_all(Probe.close, started))  # side by side, not one after the other
-        started.extend(Probe(name, reach(name, [python, "-u", "-c", START]), timeout) for name in names)
+        # side by side, not one after the other
+        stack.callback(lambda: to_all(Probe.close, started))
+        started.extend(
+            Probe(name, reach(name, [python, "-u", "-c", START]), timeout) for name in names
+        )
         to_all(lambda one: one.send(f"{len(source)}\n".encode() + source), started)
         yield started
 
 
 def to_all(act: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """`act` on every item at the same time; for each what it gave, or the CommError that it raised."""
+    """`act` on every item at the same time; for each what it gave, or the CommError that it
+    raised."""
 
     def one(item: Any) -> Any:
         try:
@@ -134,22 +155,27 @@ def to_all(act: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
 
 
 def clock_offset(host: Probe) -> float:
-    """Seconds by which the host's clock is ahead of this machine's, to half the quickest round trip."""
+    """Seconds by which the host's clock is ahead of this machine's, to half the quickest round
+    trip.
+    """
     best = (float("inf"), 0.0)
     for _ in range(CLOCK_ROUNDS):
-        before, start = time.time(), time.monotonic()
+        before = time.time()
+        start = time.monotonic()
         there = host.ask({"do": "clock"})["time"]
         trip = time.monotonic() - start
         best = min(best, (trip, there - (before + trip / 2)))
     return best[1]
 
 
-# -- links -------------------------------------------------------------------------------------------------------------
+# -- links -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """From one host to another. rate: bytes per second. round_trip: seconds. error: why nothing was measured, or ""."""
+    """From one host to another. rate: bytes per second. round_trip: seconds. error: why nothing was
+    measured, or "".
+    """
 
     source: str
     target: str
@@ -169,31 +195,47 @@ def rounds(items: Sequence[Any]) -> Iterator[list[tuple[Any, Any]]]:
 
 
 def measure(hosts: Sequence[Probe], addresses: Mapping[str, Mapping[str, str]]) -> list[Link]:
-    """Both directions of the link between every two hosts; links without a host in common at the same time.
+    """Both directions of the link between every two hosts; links without a host in common at the
+    same time.
 
     addresses: under which address each host knows each other one.
     """
     turns = list(rounds(hosts))
     seconds = min(MEASURE_SECONDS, ALL_SECONDS / max(1, 2 * len(turns)))
-    found = (to_all(lambda pair: _pair(pair[0], pair[1], addresses, seconds), turn) for turn in turns)
+    found = (
+        to_all(lambda pair: _pair(pair[0], pair[1], addresses, seconds), turn) for turn in turns
+    )
     return list(itertools.chain.from_iterable(itertools.chain.from_iterable(found)))
 
 
-def _pair(a: Probe, b: Probe, addresses: Mapping[str, Mapping[str, str]], seconds: float) -> list[Link]:
-    """b connects to a. Where that fails each way is tried alone: a firewall may let one of them by."""
+def _pair(
+    a: Probe, b: Probe, addresses: Mapping[str, Mapping[str, str]], seconds: float
+) -> list[Link]:
+    """b connects to a.
+
+    Where that fails each way is tried alone: a firewall may let one of them by.
+    """
     error = ""
     for server, client in ((a, b), (b, a)):
         try:
-            forth, back, trip = _measured(server, client, addresses[client.name][server.name], seconds)
+            forth, back, trip = _measured(
+                server, client, addresses[client.name][server.name], seconds
+            )
         except CommError as fault:
             error = error or f"{client.name} cannot connect to {server.name}: {fault}"
             continue
-        failed = [Link(b.name, a.name, error=error)] if error else [Link(client.name, server.name, forth, trip)]
+        failed = (
+            [Link(b.name, a.name, error=error)]
+            if error
+            else [Link(client.name, server.name, forth, trip)]
+        )
         return [*failed, Link(server.name, client.name, back, trip)]
     return [Link(a.name, b.name, error=error), Link(b.name, a.name, error=error)]
 
 
-def _measured(server: Probe, client: Probe, address: str, seconds: float) -> tuple[float, float, float]:
+def _measured(
+    server: Probe, client: Probe, address: str, seconds: float
+) -> tuple[float, float, float]:
     """Bytes per second from client to server and back, and the round trip."""
     if not address:
         raise CommError(f"the name {server.name!r} is not known there")
@@ -202,7 +244,10 @@ def _measured(server: Probe, client: Probe, address: str, seconds: float) -> tup
     limit = 3 * probe.WAIT + 10 * seconds
     requests = [
         (server, {"do": "serve", "token": token, "seconds": seconds}),
-        (client, {"do": "connect", "address": address, "port": port, "token": token, "seconds": seconds}),
+        (
+            client,
+            {"do": "connect", "address": address, "port": port, "token": token, "seconds": seconds},
+        ),
     ]
 
     def ask(row: tuple[Probe, dict[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""A progress bar over optimizer steps: live on a terminal, plain lines elsewhere; only rank 0 shows anything."""
+"""A progress bar over optimizer steps: live on a terminal, plain lines elsewhere; only rank 0 shows
+anything.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,11 @@ class Bar:
     """What `progress` yields: call `update` after each optimizer step."""
 
     def __init__(self, engine: RunningEngine, total: int, live: Progress | None) -> None:
-        self._engine, self._total, self._live = engine, total, live
-        self._start, self._first = time.monotonic(), engine.global_samples
+        self._engine = engine
+        self._total = total
+        self._live = live
+        self._start = time.monotonic()
+        self._first = engine.global_samples
         self._said = self._start
         self._task: TaskID | None = None
         if live is not None:
@@ -56,8 +61,19 @@ def progress(engine: RunningEngine, total: int) -> Iterator[Bar]:
     if engine.global_rank != 0 or not sys.stdout.isatty():
         yield Bar(engine, total, None)
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[facts]}"), TimeRemainingColumn())
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[facts]}"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns) as live:
         yield Bar(engine, total, live)

@@ -1,7 +1,9 @@
-"""How the machines of a run meet, for torch's elastic launcher, which imports this module only when it runs.
+"""How the machines of a run meet, for torch's elastic launcher, which imports this module only when
+it runs.
 
-torch's own ways open stores on all interfaces, and its dynamic one unpickles what it finds there. Here a run has one
-store, which on one machine listens on the loopback only, and what goes through it is JSON. `elastic` has the other way.
+torch's own ways open stores on all interfaces, and its dynamic one unpickles what it finds there.
+Here a run has one store, which on one machine listens on the loopback only, and what goes through
+it is JSON. `elastic` has the other way.
 """
 
 from __future__ import annotations
@@ -37,14 +39,16 @@ def register() -> None:
 
 
 class RanksStore:
-    """The store for the ranks of one round, on machine 0: a script that uses torch alone would find in one store for
-    all rounds the addresses of ranks that have ended."""
+    """The store for the ranks of one round, on machine 0: a script that uses torch alone would find
+    in one store for all rounds the addresses of ranks that have ended."""
 
     def __init__(self) -> None:
         self._server: Any = None
 
     def open(self, store: Any, number: int, size: int, address: str) -> RendezvousStoreInfo:
-        """Where it is, on all machines. store: a part of the machines' for this round alone. address: machine 0's."""
+        """Where it is, on all machines. store: a part of the machines' for this round alone.
+        address: machine 0's.
+        """
         self._server = None
         if number == 0:
             self._server = host_store(Participant(0, size, address, 0, "machine"), LIMIT)
@@ -55,14 +59,20 @@ class RanksStore:
 class Fixed(RendezvousHandler):
     """A known number of machines, each with its number; one machine needs no rendezvous.
 
-    config: ``rank``, this machine's; ``watch``, who watches over several. endpoint: of machine 0's store; port 0 on one
+    config: ``rank``, this machine's; ``watch``, who watches over several. endpoint: of machine 0's
+        store; port 0 on one
     machine: any free one.
     """
 
     def __init__(self, params: RendezvousParameters) -> None:
         address, _, port = params.endpoint.rpartition(":")
         self.place = Participant(
-            int(params.config["rank"]), params.max_nodes, address.strip("[]"), int(port), "machine", "--nnodes"
+            int(params.config["rank"]),
+            params.max_nodes,
+            address.strip("[]"),
+            int(port),
+            "machine",
+            "--nnodes",
         )
         self.run_id = params.run_id
         self.watch: Watch = params.config["watch"]
@@ -81,7 +91,8 @@ class Fixed(RendezvousHandler):
         place = self.place
         self.watch.end()
         if place.size == 1:
-            # A new one for each attempt: processes that use torch alone would find the addresses of those before.
+            # A new one for each attempt: processes that use torch alone would find the addresses of
+            # those before.
             self._store = None
         if self._store is None:
             self._store = (host_store if place.number == 0 else reach_store)(place, LIMIT)
@@ -92,7 +103,8 @@ class Fixed(RendezvousHandler):
             guest = dataclasses.replace(place, port=port, number=max(1, place.number))
             mine = reach_store(guest, READ_LIMIT)
             self.watch.begin(mine, prefix, place.number, place.size, place.where, place.number == 0)
-        store, where = PrefixStore(prefix, self._store), RendezvousStoreInfo(place.address, port)
+        store = PrefixStore(prefix, self._store)
+        where = RendezvousStoreInfo(place.address, port)
         if place.size > 1:
             if self._ranks is not None:
                 where = self._ranks.open(store, place.number, place.size, place.address)
@@ -101,7 +113,9 @@ class Fixed(RendezvousHandler):
 
     def _meet(self) -> str:
         """Wait for the other machines, in a part of the store that ranks do not use."""
-        return meet(PrefixStore("machines", self._store), self.place, LIMIT, kept=True, job=self.run_id)
+        return meet(
+            PrefixStore("machines", self._store), self.place, LIMIT, kept=True, job=self.run_id
+        )
 
     def is_closed(self) -> bool:
         return False

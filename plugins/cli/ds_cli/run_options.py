@@ -30,10 +30,12 @@ WORDS = "ds_cli.run.words"
 class RunOption:
     """An option of ``dscore run``.
 
-    load: called as ``load(value, words)`` when the option is given, before anything starts. value: what was given;
-    true for a flag. words: those after ``dscore run``, without this option. It returns variables for the processes, by
-    name, or the exit code, where it has done what was asked for and nothing is to be run any more.
-    metavar: what the help calls the value; "" for a flag. choices: the values that there are; empty: any.
+    load: called as ``load(value, words)`` when the option is given, before anything starts. value:
+        what was given; true for a flag. words: those after ``dscore run``, without this option. It
+        returns variables for the processes, by name, or the exit code, where it has done what was
+        asked for and nothing is to be run any more.
+    metavar: what the help calls the value; "" for a flag. choices: the values that there are;
+        empty: any.
     """
 
     load: Ref
@@ -45,7 +47,8 @@ class RunOption:
 class RunCommand(TyperCommand):
     """The command ``run``. It keeps the words as they were given.
 
-    Plugins are asked for their options when a word is not an option of its own, or for the help: most runs need none.
+    Plugins are asked for their options when a word is not an option of its own, or for the help:
+    most runs need none.
     function: what it calls, with its own options alone.
     """
 
@@ -77,7 +80,8 @@ class RunCommand(TyperCommand):
         holder = typer.Typer(add_completion=False)
         holder.command()(with_options(self.function))
         full = typer.main.get_command(holder)
-        self.params, self.callback = full.params, full.callback
+        self.params = full.params
+        self.callback = full.callback
 
 
 def with_options(run: Callable[..., None]) -> Callable[..., None]:
@@ -90,13 +94,21 @@ def with_options(run: Callable[..., None]) -> Callable[..., None]:
     for name, answer in sorted(offered.items()):
         given = name.lstrip("-").replace("-", "_")
         if given in own.parameters:
-            raise PluginError(f"ds_run_options: plugin {answer.plugin} gives {name}, which `dscore run` has itself")
+            raise PluginError(
+                f"ds_run_options: plugin {answer.plugin} gives {name}, which `dscore run` has "
+                "itself"
+            )
         parameters[given] = _parameter(given, name, answer.value)
 
     @functools.wraps(run)
     def command(ctx: typer.Context, **given: Any) -> None:
         theirs = {"--" + name.replace("_", "-"): given.pop(name) for name in parameters}
-        _apply({name: value for name, value in theirs.items() if value}, offered, ctx, given["arguments"] or ())
+        _apply(
+            {name: value for name, value in theirs.items() if value},
+            offered,
+            ctx,
+            given["arguments"] or (),
+        )
         run(ctx, **given)
 
     signature = own.replace(parameters=[*own.parameters.values(), *parameters.values()])
@@ -112,7 +124,9 @@ def _parameter(given: str, name: str, option: RunOption) -> inspect.Parameter:
         given,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
         default="" if takes else False,
-        annotation=Annotated[str if takes else bool, typer.Option(name, help=option.help, metavar=said)],
+        annotation=Annotated[
+            str if takes else bool, typer.Option(name, help=option.help, metavar=said)
+        ],
     )
 
 
@@ -122,28 +136,40 @@ def _missing(name: str) -> str:
     return f"{name} needs {dist}, which is not installed: {install(dist)}" if dist else ""
 
 
-def _apply(given: Mapping[str, Any], offered: Mapping[str, Answer], ctx: Any, arguments: Sequence[str]) -> None:
-    """Do what the options of plugins say: set variables for the processes, or end with an exit code."""
+def _apply(
+    given: Mapping[str, Any], offered: Mapping[str, Answer], ctx: Any, arguments: Sequence[str]
+) -> None:
+    """Do what the options of plugins say: set variables for the processes, or end with an exit
+    code.
+    """
     for name, value in given.items():
         answer = offered[name]
         option: RunOption = answer.value
         if option.choices and value not in option.choices:
             raise CommandError(f"{name} {value!r}: it is one of {', '.join(option.choices)}")
-        function: Callable[..., Any] = answer.resolve(option.load, f"the option {name} of dscore run")
-        said = function(value, _without(ctx.meta[WORDS], 1 + len(arguments), name, flag=value is True))
+        function: Callable[..., Any] = answer.resolve(
+            option.load, f"the option {name} of dscore run"
+        )
+        said = function(
+            value, _without(ctx.meta[WORDS], 1 + len(arguments), name, flag=value is True)
+        )
         if isinstance(said, int):
             raise typer.Exit(said)
         if not isinstance(said, Mapping):
             raise PluginError(
-                f"the option {name} of plugin {answer.plugin}: {option.load} gave {said!r}; it must give variables by "
+                f"the option {name} of plugin {answer.plugin}: {option.load} gave {said!r}; it "
+                "must give variables by "
                 "name, or an exit code"
             )
         os.environ.update(said)
 
 
 def _without(words: list[str], after: int, name: str, *, flag: bool) -> list[str]:
-    """The words without the option `name`; the last `after` words are the script's own, whatever they say."""
-    options, own = words[: len(words) - after], words[len(words) - after :]
+    """The words without the option `name`; the last `after` words are the script's own, whatever
+    they say.
+    """
+    options = words[: len(words) - after]
+    own = words[len(words) - after :]
     kept = []
     while options:
         word = options.pop(0)

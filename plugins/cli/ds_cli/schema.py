@@ -18,9 +18,11 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def json_schema(models: Mapping[str, tuple[type[BaseModel], str]]) -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of a config with these sections; editors complete and check files with it.
+    """JSON Schema (draft 2020-12) of a config with these sections; editors complete and check files
+    with it.
 
-    A section whose model cannot be said in JSON Schema accepts anything there (it is still checked at start).
+    A section whose model cannot be said in JSON Schema accepts anything there (it is still checked
+    at start).
     """
     sayable = {name: model for name, (model, _) in models.items() if _sayable(model)}
     wanted: list[type[BaseModel]] = [CoreConfig, *dict.fromkeys(sayable.values())]
@@ -69,4 +71,6 @@ def _add_spellings(model: type[BaseModel], properties: dict[str, Any]) -> None:
             properties.setdefault(alias, properties[name])
         for old in old_names(field):
             said = {k: v for k, v in properties[name].items() if k != "x-ds-old-names"}
-            properties.setdefault(old, {**said, "deprecated": True, "description": f"Deprecated: use {name}."})
+            properties.setdefault(
+                old, {**said, "deprecated": True, "description": f"Deprecated: use {name}."}
+            )

@@ -1,4 +1,6 @@
-"""How the command talks: tables that fit the terminal or, in a pipe, are never cut; JSON; one-line messages."""
+"""How the command talks: tables that fit the terminal or, in a pipe, are never cut; JSON; one-line
+messages.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ import typer
 
 from ds_core.errors import DSError
 
-__all__ = ["CommandError", "other_output_to_stderr", "say_error", "show_json", "show_list", "show_table"]
+__all__ = [
+    "CommandError",
+    "other_output_to_stderr",
+    "say_error",
+    "show_json",
+    "show_list",
+    "show_table",
+]
 
 
 class CommandError(DSError):
@@ -24,7 +33,9 @@ class CommandError(DSError):
 
 @contextmanager
 def other_output_to_stderr() -> Iterator[None]:
-    """While plugins are loaded: what they, or libraries in C, write to stdout must not stand in a command's output."""
+    """While plugins are loaded: what they, or libraries in C, write to stdout must not stand in a
+    command's output.
+    """
     sys.stdout.flush()
     kept = os.dup(1)
     try:
@@ -48,27 +59,40 @@ def show_json(value: Any) -> None:
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on stdout. On a terminal long cells are folded; elsewhere every row is one whole line."""
+    """A table on stdout.
+
+    On a terminal long cells are folded; elsewhere every row is one whole line.
+    """
     if _is_terminal():
         _on_terminal(columns, rows)
         return
     flat = [[" ".join(cell.split()) for cell in row] for row in (columns, *rows)]
     widths = [max(len(row[i]) for row in flat) for i in range(len(columns))]
     for row in flat:
-        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        typer.echo(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
 
 
 def show_list(rows: Sequence[tuple[str, str, str]]) -> None:
-    """Rows of (state, text, what stands below it or "") on stdout, folded at a terminal's width; in a pipe never."""
+    """Rows of (state, text, what stands below it or "") on stdout, folded at a terminal's width; in
+    a pipe never.
+    """
     wide = max((len(state) for state, _, _ in rows), default=0) + 2
     width = shutil.get_terminal_size().columns if _is_terminal() else None
     for state, text, below in rows:
         for at, part in enumerate(filter(None, (text, below))):
             flat = " ".join(part.split())
-            lines = textwrap.wrap(flat, max(width - wide, 20), break_on_hyphens=False) if width else [flat]
+            lines = (
+                textwrap.wrap(flat, max(width - wide, 20), break_on_hyphens=False)
+                if width
+                else [flat]
+            )
             for number, line in enumerate(lines):
                 first = at == number == 0
-                head = typer.style(state.ljust(wide), fg=_COLOURS.get(state)) if first else " " * wide
+                head = (
+                    typer.style(state.ljust(wide), fg=_COLOURS.get(state)) if first else " " * wide
+                )
                 typer.echo(head + line)
 
 

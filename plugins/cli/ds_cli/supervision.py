@@ -1,14 +1,18 @@
 """Each machine's eye on the others: who is alive, who has failed, and one end for all.
 
-Every machine's launcher (its agent) talks to the store at which the machines meet, by a connection of its own:
+Every machine's launcher (its agent) talks to the store at which the machines meet, by a connection
+of its own:
 
 - it beats every 2 seconds, and looks whether the machine before it (in a ring) still does;
-- when one of its processes fails, or that machine has gone, it raises an alarm; whoever hears of one ends its processes
-  and reports; one verdict (`verdict.decide`) goes back to all; who has the failure shows it, all end with its code;
+- when one of its processes fails, or that machine has gone, it raises an alarm; whoever hears of
+  one ends its processes and reports; one verdict (`verdict.decide`) goes back to all; who has the
+  failure shows it, all end with its code;
 - one that hears nothing from the store any more ends its processes and says whose store it was;
-- one that is told to stop while another is silent (by a tool that has noticed before us) says so too.
+- one that is told to stop while another is silent (by a tool that has noticed before us) says so
+  too.
 
-A process that the system has stopped (SIGSTOP) for 10 seconds while others run is taken for a failed one.
+A process that the system has stopped (SIGSTOP) for 10 seconds while others run is taken for a
+failed one.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ TICK_SECONDS = 0.1
 ASK_SECONDS = 0.5  # between looks for an alarm
 BEAT_SECONDS = 2.0
 LOST_SECONDS = 16.0  # without a beat, or an answer of the store
-LOST_ELASTIC_SECONDS = 8.0  # without a beat, where that costs a restart and not the run, or the run ends anyway
+# without a beat, where that costs a restart and not the run, or the run ends anyway
+LOST_ELASTIC_SECONDS = 8.0
 SILENT_SECONDS = 6.0  # without a beat, when there has been an alarm
 BROKEN_SECONDS = 3.0  # after the store has closed: time for a run that has ended well to end
 STOPPED_SECONDS = 10.0
@@ -55,7 +60,9 @@ class Ended(Exception):
 
 @dataclass(slots=True)
 class _Round:
-    """One meeting of the machines, until one of them fails or comes or goes. names: what to call each."""
+    """One meeting of the machines, until one of them fails or comes or goes. names: what to call
+    each.
+    """
 
     store: Store
     number: int
@@ -66,26 +73,42 @@ class _Round:
     beat: int = 0
     next_beat: float = 0.0
     next_ask: float = 0.0
-    heard: dict[int, tuple[bytes, float]] = field(default_factory=dict)  # last beat of a machine, and when it was new
+    # last beat of a machine, and when it was new
+    heard: dict[int, tuple[bytes, float]] = field(default_factory=dict)
     lost: tuple[int, ...] = ()
     silent: str = ""  # the machine before us, while it does not beat, but is not lost yet
     expected: bool = False  # machines come: that processes end is no failure
     known: Sequence[tuple[int, int, int, int]] = ()
     verdict: Verdict | None = None
     asked: threading.Event = field(default_factory=threading.Event)
-    looked: threading.Event = field(default_factory=threading.Event)  # for who is silent, when we were told to stop
+    # for who is silent, when we were told to stop
+    looked: threading.Event = field(default_factory=threading.Event)
     decided: threading.Event = field(default_factory=threading.Event)
 
 
 class Watch:
-    """While entered, and a round runs, watches over this machine and the others. The main thread calls its methods.
+    """While entered, and a round runs, watches over this machine and the others. The main thread
+    calls its methods.
 
-    elastic: machines may come and go. restarts: how often processes are started again after a failure. problem: what
-    keeps this machine from taking part, which the others should hear too. say: shows a message.
+    elastic: machines may come and go. restarts: how often processes are started again after a
+    failure. problem: what keeps this machine from taking part, which the others should hear too.
+    say: shows a message.
     """
 
-    def __init__(self, guard: Guard, *, elastic: bool, restarts: int, problem: str, say: Callable[[str], None]) -> None:
-        self.guard, self.elastic, self.restarts, self.problem, self.say = guard, elastic, restarts, problem, say
+    def __init__(
+        self,
+        guard: Guard,
+        *,
+        elastic: bool,
+        restarts: int,
+        problem: str,
+        say: Callable[[str], None],
+    ) -> None:
+        self.guard = guard
+        self.elastic = elastic
+        self.restarts = restarts
+        self.problem = problem
+        self.say = say
         self.used = 0  # restarts
         self.attempt: int | None = None
         self.where = ""  # the store is, for messages
@@ -108,19 +131,27 @@ class Watch:
         for thread in self._threads:
             thread.join(2.0)
 
-    # -- rounds, as the rendezvous and torch's launcher see them -------------------------------------------------------
+    # -- rounds, as the rendezvous and torch's launcher see them -----------------------------------
 
     def begin(
-        self, store: Store, key: str, number: int, size: int, where: str, main: bool, attempt: int | None = None
+        self,
+        store: Store,
+        key: str,
+        number: int,
+        size: int,
+        where: str,
+        main: bool,
+        attempt: int | None = None,
     ) -> None:
         """The machines have met. Raises for machines that do not fit together.
 
-        store: a connection for this alone; main: it is this machine's. attempt: a number that all have for the start of
-        the processes, where each machine counts for itself.
+        store: a connection for this alone; main: it is this machine's. attempt: a number that all
+        have for the start of the processes, where each machine counts for itself.
         """
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        self.where, self.attempt = where, attempt
+        self.where = where
+        self.attempt = attempt
         base = PrefixStore(f"supervision/{key}", store)
         facts = {"host": socket.gethostname(), "problem": self.problem, "versions": _versions()}
         base.set(f"beat/{number}", "0")
@@ -130,7 +161,8 @@ class Watch:
             base.set("fit", json.dumps([*unequal(rows), [row["host"] for row in rows]]))
         culprit, wrong, hosts = json.loads(base.get("fit"))
         names = {n: f"host {host}" for n, host in enumerate(hosts)}
-        self._heard, self._broken = time.monotonic(), float("inf")
+        self._heard = time.monotonic()
+        self._broken = float("inf")
         round_ = _Round(base, number, names, main)
         if wrong:
             self._let_read(round_, range(size))
@@ -142,16 +174,20 @@ class Watch:
         if (now := self._round) is not None:
             own = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
             now.store.set(f"ranks/{now.number}", f"{own} of {world_size}")
-            now.attempt, now.world_size = attempt, world_size
+            now.attempt = attempt
+            now.world_size = world_size
 
     def regroup(self) -> None:
-        """Machines have come or gone on purpose: processes end now without having failed, here and elsewhere."""
+        """Machines have come or gone on purpose: processes end now without having failed, here and
+        elsewhere.
+        """
         if (now := self._round) is not None and not now.expected:
             now.expected = True
             now.store.set("regroup", "")
 
     def end(self, known: Sequence[tuple[int, int, int, int]] = ()) -> None:
-        """The processes of the round have ended, badly unless regrouped. Raises Ended unless they are to start again.
+        """The processes of the round have ended, badly unless regrouped. Raises Ended unless they
+        are to start again.
 
         known: failures that torch tells of, as for `gather`.
         """
@@ -168,7 +204,9 @@ class Watch:
         self._round = None
 
     def stopped(self) -> int | None:
-        """This machine was told to stop: the run's exit code if it ends as a machine is lost, and that is said."""
+        """This machine was told to stop: the run's exit code if it ends as a machine is lost, and
+        that is said.
+        """
         now = self._round
         if now is None or (now.looked.wait(1.0) and not now.lost):
             return None
@@ -176,7 +214,7 @@ class Watch:
         now.decided.wait(2.0)  # soon the tool kills us
         return None if now.verdict is None or now.verdict.again else now.verdict.code
 
-    # -- the thread that talks -----------------------------------------------------------------------------------------
+    # -- the thread that talks ---------------------------------------------------------------------
 
     def _talk(self) -> None:
         while not self._closed.wait(TICK_SECONDS):
@@ -186,15 +224,21 @@ class Watch:
                 continue
             try:
                 self._turn(now)
-                self._heard, self._broken = time.monotonic(), float("inf")
-            except (OSError, RuntimeError, ValueError, TypeError, KeyError):  # such a connection does not come back
+                self._heard = time.monotonic()
+                self._broken = float("inf")
+            # such a connection does not come back
+            except (OSError, RuntimeError, ValueError, TypeError, KeyError):
                 self._broken = time.monotonic()
                 return
 
     def _turn(self, now: _Round) -> None:
         self._beat(now)
         if self._stopping() and not now.looked.is_set():
-            if not self.elastic and now.store.check(["silent"]) and (silent := now.store.get("silent")):
+            if (
+                not self.elastic
+                and now.store.check(["silent"])
+                and (silent := now.store.get("silent"))
+            ):
                 now.lost = (int(silent),)
             now.looked.set()
         failed = self._fails(now) or now.asked.is_set() or bool(now.lost)
@@ -213,7 +257,10 @@ class Watch:
         return self.guard.told < float("inf")
 
     def _fails(self, now: _Round) -> bool:
-        return any(one.attempt == now.attempt and e.code != 0 for one, e in list(self.guard.endings.items()))
+        return any(
+            one.attempt == now.attempt and e.code != 0
+            for one, e in list(self.guard.endings.items())
+        )
 
     def _beat(self, now: _Round) -> None:
         """Say that we are alive, and look after the machine before us."""
@@ -241,10 +288,20 @@ class Watch:
         order = now.store.add("alarms", 1) if failed else 0
         grace = self.guard.grace
         failures, ended, finished = self._own(now, failed)
-        report = Report(now.number, socket.gethostname(), order, tuple(failures), ended, finished, now.lost, self.used)
+        report = Report(
+            now.number,
+            socket.gethostname(),
+            order,
+            tuple(failures),
+            ended,
+            finished,
+            now.lost,
+            self.used,
+        )
         now.store.set(f"report/{now.number}", report.text())
         end = time.monotonic() + grace + 5.0
-        reports, beats = {now.number: report}, dict[int, tuple[bytes, float]]()
+        reports = {now.number: report}
+        beats = dict[int, tuple[bytes, float]]()
         while not now.store.check(["verdict"]):
             for other in now.names.keys() - reports.keys():
                 if now.store.check([f"report/{other}"]):
@@ -252,7 +309,9 @@ class Watch:
             missing = now.names.keys() - reports.keys() - set(now.lost)
             missing = {other for other in missing if _beats(now.store, other, beats)}
             if not missing or time.monotonic() > end:
-                now.store.compare_set("verdict", "", self._decide(now, list(reports.values())).json())
+                now.store.compare_set(
+                    "verdict", "", self._decide(now, list(reports.values())).json()
+                )
             self._beat(now)
             self._closed.wait(TICK_SECONDS)
         verdict = Verdict.read(now.store.get("verdict"))
@@ -266,7 +325,9 @@ class Watch:
             self.guard.leave(verdict.code)
 
     def _own(self, now: _Round, failed: bool) -> tuple[list[WorkerFailure], int, bool]:
-        """End this machine's processes of the round; its failures, how many were ended, whether all had finished."""
+        """End this machine's processes of the round; its failures, how many were ended, whether all
+        had finished.
+        """
         mine = [one for one in self.guard.started() if one.attempt == now.attempt]
         finished = bool(mine) and all(one in self.guard.endings for one in mine) and not failed
         alive = self.guard.ask(now.attempt)
@@ -279,33 +340,50 @@ class Watch:
         now.asked.wait(1.0)  # for what torch knows
         if not failed or (now.lost and not self._fails(now)):
             return [], alive, finished
-        failures, ended = gather(self.guard.folder, now.attempt, self.guard.endings, now.known, self.guard.grace)
+        failures, ended = gather(
+            self.guard.folder, now.attempt, self.guard.endings, now.known, self.guard.grace
+        )
         return [row.at(socket.gethostname()) for row in failures], ended, False
 
     def _decide(self, now: _Round, reports: list[Report]) -> Verdict:
         names = {}
         for number, name in now.names.items():
-            ranks = now.store.get(f"ranks/{number}").decode() if now.store.check([f"ranks/{number}"]) else ""
+            ranks = (
+                now.store.get(f"ranks/{number}").decode()
+                if now.store.check([f"ranks/{number}"])
+                else ""
+            )
             names[number] = f"{name} ({ranks})" if ranks else name
         used = max(report.used for report in reports)
         return decide(
-            reports, names, now.world_size, me=now.number, elastic=self.elastic, used=used, most=self.restarts
+            reports,
+            names,
+            now.world_size,
+            me=now.number,
+            elastic=self.elastic,
+            used=used,
+            most=self.restarts,
         )
 
     def _let_read(self, now: _Round, others: Sequence[int]) -> None:
         """Who has the store keeps it until the others have read what is in it."""
         now.store.set(f"read/{now.number}", "")
         end = time.monotonic() + 3.0
-        while now.main and time.monotonic() < end and not now.store.check([f"read/{n}" for n in others]):
+        while (
+            now.main
+            and time.monotonic() < end
+            and not now.store.check([f"read/{n}" for n in others])
+        ):
             time.sleep(0.02)
 
-    # -- the thread that never waits for anybody -----------------------------------------------------------------------
+    # -- the thread that never waits for anybody ---------------------------------------------------
 
     def _time(self) -> None:
         stopped: dict[int, float] = {}
         while not self._closed.wait(1.0):
             self._look_for_stopped(stopped)
-            now, at = self._round, time.monotonic()
+            now = self._round
+            at = time.monotonic()
             if now is not None and not now.decided.is_set():
                 silent = self.guard.told - self._heard > LOST_ELASTIC_SECONDS and self._stopping()
                 if silent or at - self._heard > LOST_SECONDS or at - self._broken > BROKEN_SECONDS:
@@ -320,7 +398,8 @@ class Watch:
         self.guard.leave(1)
 
     def _look_for_stopped(self, since: dict[int, float]) -> None:
-        """Take a process for failed that is stopped for long, while another one of the run is not."""
+        """Take a process for failed that is stopped for long, while another one of the run is
+        not."""
         begun = [one for one in self.guard.started() if one not in self.guard.endings]
         stopped = {one.pid for one in begun if _state(one.pid) == "T"}
         alone = self._round is None  # on one machine, all of them stopped is a pause
@@ -329,12 +408,16 @@ class Watch:
                 since.pop(one.pid, None)
             elif time.monotonic() - since.setdefault(one.pid, time.monotonic()) > STOPPED_SECONDS:
                 if not alone or len(stopped) < len(begun):
-                    self.guard.condemn(one, f"it stood still for {STOPPED_SECONDS:g} s, stopped by a signal")
+                    self.guard.condemn(
+                        one, f"it stood still for {STOPPED_SECONDS:g} s, stopped by a signal"
+                    )
 
 
 def _beats(store: Store, number: int, seen: dict[int, tuple[bytes, float]]) -> bool:
-    """Whether a machine that should report still gives a sign of life; `seen` remembers the last."""
-    beat, at = store.get(f"beat/{number}"), time.monotonic()
+    """Whether a machine that should report still gives a sign of life; `seen` remembers the
+    last."""
+    beat = store.get(f"beat/{number}")
+    at = time.monotonic()
     last, since = seen.setdefault(number, (beat, at))
     if beat != last:
         seen[number] = beat, at

@@ -1,4 +1,6 @@
-"""``dscore plugins upgrade``: rewrite a plugin's sources for names that have moved in ds_core (no torch)."""
+"""``dscore plugins upgrade``: rewrite a plugin's sources for names that have moved in ds_core (no
+torch).
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,12 @@ SKIPPED = {".git", ".venv", "build", "dist", "__pycache__", "node_modules"}
 
 def upgrade(
     path: Annotated[Path, typer.Argument(help="A file or a folder of the plugin's sources.")],
-    check: Annotated[bool, typer.Option("--check", help="Show what would change, and change nothing.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Show what would change, and change nothing.")
+    ] = False,
 ) -> None:
-    """Rewrite names of earlier versions of ds_core to those of today, and say what is to be changed by hand.
+    """Rewrite names of earlier versions of ds_core to those of today, and say what is to be changed
+    by hand.
 
     With --check the exit code is 1 where something is to be done.
     """
@@ -75,11 +80,14 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def rewritten(text: str, *, code: bool = True) -> str:
-    """`text` with today's names. code: it is Python, whose imports of single names are divided by their new homes."""
+    """`text` with today's names. code: it is Python, whose imports of single names are divided by
+    their new homes.
+    """
     if code:
         text = _imports(_methods(text))
     for old in sorted(moved.MODULES, key=len, reverse=True):
-        # The parts below a module that has moved lie below the new one, so the end of the name may follow.
+        # The parts below a module that has moved lie below the new one, so the end of the name may
+        # follow.
         text = re.sub(rf"(?<![\w.]){re.escape(old)}(?!\w)", moved.MODULES[old], text)
     return text
 
@@ -110,7 +118,11 @@ def _imports(text: str) -> str:
     except SyntaxError:
         return text
     lines = text.splitlines(keepends=True)
-    found = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and not n.level and n.module in moved.NAMES]
+    found = [
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.ImportFrom) and not n.level and n.module in moved.NAMES
+    ]
     renamed: dict[str, str] = {}
     for node in sorted(found, key=lambda n: -n.lineno):
         homes: dict[str, list[str]] = {}
@@ -133,23 +145,35 @@ def _imports(text: str) -> str:
 
 
 def _old_forms(text: str) -> Iterator[tuple[int, str]]:
-    """Hooks of an earlier form, by line, with what to write instead; they work on, with a warning."""
+    """Hooks of an earlier form, by line, with what to write instead; they work on, with a
+    warning."""
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
         yield error.lineno or 1, f"this is no Python that can be read: {error.msg}"
         return
-    hooks = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name.startswith("ds_")}
+    hooks = {
+        n.name: n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name.startswith("ds_")
+    }
     stand_ins = {name: _stand_in([a.arg for a in node.args.args]) for name, node in hooks.items()}
     for is_old, instead, _ in old_forms.FORMS:
         if is_old(stand_ins):
             name = next((n for n in hooks if n in instead), next(iter(hooks)))
             yield hooks[name].lineno, instead
     for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("Partitioner") for base in node.bases):
-            methods = {n.name: [a.arg for a in n.args.args] for n in node.body if isinstance(n, ast.FunctionDef)}
+        if isinstance(node, ast.ClassDef) and any(
+            ast.unparse(base).endswith("Partitioner") for base in node.bases
+        ):
+            methods = {
+                n.name: [a.arg for a in n.args.args]
+                for n in node.body
+                if isinstance(n, ast.FunctionDef)
+            }
             if methods.get("finish") == ["self"] or methods.get("begin") == ["self", "changed"]:
-                yield node.lineno, "Partitioner.begin and finish take a BackwardPlan, attach takes updated="
+                yield (
+                    node.lineno,
+                    "Partitioner.begin and finish take a BackwardPlan, attach takes updated=",
+                )
 
 
 def _stand_in(arguments: list[str]) -> Callable[..., None]:
@@ -165,7 +189,11 @@ def _stand_in(arguments: list[str]) -> Callable[..., None]:
 
 def _packages(text: str) -> set[str]:
     """The packages of ours that are named in imports and references."""
-    return set(re.findall(r"(?<![\w.])(ds_[a-z_]+)(?=[.:\s])", text)) - {"ds_core"} if "ds_" in text else set()
+    return (
+        set(re.findall(r"(?<![\w.])(ds_[a-z_]+)(?=[.:\s])", text)) - {"ds_core"}
+        if "ds_" in text
+        else set()
+    )
 
 
 def _diff(file: Path, old: str, new: str) -> Iterator[str]:

@@ -1,8 +1,10 @@
-"""Ends what the processes of a run started, when the launcher is killed in a way that leaves it no time to do so.
+"""Ends what the processes of a run started, when the launcher is killed in a way that leaves it no
+time to do so.
 
-Run by its path, as ``python watcher.py FOLDER GRACE [FILES...]``, with a pipe from the launcher as its standard input:
-a byte says that the launcher has ended in order, the end of the pipe that it was killed. Standard library only. A
-process that leads a session is killed with all that it started; the launcher does the same while it lives.
+Run by its path, as ``python watcher.py FOLDER GRACE [FILES...]``, with a pipe from the launcher as
+its standard input: a byte says that the launcher has ended in order, the end of the pipe that it
+was killed. Standard library only. A process that leads a session is killed with all that it
+started; the launcher does the same while it lives.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def starts(folder: Path) -> Iterator[tuple[Path, dict[str, int]]]:
 
 
 def kill_session(session: int) -> None:
-    """Kill every process of `session`, which one of our processes leads; again until none is left (forks race)."""
+    """Kill every process of `session`, which one of our processes leads; again until none is left
+    (forks race).
+    """
     if session in (os.getsid(0), 0):
         return
     for _ in range(50):
@@ -41,7 +45,9 @@ def kill_session(session: int) -> None:
 
 
 def members(session: int) -> list[int]:
-    """The living processes of `session`; without /proc the group of its leader is all that can be reached."""
+    """The living processes of `session`; without /proc the group of its leader is all that can be
+    reached.
+    """
     found = []
     if not os.path.exists("/proc/self/stat"):
         _quietly(os.killpg, session)
@@ -49,7 +55,9 @@ def members(session: int) -> list[int]:
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             # "pid (name) state ppid pgrp session ...": the name may hold anything, also parentheses
-            state, _, _, owner = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[:4]
+            state, _, _, owner = (
+                Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[:4]
+            )
         except (OSError, ValueError):  # ended while we looked
             continue
         if int(owner) == session and state not in "ZX":
@@ -58,18 +66,23 @@ def members(session: int) -> list[int]:
 
 
 def _quietly(kill: Callable[[int, int], None], target: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # gone, or become somebody else's
+    # gone, or become somebody else's
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         kill(target, signal.SIGKILL)
 
 
 def main() -> None:
-    """Wait for the launcher's end; after a kill, give the ranks `GRACE` seconds, then end all and clean up."""
+    """Wait for the launcher's end; after a kill, give the ranks `GRACE` seconds, then end all and
+    clean up.
+    """
     folder, grace, *files = sys.argv[1:]
     if sys.stdin.buffer.read(1):
         return
     end = time.monotonic() + float(grace)
     # The ranks were notified by the system (PR_SET_PDEATHSIG) and may be saving something.
-    while time.monotonic() < end and any(note["pid"] in members(note["session"]) for _, note in starts(Path(folder))):
+    while time.monotonic() < end and any(
+        note["pid"] in members(note["session"]) for _, note in starts(Path(folder))
+    ):
         time.sleep(0.05)
     for _, note in starts(Path(folder)):
         kill_session(note["session"])

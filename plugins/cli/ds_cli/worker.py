@@ -1,12 +1,13 @@
 """What every launched process starts with: run the user's script and leave word of how it ended.
 
-Run by its path, as ``python worker.py FOLDER (script | module | command) NAME [ARGS...]``; standard library only, so
-that it costs nothing and reads nothing of ours. ``FOLDER/settings`` says what else was asked for.
+Run by its path, as ``python worker.py FOLDER (script | module | command) NAME [ARGS...]``; standard
+library only, so that it costs nothing and reads nothing of ours. ``FOLDER/settings`` says what else
+was asked for.
 
-[Note: inside the process, not around it] A parent that reads the script's stderr would take its terminal away (no
-live progress bar) and could only guess where a traceback begins. So the script runs in this very process; its
-output goes straight where the launcher's goes, and only an uncaught exception is written down, for the launcher
-to show the first one once instead of each rank's copy.
+[Note: inside the process, not around it] A parent that reads the script's stderr would take its
+terminal away (no live progress bar) and could only guess where a traceback begins. So the script
+runs in this very process; its output goes straight where the launcher's goes, and only an uncaught
+exception is written down, for the launcher to show the first one once instead of each rank's copy.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ if TYPE_CHECKING:  # spelt like this, it needs no import of typing
 __all__: list[str] = []
 
 # What the documents call torch's variables: machines are CROSS, processes of one machine LOCAL.
-_ALSO_NAMED = {"LOCAL_SIZE": "LOCAL_WORLD_SIZE", "CROSS_RANK": "GROUP_RANK", "CROSS_SIZE": "GROUP_WORLD_SIZE"}
+_ALSO_NAMED = {
+    "LOCAL_SIZE": "LOCAL_WORLD_SIZE",
+    "CROSS_RANK": "GROUP_RANK",
+    "CROSS_SIZE": "GROUP_WORLD_SIZE",
+}
 
 
 def main() -> None:
@@ -43,7 +48,8 @@ def main() -> None:
     if kind == "command":
         _become(name, arguments)
     faulthandler.enable()  # a crash in compiled code shows its Python stack
-    # Whole lines at once: where processes share a pipe, `python -u` (PYTHONUNBUFFERED) would mix their words.
+    # Whole lines at once: where processes share a pipe, `python -u` (PYTHONUNBUFFERED) would mix
+    # their words.
     options = {"write_through": False} if os.environ["LOCAL_WORLD_SIZE"] != "1" else {}
     getattr(sys.stdout, "reconfigure", lambda **_: None)(line_buffering=True, **options)
 
@@ -61,12 +67,16 @@ def main() -> None:
             runpy.run_path(name, run_name="__main__")
     except BaseException as error:
         if os.getpid() == start["pid"]:  # not a child that the script forked
-            _leave_word(os.path.join(folder, f"{prefix}.error"), error, name if kind == "script" else None)
+            _leave_word(
+                os.path.join(folder, f"{prefix}.error"), error, name if kind == "script" else None
+            )
         raise
 
 
 def _settle(path: str, arguments: list[str]) -> list[str]:
-    """Do what the launcher wants of each process besides the script; returns the script's arguments."""
+    """Do what the launcher wants of each process besides the script; returns the script's
+    arguments.
+    """
     import json
     import os
 
@@ -74,7 +84,11 @@ def _settle(path: str, arguments: list[str]) -> list[str]:
         settings = json.load(stream)
     local_rank = int(os.environ["LOCAL_RANK"])
     if settings["logs"]:
-        log = os.open(f"{settings['logs']}_rank{os.environ['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        log = os.open(
+            f"{settings['logs']}_rank{os.environ['RANK']}.log",
+            os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+            0o666,
+        )
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
@@ -104,17 +118,25 @@ def _leave_word(path: str, error: BaseException, script: str | None) -> None:
         number = isinstance(error.code, int)
         if error.code not in (None, 0):
             text = "" if number else str(error.code)
-            _write(path, {"time": at, "code": error.code if number else 1, "error": text, "traceback": ""})
+            _write(
+                path,
+                {"time": at, "code": error.code if number else 1, "error": text, "traceback": ""},
+            )
         return
     inner = error.__traceback__
     while inner is not None and _is_ours(inner.tb_frame.f_code.co_filename, script):
         inner = inner.tb_next
     error.__traceback__ = inner
-    observer, hook = None, sys.excepthook
-    while hasattr(hook, "before"):  # ds_core's: tells observers, then calls who had the hook before it
+    observer = None
+    hook = sys.excepthook
+    # ds_core's: tells observers, then calls who had the hook before it
+    while hasattr(hook, "before"):
         observer, hook = hook, hook.before
-    own = hook is not sys.__excepthook__ and not str(getattr(hook, "__module__", "")).startswith("torch.")
-    lines = traceback.format_exception_only(type(error), error)  # a SyntaxError begins with its place, notes follow
+    own = hook is not sys.__excepthook__ and not str(getattr(hook, "__module__", "")).startswith(
+        "torch."
+    )
+    # a SyntaxError begins with its place, notes follow
+    lines = traceback.format_exception_only(type(error), error)
     facts = {
         "time": at,
         "code": -int(signal.SIGINT) if isinstance(error, KeyboardInterrupt) else 1,
@@ -141,7 +163,9 @@ def _is_ours(filename: str, script: str | None) -> bool:
 
 
 def _write(path: str, facts: Mapping[str, object]) -> bool:
-    """Put `facts` at `path`, whole; False when that cannot be done (the launcher and its folder are gone)."""
+    """Put `facts` at `path`, whole; False when that cannot be done (the launcher and its folder are
+    gone).
+    """
     import json
     import os
 
@@ -155,7 +179,9 @@ def _write(path: str, facts: Mapping[str, object]) -> bool:
 
 
 def _end_with(parent: int) -> None:
-    """Ask Linux to end this process when the launcher is killed in a way that leaves it no time to do so."""
+    """Ask Linux to end this process when the launcher is killed in a way that leaves it no time to
+    do so.
+    """
     if not sys.platform.startswith("linux"):
         return
     import ctypes

@@ -1,4 +1,5 @@
-"""``dscore doctor --report``: it has what a maintainer asks for, and no secret, wherever one stood."""
+"""``dscore doctor --report``: it has what a maintainer asks for, and no secret, wherever one
+stood."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def dscore(*words: str) -> Any:
 
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Secrets in the environment, in a config and in a failure that was kept; gives the config's path."""
+    """Secrets in the environment, in a config and in a failure that was kept; gives the config's
+    path.
+    """
     monkeypatch.setenv("DS_CORE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("WANDB_API_KEY", PLANTED[0])
     monkeypatch.setenv("DS_UPLOAD_TOKEN", PLANTED[7])
@@ -39,7 +42,10 @@ def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", PLANTED[10])
     keep(FAILURE, f"train.py --api-key {PLANTED[11]} --secret={PLANTED[12]} --lr 0.5")
     file = tmp_path / "config.json"
-    config = {"train_batch_size": 4, "csv_monitor": {"enabled": False, "output_path": f"/logs/{PLANTED[13]}"}}
+    config = {
+        "train_batch_size": 4,
+        "csv_monitor": {"enabled": False, "output_path": f"/logs/{PLANTED[13]}"},
+    }
     file.write_text(json.dumps({**config, "somebody_api_key": PLANTED[13]}))
     return file
 
@@ -53,17 +59,33 @@ def test_no_planted_secret_is_in_it(planted: Path, tmp_path: Path) -> None:
 
 def test_it_has_what_is_asked_for(planted: Path) -> None:
     text = dscore("doctor", "--report", "-", "--config", str(planted)).output
-    for part in ("Versions", "Platform", "Findings", "Plugins", "Environment", "Config", "Last failure of dscore run"):
+    for part in (
+        "Versions",
+        "Platform",
+        "Findings",
+        "Plugins",
+        "Environment",
+        "Config",
+        "Last failure of dscore run",
+    ):
         assert f"\n## {part}\n" in text
-    assert "\nNCCL_DEBUG=INFO\n" in text and "\nDS_UPLOAD_TOKEN=***\n" in text and "AWS_SECRET" not in text
+    assert (
+        "\nNCCL_DEBUG=INFO\n" in text
+        and "\nDS_UPLOAD_TOKEN=***\n" in text
+        and "AWS_SECRET" not in text
+    )
     assert "\nDS_MIRROR=https://***@mirror.example/simple\n" in text
-    assert "\nds-core 0." in text and "\ntorch 2." in text and "kernel squared_norm: served by" in text
+    assert (
+        "\nds-core 0." in text and "\ntorch 2." in text and "kernel squared_norm: served by" in text
+    )
     assert "csv_monitor (ds-monitor-csv" in text and '"somebody_api_key": "***"' in text
     assert "ZeroDivisionError: division by zero, max_tokens=512, api_key: ***" in text
     assert "$ dscore run train.py --api-key *** --secret=*** --lr 0.5" in text
 
 
-def test_the_failure_is_kept_without_secrets_and_for_its_owner_alone(planted: Path, tmp_path: Path) -> None:
+def test_the_failure_is_kept_without_secrets_and_for_its_owner_alone(
+    planted: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "cache" / "last_failure.txt"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert [secret for secret in PLANTED if secret in file.read_text()] == []
@@ -74,7 +96,14 @@ def test_the_failure_is_kept_without_secrets_and_for_its_owner_alone(planted: Pa
 
 def test_what_is_no_secret_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
-    for text in ("token_type = 3", "max_tokens: 4", "key: value", '{"pad_token": 7}', "rank 0 of 2", "a/b@c"):
+    for text in (
+        "token_type = 3",
+        "max_tokens: 4",
+        "key: value",
+        '{"pad_token": 7}',
+        "rank 0 of 2",
+        "a/b@c",
+    ):
         assert clean(text) == text
     assert clean("/home/somebody/x /home/somebodyelse") == "~/x /home/somebodyelse"
 

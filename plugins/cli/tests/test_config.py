@@ -11,7 +11,11 @@ from typer.testing import CliRunner
 
 def test_check_prints_what_has_no_effect(tmp_path: Path) -> None:
     file = tmp_path / "c.json"
-    file.write_text(json.dumps({"train_batch_size": 4, "disable_allgather": True, "bfloat16": {"enabled": False}}))
+    file.write_text(
+        json.dumps(
+            {"train_batch_size": 4, "disable_allgather": True, "bfloat16": {"enabled": False}}
+        )
+    )
     done = CliRunner().invoke(make_app(), ["check", str(file), "--world", "2"])
     assert done.exit_code == 0
     assert "  note: disable_allgather: has no effect: " in done.stdout
@@ -30,7 +34,10 @@ def test_check_accepts_what_a_front_end_fills_in(tmp_path: Path) -> None:
     file.write_text(json.dumps(config))
     done = CliRunner().invoke(make_app(), ["check", str(file), "--world", "2"])
     assert done.exit_code == 0, done.stdout
-    assert "train_batch_size, fp16.enabled, bf16.enabled, optimizer.params.lr, optimizer.params.betas[1]" in done.stdout
+    assert (
+        "train_batch_size, fp16.enabled, bf16.enabled, optimizer.params.lr, "
+        "optimizer.params.betas[1]" in done.stdout
+    )
     assert CliRunner().invoke(make_app(), ["check", str(file), "--no-auto"]).exit_code == 1
     config["train_btach_size"] = "auto"
     file.write_text(json.dumps(config))

@@ -1,4 +1,5 @@
-"""The state of an elastic run at its store: what none of us wrote ends by name, however deep it is."""
+"""The state of an elastic run at its store: what none of us wrote ends by name, however deep it
+is."""
 
 from __future__ import annotations
 

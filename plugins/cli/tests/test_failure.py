@@ -22,7 +22,11 @@ def word(folder: Path, rank: int, time: float, error: str, code: int = 1) -> Non
 
 def test_the_earliest_end_is_the_cause_and_a_crash_needs_no_word(tmp_path: Path) -> None:
     word(tmp_path, 0, 5.2, "RuntimeError: Connection reset by peer")
-    endings = {started(0): Ending(1, 5.3), started(1): Ending(-9, 5.1), started(2): Ending(-15, 6.0)}
+    endings = {
+        started(0): Ending(1, 5.3),
+        started(1): Ending(-9, 5.1),
+        started(2): Ending(-15, 6.0),
+    }
     failures, ended = gather(tmp_path, 0, endings)
     assert [f.rank for f in failures] == [1, 0]
     assert ended == 1
@@ -35,13 +39,19 @@ def test_the_earliest_end_is_the_cause_and_a_crash_needs_no_word(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "echo", ["RuntimeError: gloo: Connection closed by peer [::1]:1", "ds_core.errors.LostRankError: rank 1 has ended"]
+    "echo",
+    [
+        "RuntimeError: gloo: Connection closed by peer [::1]:1",
+        "ds_core.errors.LostRankError: rank 1 has ended",
+    ],
 )
 def test_an_echo_of_a_lost_peer_gives_way_to_the_cause(tmp_path: Path, echo: str) -> None:
     word(tmp_path, 0, 5.0, echo)
     word(tmp_path, 1, 5.4, "KeyError: 'x'")
     # rank 1 was still shutting down when torch ended it
-    failures, ended = gather(tmp_path, 0, {started(0): Ending(1, 5.1), started(1): Ending(-15, 5.5)})
+    failures, ended = gather(
+        tmp_path, 0, {started(0): Ending(1, 5.1), started(1): Ending(-15, 5.5)}
+    )
     assert (first(failures).rank, exit_code(first(failures)), ended) == (1, 1, 0)
     head = "TRACE KeyError: 'x'\n\ndscore: rank 1 of 2 failed with exit code 1 first (pid 101 on "
     assert describe(failures, ended, 2).startswith(head)
@@ -50,14 +60,21 @@ def test_an_echo_of_a_lost_peer_gives_way_to_the_cause(tmp_path: Path, echo: str
 def test_a_kill_that_was_noticed_late_is_the_cause(tmp_path: Path) -> None:
     """A killed process with much memory is gone for its peers before it is for its parent."""
     word(tmp_path, 0, 5.0, "RuntimeError: gloo: Connection reset by peer")
-    endings = {started(0): Ending(1, 5.1), started(1): Ending(-9, 5.3), started(2): Ending(-9, 10.2)}
+    endings = {
+        started(0): Ending(1, 5.1),
+        started(1): Ending(-9, 5.3),
+        started(2): Ending(-9, 10.2),
+    }
     failures, ended = gather(tmp_path, 0, endings, grace=5.0)
-    assert ([f.rank for f in failures], first(failures).rank, ended) == ([0, 1], 1, 1)  # the launcher killed rank 2
+    # the launcher killed rank 2
+    assert ([f.rank for f in failures], first(failures).rank, ended) == ([0, 1], 1, 1)
 
 
 def test_an_echo_alone_is_shown(tmp_path: Path) -> None:
     word(tmp_path, 0, 5.0, "RuntimeError: Connection closed by peer")
-    failures, ended = gather(tmp_path, 0, {started(0): Ending(1, 5.1), started(1): Ending(-15, 5.5)})
+    failures, ended = gather(
+        tmp_path, 0, {started(0): Ending(1, 5.1), started(1): Ending(-15, 5.5)}
+    )
     assert (first(failures).rank, ended) == (0, 1)
 
 

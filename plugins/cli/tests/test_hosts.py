@@ -1,4 +1,6 @@
-"""Several hosts: which are chosen, what their agents are given, and how the programs that reach them end."""
+"""Several hosts: which are chosen, what their agents are given, and how the programs that reach
+them end.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,12 @@ def hosts(tmp_path: Path, monkeypatch: Any) -> Path:
 def asked(text: str, monkeypatch: Any) -> tuple[str, LaunchRequest]:
     """The launcher and what it is given for these words of ``dscore run``."""
     seen: list[tuple[str, LaunchRequest]] = []
-    monkeypatch.setattr("ds_cli.run.find_launcher", lambda name: lambda request: seen.append((name, request)) or 0)
-    monkeypatch.setattr(sys, "argv", ["dscore", "run", *shlex.split(text), "--no-python", sys.executable])
+    monkeypatch.setattr(
+        "ds_cli.run.find_launcher", lambda name: lambda request: seen.append((name, request)) or 0
+    )
+    monkeypatch.setattr(
+        sys, "argv", ["dscore", "run", *shlex.split(text), "--no-python", sys.executable]
+    )
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 0 or not seen
@@ -44,7 +50,7 @@ def asked(text: str, monkeypatch: Any) -> tuple[str, LaunchRequest]:
     return seen[0]
 
 
-# -- which hosts ---------------------------------------------------------------------------------------------------
+# -- which hosts -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -72,7 +78,15 @@ def test_bad_hostfiles(tmp_path: Path, text: str, said: str) -> None:
 
 
 def test_names_of_hosts(tmp_path: Path) -> None:
-    names = ["node-1", "10.0.0.7", "a.b-c.example.org", "user.x@node_1", "fe80::1", "fe80::1%eth0", "u@2001:db8::7"]
+    names = [
+        "node-1",
+        "10.0.0.7",
+        "a.b-c.example.org",
+        "user.x@node_1",
+        "fe80::1",
+        "fe80::1%eth0",
+        "u@2001:db8::7",
+    ]
     (tmp_path / "hosts").write_text("".join(f"{name} slots=2\n" for name in names))
     hosts = read_hostfile(str(tmp_path / "hosts"))
     assert hosts is not None and list(hosts) == names
@@ -97,17 +111,35 @@ def test_filters() -> None:
 @pytest.mark.parametrize(
     ("text", "launcher", "given"),
     [
-        ("", "ssh", {"hosts": (Host("h0", (0, 1, 2, 3)), Host("h1", (0, 1))), "min_nodes": 2, "max_nodes": 2}),
+        (
+            "",
+            "ssh",
+            {
+                "hosts": (Host("h0", (0, 1, 2, 3)), Host("h1", (0, 1))),
+                "min_nodes": 2,
+                "max_nodes": 2,
+            },
+        ),
         ("-i h0:1,3@h1", "ssh", {"hosts": (Host("h0", (1, 3)), Host("h1", (0, 1)))}),
         ("-e h0:0,2", "ssh", {"hosts": (Host("h0", (1, 3)), Host("h1", (0, 1)))}),
         ("--num_gpus 1 --launcher Pdsh", "Pdsh", {"hosts": (Host("h0", (0,)), Host("h1", (0,)))}),
-        ("--num_nodes 1 --ssh_port 23", "ssh", {"hosts": (Host("h0", (0, 1, 2, 3)),), "ssh_port": 23}),
-        ("--no_ssh --node_rank 1", "local", {"node_rank": 1, "nproc": 2, "master_addr": "h0", "max_nodes": 2}),
+        (
+            "--num_nodes 1 --ssh_port 23",
+            "ssh",
+            {"hosts": (Host("h0", (0, 1, 2, 3)),), "ssh_port": 23},
+        ),
+        (
+            "--no_ssh --node_rank 1",
+            "local",
+            {"node_rank": 1, "nproc": 2, "master_addr": "h0", "max_nodes": 2},
+        ),
         ("--elastic_training", "ssh", {"min_nodes": 1, "max_nodes": 2}),
         ("--launcher_args '-v -o \"A b\"'", "ssh", {"launcher_args": ("-v", "-o", "A b")}),
     ],
 )
-def test_documented_flags(hosts: Path, text: str, launcher: str, given: dict[str, Any], monkeypatch: Any) -> None:
+def test_documented_flags(
+    hosts: Path, text: str, launcher: str, given: dict[str, Any], monkeypatch: Any
+) -> None:
     name, request = asked(f"-H {hosts} {text}", monkeypatch)
     assert name == launcher
     assert {field: getattr(request, field) for field in given} == given
@@ -131,7 +163,9 @@ def test_documented_flags(hosts: Path, text: str, launcher: str, given: dict[str
         ("-H nowhere", "no hostfile 'nowhere'"),
     ],
 )
-def test_words_that_do_not_fit(hosts: Path, text: str, said: str, monkeypatch: Any, capsys: Any) -> None:
+def test_words_that_do_not_fit(
+    hosts: Path, text: str, said: str, monkeypatch: Any, capsys: Any
+) -> None:
     with pytest.raises(CommandError, match="^2$"):
         asked(text if text.startswith("-H") else f"-H {hosts} {text}", monkeypatch)
     assert said in capsys.readouterr().err
@@ -141,28 +175,42 @@ def test_a_hostfile_that_is_no_regular_file_means_this_machine() -> None:
     assert choose_hosts(Choice(hostfile="/dev/null")) == ()
 
 
-def test_one_host_that_is_this_machine_is_local_unless_forced(tmp_path: Path, monkeypatch: Any) -> None:
+def test_one_host_that_is_this_machine_is_local_unless_forced(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     (tmp_path / "one").write_text("localhost slots=2\n")
     name, request = asked(f"-H {tmp_path / 'one'}", monkeypatch)
     assert (name, request.nproc, request.max_nodes, request.node_rank) == ("local", 2, 1, None)
     assert asked(f"-H {tmp_path / 'one'} --force_multi", monkeypatch)[0] == "ssh"
 
 
-# -- what their agents are given -----------------------------------------------------------------------------------
+# -- what their agents are given -------------------------------------------------------------------
 
 
 def test_settings_arrive_and_each_host_takes_its_own(tmp_path: Path) -> None:
     request = LaunchRequest(
-        "x.py", ("--a", "b c"), hosts=(Host("u@h0", (0, 2)), Host("h1")), min_nodes=2, max_nodes=2, cores=(1, 2),
-        exported=(("TOKEN", "hidden"),), launcher_args=("-v",),
-    )  # fmt: skip
+        "x.py",
+        ("--a", "b c"),
+        hosts=(Host("u@h0", (0, 2)), Host("h1")),
+        min_nodes=2,
+        max_nodes=2,
+        cores=(1, 2),
+        exported=(("TOKEN", "hidden"),),
+        launcher_args=("-v",),
+    )
     got = read_settings(settings_line(request).strip())
     assert got.request == dataclasses.replace(request, exported=(), launcher_args=())
     assert (got.folder, got.variables) == (os.getcwd(), {"TOKEN": "hidden"})
     assert "hidden" not in repr(request)
-    first, second = on_host(got.request, 0), on_host(got.request, 1)
+    first = on_host(got.request, 0)
+    second = on_host(got.request, 1)
     assert (first.slots, first.nproc, first.node_rank, first.master_addr) == ((0, 2), 2, 0, "h0")
-    assert (second.slots, second.nproc, second.node_rank, second.master_addr) == (None, None, 1, "h0")
+    assert (second.slots, second.nproc, second.node_rank, second.master_addr) == (
+        None,
+        None,
+        1,
+        "h0",
+    )
     with pytest.raises(CommandError, match="host 2 of 2"):
         on_host(got.request, 2)
     for bad in (b"", b"eJw=", b"\x00"):
@@ -171,14 +219,17 @@ def test_settings_arrive_and_each_host_takes_its_own(tmp_path: Path) -> None:
 
 
 def test_variables_for_every_host(tmp_path: Path, monkeypatch: Any) -> None:
-    home, here = tmp_path / "home", tmp_path / "here"
+    home = tmp_path / "home"
+    here = tmp_path / "here"
     home.mkdir()
     here.mkdir()
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(here)
     (home / ".deepspeed_env").write_text("# ours\nA=1\nexport B=2 = 3\n")
     (here / ".deepspeed_env").write_text("A=4\n")
-    found = dict(exported({"NCCL_X": "1", "MLFLOW_URL": "u", "AWS_SECRET": "s", "CUDA_VISIBLE_DEVICES": "1"}))
+    found = dict(
+        exported({"NCCL_X": "1", "MLFLOW_URL": "u", "AWS_SECRET": "s", "CUDA_VISIBLE_DEVICES": "1"})
+    )
     assert found == {"NCCL_X": "1", "MLFLOW_URL": "u", "A": "4", "B": "2 = 3"}
     (here / "bad").write_text("\nhidden word\n")
     with pytest.raises(CommandError, match="bad, line 2 is not KEY=VALUE") as error:
@@ -188,7 +239,7 @@ def test_variables_for_every_host(tmp_path: Path, monkeypatch: Any) -> None:
         exported({"DS_ENV_FILE": "nowhere"})
 
 
-# -- programs that reach hosts -------------------------------------------------------------------------------------
+# -- programs that reach hosts ---------------------------------------------------------------------
 
 
 def tool(body: str) -> list[str]:
@@ -196,7 +247,11 @@ def tool(body: str) -> list[str]:
 
 
 def test_output_is_whole_lines_and_what_all_say_comes_once(capfd: Any) -> None:
-    body = "print('x' * 3000, end=''); sys.stdout.flush(); print('y'); print('dscore: lost host z', file=sys.stderr)"
+    body = (
+        "print('x' * 3000, end=''); sys.stdout.flush(); print('y'); print('dscore: lost host "
+        "z', "
+        "file=sys.stderr)"
+    )
     assert run_tools(LaunchRequest("x"), {"a": tool(body), "b": tool(body)}) == 0
     out, err = capfd.readouterr()
     assert out == ("x" * 3000 + "y\n") * 2
@@ -210,7 +265,12 @@ def test_the_first_bad_end_ends_all_by_the_lifeline(capfd: Any, monkeypatch: Any
     assert run_tools(LaunchRequest("x"), bad, feed=b"head\n", lifeline=True) == 4
     assert "b'head\\n'" in capfd.readouterr().out
     bad["b"] = tool("os.kill(os.getpid(), 15)")
-    assert run_tools(LaunchRequest("x"), bad, lifeline=True, explain=lambda where, code: f"{where} {code}") == 1
+    assert (
+        run_tools(
+            LaunchRequest("x"), bad, lifeline=True, explain=lambda where, code: f"{where} {code}"
+        )
+        == 1
+    )
     assert "dscore: b -15" in capfd.readouterr().err
 
 
@@ -220,8 +280,13 @@ def test_a_host_whose_python_lacks_ds_core_is_named(capfd: Any, monkeypatch: Any
     waiting = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
     assert run_tools(LaunchRequest("x"), {"node-a": waiting, "node-b": lacking}, lifeline=True) == 1
     said = capfd.readouterr().err
-    assert "ModuleNotFoundError" in said and "dscore: host node-b ended with exit code 1 before its agent" in said
-    noise = "[W1 socket.cpp:767] [c10d] The hostname of the client socket cannot be retrieved. err=-3"
+    assert (
+        "ModuleNotFoundError" in said
+        and "dscore: host node-b ended with exit code 1 before its agent" in said
+    )
+    noise = (
+        "[W1 socket.cpp:767] [c10d] The hostname of the client socket cannot be retrieved. err=-3"
+    )
     telling = [
         sys.executable,
         "-S",
@@ -233,7 +298,9 @@ def test_a_host_whose_python_lacks_ds_core_is_named(capfd: Any, monkeypatch: Any
 
 
 def test_show_runs_nothing_and_tells_no_values(capfd: Any) -> None:
-    request = LaunchRequest("x.py", ("a b",), hosts=(Host("h", (0,)),), exported=(("TOKEN", "hidden"),), show=True)
+    request = LaunchRequest(
+        "x.py", ("a b",), hosts=(Host("h", (0,)),), exported=(("TOKEN", "hidden"),), show=True
+    )
     assert run_tools(request, {"h": ["false", *agent_command(request, 0)]}) == 0
     out = capfd.readouterr().out
     assert "h: false" in out
@@ -242,13 +309,20 @@ def test_show_runs_nothing_and_tells_no_values(capfd: Any) -> None:
     assert "hidden" not in out
 
 
-def test_show_runs_nothing_on_this_machine_either(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+def test_show_runs_nothing_on_this_machine_either(
+    tmp_path: Path, monkeypatch: Any, capfd: Any
+) -> None:
     (tmp_path / "x.py").write_text("raise SystemExit('must not run')")
-    monkeypatch.setattr(sys, "argv", ["dscore", "run", "--show", "--nproc", "2", str(tmp_path / "x.py"), "a b"])
+    monkeypatch.setattr(
+        sys, "argv", ["dscore", "run", "--show", "--nproc", "2", str(tmp_path / "x.py"), "a b"]
+    )
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 0
-    assert capfd.readouterr().out == f"this machine: 2 processes\neach process: python {tmp_path / 'x.py'} 'a b'\n"
+    assert (
+        capfd.readouterr().out
+        == f"this machine: 2 processes\neach process: python {tmp_path / 'x.py'} 'a b'\n"
+    )
 
 
 def test_a_program_that_is_not_there_is_named() -> None:

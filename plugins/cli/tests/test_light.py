@@ -34,7 +34,9 @@ def dscore(*words: str) -> Any:
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Found]:
-    """Make a declaration module of functions and let it be what is installed, beside what was before."""
+    """Make a declaration module of functions and let it be what is installed, beside what was
+    before.
+    """
     rows: list[Found] = []
     monkeypatch.setattr(P, "discover", lambda: tuple(sorted(rows)))
 
@@ -52,7 +54,7 @@ def missing(name: str = "bad", group: str = BACKENDS) -> Found:
     return Found(name, group, "no_such_module_bad", "ds-bad", "0.1")
 
 
-# -- cost ----------------------------------------------------------------------------------------------------------
+# -- cost ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -111,12 +113,16 @@ def test_the_help_names_every_command_and_python_m_works() -> None:
     assert dscore("--version").output == f"ds-core {__version__}\n"
 
 
-# -- plugins -------------------------------------------------------------------------------------------------------
+# -- plugins ---------------------------------------------------------------------------------------
 
 
 def test_plugins_shows_kinds_states_and_whole_reasons(install: Any, monkeypatch: Any) -> None:
     install(
-        "zed", group=SECTIONS, ds_config=lambda: Section, ds_monitors=lambda ctx: [], ds_mesh_axes=lambda config: []
+        "zed",
+        group=SECTIONS,
+        ds_config=lambda: Section,
+        ds_monitors=lambda ctx: [],
+        ds_mesh_axes=lambda config: [],
     )
     install(
         "many",
@@ -129,13 +135,19 @@ def test_plugins_shows_kinds_states_and_whole_reasons(install: Any, monkeypatch:
     done = dscore("plugins")
     assert done.exit_code == 0
     lines = done.output.splitlines()
-    assert lines[0].startswith("quarantined")  # what is wrong stands first, its reason on the next line
+    # what is wrong stands first, its reason on the next line
+    assert lines[0].startswith("quarantined")
     assert lines[0].split()[1] == "bad"
-    rows = {line.split()[1]: line + below for line, below in zip(lines, [*lines[1:], ""], strict=True)}
+    rows = {
+        line.split()[1]: line + below for line, below in zip(lines, [*lines[1:], ""], strict=True)
+    }
     assert "section zed; monitor; mesh axis" in rows["zed"]
     assert "optimizer a; scheduler b" in rows["many"]
     assert "loaded" in rows["many"]
-    why = "plugin 'bad' (ds-bad 0.1, module no_such_module_bad) failed to import: ModuleNotFoundError: No module named"
+    why = (
+        "plugin 'bad' (ds-bad 0.1, module no_such_module_bad) failed to import: "
+        "ModuleNotFoundError: No module named"
+    )
     assert "quarantined" in rows["bad"]
     assert why in rows["bad"]
     as_json = {row["name"]: row for row in json.loads(dscore("plugins", "--json").output)}
@@ -154,15 +166,24 @@ def test_one_plugin_in_detail(install: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(P, "discover", lambda: (*found, missing()))
     for name in ("zed", "ds-zed"):
         said = dscore("plugins", name).output
-        assert said.startswith("zed (ds-zed 1.0): loaded\n  entry point: zed = made_zed_ds_zed (ds_core.plugins)\n")
-        assert "\n  hooks: ds_config, ds_step_end\n" in said and "\n    zed.depth: How deep.\n" in said
+        assert said.startswith(
+            "zed (ds-zed 1.0): loaded\n  entry point: zed = made_zed_ds_zed (ds_core.plugins)\n"
+        )
+        assert (
+            "\n  hooks: ds_config, ds_step_end\n" in said and "\n    zed.depth: How deep.\n" in said
+        )
     (row,) = json.loads(dscore("plugins", "zed", "--json").output)
-    assert row["keys"] == {"depth": "How deep."} and row["offers"] == {"section": ["zed"], "observer": []}
+    assert row["keys"] == {"depth": "How deep."} and row["offers"] == {
+        "section": ["zed"],
+        "observer": [],
+    }
     said = dscore("plugins", "bad").output
     assert "No module named 'no_such_module_bad'" in said and "file: not found" in said
     done = dscore("plugins", "zet")
     assert done.exit_code == 2 and "did you mean 'zed'?" in done.output
-    assert "served by ds-zero, which is not installed" in dscore("plugins", "zero_optimization").output
+    assert (
+        "served by ds-zero, which is not installed" in dscore("plugins", "zero_optimization").output
+    )
 
 
 def test_every_hook_has_a_word_in_the_list() -> None:
@@ -198,7 +219,9 @@ def test_reports_are_readable_at_80_columns(command: str, install: Any, monkeypa
     assert max(map(len, lines)) <= 80
     first = "quarantined" if command == "plugins" else "fault"
     assert lines[0].startswith(first) and "a_plugin_of_an_uncommonly_long_name" in lines[0]
-    assert "ModuleNotFoundError: No module named 'no_such_module_bad'" in " ".join(" ".join(lines).split())
+    assert "ModuleNotFoundError: No module named 'no_such_module_bad'" in " ".join(
+        " ".join(lines).split()
+    )
 
 
 def test_completion_is_offered_and_knows_the_commands(monkeypatch: Any) -> None:
@@ -206,22 +229,34 @@ def test_completion_is_offered_and_knows_the_commands(monkeypatch: Any) -> None:
     monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))
     assert "_DSCORE_COMPLETE=complete_bash" in dscore("--show-completion").output
     assert "--install-completion" in dscore("--help").output
-    environment = {"_DSCORE_COMPLETE": "complete_bash", "COMP_WORDS": "dscore do", "COMP_CWORD": "1"}
+    environment = {
+        "_DSCORE_COMPLETE": "complete_bash",
+        "COMP_WORDS": "dscore do",
+        "COMP_CWORD": "1",
+    }
     done = subprocess.run(
-        [str(Path(sys.executable).with_name("dscore"))], env=os.environ | environment, capture_output=True, text=True
+        [str(Path(sys.executable).with_name("dscore"))],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
     )
     assert done.stdout.split() == ["doctor"]
 
 
-# -- config --------------------------------------------------------------------------------------------------------
+# -- config ----------------------------------------------------------------------------------------
 
 
 def test_config_check(tmp_path: Path) -> None:
     file = tmp_path / "c.json"
-    file.write_text('{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "csv_monitor": {"enabled": false}}')
+    file.write_text(
+        '{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "csv_monitor": {"enabled": '
+        "false}}"
+    )
     done = dscore("config", "check", str(file), "--world", "2")
     assert done.exit_code == 0
-    assert "train_batch_size 8 = micro batch 2 x accumulation 2 x 2 data-parallel ranks" in done.output
+    assert (
+        "train_batch_size 8 = micro batch 2 x accumulation 2 x 2 data-parallel ranks" in done.output
+    )
     assert "csv_monitor: ds-monitor-csv" in done.output
     assert dscore("config", "check", str(file), "--world", "3").exit_code == 1
 
@@ -243,10 +278,17 @@ def test_config_check(tmp_path: Path) -> None:
         for load in ('["made_to_run"]', '{"load": ["own=made_to_run"]}'):
             file.write_text(f'{{"plugins": {load}}}')
             done = dscore("config", "check", str(file))
-            assert done.exit_code != 0 and "give --import" in done.output and "made_to_run" in done.output
+            assert (
+                done.exit_code != 0
+                and "give --import" in done.output
+                and "made_to_run" in done.output
+            )
         assert not (tmp_path / "ran").exists()
         file.write_text('{"train_batch_size": 1, "plugins": ["made_to_run"]}')
-        assert dscore("config", "check", "--import", str(file)).exit_code == 0 and (tmp_path / "ran").exists()
+        assert (
+            dscore("config", "check", "--import", str(file)).exit_code == 0
+            and (tmp_path / "ran").exists()
+        )
     finally:
         sys.path.remove(str(tmp_path))
     for path in (tmp_path, tmp_path / "none.json"):
@@ -264,7 +306,9 @@ def test_config_schema_and_explain() -> None:
     assert (done.exit_code, "did you mean 'fp16.loss_scale'" in done.output) == (1, True)
 
 
-def test_a_broken_section_is_left_out_of_the_schema_with_a_word(install: Any, monkeypatch: Any) -> None:
+def test_a_broken_section_is_left_out_of_the_schema_with_a_word(
+    install: Any, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(P, "discover", lambda: (missing(group=SECTIONS),))
     done = dscore("config", "schema")
     assert done.exit_code == 0
@@ -272,7 +316,7 @@ def test_a_broken_section_is_left_out_of_the_schema_with_a_word(install: Any, mo
     assert "left out: plugin 'bad'" in done.stderr
 
 
-# -- doctor --------------------------------------------------------------------------------------------------------
+# -- doctor ----------------------------------------------------------------------------------------
 
 
 def test_doctor_finds_a_sound_installation_sound(install: Any) -> None:
@@ -288,7 +332,11 @@ def test_doctor_finds_a_sound_installation_sound(install: Any) -> None:
 
 
 def test_doctor_names_faults_with_a_fix(install: Any, monkeypatch: Any) -> None:
-    install("one", "ds-one", ds_commands=lambda: {"same": CommandEntry("a:b"), "run": CommandEntry("a:b")})
+    install(
+        "one",
+        "ds-one",
+        ds_commands=lambda: {"same": CommandEntry("a:b"), "run": CommandEntry("a:b")},
+    )
     install("two", "ds-two", ds_commands=lambda: {"same": CommandEntry("a:b")})
     install("cross", "ds-three", ds_commands=lambda: 1 / 0)
     install("twice", "ds-one", SECTIONS)
@@ -310,7 +358,9 @@ def test_doctor_names_faults_with_a_fix(install: Any, monkeypatch: Any) -> None:
 
 def test_doctor_has_nothing_against_its_own_commands() -> None:
     assert [
-        row["part"] for row in json.loads(dscore("doctor", "--json").stdout) if row["part"].startswith("command")
+        row["part"]
+        for row in json.loads(dscore("doctor", "--json").stdout)
+        if row["part"].startswith("command")
     ] == []
 
 
@@ -322,13 +372,15 @@ def test_doctor_comes_to_its_end_whatever_fails(install: Any, monkeypatch: Any) 
 
     monkeypatch.setattr(checks, "_compilers", broken)
     rows = json.loads(dscore("doctor", "--json").stdout)
-    assert {"part": "compilers", "level": "fault", "found": "ZeroDivisionError: oops"}.items() <= next(
-        row for row in rows if row["part"] == "compilers"
-    ).items()
+    assert {
+        "part": "compilers",
+        "level": "fault",
+        "found": "ZeroDivisionError: oops",
+    }.items() <= next(row for row in rows if row["part"] == "compilers").items()
     assert rows[-1]["part"] == "loopback"
 
 
-# -- commands and launchers of plugins -----------------------------------------------------------------------------
+# -- commands and launchers of plugins -------------------------------------------------------------
 
 
 def test_a_plugins_command_is_resolved_when_it_is_run(install: Any, monkeypatch: Any) -> None:
@@ -360,7 +412,10 @@ def test_a_plugins_command_is_resolved_when_it_is_run(install: Any, monkeypatch:
     assert dscore("greet").exit_code == 2
     done = dscore("lost")
     assert (done.exit_code, done.exception.__class__) == (1, SystemExit)
-    assert "plugin 'greeter' (ds-x 1.0, module made_greeter_ds_x) cannot serve the command 'lost'" in done.stderr
+    assert (
+        "plugin 'greeter' (ds-x 1.0, module made_greeter_ds_x) cannot serve the command 'lost'"
+        in done.stderr
+    )
     assert "no_such_module_lost" in done.stderr
     assert dscore("grete").exit_code == 2
 
@@ -369,7 +424,10 @@ def test_a_plugin_adds_to_a_group(install: Any, monkeypatch: Any) -> None:
     impl = types.ModuleType("made_extra")
     vars(impl).update(extra=lambda: typer.echo("more"), check=lambda: typer.echo("never"))
     monkeypatch.setitem(sys.modules, "made_extra", impl)
-    offered = {f"config {name}": CommandEntry(f"made_extra:{name}", "Added.") for name in ("extra", "check")}
+    offered = {
+        f"config {name}": CommandEntry(f"made_extra:{name}", "Added.")
+        for name in ("extra", "check")
+    }
     install("adds", ds_commands=lambda: offered)
     assert dscore("config", "extra").output == "more\n"
     assert "Added." in dscore("config", "--help").output
@@ -380,40 +438,79 @@ def test_a_plugin_adds_to_a_group(install: Any, monkeypatch: Any) -> None:
 
 def test_two_plugins_with_one_command_are_named_and_the_rest_works(install: Any) -> None:
     for dist in ("ds-one", "ds-two"):
-        install("same", dist, ds_commands=lambda: {"same": CommandEntry("a:b", "x"), "plugins": CommandEntry("a:b")})
+        install(
+            "same",
+            dist,
+            ds_commands=lambda: {"same": CommandEntry("a:b", "x"), "plugins": CommandEntry("a:b")},
+        )
     done = dscore("same")
     assert done.exit_code == 1
-    assert done.stderr == "dscore: the command 'same' is offered by ds-one 1.0 and ds-two 1.0; uninstall one of them\n"
+    assert (
+        done.stderr
+        == "dscore: the command 'same' is offered by ds-one 1.0 and ds-two 1.0; uninstall one of "
+        "them\n"
+    )
     assert "offered by ds-one 1.0 and ds-two 1.0" in " ".join(dscore("--help").output.split())
     assert dscore("plugins").exit_code == 0  # the core's own command stays the core's
 
 
-def test_a_launcher_comes_from_a_plugin_by_name(install: Any, monkeypatch: Any, tmp_path: Path) -> None:
+def test_a_launcher_comes_from_a_plugin_by_name(
+    install: Any, monkeypatch: Any, tmp_path: Path
+) -> None:
     asked: list[LaunchRequest] = []
     impl = types.ModuleType("made_launch")
-    vars(impl).update(start=lambda request: asked.append(request) or 42, wrong=lambda request: "fine", data=3)
+    vars(impl).update(
+        start=lambda request: asked.append(request) or 42, wrong=lambda request: "fine", data=3
+    )
     monkeypatch.setitem(sys.modules, "made_launch", impl)
-    entries = {name.title(): LauncherEntry(f"made_launch:{name}") for name in ("start", "wrong", "data")}
+    entries = {
+        name.title(): LauncherEntry(f"made_launch:{name}") for name in ("start", "wrong", "data")
+    }
     install("far", "ds-far", ds_launchers=lambda: entries)
     install("cli", "ds-cli", ds_launchers=ds_launchers)
     script = tmp_path / "s.py"
     script.write_text("")
-    words = ["--nproc", "3", "--max-restarts", "2", "--nnodes", "1:4", "--rdzv-endpoint", "h:1", "--rdzv-id", "me"]
-    done = dscore("run", "--launcher", "start", *words, "--grace", "1.5", str(script), "--launcher", "x")
+    words = [
+        "--nproc",
+        "3",
+        "--max-restarts",
+        "2",
+        "--nnodes",
+        "1:4",
+        "--rdzv-endpoint",
+        "h:1",
+        "--rdzv-id",
+        "me",
+    ]
+    done = dscore(
+        "run", "--launcher", "start", *words, "--grace", "1.5", str(script), "--launcher", "x"
+    )
     assert done.exit_code == 42
     assert asked == [
         LaunchRequest(
-            str(script), ("--launcher", "x"), nproc=3, max_restarts=2, max_nodes=4, rdzv_endpoint="h:1", rdzv_id="me",
+            str(script),
+            ("--launcher", "x"),
+            nproc=3,
+            max_restarts=2,
+            max_nodes=4,
+            rdzv_endpoint="h:1",
+            rdzv_id="me",
             grace=1.5,
         )
-    ]  # fmt: skip
+    ]
     assert dscore("run", "--launcher", "START", "-m", "a.b").exit_code == 42
     assert (asked[1].is_module, asked[1].script, asked[1].nproc) == (True, "a.b", None)
     done = dscore("run", "--launcher", "wrong", str(script))
-    assert (done.exit_code, "launcher 'wrong' of ds-far returned 'fine'" in done.stderr) == (1, True)
+    assert (done.exit_code, "launcher 'wrong' of ds-far returned 'fine'" in done.stderr) == (
+        1,
+        True,
+    )
     assert "is not a function" in dscore("run", "--launcher", "data", str(script)).stderr
     done = dscore("run", "--launcher", "strat", str(script))
-    assert (done.exit_code, "did you mean 'start'? Installed: data, local, start, wrong" in done.stderr) == (2, True)
+    assert (
+        done.exit_code,
+        "did you mean 'start'? Installed: data, local, start, wrong" in done.stderr,
+    ) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""``dscore run``: processes start, fail and end as promised. Scripts are tiny and load no torch unless they must."""
+"""``dscore run``: processes start, fail and end as promised.
+
+Scripts are tiny and load no torch unless they must.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ def wait_for(*names):
         time.sleep(0.01)
 leave("rank", os.getpid())
 """
-CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+CHILD = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', "
+    "flush=True); time.sleep(600)"
+)
 IN_BACKGROUND = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 STUBBORN = f"""
 for number in (signal.SIGTERM, signal.SIGINT):
@@ -80,7 +86,9 @@ def wait_until(what: Any, seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-def command(tmp_path: Path, *words: str, cwd: Path | None = None, background: bool = False) -> subprocess.Popen[str]:
+def command(
+    tmp_path: Path, *words: str, cwd: Path | None = None, background: bool = False
+) -> subprocess.Popen[str]:
     """``dscore run`` in a process of its own, as the console script would start it."""
     entry = tmp_path / "entry"
     entry.mkdir(exist_ok=True)
@@ -97,11 +105,16 @@ def command(tmp_path: Path, *words: str, cwd: Path | None = None, background: bo
         )
 
 
-# -- how it fails --------------------------------------------------------------------------------------------------
+# -- how it fails ----------------------------------------------------------------------------------
 
 
-def test_the_first_failure_is_shown_once_and_the_others_are_ended(script: Any, tmp_path: Path, capfd: Any) -> None:
-    file = script("wait_for('rank0', 'rank1')\nif RANK == 1:\n    raise ValueError('too\\nbad')\ntime.sleep(600)")
+def test_the_first_failure_is_shown_once_and_the_others_are_ended(
+    script: Any, tmp_path: Path, capfd: Any
+) -> None:
+    file = script(
+        "wait_for('rank0', 'rank1')\nif RANK == 1:\n    raise "
+        "ValueError('too\\nbad')\ntime.sleep(600)"
+    )
     assert launch(LaunchRequest(file, nproc=2)) == 1
     seen = pids(tmp_path)
     assert is_gone(seen["rank0"])
@@ -112,8 +125,12 @@ def test_the_first_failure_is_shown_once_and_the_others_are_ended(script: Any, t
     assert "ChildFailedError" not in err
     assert f'File "{file}"' in err
     last = err.splitlines()[-2:]
-    pid, host = seen["rank1"], socket.gethostname()
-    assert last[0] == f"dscore: rank 1 of 2 failed with exit code 1 (pid {pid} on {host}): ValueError: too"
+    pid = seen["rank1"]
+    host = socket.gethostname()
+    assert (
+        last[0]
+        == f"dscore: rank 1 of 2 failed with exit code 1 (pid {pid} on {host}): ValueError: too"
+    )
     assert last[1] == "dscore: the other process was ended"
 
 
@@ -131,10 +148,26 @@ def test_one_mistake_on_all_ranks_is_one_traceback(script: Any, capfd: Any) -> N
     [
         ("sys.exit(3)", 3, "rank 0 of 1 failed with exit code 3"),
         ("os._exit(7)", 7, "rank 0 of 1 failed with exit code 7"),
-        ("sys.exit('no data here')", 1, "no data here\ndscore: rank 0 of 1 failed with exit code 1"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 0 of 1 was killed by SIGKILL (signal 9)"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "rank 0 of 1 was killed by SIGSEGV (signal 11)"),
-        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "rank 0 of 1 was killed by SIGTERM (signal 15)"),
+        (
+            "sys.exit('no data here')",
+            1,
+            "no data here\ndscore: rank 0 of 1 failed with exit code 1",
+        ),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            137,
+            "rank 0 of 1 was killed by SIGKILL (signal 9)",
+        ),
+        (
+            "os.kill(os.getpid(), signal.SIGSEGV)",
+            139,
+            "rank 0 of 1 was killed by SIGSEGV (signal 11)",
+        ),
+        (
+            "os.kill(os.getpid(), signal.SIGTERM)",
+            143,
+            "rank 0 of 1 was killed by SIGTERM (signal 15)",
+        ),
         ("raise KeyboardInterrupt", 130, "rank 0 of 1 was killed by SIGINT (signal 2)"),
         ("def f(:", 1, "SyntaxError"),
     ],
@@ -144,7 +177,9 @@ def test_exit_codes_and_signals(script: Any, capfd: Any, body: str, code: int, w
     assert words in capfd.readouterr().err
 
 
-def test_success_is_silent_and_leaves_what_the_script_left_on_purpose(script: Any, tmp_path: Path, capfd: Any) -> None:
+def test_success_is_silent_and_leaves_what_the_script_left_on_purpose(
+    script: Any, tmp_path: Path, capfd: Any
+) -> None:
     file = script(STUBBORN + "print('done')\nsys.exit()")
     assert launch(LaunchRequest(file)) == 0
     assert capfd.readouterr() == ("done\n", "")
@@ -153,8 +188,12 @@ def test_success_is_silent_and_leaves_what_the_script_left_on_purpose(script: An
     os.kill(child, signal.SIGKILL)
 
 
-def test_deaf_processes_and_their_children_are_ended(script: Any, tmp_path: Path, capfd: Any) -> None:
-    file = script(STUBBORN + "wait_for('child0', 'child1')\nif RANK == 0:\n    os._exit(5)\ntime.sleep(600)")
+def test_deaf_processes_and_their_children_are_ended(
+    script: Any, tmp_path: Path, capfd: Any
+) -> None:
+    file = script(
+        STUBBORN + "wait_for('child0', 'child1')\nif RANK == 0:\n    os._exit(5)\ntime.sleep(600)"
+    )
     assert launch(LaunchRequest(file, nproc=2, grace=0.3)) == 5
     seen = pids(tmp_path)
     assert sorted(seen) == ["child0", "child1", "rank0", "rank1"]
@@ -179,7 +218,9 @@ time.sleep(600)
     assert "saved1" in pids(tmp_path)
 
 
-def test_restarts_show_each_failure_and_can_succeed(script: Any, tmp_path: Path, capfd: Any) -> None:
+def test_restarts_show_each_failure_and_can_succeed(
+    script: Any, tmp_path: Path, capfd: Any
+) -> None:
     body = """
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     if RANK == 1:
@@ -200,14 +241,19 @@ def test_the_last_restart_decides(script: Any, capfd: Any) -> None:
     body = 'sys.exit(10 + int(os.environ["TORCHELASTIC_RESTART_COUNT"]))'
     assert launch(LaunchRequest(script(body), max_restarts=1)) == 11
     err = capfd.readouterr().err
-    codes = [line.split("exit code ")[1].split()[0] for line in err.splitlines() if "exit code" in line]
+    codes = [
+        line.split("exit code ")[1].split()[0] for line in err.splitlines() if "exit code" in line
+    ]
     assert codes == ["10", "11"]
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+    ("number", "code"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
 )
-def test_a_stopped_launcher_ends_everything(script: Any, tmp_path: Path, number: int, code: int) -> None:
+def test_a_stopped_launcher_ends_everything(
+    script: Any, tmp_path: Path, number: int, code: int
+) -> None:
     file = script(STUBBORN + "time.sleep(600)")
     running = command(tmp_path, "--nproc", "2", "--grace", "0.3", "--notice", "0.3", file)
     wait_until(lambda: {"child0", "child1"} <= set(pids(tmp_path)))
@@ -248,7 +294,9 @@ while True:
 """
 
 
-def test_ranks_that_save_have_the_notice_and_their_exit_code_is_kept(script: Any, tmp_path: Path) -> None:
+def test_ranks_that_save_have_the_notice_and_their_exit_code_is_kept(
+    script: Any, tmp_path: Path
+) -> None:
     """Longer than the grace, and through a second SIGTERM."""
     running = command(tmp_path, "--nproc", "2", "--grace", "0.1", "--notice", "60", script(SAVES))
     wait_until(lambda: {"ready0", "ready1"} <= set(pids(tmp_path)))
@@ -260,14 +308,17 @@ def test_ranks_that_save_have_the_notice_and_their_exit_code_is_kept(script: Any
     _, err = running.communicate(timeout=300)
     assert running.returncode == 75
     assert err == (
-        "dscore: stopped by SIGTERM, exit code 75: a checkpoint was saved first, and the same command goes on from it\n"
+        "dscore: stopped by SIGTERM, exit code 75: a checkpoint was saved first, and the same "
+        "command goes on from it\n"
     )
 
 
 def test_a_killed_launcher_takes_all_along_and_leaves_nothing(script: Any, tmp_path: Path) -> None:
     """Deaf ranks, their own children, the folder and the file with its id."""
     file = script(STUBBORN + "time.sleep(600)")
-    running = command(tmp_path, "--nproc", "2", "--grace", "0.3", "--notice", "0.3", "--save_pid", file)
+    running = command(
+        tmp_path, "--nproc", "2", "--grace", "0.3", "--notice", "0.3", "--save_pid", file
+    )
     wait_until(lambda: {"child0", "child1"} <= set(pids(tmp_path)))
     assert (tmp_path / f"{running.pid}.dscore").read_text() == f"{running.pid}\n"
     assert list(tmp_path.glob("dscore-*"))
@@ -302,7 +353,8 @@ def test_over_gloo_the_cause_is_named_and_not_its_echo(tmp_path: Path) -> None:
 
 
 def test_processes_that_are_started_anew_are_not_ended_for_those_before(tmp_path: Path) -> None:
-    """As when a machine joins: torch ends the processes and starts others under the same attempt."""
+    """As when a machine joins: torch ends the processes and starts others under the same
+    attempt."""
     with Guard(tmp_path, grace=600) as guard:
         child = subprocess.Popen(["sleep", "600"], start_new_session=True)
         facts = {"pid": child.pid, "session": child.pid, "rank": 0}
@@ -317,7 +369,7 @@ def test_processes_that_are_started_anew_are_not_ended_for_those_before(tmp_path
     child.wait()
 
 
-# -- what the script meets -----------------------------------------------------------------------------------------
+# -- what the script meets -------------------------------------------------------------------------
 
 TELL = """
 print(json.dumps({"argv": sys.argv, "path": sys.path[0], "name": __name__, "file": __file__,
@@ -325,7 +377,9 @@ print(json.dumps({"argv": sys.argv, "path": sys.path[0], "name": __name__, "file
 """
 
 
-def test_arguments_are_untouched_and_the_working_directory_is_not_read(script: Any, tmp_path: Path) -> None:
+def test_arguments_are_untouched_and_the_working_directory_is_not_read(
+    script: Any, tmp_path: Path
+) -> None:
     empty = tmp_path / "cwd"
     empty.mkdir()
     for name in ("torch", "typer", "json", "runpy", "ds_core", "worker", "sitecustomize", "pluggy"):
@@ -337,21 +391,36 @@ def test_arguments_are_untouched_and_the_working_directory_is_not_read(script: A
     seen = json.loads(out)
     file = str(tmp_path / "script.py")
     assert seen["argv"] == [file, *arguments]
-    assert (seen["path"], seen["name"], seen["file"], seen["main"]) == (str(tmp_path), "__main__", file, True)
-    ranks = [seen["env"][k] for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")]
+    assert (seen["path"], seen["name"], seen["file"], seen["main"]) == (
+        str(tmp_path),
+        "__main__",
+        file,
+        True,
+    )
+    ranks = [
+        seen["env"][k]
+        for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    ]
     assert ranks == ["0", "0", "1", "1", "127.0.0.1"]
 
 
-def test_a_script_named_from_where_it_lies_knows_its_path(script: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_script_named_from_where_it_lies_knows_its_path(
+    script: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
     script("(HERE / 'told').write_text(__file__)")
     monkeypatch.chdir(tmp_path)
     assert launch(LaunchRequest("script.py", nproc=1)) == 0
     assert (tmp_path / "told").read_text() == str(tmp_path / "script.py")
 
 
-def test_a_module_runs_like_python_m(script: Any, tmp_path: Path, capfd: Any, monkeypatch: Any) -> None:
+def test_a_module_runs_like_python_m(
+    script: Any, tmp_path: Path, capfd: Any, monkeypatch: Any
+) -> None:
     (tmp_path / "package").mkdir()
-    script("from package.other import word\nprint(word, __name__, __package__, sys.argv[1:])", "package/tool.py")
+    script(
+        "from package.other import word\nprint(word, __name__, __package__, sys.argv[1:])",
+        "package/tool.py",
+    )
     (tmp_path / "package" / "other.py").write_text("word = 'found'")
     monkeypatch.chdir(tmp_path)
     assert launch(LaunchRequest("package.tool", ("-x",), is_module=True)) == 0
@@ -360,7 +429,9 @@ def test_a_module_runs_like_python_m(script: Any, tmp_path: Path, capfd: Any, mo
     assert "No module named package.missing" in capfd.readouterr().err
 
 
-def test_cores_are_shared_unless_the_user_says_otherwise(script: Any, capfd: Any, monkeypatch: Any) -> None:
+def test_cores_are_shared_unless_the_user_says_otherwise(
+    script: Any, capfd: Any, monkeypatch: Any
+) -> None:
     file = script('print(os.environ["OMP_NUM_THREADS"])')
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     launch(LaunchRequest(file, nproc=2))
@@ -385,7 +456,9 @@ def test_auto_is_one_process_per_accelerator(script: Any, capfd: Any, monkeypatc
 
 
 @pytest.mark.slow
-def test_lines_stay_whole_and_tags_name_the_rank(script: Any, tmp_path: Path, capfd: Any, monkeypatch: Any) -> None:
+def test_lines_stay_whole_and_tags_name_the_rank(
+    script: Any, tmp_path: Path, capfd: Any, monkeypatch: Any
+) -> None:
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     file = script("for i in range(50):\n    print('rank', RANK, 'line', i)")
     lines = [f"rank {rank} line {i}" for rank in range(2) for i in range(50)]
@@ -423,7 +496,9 @@ if __name__ == "__main__":
 def test_observers_of_the_failure_hear_of_it_and_its_traceback_is_shown_once(
     script: Any, tmp_path: Path, capfd: Any
 ) -> None:
-    (tmp_path / "hears.py").write_text("def ds_close(ctx, error):\n    print('heard', ctx.rank, error)\n")
+    (tmp_path / "hears.py").write_text(
+        "def ds_close(ctx, error):\n    print('heard', ctx.rank, error)\n"
+    )
     body = """
 import torch, ds_core
 config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "plugins": {"load": ["hears"]}}
@@ -445,11 +520,16 @@ def test_the_launcher_leaves_the_process_as_it_was(script: Any) -> None:
 
 
 def test_the_documented_variables_and_the_argument(script: Any, capfd: Any) -> None:
-    """`--local_rank=i` comes first and only when asked for: a script that does not know it would fail."""
+    """`--local_rank=i` comes first and only when asked for: a script that does not know it would
+    fail.
+    """
     names = ["LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"]
     file = script(f"print(*[os.environ[name] for name in {names}], *sys.argv[1:])")
     launch(LaunchRequest(file, ("--x",), nproc=2, local_rank=True))
-    assert sorted(capfd.readouterr().out.splitlines()) == ["2 0 1 --local_rank=0 --x", "2 0 1 --local_rank=1 --x"]
+    assert sorted(capfd.readouterr().out.splitlines()) == [
+        "2 0 1 --local_rank=0 --x",
+        "2 0 1 --local_rank=1 --x",
+    ]
 
 
 def test_each_rank_has_a_log(script: Any, tmp_path: Path, capfd: Any) -> None:
@@ -463,7 +543,11 @@ def test_each_rank_has_a_log(script: Any, tmp_path: Path, capfd: Any) -> None:
 
 def test_a_program_that_is_not_pythons(tmp_path: Path, capfd: Any) -> None:
     # Rank 1, which fails, ends rank 0: it waits until that has said its line.
-    script = "echo $RANK $1; touch $2/$RANK; while [ ! -e $2/0 ]; do sleep 0.05; done; exit $((3 * LOCAL_RANK))"
+    script = (
+        "echo $RANK $1; touch $2/$RANK; while [ ! -e $2/0 ]; do sleep 0.05; done; exit "
+        "$((3 * "
+        "LOCAL_RANK))"
+    )
     words = ("-c", script, "sh", "a b", str(tmp_path))
     assert launch(LaunchRequest("/bin/sh", words, nproc=2, is_command=True)) == 3
     assert sorted(capfd.readouterr().out.splitlines()) == ["0 a b", "1 a b"]
@@ -481,7 +565,10 @@ def test_cores_are_bound(script: Any, capfd: Any, monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize(
     ("nproc", "listed", "words"),
-    [(1, [99999], "core 99999 cannot be used here"), (100_000, [], "cannot be divided among 100000 processes")],
+    [
+        (1, [99999], "core 99999 cannot be used here"),
+        (100_000, [], "cannot be divided among 100000 processes"),
+    ],
 )
 def test_cores_that_cannot_be_shared(nproc: int, listed: list[int], words: str) -> None:
     with pytest.raises(CommandError, match=words):
@@ -499,7 +586,9 @@ def test_an_environment_is_activated_first(script: Any, tmp_path: Path, capfd: A
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
     activate = tmp_path / "activate"
-    activate.write_text(f'echo hello; export MARK="two\nlines" PATH="{tmp_path}/bin:$PATH"; unset GONE\n')
+    activate.write_text(
+        f'echo hello; export MARK="two\nlines" PATH="{tmp_path}/bin:$PATH"; unset GONE\n'
+    )
     file = script('print(sys.executable, repr(os.environ["MARK"]), "GONE" in os.environ)')
     os.environ["GONE"] = "here"
     try:
@@ -528,18 +617,36 @@ def test_how_much_the_launcher_says(script: Any, capfd: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "given"),
     [
-        ("--num_gpus 3 --local_rank --save_pid -q", {"nproc": 3, "local_rank": True, "save_pid": True, "level": 40}),
-        ("--num_accelerators -1 --no_local_rank", {"nproc": None, "local_rank": False, "level": logging.WARNING}),
-        ("--nnodes 2 --node_rank 1 --master_addr h --master_port 7", {"node_rank": 1, "master_addr": "h"}),
-        ("--enable_each_rank_log d --bind_cores_to_rank --bind_core_list 0-1", {"bind": True, "cores": (0, 1)}),
+        (
+            "--num_gpus 3 --local_rank --save_pid -q",
+            {"nproc": 3, "local_rank": True, "save_pid": True, "level": 40},
+        ),
+        (
+            "--num_accelerators -1 --no_local_rank",
+            {"nproc": None, "local_rank": False, "level": logging.WARNING},
+        ),
+        (
+            "--nnodes 2 --node_rank 1 --master_addr h --master_port 7",
+            {"node_rank": 1, "master_addr": "h"},
+        ),
+        (
+            "--enable_each_rank_log d --bind_cores_to_rank --bind_core_list 0-1",
+            {"bind": True, "cores": (0, 1)},
+        ),
         ("--venv_script v --log_level debug", {"venv_script": "v", "level": logging.DEBUG}),
         ("--no_python", {"is_command": True}),
     ],
 )
-def test_flags_have_their_documented_names(words: str, given: dict[str, Any], monkeypatch: Any) -> None:
+def test_flags_have_their_documented_names(
+    words: str, given: dict[str, Any], monkeypatch: Any
+) -> None:
     seen: list[LaunchRequest] = []
-    monkeypatch.setattr("ds_cli.run.find_launcher", lambda name: lambda request: seen.append(request) or 0)
-    monkeypatch.setattr(sys, "argv", ["dscore", "run", *words.split(), sys.executable, "--node_rank", "x"])
+    monkeypatch.setattr(
+        "ds_cli.run.find_launcher", lambda name: lambda request: seen.append(request) or 0
+    )
+    monkeypatch.setattr(
+        sys, "argv", ["dscore", "run", *words.split(), sys.executable, "--node_rank", "x"]
+    )
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 0
@@ -558,21 +665,28 @@ def test_flags_that_do_not_fit_are_refused(words: str, monkeypatch: Any, capsys:
     assert capsys.readouterr().err.startswith("dscore: --")
 
 
-# -- who can reach it ----------------------------------------------------------------------------------------------
+# -- who can reach it ------------------------------------------------------------------------------
 
 
 def listening(pid: int) -> set[str]:
     """The addresses, in hexadecimal as the kernel writes them, at which a process listens."""
     links = [os.readlink(f) for f in Path(f"/proc/{pid}/fd").iterdir() if os.path.islink(f)]
     inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
     return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/tcp"), reason="Linux tells who listens where")
 def test_on_one_machine_nothing_listens_beyond_it(script: Any, tmp_path: Path) -> None:
     """The launcher's store and what the ranks talk over, in a script that uses torch alone."""
-    body = "import torch.distributed as dist\ndist.init_process_group('gloo')\nleave('ready', 1)\ntime.sleep(600)"
+    body = (
+        "import torch.distributed as dist\ndist.init_process_group('gloo')\nleave('ready', "
+        "1)\ntime.sleep(600)"
+    )
     running = command(tmp_path, "--nproc", "2", script(body))
     wait_until(lambda: {"ready0", "ready1"} <= set(pids(tmp_path)), 100)
     seen = pids(tmp_path)
@@ -582,7 +696,9 @@ def test_on_one_machine_nothing_listens_beyond_it(script: Any, tmp_path: Path) -
     assert addresses == [{"0100007F"}] * 3
 
 
-def test_what_strangers_write_where_machines_meet_is_not_unpickled(script: Any, tmp_path: Path) -> None:
+def test_what_strangers_write_where_machines_meet_is_not_unpickled(
+    script: Any, tmp_path: Path
+) -> None:
     import torch.distributed as dist
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
@@ -606,10 +722,12 @@ def test_what_strangers_write_where_machines_meet_is_not_unpickled(script: Any, 
     assert not mark.exists()
 
 
-# -- machines ------------------------------------------------------------------------------------------------------
+# -- machines --------------------------------------------------------------------------------------
 
 
-def test_a_port_can_be_chosen_and_one_in_use_is_named(script: Any, tmp_path: Path, capfd: Any) -> None:
+def test_a_port_can_be_chosen_and_one_in_use_is_named(
+    script: Any, tmp_path: Path, capfd: Any
+) -> None:
     port = processes.free_port()
     assert launch(LaunchRequest(script('print(os.environ["MASTER_PORT"])'), master_port=port)) == 0
     assert capfd.readouterr().out.split() == [str(port)]
@@ -624,9 +742,14 @@ def test_a_port_can_be_chosen_and_one_in_use_is_named(script: Any, tmp_path: Pat
 
 @pytest.mark.parametrize(
     "meet",
-    [pytest.param("--node-rank 0 --master-addr 127.0.0.1 --master-port", marks=pytest.mark.slow), "--rdzv-endpoint"],
+    [
+        pytest.param("--node-rank 0 --master-addr 127.0.0.1 --master-port", marks=pytest.mark.slow),
+        "--rdzv-endpoint",
+    ],
 )
-def test_a_launcher_that_waits_for_other_machines_can_be_stopped(script: Any, tmp_path: Path, meet: str) -> None:
+def test_a_launcher_that_waits_for_other_machines_can_be_stopped(
+    script: Any, tmp_path: Path, meet: str
+) -> None:
     port = processes.free_port()
     where = str(port) if meet.endswith("--master-port") else f"127.0.0.1:{port}"
     running = command(tmp_path, "--nnodes", "2", "--nproc", "1", *meet.split(), where, script(""))
@@ -651,7 +774,10 @@ def test_two_machines_meet(script: Any, tmp_path: Path, way: str) -> None:
         "static": ["--master-addr", "127.0.0.1", "--master-port", port],
         "endpoint": ["--rdzv-endpoint", f"127.0.0.1:{port}"],
     }[way]
-    both = [command(tmp_path, "--nnodes", "2", "--node-rank", rank, "--nproc", "1", *meet, file) for rank in ("0", "1")]
+    both = [
+        command(tmp_path, "--nnodes", "2", "--node-rank", rank, "--nproc", "1", *meet, file)
+        for rank in ("0", "1")
+    ]
     said = [running.communicate(timeout=300) for running in both]
     assert [running.returncode for running in both] == [0, 0], said
     assert sorted(out for out, _ in said) == ["0 2 0\n", "1 2 0\n"]

@@ -22,7 +22,9 @@ class Rule(Section):
 class Fake(Section):
     """A section of a plugin."""
 
-    bucket_size: int = option(500, "Elements per bucket.", gt=0, alias="stage3_bucket_size", old=("bucket",))
+    bucket_size: int = option(
+        500, "Elements per bucket.", gt=0, alias="stage3_bucket_size", old=("bucket",)
+    )
     mode: Literal["a", "b"] | None = option(None, "Mode.")
     rules: list[Rule] = option([], "Rules.")
     groups: dict[str, Rule] = option({}, "Rules by name.")
@@ -80,7 +82,9 @@ def test_what_an_editor_needs_is_there() -> None:
     assert {"type": "integer", "exclusiveMinimum": 0} in size["anyOf"]
     assert schema["properties"]["gradient_clipping"]["default"] == 1.0
     assert schema["properties"]["bfloat16"]["deprecated"] is True
-    assert schema["properties"]["fake"]["description"] == "A section of a plugin. Owner: ds-fake 1.0."
+    assert (
+        schema["properties"]["fake"]["description"] == "A section of a plugin. Owner: ds-fake 1.0."
+    )
     fake = schema["$defs"]["Fake"]
     assert fake["additionalProperties"] is False
     assert {"bucket_size", "stage3_bucket_size", "bucket"} <= set(fake["properties"])
@@ -106,20 +110,52 @@ def test_every_core_key_is_described() -> None:
         ("bfloat16.enabled", "ds-core", "true or false", "false", "bfloat16"),
         ("bfloat16", "ds-core", "an object {...}", None, "Deprecated spelling"),
         ("optimizer.params.lr", "ds-core", "an object {...}", "{}", "Keyword arguments"),
-        ("amp.enabled", "no package", "any value", "absent", "documented but not offered: Apex AMP is legacy"),
+        (
+            "amp.enabled",
+            "no package",
+            "any value",
+            "absent",
+            "documented but not offered: Apex AMP is legacy",
+        ),
         ("fake", "ds-fake 1.0", "an object {...}", "absent", "A section of a plugin."),
-        ("fake.stage3_bucket_size", "ds-fake 1.0", "a whole number > 0", "500", "Other spellings: bucket_size."),
+        (
+            "fake.stage3_bucket_size",
+            "ds-fake 1.0",
+            "a whole number > 0",
+            "500",
+            "Other spellings: bucket_size.",
+        ),
         ("fake.mode", "ds-fake 1.0", 'one of "a", "b" or null', "null", "Mode."),
         ("fake.rules[3].dim", "ds-fake 1.0", "a whole number >= 0", "0", "Dimension to split."),
         ("fake.groups.mine.dim", "ds-fake 1.0", "a whole number >= 0", "0", "Dimension to split."),
         ("fake.code", "ds-fake 1.0", "text or null", "***", "Code."),
         ("fake.needed", "ds-fake 1.0", "a whole number", "required", "Needed."),
-        ("itself.inner.inner", "ds-itself 1.0", "an object {...} or null", "null", "The same again."),
-        ("tensor_parallel.autotp_size", "ds-tensor-parallel", "any value", "absent", "./plugins/tensor_parallel`"),
-        ("csv_monitor", "ds-monitor-csv", None, "absent", "pip install ./monitors/kit ./monitors/csv"),
+        (
+            "itself.inner.inner",
+            "ds-itself 1.0",
+            "an object {...} or null",
+            "null",
+            "The same again.",
+        ),
+        (
+            "tensor_parallel.autotp_size",
+            "ds-tensor-parallel",
+            "any value",
+            "absent",
+            "./plugins/tensor_parallel`",
+        ),
+        (
+            "csv_monitor",
+            "ds-monitor-csv",
+            None,
+            "absent",
+            "pip install ./monitors/kit ./monitors/csv",
+        ),
     ],
 )
-def test_explanations(key: str, owner: str, kind: str | None, default: str | None, words: str) -> None:
+def test_explanations(
+    key: str, owner: str, kind: str | None, default: str | None, words: str
+) -> None:
     found = explain(key, MODELS)
     assert (found.path, found.owner) == (key, owner)
     assert kind in (None, found.type)
@@ -136,12 +172,22 @@ class Fast(Section):
     boost: int = option(2, "Boost.")
 
 
-NAMED = {"optimizer": {"slow": (Slow, "ds-slow 1"), "slower": (Slow, "ds-slow 1"), "fast": (Fast, "ds-fast 2")}}
+NAMED = {
+    "optimizer": {
+        "slow": (Slow, "ds-slow 1"),
+        "slower": (Slow, "ds-slow 1"),
+        "fast": (Fast, "ds-fast 2"),
+    }
+}
 
 
 def test_a_section_lists_its_keys_and_the_end_of_a_path_is_enough() -> None:
-    assert ("auto_cast", "Cast floating-point inputs of the model to float16.") in explain("fp16", {}).keys
-    assert [k for k, _ in explain("fake", MODELS).keys][:2] == list(MODELS["fake"][0].model_fields)[:2]
+    assert ("auto_cast", "Cast floating-point inputs of the model to float16.") in explain(
+        "fp16", {}
+    ).keys
+    assert [k for k, _ in explain("fake", MODELS).keys][:2] == list(MODELS["fake"][0].model_fields)[
+        :2
+    ]
     assert "dim" in dict(explain("fake.rules", MODELS).keys)
     assert "profile_step" in dict(explain("flops_profiler", {}).keys)
     assert explain("loss_scale", MODELS).path == "fp16.loss_scale"
@@ -151,7 +197,10 @@ def test_a_section_lists_its_keys_and_the_end_of_a_path_is_enough() -> None:
 def test_a_parameter_is_explained_for_every_name_that_takes_it() -> None:
     found = explain("optimizer.params.learning_rate", MODELS, NAMED)
     assert found.owner == "ds-slow 1, ds-fast 2"
-    assert found.keys == (("slow, slower", "a number >= 0, default 0.1"), ("fast", "a number >= 0, default 0.5"))
+    assert found.keys == (
+        ("slow, slower", "a number >= 0, default 0.1"),
+        ("fast", "a number >= 0, default 0.5"),
+    )
     assert explain("optimizer.params.boost", MODELS, NAMED).default == "2"
 
 

@@ -1,4 +1,7 @@
-"""Strangers who connect to the ports of a run, at each phase: they stop nothing. Real sockets, found in /proc."""
+"""Strangers who connect to the ports of a run, at each phase: they stop nothing.
+
+Real sockets, found in /proc.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,9 @@ def listening(root: int) -> list[tuple[str, int]]:
             words = line.split()
             if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
                 address, port = words[1].split(":")
-                packed = b"".join(bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8))
+                packed = b"".join(
+                    bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)
+                )
                 kind = socket.AF_INET if len(packed) == 4 else socket.AF_INET6
                 found.append((socket.inet_ntop(kind, packed), int(port, 16)))
     return found
@@ -120,7 +125,15 @@ def strangers() -> Iterator[Strangers]:
 
 def start(folder: Path, *options: str) -> subprocess.Popen[str]:
     (folder / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "ds_cli", "run", *options, str(folder / "train.py"), str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "ds_cli",
+        "run",
+        *options,
+        str(folder / "train.py"),
+        str(folder),
+    ]
     return subprocess.Popen(
         ["bash", "-c", 'ulimit -Sn 1024; exec "$@"', "-", *command],
         env=clean_environment(),
@@ -137,7 +150,9 @@ def until(folder: Path, process: subprocess.Popen[str], *names: str) -> None:
 
 
 @pytest.mark.slow
-def test_strangers_at_the_ports_of_a_run_on_one_machine(tmp_path: Path, strangers: Strangers) -> None:
+def test_strangers_at_the_ports_of_a_run_on_one_machine(
+    tmp_path: Path, strangers: Strangers
+) -> None:
     run = start(tmp_path, "--nproc", "2")
     try:
         until(tmp_path, run, "up0", "up1")
@@ -160,7 +175,16 @@ def test_strangers_at_the_ports_of_a_run_on_one_machine(tmp_path: Path, stranger
 @pytest.mark.slow
 def test_strangers_while_machines_are_waited_for(tmp_path: Path, strangers: Strangers) -> None:
     port = free_port()
-    options = ("--nproc", "1", "--nnodes", "2:2", "--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_id", "strangers")
+    options = (
+        "--nproc",
+        "1",
+        "--nnodes",
+        "2:2",
+        "--rdzv_endpoint",
+        f"127.0.0.1:{port}",
+        "--rdzv_id",
+        "strangers",
+    )
     first = start(tmp_path, *options, "--node_rank", "0")
     second = None
     try:
@@ -178,4 +202,6 @@ def test_strangers_while_machines_are_waited_for(tmp_path: Path, strangers: Stra
             if run is not None:
                 run.terminate()
                 run.wait()
-    assert first.returncode == second.returncode == 0 and all(f": {float(SUM)}" in text for text in said), said
+    assert first.returncode == second.returncode == 0 and all(
+        f": {float(SUM)}" in text for text in said
+    ), said

@@ -9,7 +9,9 @@ from ds_cli.failure import WorkerFailure
 from ds_cli.verdict import Report, Verdict, decide, unequal
 
 HOSTS = {0: "host a (ranks 0 to 1 of 4)", 1: "host b (ranks 2 to 3 of 4)"}
-ECHO = WorkerFailure(0, 10, 1, 1.0, "RuntimeError: Connection closed by peer", "Traceback of a\n", "a")
+ECHO = WorkerFailure(
+    0, 10, 1, 1.0, "RuntimeError: Connection closed by peer", "Traceback of a\n", "a"
+)
 CAUSE = WorkerFailure(3, 30, 7, 99.0, "ValueError: bad", "Traceback of b\n", "b")
 
 
@@ -27,7 +29,9 @@ def test_reports_and_verdicts_travel_as_text() -> None:
 def test_the_cause_wins_over_echoes_that_were_noticed_first_and_its_host_shows_it() -> None:
     verdict = judged(Report(0, "a", 1, (ECHO,)), Report(1, "b", 2, (CAUSE,), ended=1))
     assert (verdict.number, verdict.code, verdict.again) == (1, 7, False)
-    assert verdict.text.startswith("Traceback of b\n\ndscore: rank 3 of 4 failed with exit code 7 first (pid 30 on b)")
+    assert verdict.text.startswith(
+        "Traceback of b\n\ndscore: rank 3 of 4 failed with exit code 7 first (pid 30 on b)"
+    )
     assert "rank 0 too" in verdict.text
     assert "Traceback of a" not in verdict.text
 
@@ -44,7 +48,9 @@ def test_a_silent_host_is_the_cause_where_there_are_only_echoes() -> None:
     assert (verdict.number, verdict.code) == (0, 1)
     assert verdict.text.startswith("dscore: lost host b (ranks 2 to 3 of 4)")
     assert judged(Report(0, "a", 1, (dataclasses.replace(CAUSE, host="a"),))).code == 7
-    assert judged(Report(0, "a", 1, lost=(1,)), Report(1, "b", 2, (CAUSE,))).text.startswith("dscore: lost host b")
+    assert judged(Report(0, "a", 1, lost=(1,)), Report(1, "b", 2, (CAUSE,))).text.startswith(
+        "dscore: lost host b"
+    )
 
 
 def test_when_processes_are_started_again() -> None:
@@ -79,5 +85,7 @@ def test_machines_that_do_not_fit_are_named() -> None:
     assert unequal([facts("a"), facts("b")]) == (0, "")
     number, said = unequal([facts("a"), facts("b"), facts("c", torch="2.7", x="1")])
     assert number == 2
-    assert said.startswith("host c has other versions: torch is 2.7, on a 2.8; x is 1, on a missing;")
+    assert said.startswith(
+        "host c has other versions: torch is 2.7, on a 2.8; x is 1, on a missing;"
+    )
     assert unequal([facts("a"), facts("b", problem="no folder")]) == (1, "no folder")

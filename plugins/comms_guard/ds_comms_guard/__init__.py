@@ -1,8 +1,10 @@
-"""Ends a job whose ranks wait for different collectives, with a message that says where each rank is.
+"""Ends a job whose ranks wait for different collectives, with a message that says where each rank
+is.
 
-`HangGuard` (`guard`) is called around every collective and numbers it in the `ledger`. A thread (`watcher`) sees when
-somebody waits too long. It publishes this rank's position on the `board`, which is the job's store, and one of the
-ranks that wait is the `judge` of all positions. `verdict` works out what positions prove, without processes.
+`HangGuard` (`guard`) is called around every collective and numbers it in the `ledger`. A thread
+(`watcher`) sees when somebody waits too long. It publishes this rank's position on the `board`,
+which is the job's store, and one of the ranks that wait is the `judge` of all positions. `verdict`
+works out what positions prove, without processes.
 """
 
 from __future__ import annotations

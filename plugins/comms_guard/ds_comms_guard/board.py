@@ -15,26 +15,36 @@ __all__ = ["Board", "Question"]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Where are you? id: of this question. silent: ranks that have not answered it, and their processes."""
+    """Where are you? id: of this question. silent: ranks that have not answered it, and their
+    processes.
+    """
 
     id: str = ""
     silent: Mapping[int, Home] = field(default_factory=dict)
 
 
 class Board:
-    """Keys of a store of torch.distributed. open: connects to the store; called at the first use, once.
+    """Keys of a store of torch.distributed. open: connects to the store; called at the first use,
+    once.
 
-    Every method may raise RuntimeError: who keeps the store has ended. It may also block, if that process is stopped.
+    Every method may raise RuntimeError: who keeps the store has ended. It may also block, if that
+    process is stopped.
 
-    ``home/R``: the process of rank R. ``position/R``: where it stands, if it waits, was asked or has ended.
-    ``judge``: the rank that compares positions, and a count that shows that it lives. ``verdict``: what it proved,
-    which ends the job. ``question``: of the judge, to all. ``state/R``: what a rank on R's machine says of a silent R.
+    ``home/R``: the process of rank R. ``position/R``: where it stands, if it waits, was asked or
+    has ended.
+    ``judge``: the rank that compares positions, and a count that shows that it lives. ``verdict``:
+        what it proved, which ends the job. ``question``: of the judge, to all. ``state/R``: what a
+        rank on R's machine says of a silent R.
     """
 
     def __init__(self, open: Callable[[], Any], rank: int, size: int) -> None:
-        self._open, self.rank, self.size = open, rank, size
+        self._open = open
+        self.rank = rank
+        self.size = size
         self._opened: Any = None
-        self._lease, self._count = "", 0  # the judge's key as last seen, and for how many looks it was the same
+        # the judge's key as last seen, and for how many looks it was the same
+        self._lease = ""
+        self._count = 0
 
     @property
     def _store(self) -> Any:
@@ -59,7 +69,8 @@ class Board:
         """This rank goes on, so it is no longer the judge."""
         if self._lease.startswith(f"{self.rank} "):
             self._store.compare_set("judge", self._lease, "")
-        self._lease, self._count = "", 0
+        self._lease = ""
+        self._count = 0
 
     def positions(self) -> dict[int, Position]:
         """Of all ranks that wait, were asked or have ended, read one after the other."""
@@ -67,11 +78,13 @@ class Board:
         return {rank: Position.from_json(json.loads(text)) for rank, text in texts.items() if text}
 
     def is_judge(self, patient: int) -> bool:
-        """Whether this rank is the judge; it becomes it if no rank is, or that one has not moved for `patient` looks.
+        """Whether this rank is the judge; it becomes it if no rank is, or that one has not moved
+        for `patient` looks.
 
         A judge asks again and again, which shows that it lives.
         """
-        mine, expected = f"{self.rank} ", self._lease
+        mine = f"{self.rank} "
+        expected = self._lease
         if not expected.startswith(mine) and self._count < patient:
             expected = ""
         beat = int(expected.split()[1]) + 1 if expected.startswith(mine) else 0
@@ -89,7 +102,8 @@ class Board:
         self._store.set("verdict", text)
 
     def ask(self, question: Question) -> None:
-        """Ask all ranks where they are, and those on the machine of a silent one what became of it."""
+        """Ask all ranks where they are, and those on the machine of a silent one what became of
+        it."""
         self._store.set("question", json.dumps([question.id, dict(question.silent)]))
 
     def question(self) -> Question:
@@ -106,8 +120,14 @@ class Board:
 
     def states(self, question: Question) -> dict[int, State]:
         """What others have said of silent ranks."""
-        said = {rank: json.loads(self._read(f"state/{rank}") or "[0, 0, 0]") for rank in question.silent}
-        return {rank: State(text, settled) for rank, (asked, text, settled) in said.items() if asked == question.id}
+        said = {
+            rank: json.loads(self._read(f"state/{rank}") or "[0, 0, 0]") for rank in question.silent
+        }
+        return {
+            rank: State(text, settled)
+            for rank, (asked, text, settled) in said.items()
+            if asked == question.id
+        }
 
     def _read(self, key: str) -> str | None:
         return self._store.get(key).decode() if self._store.check([key]) else None

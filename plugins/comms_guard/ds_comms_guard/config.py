@@ -8,12 +8,17 @@ __all__ = ["CommsGuard"]
 
 
 class CommsGuard(Section):
-    """The guard against ranks that disagree on the next collective; waits are told of without it too."""
+    """The guard against ranks that disagree on the next collective; waits are told of without it
+    too.
+    """
 
-    enabled: bool = option(False, "End the job with a message when ranks provably wait for different collectives.")
+    enabled: bool = option(
+        False, "End the job with a message when ranks provably wait for different collectives."
+    )
     patience: float | None = option(
         None,
-        "Seconds that a rank waits for a collective before the log says who has not come, and again at growing "
+        "Seconds that a rank waits for a collective before the log says who has not come, and "
+        "again at growing "
         "intervals; null: 10 if enabled, else 60.",
         gt=0,
     )

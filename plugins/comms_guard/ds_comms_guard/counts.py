@@ -1,4 +1,6 @@
-"""The calls of this process as the core counts them, and what its threads wait for, read off their frames."""
+"""The calls of this process as the core counts them, and what its threads wait for, read off their
+frames.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _TORCH = distributed_c10d.__file__
 
 
 class Counts:
-    """How much was called on each group. device: the accelerator, where a backend lets the host go on."""
+    """How much was called on each group. device: the accelerator, where a backend lets the host go
+    on.
+    """
 
     def __init__(self, device: Accelerator) -> None:
         self._device = device
@@ -43,11 +47,15 @@ class Counts:
         return None
 
     def histories(self) -> dict[str, GroupHistory]:
-        """How many calls there were on each group, by its name; a sender and a receiver are a group."""
+        """How many calls there were on each group, by its name; a sender and a receiver are a
+        group.
+        """
         found: dict[str, GroupHistory] = {}
         for group, count, messages in collectives.called():
             with contextlib.suppress(KeyError):  # the program has destroyed the group
-                found[group.group_name] = GroupHistory(tuple(dist.get_process_group_ranks(group)), count, ())
+                found[group.group_name] = GroupHistory(
+                    tuple(dist.get_process_group_ranks(group)), count, ()
+                )
             for ends, sent in dict(messages).items():
                 found[channel_name(group.group_name, ends)] = GroupHistory(ends, sent, ())
         return found
@@ -73,7 +81,8 @@ def _lets_go(group: ProcessGroup, kind: str) -> bool:
 
 
 class Seen(NamedTuple):
-    """A wait of a thread. frame: the function that waits. wait: (group name, number), where it is known.
+    """A wait of a thread. frame: the function that waits. wait: (group name, number), where it is
+    known.
 
     queued: it is for some of what was called. exact: it began with the last call.
     """
@@ -86,11 +95,16 @@ class Seen(NamedTuple):
 
 
 def find_wait(packages: Collection[str]) -> Seen | None:
-    """What a thread of this process waits for; the main thread's wait first. packages: with works of their own."""
+    """What a thread of this process waits for; the main thread's wait first. packages: with works
+    of their own.
+    """
     frames = sys._current_frames()
-    me, main = threading.get_ident(), threading.main_thread().ident
+    me = threading.get_ident()
+    main = threading.main_thread().ident
     for thread in sorted(frames, key=lambda t: t != main):
-        outermost_first = reversed([f for f, _ in traceback.walk_stack(frames[thread])]) if thread != me else ()
+        outermost_first = (
+            reversed([f for f, _ in traceback.walk_stack(frames[thread])]) if thread != me else ()
+        )
         for frame in outermost_first:
             if (seen := _look_at(frame, packages)) is not None:
                 return seen
@@ -112,15 +126,23 @@ def _look_at(frame: FrameType, packages: Collection[str]) -> Seen | None:
 def _call(frame: FrameType) -> Seen | None:
     """A function of `ds_core.comm`, in which the host waits."""
     seen = frame.f_locals
-    op, arguments = seen["op"], {**dict(zip(seen["names"], seen["args"], strict=False)), **seen["kwargs"]}
+    op = seen["op"]
+    arguments = {**dict(zip(seen["names"], seen["args"], strict=False)), **seen["kwargs"]}
     group = arguments.get("group") or dist.group.WORLD
     counted = {id(known): (count, messages) for known, count, messages in collectives.called()}
     if not isinstance(group, ProcessGroup) or id(group) not in counted:
         return None
-    (count, messages), name, ends = counted[id(group)], str(group.group_name), None
+    name = str(group.group_name)
+    ends = None
+    (count, messages) = counted[id(group)]
     if op in MESSAGES:
-        ends = (dist.get_rank(), arguments["dst"]) if "dst" in arguments else (arguments["src"], dist.get_rank())
-        count, name = messages[ends], channel_name(name, ends)
+        ends = (
+            (dist.get_rank(), arguments["dst"])
+            if "dst" in arguments
+            else (arguments["src"], dist.get_rank())
+        )
+        count = messages[ends]
+        name = channel_name(name, ends)
     message = arguments.get(OPERATIONS.get(op, ""))
     numel, dtype = (message.numel(), message.dtype) if message is not None else (-1, None)
     caller = "" if frame.f_back is None else f", called by {frame.f_back.f_globals.get('__name__')}"

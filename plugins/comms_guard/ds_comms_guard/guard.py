@@ -1,16 +1,17 @@
 """Who waits for long says who has not come, and a job that provably cannot go on is ended.
 
-[Note: how it is known] The core counts the calls of each group. A thread sees when this rank waits: in the host, or,
-where the host goes on (NCCL), by events of the device. After half of `patience` it publishes this rank's position
-(counts, place in the program) in the job's store and asks the others for theirs; one of those who wait, the judge,
-tells who has not come. A collective pays for a count alone, and the store hears once which process a rank is, and no
-more until somebody stands still.
+[Note: how it is known] The core counts the calls of each group. A thread sees when this rank waits:
+in the host, or, where the host goes on (NCCL), by events of the device. After half of `patience` it
+publishes this rank's position (counts, place in the program) in the job's store and asks the others
+for theirs; one of those who wait, the judge, tells who has not come. A collective pays for a count
+alone, and the store hears once which process a rank is, and no more until somebody stands still.
 
-[Note: how a difference is proved] With ``enabled``, `HangGuard` is called around every collective, and folds it into
-its group's digest: operation, size, dtype, and what the caller said of it (`ds_core.comm.label`). The digest is the
-collective's tag, which transports send along, so collectives that do not belong together never exchange data. Only
-proof ends the job: two ranks made different collectives under one number, or some wait for each other or for a rank
-that has ended. A rank that is only slow proves nothing, and the others wait for it.
+[Note: how a difference is proved] With ``enabled``, `HangGuard` is called around every collective,
+and folds it into its group's digest: operation, size, dtype, and what the caller said of it
+(`ds_core.comm.label`). The digest is the collective's tag, which transports send along, so
+collectives that do not belong together never exchange data. Only proof ends the job: two ranks made
+different collectives under one number, or some wait for each other or for a rank that has ended. A
+rank that is only slow proves nothing, and the others wait for it.
 """
 
 from __future__ import annotations
@@ -44,12 +45,20 @@ class GuardedWork:
 
     __slots__ = ("_call", "_collective", "_guard", "_work")
 
-    def __init__(self, work: Any, call: Call, collective: comm.Collective, guard: HangGuard) -> None:
-        self._work, self._call, self._guard = work, call, guard
-        self._collective = collective if guard.ledger.device is not None else None  # it holds the message
+    def __init__(
+        self, work: Any, call: Call, collective: comm.Collective, guard: HangGuard
+    ) -> None:
+        self._work = work
+        self._call = call
+        self._guard = guard
+        # it holds the message
+        self._collective = collective if guard.ledger.device is not None else None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the result is in its tensor. Raises CommError when the backend fails, saying who has ended."""
+        """Block until the result is in its tensor.
+
+        Raises CommError when the backend fails, saying who has ended.
+        """
         ledger = self._guard.ledger
         ledger.begin_wait(self._call)
         try:
@@ -69,13 +78,18 @@ class GuardedWork:
 
 
 class HangGuard(comm.Interceptor):
-    """Numbers this process's collectives, for a watcher that proves. world: the process group of the job."""
+    """Numbers this process's collectives, for a watcher that proves. world: the process group of
+    the job.
+    """
 
     order = comm.Order.CHECK
 
     def __init__(self, world: ProcessGroup, ledger: Ledger, watcher: Watcher) -> None:
-        self.world, self.ledger, self._watcher = weakref.ref(world), ledger, watcher
-        self._rank, self._board = world.rank(), watcher.board
+        self.world = weakref.ref(world)
+        self.ledger = ledger
+        self._watcher = watcher
+        self._rank = world.rank()
+        self._board = watcher.board
 
     def around(self, collective: comm.Collective, call: Callable[[], Any]) -> Any:
         """Number a collective or message, watch who waits for it, and explain its failure."""
@@ -93,11 +107,14 @@ class HangGuard(comm.Interceptor):
         return None if work is None else GuardedWork(work, made, collective, self)
 
     def explain(self, call: Call, error: Exception) -> Exception:
-        """The error to raise for a collective that the backend gave up: the verdict, or who has ended.
+        """The error to raise for a collective that the backend gave up: the verdict, or who has
+        ended.
 
         Those of messages are passed on as they are.
         """
-        if call.key[0] in MESSAGES or (isinstance(error, CommError) and not isinstance(error, LostRankError)):
+        if call.key[0] in MESSAGES or (
+            isinstance(error, CommError) and not isinstance(error, LostRankError)
+        ):
             return error
         text = f"rank {self._rank}: {call.describe()} failed"
         until = time.monotonic() + 2.0
@@ -111,7 +128,11 @@ class HangGuard(comm.Interceptor):
                 time.sleep(0.1)
         except RuntimeError:
             if self._rank != 0:
-                text += ", and rank 0, which keeps the job's store, does not answer: it has probably ended"
+                text += (
+                    ", and rank 0, which keeps the job's store, does not answer: it has "
+                    "probably "
+                    "ended"
+                )
         return CommError(f"{text}. {first_line(error)}")
 
     def close(self) -> None:
@@ -120,7 +141,9 @@ class HangGuard(comm.Interceptor):
 
 
 _made: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
-"""How many watchers each process group of a whole job has had: keys of the store are not used twice."""
+"""How many watchers each process group of a whole job has had: keys of the store are not used
+twice.
+"""
 
 _watchers: WeakKeyDictionary[ProcessGroup, Watcher] = WeakKeyDictionary()
 """Those that only tell."""
@@ -132,13 +155,15 @@ def installed_guard() -> HangGuard | None:
 
 
 def guard_of_job(section: CommsGuard, packages: Iterable[str] = ()) -> HangGuard | None:
-    """Watch the waits of this job, and give the guard to install: the installed one, or with `enabled` a new one.
+    """Watch the waits of this job, and give the guard to install: the installed one, or with
+    `enabled` a new one.
 
-    Every rank calls it with the same section, the process group running. packages: modules whose lines are not the
-    user's, besides those of installed plugins. A guard stays on when a later engine does not want it. None: nothing is
-    to be proved, or there is one rank.
+    Every rank calls it with the same section, the process group running. packages: modules whose
+    lines are not the user's, besides those of installed plugins. A guard stays on when a later
+    engine does not want it. None: nothing is to be proved, or there is one rank.
     """
-    world, installed = dist.group.WORLD, installed_guard()
+    world = dist.group.WORLD
+    installed = installed_guard()
     if installed is not None and installed.world() is not world:
         comm.remove_interceptor(installed)  # its process group is gone
         installed = None
@@ -152,7 +177,9 @@ def guard_of_job(section: CommsGuard, packages: Iterable[str] = ()) -> HangGuard
     _made[world] = made = _made.get(world, 0) + 1
     modules = (*packages, *(found.module for found in discover()))
     tops = {module.partition(".")[0] for module in modules}
-    connect = partial(_connect, dist.distributed_c10d._get_default_store(), f"ds_comms_guard/{made}")
+    connect = partial(
+        _connect, dist.distributed_c10d._get_default_store(), f"ds_comms_guard/{made}"
+    )
     board = Board(connect, world.rank(), world.size())
     calls = Ledger(get_accelerator()) if section.enabled else Counts(get_accelerator())
     watcher = Watcher(calls, board, section.seconds, section.enabled, tops, world)

@@ -1,4 +1,6 @@
-"""The judge: one of the ranks that wait compares the positions of all, and tells what they say or ends the job."""
+"""The judge: one of the ranks that wait compares the positions of all, and tells what they say or
+ends the job.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,18 @@ JUDGE_LOST = 6
 class Judge:
     """What this rank has found out as the judge, or would if it became it.
 
-    patience, tick (between looks): seconds. proves: whether the job ends when positions prove that it cannot go on."""
+    patience, tick (between looks): seconds. proves: whether the job ends when positions prove that
+    it cannot go on."""
 
     def __init__(self, board: Board, patience: float, tick: float, proves: bool) -> None:
-        self._board, self._rank, self._size, self._patience, self._tick = board, board.rank, board.size, patience, tick
+        self._board = board
+        self._rank = board.rank
+        self._size = board.size
+        self._patience = patience
+        self._tick = tick
         self._proves = proves
-        self._suspected: dict[int, tuple[int, int]] = {}  # rank -> (issued, beat) when the proof was first seen
+        # rank -> (issued, beat) when the proof was first seen
+        self._suspected: dict[int, tuple[int, int]] = {}
         self._proven = math.inf  # since when there has been a proof
         self._questions = 0
         self._wait: Wait | None = None
@@ -48,16 +56,22 @@ class Judge:
         """This rank goes on: what was suspected is void."""
         if self._wait is not None and self._due > self._patience:
             seconds = time.monotonic() - self._wait.since
-            log.warning("rank %d goes on: it has waited %.3g s for %s", self._rank, seconds, self._wait.text)
-        self._suspected, self._wait = {}, None
+            log.warning(
+                "rank %d goes on: it has waited %.3g s for %s", self._rank, seconds, self._wait.text
+            )
+        self._suspected = {}
+        self._wait = None
 
     def consider(self, wait: Wait) -> str | None:
-        """Compare positions if this rank is the judge; the verdict when they prove that no rank can go on.
+        """Compare positions if this rank is the judge; the verdict when they prove that no rank can
+        go on.
 
         wait: this rank's, whose position is published.
         """
         if self._wait is None or (wait.since, wait.text) != (self._wait.since, self._wait.text):
-            self._wait, self._due, self._asked = wait, self._patience, math.inf
+            self._wait = wait
+            self._due = self._patience
+            self._asked = math.inf
         if not self._board.is_judge(JUDGE_LOST):
             return None
         positions = self._board.positions()
@@ -70,17 +84,26 @@ class Judge:
         positions = {r: p for r, p in found.items() if p.wait is not None or p.queued or p.ended}
         proof = prove(found, self._size)
         if proof is None:
-            self._suspected, self._proven = {}, math.inf
+            self._suspected = {}
+            self._proven = math.inf
             return None
-        # Positions are read one after the other. What rests on who waits must still be so a while later.
+        # Positions are read one after the other. What rests on who waits must still be so a while
+        # later.
         beats = {r: (p.issued, p.beat) for r, p in positions.items() if r in proof.waiting}
         before, self._suspected = self._suspected, self._suspected or beats
-        # A proof can wait a little for ranks that have not published yet, since the message shall name them.
+        # A proof can wait a little for ranks that have not published yet, since the message shall
+        # name them.
         self._proven = min(self._proven, time.monotonic())
-        if len(positions) < self._size and time.monotonic() - self._proven < min(self._patience, HEAR_ALL):
+        if len(positions) < self._size and time.monotonic() - self._proven < min(
+            self._patience, HEAR_ALL
+        ):
             return None
         if proof.certain or (
-            before and all(r in before and before[r][0] == i and before[r][1] < b for r, (i, b) in beats.items())
+            before
+            and all(
+                r in before and before[r][0] == i and before[r][1] < b
+                for r, (i, b) in beats.items()
+            )
         ):
             self._board.set_verdict(proof.text)
             return proof.text
@@ -96,32 +119,54 @@ class Judge:
                 self._questions += 1
                 self._question = Question(f"{self._rank}/{self._questions}")
                 self._board.ask(self._question)
-                self._asked, self._searched = now, math.inf
+                self._asked = now
+                self._searched = math.inf
             return
-        heard = {r: p for r, p in found.items() if p.ended or p.heard == self._question.id or r == self._rank}
+        heard = {
+            r: p
+            for r, p in found.items()
+            if p.ended or p.heard == self._question.id or r == self._rank
+        }
         silent = [r for r in range(self._size) if r not in heard][:SHOWN]
         if silent and self._searched == math.inf and now - self._asked >= ANSWERS * self._tick:
-            self._question, self._searched = Question(self._question.id, self._board.homes(silent)), now
+            self._question = Question(self._question.id, self._board.homes(silent))
+            self._searched = now
             self._board.ask(self._question)
         states = self._states(silent)
-        # Who runs may answer yet: while it makes other collectives it looks at the board now and then only.
+        # Who runs may answer yet: while it makes other collectives it looks at the board now and
+        # then only.
         settled = all(rank in states and states[rank].settled for rank in silent)
-        sure = settled and bool(silent)  # they are stopped or have ended: nothing more can be learnt
+        # they are stopped or have ended: nothing more can be learnt
+        sure = settled and bool(silent)
         if sure or waited >= self._due + (0 if settled else self._patience / 4):
             told = {rank: self._silence(rank, states) for rank in silent}
             log.warning("%s", describe_waits(heard, told, self._size, waited))
-            self._due, self._asked = 2 * waited, math.inf
+            self._due = 2 * waited
+            self._asked = math.inf
 
     def _states(self, silent: list[int]) -> dict[int, State]:
-        """What is known of silent ranks, by this rank for its own machine and by others for theirs."""
-        here = {r: h.state() for r, h in self._question.silent.items() if h.machine == self._home.machine}
+        """What is known of silent ranks, by this rank for its own machine and by others for
+        theirs."""
+        here = {
+            r: h.state()
+            for r, h in self._question.silent.items()
+            if h.machine == self._home.machine
+        }
         said = self._board.states(self._question) | here
         return {rank: said[rank] for rank in silent if rank in said}
 
     def _silence(self, rank: int, states: Mapping[int, State]) -> str:
         home = self._question.silent.get(rank)
         if home is None:
-            return "does not answer, and has not said where it runs: it has not come to `initialize` yet, or has ended"
+            return (
+                "does not answer, and has not said where it runs: it has not come to "
+                "`initialize` "
+                "yet, or has ended"
+            )
         if rank in states:
             return f"({home}) {states[rank].text}"
-        return f"({home}) does not answer, nor does another rank there say why: the host or its link may be down"
+        return (
+            f"({home}) does not answer, nor does another rank there say why: the host or its "
+            "link "
+            "may be down"
+        )

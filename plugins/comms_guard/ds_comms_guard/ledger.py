@@ -1,4 +1,6 @@
-"""The collectives and messages of this process, numbered by group, and those that somebody waits for."""
+"""The collectives and messages of this process, numbered by group, and those that somebody waits
+for.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from ds_core.comm.interceptor import TAG_BITS, Collective
 __all__ = ["MESSAGES", "Call", "Ledger", "channel_name", "describe"]
 
 KEPT = 64
-"""Collectives per group that are remembered for comparison; tags stop ranks within a few of a difference."""
+"""Collectives per group that are remembered for comparison; tags stop ranks within a few of a
+difference.
+"""
 
 MESSAGES = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
 """Each operation between two ranks, and the argument that names the other one."""
@@ -32,12 +36,17 @@ Key = tuple[str, str, int, Any]
 
 
 class Call:
-    """One collective: its number in its group, and what it is. key: operation, label, elements (or -1), dtype."""
+    """One collective: its number in its group, and what it is. key: operation, label, elements (or
+    -1), dtype.
+    """
 
     __slots__ = ("digest", "group", "key", "number")
 
     def __init__(self, group: _GroupCalls, number: int, key: Key, digest: int) -> None:
-        self.group, self.number, self.key, self.digest = group, number, key, digest
+        self.group = group
+        self.number = number
+        self.key = key
+        self.digest = digest
 
     @property
     def place(self) -> tuple[str, int]:
@@ -52,7 +61,9 @@ class Call:
 
 
 def describe(op: str, numel: int, dtype: Any, ends: Sequence[int] | None) -> str:
-    """An operation in words. numel: -1 where it has no message. ends: of a message between two ranks."""
+    """An operation in words. numel: -1 where it has no message. ends: of a message between two
+    ranks.
+    """
     what = f"{op} of {numel} {str(dtype).removeprefix('torch.')}" if numel >= 0 else op
     if op in MESSAGES and ends is not None:
         what += f" to rank {ends[1]}" if MESSAGES[op] == "dst" else f" from rank {ends[0]}"
@@ -65,15 +76,18 @@ def channel_name(group: str, ends: Sequence[int]) -> str:
 
 
 class _GroupCalls:
-    """What this rank has called on one group. members: global ranks. digest: of all calls so far, in order.
+    """What this rank has called on one group. members: global ranks. digest: of all calls so far,
+    in order.
 
-    Messages from one rank to another are a group of their own: `channels`, by the argument that names the other one.
+    Messages from one rank to another are a group of their own: `channels`, by the argument that
+    names the other one.
     """
 
     __slots__ = ("calls", "channels", "count", "digest", "members", "name")
 
     def __init__(self, name: str, members: Sequence[int]) -> None:
-        self.name, self.members = name, tuple(members)
+        self.name = name
+        self.members = tuple(members)
         self.count = 0
         self.digest = 1
         self.calls: deque[Call] = deque(maxlen=KEPT)
@@ -81,10 +95,12 @@ class _GroupCalls:
 
 
 class Ledger:
-    """Every collective of this process gets a number in its group, and is folded into the group's digest, its tag.
+    """Every collective of this process gets a number in its group, and is folded into the group's
+    digest, its tag.
 
-    waiting: by thread, the call that it waits for. device: the accelerator, where the host may go on before a
-    collective has ended; None: it waits. streams: those that calls were queued on since somebody took the set.
+    waiting: by thread, the call that it waits for. device: the accelerator, where the host may go
+    on before a collective has ended; None: it waits. streams: those that calls were queued on since
+    somebody took the set.
     """
 
     def __init__(self, device: Accelerator) -> None:
@@ -99,12 +115,16 @@ class Ledger:
     def record(self, collective: Collective) -> Call:
         """Number `collective` and set its tag."""
         group = self._groups.get(collective.group) or self._group(collective.group)
-        op, numel, dtype, arguments = collective.op, -1, None, collective.arguments
+        op = collective.op
+        numel = -1
+        dtype = None
+        arguments = collective.arguments
         if op in MESSAGES:
             return self._message(collective, group)
         if op not in _UNEVEN:
             message = arguments["output" if op in _BY_OUTPUT else "tensor"]
-            numel, dtype = message.numel(), message.dtype
+            numel = message.numel()
+            dtype = message.dtype
         key = (op, collective.label, numel, dtype)
         group.count += 1
         mark = self._marks.get(key)
@@ -141,7 +161,10 @@ class Ledger:
         return taken
 
     def longest(self) -> tuple[Call, float] | None:
-        """The call that somebody has waited for longest, and since when it was seen. One thread asks, often."""
+        """The call that somebody has waited for longest, and since when it was seen.
+
+        One thread asks, often.
+        """
         now = time.monotonic()
         self._since = {call: self._since.get(call, now) for call in list(self.waiting.values())}
         first = min(self._since, key=lambda c: self._since[c], default=None)
@@ -156,7 +179,9 @@ class Ledger:
         """The last calls of each group, by its name."""
         return {
             group.name: GroupHistory(
-                group.members, group.count, tuple((c.number, c.digest, c.describe()) for c in list(group.calls))
+                group.members,
+                group.count,
+                tuple((c.number, c.digest, c.describe()) for c in list(group.calls)),
             )
             for group in self._all()
         }
@@ -166,18 +191,26 @@ class Ledger:
         return groups + [channel for group in groups for channel in list(group.channels.values())]
 
     def _group(self, group: ProcessGroup) -> _GroupCalls:
-        self._groups[group] = found = _GroupCalls(group.group_name, dist.get_process_group_ranks(group))
+        self._groups[group] = found = _GroupCalls(
+            group.group_name, dist.get_process_group_ranks(group)
+        )
         return found
 
     def _message(self, collective: Collective, group: _GroupCalls) -> Call:
         """A message; they are matched by their order, and have no tag."""
         side = MESSAGES[collective.op]
-        peer, message = collective.arguments[side], collective.arguments["tensor"]
+        peer = collective.arguments[side]
+        message = collective.arguments["tensor"]
         channel = group.channels.get((side, peer))
         if channel is None:
             ends = (dist.get_rank(), peer) if side == "dst" else (peer, dist.get_rank())
             channel = group.channels[side, peer] = _GroupCalls(channel_name(group.name, ends), ends)
         channel.count += 1
-        call = Call(channel, channel.count, (collective.op, collective.label, message.numel(), message.dtype), 0)
+        call = Call(
+            channel,
+            channel.count,
+            (collective.op, collective.label, message.numel(), message.dtype),
+            0,
+        )
         channel.calls.append(call)
         return call

@@ -1,4 +1,6 @@
-"""What is told of a wait that has lasted: who waits for what, who has not come, and where those are (no processes)."""
+"""What is told of a wait that has lasted: who waits for what, who has not come, and where those are
+(no processes).
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,26 @@ from ds_comms_guard.verdict import SHOWN, Position, ranks_text, where
 __all__ = ["describe_waits"]
 
 
-def describe_waits(positions: Mapping[int, Position], silent: Mapping[int, str], size: int, seconds: float) -> str:
-    """The text for the log. positions: of the ranks that answered. silent: what is known of the others."""
+def describe_waits(
+    positions: Mapping[int, Position], silent: Mapping[int, str], size: int, seconds: float
+) -> str:
+    """The text for the log. positions: of the ranks that answered. silent: what is known of the
+    others.
+    """
     waiting = {rank: p for rank, p in positions.items() if p.waits and not p.ended}
     alike: dict[tuple[object, str], list[int]] = {}
     for rank, position in sorted(waiting.items()):
         alike.setdefault((position.wait, position.waits), []).append(rank)
-    lines, wanted = [], set(silent)
+    lines = []
+    wanted = set(silent)
     for ranks in alike.values():
         what, missing = _missing(waiting[ranks[0]], positions, size)
         wanted.update(missing)
         wait = "waits" if len(ranks) == 1 else "wait"
-        lines.append(f"  {ranks_text(ranks)} {wait} for {what}{where(waiting[ranks[0]])}; {_not_come(missing)}")
+        lines.append(
+            f"  {ranks_text(ranks)} {wait} for {what}{where(waiting[ranks[0]])}; "
+            f"{_not_come(missing)}"
+        )
     if len(lines) > SHOWN:
         lines[SHOWN:] = [f"  and {len(lines) - SHOWN} more waits"]
     first = sorted(wanted, key=lambda r: (r in waiting, r))  # those that do not wait are the cause
@@ -31,13 +41,23 @@ def describe_waits(positions: Mapping[int, Position], silent: Mapping[int, str],
     return "\n".join([f"{len(waiting)} of {size} ranks {have} waited {seconds:.3g} s:", *lines])
 
 
-def _missing(position: Position, positions: Mapping[int, Position], size: int) -> tuple[str, Sequence[int]]:
-    """What a rank waits for, and who has not come to it; of a call that is not numbered, who waits for another."""
+def _missing(
+    position: Position, positions: Mapping[int, Position], size: int
+) -> tuple[str, Sequence[int]]:
+    """What a rank waits for, and who has not come to it; of a call that is not numbered, who waits
+    for another.
+    """
     if position.wait is None and not position.queued:
-        return position.waits, [r for r in range(size) if r not in positions or positions[r].waits != position.waits]
+        return position.waits, [
+            r for r in range(size) if r not in positions or positions[r].waits != position.waits
+        ]
     calls = position.missing(positions)
     known = [call for rank, call in calls.items() if rank in positions]
-    what = f"{position.waits}, {position.describe(known[0])}" if position.queued and known else position.waits
+    what = (
+        f"{position.waits}, {position.describe(known[0])}"
+        if position.queued and known
+        else position.waits
+    )
     return what, sorted(calls)
 
 

@@ -6,12 +6,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["SHOWN", "Activity", "GroupHistory", "Position", "Verdict", "prove", "ranks_text", "where"]
+__all__ = [
+    "SHOWN",
+    "Activity",
+    "GroupHistory",
+    "Position",
+    "Verdict",
+    "prove",
+    "ranks_text",
+    "where",
+]
 
 SHOWN = 8
 FIX = (
-    "All ranks must make the same calls in the same order: run the same modules (a module whose parts only some ranks "
-    "run must be one that the partitioner treats as a leaf), and call backward and step equally often."
+    "All ranks must make the same calls in the same order: run the same modules (a module whose "
+    "parts only some ranks "
+    "run must be one that the partitioner treats as a leaf), and call backward and step equally "
+    "often."
 )
 
 
@@ -19,8 +30,8 @@ FIX = (
 class Activity:
     """What an engine is doing.
 
-    text: may be "". passes: through the model, which have ended. trail: the modules of this pass. last: those of the
-    last one.
+    text: may be "". passes: through the model, which have ended. trail: the modules of this pass.
+    last: those of the last one.
     """
 
     text: str
@@ -31,7 +42,9 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class GroupHistory:
-    """What a rank has called on one group. calls: the last ones, as (number, digest of all up to it, description)."""
+    """What a rank has called on one group. calls: the last ones, as (number, digest of all up to
+    it, description).
+    """
 
     members: tuple[int, ...]
     count: int
@@ -42,9 +55,10 @@ class GroupHistory:
 class Position:
     """Where a rank stands that waits, was asked, or has ended.
 
-    beat: grows with each publication. groups: what it has called, by group name. wait: (group name, number) of the call
-    that it waits for. at: the user's line. activities: of its engines. ended: how, "" for a rank that lives. waits:
-    what it waits for, in words; "" if for nothing. queued: it waits for some of what it called, not known for which.
+    beat: grows with each publication. groups: what it has called, by group name. wait: (group name,
+        number) of the call that it waits for. at: the user's line. activities: of its engines.
+        ended: how, "" for a rank that lives. waits: what it waits for, in words; "" if for nothing.
+        queued: it waits for some of what it called, not known for which.
     heard: the last question that it has heard. home: its process, in words.
     """
 
@@ -73,11 +87,14 @@ class Position:
     def from_json(cls, data: Mapping[str, Any]) -> Position:
         """The reverse of `as_json`, after a trip through JSON."""
         groups = {
-            name: GroupHistory(tuple(v["members"]), v["count"], tuple((n, d, t) for n, d, t in v["calls"]))
+            name: GroupHistory(
+                tuple(v["members"]), v["count"], tuple((n, d, t) for n, d, t in v["calls"])
+            )
             for name, v in data["groups"].items()
         }
         activities = tuple(
-            Activity(**{**a, "trail": tuple(a["trail"]), "last": tuple(a["last"])}) for a in data["activities"]
+            Activity(**{**a, "trail": tuple(a["trail"]), "last": tuple(a["last"])})
+            for a in data["activities"]
         )
         wait = (data["wait"][0], data["wait"][1]) if data["wait"] else None
         return cls(**{**data, "groups": groups, "wait": wait, "activities": activities})
@@ -85,7 +102,8 @@ class Position:
     def missing(self, positions: Mapping[int, Position]) -> dict[int, tuple[str, int]]:
         """Who has not made a call that it waits for, and which: (group name, number).
 
-        Ranks not in `positions` have not. With `queued`: the first call that a rank has not made, of those made here.
+        Ranks not in `positions` have not. With `queued`: the first call that a rank has not made,
+        of those made here.
         """
         calls = [self.wait] if self.wait is not None else []
         if self.queued:
@@ -94,7 +112,9 @@ class Position:
         for name, number in calls:
             for rank in self.groups[name].members:
                 made = positions[rank].groups.get(name) if rank in positions else None
-                count = number - 1 if rank not in positions else made.count if made is not None else 0
+                count = (
+                    number - 1 if rank not in positions else made.count if made is not None else 0
+                )
                 if count < number:
                     found.setdefault(rank, self.wait or (name, count + 1))
         return found
@@ -104,13 +124,18 @@ class Position:
         name, number = call
         made = next((text for n, _, text in self.groups[name].calls if n == number), None)
         if made is None and ">" in name:  # a sender and a receiver
-            return f"message {number} from rank {self.groups[name].members[0]} to rank {self.groups[name].members[1]}"
+            return (
+                f"message {number} from rank {self.groups[name].members[0]} to rank "
+                f"{self.groups[name].members[1]}"
+            )
         return made or f"collective {number} of group {name!r}"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A proof. certain: it holds whenever the positions were read; else only while the ranks in `waiting` stay."""
+    """A proof. certain: it holds whenever the positions were read; else only while the ranks in
+    `waiting` stay.
+    """
 
     text: str
     certain: bool
@@ -118,7 +143,9 @@ class Verdict:
 
 
 def prove(positions: Mapping[int, Position], size: int) -> Verdict | None:
-    """What the positions prove; None: nothing (ranks without one, and those that do not wait, may be only slow)."""
+    """What the positions prove; None: nothing (ranks without one, and those that do not wait, may
+    be only slow).
+    """
     return _difference(positions) or _deadlock(positions, size)
 
 
@@ -128,7 +155,9 @@ def _difference(positions: Mapping[int, Position]) -> Verdict | None:
         made: dict[int, dict[int, list[int]]] = {}
         texts: dict[tuple[int, int], str] = {}
         for position in positions.values():
-            for number, digest, text in position.groups[name].calls if name in position.groups else ():
+            for number, digest, text in (
+                position.groups[name].calls if name in position.groups else ()
+            ):
                 made.setdefault(number, {}).setdefault(digest, []).append(position.rank)
                 texts[number, digest] = text
         for number in sorted(made):
@@ -153,8 +182,12 @@ def _describe_difference(
 
 def _deadlock(positions: Mapping[int, Position], size: int) -> Verdict | None:
     """Ranks that wait for each other, or for one that has ended."""
-    waiting = {rank: p for rank, p in positions.items() if (p.wait is not None or p.queued) and not p.ended}
-    may_go_on = {r for r in range(size) if r not in waiting and not (r in positions and positions[r].ended)}
+    waiting = {
+        rank: p for rank, p in positions.items() if (p.wait is not None or p.queued) and not p.ended
+    }
+    may_go_on = {
+        r for r in range(size) if r not in waiting and not (r in positions and positions[r].ended)
+    }
     missing = {rank: _lacking(p, positions) for rank, p in waiting.items()}
     while freed := [r for r in waiting if r not in may_go_on and missing[r].keys() <= may_go_on]:
         may_go_on.update(freed)
@@ -177,26 +210,39 @@ def _deadlock(positions: Mapping[int, Position], size: int) -> Verdict | None:
 
 
 def _lacking(position: Position, positions: Mapping[int, Position]) -> dict[int, tuple[str, int]]:
-    """Whom it cannot go on without. A device waits for ended ranks alone: its host may still make calls."""
+    """Whom it cannot go on without.
+
+    A device waits for ended ranks alone: its host may still make calls.
+    """
     missing = position.missing(positions)
-    return {r: call for r, call in missing.items() if not position.queued or (r in positions and positions[r].ended)}
+    return {
+        r: call
+        for r, call in missing.items()
+        if not position.queued or (r in positions and positions[r].ended)
+    }
 
 
 def _divergence(positions: Sequence[Position]) -> list[str]:
     """Where the modules that the first rank and another one ran begin to differ."""
     for first, other in ((positions[0], p) for p in positions[1:]):
         for mine, theirs in zip(first.activities, other.activities, strict=False):
-            # One that has ended the pass in which the other one stands is compared by its last pass.
+            # One that has ended the pass in which the other one stands is compared by its last
+            # pass.
             ahead = mine.passes - theirs.passes
             trail = mine.last if ahead == 1 else mine.trail
             other_trail = theirs.last if ahead == -1 else theirs.trail
-            for index, (a, b) in enumerate(zip(trail, other_trail, strict=False) if abs(ahead) <= 1 else ()):
+            for index, (a, b) in enumerate(
+                zip(trail, other_trail, strict=False) if abs(ahead) <= 1 else ()
+            ):
                 if a != b:
                     after = f"after {trail[index - 1]}" if index else "at first"
-                    return [f"  {after}, rank {first.rank} came to {a}, and rank {other.rank} to {b}"]
+                    return [
+                        f"  {after}, rank {first.rank} came to {a}, and rank {other.rank} to {b}"
+                    ]
             if ahead:
                 return [
-                    f"  rank {first.rank} has gone through the model {mine.passes} times, rank {other.rank} "
+                    f"  rank {first.rank} has gone through the model {mine.passes} times, rank "
+                    f"{other.rank} "
                     f"{theirs.passes} times"
                 ]
     return []
@@ -204,7 +250,9 @@ def _divergence(positions: Sequence[Position]) -> list[str]:
 
 def where(position: Position) -> str:
     """What it is doing and the user's line, to be appended; "" where neither is known."""
-    parts = [p.text for p in position.activities if p.text] + ([f"at {position.at}"] if position.at else [])
+    parts = [p.text for p in position.activities if p.text] + (
+        [f"at {position.at}"] if position.at else []
+    )
     return "".join(f", {part}" for part in parts)
 
 

@@ -19,8 +19,9 @@ __all__ = ["Wait", "Waits"]
 class Wait:
     """What is waited for, in words, and since when it was seen.
 
-    call: (group name, number), where one collective or message of `ds_core.comm` is waited for. queued: it is for some
-    of what was called, by the host or by its device. Neither: for a function of torch.distributed.
+    call: (group name, number), where one collective or message of `ds_core.comm` is waited for.
+    queued: it is for some of what was called, by the host or by its device. Neither: for a function
+    of torch.distributed.
     """
 
     since: float
@@ -30,12 +31,20 @@ class Wait:
 
 
 class Waits:
-    """Looks for waits. still_after: seconds without a call until this rank stands still. packages: see `find_wait`."""
+    """Looks for waits. still_after: seconds without a call until this rank stands still. packages:
+    see `find_wait`.
+    """
 
-    def __init__(self, calls: Ledger | Counts, still_after: float, packages: Collection[str]) -> None:
-        self._calls, self._still_after, self._packages = calls, still_after, packages
-        self._issued, self._moved = -1, 0.0
-        self._events: list[Any] | None = None  # behind all that was queued when this rank had moved last
+    def __init__(
+        self, calls: Ledger | Counts, still_after: float, packages: Collection[str]
+    ) -> None:
+        self._calls = calls
+        self._still_after = still_after
+        self._packages = packages
+        self._issued = -1
+        self._moved = 0.0
+        # behind all that was queued when this rank had moved last
+        self._events: list[Any] | None = None
         self._frame: tuple[FrameType | None, float] = (None, 0.0)
 
     def still(self) -> bool:
@@ -44,10 +53,13 @@ class Waits:
 
     def look(self) -> Wait | None:
         """The longest wait, as far as it was seen; called every few seconds, by one thread."""
-        now, issued = time.monotonic(), self._calls.issued
+        now = time.monotonic()
+        issued = self._calls.issued
         held, self._frame = self._frame, (None, now)
         if issued != self._issued:
-            self._issued, self._moved, self._events = issued, now, None
+            self._issued = issued
+            self._moved = now
+            self._events = None
             held = (None, now)
         if (known := self._calls.longest()) is not None:
             return Wait(known[1], known[0].describe(), known[0].place)
@@ -77,4 +89,8 @@ class Waits:
                     self._events.append(device.new_event())
                     self._events[-1].record()
         self._events = [event for event in self._events if not event.query()]
-        return Wait(self._moved, "what was queued on its device", queued=True) if self._events else None
+        return (
+            Wait(self._moved, "what was queued on its device", queued=True)
+            if self._events
+            else None
+        )

@@ -1,4 +1,6 @@
-"""The watcher: a thread that sees when this rank waits too long, tells the others, and may end the process."""
+"""The watcher: a thread that sees when this rank waits too long, tells the others, and may end the
+process.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +46,11 @@ class TellsActivity(Protocol):
 class Watcher:
     """Runs until `stop`, or until the process group is gone.
 
-    world: the process group. proves: whether the job ends when positions prove that it cannot go on. packages:
-    top-level names of modules whose lines are not shown as the user's.
+    world: the process group. proves: whether the job ends when positions prove that it cannot go
+    on. packages: top-level names of modules whose lines are not shown as the user's.
 
-    The store is looked at when this rank has waited for half of `patience`, or has made no collective for a quarter of
-    it, and else after every half.
+    The store is looked at when this rank has waited for half of `patience`, or has made no
+    collective for a quarter of it, and else after every half.
     """
 
     def __init__(
@@ -60,21 +62,31 @@ class Watcher:
         packages: Collection[str],
         world: ProcessGroup,
     ) -> None:
-        self._calls, self.board, self.patience, self._proves = calls, board, patience, proves
+        self._calls = calls
+        self.board = board
+        self.patience = patience
+        self._proves = proves
         self._rank = board.rank
         self._packages = frozenset(packages)
         self._tick = min(5.0, patience / 10)
         self._waits = Waits(calls, patience / 4, self._packages)
         self._judge = Judge(board, patience, self._tick, proves)
-        self._home, self._keeper = Home.here(), Home("", "", 0, "")  # the keeper of the store: rank 0, as far as known
+        # the keeper of the store: rank 0, as far as known
+        self._home = Home.here()
+        self._keeper = Home("", "", 0, "")
         self._introduced = self._waited = self._lost = False
-        self._beat, self._question = 0, Question()  # the last one that was seen
+        # the last one that was seen
+        self._beat = 0
+        self._question = Question()
         self._alone_due = patience * (1 if self._rank == 1 else 2)  # one is enough, if it can
-        # A queue, since a garbage collection may end the process group in any thread, in the middle of anything: the
-        # lock of an Event might be held there. A watcher that outlived the group would keep its store open.
+        # A queue, since a garbage collection may end the process group in any thread, in the middle
+        # of anything: the lock of an Event might be held there. A watcher that outlived the group
+        # would keep its store open.
         self._ends: SimpleQueue[Any] = SimpleQueue()
         self._world = weakref.ref(world, self._ends.put)
-        self._thread = threading.Thread(target=self._watch, name="ds_comms_guard watcher", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch, name="ds_comms_guard watcher", daemon=True
+        )
         self._thread.start()
         atexit.register(self._leave)
 
@@ -86,7 +98,8 @@ class Watcher:
             self._thread.join(5.0)
 
     def position(self, wait: Wait | None, ended: str = "") -> Position:
-        """Where this rank stands. wait: what it waits for. ended: how it ended, "" if it did not."""
+        """Where this rank stands. wait: what it waits for. ended: how it ended, "" if it did
+        not."""
         self._beat += 1
         return Position(
             self._rank,
@@ -105,7 +118,8 @@ class Watcher:
     def _watch(self) -> None:
         looked = time.monotonic()
         while not self._ended(self._tick if self._introduced or self._lost else 0.0):
-            wait, now = self._overdue(self.patience / 2), time.monotonic()
+            wait = self._overdue(self.patience / 2)
+            now = time.monotonic()
             moves = wait is None and not self._waited and not self._waits.still()
             if self._lost:
                 self._tell_alone(wait, "has gone")
@@ -123,7 +137,11 @@ class Watcher:
         return True
 
     def _talk(self, wait: Wait | None) -> None:
-        """Converse. If the store's process is stopped, that blocks, so another thread looks at this rank's waits."""
+        """Converse.
+
+        If the store's process is stopped, that blocks, so another thread looks at this rank's
+        waits.
+        """
         answered = threading.Event()
         threading.Thread(target=self._watch_alone, args=(answered,), daemon=True).start()
         verdict = None
@@ -148,7 +166,8 @@ class Watcher:
         if not self._keeper.pid:
             self._keeper = self.board.homes([0]).get(0, self._keeper)
         question = self.board.question()
-        news, self._question = question != self._question, question
+        news = question != self._question
+        self._question = question
         if wait is not None or self._waited or news:
             self.board.publish(self.position(wait))
         for rank, home in question.silent.items() if news else ():
@@ -172,7 +191,8 @@ class Watcher:
         """What this rank knows by itself."""
         waited = time.monotonic() - wait.since if wait is not None else 0.0
         here = self._keeper.machine == self._home.machine
-        # Of a keeper that is stopped or has ended nothing more can be learnt, so it is told in half the time.
+        # Of a keeper that is stopped or has ended nothing more can be learnt, so it is told in half
+        # the time.
         share = 0.5 if here and self._keeper.state().settled else 1.0
         if wait is None or waited < share * self._alone_due:
             return
@@ -184,7 +204,8 @@ class Watcher:
         elif self._keeper.pid:
             keeper += f"; rank 0 is {self._keeper}"
         log.warning(
-            "rank %d has waited %.3g s for %s, at %s; nothing is known of the others, since the job's store %s (%s)",
+            "rank %d has waited %.3g s for %s, at %s; nothing is known of the others, since the "
+            "job's store %s (%s)",
             self._rank,
             waited,
             wait.text,
@@ -196,7 +217,11 @@ class Watcher:
     def _leave(self) -> None:
         """This process ends: those who wait for it may know."""
         error = getattr(sys, "last_value", None)
-        how = f"{type(error).__name__}: {first_line(error)}" if error is not None else "its program is over"
+        how = (
+            f"{type(error).__name__}: {first_line(error)}"
+            if error is not None
+            else "its program is over"
+        )
         self.stop()
         if not self._introduced or self._lost or os.getpid() != self._home.pid:
             return
@@ -208,17 +233,23 @@ class Watcher:
             pass  # who keeps the store has ended before
 
     def _tell_end(self, call: str) -> None:
-        """A function of torch.distributed has failed, by which error says nothing of the others: tell who has ended."""
+        """A function of torch.distributed has failed, by which error says nothing of the others:
+        tell who has ended.
+        """
         until = time.monotonic() + 2.0
         while time.monotonic() < until:
-            if ended := [p for p in self.board.positions().values() if p.ended and p.rank != self._rank]:
+            if ended := [
+                p for p in self.board.positions().values() if p.ended and p.rank != self._rank
+            ]:
                 who = "; ".join(f"rank {p.rank} ({p.home}) has ended ({p.ended})" for p in ended)
                 log.warning("rank %d failed in %s; %s", self._rank, call, who)
                 return
             time.sleep(0.1)
 
     def _end(self, verdict: str) -> None:
-        """A wait in the backend cannot be broken off, so the process ends; the others shall read the verdict first."""
+        """A wait in the backend cannot be broken off, so the process ends; the others shall read
+        the verdict first.
+        """
         main = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = "".join(traceback.format_stack(main)) if main is not None else ""
         sys.stdout.flush()

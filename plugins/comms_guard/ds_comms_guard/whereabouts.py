@@ -1,4 +1,6 @@
-"""Where a process is: its machine and number, what the system says of it, and the line that its program is at."""
+"""Where a process is: its machine and number, what the system says of it, and the line that its
+program is at.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class State(NamedTuple):
 
 
 class Home(NamedTuple):
-    """A process. machine: equal for processes that see each other's numbers. born: tells it from a later one."""
+    """A process. machine: equal for processes that see each other's numbers. born: tells it from a
+    later one.
+    """
 
     host: str
     machine: str
@@ -40,7 +44,12 @@ class Home(NamedTuple):
     def here(cls) -> Home:
         """This process."""
         pid = os.getpid()
-        return cls(socket.gethostname(), host_key(unknown=socket.gethostname()), pid, (_stat(pid) or ("", ""))[1])
+        return cls(
+            socket.gethostname(),
+            host_key(unknown=socket.gethostname()),
+            pid,
+            (_stat(pid) or ("", ""))[1],
+        )
 
     @classmethod
     def read(cls, fields: Any) -> Home:
@@ -57,15 +66,25 @@ class Home(NamedTuple):
         if found is None or found[1] != self.born or found[0] in "ZX":
             return State("has ended: its process is gone", True)
         if found[0] in "Tt":
-            text = f"is stopped (by SIGSTOP, Ctrl-Z or a debugger; `kill -CONT {self.pid}` lets it go on)"
+            text = (
+                f"is stopped (by SIGSTOP, Ctrl-Z or a debugger; `kill -CONT {self.pid}` "
+                "lets it "
+                "go on)"
+            )
             return State(text, True)
         if found[0] == "D":
             return State("waits in the kernel, for a disk or a device (state D)")
-        return State("runs, but has not answered: it makes other collectives, or a call holds Python's interpreter")
+        return State(
+            "runs, but has not answered: it makes other collectives, or a call holds Python's "
+            "interpreter"
+        )
 
 
 def _stat(pid: int) -> tuple[str, str] | None:
-    """(state, start time) of a process; None: there is none. Without /proc only whether it is there is known."""
+    """(state, start time) of a process; None: there is none.
+
+    Without /proc only whether it is there is known.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], fields[19]
@@ -101,7 +120,9 @@ def user_line(packages: Collection[str]) -> str:
 
 
 def torch_call(trace: TracebackType | None) -> str:
-    """The function of torch.distributed in which an error was raised, and the line that called it; "" for another."""
+    """The function of torch.distributed in which an error was raised, and the line that called it;
+    "" for another.
+    """
     calls = traceback.extract_tb(trace)
     folder = f"{os.sep}torch{os.sep}distributed{os.sep}"
     outside = [call for call in calls if folder not in call.filename]

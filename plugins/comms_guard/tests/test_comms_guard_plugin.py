@@ -29,14 +29,17 @@ def guarded(config: dict[str, Any]) -> list[str]:
         left.stop()
     guard._watchers.clear()
     comm.init_distributed(config=config)
-    found, watchers = comm.interceptors(), dict(guard._watchers)
+    found = comm.interceptors()
+    watchers = dict(guard._watchers)
     comm.init_distributed(config=config)
     assert comm.interceptors() == found and dict(guard._watchers) == watchers  # one is enough
     for watcher in watchers.values():
         watcher.stop()
     guard._watchers.clear()
     assert set(watchers) <= {dist.group.WORLD}
-    return [type(i).__name__ for i in found] + [f"{watcher.patience:g} s" for watcher in watchers.values()]
+    return [type(i).__name__ for i in found] + [
+        f"{watcher.patience:g} s" for watcher in watchers.values()
+    ]
 
 
 def test_it_watches_without_any_config_and_proves_where_the_config_says_so() -> None:

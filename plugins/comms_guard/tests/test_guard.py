@@ -1,4 +1,6 @@
-"""The guard: ranks that disagree are ended with a message and never mix data; ranks that are slow are waited for."""
+"""The guard: ranks that disagree are ended with a message and never mix data; ranks that are slow
+are waited for.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ def start(enabled: bool = True, patience: float | None = 0.4) -> None:
 
 def everything(on: bool) -> list[Any]:
     """Every collective, at sizes of every algorithm; the results."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     comm.use_providers({("cpu", "gloo"): GlooCollectives})
     if on:
         start()
@@ -59,13 +62,18 @@ def everything(on: bool) -> list[Any]:
     comm.barrier()
     out += [mixed, comm.all_gather_json({"rank": rank})]
     reset()
-    return [o.double().sum().item() if isinstance(o, torch.Tensor) and o.numel() > 4096 else o for o in out]
+    return [
+        o.double().sum().item() if isinstance(o, torch.Tensor) and o.numel() > 4096 else o
+        for o in out
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_results_are_the_same_with_the_guard_and_without(size: int) -> None:
-    for off, on in zip(run_ranks(size, everything, False), run_ranks(size, everything, True), strict=True):
+    for off, on in zip(
+        run_ranks(size, everything, False), run_ranks(size, everything, True), strict=True
+    ):
         assert len(off) == len(on)
         for a, b in zip(off, on, strict=True):
             assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
@@ -100,16 +108,43 @@ def disagree(how: str) -> None:
 @pytest.mark.parametrize(
     ("size", "how", "words"),
     [
-        (2, "label", ["rank 0: gradients of 'layer0' (all_reduce of 1000 float32)", "rank 1: gradients of 'layer1'"]),
-        (2, "size", ["gradients (all_reduce of 1000 float32)", "gradients (all_reduce of 3000 float32)"]),
-        (2, "kind", ["rank 0: all_reduce of 1000 float32", "rank 1: all_gather_into_tensor of 2000 float32"]),
+        (
+            2,
+            "label",
+            [
+                "rank 0: gradients of 'layer0' (all_reduce of 1000 float32)",
+                "rank 1: gradients of 'layer1'",
+            ],
+        ),
+        (
+            2,
+            "size",
+            ["gradients (all_reduce of 1000 float32)", "gradients (all_reduce of 3000 float32)"],
+        ),
+        (
+            2,
+            "kind",
+            [
+                "rank 0: all_reduce of 1000 float32",
+                "rank 1: all_gather_into_tensor of 2000 float32",
+            ],
+        ),
         (2, "large", ["rank 0: weights of 'layer0'", "rank 1: weights of 'layer1'"]),
         (2, "groups", ["rank 0 waits for work of group 0", "rank 1 waits for work of group 1"]),
-        (4, "kind", ["rank 0: all_reduce of 1000 float32", "ranks 1, 2, 3: all_gather_into_tensor of 4000 float32"]),
+        (
+            4,
+            "kind",
+            [
+                "rank 0: all_reduce of 1000 float32",
+                "ranks 1, 2, 3: all_gather_into_tensor of 4000 float32",
+            ],
+        ),
         (4, "groups", ["to which ranks 1, 3 have not come", "to which ranks 0, 2 have not come"]),
     ],
 )
-def test_ranks_that_disagree_are_ended_with_a_message(size: int, how: str, words: list[str]) -> None:
+def test_ranks_that_disagree_are_ended_with_a_message(
+    size: int, how: str, words: list[str]
+) -> None:
     with pytest.raises(RemoteError) as info:
         run_ranks(size, disagree, how)
     assert len(info.value.failures) == size

@@ -15,7 +15,9 @@ def calls(*texts: str, members: tuple[int, ...] = WORLD, first: int = 1) -> Grou
     return GroupHistory(members, first + len(texts) - 1, made)
 
 
-def at(rank: int, wait: tuple[str, int] | None = None, ended: str = "", **groups: GroupHistory) -> Position:
+def at(
+    rank: int, wait: tuple[str, int] | None = None, ended: str = "", **groups: GroupHistory
+) -> Position:
     return Position(rank, 1, groups, wait, ended=ended)
 
 
@@ -45,7 +47,8 @@ def test_waiting_for_a_rank_that_runs_proves_nothing() -> None:
 
 
 def test_waiting_for_one_that_waits_for_one_that_runs_proves_nothing() -> None:
-    g, h = calls("a", members=(0, 1)), calls("b", members=(1, 2))
+    g = calls("a", members=(0, 1))
+    h = calls("b", members=(1, 2))
     assert not found(at(0, ("g", 1), g=g), at(1, ("h", 1), h=h, g=calls(members=(0, 1))))
 
 
@@ -64,7 +67,9 @@ def test_two_that_wait_for_each_other_on_two_groups() -> None:
 
 
 def test_waiting_for_a_rank_that_has_ended() -> None:
-    text = found(at(0, ("g", 2), g=calls("a", "b")), at(1, ended="ValueError: boom", g=calls("a")), size=2)
+    text = found(
+        at(0, ("g", 2), g=calls("a", "b")), at(1, ended="ValueError: boom", g=calls("a")), size=2
+    )
     assert "rank 1 has ended (ValueError: boom)" in text and "rank 0 waits for b" in text
 
 
@@ -74,9 +79,15 @@ def test_the_ended_rank_had_come() -> None:
 
 
 def test_where_ways_part_is_told() -> None:
-    activities = [(Activity("in forward of 'c'", 4, ("a", "b", "c")),), (Activity("", 4, ("a", "c")),)]
+    activities = [
+        (Activity("in forward of 'c'", 4, ("a", "b", "c")),),
+        (Activity("", 4, ("a", "c")),),
+    ]
     text = found(
-        *(Position(r, 1, {"g": calls("ab"[r])}, ("g", 1), "train.py:3", activities[r]) for r in range(2)),
+        *(
+            Position(r, 1, {"g": calls("ab"[r])}, ("g", 1), "train.py:3", activities[r])
+            for r in range(2)
+        ),
         size=2,
     )
     assert "after a, rank 0 came to b, and rank 1 to c" in text
@@ -84,27 +95,50 @@ def test_where_ways_part_is_told() -> None:
 
 
 def test_one_rank_has_gone_through_more_often() -> None:
-    text = found(*(Position(r, 1, {"g": calls("ab"[r])}, ("g", 1), "", (Activity("", 4 + r),)) for r in range(2)))
+    text = found(
+        *(
+            Position(r, 1, {"g": calls("ab"[r])}, ("g", 1), "", (Activity("", 4 + r),))
+            for r in range(2)
+        )
+    )
     assert "rank 0 has gone through the model 4 times, rank 1 5 times" in text
 
 
 def test_a_rank_at_the_end_of_the_pass_is_compared_by_that_pass() -> None:
-    ended, inside = Activity("", 5, (), ("a", "b", "d")), Activity("", 4, ("a", "c"), ("a", "b", "d"))
+    ended = Activity("", 5, (), ("a", "b", "d"))
+    inside = Activity("", 4, ("a", "c"), ("a", "b", "d"))
     for pair in ((ended, inside), (inside, ended)):
-        told = found(*(Position(r, 1, {"g": calls("ab"[r])}, ("g", 1), "", (pair[r],)) for r in range(2)))
+        told = found(
+            *(Position(r, 1, {"g": calls("ab"[r])}, ("g", 1), "", (pair[r],)) for r in range(2))
+        )
         b, c = ("b", "c") if pair[0] is ended else ("c", "b")
         assert f"after a, rank 0 came to {b}, and rank 1 to {c}" in told
     even = Activity("", 4, ("a", "b", "d"))
-    told = found(*(Position(r, 1, {"g": calls("ab"[r])}, ("g", 1), "", ((ended, even)[r],)) for r in range(2)))
+    told = found(
+        *(
+            Position(r, 1, {"g": calls("ab"[r])}, ("g", 1), "", ((ended, even)[r],))
+            for r in range(2)
+        )
+    )
     assert "rank 0 has gone through the model 5 times, rank 1 4 times" in told
 
 
 def test_positions_survive_json() -> None:
-    position = Position(2, 7, {"g": calls("a", "b")}, ("g", 2), "x.py:1", (Activity("p", 1, ("a",), ("b", "a")),), "")
+    position = Position(
+        2,
+        7,
+        {"g": calls("a", "b")},
+        ("g", 2),
+        "x.py:1",
+        (Activity("p", 1, ("a",), ("b", "a")),),
+        "",
+    )
     assert Position.from_json(json.loads(json.dumps(position.as_json()))) == position
     ended = at(1, ended="over")
     assert Position.from_json(json.loads(json.dumps(ended.as_json()))) == ended
 
 
 def test_windows_that_do_not_overlap_prove_nothing_by_difference() -> None:
-    assert not found(at(0, ("g", 9), g=calls("y", first=9)), at(1, ("g", 2), g=calls("a", "b")), size=3)
+    assert not found(
+        at(0, ("g", 9), g=calls("y", first=9)), at(1, ("g", 2), g=calls("a", "b")), size=3
+    )

@@ -1,4 +1,5 @@
-"""Nobody waits in silence: one rank tells who has not come to a collective and where those are, on every backend.
+"""Nobody waits in silence: one rank tells who has not come to a collective and where those are, on
+every backend.
 
 The late rank goes on when the wait was told, so nothing here sleeps for a time that must suffice.
 """
@@ -62,9 +63,15 @@ def load_a_batch(flag: Path) -> None:
 
 
 def wait_for_the_last(folder: str, how: str) -> tuple[str, int, list[str]]:
-    """The last rank comes when one has told of the wait. Returns its host and process, and what this rank logged."""
-    rank, size = comm.rank(), comm.world_size()
-    late, flag, total = size - 1, Path(folder) / "told", torch.ones(1)
+    """The last rank comes when one has told of the wait.
+
+    Returns its host and process, and what this rank logged.
+    """
+    rank = comm.rank()
+    size = comm.world_size()
+    late = size - 1
+    flag = Path(folder) / "told"
+    total = torch.ones(1)
     logged = watch(lambda _: flag.touch())
     comm.all_reduce(torch.ones(2))
     if rank == late:
@@ -72,7 +79,13 @@ def wait_for_the_last(folder: str, how: str) -> tuple[str, int, list[str]]:
     if how == "collective":
         comm.all_reduce(total)
     elif how == "message":
-        for work in [comm.isend(total, 0)] if rank == late else [comm.irecv(total, late)] if rank == 0 else []:
+        for work in (
+            [comm.isend(total, 0)]
+            if rank == late
+            else [comm.irecv(total, late)]
+            if rank == 0
+            else []
+        ):
             work.wait()
     elif how == "async":
         work = comm.all_gather_into_tensor(torch.empty(size), total, async_op=True)
@@ -91,25 +104,36 @@ ASYNC = r"an asynchronous collective or a message \(.*\)"
 @pytest.mark.parametrize(
     ("size", "how", "waits"),
     [
-        (4, "collective", r"ranks 0, 1, 2 wait for all_reduce of 1 float32, called by .*test_waits"),
+        (
+            4,
+            "collective",
+            r"ranks 0, 1, 2 wait for all_reduce of 1 float32, called by .*test_waits",
+        ),
         (2, "message", f"rank 0 waits for {ASYNC}, message .* from rank 1 to rank 0"),
         (2, "async", f"rank 0 waits for {ASYNC}, collective .* of group '.*'"),
         (2, "torch", "rank 0 waits for torch.distributed.barrier"),
     ],
 )
-def test_one_rank_tells_who_has_not_come_and_where_it_is(tmp_path: Path, size: int, how: str, waits: str) -> None:
+def test_one_rank_tells_who_has_not_come_and_where_it_is(
+    tmp_path: Path, size: int, how: str, waits: str
+) -> None:
     found = run_ranks(size, wait_for_the_last, str(tmp_path), how)
     messages = [message for _, _, logged in found for message in logged]
     told = [message for message in messages if message.startswith(f"{size - 1} of {size} ranks ha")]
     assert len(told) == 1, messages
     host, pid, _ = found[-1]
     assert_found(rf"{waits}, at {LINE}wait_for_the_last; rank {size - 1} has not come\n", told[0])
-    assert_found(rf"rank {size - 1} \(host {host}, pid {pid}\) is busy, at {LINE}load_a_batch", told[0])
+    assert_found(
+        rf"rank {size - 1} \(host {host}, pid {pid}\) is busy, at {LINE}load_a_batch", told[0]
+    )
 
 
 def initialize_late(folder: str) -> list[str]:
-    """The last rank has started the process group and comes to `initialize` when a wait for it was told."""
-    flag, logged = Path(folder) / "told", list[str]()
+    """The last rank has started the process group and comes to `initialize` when a wait for it was
+    told.
+    """
+    flag = Path(folder) / "told"
+    logged = list[str]()
 
     def emit(record: logging.LogRecord) -> None:
         logged.append(record.getMessage())
@@ -120,7 +144,11 @@ def initialize_late(folder: str) -> list[str]:
     logging.getLogger("ds_core.comm").handlers[:] = [handler]
     if comm.rank() == 1:
         load_a_batch(flag)
-    config = {"comms_guard": {"patience": PATIENCE}, "train_batch_size": 2, "optimizer": {"type": "SGD"}}
+    config = {
+        "comms_guard": {"patience": PATIENCE},
+        "train_batch_size": 2,
+        "optimizer": {"type": "SGD"},
+    }
     ds_core.initialize(model=torch.nn.Linear(1, 1), config=config)
     unwatch()
     return logged
@@ -138,7 +166,9 @@ def assert_found(pattern: str, text: str) -> None:
 
 def stop_one(stopped: int) -> list[str]:
     pids = comm.all_gather_json(os.getpid())
-    logged = watch(lambda message: os.kill(pids[stopped], signal.SIGCONT) if "is stopped" in message else None)
+    logged = watch(
+        lambda message: os.kill(pids[stopped], signal.SIGCONT) if "is stopped" in message else None
+    )
     watcher = guard._watchers[dist.group.WORLD]  # type: ignore[index]
     while not watcher._introduced or not watcher._keeper.pid:
         time.sleep(0.01)
@@ -157,12 +187,14 @@ def test_a_stopped_process_is_told_of_by_the_others(stopped: int) -> None:
     told = run_ranks(2, stop_one, stopped)
     assert not told[stopped] and len(told[1 - stopped]) == 1
     text = told[1 - stopped][0]
-    assert_found(rf"rank {stopped} \(host .*, pid \d+\) is stopped \(by SIGSTOP, .* `kill -CONT \d+`", text)
+    assert_found(
+        rf"rank {stopped} \(host .*, pid \d+\) is stopped \(by SIGSTOP, .* `kill -CONT \d+`", text
+    )
     assert_found(rf"for all_reduce of 1 float32, called by .*test_waits, at {LINE}stop_one", text)
     assert ("since the job's store does not answer (rank 0 keeps it" in text) == (stopped == 0)
 
 
-# -- the host does not wait: a backend as NCCL -------------------------------------------------------------------------
+# -- the host does not wait: a backend as NCCL -----------------------------------------------------
 
 
 class Event:
@@ -208,7 +240,8 @@ def read(tensor: torch.Tensor) -> float:
 
 def train_on_device(folder: str) -> tuple[float, list[str]]:
     start_device()
-    flag, total = Path(folder) / "told", torch.ones(3)
+    flag = Path(folder) / "told"
+    total = torch.ones(3)
     logged = watch(lambda _: flag.touch())
     comm.all_reduce(total)
     read(total[0])
@@ -235,7 +268,8 @@ def disagree_on_device() -> None:
     start_device()
     watch(lambda _: None, enabled=True, patience=0.4)
     never = torch.ones(3)
-    Queued.works.append(dist.irecv(never, 1 - comm.rank(), tag=7))  # as what NCCL does with different collectives
+    # as what NCCL does with different collectives
+    Queued.works.append(dist.irecv(never, 1 - comm.rank(), tag=7))
     comm.label(f"gradients of 'layer{comm.rank()}'")
     comm.all_reduce(torch.ones(5))
     read(never)
@@ -250,15 +284,19 @@ def test_the_guard_ends_ranks_that_disagree_there_too() -> None:
         assert "rank 1: gradients of 'layer1' (all_reduce of 5 float32)" in told
 
 
-# -- the text, without processes ---------------------------------------------------------------------------------------
+# -- the text, without processes -------------------------------------------------------------------
 
 
 def at(rank: int, wait: tuple[str, int] | None, waits: str, **counts: int) -> Position:
     groups = {
-        name: GroupHistory((0, 1, 2, 3), count, tuple((n, 1, f"call {n}") for n in range(1, count + 1)))
+        name: GroupHistory(
+            (0, 1, 2, 3), count, tuple((n, 1, f"call {n}") for n in range(1, count + 1))
+        )
         for name, count in counts.items()
     }
-    return Position(rank, 1, groups, wait, at=f"train.py:{rank}", waits=waits, home=f"host h{rank}, pid {rank}")
+    return Position(
+        rank, 1, groups, wait, at=f"train.py:{rank}", waits=waits, home=f"host h{rank}, pid {rank}"
+    )
 
 
 def test_a_chain_of_waits_names_its_cause_first() -> None:
@@ -267,7 +305,9 @@ def test_a_chain_of_waits_names_its_cause_first() -> None:
         1: at(1, ("h", 1), "call 1", g=1, h=1),
         2: at(2, None, "", g=2),
     }
-    lines = describe_waits(positions, {3: "(host h3, pid 3) has ended: its process is gone"}, 4, 61.2).splitlines()
+    lines = describe_waits(
+        positions, {3: "(host h3, pid 3) has ended: its process is gone"}, 4, 61.2
+    ).splitlines()
     assert lines == [
         "2 of 4 ranks have waited 61.2 s:",
         "  rank 0 waits for call 2, at train.py:0; ranks 1, 3 have not come",
@@ -283,13 +323,21 @@ def test_all_have_come() -> None:
     positions = {rank: at(rank, ("g", 2), "call 2", g=2) for rank in range(4)}
     first, second = describe_waits(positions, {}, 4, 60.0).splitlines()
     assert first == "4 of 4 ranks have waited 60 s:"
-    assert second.startswith("  ranks 0, 1, 2, 3 wait for call 2, at train.py:0; all have come, so the backend or the ")
+    assert second.startswith(
+        "  ranks 0, 1, 2, 3 wait for call 2, at train.py:0; all have come, so the backend or the "
+    )
 
 
 def test_who_waits_for_something_else_has_not_come_to_a_call_of_torch() -> None:
-    positions = {0: at(0, None, "torch.distributed.all_reduce", g=2), 1: at(1, ("g", 3), "call 3", g=3)}
+    positions = {
+        0: at(0, None, "torch.distributed.all_reduce", g=2),
+        1: at(1, ("g", 3), "call 3", g=3),
+    }
     first, second = describe_waits(positions, {}, 2, 60.0).splitlines()[1:3]
-    assert first == "  rank 0 waits for torch.distributed.all_reduce, at train.py:0; rank 1 has not come"
+    assert (
+        first
+        == "  rank 0 waits for torch.distributed.all_reduce, at train.py:0; rank 1 has not come"
+    )
     assert second.startswith("  rank 1 waits for call 3, at train.py:1; ranks 0, ")
 
 
@@ -310,7 +358,8 @@ def test_events_of_a_gpu_are_looked_at_from_another_thread() -> None:
     from ds_core.accelerator import get_accelerator
 
     class OnDevice:
-        issued, device = 1, get_accelerator()
+        issued = 1
+        device = get_accelerator()
 
         def longest(self) -> None: ...
 

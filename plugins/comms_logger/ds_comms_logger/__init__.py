@@ -1,4 +1,6 @@
-"""Counts, sizes and times collectives: the section ``comms_logger``, and `log_summary`, which prints the table."""
+"""Counts, sizes and times collectives: the section ``comms_logger``, and `log_summary`, which
+prints the table.
+"""
 
 from __future__ import annotations
 

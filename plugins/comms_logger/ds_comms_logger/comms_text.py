@@ -40,22 +40,26 @@ def convert_size(size_bytes: float) -> str:
 def calc_bw_log(comm_op: str, size: float, duration: float) -> tuple[float, float]:
     """The algorithm's and the bus's bandwidth of a collective, in Mbit per unit of `duration`.
 
-    size: bytes that one rank gives. The bus's is what links between ranks carry (NVIDIA's nccl-tests, PERFORMANCE.md).
-    Raises ValueError for a name that is no collective's.
+    size: bytes that one rank gives. The bus's is what links between ranks carry (NVIDIA's
+    nccl-tests, PERFORMANCE.md). Raises ValueError for a name that is no collective's.
     """
     ranks = comm.world_size()
     others = (ranks - 1) / ranks
     if comm_op in _EXCHANGED:
-        algorithm, bus = size, size * others
+        algorithm = size
+        bus = size * others
     elif comm_op in _GATHERED:
-        algorithm, bus = size * ranks, size * ranks * others
+        algorithm = size * ranks
+        bus = size * ranks * others
     elif comm_op in _REDUCED:
-        algorithm, bus = size * 2, size * 2 * others
+        algorithm = size * 2
+        bus = size * 2 * others
     elif comm_op in _SENT:
         algorithm = bus = size
     else:
         raise ValueError(
-            f"{comm_op!r} is no collective; it is one of {sorted(_EXCHANGED | _GATHERED | _REDUCED | _SENT)}"
+            f"{comm_op!r} is no collective; it is one of "
+            f"{sorted(_EXCHANGED | _GATHERED | _REDUCED | _SENT)}"
         )
     megabits = 8 / 1e6 / duration
     return algorithm * megabits, bus * megabits

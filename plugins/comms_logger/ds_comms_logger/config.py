@@ -13,7 +13,9 @@ __all__ = ["CommsLogger"]
 class CommsLogger(Section):
     """The log of collectives."""
 
-    enabled: bool = option(False, "Count, size and time collectives; each logged call is synchronised.")
+    enabled: bool = option(
+        False, "Count, size and time collectives; each logged call is synchronised."
+    )
     verbose: bool = option(False, "Log every call as it happens.", per_rank=True)
     debug: bool = option(False, "Add the caller's name to each call.")
     prof_all: bool = option(True, "Log every collective.")

@@ -1,8 +1,9 @@
-"""``deepspeed.comm.comms_logger`` and the functions around it: DeepSpeed's spelling of ds-comms-logger's log.
+"""``deepspeed.comm.comms_logger`` and the functions around it: DeepSpeed's spelling of
+ds-comms-logger's log.
 
-The log itself is the interceptor that the section ``comms_logger`` installs; what lives here reads it and switches it.
-It adds up the calls of one operation and size instead of keeping each: where DeepSpeed has a list with an entry per
-call, here each entry is the average.
+The log itself is the interceptor that the section ``comms_logger`` installs; what lives here reads
+it and switches it. It adds up the calls of one operation and size instead of keeping each: where
+DeepSpeed has a list with an entry per call, here each entry is the average.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ Totals = dict[str, dict[int, list[Any]]]
 
 
 class CommsLogger:
-    """The log of this process, as ``deepspeed.comm.comms_logger`` shows it; each instance shows the same one."""
+    """The log of this process, as ``deepspeed.comm.comms_logger`` shows it; each instance shows the
+    same one.
+    """
 
     def __init__(self) -> None:
         # What was chosen while the log is off; it holds when `enabled` is set.
@@ -87,24 +90,33 @@ class CommsLogger:
 
     @property
     def comms_dict(self) -> Totals:
-        """Operation, bytes of a message -> count, times in ms, algbw and busbw in Gbit/s (a copy)."""
+        """Operation, bytes of a message -> count, times in ms, algbw and busbw in Gbit/s (a
+        copy)."""
         totals: Totals = {}
         for row in _rows():
-            figures = ([value] * row.count for value in (row.average_ms, row.algbw * 8, row.busbw * 8))
+            figures = (
+                [value] * row.count for value in (row.average_ms, row.algbw * 8, row.busbw * 8)
+            )
             totals.setdefault(_name(row), {})[row.bytes] = [row.count, *figures]
         return totals
 
     @comms_dict.setter
     def comms_dict(self, totals: Totals) -> None:
         if totals:
-            raise UsageError("comms_dict can be emptied, by {}; what is in it comes from the collectives themselves")
+            raise UsageError(
+                "comms_dict can be emptied, by {}; what is in it comes from the collectives "
+                "themselves"
+            )
         self.reset_data()
 
     def configure(self, comms_config: Any) -> None:
-        """Take over a parsed config: `comms_logger_enabled`, and `comms_logger` with the settings."""
+        """Take over a parsed config: `comms_logger_enabled`, and `comms_logger` with the
+        settings."""
         if comms_config.comms_logger_enabled:
             chosen = comms_config.comms_logger
-            settings = {name: getattr(chosen, name) for name in ("verbose", "debug", "prof_ops", "prof_all")}
+            settings = {
+                name: getattr(chosen, name) for name in ("verbose", "debug", "prof_ops", "prof_all")
+            }
             self._choose(enabled=True, **settings)
 
     def start_profiling_comms(self) -> None:
@@ -156,7 +168,9 @@ class CommsLogger:
     def log_all(
         self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
     ) -> dict[str, Any] | None:
-        """Print the table on rank 0 and, with `return_dict`, return it; with `show_straggler` every rank calls it."""
+        """Print the table on rank 0 and, with `return_dict`, return it; with `show_straggler` every
+        rank calls it.
+        """
         rows = summary.log_summary(show_straggler, show=print_log)
         if not return_dict:
             return None
@@ -184,7 +198,8 @@ class CommsLogger:
         )
 
     def _choose(self, **settings: Any) -> None:
-        """Put settings into effect; a name in ``prof_ops`` that is no operation raises ConfigError."""
+        """Put settings into effect; a name in ``prof_ops`` that is no operation raises
+        ConfigError."""
         chosen = Section(**{**self._section().model_dump(), **settings})
         put_into_effect(chosen)
         self._off = chosen.model_copy(update={"enabled": False})
@@ -204,13 +219,21 @@ def configure(
     """``deepspeed.comm.configure``: what is None stays as it is; the config comes first."""
     if deepspeed_config is not None:
         comms_logger.configure(getattr(deepspeed_config, "comms_config", deepspeed_config))
-    given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
+    given = {
+        "enabled": enabled,
+        "prof_all": prof_all,
+        "prof_ops": prof_ops,
+        "verbose": verbose,
+        "debug": debug,
+    }
     if settings := {name: value for name, value in given.items() if value is not None}:
         comms_logger._choose(**settings)
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """``deepspeed.comm.log_summary``: prints on rank 0; every rank calls it, since it ends with a barrier."""
+    """``deepspeed.comm.log_summary``: prints on rank 0; every rank calls it, since it ends with a
+    barrier.
+    """
     comm.barrier()
     return comms_logger.log_all(show_straggler=show_straggler, return_dict=return_dict)
 
@@ -262,7 +285,9 @@ def _figures(row: CommsRow) -> dict[str, float]:
 
 
 def _behind(row: CommsRow) -> dict[str, float]:
-    """What the collectives themselves took, by the fastest rank, and how long this rank waited beyond that."""
+    """What the collectives themselves took, by the fastest rank, and how long this rank waited
+    beyond that.
+    """
     fastest = row.total_ms if row.fastest_ms is None else row.fastest_ms
     waited = row.total_ms - fastest
     return {

@@ -1,7 +1,9 @@
-"""What communication costs: per operation, call site and message size, counts, time and bandwidth (torch-free).
+"""What communication costs: per operation, call site and message size, counts, time and bandwidth
+(torch-free).
 
-Bandwidths are in GB/s (1e9 bytes). algbw is message bytes over time; busbw corrects it for how often each byte must
-cross the wire, so that it can be held against the hardware's whatever the number of ranks.
+Bandwidths are in GB/s (1e9 bytes). algbw is message bytes over time; busbw corrects it for how
+often each byte must cross the wire, so that it can be held against the hardware's whatever the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ log = logging.getLogger("ds_core.comm")
 # Factor of busbw over algbw at n ranks; operations not named here have 1.
 _BUS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
-    **dict.fromkeys(("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"), lambda n: (n - 1) / n),
+    **dict.fromkeys(
+        ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"),
+        lambda n: (n - 1) / n,
+    ),
 }
 
 # Functions whose calls are logged as another operation.
@@ -49,9 +54,11 @@ _LOGGED_AS = {
 
 @dataclass(frozen=True, slots=True)
 class CommsRow:
-    """One line of the summary. bytes: of one message. site: where it was called, "" without `debug`.
+    """One line of the summary. bytes: of one message. site: where it was called, "" without
+    `debug`.
 
-    algbw, busbw: GB/s over all calls. straggler_ms: the total time of the slowest rank less that of the fastest;
+    algbw, busbw: GB/s over all calls. straggler_ms: the total time of the slowest rank less that of
+        the fastest;
     fastest_ms: the latter. Both are None unless they were asked for.
     """
 
@@ -88,7 +95,8 @@ class CommsLog(Interceptor):
 
     def around(self, collective: Collective, call: Callable[[], Any]) -> Any:
         """Run `call` to its end and record it; what `call` returns (for async: a finished work)."""
-        op, ranks = collective.op, collective.group.size()
+        op = collective.op
+        ranks = collective.group.size()
         if op not in OPERATIONS or (self.ops is not None and op not in self.ops):
             return call()
         device, size = _message(collective)
@@ -96,8 +104,11 @@ class CommsLog(Interceptor):
         _synchronize(device)
         begin = time.perf_counter()
         result = call()
-        if op in ("isend", "irecv"):  # waiting here could block both ends; its own wait ends the time
-            return _TimedWork(result, lambda: self.record(op, site, size, ranks, time.perf_counter() - begin))
+        # waiting here could block both ends; its own wait ends the time
+        if op in ("isend", "irecv"):
+            return _TimedWork(
+                result, lambda: self.record(op, site, size, ranks, time.perf_counter() - begin)
+            )
         if collective.arguments.get("async_op"):
             result.wait()
             result = _Finished()
@@ -133,7 +144,11 @@ class CommsLog(Interceptor):
         for (op, site, size), tally in sorted(self._tallies.items()):
             average = tally.seconds / tally.count
             algbw, busbw = bandwidths(op, size, tally.ranks, average)
-            rows.append(CommsRow(op, site, size, tally.count, tally.seconds * 1e3, average * 1e3, algbw, busbw))
+            rows.append(
+                CommsRow(
+                    op, site, size, tally.count, tally.seconds * 1e3, average * 1e3, algbw, busbw
+                )
+            )
         return rows
 
 
@@ -142,7 +157,8 @@ def unknown_operations(section: CommsLogger) -> list[Problem]:
     return [
         Problem(
             "comms_logger.prof_ops",
-            f"{name!r} is no operation" + (f"; did you mean {near!r}?" if (near := nearest(name, OPERATIONS)) else ""),
+            f"{name!r} is no operation"
+            + (f"; did you mean {near!r}?" if (near := nearest(name, OPERATIONS)) else ""),
             f"known: {', '.join(sorted(OPERATIONS))}",
         )
         for name in section.prof_ops
@@ -158,8 +174,8 @@ def installed_log() -> CommsLog | None:
 def configure(section: CommsLogger | Mapping[str, Any]) -> CommsLog | None:
     """Put a ``comms_logger`` section into effect; the log that is on then, None if it is off.
 
-    What was recorded so far is kept if it stays on. Every rank calls it. Raises ConfigError for a ``prof_ops`` entry
-    that is no operation.
+    What was recorded so far is kept if it stays on. Every rank calls it. Raises ConfigError for a
+    ``prof_ops`` entry that is no operation.
     """
     if not isinstance(section, CommsLogger):
         section = CommsLogger.model_validate(dict(section))
@@ -172,8 +188,11 @@ def configure(section: CommsLogger | Mapping[str, Any]) -> CommsLog | None:
         return None
     if log is None:
         add_interceptor(log := CommsLog())
-    log.ops = None if section.prof_all else frozenset(_LOGGED_AS.get(op, op) for op in section.prof_ops)
-    log.verbose, log.debug = section.verbose, section.debug
+    log.ops = (
+        None if section.prof_all else frozenset(_LOGGED_AS.get(op, op) for op in section.prof_ops)
+    )
+    log.verbose = section.verbose
+    log.debug = section.debug
     if log.verbose:
         show_log()
     return log
@@ -199,7 +218,8 @@ class _TimedWork:
     """A point-to-point work that is recorded when it has been waited for."""
 
     def __init__(self, work: Any, record: Callable[[], None]) -> None:
-        self._work, self._record = work, record
+        self._work = work
+        self._record = record
         self._done = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:

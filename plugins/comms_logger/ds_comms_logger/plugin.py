@@ -1,4 +1,6 @@
-"""What ds-comms-logger offers to ds_core: the section ``comms_logger`` and its interceptor (torch-free)."""
+"""What ds-comms-logger offers to ds_core: the section ``comms_logger`` and its interceptor
+(torch-free).
+"""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ __all__ = ["log_summary"]
 def log_summary(show_straggler: bool = False, *, show: bool = True) -> list[CommsRow]:
     """Print the summary on rank 0 and return this rank's rows; empty when the log is off.
 
-    show_straggler: also how far the slowest rank is behind the fastest, per row; collective then, so that every
-    rank must call it. show: print; the same on every rank.
+    show_straggler: also how far the slowest rank is behind the fastest, per row; collective then,
+    so that every rank must call it. show: print; the same on every rank.
     """
     log = installed_log()
     rows = log.rows() if log is not None else []
@@ -32,7 +32,9 @@ def _with_stragglers(rows: Iterable[CommsRow]) -> list[CommsRow]:
     if (log := installed_log()) is not None:
         comm.remove_interceptor(log)  # the exchange itself is not part of what is measured
     try:
-        everyone = comm.all_gather_json([[row.op, row.site, row.bytes, row.total_ms] for row in rows])
+        everyone = comm.all_gather_json(
+            [[row.op, row.site, row.bytes, row.total_ms] for row in rows]
+        )
     finally:
         if log is not None:
             comm.add_interceptor(log)
@@ -54,7 +56,15 @@ def _show(rows: Sequence[CommsRow], straggler: bool) -> None:
     for row in rows:
         figures = [row.total_ms, row.average_ms, row.algbw, row.busbw]
         figures += [row.straggler_ms or 0.0] if straggler else []
-        cells.append([row.op, row.site, str(row.bytes), str(row.count), *(f"{figure:.3f}" for figure in figures)])
+        cells.append(
+            [
+                row.op,
+                row.site,
+                str(row.bytes),
+                str(row.count),
+                *(f"{figure:.3f}" for figure in figures),
+            ]
+        )
     if straggler:
         heads.append("straggler ms")
     if not any(row.site for row in rows):
@@ -63,5 +73,8 @@ def _show(rows: Sequence[CommsRow], straggler: bool) -> None:
             line.pop(1)
     widths = [max(len(line[i]) for line in [heads, *cells]) for i in range(len(heads))]
     for line in [heads, *cells]:
-        texts = (c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+        texts = (
+            c.ljust(w) if i == 0 else c.rjust(w)
+            for i, (c, w) in enumerate(zip(line, widths, strict=True))
+        )
         print("  ".join(texts).rstrip())

@@ -1,4 +1,6 @@
-"""The comms log: what it counts, its bandwidths, its table, and that it is not there when it is off."""
+"""The comms log: what it counts, its bandwidths, its table, and that it is not there when it is
+off.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,18 @@ def logged_run(section: dict[str, Any]) -> list[tuple[str, str, int, int]]:
         comm.all_to_all_single(torch.empty(size), torch.ones(size))
         comm.barrier()
         got = torch.empty(3)
-        right, left = (comm.rank() + 1) % size, (comm.rank() - 1) % size
+        right = (comm.rank() + 1) % size
+        left = (comm.rank() - 1) % size
         works = [comm.isend(torch.ones(3), right), comm.irecv(got, left)]
         for message in works:
             message.wait()
             message.wait()
         assert got.sum() == 3
         rows = log_summary()
-        assert all(row.total_ms > 0 and row.average_ms == pytest.approx(row.total_ms / row.count) for row in rows)
+        assert all(
+            row.total_ms > 0 and row.average_ms == pytest.approx(row.total_ms / row.count)
+            for row in rows
+        )
         assert all(row.straggler_ms is None for row in rows)
         return [(row.op, row.site, row.bytes, row.count) for row in rows]
     finally:
@@ -83,8 +89,15 @@ def test_debug_tells_call_sites_apart() -> None:
     rows = run_ranks(2, logged_run, {"enabled": True, "debug": True})[0]
     sites = [site for op, site, _, _ in rows if op == "all_reduce"]
     assert len(set(sites)) == 2
-    assert all(site.startswith("test_comms_logger.py:") and site.endswith(" in logged_run") for site in sites)
-    assert all(site.startswith("test_comms_logger.py:") for op, site, _, _ in rows if op in ("isend", "irecv"))
+    assert all(
+        site.startswith("test_comms_logger.py:") and site.endswith(" in logged_run")
+        for site in sites
+    )
+    assert all(
+        site.startswith("test_comms_logger.py:")
+        for op, site, _, _ in rows
+        if op in ("isend", "irecv")
+    )
 
 
 def stragglers() -> list[Any]:
@@ -125,7 +138,13 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         assert log is not None
         log.record("all_reduce", "", 4096, 2, 0.5)
         (row,) = log_summary()
-        assert (row.op, row.bytes, row.count, row.total_ms, row.average_ms) == ("all_reduce", 4096, 1, 500.0, 500.0)
+        assert (row.op, row.bytes, row.count, row.total_ms, row.average_ms) == (
+            "all_reduce",
+            4096,
+            1,
+            500.0,
+            500.0,
+        )
         head, line = capsys.readouterr().out.splitlines()
         assert head.split()[:3] == ["op", "bytes", "count"]  # no site column without debug
         assert line.split()[:4] == ["all_reduce", "4096", "1", "500.000"]
@@ -143,12 +162,18 @@ def test_verbose_logs_each_call(caplog: pytest.LogCaptureFixture) -> None:
         CommsLog(verbose=True).record("broadcast", "train.py:3 in main", 2_000_000, 2, 0.001)
         CommsLog().record("broadcast", "", 2_000_000, 2, 0.001)
     (message,) = caplog.messages
-    expected = "broadcast at train.py:3 in main: 2000000 bytes, 1.000 ms, algbw 2.000 GB/s, busbw 2.000 GB/s"
+    expected = (
+        "broadcast at train.py:3 in main: 2000000 bytes, 1.000 ms, algbw 2.000 GB/s, busbw "
+        "2.000 "
+        "GB/s"
+    )
     assert message == expected
 
 
 def test_an_unknown_operation_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"comms_logger.prof_ops: 'all_reduse' is no operation; .*'all_reduce'"):
+    with pytest.raises(
+        ConfigError, match=r"comms_logger.prof_ops: 'all_reduse' is no operation; .*'all_reduce'"
+    ):
         configure({"enabled": True, "prof_all": False, "prof_ops": ["all_reduse"]})
     assert installed_log() is None
 
@@ -169,7 +194,9 @@ def test_configuring_again_keeps_what_was_recorded() -> None:
 
 def test_prof_ops_takes_the_names_of_functions() -> None:
     try:
-        log = configure({"enabled": True, "prof_all": False, "prof_ops": ["all_gather", "all_reduce"]})
+        log = configure(
+            {"enabled": True, "prof_all": False, "prof_ops": ["all_gather", "all_reduce"]}
+        )
         assert log is not None and log.ops == {"all_gather_into_tensor", "all_reduce"}
     finally:
         reset()

@@ -1,4 +1,6 @@
-"""DeepSpeed's spelling of the log: ``deepspeed.comm.comms_logger`` reads and switches what the section installs."""
+"""DeepSpeed's spelling of the log: ``deepspeed.comm.comms_logger`` reads and switches what the
+section installs.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def as_a_program_uses_it() -> dict[str, Any]:
         assert not names.has_comm_data()
         calls()
         totals = logger.comms_dict
-        counts = [(op, size, entry[0]) for op, sizes in totals.items() for size, entry in sizes.items()]
+        counts = [
+            (op, size, entry[0]) for op, sizes in totals.items() for size, entry in sizes.items()
+        ]
         count, latencies, _, busbw = totals["all_reduce"][40]
         row = next(r for r in installed_log().rows() if (r.op, r.bytes) == ("all_reduce", 40))  # type: ignore[union-attr]
         assert len(latencies) == count and sum(latencies) == pytest.approx(row.total_ms)
@@ -44,14 +48,21 @@ def as_a_program_uses_it() -> dict[str, Any]:
         stats = names.log_summary(show_straggler=True, return_dict=True)
         assert stats is not None and names.log_summary() is None
         behind = stats["straggler_analysis"]["all_reduce"][40]
-        assert behind["total_comm_lat_ms"] + behind["total_straggler_ms"] == pytest.approx(row.total_ms)
+        assert behind["total_comm_lat_ms"] + behind["total_straggler_ms"] == pytest.approx(
+            row.total_ms
+        )
         assert behind["total_straggler_ms"] >= 0
         total = names.get_comm_operation_count()
         names.reset_log()
         assert names.get_comm_operation_count() == 0
         logger.enabled = False
         assert installed_log() is None
-        return {"only": only, "counts": counts, "total": total, "metadata": stats["metadata"]["world_size"]}
+        return {
+            "only": only,
+            "counts": counts,
+            "total": total,
+            "metadata": stats["metadata"]["world_size"],
+        }
     finally:
         reset()
 
@@ -59,7 +70,11 @@ def as_a_program_uses_it() -> dict[str, Any]:
 def test_a_program_of_deepspeed_reads_and_switches_the_log() -> None:
     for seen in run_ranks(2, as_a_program_uses_it):
         assert seen["only"] == ["all_reduce"]
-        assert seen["counts"] == [("all_reduce", 40, 3), ("all_reduce", 80, 1), ("broadcast", 16, 1)]
+        assert seen["counts"] == [
+            ("all_reduce", 40, 3),
+            ("all_reduce", 80, 1),
+            ("broadcast", 16, 1),
+        ]
         assert seen["total"] == 7  # the two barriers of the summaries too
         assert seen["metadata"] == 2
 

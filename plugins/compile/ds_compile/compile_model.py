@@ -1,12 +1,13 @@
 """``engine.compile``: which modules are compiled, how, and when their passes change.
 
-[Note: outside of the graph] A compiled module keeps its hooks outside: they gather weights, cut inputs and follow
-phases, and torch.compile would end a graph at each of them. So the module's call runs its hooks as ever, and only its
-`forward` is compiled. Where weights are sharded, the partitioner gathers all of a compiled module's at its begin.
+[Note: outside of the graph] A compiled module keeps its hooks outside: they gather weights, cut
+inputs and follow phases, and torch.compile would end a graph at each of them. So the module's call
+runs its hooks as ever, and only its `forward` is compiled. Where weights are sharded, the
+partitioner gathers all of a compiled module's at its begin.
 
-[Note: blocks] Where ranks share gradients, blocks are compiled and not the whole model: one compiled backward of the
-whole model gives all gradients at its end, so no reduction could run beside it. A block is compiled once for all of its
-kind, which also takes less time.
+[Note: blocks] Where ranks share gradients, blocks are compiled and not the whole model: one
+compiled backward of the whole model gives all gradients at its end, so no reduction could run
+beside it. A block is compiled once for all of its kind, which also takes less time.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ COMPILED: StashKey[Compiled] = StashKey("ds-compile what is compiled")
 
 
 class CompiledCall:
-    """Stands in the place where torch keeps a module's compiled call, see [Note: outside of the graph]."""
+    """Stands in the place where torch keeps a module's compiled call, see [Note: outside of the
+    graph].
+    """
 
     def __init__(self, module: nn.Module, options: Mapping[str, Any]) -> None:
         self._module = module
@@ -62,7 +65,9 @@ class CompiledCall:
 
 @dataclass
 class Compiled:
-    """What `compile_model` has compiled: modules by name, and with which arguments; steps that change the passes."""
+    """What `compile_model` has compiled: modules by name, and with which arguments; steps that
+    change the passes.
+    """
 
     modules: Mapping[str, nn.Module]
     backend: Backend
@@ -73,7 +78,8 @@ class Compiled:
         """Compile the modules anew, when they run next."""
         if passes.whole and list(self.modules) != [""]:
             raise UsageError(
-                f"the passes {', '.join(passes.whole)} need the graph of the whole model; remove compile.modules, and "
+                f"the passes {', '.join(passes.whole)} need the graph of the whole model; remove "
+                "compile.modules, and "
                 "put them into the first entry of the schedule"
             )
         options = {**self.options, "backend": self.backend}
@@ -95,18 +101,22 @@ def compile_model(
 ) -> None:
     """Compile the model with torch.compile, in place; `engine.compile` calls it.
 
-    backend, compile_kwargs: what torch.compile takes. schedule: ``(step, passes)`` pairs, from which step on which
-    passes run, by name or as functions; None: those of ``compile.passes`` from the start. Every rank calls it.
+    backend, compile_kwargs: what torch.compile takes. schedule: ``(step, passes)`` pairs, from
+    which step on which passes run, by name or as functions; None: those of ``compile.passes`` from
+    the start. Every rank calls it.
     """
     if compiled_autograd_enabled:
         raise UsageError(
-            "compile(compiled_autograd_enabled=True) is not supported: gradients are taken over and reduced by hooks "
+            "compile(compiled_autograd_enabled=True) is not supported: gradients are taken over "
+            "and reduced by hooks "
             "while backward runs, which a compiled backward would run at its end; leave it out"
         )
     ctx = engine.ctx
     section = engine.config.section(CompileConfig) or CompileConfig()
     if schedule is not None and not section.deepcompile:
-        raise UsageError('compile(schedule=...) needs "compile": {"deepcompile": true} in the config')
+        raise UsageError(
+            'compile(schedule=...) needs "compile": {"deepcompile": true} in the config'
+        )
     steps = {int(step): tuple(passes) for step, passes in schedule} if schedule is not None else {}
     wanted = steps.pop(0, section.passes or ())
     passes = make_passes(ctx, wanted, shown := section.debug_log and ctx.rank == 0)
@@ -124,7 +134,9 @@ def compile_model(
     compiled.use(passes)
     names = [name or type(engine.module).__name__ for name in modules]
     shown_names = ", ".join(names[:3]) + (f" ... {names[-1]}" if len(names) > 3 else "")
-    log_once(log, logging.INFO, f"compile: {len(modules)} modules, each as one graph: {shown_names}")
+    log_once(
+        log, logging.INFO, f"compile: {len(modules)} modules, each as one graph: {shown_names}"
+    )
 
 
 def _modules(
@@ -138,8 +150,8 @@ def _modules(
         log_once(
             log,
             logging.WARNING,
-            "compile: all weights are gathered while the model runs, since it is compiled as a whole"
-            + ("" if whole else "; name its large modules in compile.modules"),
+            "compile: all weights are gathered while the model runs, since it is compiled as a "
+            "whole" + ("" if whole else "; name its large modules in compile.modules"),
         )
     return blocks or {"": model}
 
@@ -149,17 +161,23 @@ def _refuse_graphs_of_the_device(options: Mapping[str, Any]) -> None:
     given = options.get("options") or {}
     if options.get("mode") in ("reduce-overhead", "max-autotune") or given.get("triton.cudagraphs"):
         raise UsageError(
-            "compile: CUDA graphs need weights at fixed addresses, and sharded weights are gathered elsewhere each "
+            "compile: CUDA graphs need weights at fixed addresses, and sharded weights are "
+            "gathered elsewhere each "
             'time; use mode "default" or "max-autotune-no-cudagraphs"'
         )
 
 
 def after_step(ctx: Context, step: int) -> None:
-    """A step is done: say once that nothing is compiled, or begin what the schedule has for the next one."""
+    """A step is done: say once that nothing is compiled, or begin what the schedule has for the
+    next one.
+    """
     compiled = ctx.stash.get(COMPILED)
     section = ctx.config.section(CompileConfig)
     if compiled is None:
         if section is not None and section.deepcompile and step == 0:
-            log.warning("compile.deepcompile is set, but nothing is compiled: call engine.compile() before training")
+            log.warning(
+                "compile.deepcompile is set, but nothing is compiled: call engine.compile() before "
+                "training"
+            )
     elif (passes := compiled.schedule.pop(step + 1, None)) is not None:
         compiled.use(passes)

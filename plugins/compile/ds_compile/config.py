@@ -11,7 +11,9 @@ from ds_core.config import Section, Trait, option
 
 __all__ = ["CompileConfig"]
 
-_OFFLOAD = "activation_checkpointing.cpu_checkpointing keeps activations in host memory, compiled or not"
+_OFFLOAD = (
+    "activation_checkpointing.cpu_checkpointing keeps activations in host memory, compiled or not"
+)
 
 
 class CompileConfig(Section):
@@ -19,12 +21,16 @@ class CompileConfig(Section):
 
     deepcompile: bool = option(False, "Run `passes` over the graphs of engine.compile().")
     passes: tuple[str, ...] | None = option(
-        None, "Passes by name, in this order: autosp, autotp, z1, z3, or one that a plugin offers. Needs deepcompile."
+        None,
+        "Passes by name, in this order: autosp, autotp, z1, z3, or one that a plugin offers. Needs "
+        "deepcompile.",
     )
     modules: tuple[str, ...] | None = option(
         None,
-        "What is compiled, each as one graph: class names, or names of modules with wildcards. Default: the model's "
-        "repeated block where several ranks share gradients or weights are sharded, else the whole model.",
+        "What is compiled, each as one graph: class names, or names of modules with wildcards. "
+        "Default: the model's "
+        "repeated block where several ranks share gradients or weights are sharded, else the whole "
+        "model.",
         min_length=1,
     )
     at_start: bool = option(
@@ -35,10 +41,18 @@ class CompileConfig(Section):
     backend: str = option("inductor", "The backend of torch.compile, for at_start.", min_length=1)
     debug_log: bool = option(False, "Log each graph before and after the passes, on rank 0.")
     # -- debugging of collectives
-    sync_before_reduce: bool = option(False, "Wait for the device before each reduction of gradients.")
-    sync_after_reduce: bool = option(False, "Wait for each reduction of gradients, and for the device.")
-    sync_before_allgather: bool = option(False, "Wait for the device before each gather of weights.")
-    sync_after_allgather: bool = option(False, "Wait for each gather of weights, and for the device.")
+    sync_before_reduce: bool = option(
+        False, "Wait for the device before each reduction of gradients."
+    )
+    sync_after_reduce: bool = option(
+        False, "Wait for each reduction of gradients, and for the device."
+    )
+    sync_before_allgather: bool = option(
+        False, "Wait for the device before each gather of weights."
+    )
+    sync_after_allgather: bool = option(
+        False, "Wait for each gather of weights, and for the device."
+    )
     # -- true by design, or the concern of another section
     free_activation: bool = option(
         False,
@@ -65,7 +79,9 @@ class CompileConfig(Section):
         False, "Keep all inputs of the first step.", without_effect="no pass runs a graph on them"
     )
     # -- errors
-    offload_activation: bool = option(False, "Keep activations in host memory.", not_offered=_OFFLOAD)
+    offload_activation: bool = option(
+        False, "Keep activations in host memory.", not_offered=_OFFLOAD
+    )
     offload_activation_pin_memory: bool = option(
         True, "In pinned memory.", without_effect="offload_activation is not there"
     )
@@ -80,12 +96,17 @@ class CompileConfig(Section):
         not_offered="zero_optimization.offload_param keeps them there, compiled or not",
     )
     symmetric_memory: bool = option(
-        False, "Gathers by symmetric memory.", not_offered="no provider of collectives uses symmetric memory"
+        False,
+        "Gathers by symmetric memory.",
+        not_offered="no provider of collectives uses symmetric memory",
     )
 
     def traits(self) -> Iterable[str]:
         """Each pass by its name; compiled graphs save what they like."""
-        return [Trait.CHANGES_SAVED, *(f"{Trait.COMPILE_PASS}{name.lower()}" for name in self.passes or ())]
+        return [
+            Trait.CHANGES_SAVED,
+            *(f"{Trait.COMPILE_PASS}{name.lower()}" for name in self.passes or ()),
+        ]
 
     @model_validator(mode="after")
     def _passes_are_switched_on(self) -> Self:

@@ -9,7 +9,8 @@ from ds_core import entries
 
 @entries.gives(entries.named("builtins:str"))
 def ds_compile_passes() -> Mapping[str, entries.Ref]:  # type: ignore[empty-body]
-    """Driver, by the name in ``compile.passes``: reference to a function ``ctx -> pass``; see `ds_compile.passes`.
+    """Driver, by the name in ``compile.passes``: reference to a function ``ctx -> pass``; see
+    `ds_compile.passes`.
 
     Passes run with ``compile.deepcompile: true``, when the script calls ``engine.compile()``.
     """

@@ -1,10 +1,11 @@
 """Passes over the graphs that torch.compile captures, and the backend that runs them.
 
-A pass is a function ``(graph, inputs) -> graph``: it gets the `torch.fx.GraphModule` as Dynamo captured it (torch's own
-functions and methods, before autograd) and the example inputs, and returns it, changed or not. Plugins offer by
-`ds_compile_passes`, under a name, the reference of a function ``ctx -> pass``; None instead of a pass says that nothing
-in the graph is to be changed, because the plugin does its work around it. A pass with an attribute ``whole = True``
-needs the graph of the whole model.
+A pass is a function ``(graph, inputs) -> graph``: it gets the `torch.fx.GraphModule` as Dynamo
+captured it (torch's own functions and methods, before autograd) and the example inputs, and returns
+it, changed or not. Plugins offer by `ds_compile_passes`, under a name, the reference of a function
+``ctx -> pass``; None instead of a pass says that nothing in the graph is to be changed, because the
+plugin does its work around it. A pass with an attribute ``whole = True`` needs the graph of the
+whole model.
 """
 
 from __future__ import annotations
@@ -59,7 +60,10 @@ class Passes:
 
 
 def make_passes(ctx: Context, wanted: Iterable[str | GraphPass], shown: bool) -> Passes:
-    """The passes `wanted`: names, or passes themselves. Raises UsageError for a name that nobody offers."""
+    """The passes `wanted`: names, or passes themselves.
+
+    Raises UsageError for a name that nobody offers.
+    """
     offered = ctx.plugins.named("ds_compile_passes", "compile_passes")
     own = ctx.stash.get(REGISTERED) or {}
     found: dict[str, GraphPass] = {}
@@ -75,14 +79,19 @@ def make_passes(ctx: Context, wanted: Iterable[str | GraphPass], shown: bool) ->
                 found[one] = change
         else:
             known = [*own, *offered]
-            raise UsageError(f"no compile pass is called {one!r}. {did_you_mean(one, known)} known: {', '.join(known)}")
+            raise UsageError(
+                f"no compile pass is called {one!r}. {did_you_mean(one, known)} known: "
+                f"{', '.join(known)}"
+            )
     return Passes(found, shown)
 
 
 def register_compile_pass(engine: Any, name: str, change: GraphPass) -> None:
     """Give a pass of your own a name, for the ``schedule`` of ``engine.compile``."""
     if not callable(change):
-        raise UsageError(f"register_compile_pass({name!r}, ...): a pass is a function (graph, inputs) -> graph")
+        raise UsageError(
+            f"register_compile_pass({name!r}, ...): a pass is a function (graph, inputs) -> graph"
+        )
     stash = engine.ctx.stash
     stash[REGISTERED] = {**(stash.get(REGISTERED) or {}), name: change}
 
@@ -98,7 +107,8 @@ def backend_with(passes: Passes, backend: str | Callable[..., Any]) -> Callable[
 
 
 def _backend(backend: str | Callable[..., Any]) -> Callable[..., Any]:
-    """A backend by name, as a function that takes torch.compile's ``mode`` and ``options`` as well."""
+    """A backend by name, as a function that takes torch.compile's ``mode`` and ``options`` as
+    well."""
     import torch
 
     if callable(backend):
@@ -107,7 +117,9 @@ def _backend(backend: str | Callable[..., Any]) -> Callable[..., Any]:
         found: Callable[..., Any] = torch._dynamo.lookup_backend(backend)
         return found
 
-    def inductor(graph: GraphModule, inputs: Sequence[Any], mode: str | None = None, options: Any = None) -> Any:
+    def inductor(
+        graph: GraphModule, inputs: Sequence[Any], mode: str | None = None, options: Any = None
+    ) -> Any:
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx
 

@@ -1,4 +1,5 @@
-"""What ds-compile offers to ds_core: the section ``compile`` and the engine's ``compile`` (torch-free).
+"""What ds-compile offers to ds_core: the section ``compile`` and the engine's ``compile``
+(torch-free).
 
 It stands in both groups of entry points: as a backend it serves ``engine.compile()`` of every run.
 """
@@ -19,7 +20,14 @@ if TYPE_CHECKING:
     from ds_core.errors import Problem
     from ds_core.plugins import Plugins
 
-__all__ = ["ds_check", "ds_config", "ds_engine_methods", "ds_interceptors", "ds_open", "ds_step_end"]
+__all__ = [
+    "ds_check",
+    "ds_config",
+    "ds_engine_methods",
+    "ds_interceptors",
+    "ds_open",
+    "ds_step_end",
+]
 
 
 def ds_config() -> type[BaseModel]:
@@ -44,7 +52,9 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
         path = f"compile.passes[{index}]"
         if dist := offered_by("compile_passes", name):
             what = f"compile pass {name!r} is of {dist}, which takes no part in this run"
-            yield Problem(path, what, f"give its section, and install it if it is not there ({install(dist)})")
+            yield Problem(
+                path, what, f"give its section, and install it if it is not there ({install(dist)})"
+            )
         else:
             fix = f"{did_you_mean(name, known)} there are: {', '.join(sorted(known)) or 'none'}"
             yield Problem(path, f"no compile pass is called {name!r}", fix.strip())

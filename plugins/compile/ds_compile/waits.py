@@ -1,4 +1,6 @@
-"""Waiting for the device around collectives: slow, and tells which of them an error or a wait belongs to."""
+"""Waiting for the device around collectives: slow, and tells which of them an error or a wait
+belongs to.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ GATHERS = frozenset({"all_gather_into_tensor"})
 
 @dataclass(frozen=True)
 class Waits(Interceptor):
-    """Waits for the device before and after the collectives named; equal ones are installed once."""
+    """Waits for the device before and after the collectives named; equal ones are installed
+    once."""
 
     before: frozenset[str]
     after: frozenset[str]

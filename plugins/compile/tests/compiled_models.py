@@ -7,7 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-D, HEADS, LENGTH, MICRO, STEPS = 8, 2, 6, 2, 3
+D = 8
+HEADS = 2
+LENGTH = 6
+MICRO = 2
+STEPS = 3
 SGD = {"lr": 0.1, "momentum": 0.9}
 
 
@@ -17,11 +21,17 @@ class Block(nn.Module):
     def __init__(self, index: int) -> None:
         super().__init__()
         self.index = index
-        self.norm, self.qkv, self.out = nn.LayerNorm(D), nn.Linear(D, 3 * D), nn.Linear(D, D)
-        self.up, self.down = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+        self.norm = nn.LayerNorm(D)
+        self.qkv = nn.Linear(D, 3 * D)
+        self.out = nn.Linear(D, D)
+        self.up = nn.Linear(D, 4 * D)
+        self.down = nn.Linear(4 * D, D)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        q, k, v = (
+            t.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for t in self.qkv(self.norm(x)).chunk(3, -1)
+        )
         attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         hidden: Tensor = x + self.down(torch.tanh(self.up(x)))
@@ -33,7 +43,8 @@ class Model(nn.Module):
 
     def __init__(self, blocks: int = 3) -> None:
         super().__init__()
-        self.first, self.blocks = nn.Linear(D, D), nn.ModuleList(Block(i) for i in range(blocks))
+        self.first = nn.Linear(D, D)
+        self.blocks = nn.ModuleList(Block(i) for i in range(blocks))
         self.head = nn.Linear(D, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,7 +62,11 @@ def model(blocks: int = 3) -> Model:
 
 def data(step: int, rank: int) -> Tensor:
     return torch.randn(
-        MICRO, LENGTH, D, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank)
+        MICRO,
+        LENGTH,
+        D,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(100 * step + rank),
     )
 
 
@@ -62,7 +77,10 @@ def start(given: nn.Module, stage: int = 0, **config: Any) -> Any:
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": SGD},
-        "zero_optimization": {"stage": stage, **({"param_persistence_threshold": 0} if stage == 3 else {})},
+        "zero_optimization": {
+            "stage": stage,
+            **({"param_persistence_threshold": 0} if stage == 3 else {}),
+        },
     }
     return ds_core.initialize(model=given, config=base | config)[0]
 
@@ -87,5 +105,6 @@ def truth(ranks: int) -> Model:
 
 def off(a: nn.Module, b: nn.Module) -> float:
     return max(
-        float((p.detach() - q.detach()).abs().max()) for p, q in zip(a.parameters(), b.parameters(), strict=True)
+        float((p.detach() - q.detach()).abs().max())
+        for p, q in zip(a.parameters(), b.parameters(), strict=True)
     )

@@ -1,4 +1,6 @@
-"""What engine.compile() compiles: equal to plain torch, one graph per kind of block, everything else outside of it."""
+"""What engine.compile() compiles: equal to plain torch, one graph per kind of block, everything
+else outside of it.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +49,16 @@ def compiled_run(
     engine = start(given, stage, **config)
     if by_hand:
         engine.compile("aot_eager", **options)
-    names = [name for name, module in given.named_modules() if module._compiled_call_impl is not None]
+    names = [
+        name for name, module in given.named_modules() if module._compiled_call_impl is not None
+    ]
     seen: list[nn.Module] = []
-    given.get_submodule(names[0]).register_forward_hook(lambda module, args, out: seen.append(module))
+    given.get_submodule(names[0]).register_forward_hook(
+        lambda module, args, out: seen.append(module)
+    )
     train(engine, rank)
-    assert seen == [given.get_submodule(names[0])] * STEPS  # a compiled module's own hooks stay outside of its graph
+    # a compiled module's own hooks stay outside of its graph
+    assert seen == [given.get_submodule(names[0])] * STEPS
     engine.destroy()
     assert off(given, truth(ranks)) < 1e-12
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), names
@@ -63,7 +70,9 @@ BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 _slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=_slow), pytest.param(1, marks=_slow), 2, 3])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=_slow), pytest.param(1, marks=_slow), 2, 3]
+)
 def test_blocks_are_compiled_where_ranks_share(stage: int) -> None:
     """One graph, whatever the number of blocks, with every stage's hooks outside of it."""
     pytest.importorskip("ds_zero")
@@ -108,12 +117,18 @@ def test_modules_of_the_config() -> None:
 
 def test_a_config_that_names_no_module() -> None:
     with one_process_engine(model(), small(compile={"modules": ["Blocks"]})) as engine:
-        with pytest.raises(UsageError, match=r"compile\.modules: no module .* 'Blocks'.* did you mean '[bB]lock"):
+        with pytest.raises(
+            UsageError, match=r"compile\.modules: no module .* 'Blocks'.* did you mean '[bB]lock"
+        ):
             engine.compile("aot_eager")
 
 
 def small(**config: Any) -> dict[str, Any]:
-    return {"train_micro_batch_size_per_gpu": MICRO, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **config}
+    return {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        **config,
+    }
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which torch reads while it traces
@@ -125,7 +140,8 @@ def test_copies_and_pickles_are_not_compiled() -> None:
         copied = copy.deepcopy(engine.module)
         torch.save(engine.module.state_dict(), io.BytesIO())
         assert all(
-            module._compiled_call_impl is None and "forward" not in module.__dict__ for module in copied.modules()
+            module._compiled_call_impl is None and "forward" not in module.__dict__
+            for module in copied.modules()
         )
         assert torch.equal(copied(data(0, 0)), wanted)
         with torch.no_grad():
@@ -150,7 +166,7 @@ def test_evaluation() -> None:
     run_ranks(2, evaluated, 3)
 
 
-# -- passes --------------------------------------------------------------------------------------------------------
+# -- passes ----------------------------------------------------------------------------------------
 
 
 def test_passes_run_in_order_and_by_schedule(caplog: pytest.LogCaptureFixture) -> None:
@@ -165,12 +181,19 @@ def test_passes_run_in_order_and_by_schedule(caplog: pytest.LogCaptureFixture) -
         return change
 
     section = {"deepcompile": True, "debug_log": True}
-    with one_process_engine(model(), small(compile=section)) as engine, caplog.at_level(logging.INFO):
+    with (
+        one_process_engine(model(), small(compile=section)) as engine,
+        caplog.at_level(logging.INFO),
+    ):
         engine.register_compile_pass("a", note("a"))
         engine.compile("aot_eager", schedule=[(0, ["a", note("b")]), (2, ["a"])])
         train(engine, 0)
         assert ran == ["a", "b", "a"]
-        assert "graph as captured" in caplog.text and "graph after a" in caplog.text and "tanh" in caplog.text
+        assert (
+            "graph as captured" in caplog.text
+            and "graph after a" in caplog.text
+            and "tanh" in caplog.text
+        )
 
 
 @pytest.mark.slow
@@ -192,7 +215,12 @@ def test_a_pass_of_the_whole_model() -> None:
     """It gets all of it in one graph, and a graph break is an error."""
 
     def whole(graph: Any, inputs: Any) -> Any:
-        found.append(sum(node.target is nn.functional.scaled_dot_product_attention for node in graph.graph.nodes))
+        found.append(
+            sum(
+                node.target is nn.functional.scaled_dot_product_attention
+                for node in graph.graph.nodes
+            )
+        )
         return graph
 
     whole.whole = True  # type: ignore[attr-defined]
@@ -206,7 +234,9 @@ def test_a_pass_of_the_whole_model() -> None:
         torch._dynamo.reset()
         with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
             engine(data(0, 0))
-    with one_process_engine(model(), small(compile={"deepcompile": True, "modules": ["Block"]})) as engine:
+    with one_process_engine(
+        model(), small(compile={"deepcompile": True, "modules": ["Block"]})
+    ) as engine:
         with pytest.raises(UsageError, match="need the graph of the whole model"):
             engine.compile("aot_eager", schedule=[(0, [whole])])
 
@@ -223,19 +253,27 @@ def test_passes_of_zero_are_for_its_stages() -> None:
     pytest.importorskip("ds_zero")
     run_ranks(1, staged, 2, "z1")
     run_ranks(1, staged, 3, "z3")
-    with pytest.raises(Exception, match="'z3' is for zero_optimization.stage 3, and the stage is 2"):
+    with pytest.raises(
+        Exception, match="'z3' is for zero_optimization.stage 3, and the stage is 2"
+    ):
         run_ranks(1, staged, 2, "z3")
 
 
-# -- keys and errors -----------------------------------------------------------------------------------------------
+# -- keys and errors -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("section", "why"),
     [
         ({"passes": ["z3"]}, "passes run only with deepcompile: true"),
-        ({"deepcompile": True, "passes": ["z9"]}, r"passes\[0\]: no compile pass is called 'z9'.*there are: "),
-        ({"deepcompile": True, "passes": ["z3"]}, r"passes\[0\]: compile pass 'z3' is of ds-zero.*give its section"),
+        (
+            {"deepcompile": True, "passes": ["z9"]},
+            r"passes\[0\]: no compile pass is called 'z9'.*there are: ",
+        ),
+        (
+            {"deepcompile": True, "passes": ["z3"]},
+            r"passes\[0\]: compile pass 'z3' is of ds-zero.*give its section",
+        ),
         ({"offload_activation": True}, "cpu_checkpointing keeps activations in host memory"),
         ({"offload_opt_states": True}, "offload_optimizer keeps them there"),
         ({"offload_parameters": True}, "offload_param keeps them there"),
@@ -284,7 +322,13 @@ def test_deepcompile_without_compile_says_so(caplog: pytest.LogCaptureFixture) -
 def waiting(section: dict[str, Any], wanted: int) -> None:
     """How often the device is waited for in a step of stage 3 is what the keys say."""
     from ds_core.accelerator import get_accelerator
-    from ds_core.comm.interceptor import Collective, Interceptor, add_interceptor, interceptors, reset
+    from ds_core.comm.interceptor import (
+        Collective,
+        Interceptor,
+        add_interceptor,
+        interceptors,
+        reset,
+    )
 
     class Counts(Interceptor):
         order = 15  # type: ignore[assignment]
@@ -310,7 +354,8 @@ def waiting(section: dict[str, Any], wanted: int) -> None:
         engine.step()
     finally:
         del vars(accelerator)["synchronize"]
-    gathers, reduces = ops.count("all_gather_into_tensor"), len(ops) - ops.count("all_gather_into_tensor")
+    gathers = ops.count("all_gather_into_tensor")
+    reduces = len(ops) - ops.count("all_gather_into_tensor")
     assert waits == (wanted & 1) * reduces + (wanted >> 1) * gathers and min(gathers, reduces) > 1
     engine.destroy()
     reset()

@@ -1,4 +1,6 @@
-"""Blocks of a transformers model that tensor or sequence parallelism divides: compiled without a graph break."""
+"""Blocks of a transformers model that tensor or sequence parallelism divides: compiled without a
+graph break.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,22 @@ from torch import Tensor
 
 from ds_core import comm
 
-STEPS, BATCH, LENGTH, VOCABULARY = 2, 2, 8, 48
+STEPS = 2
+BATCH = 2
+LENGTH = 8
+VOCABULARY = 48
 
 
 def llama() -> Any:
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers as hf
 
-    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 28, "use_cache": False}
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 28,
+        "use_cache": False,
+    }
     torch.manual_seed(5)
     heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = hf.LlamaConfig(max_position_embeddings=32, **heads, **sizes)
@@ -27,7 +37,9 @@ def llama() -> Any:
 
 
 def tokens(step: int) -> Tensor:
-    return torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
+    return torch.randint(
+        0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step)
+    )
 
 
 def trained(sections: dict[str, Any], backend: str | None) -> tuple[list[float], list[int]]:
@@ -61,11 +73,17 @@ def trained(sections: dict[str, Any], backend: str | None) -> tuple[list[float],
 
 def divided(size: int) -> dict[str, Any]:
     """The pass that asserts divided layers changes nothing."""
-    return {"tensor_parallel": {"autotp_size": size}, "compile": {"deepcompile": True, "passes": ["autotp"]}}
+    return {
+        "tensor_parallel": {"autotp_size": size},
+        "compile": {"deepcompile": True, "passes": ["autotp"]},
+    }
 
 
 def test_the_pass_autotp_needs_divided_layers() -> None:
-    with pytest.raises(Exception, match="'autotp' needs tensor_parallel.autotp_size of 2 or more, and the size is 1"):
+    with pytest.raises(
+        Exception,
+        match="'autotp' needs tensor_parallel.autotp_size of 2 or more, and the size is 1",
+    ):
         run_ranks(1, trained, divided(1), "aot_eager")
 
 
@@ -90,6 +108,8 @@ def test_no_graph_breaks(section: dict[str, Any], stage: int, backend: str) -> N
     zero = {"stage": stage, **({"param_persistence_threshold": 0} if stage == 3 else {})}
     sections = section | {"zero_optimization": zero}
     wanted = run_ranks(2, trained, sections, None)
-    for (losses, graphs), (eager, _) in zip(run_ranks(2, trained, sections, backend), wanted, strict=True):
+    for (losses, graphs), (eager, _) in zip(
+        run_ranks(2, trained, sections, backend), wanted, strict=True
+    ):
         assert max(abs(a - b) for a, b in zip(losses, eager, strict=True)) < 1e-12
         assert 1 <= graphs[0] <= 2 and graphs[1] == 0  # all blocks have the same

@@ -1,7 +1,9 @@
-"""Quantisation-aware training, pruning and layer reduction, by the config section ``compression_training``.
+"""Quantisation-aware training, pruning and layer reduction, by the config section
+``compression_training``.
 
-`init_compression` prepares a model, training follows the config's schedule, and `redundancy_clean` bakes the result
-into plain weights. The documented calls are here; `apply`, `clean` and `student` have them.
+`init_compression` prepares a model, training follows the config's schedule, and `redundancy_clean`
+bakes the result into plain weights. The documented calls are here; `apply`, `clean` and `student`
+have them.
 """
 
 from __future__ import annotations

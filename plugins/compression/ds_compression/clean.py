@@ -1,7 +1,9 @@
-"""`redundancy_clean`: compressed layers become ordinary ones, with the weights that they used, and smaller where asked.
+"""`redundancy_clean`: compressed layers become ordinary ones, with the weights that they used, and
+smaller where asked.
 
-[Note: cutting] A pruned row is cut out of a layer only where the config names the ``related_modules`` that would miss
-it; their inputs are cut with it, so the model calculates what it did with zeros. Otherwise the zeros stay.
+[Note: cutting] A pruned row is cut out of a layer only where the config names the
+``related_modules`` that would miss it; their inputs are cut with it, so the model calculates what
+it did with zeros. Otherwise the zeros stay.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Outputs of `owner` (inputs, for heads) to keep, and what is cut with it. path: of the config's key."""
+    """Outputs of `owner` (inputs, for heads) to keep, and what is cut with it. path: of the
+    config's key.
+    """
 
     path: str
     mask: Mask
@@ -54,20 +58,26 @@ def redundancy_clean(
 ) -> nn.Module:
     """Bake compression into the weights of `model`, in place, and return it.
 
-    Weights get their values at the end of the schedule (target bits, nearest level, masks), masks and scores
-    disappear, and what is pruned of layers with ``related_modules`` is cut out. All names are the model's own again.
-    Quantised inputs stay: they are no property of weights. An optimizer or engine of the model is of no use any more.
-    A model that is not compressed yet is an architecture: it gets the shapes, to load a cleaned state into.
+    Weights get their values at the end of the schedule (target bits, nearest level, masks), masks
+    and scores disappear, and what is pruned of layers with ``related_modules`` is cut out. All
+    names are the model's own again. Quantised inputs stay: they are no property of weights. An
+    optimizer or engine of the model is of no use any more. A model that is not compressed yet is an
+    architecture: it gets the shapes, to load a cleaned state into.
     tell_heads: write the number of heads that are left into the modules that have it.
 
-    Raises ConfigError where related modules do not fit, UsageError where weights are partitioned over ranks.
+    Raises ConfigError where related modules do not fit, UsageError where weights are partitioned
+    over ranks.
     """
     if mpu is not None:
-        raise UsageError("redundancy_clean takes no mpu: layers that are divided over ranks cannot be compressed")
-    section, target = section_of(deepspeed_config), inner(model)
+        raise UsageError(
+            "redundancy_clean takes no mpu: layers that are divided over ranks cannot be compressed"
+        )
+    section = section_of(deepspeed_config)
+    target = inner(model)
     if any(lazy_weight(p) is not None or hasattr(p, "ds_shape") for p in target.parameters()):
         raise UsageError(
-            "the weights are partitioned over ranks: save them (engine.save_16bit_model, or a checkpoint and its "
+            "the weights are partitioned over ranks: save them (engine.save_16bit_model, or a "
+            "checkpoint and its "
             "export), load them into a model after init_compression, and clean that one"
         )
     if clock.progress_of(target) is None:
@@ -86,14 +96,16 @@ def redundancy_clean(
     return model
 
 
-# -- weights ---------------------------------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 
 
 def _final(module: nn.Module, compression: Compression) -> dict[str, Tensor]:
     """The values of weight and bias at the end of the schedule."""
     quantiser = compression.quantiser
     if quantiser is not None:
-        quantiser.bits, quantiser.share, quantiser.seed = quantiser.target, 1.0, None
+        quantiser.bits = quantiser.target
+        quantiser.share = 1.0
+        quantiser.seed = None
     for mask in compression.masks:
         mask.active = mask.pattern is None or mask.made
     used = {name: getattr(module, name) for name in ("weight", "bias")}
@@ -101,7 +113,9 @@ def _final(module: nn.Module, compression: Compression) -> dict[str, Tensor]:
 
 
 def _write(model: nn.Module, final: dict[nn.Module, dict[str, Tensor]]) -> None:
-    """Write final values into parameters; layers that use different values of one parameter get one each."""
+    """Write final values into parameters; layers that use different values of one parameter get one
+    each.
+    """
     holders: dict[nn.Parameter, list[tuple[nn.Module, str, Tensor]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -116,7 +130,9 @@ def _write(model: nn.Module, final: dict[nn.Module, dict[str, Tensor]]) -> None:
             continue
         for module, name, value in rows:
             if name in final.get(module, {}):
-                module._parameters[name] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                module._parameters[name] = nn.Parameter(
+                    value, requires_grad=parameter.requires_grad
+                )
 
 
 def _finish(module: nn.Module, compression: Compression) -> None:
@@ -124,7 +140,8 @@ def _finish(module: nn.Module, compression: Compression) -> None:
     for mask in compression.masks:
         tensors: dict[str, Any] = module._parameters if mask.learned else module._buffers
         del tensors[mask.tensor]
-    compression.masks, compression.quantiser = [], None
+    compression.masks = []
+    compression.quantiser = None
     if compression.inputs is None:
         plain(module)
     else:
@@ -132,7 +149,10 @@ def _finish(module: nn.Module, compression: Compression) -> None:
 
 
 def _kept(module: nn.Module, mask: Mask) -> Tensor:
-    """True for what the mask of `module` keeps: outputs, or heads. By absolute values, where it is not made yet."""
+    """True for what the mask of `module` keeps: outputs, or heads.
+
+    By absolute values, where it is not made yet.
+    """
     if mask.learned or not mask.made:
         parameter = module._parameters["weight"]
         assert parameter is not None
@@ -143,11 +163,14 @@ def _kept(module: nn.Module, mask: Mask) -> Tensor:
     return buffer.bool().view(-1)
 
 
-# -- shapes ----------------------------------------------------------------------------------------------------------
+# -- shapes ----------------------------------------------------------------------------------------
 
 
 def _cuts(model: nn.Module, section: CompressionConfig) -> Iterator[_Cut]:
-    """Every layer with related modules. They pair in the model's order: the first match with the first match."""
+    """Every layer with related modules.
+
+    They pair in the model's order: the first match with the first match.
+    """
     for technique, kind, layer in (
         ("row_pruning", "row", "linear"),
         ("head_pruning", "head", "linear"),
@@ -155,18 +178,28 @@ def _cuts(model: nn.Module, section: CompressionConfig) -> Iterator[_Cut]:
     ):
         part = section.techniques().get(technique)
         for name, group in part.different_groups.items() if part is not None else ():
-            for index, pattern in enumerate(group.modules if group.related_modules is not None else ()):
+            for index, pattern in enumerate(
+                group.modules if group.related_modules is not None else ()
+            ):
                 path = f"compression_training.{technique}.different_groups.{name}.related_modules[{index}]"
                 owners = list(matching(model, pattern, (layer,)))
                 columns = []
                 for related in group.related_modules[index]:
                     found = list(matching(model, related, ("linear", "conv", "norm")))
-                    # One list serves several models: of layers that this one has not, there is nothing to cut.
+                    # One list serves several models: of layers that this one has not, there is
+                    # nothing to cut.
                     if not found and len(group.related_modules[index]) > 1:
-                        log_once(log, logging.WARNING, f"{path}: {related!r} matches no layer, and is passed over")
+                        log_once(
+                            log,
+                            logging.WARNING,
+                            f"{path}: {related!r} matches no layer, and is passed over",
+                        )
                         continue
                     if len(found) != len(owners):
-                        why = f"{related!r} matches {len(found)} layers, and {pattern!r} {len(owners)}"
+                        why = (
+                            f"{related!r} matches {len(found)} layers, and {pattern!r} "
+                            f"{len(owners)}"
+                        )
                         refuse(path, why, "each layer needs the ones that are cut with it")
                     columns.append(found)
                 for place, (_, owner) in enumerate(owners):
@@ -186,12 +219,24 @@ def _check(cut: _Cut) -> None:
     whole = inputs if cut.mask.kind == "head" else outputs
     for name, module in cut.related:
         related = sizes(module)
-        size = related[0] if cut.mask.kind == "head" or kind_of(module) == "norm" else _features(module)
+        size = (
+            related[0]
+            if cut.mask.kind == "head" or kind_of(module) == "norm"
+            else _features(module)
+        )
         if size % whole:
             what = "outputs" if cut.mask.kind == "head" else "inputs"
-            refuse(cut.path, f"{name} has {size} {what}, which are no multiple of {whole}", "name the layers that fit")
+            refuse(
+                cut.path,
+                f"{name} has {size} {what}, which are no multiple of {whole}",
+                "name the layers that fit",
+            )
         if isinstance(module, nn.Conv2d) and module.groups != 1:
-            refuse(cut.path, f"{name} has {module.groups} groups", "a convolution with groups cannot be cut")
+            refuse(
+                cut.path,
+                f"{name} has {module.groups} groups",
+                "a convolution with groups cannot be cut",
+            )
 
 
 def _features(module: nn.Module) -> int:
@@ -220,13 +265,16 @@ def _apply(model: nn.Module, cut: _Cut, kept: Tensor, tell_heads: bool) -> None:
 def _keep(module: nn.Module, kept: Tensor, *, inputs: bool) -> None:
     """Keep these outputs or inputs of a layer, in its weight, its bias and its sizes."""
     dim = int(inputs) ^ int(is_transposed(module))
-    weight, bias = module._parameters["weight"], module._parameters.get("bias")
+    weight = module._parameters["weight"]
+    bias = module._parameters.get("bias")
     assert weight is not None
     _replace(module, "weight", weight, kept, dim)
     if bias is not None and not inputs:
         _replace(module, "bias", bias, kept, 0)
     count = int(kept.sum())
-    for name in ("in_features", "in_channels", "nx") if inputs else ("out_features", "out_channels", "nf"):
+    for name in (
+        ("in_features", "in_channels", "nx") if inputs else ("out_features", "out_channels", "nf")
+    ):
         if name in module.__dict__:
             setattr(module, name, count)
 
@@ -252,7 +300,9 @@ def _index(tensor: Tensor, kept: Tensor, dim: int) -> Tensor:
 
 
 def _fewer_heads(model: nn.Module, name: str, before: int, after: int) -> None:
-    """Tell the module that has the projection `name` how many heads there are now, where it has their number."""
+    """Tell the module that has the projection `name` how many heads there are now, where it has
+    their number.
+    """
     parent = model.get_submodule(name.rpartition(".")[0])
     for attribute in HEADS:
         if parent.__dict__.get(attribute) == before:

@@ -1,4 +1,6 @@
-"""Where training stands: what each compressed layer does follows from the number of optimizer steps that are done."""
+"""Where training stands: what each compressed layer does follows from the number of optimizer steps
+that are done.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,9 @@ _ATTRIBUTE = "_ds_compression_progress"
 class Progress:
     """What a model was prepared with, and how far it is.
 
-    step: optimizer steps done; None: not known, or buffers were loaded. hooks: those on the model; the first notices
-    loaded states, the second follows an engine. missing: patterns of the config that match nothing in this rank's part.
+    step: optimizer steps done; None: not known, or buffers were loaded. hooks: those on the model;
+        the first notices loaded states, the second follows an engine. missing: patterns of the
+        config that match nothing in this rank's part.
     factor: of a layer's period, by eigenvalues, where there are.
     """
 
@@ -77,12 +80,14 @@ def stop(model: nn.Module) -> None:
 def set_step(model: nn.Module, step: int) -> None:
     """Make the compressed layers of `model` do what the config says for `step`, counted from 0.
 
-    An engine calls it by itself; a loop of your own, before the forward of each step. Raises UsageError for a model
-    that `init_compression` has not prepared.
+    An engine calls it by itself; a loop of your own, before the forward of each step. Raises
+    UsageError for a model that `init_compression` has not prepared.
     """
     progress = progress_of(model)
     if progress is None:
-        raise UsageError("this model is not compressed; give it to ds_compression.init_compression first")
+        raise UsageError(
+            "this model is not compressed; give it to ds_compression.init_compression first"
+        )
     if progress.step == step:
         return
     layers = [c for _, c in compressed_modules(model)]
@@ -113,13 +118,21 @@ def _advance(layer: Compression, step: int, factor: Callable[[str], int] | None)
     if (q := layer.quantiser) is not None:
         age = step - q.offset
         if q.pace is not None and age >= 0:
-            q.pace.advance(age, q.start - q.target, q.period, factor(layer.name) if factor is not None else 1)
+            q.pace.advance(
+                age, q.start - q.target, q.period, factor(layer.name) if factor is not None else 1
+            )
             q.bits = q.start - q.pace.lost
             q.share = 1.0 if q.mix is None else min(1.0, q.mix * (age - q.pace.last + 1))
         else:
             q.bits = bits_at(age, q.start, q.target, q.period) if age >= 0 else 0
-            q.share = share_at(age, q.start, q.target, q.period, q.mix) if q.mix is not None and age >= 0 else 1.0
-        q.seed = zlib.crc32(f"{layer.name} {step}".encode()) if q.stochastic and q.bits > 2 else None
+            q.share = (
+                share_at(age, q.start, q.target, q.period, q.mix)
+                if q.mix is not None and age >= 0
+                else 1.0
+            )
+        q.seed = (
+            zlib.crc32(f"{layer.name} {step}".encode()) if q.stochastic and q.bits > 2 else None
+        )
     if layer.inputs is not None:
         layer.inputs.active = step >= layer.inputs.offset
     for mask in layer.masks:
@@ -127,4 +140,8 @@ def _advance(layer: Compression, step: int, factor: Callable[[str], int] | None)
 
 
 def _bits(layers: Iterable[Compression]) -> dict[str, int]:
-    return {c.quantiser.group: c.quantiser.bits for c in layers if c.quantiser is not None and c.quantiser.bits}
+    return {
+        c.quantiser.group: c.quantiser.bits
+        for c in layers
+        if c.quantiser is not None and c.quantiser.bits
+    }

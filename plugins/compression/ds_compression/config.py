@@ -1,6 +1,8 @@
-"""The section ``compression_training`` (torch-free): one sub-section per technique, all with the same two parts.
+"""The section ``compression_training`` (torch-free): one sub-section per technique, all with the
+same two parts.
 
-``shared_parameters`` switch a technique on and say when; ``different_groups`` say how strongly, and to which modules.
+``shared_parameters`` switch a technique on and say when; ``different_groups`` say how strongly, and
+to which modules.
 """
 
 from __future__ import annotations
@@ -32,12 +34,17 @@ _SNIP_KEYS = ("schedule_offset_end", "schedule_offset_stride", "block_pattern", 
 
 
 def _pattern(text: str) -> str:
-    """`text` when it is a regular expression, or "*". Raises ValueError with what is wrong with it."""
+    """`text` when it is a regular expression, or "*".
+
+    Raises ValueError with what is wrong with it.
+    """
     if text != "*":
         try:
             re.compile(text)
         except re.error as error:
-            raise ValueError(f"{text!r} is no regular expression: {error}; '*' alone means all modules") from None
+            raise ValueError(
+                f"{text!r} is no regular expression: {error}; '*' alone means all modules"
+            ) from None
     return text
 
 
@@ -54,13 +61,14 @@ def _blocks(text: str) -> str:
     found = re.fullmatch(r"([1-9]\d*)([x:])([1-9]\d*)", text)
     if found is None or (found[2] == ":" and int(found[1]) >= int(found[3])):
         raise ValueError(
-            f"{text!r} is no block pattern: NxM is a block of N outputs and M inputs ('4x1'), N:M prunes N of each M "
+            f"{text!r} is no block pattern: NxM is a block of N outputs and M inputs ('4x1'), N:M "
+            "prunes N of each M "
             "weights in a row, N < M ('2:4')"
         )
     return text
 
 
-# -- groups ----------------------------------------------------------------------------------------------------------
+# -- groups ----------------------------------------------------------------------------------------
 
 
 class Bits(Section):
@@ -76,7 +84,8 @@ class Bits(Section):
     def _check(self) -> Self:
         if self.target_bits > self.start_bits:
             raise ValueError(
-                f"target_bits {self.target_bits} is more than start_bits {self.start_bits}; bits only become fewer"
+                f"target_bits {self.target_bits} is more than start_bits {self.start_bits}; bits "
+                "only become fewer"
             )
         return self
 
@@ -98,7 +107,8 @@ class Group(Section):
 
     modules: Patterns = option(
         ["*"],
-        "Regular expressions, searched in the names of modules; '*': all linear and 2-d convolution layers.",
+        "Regular expressions, searched in the names of modules; '*': all linear and 2-d "
+        "convolution layers.",
         min_length=1,
     )
     related_modules: list[Patterns] | None = option(
@@ -132,7 +142,8 @@ class PruningGroup(Group):
     params: Ratio = option(Ratio(), "How much is kept.")
     related_modules: list[Patterns] | None = option(
         None,
-        "For each entry of modules, the modules that are cut with it by redundancy_clean: those that take the pruned "
+        "For each entry of modules, the modules that are cut with it by redundancy_clean: those "
+        "that take the pruned "
         "outputs as inputs, or for heads, those that make the queries, keys and values.",
     )
 
@@ -141,13 +152,14 @@ class PruningGroup(Group):
         related = self.related_modules
         if related is not None and len(related) != len(self.modules):
             raise ValueError(
-                f"related_modules has {len(related)} lists, and modules {len(self.modules)} entries; give one list for "
+                f"related_modules has {len(related)} lists, and modules {len(self.modules)} "
+                "entries; give one list for "
                 "each"
             )
         return self
 
 
-# -- shared parameters -----------------------------------------------------------------------------------------------
+# -- shared parameters -----------------------------------------------------------------------------
 
 
 class _Shared(Section):
@@ -159,7 +171,10 @@ class Mixed(Section):
 
     enabled: bool = option(False, "Mix weights with their quantised values at first.")
     quantize_change_ratio: float = option(
-        0.001, "By how much the part of the quantised values grows with each step, up to 1.", gt=0, le=1
+        0.001,
+        "By how much the part of the quantised values grows with each step, up to 1.",
+        gt=0,
+        le=1,
     )
 
 
@@ -185,9 +200,12 @@ class WeightShared(_Shared):
     quantize_weight_in_forward: bool = option(
         False,
         "Quantise weights where they are used, instead of after the optimizer's step.",
-        without_effect="weights are always quantised where they are used, from the weights that the optimizer updates",
+        without_effect="weights are always quantised where they are used, from the weights that "
+        "the optimizer updates",
     )
-    fp16_mixed_quantize: Mixed = option(Mixed(), "Weights change to their quantised values little by little.")
+    fp16_mixed_quantize: Mixed = option(
+        Mixed(), "Weights change to their quantised values little by little."
+    )
 
 
 class ActivationShared(_Shared):
@@ -198,7 +216,8 @@ class ActivationShared(_Shared):
     )
     range_calibration: Literal["dynamic", "static"] = option(
         "dynamic",
-        "Ranges of each token (of each image, for convolutions), or one per layer: a running mean of its inputs' range "
+        "Ranges of each token (of each image, for convolutions), or one per layer: a running mean "
+        "of its inputs' range "
         "over all ranks.",
     )
     schedule_offset: int = option(1000, "The step at which it begins.", ge=0)
@@ -209,7 +228,9 @@ class PruningShared(_Shared):
 
     schedule_offset: int = option(1000, "The step at which it begins.", ge=0)
     method: Literal["l1", "topk"] = option(
-        "l1", "Keep what has the largest absolute values at schedule_offset (l1), or what learned scores say (topk)."
+        "l1",
+        "Keep what has the largest absolute values at schedule_offset (l1), or what learned scores "
+        "say (topk).",
     )
 
 
@@ -233,19 +254,29 @@ class SparseShared(_Shared):
     schedule_offset: int = option(1000, "The step at which it begins.", ge=0)
     method: Literal["l1", "topk", "snip_momentum"] = option(
         "l1",
-        "Keep the weights with the largest absolute values at schedule_offset (l1), those that learned scores say "
-        "(topk), or, in steps, blocks whose weights times gradients were large of late (snip_momentum).",
+        "Keep the weights with the largest absolute values at schedule_offset (l1), those that "
+        "learned scores say "
+        "(topk), or, in steps, blocks whose weights times gradients were large of late "
+        "(snip_momentum).",
     )
     schedule_offset_end: int | None = option(
-        None, "The step at which snip_momentum has pruned all that it will. Absent: schedule_offset.", ge=0
+        None,
+        "The step at which snip_momentum has pruned all that it will. Absent: schedule_offset.",
+        ge=0,
     )
-    schedule_offset_stride: int = option(1, "Steps from one pruning of snip_momentum to the next.", ge=1)
+    schedule_offset_stride: int = option(
+        1, "Steps from one pruning of snip_momentum to the next.", ge=1
+    )
     block_pattern: Annotated[str, AfterValidator(_blocks)] = option(
         "4x1",
-        "What snip_momentum prunes: blocks of N outputs and M inputs (NxM), or N of each M weights in a row (N:M).",
+        "What snip_momentum prunes: blocks of N outputs and M inputs (NxM), or N of each M weights "
+        "in a row (N:M).",
     )
     dense_ratio: float = option(
-        0.1, "Part of the blocks that snip_momentum keeps where different_groups is empty; not for N:M.", gt=0, le=1
+        0.1,
+        "Part of the blocks that snip_momentum keeps where different_groups is empty; not for N:M.",
+        gt=0,
+        le=1,
     )
     excluded_modules: Patterns = option([], "Modules that are not pruned, by regular expressions.")
 
@@ -253,7 +284,8 @@ class SparseShared(_Shared):
     def _check(self) -> Self:
         if self.schedule_offset_end is not None and self.schedule_offset_end < self.schedule_offset:
             raise ValueError(
-                f"schedule_offset_end {self.schedule_offset_end} comes before schedule_offset {self.schedule_offset}"
+                f"schedule_offset_end {self.schedule_offset_end} comes before schedule_offset "
+                f"{self.schedule_offset}"
             )
         return self
 
@@ -267,10 +299,12 @@ class SparseShared(_Shared):
     @property
     def end(self) -> int:
         """The step from which snip_momentum's masks do not change any more."""
-        return self.schedule_offset if self.schedule_offset_end is None else self.schedule_offset_end
+        return (
+            self.schedule_offset if self.schedule_offset_end is None else self.schedule_offset_end
+        )
 
 
-# -- techniques ------------------------------------------------------------------------------------------------------
+# -- techniques ------------------------------------------------------------------------------------
 
 _GROUPS = "By names of your own: modules, and how they are treated."
 _SHARED = "Whether, when and how."
@@ -279,23 +313,40 @@ _SHARED = "Whether, when and how."
 class LayerReduction(Section):
     """A student with some of its teacher's layers."""
 
-    enabled: bool = option(False, "Initialise the model from a teacher (init_compression(..., teacher_model=...)).")
+    enabled: bool = option(
+        False, "Initialise the model from a teacher (init_compression(..., teacher_model=...))."
+    )
     keep_number_layer: int | None = option(None, "Layers of the student.", ge=1)
-    module_name_prefix: str | None = option(None, "What the layers' names have before their number.", min_length=1)
-    teacher_layer: list[Annotated[int, Field(ge=0)]] = option([], "The teacher's layers, in the student's order.")
-    other_module_name: list[str] = option([], "Modules besides that get the teacher's weights, by their whole names.")
+    module_name_prefix: str | None = option(
+        None, "What the layers' names have before their number.", min_length=1
+    )
+    teacher_layer: list[Annotated[int, Field(ge=0)]] = option(
+        [], "The teacher's layers, in the student's order."
+    )
+    other_module_name: list[str] = option(
+        [], "Modules besides that get the teacher's weights, by their whole names."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.enabled:
             return self
         if not (self.module_name_prefix or self.other_module_name):
-            raise ValueError("nothing is copied; give module_name_prefix and teacher_layer, or other_module_name")
+            raise ValueError(
+                "nothing is copied; give module_name_prefix and teacher_layer, or other_module_name"
+            )
         if bool(self.module_name_prefix) != bool(self.teacher_layer):
             raise ValueError("module_name_prefix and teacher_layer belong together; give both")
         count = len(self.teacher_layer)
-        if self.keep_number_layer is not None and self.teacher_layer and count != self.keep_number_layer:
-            raise ValueError(f"keep_number_layer is {self.keep_number_layer}, but teacher_layer has {count} entries")
+        if (
+            self.keep_number_layer is not None
+            and self.teacher_layer
+            and count != self.keep_number_layer
+        ):
+            raise ValueError(
+                f"keep_number_layer is {self.keep_number_layer}, but teacher_layer has {count} "
+                "entries"
+            )
         return self
 
 
@@ -311,8 +362,10 @@ class WeightQuantization(Section):
             for name, group in self.different_groups.items():
                 if group.params.target_bits < 3:
                     raise ValueError(
-                        f"different_groups.{name}: {group.params.target_bits} bits are symmetric (one or two bits are "
-                        "signs and a mean); use quantization_type symmetric, or target_bits 3 or more"
+                        f"different_groups.{name}: {group.params.target_bits} bits are symmetric "
+                        "(one or two bits are "
+                        "signs and a mean); use quantization_type symmetric, or target_bits 3 or "
+                        "more"
                     )
         return self
 
@@ -334,7 +387,11 @@ class SparsePruning(Section):
         """Ratios beside a pattern that says how much is pruned."""
         shared = self.shared_parameters
         if shared.enabled and shared.method == "snip_momentum" and ":" in shared.block_pattern:
-            why = f"has no effect with block_pattern {shared.block_pattern}, which says how much is pruned"
+            why = (
+                f"has no effect with block_pattern {shared.block_pattern}, which says how "
+                "much is "
+                "pruned"
+            )
             if "dense_ratio" in shared.model_fields_set:
                 yield "shared_parameters.dense_ratio", why
             for name, group in self.different_groups.items():
@@ -359,9 +416,15 @@ class HeadPruning(Section):
 class CompressionConfig(Section):
     """The section ``compression_training``."""
 
-    layer_reduction: LayerReduction = option(LayerReduction(), "A student with some of its teacher's layers.")
-    weight_quantization: WeightQuantization = option(WeightQuantization(), "Quantisation-aware training.")
-    activation_quantization: ActivationQuantization = option(ActivationQuantization(), "Quantised inputs of layers.")
+    layer_reduction: LayerReduction = option(
+        LayerReduction(), "A student with some of its teacher's layers."
+    )
+    weight_quantization: WeightQuantization = option(
+        WeightQuantization(), "Quantisation-aware training."
+    )
+    activation_quantization: ActivationQuantization = option(
+        ActivationQuantization(), "Quantised inputs of layers."
+    )
     sparse_pruning: SparsePruning = option(SparsePruning(), "Single weights or blocks become zero.")
     row_pruning: Pruning = option(Pruning(), "Outputs of linear layers become zero.")
     channel_pruning: Pruning = option(Pruning(), "Output channels of 2-d convolutions become zero.")
@@ -381,7 +444,8 @@ class CompressionConfig(Section):
             snip = name == "sparse_pruning" and part.shared_parameters.method == "snip_momentum"
             if not part.different_groups and not snip:
                 raise ValueError(
-                    f"{name} is enabled, but different_groups is empty: nothing would change; name a group, "
+                    f"{name} is enabled, but different_groups is empty: nothing would change; name "
+                    "a group, "
                     '{"all": {}} for all layers'
                 )
         return self

@@ -13,7 +13,9 @@ __all__ = ["is_prepared", "redundancy_clean"]
 
 
 def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: None = None) -> nn.Module:
-    """`ds_compression.redundancy_clean`, which leaves a module's number of heads to the script, as the release does."""
+    """`ds_compression.redundancy_clean`, which leaves a module's number of heads to the script, as
+    the release does.
+    """
     return clean.redundancy_clean(model, deepspeed_config, mpu, tell_heads=False)
 
 

@@ -1,4 +1,5 @@
-"""The largest eigenvalue of the Hessian of each block, by power iteration: how much the loss minds its rounding.
+"""The largest eigenvalue of the Hessian of each block, by power iteration: how much the loss minds
+its rounding.
 
 A Hessian times a vector is the gradient of (gradient times vector), so only vectors are ever held.
 """
@@ -21,7 +22,10 @@ Vectors = list[Tensor]
 
 
 def blocks_of(model: nn.Module, layer_name: str, layer_num: int) -> list[nn.Module]:
-    """The first `layer_num` modules of the list that `model` has under `layer_name`. Raises ValueError."""
+    """The first `layer_num` modules of the list that `model` has under `layer_name`.
+
+    Raises ValueError.
+    """
     try:
         layers = model.get_submodule(layer_name)
     except AttributeError:
@@ -44,7 +48,8 @@ def largest_eigenvalue(
 ) -> tuple[float, int]:
     """The eigenvalue of greatest size of the Hessian, and the iterations that found it.
 
-    grads: of the loss by `params`, with a graph. average: brings the products of all ranks together, in place.
+    grads: of the loss by `params`, with a graph. average: brings the products of all ranks
+    together, in place.
     """
     wide = [torch.float64 if p.dtype == torch.float64 else torch.float32 for p in params]
     vector = [
@@ -72,10 +77,16 @@ def _hessian_times(grads: Sequence[Tensor], params: Sequence[Tensor], vector: Ve
     if not outputs:  # the loss is linear in them
         return [torch.zeros_like(v) for v in vector]
     products = torch.autograd.grad(
-        [g for g, _ in outputs], params, [v for _, v in outputs], retain_graph=True, allow_unused=True
+        [g for g, _ in outputs],
+        params,
+        [v for _, v in outputs],
+        retain_graph=True,
+        allow_unused=True,
     )
     return [
-        torch.zeros_like(v) if p is None else p.detach().to(v.dtype, copy=True).nan_to_num_(0.0, 0.0, 0.0)
+        torch.zeros_like(v)
+        if p is None
+        else p.detach().to(v.dtype, copy=True).nan_to_num_(0.0, 0.0, 0.0)
         for p, v in zip(products, vector, strict=True)
     ]
 
@@ -87,13 +98,16 @@ def _normalise(vector: Vectors, stability: float) -> None:
 
 
 def relative(eigenvalues: Sequence[float]) -> list[float]:
-    """Their sizes as parts of the greatest; a block of which nothing is known (0) counts as the most sensitive."""
+    """Their sizes as parts of the greatest; a block of which nothing is known (0) counts as the
+    most sensitive.
+    """
     greatest = max((abs(value) for value in eigenvalues), default=0.0)
     return [abs(value) / greatest if value != 0.0 else 1.0 for value in eigenvalues]
 
 
 class Eigenvalue:
-    """DeepSpeed's class of this name, for loops of one's own: section ``eigenvalue`` needs no call of it.
+    """DeepSpeed's class of this name, for loops of one's own: section ``eigenvalue`` needs no call
+    of it.
 
     Gradients must have been made by ``loss.backward(create_graph=True)``.
     """
@@ -109,7 +123,10 @@ class Eigenvalue:
         layer_num: int = 0,
     ) -> None:
         if not layer_name or layer_num < 1:
-            raise ValueError(f"layer_name {layer_name!r}, layer_num {layer_num}: the blocks must be named and counted")
+            raise ValueError(
+                f"layer_name {layer_name!r}, layer_num {layer_num}: the blocks must be named and "
+                "counted"
+            )
         self.verbose = verbose
         self.max_iter = max_iter
         self.tol = tol
@@ -118,8 +135,11 @@ class Eigenvalue:
         self.layer_name = layer_name
         self.layer_num = layer_num
 
-    def compute_eigenvalue(self, module: nn.Module, device: Any = None, scale: float = 1.0) -> Mapping[int, Any]:
-        """``id`` of each parameter of a block -> (relative eigenvalue, number of the block). device: without effect.
+    def compute_eigenvalue(
+        self, module: nn.Module, device: Any = None, scale: float = 1.0
+    ) -> Mapping[int, Any]:
+        """``id`` of each parameter of a block -> (relative eigenvalue, number of the block).
+        device: without effect.
 
         scale: that of the loss whose gradients there are.
         """
@@ -128,7 +148,10 @@ class Eigenvalue:
         for index, block in enumerate(blocks):
             params = [p for p in block.parameters() if p.grad is not None and p.grad.requires_grad]
             if not params:
-                raise ValueError(f"{self.layer_name}.{index} has no gradients by loss.backward(create_graph=True)")
+                raise ValueError(
+                    f"{self.layer_name}.{index} has no gradients by "
+                    "loss.backward(create_graph=True)"
+                )
             grads = [p.grad for p in params if p.grad is not None]
             value, iterations = largest_eigenvalue(
                 grads,
@@ -140,6 +163,8 @@ class Eigenvalue:
             )
             found.append(value / scale)
             if self.verbose:
-                log.info("block %d: eigenvalue %.6g after %d iterations", index, found[-1], iterations)
+                log.info(
+                    "block %d: eigenvalue %.6g after %d iterations", index, found[-1], iterations
+                )
         parts = relative(found)
         return {id(p): (parts[i], i) for i, block in enumerate(blocks) for p in block.parameters()}

@@ -34,7 +34,10 @@ def ds_check(config: RunConfig) -> Iterable[Problem]:
     if config.has(Trait.DIVIDES_DEPTH):
         found.append(Problem("eigenvalue.enabled", "does not go with pipelines", "switch it off"))
     if config.has(Trait.RELEASES_WEIGHTS):
-        why = "does not go with zero_optimization.stage 3: the weights are not there for second derivatives"
+        why = (
+            "does not go with zero_optimization.stage 3: the weights are not there for second "
+            "derivatives"
+        )
         found.append(Problem("eigenvalue.enabled", why, "switch it off, or use a lower stage"))
     return found
 

@@ -1,14 +1,16 @@
-"""A layer whose weight is compressed wherever it is read: the class it gets, and what that class knows.
+"""A layer whose weight is compressed wherever it is read: the class it gets, and what that class
+knows.
 
-[Note: names] torch's parametrizations rename a weight (``parametrizations.weight.original``), and with it every entry
-of a checkpoint. Here the parameter stays where it is, under its name. The layer's class becomes a subclass with a
-property ``weight`` that reads it, so the layer itself, its parent and tied layers all see the compressed weight, and
-checkpoints, exports and ZeRO see the parameter. Masks and scores are the layer's own buffers and parameters; they have
-the names that DeepSpeed gives them.
+[Note: names] torch's parametrizations rename a weight (``parametrizations.weight.original``), and
+with it every entry of a checkpoint. Here the parameter stays where it is, under its name. The
+layer's class becomes a subclass with a property ``weight`` that reads it, so the layer itself, its
+parent and tied layers all see the compressed weight, and checkpoints, exports and ZeRO see the
+parameter. Masks and scores are the layer's own buffers and parameters; they have the names that
+DeepSpeed gives them.
 
-[Note: memory] A matrix product keeps its weight for backward: a compressed one beside each parameter, and under ZeRO 3
-all of them whole. So a forward of such a layer keeps how to make it instead, and backward makes it again, from the
-parameter, which ZeRO 3 has gathered by then.
+[Note: memory] A matrix product keeps its weight for backward: a compressed one beside each
+parameter, and under ZeRO 3 all of them whole. So a forward of such a layer keeps how to make it
+instead, and backward makes it again, from the parameter, which ZeRO 3 has gathered by then.
 """
 
 from __future__ import annotations
@@ -47,10 +49,11 @@ UNSET = 2
 
 @dataclass(slots=True)
 class WeightQuantiser:
-    """How the weight is quantised. bits: now; 0: not yet. share: of the quantised value in the weight that is used.
+    """How the weight is quantised. bits: now; 0: not yet. share: of the quantised value in the
+    weight that is used.
 
-    seed: of the noise of stochastic rounding at this step; None: to the nearest level. pace: when bits go, where
-    eigenvalues decide it.
+    seed: of the noise of stochastic rounding at this step; None: to the nearest level. pace: when
+    bits go, where eigenvalues decide it.
     """
 
     group: str
@@ -81,7 +84,8 @@ class WeightQuantiser:
 class InputQuantiser:
     """How inputs are quantised. images: one range per image instead of per token. active: now.
 
-    static: by the range in the layer's buffer ``activation_range``; seen: the range of the inputs of this step.
+    static: by the range in the layer's buffer ``activation_range``; seen: the range of the inputs
+    of this step.
     """
 
     group: str
@@ -109,8 +113,9 @@ class Mask:
 
     kind: sparse, row, channel or head. learned: by scores, which are a parameter.
 
-    tensor: the name of the scores, or of the buffer with the mask. parts: heads, or 0. pattern: of snip_momentum, whose
-    masks come from outside. active: it is used now. made: the buffer has the mask.
+    tensor: the name of the scores, or of the buffer with the mask. parts: heads, or 0. pattern: of
+    snip_momentum, whose masks come from outside. active: it is used now. made: the buffer has the
+    mask.
     """
 
     group: str
@@ -152,8 +157,9 @@ class Mask:
 class Compression:
     """What is done to one layer.
 
-    name: in its model. transposed: its weight has inputs first (transformers' Conv1D). running: its forward
-    runs, and remembers the weight that it uses. twice: second derivatives will be asked for.
+    name: in its model. transposed: its weight has inputs first (transformers' Conv1D). running: its
+    forward runs, and remembers the weight that it uses. twice: second derivatives will be asked
+    for.
     """
 
     name: str
@@ -167,7 +173,9 @@ class Compression:
 
     @property
     def by_operations(self) -> bool:
-        """Whether all is to be made of torch's own operations: others have no second derivatives, nor a trace."""
+        """Whether all is to be made of torch's own operations: others have no second derivatives,
+        nor a trace.
+        """
         return self.twice or torch.compiler.is_compiling()
 
     @property
@@ -195,7 +203,9 @@ def compressed_modules(model: nn.Module) -> Iterator[tuple[Compressed, Compressi
 
 
 def compress(module: nn.Module, compression: Compression) -> None:
-    """Make `module` a compressed layer, in place: the same object with the same parameters, of another class."""
+    """Make `module` a compressed layer, in place: the same object with the same parameters, of
+    another class.
+    """
     module.__dict__[_ATTRIBUTE] = compression
     if not isinstance(module, Compressed):
         kind: Any = type(module)
@@ -219,15 +229,21 @@ def matrix(module: nn.Module, tensor: Tensor) -> Tensor:
 
 
 class Compressed(nn.Module):
-    """The first base of every compressed layer; the second is the layer's own class. See [Note: names]."""
+    """The first base of every compressed layer; the second is the layer's own class.
+
+    See [Note: names].
+    """
 
     @property
     def weight(self) -> Tensor:
         """The weight as it is used now."""
         try:
             return _used_weight(self)
-        except AttributeError as error:  # nn.Module would take it for a missing attribute, and give the parameter
-            raise RuntimeError(f"the weight of {self.__dict__[_ATTRIBUTE].name}: {error}") from error
+        # nn.Module would take it for a missing attribute, and give the parameter
+        except AttributeError as error:
+            raise RuntimeError(
+                f"the weight of {self.__dict__[_ATTRIBUTE].name}: {error}"
+            ) from error
 
     @property
     def bias(self) -> Tensor | None:
@@ -249,7 +265,7 @@ class Compressed(nn.Module):
             return super().forward(*args, **kwargs)
 
 
-# -- inputs ----------------------------------------------------------------------------------------------------------
+# -- inputs ----------------------------------------------------------------------------------------
 
 
 def _used_input(module: nn.Module, quantiser: InputQuantiser, inputs: Tensor) -> Tensor:
@@ -257,7 +273,9 @@ def _used_input(module: nn.Module, quantiser: InputQuantiser, inputs: Tensor) ->
     if quantiser.static:
         if module.training and torch.is_grad_enabled():
             with torch.no_grad():
-                quantiser.seen[:] = [_wider([*quantiser.seen, torch.stack([-inputs.amin(), inputs.amax()]).float()])]
+                quantiser.seen[:] = [
+                    _wider([*quantiser.seen, torch.stack([-inputs.amin(), inputs.amax()]).float()])
+                ]
         if not quantiser.known:
             return inputs
         given = module._buffers["activation_range"]
@@ -278,7 +296,7 @@ def _wider(ranges: list[Tensor]) -> Tensor:
     return functools.reduce(torch.maximum, ranges)
 
 
-# -- weights ---------------------------------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 
 
 def _used_weight(module: nn.Module) -> Tensor:
@@ -335,18 +353,26 @@ def _make(module: nn.Module, mask: Mask, weight: Tensor | None) -> None:
     mask.made = True
 
 
-def _masks(matrix_like: Tensor, masks: tuple[Mask, ...], sources: tuple[Tensor, ...]) -> list[Tensor]:
+def _masks(
+    matrix_like: Tensor, masks: tuple[Mask, ...], sources: tuple[Tensor, ...]
+) -> list[Tensor]:
     inputs = matrix_like.shape[1]
     made = (m.calculate(s) if m.learned else s.bool() for m, s in zip(masks, sources, strict=True))
     return [m.spread(kept, inputs) for m, kept in zip(masks, made, strict=True)]
 
 
 class _Use(torch.autograd.Function):
-    """The weight as it is used: quantised, then masked. Gradients pass quantisation unchanged, and masks where 1."""
+    """The weight as it is used: quantised, then masked.
+
+    Gradients pass quantisation unchanged, and masks where 1.
+    """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, module: nn.Module, masks: tuple[Mask, ...], *sources: Tensor) -> Tensor:
-        ctx.module, ctx.masks = module, masks
+    def forward(
+        ctx: Any, weight: Tensor, module: nn.Module, masks: tuple[Mask, ...], *sources: Tensor
+    ) -> Tensor:
+        ctx.module = module
+        ctx.masks = masks
         ctx.save_for_backward(weight, *sources)
         return _calculate(module, weight, masks, sources)
 
@@ -354,7 +380,8 @@ class _Use(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, *sources = ctx.saved_tensors
-        module, masks = ctx.module, ctx.masks
+        module = ctx.module
+        masks = ctx.masks
         rows = matrix(module, grad)
         kept = _masks(rows, masks, tuple(sources))
         grads: list[Tensor | None] = []
@@ -374,18 +401,26 @@ class _Use(torch.autograd.Function):
 def _quantised(module: nn.Module, weight: Tensor) -> Tensor:
     compression: Compression = module.__dict__[_ATTRIBUTE]
     rows = matrix(module, weight)
-    return compression.quantiser(rows) if compression.quantiser is not None and compression.quantises else rows
+    return (
+        compression.quantiser(rows)
+        if compression.quantiser is not None and compression.quantises
+        else rows
+    )
 
 
 @torch.no_grad()
-def _calculate(module: nn.Module, weight: Tensor, masks: tuple[Mask, ...], sources: tuple[Tensor, ...]) -> Tensor:
+def _calculate(
+    module: nn.Module, weight: Tensor, masks: tuple[Mask, ...], sources: tuple[Tensor, ...]
+) -> Tensor:
     rows = _quantised(module, weight)
     for factor in _masks(rows, masks, sources):
         rows = rows * factor
     return _back(module, rows, weight)
 
 
-def _by_operations(module: nn.Module, weight: Tensor, masks: list[Mask], sources: list[Tensor]) -> Tensor:
+def _by_operations(
+    module: nn.Module, weight: Tensor, masks: list[Mask], sources: list[Tensor]
+) -> Tensor:
     """What `_Use` calculates, by operations that torch.compile knows the derivatives of."""
     rows = matrix(module, weight)
     if module.__dict__[_ATTRIBUTE].quantises:
@@ -401,12 +436,14 @@ def _back(module: nn.Module, rows: Tensor, like: Tensor) -> Tensor:
     return rows.t() if module.__dict__[_ATTRIBUTE].transposed else rows.reshape(like.shape)
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _made_again(module: nn.Module, compression: Compression) -> Iterator[None]:
-    """Inside, operations that keep the used weight for backward keep how to make it; see [Note: memory]."""
+    """Inside, operations that keep the used weight for backward keep how to make it; see [Note:
+    memory].
+    """
 
     def pack(kept: Tensor) -> Any:
         used = compression.used
@@ -424,12 +461,17 @@ def _made_again(module: nn.Module, compression: Compression) -> Iterator[None]:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
     finally:
-        compression.running, compression.used = False, None
+        compression.running = False
+        compression.used = None
 
 
-def _view(module: nn.Module, masks: tuple[Mask, ...], size: Any, stride: Any, offset: Any) -> Tensor:
+def _view(
+    module: nn.Module, masks: tuple[Mask, ...], size: Any, stride: Any, offset: Any
+) -> Tensor:
     """A view of the used weight, which is made again."""
     weight = module._parameters["weight"]
     assert weight is not None
-    made = _calculate(module, weight.detach(), masks, tuple(_source(module, m).detach() for m in masks))
+    made = _calculate(
+        module, weight.detach(), masks, tuple(_source(module, m).detach() for m in masks)
+    )
     return made.as_strided(size, stride, offset)

@@ -1,6 +1,7 @@
 """Which weights are kept: masks of the largest values, of blocks, and of N out of M in a row.
 
-A weight is seen as a matrix here, outputs times inputs; a convolution's inputs are channels times kernel.
+A weight is seen as a matrix here, outputs times inputs; a convolution's inputs are channels times
+kernel.
 """
 
 from __future__ import annotations
@@ -37,14 +38,17 @@ class Blocks:
     def mask(self, scores: Tensor, ratio: float) -> Tensor:
         """True for the weights of the blocks with the largest sums of `scores`."""
         rows, columns = scores.shape
-        blocks = scores.view(rows // self.outputs, self.outputs, columns // self.inputs, self.inputs).sum((1, 3))
+        blocks = scores.view(
+            rows // self.outputs, self.outputs, columns // self.inputs, self.inputs
+        ).sum((1, 3))
         kept = largest(blocks, ratio)
         return kept.repeat_interleave(self.outputs, 0).repeat_interleave(self.inputs, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class PerRow:
-    """`pruned` of each `of` weights in a row are pruned (2:4 is what GPUs calculate faster with)."""
+    """`pruned` of each `of` weights in a row are pruned (2:4 is what GPUs calculate faster
+    with)."""
 
     pruned: int
     of: int
@@ -56,7 +60,8 @@ class PerRow:
     def mask(self, scores: Tensor, ratio: float) -> Tensor:
         """False for the weights with the least `scores` of each group.
 
-        ratio: 1 prunes none and 1 - pruned / of (or less) all that it should; between them fewer of each group.
+        ratio: 1 prunes none and 1 - pruned / of (or less) all that it should; between them fewer of
+        each group.
         """
         count = min(self.pruned, round((1 - ratio) * self.of))
         groups = scores.reshape(-1, self.of)

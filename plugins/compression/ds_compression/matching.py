@@ -31,8 +31,13 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Transformers' linear layer with its weight the other way round; transformers is not imported for it."""
-    return any(c.__name__ == "Conv1D" and c.__module__.startswith("transformers.") for c in type(module).__mro__)
+    """Transformers' linear layer with its weight the other way round; transformers is not imported
+    for it.
+    """
+    return any(
+        c.__name__ == "Conv1D" and c.__module__.startswith("transformers.")
+        for c in type(module).__mro__
+    )
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -53,8 +58,12 @@ def sizes(module: nn.Module) -> tuple[int, int]:
     return shape[0], rest
 
 
-def matching(model: nn.Module, pattern: str, kinds: Sequence[Kind]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of `kinds` in whose names `pattern` is found, in the model's order; "*" means all of `DEFAULT`."""
+def matching(
+    model: nn.Module, pattern: str, kinds: Sequence[Kind]
+) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of `kinds` in whose names `pattern` is found, in the model's order; "*" means all
+    of `DEFAULT`.
+    """
     allowed = tuple(k for k in kinds if k in DEFAULT) if pattern == "*" else kinds
     for name, module in model.named_modules():
         if kind_of(module) in allowed and (pattern == "*" or re.search(pattern, name)):
@@ -71,8 +80,8 @@ def chosen(
 ) -> Iterator[tuple[str, str, nn.Module]]:
     """(group, name, module) for every module that a technique is to be applied to.
 
-    Patterns that match nothing are added to `missing`: another stage of a pipeline may have what they match. Raises
-    ConfigError for a module in two groups.
+    Patterns that match nothing are added to `missing`: another stage of a pipeline may have what
+    they match. Raises ConfigError for a module in two groups.
     """
     taken: dict[str, str] = {}
     for group, settings in groups.items():

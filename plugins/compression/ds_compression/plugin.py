@@ -14,7 +14,13 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.gradients import Gradients
 
-__all__ = ["ds_checkpoint_loaded", "ds_checkpointables", "ds_config", "ds_gradients", "ds_transforms"]
+__all__ = [
+    "ds_checkpoint_loaded",
+    "ds_checkpointables",
+    "ds_config",
+    "ds_gradients",
+    "ds_transforms",
+]
 
 
 def ds_config() -> type[BaseModel]:
@@ -25,7 +31,9 @@ def ds_config() -> type[BaseModel]:
 
 
 def ds_transforms(ctx: Context) -> Iterable[Transform]:
-    """Layers are compressed, unless ``init_compression`` has done it, and follow the engine's steps."""
+    """Layers are compressed, unless ``init_compression`` has done it, and follow the engine's
+    steps.
+    """
     if (section := _section(ctx)) is None:
         return []
 
@@ -38,7 +46,10 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
 
 
 def ds_gradients(ctx: Context, gradients: Gradients) -> None:
-    """Scores of snip_momentum follow the gradients, and ranges of inputs what was seen. Collective."""
+    """Scores of snip_momentum follow the gradients, and ranges of inputs what was seen.
+
+    Collective.
+    """
     from ds_compression.training import after_backward
 
     after_backward(ctx, gradients)

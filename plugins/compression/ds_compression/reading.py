@@ -1,4 +1,6 @@
-"""What the documented calls are given: a config with the section, and a model that may be in a wrapper."""
+"""What the documented calls are given: a config with the section, and a model that may be in a
+wrapper.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def section_of(config: Any) -> CompressionConfig:
     chosen_config = compose(config).config
     section = chosen_config.section(CompressionConfig)
     if section is None:
-        raise ConfigError(f"it has no section {ROOT}, or nothing in it is enabled", chosen_config.origin)
+        raise ConfigError(
+            f"it has no section {ROOT}, or nothing in it is enabled", chosen_config.origin
+        )
     return section
 
 

@@ -8,7 +8,9 @@ __all__ = ["Pace", "bits_at", "changes", "kept_at", "share_at"]
 
 
 def bits_at(age: int, start: int, target: int, period: int) -> int:
-    """Bits after `age` steps of quantisation: one less after every `period` steps, from `start` down to `target`."""
+    """Bits after `age` steps of quantisation: one less after every `period` steps, from `start`
+    down to `target`.
+    """
     return max(target, start - age // period)
 
 
@@ -24,7 +26,9 @@ class Pace:
     lost: int = 0
 
     def advance(self, age: int, most: int, period: int, factor: int) -> None:
-        """Go on to `age`, losing `most` bits in all; the period after a bit is lost is `factor` times `period`."""
+        """Go on to `age`, losing `most` bits in all; the period after a bit is lost is `factor`
+        times `period`.
+        """
         while self.lost < most and age >= self.due:
             self.last = self.due
             self.due += period * factor
@@ -45,12 +49,15 @@ def share_at(age: int, start: int, target: int, period: int, ratio: float) -> fl
 
 
 def changes(step: int, offset: int, end: int, stride: int) -> bool:
-    """Whether pruning by steps makes new masks for `step`: at `offset`, every `stride` steps after it, and at `end`."""
+    """Whether pruning by steps makes new masks for `step`: at `offset`, every `stride` steps after
+    it, and at `end`.
+    """
     return offset <= step <= end and ((step - offset) % stride == 0 or step == end)
 
 
 def kept_at(step: int, offset: int, end: int, ratio: float) -> float:
-    """The part that is kept at `step`: it falls from 1 before `offset` to `ratio` at `end`, fast at first.
+    """The part that is kept at `step`: it falls from 1 before `offset` to `ratio` at `end`, fast at
+    first.
 
     The cubic schedule of Zhu and Gupta, To prune, or not to prune (2017), equation 1.
     """

@@ -1,4 +1,6 @@
-"""Eigenvalues inside an engine: computed in the first micro-batch of a step, and followed by the bits of weights."""
+"""Eigenvalues inside an engine: computed in the first micro-batch of a step, and followed by the
+bits of weights.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ log = logging.getLogger("ds_compression")
 
 
 def follow(model: nn.Module, section: EigenvalueConfig, ctx: Context) -> nn.Module:
-    """Compute the eigenvalues of the blocks of `model` as it trains, and let its compressed layers follow them."""
+    """Compute the eigenvalues of the blocks of `model` as it trains, and let its compressed layers
+    follow them.
+    """
     if ctx.mesh.size("batch") < ctx.world_size:
         why = "needs the whole model on each rank, and a mesh axis divides it"
         raise ConfigError([Problem("eigenvalue.enabled", why, "switch it off")], ctx.config.origin)
@@ -57,7 +61,9 @@ def follow(model: nn.Module, section: EigenvalueConfig, ctx: Context) -> nn.Modu
 class Sensitivity:
     """The eigenvalues of one engine's blocks, and when its layers lose bits."""
 
-    def __init__(self, model: nn.Module, blocks: list[nn.Module], section: EigenvalueConfig, ctx: Context) -> None:
+    def __init__(
+        self, model: nn.Module, blocks: list[nn.Module], section: EigenvalueConfig, ctx: Context
+    ) -> None:
         self.ctx = ctx
         self.section = section
         self.blocks = blocks
@@ -75,7 +81,10 @@ class Sensitivity:
         return self
 
     def factor(self, name: str) -> int:
-        """By how much a layer's next period is longer, from 1 to 5: MoQ's rule. Layers outside the blocks have 1."""
+        """By how much a layer's next period is longer, from 1 to 5: MoQ's rule.
+
+        Layers outside the blocks have 1.
+        """
         for value, index in zip(relative(self.values), range(len(self.blocks)), strict=False):
             if name.startswith(f"{self.section.layer_name}.{index}."):
                 return 1 + int(value * 4)
@@ -94,7 +103,8 @@ class Sensitivity:
         return not coming or any(q.bits != q.target for q in coming)
 
     def before(self, model: nn.Module, args: Any) -> None:
-        """Have the forward made of operations that can be derived twice, if this one is looked at."""
+        """Have the forward made of operations that can be derived twice, if this one is looked
+        at."""
         if not self._is_due():
             return
         self._running = contextlib.ExitStack()
@@ -116,7 +126,10 @@ class Sensitivity:
         params = [[p for p in block.parameters() if p.requires_grad] for block in self.blocks]
         flat = [p for each in params for p in each]
         if divided := [self.ctx.params[p].name for p in flat if self.ctx.params[p].held]:
-            raise UsageError(f"eigenvalue: ranks have different parts of {divided[0]}; switch eigenvalue.enabled off")
+            raise UsageError(
+                f"eigenvalue: ranks have different parts of {divided[0]}; switch "
+                "eigenvalue.enabled off"
+            )
         with torch.enable_grad():
             made = torch.autograd.grad(loss.float(), flat, create_graph=True, allow_unused=True)
         grads = dict(zip(flat, made, strict=True))
@@ -148,11 +161,15 @@ class Sensitivity:
         for vector, part in zip(vectors, flat.split([v.numel() for v in vectors]), strict=True):
             vector.copy_(part.view_as(vector))
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The eigenvalues, and each layer's pace."""
-        paces = {c.name: c.quantiser.pace.as_list() for c in self._layers if c.quantiser and c.quantiser.pace}
+        paces = {
+            c.name: c.quantiser.pace.as_list()
+            for c in self._layers
+            if c.quantiser and c.quantiser.pace
+        }
         return {"values": list(self.values), "paces": paces}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -181,7 +198,8 @@ def _loss_in(outputs: Any) -> Tensor:
         if isinstance(found, Tensor) and found.dim() == 0 and found.requires_grad:
             return found
     raise UsageError(
-        "eigenvalue: the model must return its loss (a tensor, the first of a tuple, or `loss` of an output): "
+        "eigenvalue: the model must return its loss (a tensor, the first of a tuple, or `loss` of "
+        "an output): "
         "give it the labels, or switch eigenvalue.enabled off"
     )
 

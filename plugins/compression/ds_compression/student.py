@@ -15,20 +15,26 @@ from ds_core.errors import ConfigError, Problem, UsageError
 __all__ = ["copy_layers", "student_initialization"]
 
 
-def student_initialization(student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Any) -> nn.Module:
-    """Copy the teacher's weights into the student as ``compression_training.layer_reduction`` says; the student.
+def student_initialization(
+    student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Any
+) -> nn.Module:
+    """Copy the teacher's weights into the student as ``compression_training.layer_reduction`` says;
+    the student.
 
-    The student's layer i gets the teacher's layer ``teacher_layer[i]``. Not collective. Raises ConfigError where a
-    module is missing in either, or their weights have other shapes.
+    The student's layer i gets the teacher's layer ``teacher_layer[i]``. Not collective. Raises
+    ConfigError where a module is missing in either, or their weights have other shapes.
     """
-    copy_layers(inner(student_model), inner(teacher_model), section_of(deepspeed_config).layer_reduction)
+    copy_layers(
+        inner(student_model), inner(teacher_model), section_of(deepspeed_config).layer_reduction
+    )
     return student_model
 
 
 def copy_layers(student: nn.Module, teacher: nn.Module, section: LayerReduction) -> None:
     """Copy modules; nothing is copied where one does not fit."""
     pairs = list(_pairs(section))
-    problems, jobs = [], []
+    problems = []
+    jobs = []
     for path, to, source in pairs:
         found = [_find(model, name) for model, name in ((student, to), (teacher, source))]
         missing = [
@@ -37,13 +43,22 @@ def copy_layers(student: nn.Module, teacher: nn.Module, section: LayerReduction)
             if m is None
         ]
         if missing:
-            problems.append(Problem(path, " and ".join(missing), "give whole names, as in model.named_modules()"))
+            problems.append(
+                Problem(
+                    path, " and ".join(missing), "give whole names, as in model.named_modules()"
+                )
+            )
             continue
         mine, theirs = (m.state_dict() for m in found if m is not None)
         _check_whole(found)
         other = [k for k in mine.keys() | theirs.keys() if _shape(mine, k) != _shape(theirs, k)]
         if other:
-            problems.append(Problem(path, f"{to} and the teacher's {source} differ in {', '.join(sorted(other)[:5])}"))
+            problems.append(
+                Problem(
+                    path,
+                    f"{to} and the teacher's {source} differ in {', '.join(sorted(other)[:5])}",
+                )
+            )
         jobs.append((found[0], theirs))
     if problems:
         raise ConfigError(problems)
@@ -68,9 +83,12 @@ def _find(model: nn.Module, name: str) -> nn.Module | None:
 
 def _check_whole(modules: list[nn.Module | None]) -> None:
     for module in modules:
-        if module is not None and any(lazy_weight(p) is not None or not p.numel() for p in module.parameters()):
+        if module is not None and any(
+            lazy_weight(p) is not None or not p.numel() for p in module.parameters()
+        ):
             raise UsageError(
-                "layer_reduction copies whole weights, and these are partitioned: call it before initialize, on models "
+                "layer_reduction copies whole weights, and these are partitioned: call it before "
+                "initialize, on models "
                 "that were not built under ds_zero.Init"
             )
 

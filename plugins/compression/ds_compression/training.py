@@ -1,7 +1,8 @@
-"""Compression inside an engine: it follows the engine's steps, and what depends on all ranks is agreed on.
+"""Compression inside an engine: it follows the engine's steps, and what depends on all ranks is
+agreed on.
 
-Masks and ranges are equal on all ranks that share a layer: masks of absolute values and of learned scores follow from
-the weights, ranges and the scores of snip_momentum are reduced here.
+Masks and ranges are equal on all ranks that share a layer: masks of absolute values and of learned
+scores follow from the weights, ranges and the scores of snip_momentum are reduced here.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ if TYPE_CHECKING:
 __all__ = ["after_backward", "kept_state", "loaded", "prepare"]
 
 MOMENTUM = 0.9
-"""Of the scores of snip_momentum: what is left of them after a step. As in Intel's Neural Compressor."""
+"""Of the scores of snip_momentum: what is left of them after a step.
+
+As in Intel's Neural Compressor.
+"""
 RANGE_MOMENTUM = 0.95
 """Of running ranges of inputs: what is left of them after a step."""
 
@@ -41,11 +45,18 @@ RANGE_MOMENTUM = 0.95
 def prepare(model: nn.Module, section: CompressionConfig, ctx: Context) -> nn.Module:
     """The model with compressed layers, which follow the engine's steps from now on.
 
-    Raises ConfigError where layers are divided over ranks, or the model was prepared by another config.
+    Raises ConfigError where layers are divided over ranks, or the model was prepared by another
+    config.
     """
     if ctx.mesh.has("tp") and ctx.mesh.size("tp") > 1:
-        why = f"layers are divided over {ctx.mesh.size('tp')} ranks, and compression needs whole ones"
-        problem = Problem("compression_training", why, "set tensor_parallel.autotp_size to 1, or remove the section")
+        why = (
+            f"layers are divided over {ctx.mesh.size('tp')} ranks, and compression needs whole ones"
+        )
+        problem = Problem(
+            "compression_training",
+            why,
+            "set tensor_parallel.autotp_size to 1, or remove the section",
+        )
         raise ConfigError([problem], ctx.config.origin)
     progress = clock.progress_of(model)
     if progress is None:
@@ -53,7 +64,9 @@ def prepare(model: nn.Module, section: CompressionConfig, ctx: Context) -> nn.Mo
         apply_section(model, section)
     elif progress.section != section:
         why = "is not what init_compression was given"
-        raise ConfigError([Problem("compression_training", why, "give both the same config")], ctx.config.origin)
+        raise ConfigError(
+            [Problem("compression_training", why, "give both the same config")], ctx.config.origin
+        )
     progress = clock.progress_of(model)
     assert progress is not None
     check_missing(progress.missing, ctx.config.origin)
@@ -64,14 +77,18 @@ def prepare(model: nn.Module, section: CompressionConfig, ctx: Context) -> nn.Mo
         hook.remove()  # of an engine before this one
     follow = torch.compiler.disable(_Follow(ctx, progress))
     progress.hooks[1:] = [model.register_forward_pre_hook(follow)]
-    # Layers stay compressed when the engine ends: their masks are what was trained. `redundancy_clean` ends it.
+    # Layers stay compressed when the engine ends: their masks are what was trained.
+    # `redundancy_clean` ends it.
     ctx.undo(progress.hooks[1].remove)
     return model
 
 
 def _check_reduction(section: CompressionConfig, ctx: Context) -> None:
     if section.layer_reduction.enabled:
-        fix = "call ds_compression.init_compression(model, config, teacher_model=...) before initialize"
+        fix = (
+            "call ds_compression.init_compression(model, config, teacher_model=...) before "
+            "initialize"
+        )
         problem = Problem("compression_training.layer_reduction", "needs a teacher", fix)
         raise ConfigError([problem], ctx.config.origin)
 
@@ -80,7 +97,8 @@ class _Follow:
     """A forward pre-hook: the model does what the schedule says for the engine's step."""
 
     def __init__(self, ctx: Context, progress: Progress) -> None:
-        self._ctx, self._progress = ctx, progress
+        self._ctx = ctx
+        self._progress = progress
 
     def __deepcopy__(self, memo: Any) -> _Follow:
         return self
@@ -98,7 +116,7 @@ def loaded(ctx: Context) -> None:
         progress.step = None
 
 
-# -- after backward --------------------------------------------------------------------------------------------------
+# -- after backward --------------------------------------------------------------------------------
 
 
 def after_backward(ctx: Context, gradients: Gradients) -> None:
@@ -111,7 +129,12 @@ def after_backward(ctx: Context, gradients: Gradients) -> None:
         scores.checked = True
     layers = list(_named(ctx.module))
     _update_ranges(ctx, layers)
-    pruned = {f"{name}.weight": (m, mask) for name, m, c in layers for mask in c.masks if mask.pattern is not None}
+    pruned = {
+        f"{name}.weight": (m, mask)
+        for name, m, c in layers
+        for mask in c.masks
+        if mask.pattern is not None
+    }
     if pruned:
         scores.update(pruned, gradients)
 
@@ -131,12 +154,14 @@ def _check_trained(ctx: Context) -> None:
         for mask in compression.masks:
             if mask.learned and id(module._parameters[mask.tensor]) not in trained:
                 raise UsageError(
-                    f"the optimizer has not got {name}.{mask.tensor}, by which {name} is pruned: call "
-                    "ds_compression.init_compression before the optimizer or model_parameters are made"
+                    f"the optimizer has not got {name}.{mask.tensor}, by which {name} is pruned: "
+                    "call "
+                    "ds_compression.init_compression before the optimizer or model_parameters are "
+                    "made"
                 )
 
 
-# -- ranges of inputs ------------------------------------------------------------------------------------------------
+# -- ranges of inputs ------------------------------------------------------------------------------
 
 
 def _update_ranges(ctx: Context, layers: list[tuple[str, Compressed, Compression]]) -> None:
@@ -148,7 +173,9 @@ def _update_ranges(ctx: Context, layers: list[tuple[str, Compressed, Compression
             groups.setdefault(axes, []).append((module, compression))
     for axes, members in sorted(groups.items()):
         unused = torch.full((2,), -torch.inf, device=ctx.accelerator.current_device())
-        seen = torch.stack([c.inputs.seen[0] if c.inputs and c.inputs.seen else unused for _, c in members])
+        seen = torch.stack(
+            [c.inputs.seen[0] if c.inputs and c.inputs.seen else unused for _, c in members]
+        )
         if axes:
             comm.all_reduce(seen, op=torch.distributed.ReduceOp.MAX, group=ctx.mesh.group(*axes))
         for (module, compression), (low, high) in zip(members, seen.unbind(), strict=True):
@@ -164,7 +191,7 @@ def _update_ranges(ctx: Context, layers: list[tuple[str, Compressed, Compression
             quantiser.known = bool(kept.any())
 
 
-# -- snip_momentum ---------------------------------------------------------------------------------------------------
+# -- snip_momentum ---------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -177,7 +204,8 @@ class _Part:
 
 
 class _Scores:
-    """The scores of weights that are pruned in steps: fading sums of |weight times gradient|, sharded like gradients.
+    """The scores of weights that are pruned in steps: fading sums of |weight times gradient|,
+    sharded like gradients.
 
     SNIP (Lee et al., 2019) with momentum.
     """
@@ -189,7 +217,9 @@ class _Scores:
         self.checked = False
 
     def update(self, pruned: Mapping[str, tuple[Compressed, Mask]], gradients: Gradients) -> None:
-        """Add this step's products, and make the masks of the next step where the schedule has new ones. Collective."""
+        """Add this step's products, and make the masks of the next step where the schedule has new
+        ones. Collective.
+        """
         section = self.ctx.config.section(CompressionConfig)
         assert section is not None
         shared = section.sparse_pruning.shared_parameters
@@ -200,7 +230,9 @@ class _Scores:
             if shard.name in pruned:
                 self._add(shard, gradients.factor)
         self._loaded.clear()  # they are in the parts now
-        first, end = max(1, shared.schedule_offset), max(1, shared.end)  # there is no score before the first backward
+        # there is no score before the first backward
+        first = max(1, shared.schedule_offset)
+        end = max(1, shared.end)
         if not changes(coming, first, end, shared.schedule_offset_stride):
             return
         whole = self._whole(list(pruned))
@@ -222,7 +254,9 @@ class _Scores:
         product = (widened(weight) * widened(grad) * factor).abs()
         part = self._parts.get(shard.name)
         if part is None:
-            part = self._parts[shard.name] = _Part(shard.start, shard.stop, torch.zeros_like(product))
+            part = self._parts[shard.name] = _Part(
+                shard.start, shard.stop, torch.zeros_like(product)
+            )
             if (loaded := self._loaded.get(shard.name)) is not None:
                 part.values.copy_(loaded.reshape(-1)[shard.start : shard.stop])
         part.values.mul_(MOMENTUM).add_(product)
@@ -231,30 +265,41 @@ class _Scores:
         return next(p for p, info in self.ctx.params.items() if info.name == name)
 
     def _whole(self, names: list[str]) -> dict[str, Tensor]:
-        """The scores of the weights `names`, whole, in their shapes, fp32. Collective over those that share them."""
-        ctx, found = self.ctx, {}
+        """The scores of the weights `names`, whole, in their shapes, fp32.
+
+        Collective over those that share them.
+        """
+        ctx = self.ctx
+        found = {}
         for name in names:
             param = self._param(name)
             info = ctx.params[param]
             shape = torch.Size(getattr(param, "ds_shape", param.shape))
             dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
             flat = torch.zeros(shape.numel(), device=ctx.accelerator.current_device(), dtype=dtype)
-            loaded, part = self._loaded.get(name), self._parts.get(name)
+            loaded = self._loaded.get(name)
+            part = self._parts.get(name)
             if part is not None:
                 flat[part.start : part.stop] = part.values.to(flat)
             elif loaded is not None:
                 flat.copy_(loaded.reshape(-1))
             if info.replicas:
-                comm.all_reduce(flat, op=torch.distributed.ReduceOp.MAX, group=ctx.mesh.group(*info.replicas))
+                comm.all_reduce(
+                    flat, op=torch.distributed.ReduceOp.MAX, group=ctx.mesh.group(*info.replicas)
+                )
             found[name] = flat.view(shape)
         return found
 
-    # -- checkpoints -------------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The whole scores, on every rank that shares a weight. Collective."""
         assert self.ctx.module is not None
-        names = [f"{n}.weight" for n, _, c in _named(self.ctx.module) if any(m.pattern is not None for m in c.masks)]
+        names = [
+            f"{n}.weight"
+            for n, _, c in _named(self.ctx.module)
+            if any(m.pattern is not None for m in c.masks)
+        ]
         return {"scores": {name: score.cpu() for name, score in self._whole(names).items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

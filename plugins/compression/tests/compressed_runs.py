@@ -1,4 +1,6 @@
-"""A small model trained with compression on ranks, and the same by plain torch: what the tests compare."""
+"""A small model trained with compression on ranks, and the same by plain torch: what the tests
+compare.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-BATCH, WIDTH, HIDDEN = 8, 8, 16
+BATCH = 8
+WIDTH = 8
+HIDDEN = 16
 STEPS = 6
 
 
@@ -18,7 +22,8 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
         self.head = nn.Linear(WIDTH, 4, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -31,7 +36,9 @@ def net(seed: int = 3, dtype: torch.dtype = torch.float64) -> Net:
 
 
 def batch(step: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(100 + step), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        BATCH, WIDTH, generator=torch.Generator().manual_seed(100 + step), dtype=torch.float64
+    ).to(dtype)
 
 
 def loss_of(out: Tensor, x: Tensor) -> Tensor:
@@ -63,14 +70,18 @@ def train(
     dtype: torch.dtype = torch.float64,
     inputs: torch.dtype | None = None,
 ) -> Result:
-    """Losses of the global batches of steps `first` to `steps`, and the whole weights (fp32 export) at the end."""
+    """Losses of the global batches of steps `first` to `steps`, and the whole weights (fp32 export)
+    at the end.
+    """
     from ds_access import safe_get_full_fp32_param
 
     import ds_core
     from ds_core import comm
 
     world = comm.world_size() if comm.is_initialized() else 1
-    engine, *_ = ds_core.initialize(model=net(dtype=dtype), config=config(section, gas, **(more or {})))
+    engine, *_ = ds_core.initialize(
+        model=net(dtype=dtype), config=config(section, gas, **(more or {}))
+    )
     if load is not None:
         engine.load_checkpoint(load)
     losses = []

@@ -1,4 +1,6 @@
-"""Checkpoints of compressed models: resumed at another world size and stage, loaded into plain models, and cleaned."""
+"""Checkpoints of compressed models: resumed at another world size and stage, loaded into plain
+models, and cleaned.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,25 @@ from compressed_runs import STEPS, Result, batch, config, loss_of, net, off, tra
 from test_compression_numbers import BODY, CASES, technique  # noqa: E402
 
 STAGE = {stage: {"zero_optimization": {"stage": stage}} for stage in (0, 1, 2, 3)}
-NOISY = technique("weight_quantization", {"rounding": "stochastic"}, {"start_bits": 4, "target_bits": 4}, BODY)
+NOISY = technique(
+    "weight_quantization", {"rounding": "stochastic"}, {"start_bits": 4, "target_bits": 4}, BODY
+)
 ALL = {
-    **technique("weight_quantization", {"schedule_offset": 1}, {"start_bits": 7, "target_bits": 5}, BODY),
     **technique(
-        "activation_quantization", {"schedule_offset": 2, "range_calibration": "static"}, {"bits": 6}, ["down"]
+        "weight_quantization", {"schedule_offset": 1}, {"start_bits": 7, "target_bits": 5}, BODY
     ),
-    **technique("row_pruning", {"schedule_offset": 2, "method": "l1"}, {"dense_ratio": 0.5}, ["up"]),
-    **technique("head_pruning", {"schedule_offset": 1, "num_heads": 4}, {"dense_ratio": 0.5}, ["down"]),
+    **technique(
+        "activation_quantization",
+        {"schedule_offset": 2, "range_calibration": "static"},
+        {"bits": 6},
+        ["down"],
+    ),
+    **technique(
+        "row_pruning", {"schedule_offset": 2, "method": "l1"}, {"dense_ratio": 0.5}, ["up"]
+    ),
+    **technique(
+        "head_pruning", {"schedule_offset": 1, "num_heads": 4}, {"dense_ratio": 0.5}, ["down"]
+    ),
     **CASES["snip_momentum"][0],
 }
 """Everything at once; some of it begins, and has changed, on either side of the checkpoint."""
@@ -43,8 +56,16 @@ def whole(section: Any, gas: int, stage: int) -> Result:
     return train(section, gas, STAGE[stage])
 
 
-def check(ranks: Any, folder: Path, before: tuple[int, int, int], after: tuple[int, int, int], half: int = 3) -> None:
-    """A run that is resumed at another world size, accumulation and stage is the run that was not interrupted."""
+def check(
+    ranks: Any,
+    folder: Path,
+    before: tuple[int, int, int],
+    after: tuple[int, int, int],
+    half: int = 3,
+) -> None:
+    """A run that is resumed at another world size, accumulation and stage is the run that was not
+    interrupted.
+    """
     (truth,) = ranks(1, whole, ALL, 1, 0)
     first = ranks(before[0], saved, str(folder), half, *before[1:])
     second = ranks(after[0], resumed, str(folder), half, *after[1:])
@@ -58,7 +79,9 @@ def test_resumed_at_another_size_and_stage(ranks: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("half", [1, 2, 4, 5])
-@pytest.mark.parametrize("sizes", [((1, 1, 0), (4, 1, 3)), ((4, 2, 2), (2, 1, 3)), ((2, 2, 3), (2, 1, 1))])
+@pytest.mark.parametrize(
+    "sizes", [((1, 1, 0), (4, 1, 3)), ((4, 2, 2), (2, 1, 3)), ((2, 2, 3), (2, 1, 1))]
+)
 def test_resumed(ranks: Any, tmp_path: Path, half: int, sizes: Any) -> None:
     check(ranks, tmp_path, *sizes, half)
 

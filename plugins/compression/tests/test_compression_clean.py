@@ -1,4 +1,6 @@
-"""`redundancy_clean` and layer reduction: the same outputs, plain names and classes, smaller layers."""
+"""`redundancy_clean` and layer reduction: the same outputs, plain names and classes, smaller
+layers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from compressed_runs import WIDTH, batch, config, net  # noqa: E402
 
 
-def pruning(technique: str, modules: list[str], related: Any = None, ratio: float = 0.5, **shared: Any) -> Any:
+def pruning(
+    technique: str, modules: list[str], related: Any = None, ratio: float = 0.5, **shared: Any
+) -> Any:
     group = {"params": {"dense_ratio": ratio}, "modules": modules}
     if related is not None:
         group["related_modules"] = related
@@ -29,7 +33,9 @@ def pruning(technique: str, modules: list[str], related: Any = None, ratio: floa
 BITS = {
     "weight_quantization": {
         "shared_parameters": {"enabled": True},
-        "different_groups": {"g": {"params": {"start_bits": 8, "target_bits": 5}, "modules": ["*"]}},
+        "different_groups": {
+            "g": {"params": {"start_bits": 8, "target_bits": 5}, "modules": ["*"]}
+        },
     }
 }
 
@@ -56,7 +62,8 @@ def test_without_related_modules_zeros_stay() -> None:
     model = init_compression(net(), config(section))
     before = model(batch(0))
     redundancy_clean(model, config(section))
-    up, down = model.up, model.down  # type: ignore[attr-defined]
+    up = model.up  # type: ignore[attr-defined]
+    down = model.down  # type: ignore[attr-defined]
     assert up.weight.shape == (16, WIDTH) and int((up.weight.abs().sum(1) == 0).sum()) == 8
     assert int((down.weight != 0).sum()) == 32
     assert torch.allclose(model(batch(0)), before, atol=1e-12)
@@ -65,8 +72,10 @@ def test_without_related_modules_zeros_stay() -> None:
 class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.second, self.head = nn.Conv2d(8, 6, 3, padding=1), nn.Linear(6 * 16, 4)
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 6, 3, padding=1)
+        self.head = nn.Linear(6 * 16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.norm(self.first(x)))
@@ -76,8 +85,11 @@ class Convolutions(nn.Module):
 @pytest.mark.parametrize("method", ["l1", "topk"])
 def test_channels_are_cut(method: str) -> None:
     torch.manual_seed(1)
-    model, x = Convolutions().double().eval(), torch.randn(2, 3, 4, 4, dtype=torch.float64)
-    section = pruning("channel_pruning", ["first", "second"], [["norm", "second"], ["head"]], method=method)
+    model = Convolutions().double().eval()
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    section = pruning(
+        "channel_pruning", ["first", "second"], [["norm", "second"], ["head"]], method=method
+    )
     with torch.no_grad():
         model.norm.bias.zero_()  # a pruned channel would come out of the norm as its bias
         model.norm.running_mean.zero_()  # type: ignore[union-attr]
@@ -115,14 +127,22 @@ def bert() -> Any:
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers as hf
 
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
     torch.manual_seed(5)
     settings = hf.BertConfig(vocab_size=32, max_position_embeddings=16, num_labels=3, **sizes)
     return hf.BertForSequenceClassification(settings).double().eval()
 
 
 TUTORIAL = pruning(
-    "head_pruning", ["attention.output.dense"], [["self.query", "self.key", "self.value"]], num_heads=4
+    "head_pruning",
+    ["attention.output.dense"],
+    [["self.query", "self.key", "self.value"]],
+    num_heads=4,
 ) | pruning("row_pruning", ["intermediate.dense"], [[r"layer.\w+.output.dense"]], method="topk")
 
 
@@ -142,14 +162,21 @@ def test_the_release_leaves_the_number_of_heads_to_the_script() -> None:
 
 def test_bert_of_the_tutorial() -> None:
     pytest.importorskip("transformers")
-    model, ids = bert(), torch.arange(10).view(2, 5)
+    model = bert()
+    ids = torch.arange(10).view(2, 5)
     init_compression(model, config(TUTORIAL | BITS))
     set_step(model, 9)
     before = model(ids).logits
     redundancy_clean(model, config(TUTORIAL | BITS))
     layer = model.bert.encoder.layer[1]
-    assert layer.attention.self.query.weight.shape == (8, 16) and layer.attention.output.dense.weight.shape == (16, 8)
-    assert layer.intermediate.dense.weight.shape == (12, 16) and layer.output.dense.weight.shape == (16, 12)
+    assert layer.attention.self.query.weight.shape == (
+        8,
+        16,
+    ) and layer.attention.output.dense.weight.shape == (16, 8)
+    assert layer.intermediate.dense.weight.shape == (
+        12,
+        16,
+    ) and layer.output.dense.weight.shape == (16, 12)
     assert torch.allclose(model(ids).logits, before, atol=1e-10)
     assert set(model.state_dict()) == set(bert().state_dict())
 
@@ -175,11 +202,12 @@ def test_gpt2_has_its_weights_the_other_way_round() -> None:
     block = model.transformer.h[0]
     assert block.mlp.c_fc.weight.shape == (16, 32) and block.mlp.c_proj.weight.shape == (32, 16)
     assert block.attn.c_attn.weight.shape == (16, 24) and block.attn.c_proj.weight.shape == (8, 16)
-    block.attn.split_size = model.transformer.h[1].attn.split_size = 8  # GPT-2's own number, which no config names
+    # GPT-2's own number, which no config names
+    block.attn.split_size = model.transformer.h[1].attn.split_size = 8
     assert torch.allclose(model(ids).logits, before, atol=1e-10)
 
 
-# -- layer reduction -------------------------------------------------------------------------------------------------
+# -- layer reduction -------------------------------------------------------------------------------
 
 
 class Stack(nn.Module):
@@ -198,13 +226,19 @@ REDUCED = {
 
 
 def test_a_student_has_its_teachers_layers(clean_ds: None) -> None:
-    teacher, student = Stack(4), Stack(2)
+    teacher = Stack(4)
+    student = Stack(2)
     init_compression(student, config(REDUCED), teacher_model=teacher)
-    for mine, theirs in ((student.layer[0], teacher.layer[1]), (student.layer[1], teacher.layer[3])):
+    for mine, theirs in (
+        (student.layer[0], teacher.layer[1]),
+        (student.layer[1], teacher.layer[3]),
+    ):
         assert torch.equal(mine.weight, theirs.weight) and torch.equal(mine.bias, theirs.bias)  # type: ignore[arg-type]
     assert torch.equal(student.head.weight, teacher.head.weight)
     other = student_initialization(Stack(2), nn.Sequential(teacher)[0], config(REDUCED))
-    assert torch.equal(other.get_parameter("layer.1.weight"), student.get_parameter("layer.1.weight"))
+    assert torch.equal(
+        other.get_parameter("layer.1.weight"), student.get_parameter("layer.1.weight")
+    )
     with pytest.raises(UsageError, match="pass its teacher"):
         init_compression(Stack(2), config(REDUCED))
     import ds_core

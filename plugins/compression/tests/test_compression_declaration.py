@@ -18,16 +18,24 @@ sys.path.insert(0, str(Path(__file__).parent))
 from compressed_runs import config, net  # noqa: E402
 
 GROUP = {"params": {"dense_ratio": 0.5}, "modules": ["0"]}
-ROWS = {"row_pruning": {"shared_parameters": {"enabled": True, "schedule_offset": 0}, "different_groups": {"r": GROUP}}}
+ROWS = {
+    "row_pruning": {
+        "shared_parameters": {"enabled": True, "schedule_offset": 0},
+        "different_groups": {"r": GROUP},
+    }
+}
 
 
 def on(technique: str, group: Any = None, **shared: Any) -> dict[str, Any]:
     groups = {} if group is None else {"g": group}
-    return {technique: {"shared_parameters": {"enabled": True, **shared}, "different_groups": groups}}
+    return {
+        technique: {"shared_parameters": {"enabled": True, **shared}, "different_groups": groups}
+    }
 
 
 BAD: dict[str, dict[str, Any]] = {
-    "target_bits 9 is more than start_bits 8": on("weight_quantization", {"params": {"target_bits": 9}}),
+    "target_bits 9 is more than "
+    "start_bits 8": on("weight_quantization", {"params": {"target_bits": 9}}),
     "2 bits are symmetric": on("weight_quantization", {"params": {"target_bits": 2}}, quantization_type="asymmetric"),
     "different_groups is empty": on("row_pruning"),
     "num_heads is missing": on("head_pruning", {}),
@@ -36,8 +44,10 @@ BAD: dict[str, dict[str, Any]] = {
         "row_pruning", {"modules": ["a", "b"], "related_modules": [["c"]]}
     ),
     "is no block pattern": on("sparse_pruning", {}, method="snip_momentum", block_pattern="4:2"),
-    "comes before schedule_offset": on("sparse_pruning", {}, schedule_offset=5, schedule_offset_end=4),
-    "teacher_layer belong together": {"layer_reduction": {"enabled": True, "module_name_prefix": "layer"}},
+    "comes before "
+    "schedule_offset": on("sparse_pruning", {}, schedule_offset=5, schedule_offset_end=4),
+    "teacher_layer belong "
+    "together": {"layer_reduction": {"enabled": True, "module_name_prefix": "layer"}},
     "teacher_layer has 2 entries": {
         "layer_reduction": {
             "enabled": True, "module_name_prefix": "l", "teacher_layer": [0, 1], "keep_number_layer": 3,
@@ -77,9 +87,21 @@ def test_what_is_wrong_is_said(what: str) -> None:
     [
         (on("row_pruning", {"modules": ["nothing"]}), "modules[0]", "matches no linear layer"),
         (on("channel_pruning", {}), "modules[0]", "matches no conv layer"),
-        (on("weight_quantization", {}, quantize_groups=7), "quantize_groups", "do not divide the 128 weights of up"),
-        (on("head_pruning", {"modules": ["up"]}, num_heads=3), "num_heads", "do not divide the 8 inputs of up"),
-        (on("sparse_pruning", None, method="snip_momentum", block_pattern="3x1"), "block_pattern", "up, down, head"),
+        (
+            on("weight_quantization", {}, quantize_groups=7),
+            "quantize_groups",
+            "do not divide the 128 weights of up",
+        ),
+        (
+            on("head_pruning", {"modules": ["up"]}, num_heads=3),
+            "num_heads",
+            "do not divide the 8 inputs of up",
+        ),
+        (
+            on("sparse_pruning", None, method="snip_momentum", block_pattern="3x1"),
+            "block_pattern",
+            "up, down, head",
+        ),
     ],
 )
 def test_what_does_not_fit_the_model_is_said(section: dict[str, Any], key: str, words: str) -> None:
@@ -97,24 +119,39 @@ def test_one_layer_in_two_groups() -> None:
 
 
 def test_excluded_modules() -> None:
-    section = on("sparse_pruning", None, method="snip_momentum", block_pattern="3x1", excluded_modules="up|down|head")
+    section = on(
+        "sparse_pruning",
+        None,
+        method="snip_momentum",
+        block_pattern="3x1",
+        excluded_modules="up|down|head",
+    )
     model = init_compression(net(), config(section))
     assert not list(model.buffers())
 
 
 def test_keys_without_effect_are_named() -> None:
-    section = on("sparse_pruning", {}, block_pattern="2x2") | on("weight_quantization", {}, quantizer_kernel=True)
+    section = on("sparse_pruning", {}, block_pattern="2x2") | on(
+        "weight_quantization", {}, quantizer_kernel=True
+    )
     notes = {note.path: str(note) for note in compose(config(section)).notes}
-    assert "snip_momentum" in notes["compression_training.sparse_pruning.shared_parameters.block_pattern"]
+    assert (
+        "snip_momentum"
+        in notes["compression_training.sparse_pruning.shared_parameters.block_pattern"]
+    )
     assert "compression_training.weight_quantization.shared_parameters.quantizer_kernel" in notes
-    section = on("sparse_pruning", None, method="snip_momentum", block_pattern="2:4", dense_ratio=0.5)
+    section = on(
+        "sparse_pruning", None, method="snip_momentum", block_pattern="2:4", dense_ratio=0.5
+    )
     assert "says how much" in str(compose(config(section)).notes[0])
 
 
 def test_usage(clean_ds: None) -> None:
     import ds_core
 
-    section = {"row_pruning": {**on("row_pruning", {"modules": ["up"]}, method="topk")["row_pruning"]}}
+    section = {
+        "row_pruning": {**on("row_pruning", {"modules": ["up"]}, method="topk")["row_pruning"]}
+    }
     with pytest.raises(UsageError, match="takes no mpu"):
         init_compression(net(), config(section), mpu=object())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no section compression_training"):

@@ -1,4 +1,5 @@
-"""Training with each technique is what plain torch calculates with the documented formulas, on 1, 2 and 4 ranks.
+"""Training with each technique is what plain torch calculates with the documented formulas, on 1, 2
+and 4 ranks.
 
 The references here are written from the formulas, not from the package: straight-through values are
 ``x + (q - x).detach()`` and masks of scores ``hard + scores - scores.detach()``.
@@ -27,13 +28,17 @@ def technique(name: str, shared: Section, params: Section, modules: list[str]) -
     return {name: {"shared_parameters": {"enabled": True, **shared}, "different_groups": groups}}
 
 
-# -- references ------------------------------------------------------------------------------------------------------
+# -- references ------------------------------------------------------------------------------------
 
 
 def symmetric(x: Tensor, bits: int, groups: int = 1) -> Tensor:
     rows = x.detach().reshape(groups, -1)
     scale = rows.abs().max(1, keepdim=True).values * 2 / 2**bits
-    return ((rows / scale).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * scale).view(x.shape).to(x.dtype)
+    return (
+        ((rows / scale).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * scale)
+        .view(x.shape)
+        .to(x.dtype)
+    )
 
 
 def between(rows: Tensor, low: Tensor, high: Tensor, bits: int) -> Tensor:
@@ -44,7 +49,8 @@ def between(rows: Tensor, low: Tensor, high: Tensor, bits: int) -> Tensor:
 
 def asymmetric(x: Tensor, bits: int, groups: int = 1) -> Tensor:
     rows = x.detach().reshape(groups, -1)
-    low, high = rows.min(1, keepdim=True).values, rows.max(1, keepdim=True).values
+    low = rows.min(1, keepdim=True).values
+    high = rows.max(1, keepdim=True).values
     return between(rows, low, high, bits).view(x.shape).to(x.dtype)
 
 
@@ -68,7 +74,9 @@ def best(values: Tensor, ratio: float) -> Tensor:
 
 
 class Reference:
-    """Plain torch in one process. weight and bias: (name, parameter, step, extra) -> as used; inputs: the same."""
+    """Plain torch in one process. weight and bias: (name, parameter, step, extra) -> as used;
+    inputs: the same.
+    """
 
     def __init__(
         self,
@@ -78,10 +86,15 @@ class Reference:
         extra: Callable[[nn.Module], dict[str, Any]] = lambda model: {},
         after: Callable[..., None] = lambda model, step, extra: None,
     ) -> None:
-        self.weight, self.inputs, self.bias, self.extra, self.after = weight, inputs, bias, extra, after
+        self.weight = weight
+        self.inputs = inputs
+        self.bias = bias
+        self.extra = extra
+        self.after = after
 
     def __call__(self) -> Result:
-        model, losses = net(), []
+        model = net()
+        losses = []
         extra = self.extra(model)
         scores = {k: v for k, v in extra.items() if isinstance(v, nn.Parameter)}
         optimizer = torch.optim.SGD([*model.parameters(), *scores.values()], lr=0.2, momentum=0.9)
@@ -92,7 +105,9 @@ class Reference:
                 module: Any = model.get_submodule(name)
                 bias = None if module.bias is None else self.bias(name, module.bias, step, extra)
                 value = self.inputs(name, value, step, extra)
-                return nn.functional.linear(value, self.weight(name, module.weight, step, extra), bias)
+                return nn.functional.linear(
+                    value, self.weight(name, module.weight, step, extra), bias
+                )
 
             loss = loss_of(layer("head", x + layer("down", torch.tanh(layer("up", x)))), x)
             optimizer.zero_grad()
@@ -105,7 +120,7 @@ class Reference:
         return losses, {name: p.detach().clone() for name, p in params.items()}
 
 
-# -- weights in few bits ---------------------------------------------------------------------------------------------
+# -- weights in few bits ---------------------------------------------------------------------------
 
 BODY = ["up", "down"]
 
@@ -163,23 +178,29 @@ QUANTISED: dict[str, tuple[Section, Reference]] = {
 }  # fmt: skip
 
 
-# -- inputs in few bits ----------------------------------------------------------------------------------------------
+# -- inputs in few bits ----------------------------------------------------------------------------
 
 
 def observed(name: str, x: Tensor, step: int, extra: dict[str, Any]) -> Tensor:
-    """Static ranges: quantised by the running range of the steps before, from the second step on."""
+    """Static ranges: quantised by the running range of the steps before, from the second step
+    on."""
     if name not in BODY:
         return x
     low, high = extra.get(name, (None, None))
     now = (x.detach().float().min(), x.detach().float().max())
     extra["seen", name] = now
-    return x if low is None or step < 1 else through(x, between(x.detach(), low, high, 4).to(x.dtype))
+    return (
+        x if low is None or step < 1 else through(x, between(x.detach(), low, high, 4).to(x.dtype))
+    )
 
 
 def running(model: nn.Module, step: int, extra: dict[str, Any]) -> None:
     for name in BODY:
-        old, new = extra.get(name), extra["seen", name]
-        extra[name] = new if old is None else tuple(o + 0.05 * (n - o) for o, n in zip(old, new, strict=True))
+        old = extra.get(name)
+        new = extra["seen", name]
+        extra[name] = (
+            new if old is None else tuple(o + 0.05 * (n - o) for o, n in zip(old, new, strict=True))
+        )
 
 
 QUANTISED |= {
@@ -212,7 +233,7 @@ QUANTISED |= {
 }  # fmt: skip
 
 
-# -- masks -----------------------------------------------------------------------------------------------------------
+# -- masks -----------------------------------------------------------------------------------------
 
 
 def kept_once(extra: dict[str, Any], name: str, make: Callable[[], Tensor]) -> Tensor:
@@ -281,7 +302,9 @@ def snip(name: str, w: Tensor, step: int, extra: dict[str, Any]) -> Tensor:
 
 
 def snip_after(model: Any, step: int, extra: dict[str, Any]) -> None:
-    """Scores 0.9 s + |w g|; masks of 4x1 blocks for steps 2 and 4, with the cubic schedule from 2 to 4."""
+    """Scores 0.9 s + |w g|; masks of 4x1 blocks for steps 2 and 4, with the cubic schedule from 2
+    to 4.
+    """
     for name in BODY:
         weight = model.get_submodule(name).weight
         old = extra.get(("score", name), 0.0)
@@ -376,7 +399,8 @@ def worst(ranks: Any, world: int, names: list[str], gas: int, more: Section) -> 
 def test_two_ranks_with_stage_3(ranks: Any) -> None:
     assert BATCH % 4 == 0
     names = ["mixed", "inputs, static", "row topk", "snip_momentum"]
-    assert worst(ranks, 2, names, 2, SHARDED["stage 3"]) < 1e-6  # fp32 ranges are reduced, the rest is exact
+    # fp32 ranges are reduced, the rest is exact
+    assert worst(ranks, 2, names, 2, SHARDED["stage 3"]) < 1e-6
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""Compression beside bf16, pipelines, zero.Init, recomputation and models of the transformers library."""
+"""Compression beside bf16, pipelines, zero.Init, recomputation and models of the transformers
+library.
+"""
 
 from __future__ import annotations
 
@@ -23,27 +25,36 @@ from compressed_runs import BATCH, STEPS, WIDTH, batch, config, loss_of, net, of
 from test_compression_numbers import BODY, CASES, symmetric, technique, through  # noqa: E402
 
 STAGE = {stage: {"zero_optimization": {"stage": stage}} for stage in (0, 1, 2, 3)}
-BITS = technique("weight_quantization", {}, {"start_bits": 6, "target_bits": 4, "quantization_period": 2}, BODY)
+BITS = technique(
+    "weight_quantization", {}, {"start_bits": 6, "target_bits": 4, "quantization_period": 2}, BODY
+)
 ANY = {
-    **technique("weight_quantization", {"quantize_groups": 2}, {"start_bits": 6, "target_bits": 4}, ["*"]),
-    **technique("sparse_pruning", {"schedule_offset": 2, "method": "l1"}, {"dense_ratio": 0.5}, ["*"]),
+    **technique(
+        "weight_quantization", {"quantize_groups": 2}, {"start_bits": 6, "target_bits": 4}, ["*"]
+    ),
+    **technique(
+        "sparse_pruning", {"schedule_offset": 2, "method": "l1"}, {"dense_ratio": 0.5}, ["*"]
+    ),
     **technique("activation_quantization", {"schedule_offset": 1}, {"bits": 8}, ["*"]),
 }
 """Whose numbers do not depend on names."""
 
 
-# -- bf16 ------------------------------------------------------------------------------------------------------------
+# -- bf16 ------------------------------------------------------------------------------------------
 
 
 def in_bf16() -> tuple[list[float], dict[str, Tensor]]:
     """Plain torch: masters in fp32, and 16-bit weights that are quantised where they are used."""
     model = net(dtype=torch.float32)
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    losses = []
     for step in range(STEPS):
         x = batch(step, torch.bfloat16)
         rounded = {n: p.detach().bfloat16().requires_grad_() for n, p in model.named_parameters()}
 
-        def layer(name: str, value: Tensor, rounded: dict[str, Tensor] = rounded, step: int = step) -> Tensor:
+        def layer(
+            name: str, value: Tensor, rounded: dict[str, Tensor] = rounded, step: int = step
+        ) -> Tensor:
             weight = rounded[f"{name}.weight"]
             if name in BODY:
                 fine = symmetric(weight.detach().float(), max(4, 6 - step // 2)).bfloat16()
@@ -62,7 +73,13 @@ def in_bf16() -> tuple[list[float], dict[str, Tensor]]:
 
 
 def bf16_runs(section: Any, gas: int, stage: int) -> Any:
-    return train(section, gas, {"bf16": {"enabled": True}, **STAGE[stage]}, dtype=torch.float32, inputs=torch.bfloat16)
+    return train(
+        section,
+        gas,
+        {"bf16": {"enabled": True}, **STAGE[stage]},
+        dtype=torch.float32,
+        inputs=torch.bfloat16,
+    )
 
 
 def test_bf16_is_a_master_in_fp32_and_quantised_16_bit_weights(clean_ds: None) -> None:
@@ -79,10 +96,12 @@ def test_bf16_on_two_ranks(ranks: Any) -> None:
     for found in ranks(2, bf16_runs, section, 1, 3):
         assert off(found, truth) < 2e-2
         for name in ("up", "down"):
-            assert torch.equal(found[1][f"{name}.sparse_pruning_mask"], truth[1][f"{name}.sparse_pruning_mask"])
+            assert torch.equal(
+                found[1][f"{name}.sparse_pruning_mask"], truth[1][f"{name}.sparse_pruning_mask"]
+            )
 
 
-# -- pipelines -------------------------------------------------------------------------------------------------------
+# -- pipelines -------------------------------------------------------------------------------------
 
 
 def layers() -> list[nn.Module]:
@@ -113,7 +132,8 @@ def alone(section: Any) -> list[float]:
     import ds_core
 
     engine, *_ = ds_core.initialize(model=nn.Sequential(*layers()), config=config(section, 4))
-    data, losses = micros(4), []
+    data = micros(4)
+    losses = []
     for _ in range(STEPS):
         total = 0.0
         for _ in range(4):
@@ -127,11 +147,18 @@ def alone(section: Any) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_pipelines(ranks: Any, stage: int) -> None:
     section = ANY | technique(
         "sparse_pruning",
-        {"schedule_offset": 2, "schedule_offset_end": 4, "method": "snip_momentum", "block_pattern": "2x1"},
+        {
+            "schedule_offset": 2,
+            "schedule_offset_end": 4,
+            "method": "snip_momentum",
+            "block_pattern": "2x1",
+        },
         {"dense_ratio": 0.5},
         ["*"],
     )
@@ -142,7 +169,7 @@ def test_pipelines(ranks: Any, stage: int) -> None:
         assert found == pytest.approx(truth, abs=2e-5)
 
 
-# -- zero.Init and recomputation -------------------------------------------------------------------------------------
+# -- zero.Init and recomputation -------------------------------------------------------------------
 
 
 def under_init(section: Any) -> float:
@@ -180,25 +207,34 @@ def recomputed(section: Any) -> Any:
 
 
 def test_recomputation(ranks: Any) -> None:
-    noisy = technique("weight_quantization", {"rounding": "stochastic"}, {"start_bits": 4, "target_bits": 4}, BODY)
+    noisy = technique(
+        "weight_quantization", {"rounding": "stochastic"}, {"start_bits": 4, "target_bits": 4}, BODY
+    )
     section = noisy | CASES["row topk"][0] | CASES["inputs, static"][0]
     (truth,) = ranks(1, train, section)
     for found in ranks(2, recomputed, section):
         assert off(found, truth) < 1e-6
 
 
-# -- transformers ----------------------------------------------------------------------------------------------------
+# -- transformers ----------------------------------------------------------------------------------
 
 
 def bert_losses(stage: int, gas: int) -> list[float]:
-    """The tutorial's compression of a small BERT; the global batches are the same on any number of ranks."""
+    """The tutorial's compression of a small BERT; the global batches are the same on any number of
+    ranks.
+    """
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers as hf
     from test_compression_clean import TUTORIAL
 
     import ds_core
 
-    sizes: Any = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: Any = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     torch.manual_seed(5)
     settings = hf.BertConfig(vocab_size=32, max_position_embeddings=16, num_labels=3, **sizes)
     settings.hidden_dropout_prob = settings.attention_probs_dropout_prob = 0.0
@@ -207,7 +243,9 @@ def bert_losses(stage: int, gas: int) -> list[float]:
         "weight_quantization", {}, {"start_bits": 8, "target_bits": 5}, ["attention", "embed"]
     )
     engine, *_ = ds_core.initialize(model=model, config=config(section, gas, **STAGE[stage]))
-    world, rank, losses = comm.world_size() if comm.is_initialized() else 1, comm.rank(), []
+    world = comm.world_size() if comm.is_initialized() else 1
+    rank = comm.rank()
+    losses = []
     for step in range(4):
         ids = torch.randint(0, 32, (BATCH, 6), generator=torch.Generator().manual_seed(step))
         total = torch.zeros((), dtype=torch.float64)
@@ -232,11 +270,12 @@ def test_bert(ranks: Any, stage: int, gas: int) -> None:
         assert found == pytest.approx(truth, abs=1e-9)
 
 
-# -- the rest of the family -------------------------------------------------------------------------------------------
+# -- the rest of the family ------------------------------------------------------------------------
 
 
 class TestGradients(GradientsConformance):
-    """Not changed by the hook, but by masks: the kit compares ranks, partitioners and loss scales."""
+    """Not changed by the hook, but by masks: the kit compares ranks, partitioners and loss
+    scales."""
 
     config: ClassVar[Any] = {
         "compression_training": {
@@ -268,7 +307,9 @@ def test_tensor_parallel_is_refused(ranks: Any) -> None:
 def refused() -> str:
     import ds_core
 
-    settings = config(ANY, tensor_parallel={"autotp_size": 2, "partition_config": {"use_default_specs": True}})
+    settings = config(
+        ANY, tensor_parallel={"autotp_size": 2, "partition_config": {"use_default_specs": True}}
+    )
     settings["train_batch_size"] = 8
     with pytest.raises(ConfigError) as caught:
         ds_core.initialize(model=nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), config=settings)

@@ -1,4 +1,6 @@
-"""Eigenvalues of blocks: those of the whole Hessian on any number of ranks, and bits that follow them."""
+"""Eigenvalues of blocks: those of the whole Hessian on any number of ranks, and bits that follow
+them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ import ds_core
 from ds_core import comm
 from ds_core.errors import ConfigError, UsageError
 
-BATCH, WIDTH, BLOCKS = 8, 4, 3
+BATCH = 8
+WIDTH = 4
+BLOCKS = 3
 
 
 class Block(nn.Module):
@@ -47,7 +51,9 @@ class Net(nn.Module):
 
 
 def batch(step: int) -> Tensor:
-    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    return torch.randn(
+        BATCH, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+    )
 
 
 def exact(model: Net, x: Tensor) -> list[float]:
@@ -58,14 +64,24 @@ def exact(model: Net, x: Tensor) -> list[float]:
         (loss,) = model(x).values()
         grads = torch.autograd.grad(loss, params, create_graph=True)
         flat = torch.cat([g.flatten() for g in grads])
-        rows = [torch.cat([r.flatten() for r in torch.autograd.grad(e, params, retain_graph=True)]) for e in flat]
+        rows = [
+            torch.cat([r.flatten() for r in torch.autograd.grad(e, params, retain_graph=True)])
+            for e in flat
+        ]
         values = torch.linalg.eigvalsh(torch.stack(rows))
         found.append(float(values[values.abs().argmax()]))
     return found
 
 
 def settings(stage: int = 0, gas: int = 1, **more: Any) -> dict[str, Any]:
-    on = {"enabled": True, "tol": 1e-6, "max_iter": 1000, "layer_name": "layers", "layer_num": BLOCKS, "stability": 0.0}
+    on = {
+        "enabled": True,
+        "tol": 1e-6,
+        "max_iter": 1000,
+        "layer_name": "layers",
+        "layer_num": BLOCKS,
+        "stability": 0.0,
+    }
     return {
         "train_batch_size": BATCH,
         "gradient_accumulation_steps": gas,
@@ -81,14 +97,19 @@ BITS = {
     "weight_quantization": {
         "shared_parameters": {"enabled": True, "schedule_offset": 1},
         "different_groups": {
-            "all": {"params": {"start_bits": 8, "target_bits": 4, "quantization_period": 1}, "modules": ["layers"]}
+            "all": {
+                "params": {"start_bits": 8, "target_bits": 4, "quantization_period": 1},
+                "modules": ["layers"],
+            }
         },
     }
 }
 
 
 def found_by_an_engine(stage: int) -> list[tuple[list[float], list[float]]]:
-    """Of two steps: the exact eigenvalues of the weights then, by all of the batch, and the engine's."""
+    """Of two steps: the exact eigenvalues of the weights then, by all of the batch, and the
+    engine's.
+    """
     from ds_compression.sensitivity import _SENSITIVITY
 
     model = Net().double()
@@ -107,7 +128,10 @@ def found_by_an_engine(stage: int) -> list[tuple[list[float], list[float]]]:
 
 @pytest.mark.parametrize(
     ("world", "stage"),
-    [(2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 0), (2, 0), (2, 2), (4, 0)))],
+    [
+        (2, 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 0), (2, 0), (2, 2), (4, 0))),
+    ],
 )
 def test_they_are_those_of_the_whole_hessian(world: int, stage: int) -> None:
     for rows in run_ranks(world, found_by_an_engine, stage):
@@ -170,7 +194,9 @@ def test_by_hand_it_is_deepspeeds_class() -> None:
     model = Net().double()
     model(batch(0))["loss"].backward(create_graph=True)
     truth = relative(exact(model, batch(0)))
-    found = Eigenvalue(layer_name="layers", layer_num=3, tol=1e-6, max_iter=1000).compute_eigenvalue(model)
+    found = Eigenvalue(
+        layer_name="layers", layer_num=3, tol=1e-6, max_iter=1000
+    ).compute_eigenvalue(model)
     for index, block in enumerate(model.layers):
         for param in block.parameters():
             assert found[id(param)] == (pytest.approx(truth[index], rel=5e-3), index)
@@ -183,7 +209,10 @@ def test_by_hand_it_is_deepspeeds_class() -> None:
         ({"zero_optimization": {"stage": 3}}, ["eigenvalue.enabled", "zero_optimization.stage"]),
         ({"eigenvalue": {"enabled": True}}, ["eigenvalue", "layer_num"]),
         ({"eigenvalue": {"enabled": True, "layer_num": 2}}, ["layer_name", "bert.encoder.layer"]),
-        ({"eigenvalue": {"enabled": True, "layer_num": 9, "layer_name": "layers"}}, ["layer_num", "has 3 modules"]),
+        (
+            {"eigenvalue": {"enabled": True, "layer_num": 9, "layer_name": "layers"}},
+            ["layer_num", "has 3 modules"],
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(more: dict[str, Any], names: list[str]) -> None:

@@ -1,4 +1,6 @@
-"""hjson, YAML and TOML -> data; each raises `Unreadable` with line and column, and keeps repeated keys."""
+"""hjson, YAML and TOML -> data; each raises `Unreadable` with line and column, and keeps repeated
+keys.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,12 @@ def parse_hjson(text: str) -> Any:
     except RecursionError:
         raise
     except Exception as error:  # the parser also raises IndexError and OverflowError on bad input
-        line, column = getattr(error, "lineno", 0), getattr(error, "colno", 0)
-        detail = getattr(error, "msg", None) or f"the text breaks off or holds a bad number ({type(error).__name__})"
+        line = getattr(error, "lineno", 0)
+        column = getattr(error, "colno", 0)
+        detail = (
+            getattr(error, "msg", None)
+            or f"the text breaks off or holds a bad number ({type(error).__name__})"
+        )
         raise Unreadable(f"not hjson: {detail}", "", line, column) from None
 
 
@@ -47,7 +53,9 @@ def parse_toml(text: str) -> Any:
         detail = re.sub(r"\s*\(at [^)]*\)$", "", str(error))
         if detail.startswith(("Cannot overwrite", "Cannot declare", "Cannot mutate")):
             path = _toml_path(text, line, column)
-            raise Unreadable(f"the key {path.rpartition('.')[2]!r} is repeated", path, line, column) from None
+            raise Unreadable(
+                f"the key {path.rpartition('.')[2]!r} is repeated", path, line, column
+            ) from None
         raise Unreadable(f"not TOML: {detail[:1].lower()}{detail[1:]}", "", line, column) from None
 
 
@@ -59,16 +67,20 @@ def _toml_path(text: str, line: int, column: int) -> str:
     here = lines[line - 1].strip()
     if here.startswith("["):
         return here.strip("[] ")
-    headers = [h.strip().split("#")[0].strip("[] ") for h in lines[: line - 1] if h.strip().startswith("[")]
+    headers = [
+        h.strip().split("#")[0].strip("[] ") for h in lines[: line - 1] if h.strip().startswith("[")
+    ]
     key = here.split("=")[0].strip().replace('"', "").replace("'", "")
     return join(headers[-1] if headers else "", key)
 
 
-# -- YAML -----------------------------------------------------------------------------------------------------------
+# -- YAML ------------------------------------------------------------------------------------------
 
 
 def parse_yaml(text: str) -> Any:
-    """YAML, safely: plain data only, ``5e8`` is a number, aliases and merge keys are followed within limits."""
+    """YAML, safely: plain data only, ``5e8`` is a number, aliases and merge keys are followed
+    within limits.
+    """
     yaml = importlib.import_module("yaml")
     try:
         loader = yaml.SafeLoader(text)
@@ -78,7 +90,11 @@ def parse_yaml(text: str) -> Any:
         raise
     except Exception as error:  # YAMLError, and what its constructors let through
         mark = getattr(error, "problem_mark", None)
-        detail = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).splitlines()[0]
+        detail = (
+            getattr(error, "problem", None)
+            or getattr(error, "reason", None)
+            or str(error).splitlines()[0]
+        )
         line, column = (mark.line + 1, mark.column + 1) if mark else (0, 0)
         raise Unreadable(f"not YAML: {detail}", "", line, column) from None
 
@@ -88,15 +104,20 @@ _FLOAT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
 
 
 class _Yaml:
-    """Builds data from the node graph of PyYAML's safe loader, so that repeated keys and paths are seen."""
+    """Builds data from the node graph of PyYAML's safe loader, so that repeated keys and paths are
+    seen.
+    """
 
     def __init__(self, scalar: Callable[[Any], Any]) -> None:
-        self.scalar, self.count = scalar, 0
+        self.scalar = scalar
+        self.count = 0
 
     def build(self, node: Any, path: str, depth: int) -> Any:
         self.count += 1
         if depth > YAML_DEPTH or self.count > YAML_LIMIT:
-            raise Unreadable(f"more than {YAML_DEPTH} levels or {YAML_LIMIT} values, aliases followed", path[:60])
+            raise Unreadable(
+                f"more than {YAML_DEPTH} levels or {YAML_LIMIT} values, aliases followed", path[:60]
+            )
         if node.id == "mapping" and node.tag == f"{_TAG}map":
             return self._mapping(node, path, depth)
         if node.id == "sequence" and node.tag == f"{_TAG}seq":
@@ -132,13 +153,16 @@ class _Yaml:
             plain = node.style is None and _FLOAT.fullmatch(node.value)
             return float(node.value) if plain else node.value
         if kind == "timestamp" or (kind in ("int", "float") and ":" in node.value):
-            return node.value  # a date, or 1:30, which YAML 1.1 reads as base 60: text to everybody else
+            # a date, or 1:30, which YAML 1.1 reads as base 60: text to everybody else
+            return node.value
         if kind in ("int", "float", "bool", "null"):
             return self.scalar(node)
         raise self._refuse(node, path)
 
     def _refuse(self, node: Any, path: str) -> Unreadable:
-        return Unreadable(f"the tag {node.tag!r} is not allowed; plain values only", path, *_mark(node))
+        return Unreadable(
+            f"the tag {node.tag!r} is not allowed; plain values only", path, *_mark(node)
+        )
 
 
 def _mark(node: Any) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """From an order of samples to the micro-batches of whole optimizer steps, for all ranks together.
 
-A step is planned from the order, the number of micro-batches in it and the lengths of samples; ranks then take their
-parts. So a step has the same samples on any number of ranks, as long as they make equally many micro-batches together.
+A step is planned from the order, the number of micro-batches in it and the lengths of samples;
+ranks then take their parts. So a step has the same samples on any number of ranks, as long as they
+make equally many micro-batches together.
 """
 
 from __future__ import annotations
@@ -18,22 +19,37 @@ import torch
 if TYPE_CHECKING:
     from ds_data_sampling.order import Order
 
-__all__ = ["Feed", "Item", "Plan", "TokenBudget", "by_length", "by_tokens", "fixed", "packed", "samples_in"]
+__all__ = [
+    "Feed",
+    "Item",
+    "Plan",
+    "TokenBudget",
+    "by_length",
+    "by_tokens",
+    "fixed",
+    "packed",
+    "samples_in",
+]
 
 Item = Any
 """An index of the dataset, or a list of them that are packed into one row."""
 Plan = list[list[Item]]
-"""The micro-batches of one optimizer step: first those that ranks work on first, one for each, then the next."""
+"""The micro-batches of one optimizer step: first those that ranks work on first, one for each, then
+the next.
+"""
 
 Length = Callable[[int], int]
 """Tokens of the sample of an index."""
 
-CHUNK = 32  # samples that are taken from an order at once, where it is not known how many are needed
+# samples that are taken from an order at once, where it is not known how many are needed
+CHUNK = 32
 
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """What a micro-batch may hold. tokens: samples times the longest of them. samples: the fewest and the most."""
+    """What a micro-batch may hold. tokens: samples times the longest of them. samples: the fewest
+    and the most.
+    """
 
     tokens: int
     min_samples: int = 1
@@ -52,8 +68,9 @@ class TokenBudget:
 class Feed:
     """Samples in order. Those that a step has taken and not used come first in the next.
 
-    usable: whether a sample can be used at all; the others are passed over. again: the same order once more, at the
-    start of the epoch: what fills up the last step; None: an incomplete step is left out.
+    usable: whether a sample can be used at all; the others are passed over. again: the same order
+    once more, at the start of the epoch: what fills up the last step; None: an incomplete step is
+    left out.
     """
 
     def __init__(
@@ -63,8 +80,10 @@ class Feed:
         usable: Callable[[int], bool] | None = None,
         again: Callable[[], Order] | None = None,
     ) -> None:
-        self.order, self.pending = order, deque(pending)
-        self._usable, self._again = usable, again
+        self.order = order
+        self.pending = deque(pending)
+        self._usable = usable
+        self._again = again
         self._filler: Order | None = None
 
     @property
@@ -95,7 +114,9 @@ class Feed:
         self.pending.extendleft(reversed(samples))
 
     def repeats(self, count: int, step: int) -> list[int]:
-        """`count` samples from the beginning of the epoch; none where an incomplete step is left out."""
+        """`count` samples from the beginning of the epoch; none where an incomplete step is left
+        out.
+        """
         found: list[int] = []
         while self._again is not None and len(found) < count:
             fresh = self._filler is None
@@ -108,7 +129,9 @@ class Feed:
         return found
 
     def _only_usable(self, samples: list[int]) -> list[int]:
-        return samples if self._usable is None else [index for index in samples if self._usable(index)]
+        return (
+            samples if self._usable is None else [index for index in samples if self._usable(index)]
+        )
 
     def _read(self, count: int, step: int) -> bool:
         """Have more samples pending; whether there may be still more."""
@@ -125,11 +148,14 @@ def samples_in(items: Iterable[Item]) -> list[int]:
     return [index for item in items for index in (item if isinstance(item, list) else [item])]
 
 
-# -- so many samples ---------------------------------------------------------------------------------------------------
+# -- so many samples -------------------------------------------------------------------------------
 
 
 def fixed(feed: Feed, step: int, micros: int, size: int) -> list[Plan]:
-    """A step of `micros` micro-batches of `size` samples. The last of an epoch is filled up from its beginning."""
+    """A step of `micros` micro-batches of `size` samples.
+
+    The last of an epoch is filled up from its beginning.
+    """
     wanted = micros * size
     taken = feed.take(wanted, step)
     if len(taken) < wanted:
@@ -139,11 +165,14 @@ def fixed(feed: Feed, step: int, micros: int, size: int) -> list[Plan]:
     return [[taken[first : first + size] for first in range(0, wanted, size)]]
 
 
-# -- so many tokens ----------------------------------------------------------------------------------------------------
+# -- so many tokens --------------------------------------------------------------------------------
 
 
-def by_tokens(feed: Feed, step: int, micros: int, length: Length, budget: TokenBudget) -> list[Plan]:
-    """A step of `micros` micro-batches that are filled one after the other, in the order of the samples.
+def by_tokens(
+    feed: Feed, step: int, micros: int, length: Length, budget: TokenBudget
+) -> list[Plan]:
+    """A step of `micros` micro-batches that are filled one after the other, in the order of the
+    samples.
 
     The last step of an epoch has what is left, in equally many micro-batches.
     """
@@ -154,7 +183,8 @@ def by_tokens(feed: Feed, step: int, micros: int, length: Length, budget: TokenB
         tokens = length(index)
         if current and len(current) >= budget.size(max(longest, tokens)):
             plan.append(current)
-            current, longest = [], 0
+            current = []
+            longest = 0
             if len(plan) == micros:
                 feed.give_back([index])
                 return [plan]
@@ -165,14 +195,23 @@ def by_tokens(feed: Feed, step: int, micros: int, length: Length, budget: TokenB
 
 
 def by_length(
-    feed: Feed, step: int, micros: int, length: Length, budget: TokenBudget, *, steps: int = 1, seed: int = 0
+    feed: Feed,
+    step: int,
+    micros: int,
+    length: Length,
+    budget: TokenBudget,
+    *,
+    steps: int = 1,
+    seed: int = 0,
 ) -> list[Plan]:
-    """`steps` steps at once: samples of similar length share a micro-batch, and similar micro-batches a step.
+    """`steps` steps at once: samples of similar length share a micro-batch, and similar
+    micro-batches a step.
 
     The steps come in random order, by `seed` and the first sample. Fewer where the epoch ends.
     """
     samples, ended = _enough(feed, step, micros * steps, length, budget)
-    chosen = sorted(samples, key=lambda index: -length(index))  # stable: equal lengths stay in order
+    # stable: equal lengths stay in order
+    chosen = sorted(samples, key=lambda index: -length(index))
     groups: Plan = []
     while chosen:
         size = budget.size(length(chosen[0]))
@@ -181,14 +220,20 @@ def by_length(
     _even_out(groups, budget.min_samples)
     if ended and len(groups) % micros:
         whole = len(groups) // micros * micros
-        groups = groups[:whole] if feed.drops_last else _last(groups, whole + micros, feed, step) or []
+        groups = (
+            groups[:whole] if feed.drops_last else _last(groups, whole + micros, feed, step) or []
+        )
     plans = [groups[first : first + micros] for first in range(0, len(groups), micros)]
     generator = torch.Generator().manual_seed(seed + samples[0])
     return [plans[place] for place in torch.randperm(len(plans), generator=generator).tolist()]
 
 
-def _enough(feed: Feed, step: int, groups: int, length: Length, budget: TokenBudget) -> tuple[list[int], bool]:
-    """As many of the next samples as make `groups` micro-batches, and whether the epoch ends with them."""
+def _enough(
+    feed: Feed, step: int, groups: int, length: Length, budget: TokenBudget
+) -> tuple[list[int], bool]:
+    """As many of the next samples as make `groups` micro-batches, and whether the epoch ends with
+    them.
+    """
     samples: list[int] = []
     wanted = groups
     while True:
@@ -199,7 +244,9 @@ def _enough(feed: Feed, step: int, groups: int, length: Length, budget: TokenBud
         if _count(samples, length, budget) > groups:
             break
         wanted = len(samples)
-    fit, too_many = 0, len(samples)  # the largest part of them that makes no more than `groups`
+    # the largest part of them that makes no more than `groups`
+    fit = 0
+    too_many = len(samples)
     while too_many - fit > 1:
         middle = (fit + too_many) // 2
         if _count(samples[:middle], length, budget) <= groups:
@@ -221,14 +268,19 @@ def _count(samples: Sequence[int], length: Length, budget: TokenBudget) -> int:
 
 
 def _even_out(groups: Plan, fewest: int) -> None:
-    """The last micro-batch has what was left; where that is too little, it shares with the one before."""
+    """The last micro-batch has what was left; where that is too little, it shares with the one
+    before.
+    """
     if len(groups) > 1 and len(groups[-1]) < fewest:
         both = groups[-2] + groups[-1]
         groups[-2:] = [both[: -(len(both) // 2)], both[-(len(both) // 2) :]]
 
 
 def _last(groups: Plan, count: int, feed: Feed, step: int) -> Plan | None:
-    """`count` groups from the samples in `groups`, of which there are fewer. None: there is no such step."""
+    """`count` groups from the samples in `groups`, of which there are fewer.
+
+    None: there is no such step.
+    """
     if len(groups) == count or not groups:
         return groups or None
     if feed.drops_last:
@@ -242,14 +294,18 @@ def _last(groups: Plan, count: int, feed: Feed, step: int) -> Plan | None:
     return groups
 
 
-# -- several samples in a row ------------------------------------------------------------------------------------------
+# -- several samples in a row ----------------------------------------------------------------------
 
 
-def packed(feed: Feed, step: int, micros: int, rows: int, capacity: int, length: Length) -> list[Plan]:
-    """A step of `micros` micro-batches of `rows` rows, which are lists of samples of at most `capacity` tokens.
+def packed(
+    feed: Feed, step: int, micros: int, rows: int, capacity: int, length: Length
+) -> list[Plan]:
+    """A step of `micros` micro-batches of `rows` rows, which are lists of samples of at most
+    `capacity` tokens.
 
-    Best fit, in the order of the samples: each goes where it leaves least room. Those that find none are the first of
-    the next step. The last step of an epoch has what is left, in equally many rows.
+    Best fit, in the order of the samples: each goes where it leaves least room. Those that find
+    none are the first of the next step. The last step of an epoch has what is left, in equally many
+    rows.
     """
     count = micros * rows
     contents: list[list[int]] = [[] for _ in range(count)]

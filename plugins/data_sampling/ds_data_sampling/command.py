@@ -24,7 +24,9 @@ def curriculum() -> None:
 @app.command()
 def draw(
     config: Annotated[Path, typer.Argument(help="The config of a run.")],
-    steps: Annotated[int | None, typer.Option(min=1, help="How many steps. Default: to the end.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="How many steps. Default: to the end.")
+    ] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a drawing to this file as well.")] = None,
     imports: Imports = False,
 ) -> None:
@@ -47,24 +49,40 @@ def draw(
 @app.command()
 def analyze(
     dataset: Annotated[
-        str, typer.Argument(help="package.module:name of the data set, or of a function that returns it.")
+        str,
+        typer.Argument(
+            help="package.module:name of the data set, or of a function that returns it."
+        ),
     ],
-    folder: Annotated[Path, typer.Option("--output", "-o", help="Where the files of the metrics go.")],
+    folder: Annotated[
+        Path, typer.Option("--output", "-o", help="Where the files of the metrics go.")
+    ],
     metric: Annotated[
         list[str],
-        typer.Option("--metric", "-m", help="seqlen, vocabulary, vocabularyrarity or NAME=package.module:function."),
+        typer.Option(
+            "--metric",
+            "-m",
+            help="seqlen, vocabulary, vocabularyrarity or NAME=package.module:function.",
+        ),
     ],
-    processes: Annotated[int, typer.Option("--processes", "-p", min=0, help="That load and measure samples.")] = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples that a process takes at a time.")] = 256,
+    processes: Annotated[
+        int, typer.Option("--processes", "-p", min=0, help="That load and measure samples.")
+    ] = 0,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Samples that a process takes at a time.")
+    ] = 256,
     worker: Annotated[
         int | None, typer.Option(min=0, help="Measure only the part of this worker, of --workers.")
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Jobs that share the data set.")] = 1,
-    combine: Annotated[bool, typer.Option("--combine", help="Put the parts of --workers workers together.")] = False,
+    combine: Annotated[
+        bool, typer.Option("--combine", help="Put the parts of --workers workers together.")
+    ] = False,
 ) -> None:
     """Measure each sample of a data set, and write the index files for curricula and token budgets.
 
-    Jobs on several machines: `--workers N --worker I` for each I below N, then `--workers N --combine`.
+    Jobs on several machines: `--workers N --worker I` for each I below N, then `--workers N
+    --combine`.
     """
     from ds_core.errors import UsageError
     from ds_data_sampling import analysis
@@ -80,7 +98,13 @@ def analyze(
         if not combine:
             assert worker is not None
             analysis.measure(
-                data, measures, folder, worker=worker, workers=workers, batch_size=batch_size, processes=processes
+                data,
+                measures,
+                folder,
+                worker=worker,
+                workers=workers,
+                batch_size=batch_size,
+                processes=processes,
             )
             typer.echo(f"worker {worker} of {workers} has measured its part")
             return
@@ -98,7 +122,9 @@ def _dataset(reference: str) -> Any:
         build: Callable[[], Any] = found
         found = build()
     if not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
-        raise UsageError(f"{reference} is a {type(found).__name__}; a data set with len() and [] is needed")
+        raise UsageError(
+            f"{reference} is a {type(found).__name__}; a data set with len() and [] is needed"
+        )
     return found
 
 
@@ -106,4 +132,7 @@ def _line(folder: Path, facts: dict[str, Any]) -> str:
     if "percentiles" not in facts:
         return f"{folder}: {facts['kind']} over {facts['samples']} samples"
     low, middle, high = (facts["percentiles"][percent] for percent in ("0", "50", "100"))
-    return f"{folder}: {facts['samples']} samples from {low:g} to {high:g}, half of them up to {middle:g}"
+    return (
+        f"{folder}: {facts['samples']} samples from {low:g} to {high:g}, half of them up to "
+        f"{middle:g}"
+    )

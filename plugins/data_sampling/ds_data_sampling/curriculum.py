@@ -36,9 +36,15 @@ class ByDifficulty:
     """
 
     def __init__(
-        self, settings: Curriculum, size: int, seed: int, schedules: Mapping[str, Callable[[int], int]] | None = None
+        self,
+        settings: Curriculum,
+        size: int,
+        seed: int,
+        schedules: Mapping[str, Callable[[int], int]] | None = None,
     ) -> None:
-        self._metrics, self._size, self._seed = settings.curriculum_metrics, size, seed
+        self._metrics = settings.curriculum_metrics
+        self._size = size
+        self._seed = seed
         self._pool = _Pool(self._metrics, size, settings.data_cluster_path)
         self._schedules = {} if schedules is None else schedules
         self.difficulties: dict[str, int] = {}
@@ -50,7 +56,8 @@ class ByDifficulty:
 
     def start(self, epoch: int) -> None:
         """Begin `epoch`: difficulties and clusters stay as they are."""
-        self._epoch, self._taken = epoch, 0
+        self._epoch = epoch
+        self._taken = 0
 
     def take(self, count: int, step: int) -> list[int]:
         """The next `count` samples, for the optimizer step `step` (from 0), at its difficulty."""
@@ -62,8 +69,11 @@ class ByDifficulty:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and per cluster how many samples of each metric were admitted and how many were drawn."""
-        clusters = [{"admitted": cluster.admitted, "drawn": cluster.drawn} for cluster in self._clusters]
+        """The position, and per cluster how many samples of each metric were admitted and how
+        many were drawn."""
+        clusters = [
+            {"admitted": cluster.admitted, "drawn": cluster.drawn} for cluster in self._clusters
+        ]
         return {
             "size": self._size,
             "epoch": self._epoch,
@@ -76,12 +86,16 @@ class ByDifficulty:
     def load_state_dict(self, state: Any) -> None:
         """Go on from `state`. Raises UsageError when it is of other data or other metrics."""
         waiting = set(self._pool.indices)
-        if state["size"] != self._size or any(set(row["admitted"]) != waiting for row in state["clusters"]):
+        if state["size"] != self._size or any(
+            set(row["admitted"]) != waiting for row in state["clusters"]
+        ):
             raise UsageError(
                 f"the curriculum was saved with {state['size']} samples and difficulties of "
                 f"{', '.join(state['difficulties'])}; this run has {self._size} and {', '.join(self._metrics)}"
             )
-        self._epoch, self._taken, self._drawn = (int(state[key]) for key in ("epoch", "taken", "drawn"))
+        self._epoch, self._taken, self._drawn = (
+            int(state[key]) for key in ("epoch", "taken", "drawn")
+        )
         self.difficulties = {str(name): int(value) for name, value in state["difficulties"].items()}
         self._pool.restart()
         self._clusters = []
@@ -121,7 +135,8 @@ class ByDifficulty:
             return [0] * count
         ends = np.cumsum([len(cluster) for cluster in self._clusters])
         raw = np.random.Philox(key=self._seed, counter=self._drawn).random_raw(4 * count)[::4]
-        places = np.floor((raw >> np.uint64(11)) * 2.0**-53 * ends[-1])  # uniform in [0, all samples)
+        # uniform in [0, all samples)
+        places = np.floor((raw >> np.uint64(11)) * 2.0**-53 * ends[-1])
         found: list[int] = np.searchsorted(ends, places, side="right").tolist()
         return found
 
@@ -130,9 +145,12 @@ class _Cluster:
     """Samples that were admitted together, in an order that is shuffled anew after each pass."""
 
     def __init__(self, name: str, samples: Array, admitted: dict[str, int]) -> None:
-        self._name, self._samples, self.admitted = name, samples, admitted
+        self._name = name
+        self._samples = samples
+        self.admitted = admitted
         self.drawn = 0
-        self._pass, self._order = -1, samples
+        self._pass = -1
+        self._order = samples
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -142,7 +160,9 @@ class _Cluster:
         if number != self._pass:
             digest = hashlib.blake2b(f"{self._name} {number}".encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-            self._order = self._samples[torch.randperm(len(self._samples), generator=generator).numpy()]
+            self._order = self._samples[
+                torch.randperm(len(self._samples), generator=generator).numpy()
+            ]
             self._pass = number
         self.drawn += 1
         return int(self._order[place])
@@ -156,7 +176,9 @@ class _Pool:
     """
 
     def __init__(self, metrics: Mapping[str, Metric], size: int, folder: str | None) -> None:
-        self._metrics, self._size, self._folder = metrics, size, folder
+        self._metrics = metrics
+        self._size = size
+        self._folder = folder
         self.indices: dict[str, MetricIndex] = {}
         for name, metric in metrics.items():
             if metric.clustering_type == "schedule_based":
@@ -181,7 +203,10 @@ class _Pool:
 
     def admit(self, admitted: Mapping[str, int]) -> Array:
         """The samples that enter when each metric admits so many."""
-        rows = [(index.samples, self.admitted[name], admitted[name]) for name, index in self.indices.items()]
+        rows = [
+            (index.samples, self.admitted[name], admitted[name])
+            for name, index in self.indices.items()
+        ]
         self.admitted = dict(admitted)
         if not rows:
             return np.arange(self._size)
@@ -198,10 +223,13 @@ def _kept(samples: Array, folder: str | None) -> Array:
     """`samples`, memory-mapped from a file of `folder`, whose name is that of its content."""
     if folder is None or not len(samples):
         return samples
-    file = Path(folder, f"cluster-{hashlib.blake2b(samples.tobytes(), digest_size=12).hexdigest()}.npy")
+    file = Path(
+        folder, f"cluster-{hashlib.blake2b(samples.tobytes(), digest_size=12).hexdigest()}.npy"
+    )
     if not _holds(file, samples):
         file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_name(f"{file.stem}.{os.getpid()}.part")  # every rank writes, and the last one stays
+        # every rank writes, and the last one stays
+        part = file.with_name(f"{file.stem}.{os.getpid()}.part")
         with part.open("wb") as stream:
             np.save(stream, samples, allow_pickle=False)
         part.replace(file)

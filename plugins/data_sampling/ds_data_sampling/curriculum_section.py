@@ -1,4 +1,6 @@
-"""The section ``curriculum_learning``: a length of sequences that grows with the steps (torch-free)."""
+"""The section ``curriculum_learning``: a length of sequences that grows with the steps
+(torch-free).
+"""
 
 from __future__ import annotations
 
@@ -51,11 +53,14 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
 
         return limit_lengths(model, ctx, section)
 
-    return [Transform(Phase.RECOMPUTE, apply)]  # when pipelines and divided sequences have their hooks
+    # when pipelines and divided sequences have their hooks
+    return [Transform(Phase.RECOMPUTE, apply)]
 
 
 def ds_engine_methods() -> Mapping[str, Ref]:
-    """``curriculum_seqlen``; and the way to give a custom schedule, which the other section gives too."""
+    """``curriculum_seqlen``; and the way to give a custom schedule, which the other section gives
+    too.
+    """
     return {
         "curriculum_seqlen": "ds_data_sampling.curriculum_section:curriculum_seqlen",
         "set_custom_curriculum_learning_schedule": "ds_data_sampling.callbacks:set_custom_curriculum_learning_schedule",
@@ -67,7 +72,9 @@ def curriculum_seqlen(engine: RunningEngine) -> int:
     if (section := _switched_on(engine.ctx)) is None:
         from ds_core.errors import UsageError
 
-        raise UsageError("engine.curriculum_seqlen: the section curriculum_learning is switched off")
+        raise UsageError(
+            "engine.curriculum_seqlen: the section curriculum_learning is switched off"
+        )
     from ds_data_sampling.seqlen import seqlen_at
 
     return seqlen_at(engine.ctx, section, engine.global_steps + 1)

@@ -1,4 +1,5 @@
-"""`DataAnalyzer` and `DistributedDataAnalyzer`: the analysis under DeepSpeed's names and arguments."""
+"""`DataAnalyzer` and `DistributedDataAnalyzer`: the analysis under DeepSpeed's names and
+arguments."""
 
 from __future__ import annotations
 
@@ -24,10 +25,11 @@ KINDS: dict[str, Literal["value", "sum"]] = {
 class DataAnalyzer:
     """Measures a data set: `run_map` on every worker, then `run_reduce` on one.
 
-    metric_functions: of a batch, as collate_fn makes it. metric_types: ``single_value_per_sample`` gives an array with
-    a number for each sample, ``accumulate_value_over_samples`` one that is added up. num_threads: processes that load
-    and measure. What is written is described in `ds_data_sampling.analysis`; num_threads_reduce is of no use there.
-    Raises UsageError for specific_threads, custom_map_*, custom_reduce and sample_indices, which there are not.
+    metric_functions: of a batch, as collate_fn makes it. metric_types: ``single_value_per_sample``
+    gives an array with a number for each sample, ``accumulate_value_over_samples`` one that is
+    added up. num_threads: processes that load and measure. What is written is described in
+    `ds_data_sampling.analysis`; num_threads_reduce is of no use there. Raises UsageError for
+    specific_threads, custom_map_*, custom_reduce and sample_indices, which there are not.
     """
 
     def __init__(
@@ -61,21 +63,31 @@ class DataAnalyzer:
         }
         if given := [name for name, value in own.items() if value is not None]:
             raise UsageError(
-                f"DataAnalyzer has no {', '.join(given)}; use ds_data_sampling.analysis.measure and combine"
+                f"DataAnalyzer has no {', '.join(given)}; use ds_data_sampling.analysis.measure "
+                "and combine"
             )
         dtypes = [_name(dtype) for dtype in metric_dtypes] or [""] * len(metric_names)
         columns = {"functions": metric_functions, "types": metric_types, "dtypes": dtypes}
         for name, column in columns.items():
             if len(column) != len(metric_names):
-                raise UsageError(f"there are {len(metric_names)} metric_names and {len(column)} metric_{name}")
+                raise UsageError(
+                    f"there are {len(metric_names)} metric_names and {len(column)} metric_{name}"
+                )
         if unknown := [kind for kind in metric_types if kind not in KINDS]:
             raise UsageError(f"metric_types has {unknown[0]!r}; there are {' and '.join(KINDS)}")
         self._measures = [
             Measure(name, function, KINDS[kind], batched=True, dtype=dtype)
-            for name, function, kind, dtype in zip(metric_names, metric_functions, metric_types, dtypes, strict=True)
+            for name, function, kind, dtype in zip(
+                metric_names, metric_functions, metric_types, dtypes, strict=True
+            )
         ]
-        self._dataset, self._folder, self._collate, self._batch = dataset, save_path, collate_fn, batch_size
-        self._worker, self._workers, self._processes = worker_id, num_workers, num_threads if num_threads > 1 else 0
+        self._dataset = dataset
+        self._folder = save_path
+        self._collate = collate_fn
+        self._batch = batch_size
+        self._worker = worker_id
+        self._workers = num_workers
+        self._processes = num_threads if num_threads > 1 else 0
 
     def run_map(self) -> None:
         """Measure this worker's part."""
@@ -104,7 +116,9 @@ class DataAnalyzer:
 
 
 class DistributedDataAnalyzer(DataAnalyzer):
-    """`DataAnalyzer` whose workers are the ranks of `comm_group`, or the `num_workers` workers; device is of no use."""
+    """`DataAnalyzer` whose workers are the ranks of `comm_group`, or the `num_workers` workers;
+    device is of no use.
+    """
 
     def __init__(
         self,
@@ -123,7 +137,8 @@ class DistributedDataAnalyzer(DataAnalyzer):
         sample_indices: Any = None,
     ) -> None:
         if comm_group is not None:
-            num_workers, worker_id = comm.world_size(comm_group), comm.rank(comm_group)
+            num_workers = comm.world_size(comm_group)
+            worker_id = comm.rank(comm_group)
         self._group = comm_group
         super().__init__(
             dataset,
@@ -145,4 +160,8 @@ class DistributedDataAnalyzer(DataAnalyzer):
 
 
 def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else np.dtype(dtype).name
+    return (
+        str(dtype).removeprefix("torch.")
+        if isinstance(dtype, torch.dtype)
+        else np.dtype(dtype).name
+    )

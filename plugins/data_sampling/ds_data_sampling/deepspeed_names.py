@@ -11,18 +11,26 @@ from ds_data_sampling.order import make_order
 from ds_data_sampling.random_ltd import kept_length
 from ds_data_sampling.schedules import difficulty_at
 
-__all__ = ["CurriculumScheduler", "DeepSpeedDataSampler", "RandomLTDScheduler", "random_ltd_schedule"]
+__all__ = [
+    "CurriculumScheduler",
+    "DeepSpeedDataSampler",
+    "RandomLTDScheduler",
+    "random_ltd_schedule",
+]
 
 
 class CurriculumScheduler:
     """The difficulty of a metric, step by step.
 
-    config: ``min_difficulty``, ``max_difficulty``, ``schedule_type`` and ``schedule_config``; other keys, as those of
-    a metric, are left to others. Raises ValueError for a schedule that is not complete.
+    config: ``min_difficulty``, ``max_difficulty``, ``schedule_type`` and ``schedule_config``; other
+    keys, as those of a metric, are left to others. Raises ValueError for a schedule that is not
+    complete.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self._schedule = Schedule.model_validate({k: v for k, v in config.items() if k in Schedule.model_fields})
+        self._schedule = Schedule.model_validate(
+            {k: v for k, v in config.items() if k in Schedule.model_fields}
+        )
         self._schedule.check_schedule()
         self._function: Callable[[int], int] | None = None
         given = self._schedule.model_dump(exclude_none=True)
@@ -46,7 +54,9 @@ class CurriculumScheduler:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from `state`, with its schedule."""
-        self._schedule = Schedule.model_validate({k: v for k, v in state.items() if k in Schedule.model_fields})
+        self._schedule = Schedule.model_validate(
+            {k: v for k, v in state.items() if k in Schedule.model_fields}
+        )
         self.state = state
 
     def get_difficulty(self, global_steps: int) -> int:
@@ -61,11 +71,13 @@ class CurriculumScheduler:
 
 
 class DeepSpeedDataSampler:
-    """Batches of indices for a torch DataLoader (``batch_sampler``): one micro-batch of this rank after the other.
+    """Batches of indices for a torch DataLoader (``batch_sampler``): one micro-batch of this rank
+    after the other.
 
-    data_efficiency_config: the section. All ranks plan all steps, so no messages are sent and no file is written;
-    data_parallel_group, an object with ``size()``, and global_rank are not needed. Where an epoch ends in the middle of
-    a step, the next one fills it up. drop_last: whether the last step of all, where it is not whole, is left out.
+    data_efficiency_config: the section. All ranks plan all steps, so no messages are sent and no
+    file is written; data_parallel_group, an object with ``size()``, and global_rank are not needed.
+    Where an epoch ends in the middle of a step, the next one fills it up. drop_last: whether the
+    last step of all, where it is not whole, is left out.
     """
 
     def __init__(
@@ -81,28 +93,39 @@ class DeepSpeedDataSampler:
         drop_last: bool = True,
     ) -> None:
         if not 0 <= data_parallel_rank < data_parallel_size:
-            raise UsageError(f"data_parallel_rank is {data_parallel_rank} of {data_parallel_size} ranks")
+            raise UsageError(
+                f"data_parallel_rank is {data_parallel_rank} of {data_parallel_size} ranks"
+            )
         if min(micro_batch_size, one_epoch_total_samples) < 1:
             raise UsageError(
-                f"{one_epoch_total_samples} samples in batches of {micro_batch_size}: both must be positive"
+                f"{one_epoch_total_samples} samples in batches of {micro_batch_size}: both must be "
+                "positive"
             )
         section = DataEfficiency.model_validate(_switched_on(data_efficiency_config))
         self._schedules: dict[str, Callable[[int], int]] = {}
         self._order = make_order(section, one_epoch_total_samples, schedules=self._schedules)
         self._order.start(0)
-        self._micro, self._rank, self._ranks = micro_batch_size, data_parallel_rank, data_parallel_size
+        self._micro = micro_batch_size
+        self._rank = data_parallel_rank
+        self._ranks = data_parallel_size
         self._step_samples = micro_batch_size * data_parallel_size * gradient_accumulation_steps
-        self._drop_last, self._epoch = drop_last, 0
+        self._drop_last = drop_last
+        self._epoch = 0
         self._whole = one_epoch_total_samples * section.data_sampling.num_epochs
-        self.consumed_samples, self.curriculum_step = 0, 0
+        self.consumed_samples = 0
+        self.curriculum_step = 0
         self._batch: list[int] = []
 
     def __len__(self) -> int:
         """Samples of all epochs."""
         return self._whole
 
-    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], int]]) -> None:
-        """Functions (step from 1) -> difficulty, by metric, for those whose schedule_type is custom."""
+    def set_custom_curriculum_learning_schedule(
+        self, schedule_func_dict: Mapping[str, Callable[[int], int]]
+    ) -> None:
+        """Functions (step from 1) -> difficulty, by metric, for those whose schedule_type is
+        custom.
+        """
         self._schedules.update(schedule_func_dict)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -111,11 +134,14 @@ class DeepSpeedDataSampler:
             if not self._batch:
                 self._batch = self._next_step()
             size = self._micro * self._ranks
-            current, self._batch = self._batch[:size], self._batch[size:]
+            current = self._batch[:size]
+            self._batch = self._batch[size:]
             if len(current) < size and self._drop_last:
                 return
             self.consumed_samples += len(current)
-            start, end = (round(rank * len(current) / self._ranks) for rank in (self._rank, self._rank + 1))
+            start, end = (
+                round(rank * len(current) / self._ranks) for rank in (self._rank, self._rank + 1)
+            )
             yield current[start:end]
 
     def _next_step(self) -> list[int]:
@@ -129,7 +155,8 @@ class DeepSpeedDataSampler:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, equal on all ranks, with ``current_difficulties`` and ``curriculum_step``."""
+        """The position, equal on all ranks, with ``current_difficulties`` and
+        ``curriculum_step``."""
         return {
             "batch": list(self._batch),
             "consumed_samples": self.consumed_samples,
@@ -140,20 +167,29 @@ class DeepSpeedDataSampler:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`. Raises UsageError for DeepSpeed's, whose order of samples cannot be continued."""
+        """Go on from `state_dict`.
+
+        Raises UsageError for DeepSpeed's, whose order of samples cannot be continued.
+        """
         if "order" not in state_dict:
             raise UsageError(
-                "this state of a DeepSpeedDataSampler is DeepSpeed's; start a new order of samples instead"
+                "this state of a DeepSpeedDataSampler is DeepSpeed's; start a new order of samples "
+                "instead"
             )
         self._batch = list(state_dict["batch"])
-        self.consumed_samples, self.curriculum_step = state_dict["consumed_samples"], state_dict["curriculum_step"]
+        self.consumed_samples = state_dict["consumed_samples"]
+        self.curriculum_step = state_dict["curriculum_step"]
         self._epoch = state_dict["epoch"]
         self._order.load_state_dict(state_dict["order"])
 
 
 def _switched_on(config: Mapping[str, Any]) -> dict[str, Any]:
     """The section, where whoever makes a sampler has decided that it is in use."""
-    return {**config, "enabled": True, "data_sampling": {**config.get("data_sampling", {}), "enabled": True}}
+    return {
+        **config,
+        "enabled": True,
+        "data_sampling": {**config.get("data_sampling", {}), "enabled": True},
+    }
 
 
 class RandomLTDScheduler:

@@ -1,4 +1,6 @@
-"""`MMapIndexedDataset` and its builder: rows of numbers in two files, as DeepSpeed and Megatron write them."""
+"""`MMapIndexedDataset` and its builder: rows of numbers in two files, as DeepSpeed and Megatron
+write them.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class MMapIndexedDataset(torch.utils.data.Dataset[Any]):
         """The row `idx` from its element `offset` on; length: how many elements, None: all."""
         end = int(self._ends[idx])
         start = end - int(self.sizes[idx]) + offset
-        return np.asarray(self._elements[start : end if length is None else min(start + length, end)])
+        return np.asarray(
+            self._elements[start : end if length is None else min(start + length, end)]
+        )
 
     def size(self, index: int) -> int:
         """Elements of a row."""
@@ -58,15 +62,20 @@ class MMapIndexedDataset(torch.utils.data.Dataset[Any]):
 
 
 class MMapIndexedDatasetBuilder:
-    """Writes rows. out_file: the ``.bin``; `finalize` writes the ``.idx``. dtype: integers, numpy's or torch's."""
+    """Writes rows. out_file: the ``.bin``; `finalize` writes the ``.idx``. dtype: integers, numpy's
+    or torch's.
+    """
 
     def __init__(self, out_file: str, dtype: Any = np.int64) -> None:
         name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
         self._dtype = np.dtype(name).newbyteorder("<")
         kinds = {np.dtype(text): kind for kind, text in TYPES.items()}
         if np.dtype(name) not in kinds:
-            raise UsageError(f"rows of {dtype} cannot be written; use an integer type of 1 to 8 bytes")
-        self._kind, self._documents = kinds[np.dtype(name)], [0]
+            raise UsageError(
+                f"rows of {dtype} cannot be written; use an integer type of 1 to 8 bytes"
+            )
+        self._kind = kinds[np.dtype(name)]
+        self._documents = [0]
         self._sizes: list[int] = []
         self._data = Path(out_file).open("wb")  # noqa: SIM115  finalize closes it
 
@@ -102,4 +111,6 @@ class MMapIndexedDatasetBuilder:
         places = (np.cumsum(sizes, dtype="<i8") - sizes).astype("<i8") * self._dtype.itemsize
         head = MAGIC + HEADER.pack(1, self._kind, len(sizes), len(self._documents))
         documents = np.array(self._documents, "<i8")
-        Path(index_file).write_bytes(head + sizes.tobytes() + places.tobytes() + documents.tobytes())
+        Path(index_file).write_bytes(
+            head + sizes.tobytes() + places.tobytes() + documents.tobytes()
+        )

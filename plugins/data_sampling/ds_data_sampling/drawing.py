@@ -1,4 +1,6 @@
-"""Curricula before anything runs: difficulties over steps, and the share of samples that they admit (torch-free)."""
+"""Curricula before anything runs: difficulties over steps, and the share of samples that they admit
+(torch-free).
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,19 @@ __all__ = ["as_svg", "as_text", "charts", "curves_of", "schedules_of"]
 
 COLUMNS = 11
 POINTS = 480
-LEFT, TOP, PANEL, GAP = 60, 30, 120, 46
+LEFT = 60
+TOP = 30
+PANEL = 120
+GAP = 46
 
 
 @dataclass(frozen=True)
 class Curve:
     """A metric's schedule over steps.
 
-    steps: those that are shown, from 1. difficulties: at these steps; empty for a custom schedule. shares: of samples
-    that are admitted, 0 to 1, where the files of the analysis can be read. note: why there are none, or no curve.
+    steps: those that are shown, from 1. difficulties: at these steps; empty for a custom schedule.
+    shares: of samples that are admitted, 0 to 1, where the files of the analysis can be read. note:
+    why there are none, or no curve.
     """
 
     name: str
@@ -52,7 +58,9 @@ def charts(section: DataEfficiency | LegacyCurriculum) -> list[Chart]:
 
 
 def schedules_of(config: RunConfig) -> dict[str, Schedule]:
-    """The schedules of a run, by metric; that of the section curriculum_learning has the section's name."""
+    """The schedules of a run, by metric; that of the section curriculum_learning has the section's
+    name.
+    """
     found: dict[str, Schedule] = {}
     for section in (config.section(DataEfficiency), config.section(LegacyCurriculum)):
         if section is not None:
@@ -67,7 +75,8 @@ def _schedules(section: DataEfficiency | LegacyCurriculum) -> Mapping[str, Sched
 
 
 def curves_of(schedules: Mapping[str, Schedule], steps: int | None = None) -> list[Curve]:
-    """A curve for each schedule, over `steps` steps; None: until the slowest has come to its end."""
+    """A curve for each schedule, over `steps` steps; None: until the slowest has come to its
+    end."""
     until = steps or max((_last_step(schedule) for schedule in schedules.values()), default=1)
     count = min(until, POINTS)
     shown = sorted({1 + (until - 1) * i // max(count - 1, 1) for i in range(count)})
@@ -83,7 +92,9 @@ def _last_step(schedule: Schedule) -> int:
 
 
 def _curve(name: str, schedule: Schedule, steps: list[int]) -> Curve:
-    low, high, kind = schedule.min_difficulty, schedule.max_difficulty, schedule.schedule_type
+    low = schedule.min_difficulty
+    high = schedule.max_difficulty
+    kind = schedule.schedule_type
     title = f"{name}: {kind}, {low} to {high}"
     if isinstance(schedule, Metric) and schedule.difficulty_type == "percentile":
         title += " % of the samples"
@@ -133,10 +144,14 @@ def _table(curve: Curve) -> Iterator[str]:
 
 
 def as_svg(curves: list[Curve]) -> str:
-    """A complete SVG document: a panel for each curve, difficulties as a line over the share of samples."""
-    width, height = LEFT + POINTS + 70, TOP + (PANEL + GAP) * len(curves)
+    """A complete SVG document: a panel for each curve, difficulties as a line over the share of
+    samples.
+    """
+    width = LEFT + POINTS + 70
+    height = TOP + (PANEL + GAP) * len(curves)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        'font-family="sans-serif" '
         'font-size="12">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
@@ -146,15 +161,24 @@ def as_svg(curves: list[Curve]) -> str:
 
 
 def _panel(curve: Curve, top: int) -> Iterator[str]:
-    bottom, last, right = top + PANEL, max(curve.steps[-1], 2), LEFT + POINTS
+    bottom = top + PANEL
+    last = max(curve.steps[-1], 2)
+    right = LEFT + POINTS
     yield f'<text x="{LEFT}" y="{top - 8}" font-size="14">{_escaped(curve.title)}</text>'
-    yield f'<rect x="{LEFT}" y="{top}" width="{POINTS}" height="{PANEL}" fill="#f7f7f7" stroke="#999999"/>'
+    yield (
+        f'<rect x="{LEFT}" y="{top}" width="{POINTS}" height="{PANEL}" fill="#f7f7f7" '
+        'stroke="#999999"/>'
+    )
 
     def line(values: list[float]) -> str:
-        points, before = [], values[0]
+        points = []
+        before = values[0]
         for step, value in zip(curve.steps, values, strict=True):
             x = LEFT + (step - 1) / (last - 1) * POINTS
-            points += [f"{x:.1f},{bottom - before * PANEL:.1f}", f"{x:.1f},{bottom - value * PANEL:.1f}"]
+            points += [
+                f"{x:.1f},{bottom - before * PANEL:.1f}",
+                f"{x:.1f},{bottom - value * PANEL:.1f}",
+            ]
             before = value
         return " ".join(points)
 

@@ -1,7 +1,9 @@
-"""The files of an analysis: samples in order of a metric. They are memory-mapped, and nothing in them is executed.
+"""The files of an analysis: samples in order of a metric. They are memory-mapped, and nothing in
+them is executed.
 
-Ours are two arrays in numpy's format, of one entry per sample: the samples, easiest first, and their values. Those of
-DeepSpeed's analyzer are read as well: ``.bin`` and ``.idx``, with one row of samples per value.
+Ours are two arrays in numpy's format, of one entry per sample: the samples, easiest first, and
+their values. Those of DeepSpeed's analyzer are read as well: ``.bin`` and ``.idx``, with one row of
+samples per value.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "u2", 7: "u4", 8: "u8"}
 class MetricIndex:
     """Samples in order of a metric.
 
-    samples: their indices, easiest first. values: increasing values of the metric. ends: how many samples have a
-    value of at most the one at this place of `values`; None where `values` has an entry for each sample.
+    samples: their indices, easiest first. values: increasing values of the metric. ends: how many
+    samples have a value of at most the one at this place of `values`; None where `values` has an
+    entry for each sample.
     """
 
     samples: Array
@@ -49,25 +52,36 @@ class MetricIndex:
 
 
 def read_index(samples: str, metric: str | None, size: int | None = None) -> MetricIndex:
-    """The index in the files `samples` and `metric` for a data set of `size` samples (None: of any).
+    """The index in the files `samples` and `metric` for a data set of `size` samples (None: of
+    any).
 
-    metric: None where only percentiles are asked for. Both files are read once, to check them. Raises UsageError for
-    files that are missing, damaged, or of another data set.
+    metric: None where only percentiles are asked for. Both files are read once, to check them.
+    Raises UsageError for files that are missing, damaged, or of another data set.
     """
     if not _is_rows(samples):
         found = MetricIndex(read_array(samples), read_array(metric) if metric else None)
         if found.values is not None and len(found.values) != len(found.samples):
-            raise UsageError(f"{samples} has {len(found.samples)} samples and {metric} has {len(found.values)} values")
+            raise UsageError(
+                f"{samples} has {len(found.samples)} samples and {metric} has {len(found.values)} "
+                "values"
+            )
     else:
         indices, sizes = read_rows(samples)
-        values, ends = None, None
+        values = None
+        ends = None
         if metric is not None:
-            values, ends = read_rows(metric)[0], np.cumsum(sizes)
+            values = read_rows(metric)[0]
+            ends = np.cumsum(sizes)
             if len(values) != len(ends):
-                raise UsageError(f"{samples} has {len(ends)} rows and {metric} has {len(values)} values")
+                raise UsageError(
+                    f"{samples} has {len(ends)} rows and {metric} has {len(values)} values"
+                )
         found = MetricIndex(indices, values, ends)
     if size is not None and len(found.samples) != size:
-        raise UsageError(f"{samples} is of a data set of {len(found.samples)} samples; the training data has {size}")
+        raise UsageError(
+            f"{samples} is of a data set of {len(found.samples)} samples; the training data has "
+            f"{size}"
+        )
     _check_samples(samples, found.samples)
     if found.values is not None:
         _check_values(str(metric), found.values)
@@ -75,7 +89,9 @@ def read_index(samples: str, metric: str | None, size: int | None = None) -> Met
 
 
 def _check_samples(path: str, samples: Array) -> None:
-    """UsageError unless each number of a sample occurs once: another one is drawn twice, or is none."""
+    """UsageError unless each number of a sample occurs once: another one is drawn twice, or is
+    none.
+    """
     count = len(samples)
     if samples.dtype.kind not in "iu":
         raise UsageError(f"{path} has {samples.dtype}, and the numbers of samples are whole")
@@ -85,7 +101,9 @@ def _check_samples(path: str, samples: Array) -> None:
         bad = (part < 0) | (part >= count)
         if bad.any():
             found = part[bad][0]
-            raise UsageError(f"{path} names sample {found}; its {count} samples are 0 to {count - 1}")
+            raise UsageError(
+                f"{path} names sample {found}; its {count} samples are 0 to {count - 1}"
+            )
         seen[part] = True
     if not seen.all():  # as many numbers as samples: one is missing where another is there twice
         missing = int(np.flatnonzero(~seen)[0])
@@ -114,24 +132,30 @@ def read_array(path: str | Path) -> Array:
     if not found.is_file():
         found = found.with_name(f"{found.name}.npy")
     try:
-        array: Array = np.lib.format.open_memmap(found, mode="r")  # an array, and no zip file of them
+        # an array, and no zip file of them
+        array: Array = np.lib.format.open_memmap(found, mode="r")
     except FileNotFoundError:
-        raise UsageError(f"{path}: there is no such file; `dscore curriculum analyze` writes it") from None
+        raise UsageError(
+            f"{path}: there is no such file; `dscore curriculum analyze` writes it"
+        ) from None
     except (OSError, ValueError, EOFError, OverflowError) as error:
         raise UsageError(f"{path} is no array that numpy can read: {error}") from None
     if array.ndim != 1 or array.dtype.kind not in "iuf":
         raise UsageError(
-            f"{path} has an array of {array.dtype} with {array.ndim} dimensions; numbers in one are needed"
+            f"{path} has an array of {array.dtype} with {array.ndim} dimensions; numbers in one "
+            "are needed"
         )
     return array
 
 
 def read_rows(path: str) -> tuple[Array, Array]:
-    """All elements of a file of rows that DeepSpeed or Megatron wrote, row after row, and the length of each row.
+    """All elements of a file of rows that DeepSpeed or Megatron wrote, row after row, and the
+    length of each row.
 
     path: without ``.idx`` and ``.bin``. Raises UsageError for files that are missing or damaged.
     """
-    table, data = Path(f"{path}.idx"), Path(f"{path}.bin")
+    table = Path(f"{path}.idx")
+    data = Path(f"{path}.bin")
     for file in (table, data):
         if not file.is_file():
             raise UsageError(f"{file}: there is no such file")
@@ -142,17 +166,23 @@ def read_rows(path: str) -> tuple[Array, Array]:
         raise UsageError(f"{table} does not begin as an index of rows does")
     version, kind, rows, _ = HEADER.unpack(head[len(MAGIC) :])
     if version != 1 or kind not in TYPES:
-        raise UsageError(f"{table} has version {version} and elements of type {kind}; 1 and 1 to 8 can be read")
+        raise UsageError(
+            f"{table} has version {version} and elements of type {kind}; 1 and 1 to 8 can be read"
+        )
     if table.stat().st_size < start + rows * 12:  # a length and a position for each row
         raise UsageError(f"{table} ends in the middle of {rows} rows")
     dtype = np.dtype(TYPES[kind])
-    sizes: Array = np.memmap(table, "<i4", "r", offset=start, shape=(rows,)) if rows else np.empty(0, "<i4")
+    sizes: Array = (
+        np.memmap(table, "<i4", "r", offset=start, shape=(rows,)) if rows else np.empty(0, "<i4")
+    )
     if rows and int(sizes.min()) < 0:
         row = int(np.argmax(sizes < 0))
         raise UsageError(f"{table}: row {row} has {int(sizes[row])} elements; the file is damaged")
     total = int(sizes.sum(dtype=np.int64))
     if data.stat().st_size != total * dtype.itemsize:
-        raise UsageError(f"{data} has {data.stat().st_size} bytes; {table.name} says {total * dtype.itemsize}")
+        raise UsageError(
+            f"{data} has {data.stat().st_size} bytes; {table.name} says {total * dtype.itemsize}"
+        )
     elements: Array = np.memmap(data, dtype.newbyteorder("<"), "r") if total else np.empty(0, dtype)
     return elements, sizes
 

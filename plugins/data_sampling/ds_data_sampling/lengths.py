@@ -22,7 +22,9 @@ WORTH_TELLING = 10.0  # seconds
 
 
 def tokens_of(sample: Any) -> int:
-    """Tokens of a sample: of its ``input_ids``, else of its first item (mappings and tuples), else its own length."""
+    """Tokens of a sample: of its ``input_ids``, else of its first item (mappings and tuples), else
+    its own length.
+    """
     if isinstance(sample, Mapping):
         sample = sample["input_ids"] if "input_ids" in sample else next(iter(sample.values()))
     elif isinstance(sample, tuple):
@@ -31,7 +33,8 @@ def tokens_of(sample: Any) -> int:
         return len(sample)
     except TypeError as error:
         raise UsageError(
-            f"the length of a sample cannot be told: it is (or begins with) a {type(sample).__name__}; give the "
+            "the length of a sample cannot be told: it is (or begins with) a "
+            f"{type(sample).__name__}; give the "
             "dataset an attribute `lengths`, or set dynamic_batching.metrics_path"
         ) from error
 
@@ -39,12 +42,15 @@ def tokens_of(sample: Any) -> int:
 class Lengths:
     """The tokens of each sample, found at the first use: making a loader reads no sample.
 
-    dataset: its attribute ``lengths``, where it has one, is a sequence, or a function that returns one. from_files:
-    reads them from the files of an analysis instead.
+    dataset: its attribute ``lengths``, where it has one, is a sequence, or a function that returns
+    one. from_files: reads them from the files of an analysis instead.
     """
 
-    def __init__(self, dataset: Any, from_files: Callable[[], npt.NDArray[Any]] | None = None) -> None:
-        self._dataset, self._from_files = dataset, from_files
+    def __init__(
+        self, dataset: Any, from_files: Callable[[], npt.NDArray[Any]] | None = None
+    ) -> None:
+        self._dataset = dataset
+        self._from_files = from_files
 
     def __getitem__(self, index: int) -> int:
         return int(self.values[index])
@@ -53,17 +59,23 @@ class Lengths:
     def values(self) -> npt.NDArray[Any]:
         """By index of the dataset."""
         if self._from_files is not None:
-            found, whence = self._from_files(), "dynamic_batching.metrics_path"
+            found = self._from_files()
+            whence = "dynamic_batching.metrics_path"
         elif (given := _given(self._dataset)) is not None:
-            found, whence = np.asarray(given), "the dataset's `lengths`"
+            found = np.asarray(given)
+            whence = "the dataset's `lengths`"
         else:
             return _measured(self._dataset)
         if found.shape != (len(self._dataset),):
             raise UsageError(
-                f"{whence} has lengths of shape {tuple(found.shape)}, and the dataset {len(self._dataset)} samples"
+                f"{whence} has lengths of shape {tuple(found.shape)}, and the dataset "
+                f"{len(self._dataset)} samples"
             )
         if len(found) and not (found.min() >= 0 and np.isfinite(found.max())):  # NaN is never >= 0
-            raise UsageError(f"{whence} has a length of {found.min()}, and of {found.max()}; they are counts of tokens")
+            raise UsageError(
+                f"{whence} has a length of {found.min()}, and of {found.max()}; they are counts of "
+                "tokens"
+            )
         return found
 
 
@@ -78,10 +90,13 @@ def _given(dataset: Any) -> Sequence[int] | None:
 
 def _measured(dataset: Any) -> npt.NDArray[Any]:
     began = time.monotonic()
-    found = np.fromiter((tokens_of(dataset[i]) for i in range(len(dataset))), np.int64, len(dataset))
+    found = np.fromiter(
+        (tokens_of(dataset[i]) for i in range(len(dataset))), np.int64, len(dataset)
+    )
     if (took := time.monotonic() - began) > WORTH_TELLING:
         log.warning(
-            "reading all %d samples for their lengths took %.0f s, on each rank at each start; give the dataset an "
+            "reading all %d samples for their lengths took %.0f s, on each rank at each start; "
+            "give the dataset an "
             "attribute `lengths`, or set dynamic_batching.metrics_path",
             len(dataset),
             took,

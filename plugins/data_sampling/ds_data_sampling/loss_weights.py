@@ -1,7 +1,8 @@
-"""What a micro-batch's mean loss is multiplied by, so that each sample or token of a step counts the same.
+"""What a micro-batch's mean loss is multiplied by, so that each sample or token of a step counts
+the same.
 
-The engine averages the losses of micro-batches with equal weights. The weight is put into the batch, as
-``loss_weight``; hooks of the model take it out again and multiply the loss by it.
+The engine averages the losses of micro-batches with equal weights. The weight is put into the
+batch, as ``loss_weight``; hooks of the model take it out again and multiply the loss by it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def weigh_losses(model: nn.Module, undo: Undo) -> nn.Module:
         return model
     weights: list[Tensor] = []
 
-    def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    def take(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
         weights.clear()  # of a forward that failed
         if NAME not in kwargs:
             return None
@@ -50,8 +53,10 @@ def _weighted(output: Any, weight: Tensor) -> Any:
     loss = loss_of(output, required=False)
     if loss is None:
         raise UsageError(
-            "data_sampling.loss_weights: the model gives no loss (alone, as .loss, ['loss'] or the first item); take "
-            f"{NAME} out of the batch and multiply the loss by it yourself, or give forward an argument {NAME}"
+            "data_sampling.loss_weights: the model gives no loss (alone, as .loss, ['loss'] or the "
+            "first item); take "
+            f"{NAME} out of the batch and multiply the loss by it yourself, or give forward an "
+            f"argument {NAME}"
         )
     loss = loss * weight.to(loss.device, loss.dtype)
     if isinstance(output, Tensor):

@@ -1,4 +1,6 @@
-"""The learning rate of a step by its number of samples, whatever the schedule: scaled for the update, then restored."""
+"""The learning rate of a step by its number of samples, whatever the schedule: scaled for the
+update, then restored.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,15 @@ if TYPE_CHECKING:
 
 __all__ = ["STEP_FACTOR", "begin_step", "check_optimizer", "scale"]
 
-STEP_FACTOR: StashKey[float] = StashKey("learning rate factor of the step whose batches are being read")
+STEP_FACTOR: StashKey[float] = StashKey(
+    "learning rate factor of the step whose batches are being read"
+)
 _SCALER: StashKey[_Scaler] = StashKey("what scales the learning rate")
 
 
 def scale(method: str, samples: int, usual: int) -> float:
-    """What the learning rate is multiplied by in a step of `samples` samples where the config says `usual`.
+    """What the learning rate is multiplied by in a step of `samples` samples where the config says
+    `usual`.
 
     method: "linear", "sqrt" or "none".
     """
@@ -36,16 +41,22 @@ def check_optimizer(optimizer: Any) -> None:
     """Raise UsageError for an optimizer whose updates cannot be told."""
     if optimizer is not None and not hasattr(optimizer, "register_step_pre_hook"):
         raise UsageError(
-            f"dynamic_batching.lr_scaling_method needs an optimizer that is a torch.optim.Optimizer, not a "
+            "dynamic_batching.lr_scaling_method needs an optimizer that is a "
+            "torch.optim.Optimizer, not a "
             f"{type(optimizer).__name__}; set it to none"
         )
 
 
 def begin_step(ctx: Context) -> None:
-    """An optimizer step is about to happen. Every rank; collective in a pipeline, whose inner stages read no data."""
+    """An optimizer step is about to happen.
+
+    Every rank; collective in a pipeline, whose inner stages read no data.
+    """
     factor = ctx.stash.get(STEP_FACTOR) or 0.0
     if not ctx.engine.runner.manual and ctx.world_size > 1:
-        largest = torch.tensor([factor], dtype=torch.float64, device=ctx.accelerator.current_device())
+        largest = torch.tensor(
+            [factor], dtype=torch.float64, device=ctx.accelerator.current_device()
+        )
         comm.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
         factor = float(largest.item())
     if (optimizer := ctx.engine.optimizer) is None:

@@ -21,9 +21,10 @@ __all__ = ["BUILT_IN", "RARITY", "VOCABULARY", "Measure", "Rarity", "named", "se
 class Measure:
     """Something to measure.
 
-    function: of a sample, or with `batched` of a batch as collate_fn makes it. kind: "value" gives a number per sample
-    (batched: an array of them, in order); "sum" gives an array that is added up over all samples; shorter ones are
-    filled up with zeros. dtype: what the numbers must be, as numpy says it; "": any.
+    function: of a sample, or with `batched` of a batch as collate_fn makes it. kind: "value" gives
+    a number per sample (batched: an array of them, in order); "sum" gives an array that is added up
+    over all samples; shorter ones are filled up with zeros. dtype: what the numbers must be, as
+    numpy says it; "": any.
     """
 
     name: str
@@ -34,7 +35,9 @@ class Measure:
 
 
 def seqlen(sample: Any) -> int:
-    """Tokens of a sample: those that its ``attention_mask`` marks, or all where it has none; see `tokens_of`."""
+    """Tokens of a sample: those that its ``attention_mask`` marks, or all where it has none; see
+    `tokens_of`.
+    """
     mask = sample.get("attention_mask") if isinstance(sample, Mapping) else None
     if mask is None:
         return tokens_of(sample)
@@ -48,9 +51,11 @@ def vocabulary(sample: Any) -> Array:
 
 @dataclass(frozen=True)
 class Rarity:
-    """How rare the tokens of a sample are: the sum of -ln(share of the token among all of the data set).
+    """How rare the tokens of a sample are: the sum of -ln(share of the token among all of the data
+    set).
 
-    counts: of each token in the data set. Source: DeepSpeed Data Efficiency, https://arxiv.org/abs/2212.03597.
+    counts: of each token in the data set. Source: DeepSpeed Data Efficiency,
+    https://arxiv.org/abs/2212.03597.
     """
 
     counts: Array
@@ -59,22 +64,30 @@ class Rarity:
         """Of a sample, in nats."""
         tokens = _tokens(sample)
         if len(tokens) and (tokens.max() >= len(self.counts) or not self.counts[tokens].all()):
-            raise UsageError("a sample has a token that the counted vocabulary has not; count it again")
+            raise UsageError(
+                "a sample has a token that the counted vocabulary has not; count it again"
+            )
         return float(-np.log(self.counts[tokens] / self.counts.sum()).sum())
 
 
 def _uncounted(sample: Any) -> float:
-    raise UsageError("vocabularyrarity is measured by ds_data_sampling.analysis, which counts the vocabulary first")
+    raise UsageError(
+        "vocabularyrarity is measured by ds_data_sampling.analysis, which counts the vocabulary "
+        "first"
+    )
 
 
 VOCABULARY = Measure("vocabulary", vocabulary, "sum")
 RARITY = Measure("vocabularyrarity", _uncounted)
 """Stands for `Rarity` until the vocabulary has been counted."""
-BUILT_IN: Mapping[str, Measure] = {each.name: each for each in (Measure("seqlen", seqlen), VOCABULARY, RARITY)}
+BUILT_IN: Mapping[str, Measure] = {
+    each.name: each for each in (Measure("seqlen", seqlen), VOCABULARY, RARITY)
+}
 
 
 def named(text: str) -> Measure:
-    """The measure that `text` asks for: a built-in name, or ``NAME=package.module:function`` of a sample.
+    """The measure that `text` asks for: a built-in name, or ``NAME=package.module:function`` of a
+    sample.
 
     Raises UsageError for another name.
     """
@@ -82,12 +95,15 @@ def named(text: str) -> Measure:
     if not given:
         if name not in BUILT_IN:
             raise UsageError(
-                f"no metric is called {name!r}; there are {', '.join(BUILT_IN)}, and NAME=package.module:function"
+                f"no metric is called {name!r}; there are {', '.join(BUILT_IN)}, and "
+                "NAME=package.module:function"
             )
         return BUILT_IN[name]
     function = resolve(reference)
     if not callable(function):
-        raise UsageError(f"{reference} is a {type(function).__name__}; a function of a sample is needed")
+        raise UsageError(
+            f"{reference} is a {type(function).__name__}; a function of a sample is needed"
+        )
     if not name.isidentifier():
         raise UsageError(f"{name!r} cannot be the name of a metric; use letters, digits and _")
     return Measure(name, function)
@@ -105,7 +121,9 @@ def _tokens(sample: Any) -> Array:
     if mask is not None:
         tokens = tokens[_numbers(mask).astype(bool)]
     if tokens.dtype.kind not in "iu" or (len(tokens) and tokens.min() < 0):
-        raise UsageError("the tokens of a sample must be integers from 0; give a function of your own for others")
+        raise UsageError(
+            "the tokens of a sample must be integers from 0; give a function of your own for others"
+        )
     return tokens
 
 

@@ -19,17 +19,26 @@ __all__ = ["Mixed", "concatenated", "shares"]
 def concatenated(data: Any, weights: Mapping[str, float]) -> ConcatDataset[Any]:
     """The data sets that `weights` names, one after the other, in the order of `weights`.
 
-    data: a mapping of names to data sets, or a list of them, whose names are their places ("0", "1", ...).
+    data: a mapping of names to data sets, or a list of them, whose names are their places ("0",
+    "1", ...).
     """
-    parts = data if isinstance(data, Mapping) else dict(zip(map(str, range(len(data))), data, strict=True))
-    if not isinstance(data, (Mapping, list, tuple)) or not all(hasattr(part, "__getitem__") for part in parts.values()):
+    parts = (
+        data
+        if isinstance(data, Mapping)
+        else dict(zip(map(str, range(len(data))), data, strict=True))
+    )
+    if not isinstance(data, (Mapping, list, tuple)) or not all(
+        hasattr(part, "__getitem__") for part in parts.values()
+    ):
         raise UsageError(
-            "data_efficiency.data_sampling.mixing: training_data must be a mapping of names to data sets, or a list of "
+            "data_efficiency.data_sampling.mixing: training_data must be a mapping of names to "
+            "data sets, or a list of "
             f"data sets, not a {type(data).__name__}"
         )
     if set(parts) != set(weights):
         raise UsageError(
-            f"data_efficiency.data_sampling.mixing.weights names {', '.join(weights)}, and training_data has "
+            f"data_efficiency.data_sampling.mixing.weights names {', '.join(weights)}, and "
+            "training_data has "
             f"{', '.join(map(str, parts))}; give each data set a weight"
         )
     if empty := [name for name in weights if not len(parts[name])]:
@@ -50,21 +59,27 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
 class Mixed(Planned):
     """An order over data sets that lie one after the other, of `sizes` samples each.
 
-    An epoch has `total` samples: of each data set its share, evenly spread. Each data set is walked through in a
-    shuffled order of its own, that goes on in the next epoch where this one stopped, and begins anew, shuffled
-    otherwise, when it is through: no sample comes twice before all others of its set have come.
+    An epoch has `total` samples: of each data set its share, evenly spread. Each data set is walked
+    through in a shuffled order of its own, that goes on in the next epoch where this one stopped,
+    and begins anew, shuffled otherwise, when it is through: no sample comes twice before all others
+    of its set have come.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float], total: int, seed: int) -> None:
+    def __init__(
+        self, sizes: Sequence[int], weights: Sequence[float], total: int, seed: int
+    ) -> None:
         super().__init__(total, seed)
         self._sizes = list(sizes)
         self._shares = shares(total, weights)
         self._offsets = np.cumsum([0, *sizes])
 
     def indices(self, epoch: int) -> npt.NDArray[np.int64]:
-        """The k-th of n samples of a set comes at the place (k + r) / n of the epoch, with a random r."""
+        """The k-th of n samples of a set comes at the place (k + r) / n of the epoch, with a random
+        r.
+        """
         generator = torch.Generator().manual_seed(self._seed + epoch)
-        places, found = [], []
+        places = []
+        found = []
         for part, share in enumerate(self._shares):
             jitter = torch.rand(share, generator=generator, dtype=torch.float64).numpy()
             places.append((np.arange(share) + jitter) / max(share, 1))
@@ -73,7 +88,8 @@ class Mixed(Planned):
 
     def _part_indices(self, part: int, share: int, epoch: int) -> npt.NDArray[np.int64]:
         """The samples of one set in an epoch."""
-        size, first = self._sizes[part], epoch * share
+        size = self._sizes[part]
+        first = epoch * share
         passes = range(first // size, -(-(first + share) // size))
         if not passes:
             return np.zeros(0, np.int64)
@@ -83,7 +99,12 @@ class Mixed(Planned):
         return found
 
     def _walk(self, part: int, number: int) -> npt.NDArray[np.int64]:
-        """One pass through a set. The seed is of both, so that sets of one size do not share an order."""
+        """One pass through a set.
+
+        The seed is of both, so that sets of one size do not share an order.
+        """
         generator = torch.Generator().manual_seed(self._seed + (part + 1) * 1_000_003 + number)
-        found: npt.NDArray[np.int64] = torch.randperm(self._sizes[part], generator=generator).numpy()
+        found: npt.NDArray[np.int64] = torch.randperm(
+            self._sizes[part], generator=generator
+        ).numpy()
         return found

@@ -1,7 +1,7 @@
 """Which sample comes next, for all ranks together.
 
-An order depends on the seed, the epoch and the step, never on the number of ranks or on how many samples are asked
-for at a time; so its position, saved by one job, is good for a job of any size.
+An order depends on the seed, the epoch and the step, never on the number of ranks or on how many
+samples are asked for at a time; so its position, saved by one job, is good for a job of any size.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class Order(Protocol):
         ...
 
     def take(self, count: int, step: int) -> list[int]:
-        """The next `count` indices, for the optimizer step `step` (from 0); fewer where the epoch ends, then none."""
+        """The next `count` indices, for the optimizer step `step` (from 0); fewer where the epoch
+        ends, then none.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -49,7 +51,8 @@ class Planned(ABC):
     """An order whose epochs are planned as a whole: `size` samples each, by `indices`."""
 
     def __init__(self, size: int, seed: int) -> None:
-        self._size, self._seed = size, seed
+        self._size = size
+        self._seed = seed
         self.start(0)
 
     @abstractmethod
@@ -97,7 +100,9 @@ class Shuffled(Planned):
         """A permutation, or none."""
         if not self._shuffle:
             return torch.arange(self._size)
-        return torch.randperm(self._size, generator=torch.Generator().manual_seed(self._seed + epoch))
+        return torch.randperm(
+            self._size, generator=torch.Generator().manual_seed(self._seed + epoch)
+        )
 
 
 def make_order(
@@ -107,7 +112,8 @@ def make_order(
     shuffle: bool = True,
     schedules: Mapping[str, Callable[[int], int]] | None = None,
 ) -> Order:
-    """The order of a data set of `size` samples that `section` asks for: by difficulty, shuffled, or as they lie.
+    """The order of a data set of `size` samples that `section` asks for: by difficulty, shuffled,
+    or as they lie.
 
     schedules: those of metrics whose schedule_type is custom; see `ByDifficulty`.
     """

@@ -1,4 +1,6 @@
-"""The steps of an epoch, one after the other, and the place between two of them: the same on all ranks."""
+"""The steps of an epoch, one after the other, and the place between two of them: the same on all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Method:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step. number: counted over all epochs. state: of the planner, before this step."""
+    """One optimizer step. number: counted over all epochs. state: of the planner, before this
+    step."""
 
     plan: Plan
     number: int
@@ -36,20 +39,34 @@ class Step:
 
 def at_start(epoch: int, step: int) -> dict[str, Any]:
     """The state at the start of `epoch`, where `step` optimizer steps were taken before."""
-    return {"epoch": epoch, "step": step, "order": None, "pending": [], "window": [], "shape": None, "done": 0}
+    return {
+        "epoch": epoch,
+        "step": step,
+        "order": None,
+        "pending": [],
+        "window": [],
+        "shape": None,
+        "done": 0,
+    }
 
 
 class Planner:
     """Plans steps.
 
-    make_order: gives an order of samples. usable: whether a sample can be used at all. drop_last: an incomplete step at
-    the end of an epoch is left out.
+    make_order: gives an order of samples. usable: whether a sample can be used at all. drop_last:
+    an incomplete step at the end of an epoch is left out.
     """
 
     def __init__(
-        self, make_order: Callable[[], Order], *, usable: Callable[[int], bool] | None = None, drop_last: bool = False
+        self,
+        make_order: Callable[[], Order],
+        *,
+        usable: Callable[[int], bool] | None = None,
+        drop_last: bool = False,
     ) -> None:
-        self._make, self._usable, self._drop_last = make_order, usable, drop_last
+        self._make = make_order
+        self._usable = usable
+        self._drop_last = drop_last
         self._order = make_order()
         self.epoch = self.step = 0
         self.load(at_start(0, 0), {})
@@ -59,24 +76,32 @@ class Planner:
         return len(self._order)
 
     def load(self, state: Mapping[str, Any], shape: Mapping[str, Any], ranks: int = 1) -> int:
-        """Go on from `state`, for a method of `shape`; returns how many micro-batches of the first step are done.
+        """Go on from `state`, for a method of `shape`; returns how many micro-batches of the first
+        step are done.
 
-        Where the state was saved with another shape, or within a round of `ranks`, its unused samples are the first of
-        the next step.
+        Where the state was saved with another shape, or within a round of `ranks`, its unused
+        samples are the first of the next step.
         """
-        self.epoch, self.step = int(state["epoch"]), int(state["step"])
+        self.epoch = int(state["epoch"])
+        self.step = int(state["step"])
         if state["order"] is None:
             self._order.start(self.epoch)
         else:
             self._order.load_state_dict(state["order"])
-        self._window, pending, done = [list(plan) for plan in state["window"]], list(state["pending"]), state["done"]
+        self._window = [list(plan) for plan in state["window"]]
+        pending = list(state["pending"])
+        done = state["done"]
         if self._window and done >= len(self._window[0]):
             self._window.pop(0)
-            self.step, done = self.step + 1, 0
+            self.step = self.step + 1
+            done = 0
         if self._window and (state["shape"] != dict(shape) or done % ranks):
             self._window[0] = self._window[0][done:]
-            pending = [i for plan in self._window for micro in plan for i in samples_in(micro)] + pending
-            self._window, done = [], 0
+            pending = [
+                i for plan in self._window for micro in plan for i in samples_in(micro)
+            ] + pending
+            self._window = []
+            done = 0
         again = None if self._drop_last else self._restarted
         self._feed = Feed(self._order, pending, self._usable, again)
         return int(done)

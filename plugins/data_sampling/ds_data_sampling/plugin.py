@@ -44,12 +44,16 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
     section = config.section(DataEfficiency)
     if section is None or section.random_ltd is None:
         return []
-    path, problems = "data_efficiency.data_routing.random_ltd.enabled", []
+    path = "data_efficiency.data_routing.random_ltd.enabled"
+    problems = []
     if config.has(Trait.DIVIDES_DEPTH):
         why = "does not go with pipelines: a stage does not know which layers it has"
         problems.append(Problem(path, why, "switch it off, or train without a PipelineModule"))
     if any(axis.same_batch and axis.size > 1 for axis in plugins.mesh_axes(config)):
-        why = "does not go with sequence parallelism: a rank does not have the tokens that layers choose among"
+        why = (
+            "does not go with sequence parallelism: a rank does not have the tokens that layers "
+            "choose among"
+        )
         problems.append(Problem(path, why, "switch one of them off"))
     return problems
 
@@ -58,7 +62,11 @@ def ds_commands() -> Mapping[str, CommandEntry]:
     """``dscore curriculum``."""
     from ds_core.entries import CommandEntry
 
-    return {"curriculum": CommandEntry("ds_data_sampling.command:app", "Measure data sets, and look at curricula.")}
+    return {
+        "curriculum": CommandEntry(
+            "ds_data_sampling.command:app", "Measure data sets, and look at curricula."
+        )
+    }
 
 
 def ds_charts(config: RunConfig) -> Iterable[Chart]:
@@ -71,7 +79,9 @@ def ds_charts(config: RunConfig) -> Iterable[Chart]:
 
 
 def ds_engine_methods() -> Mapping[str, Ref]:
-    """Functions of the user's for the loader, under DeepSpeed's names; the schedule of dropped tokens."""
+    """Functions of the user's for the loader, under DeepSpeed's names; the schedule of dropped
+    tokens.
+    """
     return {
         "random_ltd_schedule": "ds_data_sampling.deepspeed_names:random_ltd_schedule",
         "set_custom_curriculum_learning_schedule": "ds_data_sampling.callbacks:set_custom_curriculum_learning_schedule",
@@ -105,7 +115,8 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
     """Weights of losses; packed rows, which need no cache; layers that drop tokens."""
     from ds_core.entries import Phase, Transform
 
-    sampling, section = _sampling(ctx), _section(ctx)
+    sampling = _sampling(ctx)
+    section = _section(ctx)
     if sampling is not None and sampling.loss_weights != "none":
         from ds_data_sampling.loss_weights import weigh_losses
 
@@ -125,7 +136,9 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
 
 
 def ds_step_begin(ctx: Context, step: int) -> None:
-    """With batches by tokens the learning rate of a step follows its number of samples; is there a loader at all?"""
+    """With batches by tokens the learning rate of a step follows its number of samples; is there a
+    loader at all?
+    """
     if (sampling := _sampling(ctx)) is None:
         return
     from ds_data_sampling.callbacks import warn_unused
@@ -143,4 +156,7 @@ def ds_metrics(ctx: Context, step: int) -> Mapping[str, float]:
     """The difficulties of the last batch, by metric of the curriculum."""
     from ds_data_sampling.callbacks import callbacks_of
 
-    return {f"Train/Curriculum/{name}": float(value) for name, value in callbacks_of(ctx).difficulties.items()}
+    return {
+        f"Train/Curriculum/{name}": float(value)
+        for name, value in callbacks_of(ctx).difficulties.items()
+    }

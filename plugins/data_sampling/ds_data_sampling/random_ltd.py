@@ -1,8 +1,9 @@
-"""Layers that work on some of the tokens (random layer token drop, Yao et al. 2022): the others pass them by.
+"""Layers that work on some of the tokens (random layer token drop, Yao et al. 2022): the others
+pass them by.
 
-Which tokens a layer keeps in a step depends on the seed, the step, the layer and the length of the sequences alone. So
-all ranks agree, recomputation in backward too, and a resumed run goes on alike; all sequences of a step keep the same
-places.
+Which tokens a layer keeps in a step depends on the seed, the step, the layer and the length of the
+sequences alone. So all ranks agree, recomputation in backward too, and a resumed run goes on alike;
+all sequences of a step keep the same places.
 """
 
 from __future__ import annotations
@@ -38,30 +39,40 @@ _MARK = "random_ltd_class"
 
 
 def convert_to_random_ltd(model: nn.Module, convert_type: type[nn.Module]) -> nn.Module:
-    """Say which class the layers are that may drop tokens; without it they are the model's repeated blocks.
+    """Say which class the layers are that may drop tokens; without it they are the model's repeated
+    blocks.
 
-    DeepSpeed's name. The model stays as it is, its parameters keep their names; `initialize` does the rest.
+    DeepSpeed's name. The model stays as it is, its parameters keep their names; `initialize` does
+    the rest.
     """
     model.__dict__[_MARK] = convert_type.__name__
     return model
 
 
 def save_without_random_ltd(model: nn.Module) -> dict[str, Any]:
-    """DeepSpeed's name of ``model.state_dict()``: here no layer is wrapped, so names are plain anyway."""
+    """DeepSpeed's name of ``model.state_dict()``: here no layer is wrapped, so names are plain
+    anyway.
+    """
     return model.state_dict()
 
 
 def remove_random_ltd_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values under the names that layers have without DeepSpeed's wrapper; DeepSpeed's name."""
+    """The same values under the names that layers have without DeepSpeed's wrapper; DeepSpeed's
+    name.
+    """
     return {name.replace(".random_ltd_layer", ""): value for name, value in state_dict.items()}
 
 
 def kept_length(section: RandomLTD, step: int) -> int:
-    """How many tokens a layer keeps after `step` optimizer steps: linear, rounded down to ``seq_per_step``."""
+    """How many tokens a layer keeps after `step` optimizer steps: linear, rounded down to
+    ``seq_per_step``.
+    """
     plan = section.random_ltd_schedule
     assert plan is not None
     numbers = plan.schedule_config
-    return fixed_root(step, plan.min_value, plan.max_value, numbers.require_steps, numbers.seq_per_step)
+    return fixed_root(
+        step, plan.min_value, plan.max_value, numbers.require_steps, numbers.seq_per_step
+    )
 
 
 def kept_places(seed: int, step: int, layer: int, kept: int, length: int) -> Tensor:
@@ -80,8 +91,10 @@ def drop_tokens(model: nn.Module, ctx: Context, section: RandomLTD, seed: int) -
     layers = chosen(model, [name], _KEY) if name is not None else repeated_blocks(model)
     if len(layers) != section.total_layer_num:
         raise UsageError(
-            f"{_KEY}.total_layer_num is {section.total_layer_num}, but {type(model).__name__} has {len(layers)} "
-            f"{name or 'repeated'} layers; correct it, or name their class by convert_to_random_ltd(model, Class)"
+            f"{_KEY}.total_layer_num is {section.total_layer_num}, but {type(model).__name__} has "
+            f"{len(layers)} "
+            f"{name or 'repeated'} layers; correct it, or name their class by "
+            "convert_to_random_ltd(model, Class)"
         )
     modules = list(layers.items())
     with changing(model, ctx.undo):
@@ -94,21 +107,30 @@ def drop_tokens(model: nn.Module, ctx: Context, section: RandomLTD, seed: int) -
 class SomeTokens(StandIn):
     """The forward of one layer, in the place of ``module.forward``."""
 
-    def __init__(self, module: nn.Module, name: str, index: int, ctx: Context, section: RandomLTD, seed: int) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, index: int, ctx: Context, section: RandomLTD, seed: int
+    ) -> None:
         super().__init__(module)
-        self.name, self.index = name, index
-        self.ctx, self.section, self.seed = ctx, section, seed
+        self.name = name
+        self.index = index
+        self.ctx = ctx
+        self.section = section
+        self.seed = seed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's output, with the tokens that it did not see as they came."""
         engine = self.ctx.engine_ref()
-        if engine is None or not self.module.training:  # None: it was forgotten, so nobody trains the module
+        # None: it was forgotten, so nobody trains the module
+        if engine is None or not self.module.training:
             return self.forward(*args, **kwargs)
         hidden = kwargs.get("hidden_states", args[0] if args else None)
         if not isinstance(hidden, Tensor) or hidden.dim() < 3:
-            raise UsageError(f"{_KEY}: layer {self.name!r} is not given hidden states of three dimensions")
+            raise UsageError(
+                f"{_KEY}: layer {self.name!r} is not given hidden states of three dimensions"
+            )
         along = 1 if self.section.hidden_state_order == "batch_seq_dim" else 0
-        step, length = engine.global_steps, hidden.shape[along]
+        step = engine.global_steps
+        length = hidden.shape[along]
         kept = kept_length(self.section, step)
         if kept >= length:
             return self.forward(*args, **kwargs)
@@ -116,21 +138,30 @@ class SomeTokens(StandIn):
         part = hidden.index_select(along, places)
         some = _Some(self.name, places, length, self.section.model_mask_name)
         if "hidden_states" in kwargs:
-            out = self.forward(*some.of(args), **{**some.named(kwargs, "hidden_states"), "hidden_states": part})
+            out = self.forward(
+                *some.of(args), **{**some.named(kwargs, "hidden_states"), "hidden_states": part}
+            )
         else:
             out = self.forward(part, *some.of(args[1:]), **some.named(kwargs))
         new = out[0] if isinstance(out, tuple) else out
         if not isinstance(new, Tensor) or new.shape != part.shape:
-            raise UsageError(f"{_KEY}: the output of layer {self.name!r} does not have the shape of its input")
+            raise UsageError(
+                f"{_KEY}: the output of layer {self.name!r} does not have the shape of its input"
+            )
         whole = hidden.index_copy(along, places, new.to(hidden.dtype))
         return (whole, *out[1:]) if isinstance(out, tuple) else whole
 
 
 class _Some:
-    """What goes with hidden states, for the tokens that are kept: masks, positions and their embeddings."""
+    """What goes with hidden states, for the tokens that are kept: masks, positions and their
+    embeddings.
+    """
 
     def __init__(self, layer: str, places: Tensor, length: int, mask: str | None) -> None:
-        self.layer, self.places, self.length, self.mask = layer, places, length, mask
+        self.layer = layer
+        self.places = places
+        self.length = length
+        self.mask = mask
 
     def of(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Arguments by place."""
@@ -146,12 +177,15 @@ class _Some:
         return found
 
     def _one(self, value: Any) -> Any:
-        """(batch, tokens, ...) or (tokens,); a mask that is not named is an error, since no dimension says so."""
+        """(batch, tokens, ...) or (tokens,); a mask that is not named is an error, since no
+        dimension says so.
+        """
         if not isinstance(value, Tensor):
             return value
         if value.dim() == 4 and value.shape[-1] == self.length:
             raise UsageError(
-                f"{_KEY}: layer {self.layer!r} is given a tensor of shape {tuple(value.shape)}; if it is the attention "
+                f"{_KEY}: layer {self.layer!r} is given a tensor of shape {tuple(value.shape)}; if "
+                "it is the attention "
                 "mask, give its name as model_mask_name"
             )
         return self._cut(value, (1,) if value.dim() > 1 else (0,)) if value.dim() else value

@@ -18,10 +18,12 @@ __all__ = ["difficulty_at", "fixed_discrete", "fixed_root"]
 def difficulty_at(schedule: Schedule, step: int, custom: Callable[[int], int] | None = None) -> int:
     """The difficulty of the optimizer step `step`, which counts from 1.
 
-    schedule: a complete one (`Schedule.check_schedule`). custom: the function of a ``custom`` schedule; UsageError
-    where it is missing.
+    schedule: a complete one (`Schedule.check_schedule`). custom: the function of a ``custom``
+    schedule; UsageError where it is missing.
     """
-    numbers, low, high = schedule.schedule_config, schedule.min_difficulty, schedule.max_difficulty
+    numbers = schedule.schedule_config
+    low = schedule.min_difficulty
+    high = schedule.max_difficulty
     assert low is not None and high is not None
     if schedule.schedule_type == "custom":
         if custom is None:
@@ -33,13 +35,17 @@ def difficulty_at(schedule: Schedule, step: int, custom: Callable[[int], int] | 
     assert numbers.total_curriculum_step is not None and numbers.difficulty_step is not None
     degree = numbers.root_degree if schedule.schedule_type == "fixed_root" else 1
     assert degree is not None
-    return fixed_root(step, low, high, numbers.total_curriculum_step, numbers.difficulty_step, degree)
+    return fixed_root(
+        step, low, high, numbers.total_curriculum_step, numbers.difficulty_step, degree
+    )
 
 
 def fixed_root(step: int, low: int, high: int, total: int, multiple: int, degree: int = 1) -> int:
-    """floor(low + (high - low) · (step / total)^(1/degree)), rounded down to a multiple of `multiple`, at most `high`.
+    """floor(low + (high - low) · (step / total)^(1/degree)), rounded down to a multiple of
+    `multiple`, at most `high`.
 
-    It is at least the first such multiple from `low` on: 8, rounded down to a multiple of 16, would be no length.
+    It is at least the first such multiple from `low` on: 8, rounded down to a multiple of 16, would
+    be no length.
     """
     grown = math.floor(math.pow(step / total, 1.0 / degree) * (high - low) + low)
     floor = -(-low // multiple) * multiple
@@ -47,5 +53,7 @@ def fixed_root(step: int, low: int, high: int, total: int, multiple: int, degree
 
 
 def fixed_discrete(step: int, difficulties: list[int], last_steps: list[int]) -> int:
-    """The difficulty in whose turn `step` is; last_steps: the last step of each but the last difficulty."""
+    """The difficulty in whose turn `step` is; last_steps: the last step of each but the last
+    difficulty.
+    """
     return difficulties[bisect_left(last_steps, step)]

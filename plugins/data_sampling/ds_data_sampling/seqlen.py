@@ -34,7 +34,10 @@ def truncate(batch: Any, length: int) -> Any:
     in dimension 1, and in the last two of masks with three (integers or booleans) or four dimensions.
     """
     found: list[Tensor] = []
-    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) and leaf.dim() > 1 else None, batch)
+    map_leaves(
+        lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) and leaf.dim() > 1 else None,
+        batch,
+    )
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     whole = ids if isinstance(ids, Tensor) else next(iter(found), None)
     if whole is None or whole.shape[1] <= length:
@@ -81,7 +84,8 @@ def limit_lengths(model: nn.Module, ctx: Context, section: LegacyCurriculum) -> 
     takes = ARGUMENT in inspect.signature(type(model).forward).parameters
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not module.training or ctx.engine_ref() is None:  # None: it was forgotten, so nobody trains the module
+        # None: it was forgotten, so nobody trains the module
+        if not module.training or ctx.engine_ref() is None:
             return None
         if takes:
             return args, {**kwargs, ARGUMENT: length()}
@@ -96,7 +100,8 @@ def limit_lengths(model: nn.Module, ctx: Context, section: LegacyCurriculum) -> 
 
 
 def _cut_micro_batches(model: Any, length: Callable[[], int]) -> None:
-    """Inputs and labels of a pipeline's micro-batches are truncated before anything else is done to them."""
+    """Inputs and labels of a pipeline's micro-batches are truncated before anything else is done
+    to them."""
     then: Cut | None = model.cut_batch
 
     def cut(inputs: Any, labels: Any) -> tuple[Any, Any]:

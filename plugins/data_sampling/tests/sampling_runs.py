@@ -20,17 +20,24 @@ class Bigrams(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.out = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
+        self.embed = nn.Embedding(WORDS, 8)
+        self.out = nn.Linear(8, WORDS)
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor, attention_mask: Any = None, position_ids: Any = None
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        attention_mask: Any = None,
+        position_ids: Any = None,
     ) -> dict[str, Tensor]:
         found = self.out(torch.tanh(self.embed(input_ids)))[:, :-1].flatten(0, 1)
         return {"loss": nn.functional.cross_entropy(found.float(), labels[:, 1:].flatten())}
 
 
 def sentence(index: int) -> Tensor:
-    return torch.randint(0, WORDS, (LENGTHS[index],), generator=torch.Generator().manual_seed(index))
+    return torch.randint(
+        0, WORDS, (LENGTHS[index],), generator=torch.Generator().manual_seed(index)
+    )
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -59,7 +66,11 @@ def config(micros: int, world: int, sampling: Mapping[str, Any], **more: Any) ->
         "gradient_accumulation_steps": micros // world,
         "optimizer": {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}},
         "scheduler": {"type": "ExponentialLR", "params": {"gamma": 0.9}},
-        "data_efficiency": {"enabled": True, "seed": 3, "data_sampling": {"enabled": True, **sampling}},
+        "data_efficiency": {
+            "enabled": True,
+            "seed": 3,
+            "data_sampling": {"enabled": True, **sampling},
+        },
         **more,
     }
 
@@ -69,7 +80,12 @@ Run = tuple[list[float], dict[str, Tensor]]
 
 
 def train(
-    settings: Mapping[str, Any], steps: int, *, save: str | None = None, load: str | None = None, data: Any = None
+    settings: Mapping[str, Any],
+    steps: int,
+    *,
+    save: str | None = None,
+    load: str | None = None,
+    data: Any = None,
 ) -> Run:
     """`steps` steps under a config, from the checkpoint `load`, saved to `save`."""
     engine, *_ = ds_core.initialize(
@@ -81,13 +97,17 @@ def train(
         losses = [float(engine.train_batch()) for _ in range(steps)]
         if save:
             engine.save_checkpoint(save)
-        return losses, {name: p.detach().float().clone() for name, p in engine.module.named_parameters()}
+        return losses, {
+            name: p.detach().float().clone() for name, p in engine.module.named_parameters()
+        }
     finally:
         engine.destroy()
 
 
 def by_hand(steps: Iterable[Sequence[int]], lr: Sequence[float]) -> Run:
-    """Training in plain torch: each step's loss is the mean over all tokens that its samples predict."""
+    """Training in plain torch: each step's loss is the mean over all tokens that its samples
+    predict.
+    """
     model = Bigrams()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     losses = []
@@ -104,11 +124,18 @@ def by_hand(steps: Iterable[Sequence[int]], lr: Sequence[float]) -> Run:
 
 
 def filled(tokens: int, micros: int, steps: int, seed: int) -> list[list[int]]:
-    """The samples of the first steps: micro-batches filled one after the other up to `tokens` with padding."""
+    """The samples of the first steps: micro-batches filled one after the other up to `tokens` with
+    padding.
+    """
     order = torch.randperm(len(LENGTHS), generator=torch.Generator().manual_seed(seed)).tolist()
     batches: list[list[int]] = [[]]
     for index in order:
-        if batches[-1] and max(LENGTHS[i] for i in [*batches[-1], index]) * (len(batches[-1]) + 1) > tokens:
+        if (
+            batches[-1]
+            and max(LENGTHS[i] for i in [*batches[-1], index]) * (len(batches[-1]) + 1) > tokens
+        ):
             batches.append([])
         batches[-1].append(index)
-    return [[i for batch in batches[s * micros : (s + 1) * micros] for i in batch] for s in range(steps)]
+    return [
+        [i for batch in batches[s * micros : (s + 1) * micros] for i in batch] for s in range(steps)
+    ]

@@ -1,4 +1,6 @@
-"""The analysis of a data set: what is measured, by how many workers, what is written, and who reads it."""
+"""The analysis of a data set: what is measured, by how many workers, what is written, and who reads
+it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ class Texts:
     def __init__(self, size: int = 37) -> None:
         generator = torch.Generator().manual_seed(5)
         self.lengths = torch.randint(1, 300, (size,), generator=generator).tolist()
-        self.samples = [{"input_ids": torch.randint(0, 50, (n,), generator=generator).tolist()} for n in self.lengths]
+        self.samples = [
+            {"input_ids": torch.randint(0, 50, (n,), generator=generator).tolist()}
+            for n in self.lengths
+        ]
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -37,7 +42,11 @@ class Texts:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
 
 
 def half(sample: Any) -> float:
@@ -49,14 +58,21 @@ def test_lengths(tmp_path: Path) -> None:
     facts = analyze(data, ["seqlen"], tmp_path)["seqlen"]
     folder = tmp_path / "seqlen"
     assert np.load(folder / "seqlen_sample_to_metric.npy").tolist() == data.lengths
-    index = read_index(str(folder / "seqlen_index_to_sample"), str(folder / "seqlen_index_to_metric"), len(data))
+    index = read_index(
+        str(folder / "seqlen_index_to_sample"), str(folder / "seqlen_index_to_metric"), len(data)
+    )
     assert sorted(index.samples.tolist()) == list(range(len(data)))
     assert [data.lengths[i] for i in index.samples] == sorted(data.lengths)
-    assert all(index.up_to_value(n) == sum(m <= n for m in data.lengths) for n in (0, 1, 77, 150, 299, 400))
+    assert all(
+        index.up_to_value(n) == sum(m <= n for m in data.lengths) for n in (0, 1, 77, 150, 299, 400)
+    )
     assert (index.samples.dtype, index.values.dtype) == (np.uint8, np.uint16)  # type: ignore[union-attr]
     assert facts == json.loads((folder / "seqlen.json").read_text())
     assert facts["samples"] == 37 and facts["mean"] == pytest.approx(sum(data.lengths) / 37)
-    assert facts["percentiles"]["100"] == max(data.lengths) and facts["percentiles"]["50"] == sorted(data.lengths)[18]
+    assert (
+        facts["percentiles"]["100"] == max(data.lengths)
+        and facts["percentiles"]["50"] == sorted(data.lengths)[18]
+    )
     assert sorted(file.name for file in folder.iterdir()) == [
         "seqlen.json",
         "seqlen_index_to_metric.npy",
@@ -72,14 +88,17 @@ def test_rarity(tmp_path: Path) -> None:
     found = np.load(tmp_path / "vocabulary" / "vocabulary_metric_value.npy")
     assert found.tolist() == [counts[token] for token in range(max(counts) + 1)]
     total = sum(counts.values())
-    expected = [sum(-math.log(counts[t] / total) for t in sample["input_ids"]) for sample in data.samples]
+    expected = [
+        sum(-math.log(counts[t] / total) for t in sample["input_ids"]) for sample in data.samples
+    ]
     values = np.load(tmp_path / "vocabularyrarity" / "vocabularyrarity_sample_to_metric.npy")
     assert values.tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("workers", [2, 5, 40])
 def test_any_number_of_workers_writes_the_same(tmp_path: Path, workers: int) -> None:
-    data, names = Texts(), ["seqlen", "vocabulary", f"half={__name__}:half"]
+    data = Texts()
+    names = ["seqlen", "vocabulary", f"half={__name__}:half"]
     measures = [*measures_of(names[:2], tmp_path), Measure("half", half)]
     analyze(data, measures, tmp_path / "one", batch_size=1000)
     for worker in reversed(range(workers)):
@@ -182,6 +201,8 @@ def test_a_curriculum_reads_the_files(tmp_path: Path) -> None:
         "schedule_type": "fixed_discrete",
         "schedule_config": {"difficulty": [100, 300], "max_step": [2]},
     }
-    order = ByDifficulty(Curriculum.model_validate({"enabled": True, "curriculum_metrics": {"s": metric}}), 37, 0)
+    order = ByDifficulty(
+        Curriculum.model_validate({"enabled": True, "curriculum_metrics": {"s": metric}}), 37, 0
+    )
     first, second, third = (order.take(9, step) for step in range(3))
     assert max(data.lengths[i] for i in first + second) <= 100 < max(data.lengths[i] for i in third)

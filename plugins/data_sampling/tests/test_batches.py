@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ds_data_sampling.batches import Feed, Plan, TokenBudget, by_length, by_tokens, fixed, packed, samples_in
+from ds_data_sampling.batches import (
+    Feed,
+    Plan,
+    TokenBudget,
+    by_length,
+    by_tokens,
+    fixed,
+    packed,
+    samples_in,
+)
 from ds_data_sampling.mixing import Mixed, shares
 from ds_data_sampling.order import Shuffled
 from hypothesis import given, settings
@@ -22,7 +31,8 @@ def epoch(size: int, plan: Planned, *, drop_last: bool = False) -> list[Plan]:
         order.start(0)
         return order
 
-    feed, steps = Feed(again(), again=None if drop_last else again), []
+    feed = Feed(again(), again=None if drop_last else again)
+    steps = []
     while feed.more(len(steps)) and (plans := plan(feed, len(steps))):
         steps += plans
     return steps
@@ -33,7 +43,9 @@ def indices(steps: list[Plan]) -> list[int]:
 
 
 def check_whole(steps: list[Plan], size: int, micros: int, slots: int) -> None:
-    """Each sample comes; one comes twice only to fill up the last step, of which `slots` may not be empty."""
+    """Each sample comes; one comes twice only to fill up the last step, of which `slots` may not be
+    empty.
+    """
     assert all(len(plan) == micros and all(plan) for plan in steps)
     seen = indices(steps)
     assert set(seen) == set(range(size))
@@ -46,7 +58,11 @@ def test_fixed(size: int, micros: int, samples: int, drop_last: bool) -> None:
     steps = epoch(size, lambda feed, step: fixed(feed, step, micros, samples), drop_last=drop_last)
     assert all(len(micro) == samples for plan in steps for micro in plan)
     if drop_last:
-        assert len(indices(steps)) == len(set(indices(steps))) == size // (micros * samples) * micros * samples
+        assert (
+            len(indices(steps))
+            == len(set(indices(steps)))
+            == size // (micros * samples) * micros * samples
+        )
     else:
         check_whole(steps, size, micros, micros * samples)
 
@@ -55,7 +71,9 @@ def test_fixed(size: int, micros: int, samples: int, drop_last: bool) -> None:
 @settings(deadline=None, max_examples=40)
 def test_by_tokens(lengths: list[int], micros: int, fewest: int, most: int | None) -> None:
     budget = TokenBudget(90, fewest, most)
-    steps = epoch(len(lengths), lambda feed, step: by_tokens(feed, step, micros, lengths.__getitem__, budget))
+    steps = epoch(
+        len(lengths), lambda feed, step: by_tokens(feed, step, micros, lengths.__getitem__, budget)
+    )
     check_whole(steps, len(lengths), micros, micros)
     for plan in steps:
         for micro in plan:
@@ -76,16 +94,22 @@ def test_by_length(lengths: list[int], micros: int, window: int, drop_last: bool
     if not drop_last:
         check_whole(steps, len(lengths), micros, micros)
     assert len(indices(steps)) <= len(lengths) + micros
-    assert all(max(lengths[i] for i in micro) * len(micro) <= 90 for plan in steps for micro in plan)
+    assert all(
+        max(lengths[i] for i in micro) * len(micro) <= 90 for plan in steps for micro in plan
+    )
 
 
 @given(lengths_of, st.integers(1, 3), st.integers(1, 3))
 @settings(deadline=None, max_examples=40)
 def test_packed(lengths: list[int], micros: int, rows: int) -> None:
-    steps = epoch(len(lengths), lambda feed, step: packed(feed, step, micros, rows, 40, lengths.__getitem__))
+    steps = epoch(
+        len(lengths), lambda feed, step: packed(feed, step, micros, rows, 40, lengths.__getitem__)
+    )
     assert all(len(micro) == rows and all(micro) for plan in steps for micro in plan)
     check_whole(steps, len(lengths), micros, micros * rows)
-    assert all(sum(lengths[i] for i in row) <= 40 for plan in steps for micro in plan for row in micro)
+    assert all(
+        sum(lengths[i] for i in row) <= 40 for plan in steps for micro in plan for row in micro
+    )
 
 
 def test_rows_and_batches_are_well_filled() -> None:
@@ -101,19 +125,29 @@ def test_rows_and_batches_are_well_filled() -> None:
 
     plain = epoch(4000, lambda feed, step: fixed(feed, step, 4, 16))
     tokens = epoch(4000, lambda feed, step: by_tokens(feed, step, 4, lengths.__getitem__, budget))
-    alike = epoch(4000, lambda feed, step: by_length(feed, step, 4, lengths.__getitem__, budget, steps=8))
+    alike = epoch(
+        4000, lambda feed, step: by_length(feed, step, 4, lengths.__getitem__, budget, steps=8)
+    )
     rows = epoch(4000, lambda feed, step: packed(feed, step, 4, 4, 1024, lengths.__getitem__))
-    shown = [used / padded(plain), used / padded(tokens), used / padded(alike), used / (len(rows) * 4 * 4 * 1024)]
+    shown = [
+        used / padded(plain),
+        used / padded(tokens),
+        used / padded(alike),
+        used / (len(rows) * 4 * 4 * 1024),
+    ]
     assert shown[0] < 0.5 and shown[2] > 0.9 and shown[3] > 0.95, shown
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 100), st.data())
 @settings(deadline=None, max_examples=40)
 def test_mixed(sizes: list[int], total: int, data: st.DataObject) -> None:
-    """The shares of each epoch, evenly spread; no sample of a set comes again before all others have come."""
+    """The shares of each epoch, evenly spread; no sample of a set comes again before all others
+    have come.
+    """
     weights = [data.draw(st.integers(1, 5)) for _ in sizes]
     order = Mixed(sizes, weights, total, seed=4)
-    wanted, walked = shares(total, weights), [[] for _ in sizes]  # type: ignore[var-annotated]
+    wanted = shares(total, weights)  # type: ignore[var-annotated]
+    walked = [[] for _ in sizes]  # type: ignore[var-annotated]
     for number in range(3):
         order.start(number)
         found = order.take(total // 2, 0)

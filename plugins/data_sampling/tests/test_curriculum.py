@@ -1,4 +1,5 @@
-"""Samples by difficulty: who may come when, how often, and that the order depends on nothing else."""
+"""Samples by difficulty: who may come when, how often, and that the order depends on nothing
+else."""
 
 from __future__ import annotations
 
@@ -47,7 +48,10 @@ def by_length(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def by_rarity(folder: Path, **changes: Any) -> dict[str, Any]:
     numbers = {"min_difficulty": 20, "max_difficulty": 100, "difficulty_type": "percentile"}
-    schedule = {"schedule_type": "fixed_root", "schedule_config": LINEAR | {"difficulty_step": 10, "root_degree": 2}}
+    schedule = {
+        "schedule_type": "fixed_root",
+        "schedule_config": LINEAR | {"difficulty_step": 10, "root_degree": 2},
+    }
     return by_length(folder) | files(folder, "rarity", RARITY) | numbers | schedule | changes
 
 
@@ -80,7 +84,10 @@ def test_samples_wait_until_they_are_easy_enough(tmp_path: Path) -> None:
 
 
 def test_a_percentile_is_of_all_samples(tmp_path: Path) -> None:
-    numbers = {"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [20, 50], "max_step": [4]}}
+    numbers = {
+        "schedule_type": "fixed_discrete",
+        "schedule_config": {"difficulty": [20, 50], "max_step": [4]},
+    }
     order = order_of({"rarity": by_rarity(tmp_path, max_difficulty=50, **numbers)})
     batches = steps(order, 40)
     assert {i for batch in batches[:4] for i in batch} <= set(np.flatnonzero(RARITY < 12).tolist())
@@ -89,18 +96,24 @@ def test_a_percentile_is_of_all_samples(tmp_path: Path) -> None:
 
 
 def test_with_several_metrics_the_last_to_admit_decides(tmp_path: Path) -> None:
-    metrics = {"seqlen": by_length(tmp_path, min_difficulty=40), "rarity": by_rarity(tmp_path, min_difficulty=40)}
+    metrics = {
+        "seqlen": by_length(tmp_path, min_difficulty=40),
+        "rarity": by_rarity(tmp_path, min_difficulty=40),
+    }
     for folder in (None, str(tmp_path / "clusters")):
         order = order_of(metrics, data_cluster_path=folder)
         seen: set[int] = set()
         for step in range(60):
             batch = steps(order, 1, first=step)[0]
-            length, percent = order.difficulties["seqlen"], order.difficulties["rarity"]
+            length = order.difficulties["seqlen"]
+            percent = order.difficulties["rarity"]
             assert all(LENGTHS[i] <= length and RARITY[i] < SIZE * percent // 100 for i in batch)
             seen.update(batch)
         assert seen == set(range(SIZE))
     written = sorted(file.name for file in (tmp_path / "clusters").iterdir())
-    assert written and all(name.startswith("cluster-") and name.endswith(".npy") for name in written)
+    assert written and all(
+        name.startswith("cluster-") and name.endswith(".npy") for name in written
+    )
 
 
 def test_when_all_are_admitted_each_comes_about_equally_often(tmp_path: Path) -> None:
@@ -109,7 +122,8 @@ def test_when_all_are_admitted_each_comes_about_equally_often(tmp_path: Path) ->
     counts = Counter(i for batch in batches[10:] for i in batch)
     assert len(counts) == SIZE
     expected = 6 * 1000 / SIZE
-    # Of a cluster each sample comes equally often, give or take one pass; clusters are drawn by chance.
+    # Of a cluster each sample comes equally often, give or take one pass; clusters are drawn by
+    # chance.
     assert all(0.7 * expected < count < 1.3 * expected for count in counts.values())
     first = [i for i in range(SIZE) if LENGTHS[i] <= 32]
     of_first = [counts[i] for i in first]
@@ -129,7 +143,8 @@ def test_one_cluster_gives_every_sample_once_per_epoch(tmp_path: Path) -> None:
 
 def test_the_order_does_not_depend_on_how_much_is_taken_at_a_time(tmp_path: Path) -> None:
     metrics = {"seqlen": by_length(tmp_path)}
-    whole, parts = order_of(metrics), order_of(metrics)
+    whole = order_of(metrics)
+    parts = order_of(metrics)
     for step in range(9):
         one_by_one = [parts.take(1, step)[0] for _ in range(6)]
         assert whole.take(6, step) == one_by_one
@@ -144,7 +159,8 @@ def test_it_goes_on_from_its_state(tmp_path: Path, several: bool, stop: int) -> 
         metrics["rarity"] = by_rarity(tmp_path, min_difficulty=60)
     order = order_of(metrics)
     expected = steps(order, 30)
-    first, second = order_of(metrics), order_of(metrics)
+    first = order_of(metrics)
+    second = order_of(metrics)
     assert steps(first, stop) == expected[:stop]
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert second.difficulties == first.difficulties
@@ -154,7 +170,11 @@ def test_it_goes_on_from_its_state(tmp_path: Path, several: bool, stop: int) -> 
 
 def test_custom_schedules(tmp_path: Path) -> None:
     schedules: dict[str, Callable[[int], int]] = {}
-    metrics = {"seqlen": Metric.model_validate(by_length(tmp_path, schedule_type="custom", schedule_config={}))}
+    metrics = {
+        "seqlen": Metric.model_validate(
+            by_length(tmp_path, schedule_type="custom", schedule_config={})
+        )
+    }
     order = ByDifficulty(Curriculum(enabled=True, curriculum_metrics=metrics), SIZE, 7, schedules)
     with pytest.raises(UsageError, match="set_custom_curriculum_learning_schedule"):
         order.take(1, 0)
@@ -171,16 +191,23 @@ def test_errors(tmp_path: Path) -> None:
         order_of({"seqlen": by_length(tmp_path, min_difficulty=0)}).take(1, 0)
     order = order_of({"seqlen": by_length(tmp_path)})
     order.take(1, 0)
-    with pytest.raises(UsageError, match=r"saved with 60 samples and difficulties of seqlen.* and rarity"):
+    with pytest.raises(
+        UsageError, match=r"saved with 60 samples and difficulties of seqlen.* and rarity"
+    ):
         order_of({"rarity": by_rarity(tmp_path)}).load_state_dict(order.state_dict())
-    with pytest.raises(UsageError, match="is of a data set of 60 samples; the training data has 61"):
+    with pytest.raises(
+        UsageError, match="is of a data set of 60 samples; the training data has 61"
+    ):
         settings = {"enabled": True, "curriculum_metrics": {"seqlen": by_length(tmp_path)}}
         ByDifficulty(Curriculum.model_validate(settings), SIZE + 1, 0)
 
 
 def test_the_config_chooses(tmp_path: Path) -> None:
     curriculum = {"enabled": True, "curriculum_metrics": {"seqlen": by_length(tmp_path)}}
-    config = {"enabled": True, "data_sampling": {"enabled": True, "curriculum_learning": curriculum}}
+    config = {
+        "enabled": True,
+        "data_sampling": {"enabled": True, "curriculum_learning": curriculum},
+    }
     assert isinstance(make_order(DataEfficiency.model_validate(config), SIZE), ByDifficulty)
     config["data_sampling"] = {"enabled": True}
     plain = make_order(DataEfficiency.model_validate(config), 5, shuffle=False)

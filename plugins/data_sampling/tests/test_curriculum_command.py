@@ -26,7 +26,12 @@ LENGTHS = {"curriculum_learning": {"enabled": True, **LINEAR}}
 
 def efficiency(**metrics: Any) -> dict[str, Any]:
     curriculum = {"enabled": True, "curriculum_metrics": metrics}
-    return {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True, "curriculum_learning": curriculum}}}
+    return {
+        "data_efficiency": {
+            "enabled": True,
+            "data_sampling": {"enabled": True, "curriculum_learning": curriculum},
+        }
+    }
 
 
 class TestCommands(CommandConformance):
@@ -50,11 +55,20 @@ def dscore(*words: Any) -> str:
 def test_draw(tmp_path: Path) -> None:
     for name in ("samples", "values"):
         np.save(tmp_path / f"{name}.npy", np.arange(64) + (name == "values"))
-    paths = {f"index_to_{k}_path": str(tmp_path / f) for k, f in (("sample", "samples"), ("metric", "values"))}
+    paths = {
+        f"index_to_{k}_path": str(tmp_path / f)
+        for k, f in (("sample", "samples"), ("metric", "values"))
+    }
     both = efficiency(
         seqlen={**paths, "difficulty_type": "value", "clustering_type": "schedule_based", **LINEAR},
-        own=LINEAR | {"clustering_type": "single_cluster", "schedule_type": "custom", "schedule_config": {}},
-        lost={**LINEAR, "difficulty_type": "percentile", "clustering_type": "schedule_based", "max_difficulty": 50}
+        own=LINEAR
+        | {"clustering_type": "single_cluster", "schedule_type": "custom", "schedule_config": {}},
+        lost={
+            **LINEAR,
+            "difficulty_type": "percentile",
+            "clustering_type": "schedule_based",
+            "max_difficulty": 50,
+        }
         | {"index_to_sample_path": str(tmp_path / "nowhere")},
     )
     file = tmp_path / "config.json"
@@ -64,7 +78,11 @@ def test_draw(tmp_path: Path) -> None:
     steps = next(row for row in rows if row[:1] == ["step"])
     difficulties = next(row for row in rows if row[:1] == ["difficulty"])
     shares = next(row for row in rows if row[:1] == ["samples"])
-    assert (steps[1], steps[-1]) == ("1", "101") and difficulties[1] == "8" and difficulties[-1] == "64"
+    assert (
+        (steps[1], steps[-1]) == ("1", "101")
+        and difficulties[1] == "8"
+        and difficulties[-1] == "64"
+    )
     assert [f"{int(d) / 64:.1%}" for d in difficulties[1:]] == shares[1:]
     for text in (
         "curriculum_learning: fixed_linear, 8 to 64",
@@ -74,7 +92,9 @@ def test_draw(tmp_path: Path) -> None:
         assert text in said
     root = ElementTree.fromstring((tmp_path / "drawn.svg").read_text())
     assert len(root.findall("{http://www.w3.org/2000/svg}polyline")) == 3  # all but the custom one
-    assert "  step       1\n  difficulty 8\n  length of sequences" in dscore("draw", file, "--steps", 1)
+    assert "  step       1\n  difficulty 8\n  length of sequences" in dscore(
+        "draw", file, "--steps", 1
+    )
     file.write_text(json.dumps({"train_batch_size": 1}))
     with pytest.raises(UsageError, match="has no curriculum"):
         from ds_data_sampling.command import draw
@@ -104,8 +124,12 @@ def test_analyze(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("seqlen", "vocabulary"):
         for worker in (0, 1):
             words = ("-m", name, "--workers", 2, "--worker", worker)
-            assert f"worker {worker} of 2" in dscore("analyze", "curriculum_data:texts", "-o", "two", *words)
-        dscore("analyze", "curriculum_data:texts", "-o", "two", "-m", name, "--workers", 2, "--combine")
+            assert f"worker {worker} of 2" in dscore(
+                "analyze", "curriculum_data:texts", "-o", "two", *words
+            )
+        dscore(
+            "analyze", "curriculum_data:texts", "-o", "two", "-m", name, "--workers", 2, "--combine"
+        )
     for name in ("seqlen/seqlen_sample_to_metric.npy", "vocabulary/vocabulary_metric_value.npy"):
         assert Path("one", name).read_bytes() == Path("two", name).read_bytes()
     assert np.load("one/cubed/cubed_sample_to_metric.npy").tolist() == [27, 1, 8]

@@ -1,4 +1,6 @@
-"""Training by a curriculum: as plain torch with the same samples, on any number of ranks, also resumed on others."""
+"""Training by a curriculum: as plain torch with the same samples, on any number of ranks, also
+resumed on others.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from torch import Tensor, nn
 import ds_core
 from ds_core import comm
 
-VOCABULARY, LENGTH, SIZE, BATCH, STEPS = 11, 12, 40, 4, 13  # an epoch has ten steps
+# an epoch has ten steps
+VOCABULARY = 11
+LENGTH = 12
+SIZE = 40
+BATCH = 4
+STEPS = 13
 
 
 class Data:
@@ -27,7 +34,9 @@ class Data:
         return SIZE
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids = torch.randint(0, VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(index))
+        ids = torch.randint(
+            0, VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(index)
+        )
         return {"ids": ids[:-1], "labels": ids[1:], "index": torch.tensor(index)}
 
 
@@ -38,7 +47,8 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.embed, self.head = nn.Embedding(VOCABULARY, 6), nn.Linear(6, VOCABULARY)
+        self.embed = nn.Embedding(VOCABULARY, 6)
+        self.head = nn.Linear(6, VOCABULARY)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         hidden = self.embed(ids).cumsum(1)
@@ -90,11 +100,15 @@ def shorten(batch: dict[str, Tensor], state: dict[str, Any]) -> dict[str, Tensor
 
 
 def plainly(folder: Path) -> tuple[list[float], list[list[int]], dict[str, Tensor]]:
-    """Plain torch in one process, with the samples of the order: losses, samples of steps, weights."""
+    """Plain torch in one process, with the samples of the order: losses, samples of steps,
+    weights."""
     section = DataEfficiency.model_validate(config(folder)["data_efficiency"])
-    order, net, data = make_order(section, SIZE), Net(), Data()
+    order = make_order(section, SIZE)
+    net = Net()
+    data = Data()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, weight_decay=0.1)
-    losses, taken = [], []
+    losses = []
+    taken = []
     for step in range(STEPS):
         if step % (SIZE // BATCH) == 0:
             order.start(step // (SIZE // BATCH))
@@ -118,10 +132,14 @@ def difficulties(engine: Any) -> dict[str, float]:
 
 def train(engine: Any, count: int) -> tuple[list[float], list[list[int]]]:
     """Mean losses and samples of `count` steps, over all ranks."""
-    gas, world, losses, taken = engine.gradient_accumulation_steps(), comm.world_size(), [], []
+    gas = engine.gradient_accumulation_steps()
+    world = comm.world_size()
+    losses = []
+    taken = []
     batches = ds_core.RepeatingLoader(engine.training_dataloader)
     for _ in range(count):
-        total, seen = torch.zeros(()), []
+        total = torch.zeros(())
+        seen = []
         for _ in range(gas):
             batch = next(batches)
             seen.append(int(batch.pop("index")))
@@ -137,7 +155,9 @@ def train(engine: Any, count: int) -> tuple[list[float], list[list[int]]]:
 
 
 def start(folder: Path, more: dict[str, Any]) -> Any:
-    engine, *_ = ds_core.initialize(model=Net(), config=config(folder, **more), training_data=Data())
+    engine, *_ = ds_core.initialize(
+        model=Net(), config=config(folder, **more), training_data=Data()
+    )
     engine.set_data_post_process_func(shorten)
     return engine
 
@@ -196,7 +216,9 @@ def go_on(folder: Path) -> tuple[list[float], list[list[int]]]:
 
 
 @pytest.mark.parametrize(("first", "second"), [(1, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
-def test_it_goes_on_at_another_world_size(folder: Path, ranks: Ranks, first: int, second: int) -> None:
+def test_it_goes_on_at_another_world_size(
+    folder: Path, ranks: Ranks, first: int, second: int
+) -> None:
     losses, taken, _ = plainly(folder)
     begun = begin(folder) if first == 1 else ranks(first, begin, folder)[0]
     done = go_on(folder) if second == 1 else ranks(second, go_on, folder)[0]
@@ -235,7 +257,9 @@ def in_a_pipeline(folder: Path) -> list[float]:
         batch = shorten(batch, state)
         return batch["ids"], batch["labels"]
 
-    pipe = PipelineModule([net.embed, Sum(), net.head], num_stages=2, loss_fn=loss, partition_method="uniform")
+    pipe = PipelineModule(
+        [net.embed, Sum(), net.head], num_stages=2, loss_fn=loss, partition_method="uniform"
+    )
     engine, *_ = ds_core.initialize(model=pipe, config=config(folder), training_data=Data())
     engine.set_data_post_process_func(pairs)
     found = [engine.train_batch().item() for _ in range(STEPS)]

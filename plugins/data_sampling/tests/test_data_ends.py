@@ -44,7 +44,9 @@ class Block(nn.Module):
 
 class TestDroppedTokens(TransformConformance):
     plugin = "ds_data_sampling.plugin"
-    config: ClassVar[Any] = {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": LTD}}}
+    config: ClassVar[Any] = {
+        "data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": LTD}}
+    }
     same_outputs = False
 
     def make_model(self) -> nn.Module:

@@ -25,7 +25,8 @@ LINEAR = {
     "schedule_type": "fixed_linear",
     "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 8},
 }
-# bytes that DeepSpeed 0.19.8's builder writes for the rows [3, 1], [2] of numpy.uint16, one document
+# bytes that DeepSpeed 0.19.8's builder writes for the rows [3, 1], [2] of numpy.uint16, one
+# document
 ROWS_INDEX = bytes.fromhex(
     "4d4d494449445800000100000000000000060200000000000000020000000000000002000000010000000000000000000000"
     "040000000000000000000000000000000200000000000000"
@@ -34,7 +35,9 @@ ROWS_DATA = bytes.fromhex("030001000200")
 
 
 def test_the_scheduler() -> None:
-    scheduler = CurriculumScheduler({**LINEAR, "difficulty_type": "value", "clustering_type": "single_cluster"})
+    scheduler = CurriculumScheduler(
+        {**LINEAR, "difficulty_type": "value", "clustering_type": "single_cluster"}
+    )
     assert scheduler.get_current_difficulty() == 8
     assert [scheduler.update_difficulty(step) for step in range(1, 7)] == [16, 32, 48, 64, 64, 64]
     assert [scheduler.get_difficulty(step) for step in (1, 9)] == [16, 64]
@@ -113,7 +116,10 @@ def test_rows_as_deepspeed_writes_them(tmp_path: Path) -> None:
         return f"{tmp_path}/{name}"
 
     path = write("rows", [[3, 1], [2]])
-    assert Path(f"{path}.idx").read_bytes() == ROWS_INDEX and Path(f"{path}.bin").read_bytes() == ROWS_DATA
+    assert (
+        Path(f"{path}.idx").read_bytes() == ROWS_INDEX
+        and Path(f"{path}.bin").read_bytes() == ROWS_DATA
+    )
     rows = pickle.loads(pickle.dumps(MMapIndexedDataset(path, skip_warmup=True)))  # noqa: S301  our own bytes
     assert [row.tolist() for row in rows] == [[3, 1], [2]] and rows[-1].tolist() == [2]
     assert [row.tolist() for row in rows[:2]] == [[3, 1], [2]]
@@ -124,7 +130,11 @@ def test_rows_as_deepspeed_writes_them(tmp_path: Path) -> None:
     builder.merge_file_(path)
     builder.merge_file_(write("more", [[70_000]], torch.int32))
     builder.finalize(f"{tmp_path}/both.idx")
-    assert [row.tolist() for row in MMapIndexedDataset(f"{tmp_path}/both")] == [[3, 1], [2], [70_000]]
+    assert [row.tolist() for row in MMapIndexedDataset(f"{tmp_path}/both")] == [
+        [3, 1],
+        [2],
+        [70_000],
+    ]
     with pytest.raises(UsageError, match="integer type"):
         MMapIndexedDatasetBuilder(f"{tmp_path}/floats.bin", dtype=torch.float32)
 
@@ -146,7 +156,11 @@ METRICS: dict[str, Any] = {
 
 
 def written(folder: Path) -> list[list[int]]:
-    index = read_index(str(folder / "seqlen/seqlen_index_to_sample"), str(folder / "seqlen/seqlen_index_to_metric"), 5)
+    index = read_index(
+        str(folder / "seqlen/seqlen_index_to_sample"),
+        str(folder / "seqlen/seqlen_index_to_metric"),
+        5,
+    )
     assert index.values is not None
     vocabulary = np.load(folder / "vocab" / "vocab_metric_value.npy")
     return [index.samples.tolist(), index.values.tolist(), vocabulary.tolist()]
@@ -158,7 +172,9 @@ EXPECTED = [[1, 3, 2, 0, 4], [1, 1, 2, 3, 3], [5, 5, 3, 2]]
 def test_the_analyzer(tmp_path: Path) -> None:
     dtypes = [torch.int64, np.int64]
     for worker in (0, 1):
-        DataAnalyzer(DATA, 2, worker, save_path=str(tmp_path), metric_dtypes=dtypes, batch_size=2, **METRICS).run_map()
+        DataAnalyzer(
+            DATA, 2, worker, save_path=str(tmp_path), metric_dtypes=dtypes, batch_size=2, **METRICS
+        ).run_map()
     DataAnalyzer(DATA, 2, 0, save_path=str(tmp_path), metric_dtypes=dtypes, **METRICS).run_reduce()
     assert written(tmp_path) == EXPECTED
     for change, said in (

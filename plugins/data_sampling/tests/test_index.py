@@ -14,13 +14,19 @@ from ds_core.errors import UsageError
 
 
 def write_rows(path: Path, rows: list[list[int]], kind: int = 6, dtype: str = "<u2") -> str:
-    """As DeepSpeed's builder writes them: lengths and positions of rows, then documents; and the elements."""
+    """As DeepSpeed's builder writes them: lengths and positions of rows, then documents; and the
+    elements.
+    """
     sizes = np.array([len(row) for row in rows], "<i4")
     places = (np.cumsum(sizes) - sizes).astype("<i8") * np.dtype(dtype).itemsize
     documents = np.array([0, len(rows)], "<i8")
     head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, kind, len(rows), len(documents))
-    path.with_suffix(".idx").write_bytes(head + sizes.tobytes() + places.tobytes() + documents.tobytes())
-    path.with_suffix(".bin").write_bytes(np.concatenate([np.array(row, dtype) for row in rows]).tobytes())
+    path.with_suffix(".idx").write_bytes(
+        head + sizes.tobytes() + places.tobytes() + documents.tobytes()
+    )
+    path.with_suffix(".bin").write_bytes(
+        np.concatenate([np.array(row, dtype) for row in rows]).tobytes()
+    )
     return str(path)
 
 
@@ -55,12 +61,15 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     said("with 2 dimensions", str(tmp_path / "square.npy"))
     np.save(tmp_path / "three.npy", np.arange(3))
     np.save(tmp_path / "two.npy", np.arange(2))
-    said("has 3 samples and .* has 2 values", str(tmp_path / "three.npy"), str(tmp_path / "two.npy"))
+    said(
+        "has 3 samples and .* has 2 values", str(tmp_path / "three.npy"), str(tmp_path / "two.npy")
+    )
     said("3 samples; the training data has 4", str(tmp_path / "three.npy"), size=4)
 
     rows = write_rows(tmp_path / "rows", [[1, 2], [0]])
     said("has 2 rows and .* has 1 values", rows, write_rows(tmp_path / "one", [[1]]))
-    table, data = tmp_path / "rows.idx", tmp_path / "rows.bin"
+    table = tmp_path / "rows.idx"
+    data = tmp_path / "rows.bin"
     whole = table.read_bytes()
     data.write_bytes(data.read_bytes()[:-1])
     said("has 5 bytes; rows.idx says 6", rows)
@@ -81,7 +90,11 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("samples", "values", "match"),
     [
-        ([0, 2, 1_000_000_000], [1, 2, 3], "samples.npy names sample 1000000000; its 3 samples are 0 to 2"),
+        (
+            [0, 2, 1_000_000_000],
+            [1, 2, 3],
+            "samples.npy names sample 1000000000; its 3 samples are 0 to 2",
+        ),
         ([0, -7, 2], [1, 2, 3], "samples.npy names sample -7"),
         ([0, 2, 2], [1, 2, 3], "samples.npy lacks sample 1, and names another one twice"),
         ([0.0, 1.5, 2.0], [1, 2, 3], "samples.npy has float64"),
@@ -91,7 +104,11 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     ],
 )
 def test_numbers_that_cannot_be_an_index(
-    tmp_path: Path, samples: list[int], values: list[int], match: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    samples: list[int],
+    values: list[int],
+    match: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     np.save(tmp_path / "samples.npy", np.array(samples))
     np.save(tmp_path / "values.npy", np.array(values))
@@ -108,7 +125,12 @@ def test_files_that_are_no_array(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo.npy")
     np.save(tmp_path / "cut.npy", np.arange(3))
     os.truncate(tmp_path / "cut.npy", 140)
-    said = {"empty": "can read", "zip": "can read", "cut": "can read", "fifo": "there is no such file"}
+    said = {
+        "empty": "can read",
+        "zip": "can read",
+        "cut": "can read",
+        "fifo": "there is no such file",
+    }
     for name, match in said.items():
         with pytest.raises(UsageError, match=rf"{name}\.npy.*{match}"):
             read_array(tmp_path / f"{name}.npy")

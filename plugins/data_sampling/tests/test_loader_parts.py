@@ -27,18 +27,16 @@ from ds_core.undo import Undo
 TOKENS = {"dynamic_batching": {"enabled": True, "max_tokens": 26}}
 
 
-# -- batches -----------------------------------------------------------------------------------------------------------
+# -- batches ---------------------------------------------------------------------------------------
 
 
 def test_padding() -> None:
-    one, two = (
-        {"input_ids": torch.tensor([4, 5]), "labels": torch.tensor([4, 5]), "topic": 7},
-        {
-            "input_ids": [6, 7, 8],
-            "labels": [6, 7, 8],
-            "topic": 8,
-        },
-    )
+    one = {"input_ids": torch.tensor([4, 5]), "labels": torch.tensor([4, 5]), "topic": 7}
+    two = {
+        "input_ids": [6, 7, 8],
+        "labels": [6, 7, 8],
+        "topic": 8,
+    }
     batch = Padder(9)([one, two])
     assert {name: value.tolist() for name, value in batch.items()} == {
         "input_ids": [[4, 5, 9], [6, 7, 8]],
@@ -53,7 +51,10 @@ def test_padding() -> None:
 
 
 def test_packing() -> None:
-    rows = [[torch.tensor([4, 5]), {"input_ids": [6, 7, 8], "kind": [1, 1, 1]}][1:], [{"input_ids": [9], "kind": [2]}]]
+    rows = [
+        [torch.tensor([4, 5]), {"input_ids": [6, 7, 8], "kind": [1, 1, 1]}][1:],
+        [{"input_ids": [9], "kind": [2]}],
+    ]
     batch = Packer(5, 3)(rows)
     assert {name: value.tolist() for name, value in batch.items()} == {
         "input_ids": [[6, 7, 8, 3, 3], [9, 3, 3, 3, 3]],
@@ -82,20 +83,28 @@ def test_what_cannot_be_packed(sample: Any, said: str) -> None:
         Packer(5)([[sample]])
 
 
-# -- lengths -----------------------------------------------------------------------------------------------------------
+# -- lengths ---------------------------------------------------------------------------------------
 
 
 def test_lengths() -> None:
-    assert [tokens_of(x) for x in ({"labels": [1], "input_ids": [1, 2]}, {"a": [1]}, ([1, 2, 3], 0), "four")] == [
+    assert [
+        tokens_of(x)
+        for x in ({"labels": [1], "input_ids": [1, 2]}, {"a": [1]}, ([1, 2, 3], 0), "four")
+    ] == [
         2,
         1,
         3,
         4,
     ]
-    with pytest.raises(UsageError, match="begins with\\) a int; give the dataset an attribute `lengths`"):
+    with pytest.raises(
+        UsageError, match="begins with\\) a int; give the dataset an attribute `lengths`"
+    ):
         tokens_of((1, 2))
     assert Lengths([[1], [1, 2]]).values.tolist() == [1, 2]
-    assert Lengths(torch.utils.data.ConcatDataset([Sentences(), Sentences()])).values.tolist() == LENGTHS * 2
+    assert (
+        Lengths(torch.utils.data.ConcatDataset([Sentences(), Sentences()])).values.tolist()
+        == LENGTHS * 2
+    )
     with pytest.raises(UsageError, match="metrics_path has lengths of shape"):
         Lengths([[1]], lambda: np.zeros(3)).values  # noqa: B018
 
@@ -110,7 +119,9 @@ def test_lengths_come_from_the_files_of_an_analysis(tmp_path: Path) -> None:
 def _samples(sampling: Any, data: Any = None) -> list[int]:
     """Rows of the batches of one epoch."""
     engine, *_ = ds_core.initialize(
-        model=Bigrams(), config=config(2, 1, sampling), training_data=Sentences() if data is None else data
+        model=Bigrams(),
+        config=config(2, 1, sampling),
+        training_data=Sentences() if data is None else data,
     )
     assert engine.training_dataloader is not None
     found = [len(batch["input_ids"]) for batch in engine.training_dataloader]
@@ -118,7 +129,7 @@ def _samples(sampling: Any, data: Any = None) -> list[int]:
     return found
 
 
-# -- loss weights ------------------------------------------------------------------------------------------------------
+# -- loss weights ----------------------------------------------------------------------------------
 
 
 class Gives(nn.Module):
@@ -140,7 +151,8 @@ class TakesIt(nn.Module):
 
 
 def test_losses_are_weighed_wherever_the_model_has_them() -> None:
-    two, half = torch.tensor(2.0), torch.tensor(0.5)
+    two = torch.tensor(2.0)
+    half = torch.tensor(0.5)
     for output, of in (
         (two, lambda out: out),
         ({"loss": two}, lambda out: out["loss"]),
@@ -155,7 +167,7 @@ def test_losses_are_weighed_wherever_the_model_has_them() -> None:
         weigh_losses(Gives(torch.zeros(3)), Undo())(x=1, loss_weight=half)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
 class Stream(torch.utils.data.IterableDataset[int]):
@@ -175,9 +187,21 @@ class Stream(torch.utils.data.IterableDataset[int]):
         ),
         ({"mixing": {"weights": {"a": 1}}}, Sentences(), "must be a mapping"),
         ({"mixing": {"weights": {"0": 1, "1": 1}}}, [[1], []], "data set '1' is empty"),
-        ({"packing": {"enabled": True, "row_tokens": 9}}, Sentences(), "samples have more than 9 tokens"),
-        ({"dynamic_batching": {"enabled": True, "max_tokens": 2}}, Sentences(), "60 of 60 samples have more than 2"),
-        ({"loss_weights": "samples"}, [(torch.zeros(3), 0)] * 8, "gives a list; let it return a dict"),
+        (
+            {"packing": {"enabled": True, "row_tokens": 9}},
+            Sentences(),
+            "samples have more than 9 tokens",
+        ),
+        (
+            {"dynamic_batching": {"enabled": True, "max_tokens": 2}},
+            Sentences(),
+            "60 of 60 samples have more than 2",
+        ),
+        (
+            {"loss_weights": "samples"},
+            [(torch.zeros(3), 0)] * 8,
+            "gives a list; let it return a dict",
+        ),
     ],
 )
 def test_clear_errors(sampling: Any, data: Any, said: str) -> None:
@@ -199,7 +223,9 @@ def test_packing_makes_the_batches_itself() -> None:
 
 def test_an_optimizer_that_cannot_be_told() -> None:
     check_optimizer(None)
-    with pytest.raises(UsageError, match=r"needs an optimizer that is a torch\.optim\.Optimizer, not a object"):
+    with pytest.raises(
+        UsageError, match=r"needs an optimizer that is a torch\.optim\.Optimizer, not a object"
+    ):
         check_optimizer(object())
 
 
@@ -212,12 +238,16 @@ def test_samples_that_do_not_fit_are_left_out(caplog: Any) -> None:
     assert f"{len(LENGTHS) - fit} of 60 samples have more than 8 tokens" in caplog.text
 
 
-# -- following the engine ----------------------------------------------------------------------------------------------
+# -- following the engine --------------------------------------------------------------------------
 
 
 def test_steps_follow_the_accumulation() -> None:
-    """A step that is planned after gradient accumulation has changed has as many micro-batches, of samples not seen."""
-    engine, *_ = ds_core.initialize(model=Bigrams(), config=config(2, 1, TOKENS), training_data=Sentences())
+    """A step that is planned after gradient accumulation has changed has as many micro-batches, of
+    samples not seen.
+    """
+    engine, *_ = ds_core.initialize(
+        model=Bigrams(), config=config(2, 1, TOKENS), training_data=Sentences()
+    )
     loader: Any = engine.training_dataloader
     engine.train_batch()
     engine.set_train_batch_size(6)  # gas 3
@@ -248,7 +278,9 @@ def test_epochs_are_numbered() -> None:
 
 
 def test_another_loaders_position_begins_its_epoch_anew(caplog: Any) -> None:
-    engine, *_ = ds_core.initialize(model=Bigrams(), config=config(2, 1, TOKENS), training_data=Sentences())
+    engine, *_ = ds_core.initialize(
+        model=Bigrams(), config=config(2, 1, TOKENS), training_data=Sentences()
+    )
     loader: Any = engine.training_dataloader
     loader.load_state_dict({"epoch": 3, "batches": 4, "samples": 8})
     assert loader.state_dict()["epoch"] == 3 and "is another loader's" in caplog.text
@@ -258,10 +290,13 @@ def test_another_loaders_position_begins_its_epoch_anew(caplog: Any) -> None:
 def test_workers_load_the_same_batches() -> None:
     def batches(workers: int) -> list[Any]:
         engine, *_ = ds_core.initialize(
-            model=Bigrams(), config=config(2, 1, {"num_workers": workers, **TOKENS}), training_data=Sentences()
+            model=Bigrams(),
+            config=config(2, 1, {"num_workers": workers, **TOKENS}),
+            training_data=Sentences(),
         )
         loader: Any = engine.training_dataloader
-        running, found = iter(RepeatingLoader(loader)), []
+        running = iter(RepeatingLoader(loader))
+        found = []
         for _ in range(3):
             next(running)
         place = loader.state_dict()  # workers are ahead of it
@@ -277,7 +312,9 @@ def test_workers_load_the_same_batches() -> None:
 
 
 def test_other_routes_are_the_cores() -> None:
-    engine, *_ = ds_core.initialize(model=Bigrams(), config=config(2, 1, TOKENS), training_data=Sentences())
+    engine, *_ = ds_core.initialize(
+        model=Bigrams(), config=config(2, 1, TOKENS), training_data=Sentences()
+    )
     assert type(make_loader(engine.ctx, Sentences(), route="eval")).__name__ == "DistributedLoader"
     engine.destroy()
 
@@ -286,12 +323,17 @@ def test_epochs_are_logged(caplog: Any) -> None:
     dynamic = {**TOKENS["dynamic_batching"], "verbose": True}
     with caplog.at_level(logging.INFO, "ds_data_sampling"):
         rows = _samples({"dynamic_batching": dynamic})
-    assert f"epoch 0 of the training data: {len(rows) // 2} steps of {len(rows)} micro-batches, " in caplog.text
+    assert (
+        f"epoch 0 of the training data: {len(rows) // 2} steps of {len(rows)} micro-batches, "
+        in caplog.text
+    )
     assert f"{sum(rows)} samples, " in caplog.text
 
 
 def test_an_elastic_run(ranks: Any) -> None:
-    """The section elasticity leaves the data to this one; micro-batches of two ranks are of another size."""
+    """The section elasticity leaves the data to this one; micro-batches of two ranks are of another
+    size.
+    """
     pytest.importorskip("ds_elasticity")
     wanted = _elastic()
     assert len(set(wanted)) == 4
@@ -303,8 +345,12 @@ def _elastic() -> list[float]:
     settings = config(2, 1, {})
     del settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]
     settings["elasticity"] = {
-        "enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2, 4, 8], "max_gpus": 2, "version": 0.1
-    }  # fmt: skip
+        "enabled": True,
+        "max_train_batch_size": 8,
+        "micro_batch_sizes": [2, 4, 8],
+        "max_gpus": 2,
+        "version": 0.1,
+    }
     engine, *_ = ds_core.initialize(model=Bigrams(), config=settings, training_data=OfOneLength())
     losses = [float(engine.train_batch()) for _ in range(4)]
     engine.destroy()

@@ -23,7 +23,8 @@ def test_the_shuffled_order_is_that_of_the_cores_loader() -> None:
 
 
 def test_the_shuffled_order_goes_on_from_its_state() -> None:
-    first, second = Shuffled(23, 5), Shuffled(23, 5)
+    first = Shuffled(23, 5)
+    second = Shuffled(23, 5)
     first.start(2)
     first.take(9, 0)
     second.load_state_dict(first.state_dict())

@@ -47,13 +47,21 @@ class TestFixedWithoutTheLast(LoaderConformance):
         found: list[int] = batch.tolist()
         return found
 
-    def make_loader(self, engine: Any, replicas: int = 1, index: int = 0, dataset: Any = None) -> Any:
+    def make_loader(
+        self, engine: Any, replicas: int = 1, index: int = 0, dataset: Any = None
+    ) -> Any:
         from dataclasses import replace
 
         from ds_core.data import LoaderRequest
 
-        request = replace(LoaderRequest(dataset or self.make_dataset(), self.micro), replicas=replicas, index=index)
-        return engine.ctx.plugins.driver("ds_loader", ctx=engine.ctx, request=replace(request, drop_last=True)).value
+        request = replace(
+            LoaderRequest(dataset or self.make_dataset(), self.micro),
+            replicas=replicas,
+            index=index,
+        )
+        return engine.ctx.plugins.driver(
+            "ds_loader", ctx=engine.ctx, request=replace(request, drop_last=True)
+        ).value
 
 
 class ByTokens(LoaderConformance):
@@ -91,7 +99,8 @@ class TestPacked(ByTokens):
     config = sampling(packing={"enabled": True, "row_tokens": 20})
 
     def samples_of(self, batch: Any) -> list[int]:
-        ids, positions = batch["input_ids"], batch["position_ids"]
+        ids = batch["input_ids"]
+        positions = batch["position_ids"]
         assert ids.shape == (2, 20)
         found: list[int] = ids[(positions == 0) & (ids > 0)].tolist()
         return found

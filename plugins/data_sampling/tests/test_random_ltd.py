@@ -1,4 +1,6 @@
-"""Layers that work on some of the tokens: as plain torch computes them, on every number of ranks, and resumed."""
+"""Layers that work on some of the tokens: as plain torch computes them, on every number of ranks,
+and resumed.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,23 @@ import ds_pipeline  # noqa: F401
 import ds_zero  # noqa: F401
 import pytest
 import torch
-from ds_data_sampling.random_ltd import convert_to_random_ltd, kept_length, kept_places, save_without_random_ltd
+from ds_data_sampling.random_ltd import (
+    convert_to_random_ltd,
+    kept_length,
+    kept_places,
+    save_without_random_ltd,
+)
 from ds_testing import run_ranks
 from torch import Tensor, nn
 
 import ds_core
 from ds_core.errors import ConfigError, PluginError, UsageError
 
-SCHEDULE = {"min_value": 4, "max_value": 12, "schedule_config": {"require_steps": 6, "seq_per_step": 2}}
+SCHEDULE = {
+    "min_value": 4,
+    "max_value": 12,
+    "schedule_config": {"require_steps": 6, "seq_per_step": 2},
+}
 LTD = {
     "enabled": True,
     "total_layer_num": 4,
@@ -31,7 +42,10 @@ LTD = {
     "random_ltd_schedule": SCHEDULE,
 }
 SMALL = {"reduce_bucket_size": 100, "param_persistence_threshold": 5}
-GLOBAL, LENGTH, WIDTH, STEPS = 8, 12, 6, 8
+GLOBAL = 8
+LENGTH = 12
+WIDTH = 6
+STEPS = 8
 
 
 def causal(length: int = LENGTH) -> Tensor:
@@ -41,9 +55,12 @@ def causal(length: int = LENGTH) -> Tensor:
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.seen = nn.ModuleList([nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)]), 0
+        self.inner = nn.ModuleList([nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)])
+        self.seen = 0
 
-    def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None = None) -> tuple[Tensor, None]:
+    def forward(
+        self, x: Tensor, positions: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
         self.seen = x.shape[1]
         q, k, v = (self.inner[0](x) + positions[..., None]).chunk(3, dim=-1)
         out = nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], mask)
@@ -71,7 +88,8 @@ def samples(step: int) -> Tensor:
 def alone() -> tuple[dict[str, Tensor], list[float]]:
     """Plain torch: tokens chosen, and laid back, here."""
     model = Net().double()
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    losses = []
     for step in range(STEPS):
         kept = min(4 + 8 * step // 6 // 2 * 2, 12)
         x = samples(step)
@@ -92,7 +110,9 @@ def alone() -> tuple[dict[str, Tensor], list[float]]:
     return {n: p.detach() for n, p in model.named_parameters()}, losses
 
 
-def start(model: nn.Module | None = None, gas: int = 1, world: int = 1, ltd: Any = None, **config: Any) -> Any:
+def start(
+    model: nn.Module | None = None, gas: int = 1, world: int = 1, ltd: Any = None, **config: Any
+) -> Any:
     routing = {"enabled": True, "random_ltd": LTD if ltd is None else ltd}
     config = {
         "train_micro_batch_size_per_gpu": GLOBAL // gas // world,
@@ -108,10 +128,13 @@ def start(model: nn.Module | None = None, gas: int = 1, world: int = 1, ltd: Any
 def go(engine: Any, steps: range) -> list[float]:
     from ds_core import comm
 
-    losses, world = [], comm.world_size()
+    losses = []
+    world = comm.world_size()
     for step in steps:
         total = 0.0
-        for part in samples(step).chunk(world)[comm.rank()].chunk(engine.gradient_accumulation_steps()):
+        for part in (
+            samples(step).chunk(world)[comm.rank()].chunk(engine.gradient_accumulation_steps())
+        ):
             loss = (engine(part) - 0.3).square().mean()
             engine.backward(loss)
             engine.step()
@@ -135,7 +158,9 @@ def test_the_schedule_of_a_run_is_seen_from_its_engine() -> None:
 
 
 def train(stage: int, gas: int, folder: str, **config: Any) -> float:
-    """The largest difference of losses and weights from plain torch, through a checkpoint in the middle."""
+    """The largest difference of losses and weights from plain torch, through a checkpoint in the
+    middle.
+    """
     from ds_testing.partitioner import whole_weights
 
     from ds_core import comm
@@ -165,7 +190,8 @@ def test_one_rank_does_what_plain_torch_does(gas: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "stage"), [(2, 3), *(pytest.param(w, s, marks=pytest.mark.slow) for w in (2, 4) for s in (0, 2))]
+    ("world", "stage"),
+    [(2, 3), *(pytest.param(w, s, marks=pytest.mark.slow) for w in (2, 4) for s in (0, 2))],
 )
 def test_ranks_keep_the_same_tokens(world: int, stage: int, tmp_path: Path) -> None:
     assert max(run_ranks(world, train, stage, 1, str(tmp_path))) < 1e-10
@@ -183,7 +209,11 @@ def test_the_length_grows_and_evaluation_sees_all() -> None:
 
 
 def test_places_differ_by_step_and_layer() -> None:
-    found = {tuple(kept_places(1, step, layer, 5, 50).tolist()) for step in range(4) for layer in range(4)}
+    found = {
+        tuple(kept_places(1, step, layer, 5, 50).tolist())
+        for step in range(4)
+        for layer in range(4)
+    }
     assert len(found) == 16 and all(list(p) == sorted(set(p)) for p in found)
 
 
@@ -201,10 +231,16 @@ def test_deepspeeds_names_leave_the_model_as_it_is() -> None:
 def test_layers_of_transformers_drop_tokens() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+    }
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=32))
     engine = start(model, ltd={**LTD, "model_mask_name": "attention_mask"})
-    ids, losses = torch.randint(0, 32, (8, 12)), []
+    ids = torch.randint(0, 32, (8, 12))
+    losses = []
     for _ in range(10):
         padding = torch.ones_like(ids)
         padding[0, 8:] = 0
@@ -216,7 +252,9 @@ def test_layers_of_transformers_drop_tokens() -> None:
 
 
 def test_a_wrong_number_of_layers_is_an_error() -> None:
-    with pytest.raises((UsageError, PluginError), match=r"total_layer_num is 5, but Net has 4 repeated layers"):
+    with pytest.raises(
+        (UsageError, PluginError), match=r"total_layer_num is 5, but Net has 4 repeated layers"
+    ):
         start(ltd={**LTD, "total_layer_num": 5})
     with pytest.raises((UsageError, PluginError), match="has 8 Linear layers"):
         start(convert_to_random_ltd(Net().double(), nn.Linear))
@@ -235,8 +273,12 @@ def test_what_does_not_go_together_is_an_error() -> None:
     config = {"train_batch_size": 1, "data_efficiency": {"enabled": True, "data_routing": routing}}
     with pytest.raises(ConfigError, match=r"random_ltd.enabled: does not go with pipelines"):
         compose({**config, "pipeline": {"stages": 2}})
-    with pytest.raises(ConfigError, match=r"random_ltd.enabled: does not go with sequence parallelism"):
+    with pytest.raises(
+        ConfigError, match=r"random_ltd.enabled: does not go with sequence parallelism"
+    ):
         compose({**config, "sequence_parallel_size": 2})
-    with pytest.raises(ConfigError, match=r"random_ltd.enabled: does not go with sequence parallelism"):
+    with pytest.raises(
+        ConfigError, match=r"random_ltd.enabled: does not go with sequence parallelism"
+    ):
         compose({**config, "sequence_parallel": {"size": 2}})
     compose({**config, "sequence_parallel": {"size": 1}})

@@ -41,12 +41,16 @@ DYNAMIC = {"dynamic_batching": {"enabled": True, "max_tokens": 26}}
 
 
 def staged(stages: int) -> list[float]:
-    """Losses of four steps; the learning rate follows the batch on all stages, of which the middle reads no data."""
+    """Losses of four steps; the learning rate follows the batch on all stages, of which the middle
+    reads no data.
+    """
     from ds_pipeline import PipelineModule
 
     model = PipelineModule(layers(), num_stages=stages, loss_fn=loss_fn, partition_method="uniform")
     settings = config(4, 1, DYNAMIC)
-    engine, *_ = ds_core.initialize(model=model, config=settings, training_data=Sentences(), collate_fn=pairs)
+    engine, *_ = ds_core.initialize(
+        model=model, config=settings, training_data=Sentences(), collate_fn=pairs
+    )
     losses = [float(engine.train_batch()) for _ in range(4)]
     engine.destroy()
     return losses
@@ -59,7 +63,9 @@ def by_hand() -> list[float]:
     for number, micros in enumerate(_micros(4)):
         found = []
         for micro in micros:
-            inputs, labels = pairs([{"input_ids": sentence(i), "labels": sentence(i)} for i in micro])
+            inputs, labels = pairs(
+                [{"input_ids": sentence(i), "labels": sentence(i)} for i in micro]
+            )
             found.append(loss_fn(model(inputs), labels))
         loss = torch.stack(found).mean()
         optimizer.zero_grad()
@@ -86,14 +92,16 @@ def test_loss_weights_are_refused_in_a_pipeline() -> None:
 
     model = PipelineModule(layers(), num_stages=1, loss_fn=loss_fn)
     engine, *_ = ds_core.initialize(
-        model=model, config=config(4, 1, {**DYNAMIC, "loss_weights": "tokens"}), training_data=Sentences()
+        model=model,
+        config=config(4, 1, {**DYNAMIC, "loss_weights": "tokens"}),
+        training_data=Sentences(),
     )
     with pytest.raises(Exception, match=r"data_sampling\.loss_weights: .*; set it to none"):
         engine.train_batch()
     engine.destroy()
 
 
-# -- transformers ------------------------------------------------------------------------------------------------------
+# -- transformers ----------------------------------------------------------------------------------
 
 
 def small(family: str) -> Any:
@@ -103,7 +111,14 @@ def small(family: str) -> Any:
     shape = {"vocab_size": WORDS, "max_position_embeddings": 64}
     if family == "gpt2":
         made = transformers.GPT2Config(
-            vocab_size=WORDS, n_positions=64, n_embd=16, n_layer=2, n_head=2, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0
+            vocab_size=WORDS,
+            n_positions=64,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            attn_pdrop=0,
+            embd_pdrop=0,
+            resid_pdrop=0,
         )
         return transformers.GPT2LMHeadModel(made)
     made = transformers.LlamaConfig(
@@ -131,11 +146,15 @@ def test_packed_rows_are_samples_of_their_own(family: str) -> None:
             torch.testing.assert_close(part, alone.logits[0], rtol=1e-4, atol=1e-5)
             total += alone.loss.item() * (LENGTHS[index] - 1)
             first += LENGTHS[index]
-    assert out.loss.item() == pytest.approx(total / sum(LENGTHS[i] - 1 for row in rows for i in row), rel=1e-5)
+    assert out.loss.item() == pytest.approx(
+        total / sum(LENGTHS[i] - 1 for row in rows for i in row), rel=1e-5
+    )
 
 
 def tuned(settings: dict[str, Any]) -> Run:
-    engine, *_ = ds_core.initialize(model=small("llama"), config=settings, training_data=Sentences())
+    engine, *_ = ds_core.initialize(
+        model=small("llama"), config=settings, training_data=Sentences()
+    )
     losses = [float(engine.train_batch()) for _ in range(3)]
     engine.destroy()
     return losses, {}
@@ -144,7 +163,8 @@ def tuned(settings: dict[str, Any]) -> Run:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["packing", "packing with sequence parallel", "tokens"])
 def test_transformers_on_two_ranks(ranks: Any, kind: str) -> None:
-    """An unchanged Llama: losses of one process, with the mean over all tokens that are predicted."""
+    """An unchanged Llama: losses of one process, with the mean over all tokens that are
+    predicted."""
     pytest.importorskip("transformers")
     pytest.importorskip("ds_sequence_parallel" if kind.endswith("parallel") else "ds_zero")
     packing = {"packing": {"enabled": True, "row_tokens": 32}}

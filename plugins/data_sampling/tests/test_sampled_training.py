@@ -11,7 +11,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
 import pytest
 import torch
-from sampling_runs import LENGTHS, Bigrams, OfOneLength, Run, Sentences, by_hand, config, filled, train
+from sampling_runs import (
+    LENGTHS,
+    Bigrams,
+    OfOneLength,
+    Run,
+    Sentences,
+    by_hand,
+    config,
+    filled,
+    train,
+)
 
 import ds_core
 
@@ -34,12 +44,19 @@ def plain_by_tokens(steps: int, method: str = "linear") -> Run:
 
 @pytest.mark.parametrize("method", ["linear", "sqrt", "none"])
 def test_batches_by_tokens_equal_training_by_hand(method: str) -> None:
-    """With weighted losses, and the learning rate scaled under a schedule that goes by the last one."""
+    """With weighted losses, and the learning rate scaled under a schedule that goes by the last
+    one.
+    """
     dynamic = {**TOKENS["dynamic_batching"], "lr_scaling_method": method}  # type: ignore[dict-item]
-    close(train(config(MICROS, 1, {**TOKENS, "dynamic_batching": dynamic}), 5), plain_by_tokens(5, method))
+    close(
+        train(config(MICROS, 1, {**TOKENS, "dynamic_batching": dynamic}), 5),
+        plain_by_tokens(5, method),
+    )
 
 
-@pytest.mark.parametrize(("world", "stage"), [(2, 0), pytest.param(2, 1, marks=pytest.mark.slow), (4, 2), (2, 3)])
+@pytest.mark.parametrize(
+    ("world", "stage"), [(2, 0), pytest.param(2, 1, marks=pytest.mark.slow), (4, 2), (2, 3)]
+)
 def test_batches_by_tokens_on_several_ranks(ranks: Any, world: int, stage: int) -> None:
     if stage:
         pytest.importorskip("ds_zero")
@@ -89,7 +106,9 @@ def curriculum(folder: Path) -> dict[str, Any]:
 FAST = ("tokens", "packed")
 
 
-@pytest.mark.parametrize("kind", [k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+@pytest.mark.parametrize(
+    "kind", [k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
+)
 def test_a_run_goes_on_at_another_number_of_ranks(ranks: Any, tmp_path: Path, kind: str) -> None:
     """In the middle of an epoch, with the samples, losses and weights of a run of one process."""
     pytest.importorskip("ds_checkpoint")
@@ -102,21 +121,28 @@ def test_a_run_goes_on_at_another_number_of_ranks(ranks: Any, tmp_path: Path, ki
     close((first[0] + second[0] + third[0], third[1]), whole)
 
 
-def _leg(settings: dict[str, Any], steps: int, save: str | None, load: str | None, kind: str) -> Run:
+def _leg(
+    settings: dict[str, Any], steps: int, save: str | None, load: str | None, kind: str
+) -> Run:
     data: Any = {"samples": OfOneLength(), "mixed": {"a": Sentences(), "b": Sentences()}}.get(kind)
     return train(settings, steps, save=save, load=load, data=data)
 
 
 def test_packed_rows_equal_training_by_hand() -> None:
     """Rows have several samples, and no token is predicted from another sample's."""
-    settings = config(MICROS, 1, {**KINDS["packed"], "packing": {"enabled": True, "row_tokens": 16}})
+    settings = config(
+        MICROS, 1, {**KINDS["packed"], "packing": {"enabled": True, "row_tokens": 16}}
+    )
     engine, *_ = ds_core.initialize(model=_Watching(), config=settings, training_data=Sentences())
-    steps, losses = [], []
+    steps = []
+    losses = []
     watching: Any = engine.module
     for _ in range(3):
         watching.seen.clear()
         losses.append(float(engine.train_batch()))
-        steps.append([i for i in range(len(LENGTHS)) if any(_holds(row, i) for row in watching.seen)])
+        steps.append(
+            [i for i in range(len(LENGTHS)) if any(_holds(row, i) for row in watching.seen)]
+        )
     weights = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
     engine.destroy()
     assert sum(map(len, steps)) == len({i for step in steps for i in step})
@@ -135,7 +161,9 @@ class _Watching(Bigrams):
         super().__init__()
         self.seen: list[list[list[int]]] = []
 
-    def forward(self, input_ids: Any, labels: Any, attention_mask: Any = None, position_ids: Any = None) -> Any:
+    def forward(
+        self, input_ids: Any, labels: Any, attention_mask: Any = None, position_ids: Any = None
+    ) -> Any:
         for ids, places in zip(input_ids.tolist(), position_ids.tolist(), strict=True):
             starts = [k for k, place in enumerate(places) if place == 0] + [len(ids)]
             self.seen.append([ids[a:b] for a, b in itertools.pairwise(starts)])
@@ -143,7 +171,9 @@ class _Watching(Bigrams):
 
 
 def test_states_are_json() -> None:
-    engine, *_ = ds_core.initialize(model=Bigrams(), config=config(MICROS, 1, TOKENS), training_data=Sentences())
+    engine, *_ = ds_core.initialize(
+        model=Bigrams(), config=config(MICROS, 1, TOKENS), training_data=Sentences()
+    )
     engine.train_batch()
     assert engine.training_dataloader is not None
     state = engine.training_dataloader.state_dict()

@@ -1,4 +1,6 @@
-"""The section curriculum_learning: lengths that grow, given to the model or cut from its inputs, at any world size."""
+"""The section curriculum_learning: lengths that grow, given to the model or cut from its inputs, at
+any world size.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ import ds_core
 from ds_core import comm
 from ds_core.errors import UsageError
 
-VOCABULARY, LENGTH, BATCH, STEPS = 11, 16, 4, 5
+VOCABULARY = 11
+LENGTH = 16
+BATCH = 4
+STEPS = 5
 SECTION: dict[str, Any] = {
     "enabled": True,
     "min_difficulty": 4,
@@ -30,7 +35,8 @@ class Plain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(VOCABULARY, 6), nn.Linear(6, VOCABULARY)
+        self.embed = nn.Embedding(VOCABULARY, 6)
+        self.head = nn.Linear(6, VOCABULARY)
         self.lengths: list[int] = []
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
@@ -47,7 +53,9 @@ class Told(Plain):
 
 
 def samples(step: int) -> tuple[Tensor, Tensor]:
-    ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+    ids = torch.randint(
+        0, VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step)
+    )
     return ids[:, :-1], ids[:, 1:]
 
 
@@ -58,7 +66,8 @@ def model(kind: type[Plain]) -> Plain:
 
 def plainly() -> tuple[list[float], dict[str, Tensor]]:
     """Plain torch in one process."""
-    net, losses = model(Plain), []
+    net = model(Plain)
+    losses = []
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, weight_decay=0.1)
     for step, length in enumerate(EXPECTED):
         ids, labels = samples(step)
@@ -81,12 +90,17 @@ def config(**more: Any) -> dict[str, Any]:
     }
 
 
-def train(kind: type[Plain], more: dict[str, Any]) -> tuple[list[float], list[int], dict[str, Tensor]]:
+def train(
+    kind: type[Plain], more: dict[str, Any]
+) -> tuple[list[float], list[int], dict[str, Tensor]]:
     """Losses of steps, lengths that the model saw, and the weights at the end."""
     net = model(kind)
     engine, *_ = ds_core.initialize(model=net, config=config(**more))
-    gas, world, rank = engine.gradient_accumulation_steps(), comm.world_size(), comm.rank()
-    losses, told = [], []
+    gas = engine.gradient_accumulation_steps()
+    world = comm.world_size()
+    rank = comm.rank()
+    losses = []
+    told = []
     for step in range(STEPS):
         total = torch.zeros(())
         ids, labels = samples(step)
@@ -155,7 +169,7 @@ def test_bf16_has_the_same_losses_on_any_number_of_ranks(ranks: Ranks) -> None:
     assert ranks(4, bf16)[0] == pytest.approx(alone, rel=2e-2)
 
 
-# -- the length of a step --------------------------------------------------------------------------------------------
+# -- the length of a step --------------------------------------------------------------------------
 
 
 def test_it_goes_on_after_a_checkpoint(tmp_path: Any) -> None:
@@ -180,7 +194,9 @@ def test_custom_schedules_and_metrics() -> None:
     section = SECTION | {"schedule_type": "custom", "schedule_config": {}}
     net = model(Plain)
     engine, *_ = ds_core.initialize(model=net, config=config(curriculum_learning=section))
-    with pytest.raises(UsageError, match=r"set_custom_curriculum_learning_schedule\(\{'seqlen': function\}\)"):
+    with pytest.raises(
+        UsageError, match=r"set_custom_curriculum_learning_schedule\(\{'seqlen': function\}\)"
+    ):
         engine(*samples(0))
     with pytest.raises(UsageError, match="called 'length'; there are: seqlen"):
         engine.set_custom_curriculum_learning_schedule({"length": int})
@@ -194,7 +210,9 @@ def test_custom_schedules_and_metrics() -> None:
 
 def test_switched_off_it_does_nothing() -> None:
     net = model(Told)
-    engine, *_ = ds_core.initialize(model=net, config=config(curriculum_learning=SECTION | {"enabled": False}))
+    engine, *_ = ds_core.initialize(
+        model=net, config=config(curriculum_learning=SECTION | {"enabled": False})
+    )
     engine(*samples(0))
     assert net.lengths == [LENGTH]
     with pytest.raises(UsageError, match="curriculum_learning is switched off"):
@@ -202,11 +220,12 @@ def test_switched_off_it_does_nothing() -> None:
     engine.destroy()
 
 
-# -- truncation ------------------------------------------------------------------------------------------------------
+# -- truncation ------------------------------------------------------------------------------------
 
 
 def test_what_is_cut() -> None:
-    ids, hidden = torch.arange(16).view(2, 8), torch.zeros(2, 8, 8)
+    ids = torch.arange(16).view(2, 8)
+    hidden = torch.zeros(2, 8, 8)
     batch = {
         "extra": torch.zeros(2, 5),
         "input_ids": ids,
@@ -219,7 +238,9 @@ def test_what_is_cut() -> None:
         "nested": [(ids, "text"), None],
     }
     found = truncate(batch, 3)
-    shapes = {name: tuple(value.shape) for name, value in found.items() if isinstance(value, Tensor)}
+    shapes = {
+        name: tuple(value.shape) for name, value in found.items() if isinstance(value, Tensor)
+    }
     assert shapes == {
         "extra": (2, 5),
         "input_ids": (2, 3),
@@ -238,7 +259,12 @@ def test_what_is_cut() -> None:
 @pytest.mark.slow
 def test_models_of_transformers() -> None:
     hf = pytest.importorskip("transformers")
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+    }
     net = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_attention_heads=2))
     ids = samples(0)[0]
     expected = net(input_ids=ids[:, :4], labels=ids[:, :4]).loss
@@ -262,7 +288,9 @@ def pipelines() -> list[float]:
         assert logits.shape[:2] == labels.shape
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    pipe = PipelineModule([net.embed, Sum(), net.head], num_stages=2, loss_fn=loss, partition_method="uniform")
+    pipe = PipelineModule(
+        [net.embed, Sum(), net.head], num_stages=2, loss_fn=loss, partition_method="uniform"
+    )
     engine, *_ = ds_core.initialize(model=pipe, config=config(train_micro_batch_size_per_gpu=2))
     losses = []
     for step in range(STEPS):

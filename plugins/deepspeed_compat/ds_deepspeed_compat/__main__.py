@@ -1,4 +1,5 @@
-"""``python -m ds_deepspeed_compat SCRIPT [ARGS]``: run a script in which ``import deepspeed`` gives ds_core.
+"""``python -m ds_deepspeed_compat SCRIPT [ARGS]``: run a script in which ``import deepspeed`` gives
+ds_core.
 
 The same file is ``ds_core.compat``: ``import ds_core.compat; ds_core.compat.install()``.
 """

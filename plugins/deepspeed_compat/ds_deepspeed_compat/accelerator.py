@@ -14,7 +14,12 @@ from torch import Tensor
 from ds_core import accelerator as ours
 from ds_core.accelerator import Accelerator, HostEvent
 
-__all__ = ["DeepSpeedAccelerator", "get_accelerator", "is_current_accelerator_supported", "set_accelerator"]
+__all__ = [
+    "DeepSpeedAccelerator",
+    "get_accelerator",
+    "is_current_accelerator_supported",
+    "set_accelerator",
+]
 
 
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
@@ -32,7 +37,10 @@ _TENSORS = {
 
 
 class DeepSpeedAccelerator:
-    """The accelerator of this process. `inner` is ds_core's; a call that a CPU has no use for does nothing there."""
+    """The accelerator of this process.
+
+    `inner` is ds_core's; a call that a CPU has no use for does nothing there.
+    """
 
     def __init__(self, inner: Accelerator) -> None:
         self.inner = inner
@@ -49,15 +57,21 @@ class DeepSpeedAccelerator:
 
     def _at(self, index: int | None) -> contextlib.AbstractContextManager[Any]:
         """A context in which device `index` is the current one; None: it stays as it is."""
-        return contextlib.nullcontext() if self._on_host or index is None else self._torch.device(index)
+        return (
+            contextlib.nullcontext()
+            if self._on_host or index is None
+            else self._torch.device(index)
+        )
 
-    # -- what kind of device ---------------------------------------------------------------------------------
+    # -- what kind of device -----------------------------------------------------------------------
 
     def is_synchronized_device(self) -> bool:
         """Whether calls have ended when they return."""
         return self._on_host
 
-    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
+    use_host_timers = resolves_data_dependency = handles_memory_backpressure = (
+        is_synchronized_device
+    )
 
     def is_available(self) -> bool:
         """Whether there is a usable device."""
@@ -79,16 +93,20 @@ class DeepSpeedAccelerator:
         """The environment variables that hide devices."""
         return [_VISIBLE[self._name]] if self._name in _VISIBLE else []
 
-    def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: list[int]) -> None:
+    def set_visible_devices_envs(
+        self, current_env: dict[str, str], local_accelerator_ids: list[int]
+    ) -> None:
         """Write which devices a process sees into its environment."""
         for name in self.visible_devices_envs():
             current_env[name] = ",".join(map(str, local_accelerator_ids))
 
-    # -- devices ---------------------------------------------------------------------------------------------
+    # -- devices -----------------------------------------------------------------------------------
 
     def device_name(self, device_index: int | None = None) -> str:
         """``"cuda"``, or with an index ``"cuda:1"``; a CPU is always ``"cpu"``."""
-        return self._name if self._on_host or device_index is None else f"{self._name}:{device_index}"
+        return (
+            self._name if self._on_host or device_index is None else f"{self._name}:{device_index}"
+        )
 
     def device(self, device_index: int | None = None) -> Any:
         """A context in which device `device_index` is the current one."""
@@ -97,11 +115,15 @@ class DeepSpeedAccelerator:
     def set_device(self, device_index: Any) -> None:
         """Make a device the current one; without effect on the CPU."""
         if not self._on_host:
-            self.inner.set_device(torch.device(device_index).index if isinstance(device_index, str) else device_index)
+            self.inner.set_device(
+                torch.device(device_index).index if isinstance(device_index, str) else device_index
+            )
 
     def current_device(self) -> int:
         """The index of the current device; on the CPU this process's LOCAL_RANK."""
-        return int(os.environ.get("LOCAL_RANK", "0")) if self._on_host else self.inner.current_index()
+        return (
+            int(os.environ.get("LOCAL_RANK", "0")) if self._on_host else self.inner.current_index()
+        )
 
     def current_device_name(self) -> str:
         """``"cuda:0"``, or ``"cpu"``."""
@@ -109,7 +131,11 @@ class DeepSpeedAccelerator:
 
     def device_count(self) -> int:
         """Number of devices; on the CPU the processes of this machine."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self._on_host else self.inner.device_count()
+        return (
+            int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            if self._on_host
+            else self.inner.device_count()
+        )
 
     def synchronize(self, device_index: int | None = None) -> None:
         """Wait for all queued work."""
@@ -120,7 +146,7 @@ class DeepSpeedAccelerator:
         """Whether a tensor is on a device of this kind."""
         return tensor.device.type == self.inner.device_type
 
-    # -- random numbers --------------------------------------------------------------------------------------
+    # -- random numbers ----------------------------------------------------------------------------
 
     def random(self) -> Any:
         """The module with torch's generators."""
@@ -138,7 +164,11 @@ class DeepSpeedAccelerator:
 
     def default_generator(self, device_index: int) -> torch.Generator:
         """The generator of a device."""
-        return torch.default_generator if self._on_host else self._torch.default_generators[device_index]
+        return (
+            torch.default_generator
+            if self._on_host
+            else self._torch.default_generators[device_index]
+        )
 
     def get_rng_state(self, device_index: int | None = None) -> Tensor:
         """The state of a device's generator."""
@@ -150,7 +180,7 @@ class DeepSpeedAccelerator:
         with self._at(device_index):
             self.inner.set_rng_state(new_state)
 
-    # -- streams, events, graphs -----------------------------------------------------------------------------
+    # -- streams, events, graphs -------------------------------------------------------------------
 
     @property
     def Stream(self) -> Any:
@@ -160,7 +190,9 @@ class DeepSpeedAccelerator:
     @property
     def Event(self) -> Any:
         """Makes events."""
-        return (lambda **_: HostEvent(self.inner.synchronize)) if self._on_host else self._torch.Event
+        return (
+            (lambda **_: HostEvent(self.inner.synchronize)) if self._on_host else self._torch.Event
+        )
 
     def stream(self, stream: Any) -> Any:
         """A context that queues work on a stream."""
@@ -188,7 +220,7 @@ class DeepSpeedAccelerator:
         if graph is not None:
             graph.replay()
 
-    # -- memory ----------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
 
     def empty_cache(self) -> None:
         """Free the allocator's cached memory."""
@@ -212,7 +244,8 @@ class DeepSpeedAccelerator:
     reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
 
     def memory_reserved(self, device_index: int | None = None) -> int:
-        """Bytes that the allocator holds; where torch does not tell it, those of allocated memory."""
+        """Bytes that the allocator holds; where torch does not tell it, those of allocated
+        memory."""
         if (reserved := getattr(self._torch, "memory_reserved", None)) is not None:
             return int(reserved(device_index))
         return self.memory_allocated(device_index)
@@ -255,7 +288,7 @@ class DeepSpeedAccelerator:
         """Whether a tensor lies in pinned memory."""
         return not self._on_host and tensor.is_pinned()
 
-    # -- dtypes ----------------------------------------------------------------------------------------------
+    # -- dtypes ------------------------------------------------------------------------------------
 
     def is_bf16_supported(self) -> bool:
         """Whether it trains in bfloat16."""
@@ -270,7 +303,9 @@ class DeepSpeedAccelerator:
         return self._name != "mps"
 
     def __getattr__(self, name: str) -> Any:
-        """``FloatTensor`` and its like: functions that make tensors of a dtype on the current device."""
+        """``FloatTensor`` and its like: functions that make tensors of a dtype on the current
+        device.
+        """
         if (dtype := _TENSORS.get(name)) is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return functools.partial(torch.tensor, dtype=dtype, device=self.current_device_name())
@@ -284,7 +319,7 @@ class DeepSpeedAccelerator:
         """torch's module of mixed precision for this device."""
         return getattr(self._torch, "amp", torch.amp)
 
-    # -- profiling, and the rest -----------------------------------------------------------------------------
+    # -- profiling, and the rest -------------------------------------------------------------------
 
     def range_push(self, msg: str) -> Any:
         """Begin a range of the profiler, where there is one."""
@@ -326,9 +361,13 @@ def get_accelerator() -> DeepSpeedAccelerator:
 
 
 def set_accelerator(accel_obj: DeepSpeedAccelerator) -> None:
-    """Use another accelerator from now on; one of your own is a plugin of ds_core (docs/plugins.md, An accelerator)."""
+    """Use another accelerator from now on; one of your own is a plugin of ds_core (docs/plugins.md,
+    An accelerator).
+    """
     if not isinstance(accel_obj, DeepSpeedAccelerator):
-        raise TypeError(f"set_accelerator takes what get_accelerator gives, not {type(accel_obj).__name__}")
+        raise TypeError(
+            f"set_accelerator takes what get_accelerator gives, not {type(accel_obj).__name__}"
+        )
     ours.set_accelerator(accel_obj.inner)
 
 

@@ -1,4 +1,6 @@
-"""The command-line arguments that DeepSpeed scripts take; `ds_core.initialize` reads them from ``args``."""
+"""The command-line arguments that DeepSpeed scripts take; `ds_core.initialize` reads them from
+``args``.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +43,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 class _Deprecated(argparse.Action):
     """Store as the present spelling would, with a warning."""
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+    def __call__(
+        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
         log.warning("%s is deprecated; use --%s", option_string, self.dest)
         setattr(namespace, self.dest, self.const if self.nargs == 0 else values)

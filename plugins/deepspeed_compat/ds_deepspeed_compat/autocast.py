@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 
     from ds_core.running import RunningEngine
 
-__all__ = ["get_default_autocast_lower_precision_modules", "init_autocast_params", "is_autocast_initialized"]
+__all__ = [
+    "get_default_autocast_lower_precision_modules",
+    "init_autocast_params",
+    "is_autocast_initialized",
+]
 
 
 def get_default_autocast_lower_precision_modules() -> list[str]:
@@ -21,16 +25,23 @@ def get_default_autocast_lower_precision_modules() -> list[str]:
 
 
 def init_autocast_params(
-    engine: RunningEngine, dtype: torch.dtype, torch_autocast_lower_precision_safe_modules: list[str] | None = None
+    engine: RunningEngine,
+    dtype: torch.dtype,
+    torch_autocast_lower_precision_safe_modules: list[str] | None = None,
 ) -> None:
-    """Let the gradients of the named module classes travel in `dtype`; call it before the first backward.
+    """Let the gradients of the named module classes travel in `dtype`; call it before the first
+    backward.
 
     torch_autocast_lower_precision_safe_modules: dotted class names; None means the default list.
     """
     names = torch_autocast_lower_precision_safe_modules
-    engine.ctx.stash[WIRE_DTYPES] = wire_dtypes(engine.module, dtype, AUTOCAST_MODULES if names is None else names)
+    engine.ctx.stash[WIRE_DTYPES] = wire_dtypes(
+        engine.module, dtype, AUTOCAST_MODULES if names is None else names
+    )
 
 
 def is_autocast_initialized() -> bool:
-    """Whether gradients of an engine of this process travel as `torch_autocast` or `init_autocast_params` says."""
+    """Whether gradients of an engine of this process travel as `torch_autocast` or
+    `init_autocast_params` says.
+    """
     return any(e.ctx.stash.get(WIRE_DTYPES) is not None for e in STATE.engines)

@@ -1,4 +1,6 @@
-"""``deepspeed.utils.bwc``: what a model-parallel unit answers, under whichever of three names it has."""
+"""``deepspeed.utils.bwc``: what a model-parallel unit answers, under whichever of three names it
+has.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _PIPELINE = ("pipeline_model_parallel", "pipe_parallel")
 
 
 def _ask(mpu: Any, words: tuple[str, ...], what: str, otherwise: Any) -> Any:
-    """The answer of the first method that `mpu` has; otherwise: where there is no unit, or it has none of them."""
+    """The answer of the first method that `mpu` has; otherwise: where there is no unit, or it has
+    none of them.
+    """
     names = [f"get_{word}_{what}" for word in words]
     method = next((getattr(mpu, name) for name in names if hasattr(mpu, name)), None)
     return otherwise if method is None else method()

@@ -77,7 +77,10 @@ class CheckpointEngine(ABC):
 
 
 class TorchCheckpointEngine(CheckpointEngine):
-    """Files of `torch.save`. They are read without running code in them, so `load` takes tensors and plain values."""
+    """Files of `torch.save`.
+
+    They are read without running code in them, so `load` takes tensors and plain values.
+    """
 
     def __init__(self, config_params: Any = None) -> None:
         super().__init__(config_params)
@@ -87,16 +90,22 @@ class TorchCheckpointEngine(CheckpointEngine):
         """Nothing is to be prepared."""
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write one file, which has its name once all of it is there (ds-checkpoint-deepspeed writes it)."""
+        """Write one file, which has its name once all of it is there (ds-checkpoint-deepspeed
+        writes it).
+        """
         importlib.import_module("ds_checkpoint_deepspeed.saving").save(state_dict, Path(path))
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """What is in a file (ds-checkpoint-deepspeed reads it), on the device of `map_location`, else on the host."""
+        """What is in a file (ds-checkpoint-deepspeed reads it), on the device of `map_location`,
+        else on the host.
+        """
         folder = importlib.import_module("ds_checkpoint_deepspeed.folder")
         found = folder.load(Path(path), kind=object, links=True)
         device = map_location if isinstance(map_location, str | torch.device) else "cpu"
         # What was read is mapped: a copy outlives the file.
-        return importlib.import_module("ds_checkpoint").clone_tensors_for_torch_save(found, torch.device(device))
+        return importlib.import_module("ds_checkpoint").clone_tensors_for_torch_save(
+            found, torch.device(device)
+        )
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
         """Files are there as soon as they are saved."""

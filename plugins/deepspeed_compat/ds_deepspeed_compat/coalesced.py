@@ -15,16 +15,19 @@ __all__ = ["reduce_scatter_coalesced"]
 
 
 def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> list[Tensor]:
-    """This rank's flat part of the mean over ranks, for each tensor: ceil(elements / ranks) elements, the last less.
+    """This rank's flat part of the mean over ranks, for each tensor: ceil(elements / ranks)
+    elements, the last less.
 
     Collective over the group.
     """
-    ranks, rank = comm.world_size(group), comm.rank(group)
+    ranks = comm.world_size(group)
+    rank = comm.rank(group)
     sizes = [math.ceil(tensor.numel() / ranks) for tensor in tensors]
     if not tensors:
         return []
 
-    # Row r of the buffer holds the parts of all tensors that rank r is left with; parts are padded to equal sizes.
+    # Row r of the buffer holds the parts of all tensors that rank r is left with; parts are padded
+    # to equal sizes.
     buffer = tensors[0].new_zeros(ranks, sum(sizes))
     at = 0
     for tensor, size in zip(tensors, sizes, strict=True):

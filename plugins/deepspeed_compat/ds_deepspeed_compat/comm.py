@@ -1,8 +1,9 @@
-"""``deepspeed.comm``: torch.distributed's calls with DeepSpeed's arguments, made through ds_core's collectives.
+"""``deepspeed.comm``: torch.distributed's calls with DeepSpeed's arguments, made through ds_core's
+collectives.
 
-So interceptors, such as those of ds-comms-logger and ds-comms-guard, see them; but for `gather`, `scatter` and messages
-between two ranks, which are torch's own. `prof`, `log_name` and `debug` are taken
-as documented and have no effect: the section ``comms_logger`` decides what is logged.
+So interceptors, such as those of ds-comms-logger and ds-comms-guard, see them; but for `gather`,
+`scatter` and messages between two ranks, which are torch's own. `prof`, `log_name` and `debug` are
+taken as documented and have no effect: the section ``comms_logger`` decides what is logged.
 """
 
 from __future__ import annotations
@@ -68,11 +69,15 @@ __all__ = [
 
 
 def _takes(position: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let a function take ``prof``, ``log_name`` and ``debug`` too, by keyword or from `position` on, and drop them."""
+    """Let a function take ``prof``, ``log_name`` and ``debug`` too, by keyword or from `position`
+    on, and drop them.
+    """
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def call(*args: Any, prof: bool = False, log_name: str = "", debug: Any = None, **kwargs: Any) -> Any:
+        def call(
+            *args: Any, prof: bool = False, log_name: str = "", debug: Any = None, **kwargs: Any
+        ) -> Any:
             return function(*args[:position], **kwargs)
 
         return call
@@ -80,7 +85,7 @@ def _takes(position: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return wrap
 
 
-# -- groups and ranks ------------------------------------------------------------------------------------------
+# -- groups and ranks ------------------------------------------------------------------------------
 
 
 def is_initialized() -> bool:
@@ -124,20 +129,30 @@ def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:
 
 
 def mpi_discovery(distributed_port: int = 29500, verbose: bool = True) -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as the job's launcher (MPI, Slurm ...) has them."""
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as the job's launcher (MPI,
+    Slurm ...) has them.
+    """
     found = comm.find_rendezvous(os.environ, port=distributed_port, collective=True)
     if found is not None:
-        values = {"RANK": found.rank, "WORLD_SIZE": found.world_size, "LOCAL_RANK": comm.local_rank()}
+        values = {
+            "RANK": found.rank,
+            "WORLD_SIZE": found.world_size,
+            "LOCAL_RANK": comm.local_rank(),
+        }
         os.environ.update({name: str(value) for name, value in values.items()})
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = found.address, str(found.port)
+        os.environ["MASTER_ADDR"] = found.address
+        os.environ["MASTER_PORT"] = str(found.port)
 
 
-# -- collectives -----------------------------------------------------------------------------------------------
+# -- collectives -----------------------------------------------------------------------------------
 
 
 @_takes(4)
 def all_reduce(
-    tensor: Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
+    tensor: Tensor,
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
 ) -> Any:
     """Reduce `tensor` over the ranks, into every rank's own."""
     return comm.all_reduce(tensor, op, group, async_op)
@@ -145,7 +160,10 @@ def all_reduce(
 
 @_takes(4)
 def inference_all_reduce(
-    tensor: Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
+    tensor: Tensor,
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
 ) -> Any:
     """`all_reduce`; the tensor, or with `async_op` a work."""
     work = comm.all_reduce(tensor, op, group, async_op)
@@ -154,7 +172,10 @@ def inference_all_reduce(
 
 @_takes(4)
 def all_reduce_coalesced(
-    tensors: Sequence[Tensor], op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
+    tensors: Sequence[Tensor],
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
 ) -> Any:
     """Reduce each of `tensors`."""
     return _together([comm.all_reduce(tensor, op, group, async_op) for tensor in tensors], async_op)
@@ -162,7 +183,11 @@ def all_reduce_coalesced(
 
 @_takes(5)
 def reduce(
-    tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
+    tensor: Tensor,
+    dst: int,
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
 ) -> Any:
     """Reduce `tensor` over the ranks, into that of `dst`."""
     return comm.reduce(tensor, dst, op, group, async_op)
@@ -192,18 +217,25 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> Any:
     """Reduce the tensors of `input_list` over the ranks; rank i gets the i-th."""
-    return comm.reduce_scatter_tensor(output, torch.cat([t.reshape(-1) for t in input_list]), op, group, async_op)
+    return comm.reduce_scatter_tensor(
+        output, torch.cat([t.reshape(-1) for t in input_list]), op, group, async_op
+    )
 
 
 @_takes(4)
-def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None, async_op: bool = False) -> Any:
+def broadcast(
+    tensor: Tensor, src: int, group: ProcessGroup | None = None, async_op: bool = False
+) -> Any:
     """Give every rank the tensor of `src`."""
     return comm.broadcast(tensor, src, group, async_op)
 
 
 @_takes(4)
 def all_gather(
-    tensor_list: Sequence[Tensor], tensor: Tensor, group: ProcessGroup | None = None, async_op: bool = False
+    tensor_list: Sequence[Tensor],
+    tensor: Tensor,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
 ) -> Any:
     """Gather every rank's `tensor` into `tensor_list`."""
     flat = tensor.new_empty(len(tensor_list) * tensor.numel())
@@ -221,7 +253,10 @@ def all_gather_into_tensor(
 
 @_takes(4)
 def allgather_fn(
-    output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup | None = None, async_op: bool = False
+    output_tensor: Tensor,
+    input_tensor: Tensor,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
 ) -> Any:
     """`all_gather_into_tensor`."""
     return comm.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
@@ -236,7 +271,9 @@ def all_gather_coalesced(
 ) -> Any:
     """`all_gather_into_tensor` for each pair."""
     pairs = zip(output_tensors, input_tensors, strict=True)
-    return _together([comm.all_gather_into_tensor(out, into, group, async_op) for out, into in pairs], async_op)
+    return _together(
+        [comm.all_gather_into_tensor(out, into, group, async_op) for out, into in pairs], async_op
+    )
 
 
 @_takes(6)
@@ -249,7 +286,9 @@ def all_to_all_single(
     async_op: bool = False,
 ) -> Any:
     """Send each rank its rows of `tensor`, and receive one's own of every rank into `output`."""
-    return comm.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op)
+    return comm.all_to_all_single(
+        output, tensor, output_split_sizes, input_split_sizes, group, async_op
+    )
 
 
 @_takes(4)
@@ -293,7 +332,9 @@ def gather(
         for target in gather_list or ():
             target.copy_(tensor)
         return _together([], async_op)
-    return dist.gather(tensor, None if gather_list is None else list(gather_list), dst, group, async_op)
+    return dist.gather(
+        tensor, None if gather_list is None else list(gather_list), dst, group, async_op
+    )
 
 
 @_takes(5)
@@ -309,18 +350,24 @@ def scatter(
         for source in scatter_list or ():
             tensor.copy_(source)
         return _together([], async_op)
-    return dist.scatter(tensor, None if scatter_list is None else list(scatter_list), src, group, async_op)
+    return dist.scatter(
+        tensor, None if scatter_list is None else list(scatter_list), src, group, async_op
+    )
 
 
 @_takes(2)
-def barrier(group: ProcessGroup | None = None, async_op: bool = False, device_ids: Any = None) -> Any:
+def barrier(
+    group: ProcessGroup | None = None, async_op: bool = False, device_ids: Any = None
+) -> Any:
     """Return when every rank has called it."""
     return comm.barrier(group, async_op)
 
 
 @_takes(3)
 def monitored_barrier(
-    group: ProcessGroup | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    group: ProcessGroup | None = None,
+    timeout: timedelta | None = None,
+    wait_all_ranks: bool = False,
 ) -> None:
     """A barrier that names the ranks that do not come (gloo only, as torch's)."""
     if comm.world_size(group) > 1:
@@ -334,7 +381,9 @@ def send(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int =
 
 
 @_takes(4)
-def recv(tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> int:
+def recv(
+    tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0
+) -> int:
     """Receive from rank `src`; gives the sender."""
     return int(dist.recv(tensor, src, group, tag))
 
@@ -346,7 +395,9 @@ def isend(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int 
 
 
 @_takes(4)
-def irecv(tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> Any:
+def irecv(
+    tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0
+) -> Any:
     """Start to receive; ``wait()`` on what it gives."""
     return dist.irecv(tensor, src, group, tag)
 
@@ -356,7 +407,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Any]:
     return dist.batch_isend_irecv(list(p2p_op_list))
 
 
-# -- objects ---------------------------------------------------------------------------------------------------
+# -- objects ---------------------------------------------------------------------------------------
 
 
 def broadcast_object_list(
@@ -379,8 +430,10 @@ def _as_json(value: Any, who: str) -> Any:
     if _is_plain(value):
         return value
     raise TypeError(
-        f"{who}: nothing is pickled here, and {value!r:.200} is more than lists, dicts with text keys, text, numbers, "
-        "booleans and None; send tensors by broadcast or all_gather, or call torch.distributed yourself"
+        f"{who}: nothing is pickled here, and {value!r:.200} is more than lists, dicts with text "
+        "keys, text, numbers, "
+        "booleans and None; send tensors by broadcast or all_gather, or call torch.distributed "
+        "yourself"
     )
 
 
@@ -392,7 +445,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (str, int, float, bool)
 
 
-# -- what torch offers -----------------------------------------------------------------------------------------
+# -- what torch offers -----------------------------------------------------------------------------
 
 
 def has_all_gather_into_tensor() -> bool:

@@ -41,7 +41,9 @@ class Config:
             fix = f"did you mean {hint!r}?" if hint else f"known: {', '.join(self.fields)}"
             raise ConfigError([Problem(name, f"{type(self).__name__} has no field {name!r}", fix)])
         kind = self.nested.get(name)
-        super().__setattr__(name, kind.from_dict(value) if kind and isinstance(value, Mapping) else value)
+        super().__setattr__(
+            name, kind.from_dict(value) if kind and isinstance(value, Mapping) else value
+        )
 
     def __getitem__(self, name: str) -> Any:
         try:
@@ -69,7 +71,9 @@ class Config:
     def is_valid(self) -> bool:
         """Resolve, then say whether this config and every nested one is valid."""
         self.resolve()
-        return self._valid() and all(v.is_valid() for v in self.__dict__.values() if isinstance(v, Config))
+        return self._valid() and all(
+            v.is_valid() for v in self.__dict__.values() if isinstance(v, Config)
+        )
 
     def _valid(self) -> bool:
         return True
@@ -86,7 +90,8 @@ class BatchConfig(Config):
     gradient_accumulation_steps: int | None
 
     def resolve(self) -> None:
-        """Complete the triple from any two values; with fewer, or sizes of 0 and below, leave it."""
+        """Complete the triple from any two values; with fewer, or sizes of 0 and below, leave
+        it."""
         values = [self[name] for name in self.fields or ()]
         given = [v for v in values if v is not None]
         if len(given) == 2 and all(_positive(v) for v in given):
@@ -96,7 +101,9 @@ class BatchConfig(Config):
 
     def _valid(self) -> bool:
         train, micro, gas = (self[name] for name in self.fields or ())
-        return _positive(train) and _positive(micro) and _positive(gas) and train % (micro * gas) == 0
+        return (
+            _positive(train) and _positive(micro) and _positive(gas) and train % (micro * gas) == 0
+        )
 
 
 class FP16Config(Config):
@@ -108,7 +115,9 @@ class FP16Config(Config):
 
     def _valid(self) -> bool:
         number = (
-            isinstance(self.clip, (int, float)) and not isinstance(self.clip, bool) and 0 <= self.clip < float("inf")
+            isinstance(self.clip, (int, float))
+            and not isinstance(self.clip, bool)
+            and 0 <= self.clip < float("inf")
         )
         return self.enabled in (None, True, False) and (self.clip is None or number)
 

@@ -1,7 +1,7 @@
 """DeepSpeed's config models: the sections of ds_core and its packages, with values that can be set.
 
-Each is a subclass of the section's own model: the same keys, defaults and checks, also when a value is set. It is made
-when it is first asked for; a package that is not installed is named then.
+Each is a subclass of the section's own model: the same keys, defaults and checks, also when a value
+is set. It is made when it is first asked for; a package that is not installed is named then.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ __all__ = [
 
 
 class DeepSpeedConfigModel(Section):
-    """Base of DeepSpeed's config models. A value that is set is checked; "auto" counts as left out."""
+    """Base of DeepSpeed's config models.
+
+    A value that is set is checked; "auto" counts as left out.
+    """
 
     model_config = ConfigDict(frozen=False, validate_assignment=True)
 
@@ -53,7 +56,13 @@ class _FP16(DeepSpeedConfigModel):
 
     def dynamic_loss_scale_args(self: Any) -> dict[str, Any] | None:
         """Arguments of a dynamic loss scaler; None where the config has none of them."""
-        keys = {"initial_scale_power", "loss_scale_window", "min_loss_scale", "hysteresis", "consecutive_hysteresis"}
+        keys = {
+            "initial_scale_power",
+            "loss_scale_window",
+            "min_loss_scale",
+            "hysteresis",
+            "consecutive_hysteresis",
+        }
         if keys.isdisjoint(self.model_fields_set):
             return None
         return {
@@ -81,7 +90,10 @@ class _Zero(DeepSpeedConfigModel):
 _MODELS: Mapping[str, tuple[str, type[DeepSpeedConfigModel]]] = {
     "DeepSpeedZeroConfig": ("ds_zero.config:ZeroConfig", _Zero),
     "DeepSpeedZeroOffloadParamConfig": ("ds_zero.config:OffloadParam", DeepSpeedConfigModel),
-    "DeepSpeedZeroOffloadOptimizerConfig": ("ds_zero.config:OffloadOptimizer", DeepSpeedConfigModel),
+    "DeepSpeedZeroOffloadOptimizerConfig": (
+        "ds_zero.config:OffloadOptimizer",
+        DeepSpeedConfigModel,
+    ),
     "ZenFlowConfig": ("ds_zero.config:ZenFlowConfig", DeepSpeedConfigModel),
     "DeepSpeedZeroLeafModuleConfig": ("ds_zero.config:LeafModules", DeepSpeedConfigModel),
     "TensorBoardConfig": ("ds_monitor_tensorboard.config:TensorBoardConfig", DeepSpeedConfigModel),
@@ -96,7 +108,10 @@ _MODELS: Mapping[str, tuple[str, type[DeepSpeedConfigModel]]] = {
 
 
 def model_named(name: str) -> Any:
-    """The model that DeepSpeed calls `name`, made now. Raises ModuleNotFoundError without the section's package."""
+    """The model that DeepSpeed calls `name`, made now.
+
+    Raises ModuleNotFoundError without the section's package.
+    """
     if name not in _MODELS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     reference, base = _MODELS[name]
@@ -111,7 +126,9 @@ __getattr__ = model_named
 def opened(
     model: type[BaseModel], base: type[DeepSpeedConfigModel] = DeepSpeedConfigModel, name: str = ""
 ) -> type[BaseModel]:
-    """`model` with values that can be set, in the sections inside it too; `base` has what comes on top."""
+    """`model` with values that can be set, in the sections inside it too; `base` has what comes on
+    top.
+    """
     changed: dict[str, Any] = {}
     for key, field in model.model_fields.items():
         hint = _opened_hint(field.annotation)
@@ -121,7 +138,11 @@ def opened(
                 field.default = opened(type(field.default), *_known(type(field.default)))()
             changed[key] = (hint, field)
     made: type[BaseModel] = create_model(
-        name or model.__name__, __base__=(model, base), __module__=__name__, __doc__=model.__doc__, **changed
+        name or model.__name__,
+        __base__=(model, base),
+        __module__=__name__,
+        __doc__=model.__doc__,
+        **changed,
     )
     return made
 
@@ -138,21 +159,28 @@ def _known(model: type[BaseModel]) -> tuple[type[DeepSpeedConfigModel], str]:
     """What DeepSpeed adds to a model, and its name there."""
     reference = f"{model.__module__}:{model.__qualname__}"
     return next(
-        ((base, name) for name, (known, base) in _MODELS.items() if known == reference), (DeepSpeedConfigModel, "")
+        ((base, name) for name, (known, base) in _MODELS.items() if known == reference),
+        (DeepSpeedConfigModel, ""),
     )
 
 
 def values_of(parsed: BaseModel | None, model: type[BaseModel]) -> Any:
     """A section as it was parsed, as one whose values can be set; the defaults for None."""
-    return model() if parsed is None else model.model_validate(parsed.model_dump(exclude_unset=True))
+    return (
+        model() if parsed is None else model.model_validate(parsed.model_dump(exclude_unset=True))
+    )
 
 
 _FIELDS: Any = CoreConfig.model_fields
 DeepSpeedFP16Config: Any = opened(_FIELDS["fp16"].annotation, _FP16, "DeepSpeedFP16Config")
-DeepSpeedBF16Config: Any = opened(_FIELDS["bf16"].annotation, DeepSpeedConfigModel, "DeepSpeedBF16Config")
+DeepSpeedBF16Config: Any = opened(
+    _FIELDS["bf16"].annotation, DeepSpeedConfigModel, "DeepSpeedBF16Config"
+)
 
 
-def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+def get_scalar_param(
+    param_dict: Mapping[str, Any], param_name: str, param_default_value: Any
+) -> Any:
     """One value of a section, or a default."""
     return param_dict.get(param_name, param_default_value)
 
@@ -169,4 +197,6 @@ def get_bfloat16_config(param_dict: Mapping[str, Any]) -> Any:
 
 def get_zero_config(param_dict: Mapping[str, Any]) -> Any:
     """The section ``zero_optimization`` of a whole config."""
-    return model_named("DeepSpeedZeroConfig").model_validate(param_dict.get("zero_optimization", {}))
+    return model_named("DeepSpeedZeroConfig").model_validate(
+        param_dict.get("zero_optimization", {})
+    )

@@ -1,4 +1,5 @@
-"""The functions ``get_*(param_dict)`` of ``deepspeed.runtime.config``: one value of a config, or its default.
+"""The functions ``get_*(param_dict)`` of ``deepspeed.runtime.config``: one value of a config, or
+its default.
 
 Keys and defaults are DeepSpeed's own constants, ``NAME`` and ``NAME_DEFAULT``.
 """
@@ -14,9 +15,12 @@ __all__ = ["READERS", "get_communication_data_type", "get_optimizer_gradient_cli
 
 _VALUES = {**constants()["deepspeed.runtime.constants"], **constants()["deepspeed.runtime.config"]}
 _TOP = (
-    "gradient_accumulation_steps managed_gradient_accumulation prescale_gradients gradient_predivide_factor "
-    "gradient_allreduce_op steps_per_print disable_allgather dump_state disable_python_gc gradient_clipping "
-    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer train_batch_size train_micro_batch_size_per_gpu "
+    "gradient_accumulation_steps managed_gradient_accumulation prescale_gradients "
+    "gradient_predivide_factor "
+    "gradient_allreduce_op steps_per_print disable_allgather dump_state disable_python_gc "
+    "gradient_clipping "
+    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer train_batch_size "
+    "train_micro_batch_size_per_gpu "
     "wall_clock_breakdown memory_breakdown dataloader_drop_last log_level"
 )
 """Functions that read the key that their name says."""
@@ -54,10 +58,17 @@ def get_optimizer_gradient_clipping(param_dict: Mapping[str, Any]) -> Any:
 
 
 def get_communication_data_type(param_dict: Mapping[str, Any], *_: Any) -> Any:
-    """The dtype of that name in torch, such as ``"fp16"``; None where the config leaves it to the precision."""
+    """The dtype of that name in torch, such as ``"fp16"``; None where the config leaves it to the
+    precision.
+    """
     import torch
 
-    names = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "bfp16": torch.bfloat16}
+    names = {
+        "fp32": torch.float32,
+        "fp16": torch.float16,
+        "bf16": torch.bfloat16,
+        "bfp16": torch.bfloat16,
+    }
     name = param_dict.get("communication_data_type")
     if name is None:
         return None

@@ -39,7 +39,9 @@ def debug_extract_module_and_param_names(model: nn.Module) -> None:
     """Take the names of a model's modules and parameters."""
     debug_clear_module_and_param_names()
     _NAMES.update({module: name for name, module in model.named_modules()})
-    _PARAMS.update({id(param): (weakref.ref(param), name) for name, param in model.named_parameters()})
+    _PARAMS.update(
+        {id(param): (weakref.ref(param), name) for name, param in model.named_parameters()}
+    )
 
 
 def debug_module2name(module: Any) -> str:
@@ -59,7 +61,10 @@ def debug_module2name_id(module: Any) -> str:
 
 def debug_module2name_class(module: Any) -> str:
     """``name=... class_name=... id=...``."""
-    return f"name={debug_module2name(module)} class_name={debug_module2class(module)} id={_of(module, 'ds_id')}"
+    return (
+        f"name={debug_module2name(module)} class_name={debug_module2class(module)} "
+        f"id={_of(module, 'ds_id')}"
+    )
 
 
 def debug_param2name(param: Any) -> str:
@@ -79,7 +84,9 @@ def debug_param2name_id(param: Any) -> str:
 
 def debug_param2name_id_shape(param: Any) -> str:
     """With the shapes: as it is, and the whole parameter's."""
-    return f"{debug_param2name_id(param)} shape={tuple(param.shape)} ds_shape={_of(param, 'ds_shape')}"
+    return (
+        f"{debug_param2name_id(param)} shape={tuple(param.shape)} ds_shape={_of(param, 'ds_shape')}"
+    )
 
 
 def debug_param2name_id_shape_device(param: Any) -> str:

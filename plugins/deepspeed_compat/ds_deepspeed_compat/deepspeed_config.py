@@ -1,4 +1,5 @@
-"""``deepspeed.DeepSpeedConfig``: a checked config as one flat object, whose attributes can be set."""
+"""``deepspeed.DeepSpeedConfig``: a checked config as one flat object, whose attributes can be
+set."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ __all__ = ["DeepSpeedConfig"]
 class DeepSpeedConfig:
     """A config, checked as a run's is: the errors are those of `ds_core.initialize`.
 
-    config: a dict, the path of a file, or JSON in URL-safe base64; "auto" counts as left out. mpu, mesh_device: what
-    tells the number of data-parallel ranks, by which the three batch sizes are solved. Nothing reads this object:
-    setting an attribute changes no run.
+    config: a dict, the path of a file, or JSON in URL-safe base64; "auto" counts as left out. mpu,
+    mesh_device: what tells the number of data-parallel ranks, by which the three batch sizes are
+    solved. Nothing reads this object: setting an attribute changes no run.
     """
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
@@ -38,7 +39,9 @@ class DeepSpeedConfig:
         self._shown = checked.redacted()
         started = dist.is_available() and dist.is_initialized()
         self.global_rank = dist.get_rank() if started else 0
-        self.world_size = _data_parallel_size(raw, mpu, mesh_device, dist.get_world_size() if started else 1)
+        self.world_size = _data_parallel_size(
+            raw, mpu, mesh_device, dist.get_world_size() if started else 1
+        )
 
         batch = chosen.batch(self.world_size)
         self.train_batch_size = batch.train
@@ -56,7 +59,9 @@ class DeepSpeedConfig:
         self.gradient_allreduce_op = core.gradient_allreduce_op
         self.disable_allgather = core.disable_allgather
         name = core.optimizer.type if core.optimizer is not None else None
-        self.optimizer_name = name.lower() if name is not None and name.lower() in DEEPSPEED_OPTIMIZERS else name
+        self.optimizer_name = (
+            name.lower() if name is not None and name.lower() in DEEPSPEED_OPTIMIZERS else name
+        )
         tags = read(keys, "checkpoint.tag_validation", "Warn")
         self.checkpoint_tag_validation_enabled = tags != "Ignore"
         self.checkpoint_tag_validation_fail = tags == "Fail"
@@ -66,7 +71,8 @@ class DeepSpeedConfig:
         try:
             zero = models.model_named("DeepSpeedZeroConfig")
         except ModuleNotFoundError:  # ds-zero is not installed: a config that needs it was refused
-            self.zero_config, self.zero_optimization_stage = None, 0
+            self.zero_config = None
+            self.zero_optimization_stage = 0
         else:
             self.zero_config = models.values_of(checked.section("zero_optimization"), zero)
             self.zero_optimization_stage = self.zero_config.stage
@@ -77,8 +83,12 @@ class DeepSpeedConfig:
         self.comms_config = defaults.DeepSpeedCommsConfig(raw)
         self.monitor_config = defaults.get_monitor_config(raw)
         self.timers_config = defaults.get_timers_config(raw)
-        self.hybrid_engine = _section("HybridEngineConfig", checked.section("hybrid_engine"), enabled=False)
-        self.compile_config = _section("CompileConfig", checked.section("compile"), deepcompile=False)
+        self.hybrid_engine = _section(
+            "HybridEngineConfig", checked.section("hybrid_engine"), enabled=False
+        )
+        self.compile_config = _section(
+            "CompileConfig", checked.section("compile"), deepcompile=False
+        )
         self.aio_config = defaults.get_aio_config(raw)
         self.pipeline = {**PIPELINE, **(raw.get("pipeline") or {})}
         self.checkpoint_config = copy.deepcopy(raw.get("checkpoint") or {})
@@ -103,7 +113,9 @@ class DeepSpeedConfig:
         self.initial_dynamic_scale = self.float16_config.initial_dynamic_scale()
         self.dynamic_loss_scale_args = self.float16_config.dynamic_loss_scale_args()
         travels = core.communication_data_type
-        self.communication_data_type = None if travels is None else DtypeEnum.from_str(travels).dtype
+        self.communication_data_type = (
+            None if travels is None else DtypeEnum.from_str(travels).dtype
+        )
         low = core.torch_autocast.dtype
         self.torch_autocast_dtype = None if low is None else DtypeEnum.from_str(low).dtype
         self.grad_accum_dtype = core.data_types.grad_accum_dtype
@@ -142,7 +154,9 @@ def _data_parallel_size(raw: Mapping[str, Any], mpu: Any, mesh: Any, world: int)
 
 
 def _section(name: str, parsed: Any, **switched_off: Any) -> Any:
-    """A section as a model; without its package, which a config that has it needs, it is switched off."""
+    """A section as a model; without its package, which a config that has it needs, it is switched
+    off.
+    """
     try:
         return models.values_of(parsed, models.model_named(name))
     except ModuleNotFoundError:

@@ -10,10 +10,16 @@ __all__ = ["OnDevice"]
 
 
 class OnDevice:
-    """Context: modules made inside have their parameters on `device` ("meta" allocates nothing) and in `dtype`."""
+    """Context: modules made inside have their parameters on `device` ("meta" allocates nothing) and
+    in `dtype`.
+    """
 
-    def __init__(self, dtype: torch.dtype | None, device: Any = "meta", enabled: bool = True) -> None:
-        self.dtype, self.device, self.enabled = dtype, torch.device(device), enabled
+    def __init__(
+        self, dtype: torch.dtype | None, device: Any = "meta", enabled: bool = True
+    ) -> None:
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.enabled = enabled
 
     def __enter__(self) -> None:
         if self.enabled:

@@ -1,7 +1,7 @@
 """``deepspeed.initialize`` and the classes of its engines.
 
-`DeepSpeedEngine` is a module around ds_core's engine, which does all the work: it has DeepSpeed's names, and no state
-or behaviour of its own.
+`DeepSpeedEngine` is a module around ds_core's engine, which does all the work: it has DeepSpeed's
+names, and no state or behaviour of its own.
 """
 
 from __future__ import annotations
@@ -46,15 +46,23 @@ log = logging.getLogger("ds_core")
 DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
 DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
 
-_SETTABLE = {"lr_scheduler", "training_dataloader", "micro_steps", "global_steps", "global_samples", "skipped_steps"}
+_SETTABLE = {
+    "lr_scheduler",
+    "training_dataloader",
+    "micro_steps",
+    "global_steps",
+    "global_samples",
+    "skipped_steps",
+}
 """Attributes that are set on ds_core's engine."""
 
 
 class DeepSpeedEngine(nn.Module):
     """ds_core's engine under DeepSpeed's names, as a module whose one child is ``module``.
 
-    So ``state_dict`` and ``named_parameters`` have names such as ``module.0.weight``, as with DeepSpeed. An attribute
-    that is not its own is that of ds_core's engine, ``engine.core``, and then the model's.
+    So ``state_dict`` and ``named_parameters`` have names such as ``module.0.weight``, as with
+    DeepSpeed. An attribute that is not its own is that of ds_core's engine, ``engine.core``, and
+    then the model's.
     """
 
     core: Engine
@@ -72,7 +80,9 @@ class DeepSpeedEngine(nn.Module):
         self.optimizer = wrapped(core, groups)
         self.training = core.module.training
         # Nothing waits for the device: a step costs what it costs without.
-        self.tput_timer = ThroughputTimer(SimpleNamespace(synchronized=False), core.train_batch_size())
+        self.tput_timer = ThroughputTimer(
+            SimpleNamespace(synchronized=False), core.train_batch_size()
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__["_modules"]:
@@ -128,11 +138,17 @@ class DeepSpeedEngine(nn.Module):
     ) -> Tensor:
         """As ds_core's engine does, with arguments in the order of DeepSpeed's release."""
         return self.core.backward(
-            loss, allreduce_gradients, release_loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas
+            loss,
+            allreduce_gradients,
+            release_loss,
+            retain_graph=retain_graph,
+            scale_wrt_gas=scale_wrt_gas,
         )
 
     @functools.wraps(Engine.load_checkpoint)
-    def load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    def load_checkpoint(
+        self, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """As ds_core's engine does; `loaded_checkpoint_tag` tells what was loaded."""
         path, client_state = self.core.load_checkpoint(load_dir, tag, *args, **kwargs)
         if path is not None:
@@ -142,7 +158,9 @@ class DeepSpeedEngine(nn.Module):
         return path, client_state
 
     def loss_scale(self) -> float:
-        """``fp16.loss_scale`` of the config, 0 for a dynamic one; the scale now is ``optimizer.loss_scale``."""
+        """``fp16.loss_scale`` of the config, 0 for a dynamic one; the scale now is
+        ``optimizer.loss_scale``.
+        """
         return float(read(self.core, "fp16.loss_scale", 0))
 
     @functools.cached_property
@@ -152,7 +170,7 @@ class DeepSpeedEngine(nn.Module):
 
         return DeepSpeedConfig(self.core.config.raw, self.mpu)
 
-    # -- attributes of DeepSpeed's engine ----------------------------------------------------------------------
+    # -- attributes of DeepSpeed's engine ----------------------------------------------------------
 
     @property
     def local_rank(self) -> int:
@@ -171,7 +189,8 @@ class DeepSpeedEngine(nn.Module):
 
     @property
     def seq_dp_world_size(self) -> int:
-        """Ranks over which gradients are averaged: those that divide the batch, and its sequences."""
+        """Ranks over which gradients are averaged: those that divide the batch, and its
+        sequences."""
         return self.core.ctx.mesh.size("dp")
 
     @property
@@ -237,7 +256,9 @@ class DeepSpeedEngine(nn.Module):
     @property
     def num_experts(self) -> list[int]:
         """The number of experts of each module that holds some."""
-        layers: list[Any] = [m for m in self.module.modules() if hasattr(m, "num_experts") and hasattr(m, "ep_size")]
+        layers: list[Any] = [
+            m for m in self.module.modules() if hasattr(m, "num_experts") and hasattr(m, "ep_size")
+        ]
         return [layer.num_experts for layer in layers]
 
     @property
@@ -275,7 +296,8 @@ _GIVEN = {
     **{name: getattr(engine_getters, name) for name in engine_getters.CONFIG_KEYS},
     **{name: getattr(engine_methods, name) for name in engine_methods.__all__},
 }
-_OWN = {*vars(DeepSpeedEngine), "train", "eval", "param_groups"}  # a module's own train and eval do as well
+# a module's own train and eval do as well
+_OWN = {*vars(DeepSpeedEngine), "train", "eval", "param_groups"}
 for _name, _function in {**dict(inspect.getmembers(Engine, inspect.isfunction)), **_GIVEN}.items():
     if _name not in _OWN and (not _name.startswith("_") or _name in _GIVEN):
         setattr(DeepSpeedEngine, _name, _of_core(_function))
@@ -337,7 +359,9 @@ class PipelineEngine(DeepSpeedEngine):
 
 @functools.wraps(ds_core.initialize)
 def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """`ds_core.initialize`, whose engine is in a `DeepSpeedEngine`, or for a pipeline in a `PipelineEngine`."""
+    """`ds_core.initialize`, whose engine is in a `DeepSpeedEngine`, or for a pipeline in a
+    `PipelineEngine`.
+    """
     given = inspect.signature(ds_core.initialize).bind(*args, **kwargs).arguments
     rows = given.get("model_parameters")
     if isinstance(rows, Iterable):  # generators are read once, and twice here
@@ -351,19 +375,25 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, Any, Any, An
 
 
 def _read_config(given: dict[str, Any]) -> None:
-    """Replace the config among `given`, wherever it was given, by what DeepSpeed's release makes of it."""
+    """Replace the config among `given`, wherever it was given, by what DeepSpeed's release makes of
+    it.
+    """
     args = given.get("args")
     source = read_config(config_source(args, given.get("config"), given.pop("config_params", None)))
     given["config"] = as_released(source)
     if args is not None:  # it names the config no more
         names = args if isinstance(args, dict) else vars(args)
-        given["args"] = {k: v for k, v in names.items() if k not in ("deepspeed_config", "deepscale_config")}
+        given["args"] = {
+            k: v for k, v in names.items() if k not in ("deepspeed_config", "deepscale_config")
+        }
 
 
 def _uncompressed(given: dict[str, Any]) -> None:
-    """Leave ``compression_training`` out of the config of a model that `init_compression` never had.
+    """Leave ``compression_training`` out of the config of a model that `init_compression` never
+    had.
 
-    The release compresses no other: a teacher that is given the config of its student stays as it is.
+    The release compresses no other: a teacher that is given the config of its student stays as it
+    is.
     """
     source = given["config"]
     if "compression_training" not in source.raw or find_spec("ds_compression") is None:
@@ -373,7 +403,11 @@ def _uncompressed(given: dict[str, Any]) -> None:
         return
     rest = {key: value for key, value in source.raw.items() if key != "compression_training"}
     given["config"] = ConfigSource(rest, source.origin)
-    text = "config: compression_training has no effect on this model, which init_compression was not given"
+    text = (
+        "config: compression_training has no effect on this model, which init_compression was "
+        "not "
+        "given"
+    )
     log_once(log, logging.INFO, text)
 
 

@@ -12,10 +12,13 @@ if TYPE_CHECKING:
 __all__ = ["CONFIG_KEYS", "read"]
 
 _ZERO = (
-    "allgather_bucket_size allgather_partitions allgather_sequential contiguous_gradients elastic_checkpoint "
-    "ignore_unused_parameters legacy_stage1 load_from_fp32_weights log_trace_cache_warnings max_live_parameters "
+    "allgather_bucket_size allgather_partitions allgather_sequential contiguous_gradients "
+    "elastic_checkpoint "
+    "ignore_unused_parameters legacy_stage1 load_from_fp32_weights log_trace_cache_warnings "
+    "max_live_parameters "
     "max_reuse_distance model_persistence_threshold module_granularity_threshold overlap_comm "
-    "param_persistence_threshold prefetch_bucket_size reduce_bucket_size reduce_scatter round_robin_gradients "
+    "param_persistence_threshold prefetch_bucket_size reduce_bucket_size reduce_scatter "
+    "round_robin_gradients "
     "sub_group_size"
 )
 
@@ -26,7 +29,10 @@ CONFIG_KEYS: Mapping[str, tuple[str, Any]] = {
     "zero_hpz_partition_size": ("zero_optimization.zero_hpz_partition_size", 1),
     "mics_shard_size": ("zero_optimization.mics_shard_size", -1),
     "zero_quantized_weights": ("zero_optimization.zero_quantized_weights", False),
-    "zero_quantized_nontrainable_weights": ("zero_optimization.zero_quantized_nontrainable_weights", False),
+    "zero_quantized_nontrainable_weights": (
+        "zero_optimization.zero_quantized_nontrainable_weights",
+        False,
+    ),
     "zero_quantized_gradients": ("zero_optimization.zero_quantized_gradients", False),
     "is_sanity_checks_enabled": ("zero_optimization.enable_sanity_checks", False),
     "zero_allow_untested_optimizer": ("zero_allow_untested_optimizer", False),
@@ -35,7 +41,10 @@ CONFIG_KEYS: Mapping[str, tuple[str, Any]] = {
     "fp16_auto_cast": ("fp16.auto_cast", False),
     "bfloat16_enabled": ("bf16.enabled", False),
     "torch_autocast_enabled": ("torch_autocast.enabled", False),
-    "torch_autocast_lower_precision_safe_modules": ("torch_autocast.lower_precision_safe_modules", None),
+    "torch_autocast_lower_precision_safe_modules": (
+        "torch_autocast.lower_precision_safe_modules",
+        None,
+    ),
     "gradient_clipping": ("gradient_clipping", 1.0),
     "gradient_predivide_factor": ("gradient_predivide_factor", 1.0),
     "managed_gradient_accumulation": ("managed_gradient_accumulation", True),
@@ -57,23 +66,32 @@ CONFIG_KEYS: Mapping[str, tuple[str, Any]] = {
     "pld_enabled": ("progressive_layer_drop.enabled", False),
     "eigenvalue_enabled": ("eigenvalue.enabled", False),
     "data_efficiency_enabled": ("data_efficiency.enabled", False),
-    "curriculum_learning_enabled": ("data_efficiency.data_sampling.curriculum_learning.enabled", False),
+    "curriculum_learning_enabled": (
+        "data_efficiency.data_sampling.curriculum_learning.enabled",
+        False,
+    ),
     "curriculum_enabled_legacy": ("curriculum_learning.enabled", False),
     "random_ltd_enabled": ("data_efficiency.data_routing.random_ltd.enabled", False),
     "sparse_gradients_enabled": ("sparse_gradients", False),
     "autotp_size": ("tensor_parallel.autotp_size", 0),
 }
-"""Getter -> path of the key in the config, and what it gives where the config has no such section."""
+"""Getter -> path of the key in the config, and what it gives where the config has no such section.
+"""
 
 _SECTIONS = {"zero_optimization": "ds_zero.config:ZeroConfig"}
-"""Sections whose defaults a getter gives where the config has no such section, if their package is installed."""
+"""Sections whose defaults a getter gives where the config has no such section, if their package is
+installed.
+"""
 
 
 def read(engine: Engine, path: str, default: Any = None) -> Any:
-    """The value at `path` of the run's config, or `default` where a section on the way is absent."""
+    """The value at `path` of the run's config, or `default` where a section on the way is
+    absent."""
     first, *keys = path.split(".")
     core = engine.config.core
-    value: Any = getattr(core, first) if first in type(core).model_fields else engine.config.section(first)
+    value: Any = (
+        getattr(core, first) if first in type(core).model_fields else engine.config.section(first)
+    )
     if value is None and first in _SECTIONS:
         value = _defaults(_SECTIONS[first])
     value = getattr(value, "root", value)

@@ -1,4 +1,5 @@
-"""Methods that DeepSpeed's engine has and ds_core's does not need: functions whose first argument is the engine.
+"""Methods that DeepSpeed's engine has and ds_core's does not need: functions whose first argument
+is the engine.
 
 They serve where neither the engine nor its module has the name. This module loads no torch.
 """
@@ -72,7 +73,9 @@ def deepspeed_io(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_local_io_workers: int | None = None,
 ) -> Loader:
-    """A loader of this rank's share of `dataset`; shuffled for route "train", in order for any other."""
+    """A loader of this rank's share of `dataset`; shuffled for route "train", in order for any
+    other.
+    """
     from ds_core.data import make_loader
 
     ctx = engine.ctx
@@ -89,7 +92,10 @@ def deepspeed_io(
 
 
 def empty_partition_cache(engine: Engine) -> None:
-    """Free weights that the partitioner has gathered ahead or keeps for later. Every rank calls it."""
+    """Free weights that the partitioner has gathered ahead or keeps for later.
+
+    Every rank calls it.
+    """
     if (release := getattr(engine.partitioner, "release_idle", None)) is not None:
         release()
 
@@ -121,7 +127,9 @@ def save_fp16_model(
 
 
 def set_dataloader(engine: Engine, loader: Iterable[Any]) -> None:
-    """What `train_batch` takes its micro-batches from when it is given nothing; started again whenever it ends."""
+    """What `train_batch` takes its micro-batches from when it is given nothing; started again
+    whenever it ends.
+    """
     from ds_core.data import RepeatingLoader
 
     engine.set_dataiterator(RepeatingLoader(loader))
@@ -132,7 +140,7 @@ def zero_optimization_partition_gradients(engine: Engine) -> bool:
     return engine.partitioner.partitions_gradients
 
 
-# -- what the config says, worked out -----------------------------------------------------------------------------
+# -- what the config says, worked out --------------------------------------------------------------
 
 
 def zero_optimization_stage(engine: Engine) -> int:
@@ -180,7 +188,9 @@ def zero_gather_16bit_weights_on_model_save(engine: Engine) -> bool:
 
 
 def optimizer_name(engine: Engine) -> str | None:
-    """``optimizer.type`` of the config; DeepSpeed's own names in small letters, as its engine gives them."""
+    """``optimizer.type`` of the config; DeepSpeed's own names in small letters, as its engine gives
+    them.
+    """
     name: str | None = read(engine, "optimizer.type")
     return name.lower() if name and name.lower() in DEEPSPEED_OPTIMIZERS else name
 
@@ -236,7 +246,7 @@ def checkpoint_tag_validation_fail(engine: Engine) -> bool:
     return str(read(engine, "checkpoint.tag_validation", "Warn")) == "Fail"
 
 
-# -- where this rank stands ---------------------------------------------------------------------------------------
+# -- where this rank stands ------------------------------------------------------------------------
 
 
 def get_data_parallel_rank(engine: Engine) -> int:
@@ -252,7 +262,7 @@ def get_model_parallel_rank(engine: Engine) -> int:
 get_tensor_parallel_rank = get_model_parallel_rank
 
 
-# -- learning rate, data ------------------------------------------------------------------------------------------
+# -- learning rate, data ---------------------------------------------------------------------------
 
 
 def set_lr(engine: Engine, lr: float) -> None:
@@ -277,10 +287,14 @@ def allreduce_gradients(engine: Engine, bucket_size: int = 0) -> None:
     """Nothing: backward and step reduce gradients by themselves, which the log says once."""
     from ds_core.process import log_once
 
-    log_once(log, logging.INFO, "allreduce_gradients has no effect: backward and step reduce gradients by themselves")
+    log_once(
+        log,
+        logging.INFO,
+        "allreduce_gradients has no effect: backward and step reduce gradients by themselves",
+    )
 
 
-# -- weights ------------------------------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 
 
 def module_state_dict(
@@ -290,7 +304,9 @@ def module_state_dict(
     keep_vars: bool = False,
     exclude_frozen_parameters: bool = False,
 ) -> Any:
-    """The module's ``state_dict``, as this rank holds it; `_zero3_consolidated_16bit_state_dict` gathers stage 3."""
+    """The module's ``state_dict``, as this rank holds it; `_zero3_consolidated_16bit_state_dict`
+    gathers stage 3.
+    """
     given = {} if destination is None else {"destination": destination}
     state = engine.module.state_dict(**given, prefix=prefix, keep_vars=keep_vars)
     if exclude_frozen_parameters:
@@ -301,9 +317,13 @@ def module_state_dict(
 
 
 def load_module_state_dict(
-    engine: Engine, state_dict: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., Any] | None = None
+    engine: Engine,
+    state_dict: Mapping[str, Any],
+    strict: bool = True,
+    custom_load_fn: Callable[..., Any] | None = None,
 ) -> None:
-    """Load weights into the module, master weights with them; a checkpoint's dict is known by its key ``module``.
+    """Load weights into the module, master weights with them; a checkpoint's dict is known by its
+    key ``module``.
 
     custom_load_fn: called with ``src`` and ``dst`` instead. Every rank calls it.
     """
@@ -317,21 +337,28 @@ def load_module_state_dict(
 def _zero3_consolidated_16bit_state_dict(
     engine: Engine, exclude_frozen_parameters: bool = False
 ) -> dict[str, Any] | None:
-    """The module's whole ``state_dict``, on the CPU, on rank 0; None on the others. Every rank calls it."""
+    """The module's whole ``state_dict``, on the CPU, on rank 0; None on the others.
+
+    Every rank calls it.
+    """
     import torch
     from torch import nn
 
     mesh = engine.ctx.mesh
     if mesh.size("dp") != mesh.world_size or (mesh.has("ep") and mesh.size("ep") > 1):
         # Ranks hold different layers, experts, or parts of them.
-        gathered: dict[str, Any] | None = importlib.import_module("ds_checkpoint.export").gather_model(
-            engine, exclude_frozen_parameters
-        )
+        gathered: dict[str, Any] | None = importlib.import_module(
+            "ds_checkpoint.export"
+        ).gather_model(engine, exclude_frozen_parameters)
         return gathered
     found: dict[str, Any] = {}
     copies: dict[Any, Tensor] = {}  # a tied weight keeps its names
     for name, value in engine.module.state_dict(keep_vars=True).items():
-        if exclude_frozen_parameters and isinstance(value, nn.Parameter) and not value.requires_grad:
+        if (
+            exclude_frozen_parameters
+            and isinstance(value, nn.Parameter)
+            and not value.requires_grad
+        ):
             continue
         with _whole(engine, value):
             if mesh.rank == 0 and isinstance(value, torch.Tensor) and value not in copies:
@@ -347,5 +374,7 @@ def _whole(engine: Engine, value: Any) -> contextlib.AbstractContextManager[Any]
     """Inside, a weight that stage 3 shards is whole."""
     if not zero_optimization_partition_weights(engine) or not hasattr(value, "requires_grad"):
         return contextlib.nullcontext()
-    context: contextlib.AbstractContextManager[Any] = importlib.import_module("ds_zero").GatheredParameters([value])
+    context: contextlib.AbstractContextManager[Any] = importlib.import_module(
+        "ds_zero"
+    ).GatheredParameters([value])
     return context

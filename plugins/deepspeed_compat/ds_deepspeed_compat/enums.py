@@ -47,7 +47,8 @@ class ZeroParamType(Enum):
 
 
 class DtypeEnum(Enum):
-    """Names that a dtype has in a config; ``DtypeEnum.from_str("half")`` finds one by any of them."""
+    """Names that a dtype has in a config; ``DtypeEnum.from_str("half")`` finds one by any of
+    them."""
 
     fp16 = (torch.float16, "torch.float16", "fp16", "float16", "half")
     fp32 = (torch.float32, "torch.float32", "fp32", "float32", "float")

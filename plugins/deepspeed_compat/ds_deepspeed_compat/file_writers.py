@@ -1,4 +1,6 @@
-"""``deepspeed.io``: writers of files that programs give to ``torch.save``, with statistics of what was written."""
+"""``deepspeed.io``: writers of files that programs give to ``torch.save``, with statistics of what
+was written.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["BaseFileWriter", "FastFileWriter", "FastFileWriterConfig", "MockFileWriter", "PyFileWriter"]
+__all__ = [
+    "BaseFileWriter",
+    "FastFileWriter",
+    "FastFileWriterConfig",
+    "MockFileWriter",
+    "PyFileWriter",
+]
 
 _COUNTS = ("close", "fileno", "flush", "write", "bytes", "write_secs", "write_GB/s")
 _SIZE = 8  # bytes of the size that stands before a storage
@@ -86,14 +94,18 @@ class PyFileWriter(BaseFileWriter):
 
 
 class _Storages(BaseFileWriter):
-    """Writes torch's storages too, as ``torch.save`` of programs that were made for it hands them over."""
+    """Writes torch's storages too, as ``torch.save`` of programs that were made for it hands them
+    over.
+    """
 
     def __init__(self, file_path: str | os.PathLike[str]) -> None:
         super().__init__(file_path)
         self._stats["save_storage"] = 0
         self._stats["save_storage_bytes"] = 0
 
-    def save_torch_storage_object_list(self, storage_obj_list: Iterable[Any], save_size: bool) -> int:
+    def save_torch_storage_object_list(
+        self, storage_obj_list: Iterable[Any], save_size: bool
+    ) -> int:
         """Write storages one after another; how many bytes that is.
 
         save_size: before each stands its number of elements, as a little-endian integer of 8 bytes.
@@ -132,9 +144,11 @@ class MockFileWriter(_Storages):
 class FastFileWriterConfig:
     """How `FastFileWriter` writes.
 
-    dnvme_handle: accepted; files are written by the system's calls, past its cache where it allows that.
+    dnvme_handle: accepted; files are written by the system's calls, past its cache where it allows
+        that.
     pinned_tensor: uint8; its memory is the buffer. double_buffer: accepted.
-    num_parallel_writers, writer_rank: of so many writers that are given the same storages this is which.
+    num_parallel_writers, writer_rank: of so many writers that are given the same storages this is
+        which.
     """
 
     dnvme_handle: Any
@@ -146,15 +160,19 @@ class FastFileWriterConfig:
 
 
 class FastFileWriter(_Storages):
-    """Collects what is written in a buffer of the caller's, and writes the buffer whenever it is full.
+    """Collects what is written in a buffer of the caller's, and writes the buffer whenever it is
+    full.
 
-    `close` writes the rest and waits for the disk. Raises ValueError for a buffer that is not of bytes.
+    `close` writes the rest and waits for the disk. Raises ValueError for a buffer that is not of
+    bytes.
     """
 
     def __init__(self, file_path: str | os.PathLike[str], config: FastFileWriterConfig) -> None:
         super().__init__(file_path)
         if config.pinned_tensor.dtype is not torch.uint8 or config.pinned_tensor.numel() == 0:
-            raise ValueError("FastFileWriterConfig.pinned_tensor is a tensor of uint8 that is not empty")
+            raise ValueError(
+                "FastFileWriterConfig.pinned_tensor is a tensor of uint8 that is not empty"
+            )
         self._config = config
         self._buffer = memoryview(config.pinned_tensor.flatten().numpy())  # type: ignore[arg-type]
         self._filled = 0
@@ -178,8 +196,12 @@ class FastFileWriter(_Storages):
             written += os.write(self._descriptor, self._buffer[written : self._filled])
         self._filled = 0
 
-    def save_torch_storage_object_list(self, storage_obj_list: Iterable[Any], save_size: bool) -> int:
-        """Write storages; with several writers each writes its share of the bytes, of which the files are the parts."""
+    def save_torch_storage_object_list(
+        self, storage_obj_list: Iterable[Any], save_size: bool
+    ) -> int:
+        """Write storages; with several writers each writes its share of the bytes, of which the
+        files are the parts.
+        """
         writers = self._config.num_parallel_writers
         if writers == 1:
             return super().save_torch_storage_object_list(storage_obj_list, save_size)
@@ -195,7 +217,8 @@ class FastFileWriter(_Storages):
         last = first + share + (rank < more)
         at = written = 0
         for piece in pieces:
-            start, end = max(first, at), min(last, at + len(piece))
+            start = max(first, at)
+            end = min(last, at + len(piece))
             if start < end:
                 written += self.write(memoryview(piece)[start - at : end - at])
             at += len(piece)

@@ -1,10 +1,12 @@
-"""The finder that makes ``deepspeed`` and its modules on demand from the table in `names` (standard library only).
+"""The finder that makes ``deepspeed`` and its modules on demand from the table in `names` (standard
+library only).
 
-Where no DeepSpeed is installed, the .pth file of the distribution asks `last_resort` for it, after all other finders.
-`install` puts `FINDER` first on ``sys.meta_path``, so that ds_core is taken also beside a DeepSpeed. A module is a
-`ServedModule`: it resolves each name when it is first asked for, so importing costs next to nothing, and what it gives
-are the objects of ds_core and its plugins themselves. The finder also answers `importlib.metadata`, for frameworks that
-look for the distribution.
+Where no DeepSpeed is installed, the .pth file of the distribution asks `last_resort` for it, after
+all other finders. `install` puts `FINDER` first on ``sys.meta_path``, so that ds_core is taken also
+beside a DeepSpeed. A module is a
+`ServedModule`: it resolves each name when it is first asked for, so importing costs next to
+    nothing, and what it gives are the objects of ds_core and its plugins themselves. The finder
+    also answers `importlib.metadata`, for frameworks that look for the distribution.
 """
 
 from __future__ import annotations
@@ -20,14 +22,24 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-__all__ = ["FINDER", "VARIABLE", "ServedModule", "as_deepspeed", "displaced", "install", "last_resort"]
+__all__ = [
+    "FINDER",
+    "VARIABLE",
+    "ServedModule",
+    "as_deepspeed",
+    "displaced",
+    "install",
+    "last_resort",
+]
 
 VARIABLE = "DS_CORE_AS_DEEPSPEED"
 _ROOT = "deepspeed"
 
 
 def as_deepspeed(wanted: bool, words: list[str]) -> dict[str, str]:
-    """``dscore run --as-deepspeed``: the variable by which processes take this package for DeepSpeed."""
+    """``dscore run --as-deepspeed``: the variable by which processes take this package for
+    DeepSpeed.
+    """
     return {VARIABLE: "1"}
 
 
@@ -54,14 +66,18 @@ class Folder:
 
     @property
     def path(self) -> str:
-        """A place of its own, where no file is; absolute, since importlib forgets the finders of all others."""
+        """A place of its own, where no file is; absolute, since importlib forgets the finders of
+        all others.
+        """
         return str(Path(__file__).with_name("served").joinpath(*self.package.split(".")))
 
     def iter_modules(self, prefix: str = "") -> Iterable[tuple[str, bool]]:
         """The name of each module inside, and whether it is a package."""
         return ((prefix + name, True) for name in _below(self.package))
 
-    def find_spec(self, name: str, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         """The spec of a module inside."""
         return FINDER.find_spec(name, target=target)
 
@@ -84,19 +100,27 @@ class Finder:
         if last == "__main__" and parent in modules() and "main" in names_of(parent):
             return importlib.machinery.ModuleSpec(name, self, origin="ds-deepspeed-compat")  # type: ignore[arg-type]
         if name not in modules():
-            # `from deepspeed.x import y` asks for a module of this name when there is no attribute. What is raised
-            # here is the ImportError that the user reads; None would give one without the reason.
+            # `from deepspeed.x import y` asks for a module of this name when there is no attribute.
+            # What is raised here is the ImportError that the user reads; None would give one
+            # without the reason.
             if parent in modules() and (why := _absent(parent, last)) is not None:
                 raise ImportError(why, name=name)
             return None
-        return importlib.machinery.ModuleSpec(name, self, origin="ds-deepspeed-compat", is_package=True)  # type: ignore[arg-type]
+        return importlib.machinery.ModuleSpec(
+            name,
+            self,  # type: ignore[arg-type]
+            origin="ds-deepspeed-compat",
+            is_package=True,
+        )
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         """An empty module."""
         return ServedModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is executed; on the root the log says that this is ds_core, and whom it displaces."""
+        """Nothing is executed; on the root the log says that this is ds_core, and whom it
+        displaces.
+        """
         folder = Folder(module.__name__)
         sys.path_importer_cache[folder.path] = folder
         module.__path__ = [folder.path]
@@ -110,18 +134,30 @@ class Finder:
 
         log = logging.getLogger("ds_core")
         if (real := displaced()) is None:
-            log.info("`import deepspeed` gives ds_core: ds-deepspeed-compat is installed, and no DeepSpeed is")
+            log.info(
+                "`import deepspeed` gives ds_core: ds-deepspeed-compat is installed, and no "
+                "DeepSpeed is"
+            )
         else:
-            log.warning("`import deepspeed` gives ds_core, as asked; the DeepSpeed installed in %s is not used", real)
+            log.warning(
+                "`import deepspeed` gives ds_core, as asked; the DeepSpeed installed in %s is not "
+                "used",
+                real,
+            )
 
     def get_code(self, name: str) -> CodeType:
         """What ``python -m deepspeed.x.y`` runs: the function `main` of that module."""
-        return compile(f"from {name.removesuffix('.__main__')} import main\nmain()\n", f"<{name}>", "exec")
+        return compile(
+            f"from {name.removesuffix('.__main__')} import main\nmain()\n", f"<{name}>", "exec"
+        )
 
     def find_distributions(self, context: Any = None) -> Iterable[Any]:
-        """A distribution ``deepspeed``, for `importlib.metadata`; none when certain folders are searched."""
+        """A distribution ``deepspeed``, for `importlib.metadata`; none when certain folders are
+        searched.
+        """
         if context is None or (
-            context.path is sys.path and (context.name is None or context.name.lower().replace("_", "-") == _ROOT)
+            context.path is sys.path
+            and (context.name is None or context.name.lower().replace("_", "-") == _ROOT)
         ):
             from ds_deepspeed_compat.distribution import ServedDistribution
 
@@ -135,16 +171,19 @@ FINDER = Finder()
 
 
 def install() -> None:
-    """Let ``import deepspeed`` give ds_core in this process from now on; installing twice does nothing.
+    """Let ``import deepspeed`` give ds_core in this process from now on; installing twice does
+    nothing.
 
-    Call it before anything imports deepspeed or a framework that looks for it (transformers, accelerate).
+    Call it before anything imports deepspeed or a framework that looks for it (transformers,
+    accelerate).
     """
     loaded = sys.modules.get(_ROOT)
     if loaded is not None and not isinstance(loaded, ServedModule):
         from ds_core.errors import UsageError
 
         raise UsageError(
-            f"deepspeed is imported already, from {getattr(loaded, '__file__', None)}; call install() before that, "
+            f"deepspeed is imported already, from {getattr(loaded, '__file__', None)}; call "
+            "install() before that, "
             f"or set {VARIABLE}=1 for the whole process"
         )
     if FINDER not in sys.meta_path:
@@ -155,11 +194,14 @@ def install() -> None:
 def last_resort(name: str) -> importlib.machinery.ModuleSpec | None:
     """What the .pth file of the distribution asks for a module that nobody else has found.
 
-    That are ``deepspeed`` and its modules, and ``ds_core.compat``, which is this package's ``__main__``.
+    That are ``deepspeed`` and its modules, and ``ds_core.compat``, which is this package's
+    ``__main__``.
     """
     if name != "ds_core.compat":
         return FINDER.find_spec(name)
-    return importlib.util.spec_from_file_location("ds_core.compat", Path(__file__).with_name("__main__.py"))
+    return importlib.util.spec_from_file_location(
+        "ds_core.compat", Path(__file__).with_name("__main__.py")
+    )
 
 
 def _launcher_variables() -> None:
@@ -181,14 +223,17 @@ def _below(package: str) -> list[str]:
     """The modules right inside a package, by their last names, in order."""
     from ds_deepspeed_compat.names import modules
 
-    inside = (path.removeprefix(f"{package}.") for path in modules() if path.startswith(f"{package}."))
+    inside = (
+        path.removeprefix(f"{package}.") for path in modules() if path.startswith(f"{package}.")
+    )
     return sorted(name for name in inside if "." not in name)
 
 
 def _resolve(path: str, name: str) -> Any:
     """What ``path.name`` is: an object or a module.
 
-    Raises AttributeError where there is none; for a name of DeepSpeed's it says why, and what to use.
+    Raises AttributeError where there is none; for a name of DeepSpeed's it says why, and what to
+    use.
     """
     from ds_deepspeed_compat.names import State, modules, names_of
 
@@ -205,15 +250,25 @@ def _resolve(path: str, name: str) -> Any:
     if f"{path}.{name}" in modules():
         return importlib.import_module(f"{path}.{name}")
     text = f"module {path!r} has no attribute {name!r}"
-    raise AttributeError(text if name.startswith("__") else f"{text} that ds_core serves; docs/migrate.md has them all")
+    raise AttributeError(
+        text
+        if name.startswith("__")
+        else f"{text} that ds_core serves; docs/migrate.md has them all"
+    )
 
 
 def _absent(path: str, name: str) -> str | None:
-    """Why a name of DeepSpeed's is not there, and what to use or to install; None for every other name."""
+    """Why a name of DeepSpeed's is not there, and what to use or to install; None for every other
+    name.
+    """
     from ds_deepspeed_compat.names import State, modules, names_of
 
     row = names_of(path).get(name)
-    if row is None or row.state is State.CONSTANT or (row.state is State.MISSING and f"{path}.{name}" in modules()):
+    if (
+        row is None
+        or row.state is State.CONSTANT
+        or (row.state is State.MISSING and f"{path}.{name}" in modules())
+    ):
         return None
     if row.state is State.MISSING:
         return f"{path}.{name} is not offered by ds_core: {row.text}"

@@ -1,7 +1,8 @@
 """``deepspeed.utils.groups``: process groups, answered from the mesh of the latest live engine.
 
-Each function is one of five questions about one kind of parallelism: ``_get_expert_parallel_rank`` asks for the rank
-along the axis ``ep``. Those about experts take DeepSpeed's name of the group (``"ep_size_4"``), which is not needed.
+Each function is one of five questions about one kind of parallelism: ``_get_expert_parallel_rank``
+asks for the rank along the axis ``ep``. Those about experts take DeepSpeed's name of the group
+(``"ep_size_4"``), which is not needed.
 """
 
 from __future__ import annotations
@@ -31,16 +32,20 @@ AXES = {
     "max_expert": ("ep",),
     "pipe": ("pp",),
 }
-"""Kind of parallelism -> the axes of the mesh; an axis that the mesh does not have is of size 1. As in DeepSpeed, ranks
-of "data" have different samples; gradients are averaged over "sequence_data"."""
+"""Kind of parallelism -> the axes of the mesh; an axis that the mesh does not have is of size 1. As
+in DeepSpeed, ranks of "data" have different samples; gradients are averaged over
+"sequence_data"."""
 
-_alone: dict[ProcessGroup, ProcessGroup] = {}  # by the default group, which a process may start anew
+# by the default group, which a process may start anew
+_alone: dict[ProcessGroup, ProcessGroup] = {}
 
 
 def mesh() -> Mesh:
     """The mesh of the latest live engine."""
     if not (engines := STATE.engines):
-        raise UsageError("deepspeed.utils.groups answers from the engine; call deepspeed.initialize first")
+        raise UsageError(
+            "deepspeed.utils.groups answers from the engine; call deepspeed.initialize first"
+        )
     return engines[-1].ctx.mesh
 
 
@@ -110,7 +115,8 @@ def _clone_world_group() -> ProcessGroup:
 
 def _ask(kind: str, question: str) -> Any:
     axes = tuple(axis for axis in AXES[kind] if mesh().has(axis))
-    if kind == "expert_data" and not axes:  # nobody shares experts: they are data-parallel like the rest
+    # nobody shares experts: they are data-parallel like the rest
+    if kind == "expert_data" and not axes:
         axes = ("dp",)
     return _QUESTIONS[question](axes)
 

@@ -74,9 +74,15 @@ def set_random_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """`item` with its tensors (those of `criterion_func`, if given) on `device`; lists, tuples and dicts are walked."""
-    return _mapped(item, criterion_func or (lambda value: hasattr(value, "to")), lambda value: value.to(device))
+def move_to_device(
+    item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None
+) -> Any:
+    """`item` with its tensors (those of `criterion_func`, if given) on `device`; lists, tuples and
+    dicts are walked.
+    """
+    return _mapped(
+        item, criterion_func or (lambda value: hasattr(value, "to")), lambda value: value.to(device)
+    )
 
 
 def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
@@ -101,17 +107,21 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
     return f"{base}({', '.join(shown)})"
 
 
-def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
+def required_torch_version(
+    min_version: float | None = None, max_version: float | None = None
+) -> bool:
     """Whether torch's major.minor version lies in the range."""
     here = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
     def parts(version: float) -> tuple[int, ...]:
         return tuple(int(part) for part in str(version).split("."))
 
-    return (min_version is None or here >= parts(min_version)) and (max_version is None or here <= parts(max_version))
+    return (min_version is None or here >= parts(min_version)) and (
+        max_version is None or here <= parts(max_version)
+    )
 
 
-# -- memory ----------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def empty_cache() -> None:
@@ -122,7 +132,8 @@ def empty_cache() -> None:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log memory in use, with `force` only (as documented: a call left in a script costs nothing)."""
+    """Log memory in use, with `force` only (as documented: a call left in a script costs
+    nothing)."""
     if force and (not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0):
         memory_status(message)
 
@@ -131,7 +142,10 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
     """Log memory in use of the device and of the host, on one rank or (-1) on this."""
     from ds_core.accelerator import CpuAccelerator, get_accelerator
 
-    if print_rank not in (-1, torch.distributed.get_rank() if torch.distributed.is_initialized() else 0):
+    if print_rank not in (
+        -1,
+        torch.distributed.get_rank() if torch.distributed.is_initialized() else 0,
+    ):
         return
     device = get_accelerator()
     gib = 1024**3
@@ -146,7 +160,7 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
         device.reset_peak_memory_stats()
 
 
-# -- layers into parts ---------------------------------------------------------------------------------------------
+# -- layers into parts -----------------------------------------------------------------------------
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
@@ -159,7 +173,7 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     return importlib.import_module("ds_pipeline.balance").balanced(weights, num_parts)  # type: ignore[no-any-return]
 
 
-# -- others ----------------------------------------------------------------------------------------------------
+# -- others ----------------------------------------------------------------------------------------
 
 
 def is_zero_supported_optimizer(optimizer: Any) -> bool:
@@ -190,7 +204,9 @@ def instrument_w_nvtx(func: F) -> F:
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., Tensor], target_fp_dtype: torch.dtype, target_device: Any = None
 ) -> Callable[..., Tensor]:
-    """`fn`, whose floating-point results have `target_fp_dtype` and are made on `target_device` unless told."""
+    """`fn`, whose floating-point results have `target_fp_dtype` and are made on `target_device`
+    unless told.
+    """
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Tensor:

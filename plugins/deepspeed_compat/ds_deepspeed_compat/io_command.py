@@ -1,4 +1,6 @@
-"""``ds_io``: how fast folders are written and read through the handle that programs use (of ds-nvme)."""
+"""``ds_io``: how fast folders are written and read through the handle that programs use (of
+ds-nvme).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def main(args: Sequence[str] | None = None) -> None:
     given = parser.parse_args(args)
     for flag in ("gpu", "use_gds", "slow_bounce_buffer", "torch_legacy_save"):
         if getattr(given, flag):
-            parser.error(f"--{flag} is not offered: files are read into and written from host memory")
+            parser.error(
+                f"--{flag} is not offered: files are read into and written from host memory"
+            )
     if given.engine not in ("aio_handle", "aio_basic"):
         parser.error(f"--engine {given.engine} is not offered; use aio_handle")
     folders = [word.rpartition(":")[0] or word for word in given.folder_to_device_mapping]
@@ -46,7 +50,10 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def measured(given: argparse.Namespace, folders: Sequence[str]) -> list[float]:
-    """The speed of all folders together in each loop, in GiB/s. Files are removed again. Raises OSError."""
+    """The speed of all folders together in each loop, in GiB/s.
+
+    Files are removed again. Raises OSError.
+    """
     import torch
 
     handles = importlib.import_module("ds_nvme.handle")
@@ -102,10 +109,18 @@ def _size(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ds_io", description="Write or read files, and tell how fast that is.")
+    parser = argparse.ArgumentParser(
+        prog="ds_io", description="Write or read files, and tell how fast that is."
+    )
     add = parser.add_argument
     add("--folder", default=None, help="where the files are made")
-    add("--folder_to_device_mapping", nargs="+", default=[], metavar="FOLDER:DEVICE", help="one file in each")
+    add(
+        "--folder_to_device_mapping",
+        nargs="+",
+        default=[],
+        metavar="FOLDER:DEVICE",
+        help="one file in each",
+    )
     add("--io_size", type=_size, required=True, help="bytes of each file: 4M, 1G")
     add("--read", action="store_true", help="read; else write")
     add("--multi_process", type=int, default=1, help="how many at a time in --folder")

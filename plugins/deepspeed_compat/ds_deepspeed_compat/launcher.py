@@ -1,7 +1,7 @@
 """The command ``deepspeed``: DeepSpeed's documented flags, carried out by ``dscore run``.
 
-Each process gets DS_CORE_AS_DEEPSPEED=1, so that ``import deepspeed`` in the script gives ds_core, and with it the
-variables LOCAL_SIZE, CROSS_RANK and CROSS_SIZE.
+Each process gets DS_CORE_AS_DEEPSPEED=1, so that ``import deepspeed`` in the script gives ds_core,
+and with it the variables LOCAL_SIZE, CROSS_RANK and CROSS_SIZE.
 """
 
 from __future__ import annotations
@@ -36,20 +36,30 @@ LAUNCHERS = ("ssh", "pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
 
 
 def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
-    """Host -> slots, in the file's order; None when there is no such file. Raises ValueError, naming file and line."""
+    """Host -> slots, in the file's order; None when there is no such file.
+
+    Raises ValueError, naming file and line.
+    """
     return read_hostfile(hostfile_path)
 
 
 def parse_resource_filter(
     host_info: Mapping[str, list[int]], include_str: str = "", exclude_str: str = ""
 ) -> dict[str, list[int]]:
-    """Host -> slots to use: only those of `include_str`, or all but those of `exclude_str`. Raises ValueError."""
+    """Host -> slots to use: only those of `include_str`, or all but those of `exclude_str`.
+
+    Raises ValueError.
+    """
     return filter_hosts(host_info, include_str, exclude_str)
 
 
-def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
+def parse_inclusion_exclusion(
+    resource_pool: Mapping[str, int], inclusion: str, exclusion: str
+) -> dict[str, list[int]]:
     """`parse_resource_filter` of hosts and their numbers of slots."""
-    return filter_hosts({host: list(range(slots)) for host, slots in resource_pool.items()}, inclusion, exclusion)
+    return filter_hosts(
+        {host: list(range(slots)) for host, slots in resource_pool.items()}, inclusion, exclusion
+    )
 
 
 def parse_node_config(node_config: str) -> tuple[str, list[int]]:
@@ -69,9 +79,13 @@ def parse_node_config_list(node_config_list: str) -> dict[str, list[int]]:
 def apply_num_nodes_and_gpus(
     active_resources: Mapping[str, list[int]], num_nodes: int, num_gpus: int
 ) -> dict[str, list[int]]:
-    """The first `num_nodes` hosts, each with the slots 0 to `num_gpus` - 1; a number below 1 leaves what is given."""
+    """The first `num_nodes` hosts, each with the slots 0 to `num_gpus` - 1; a number below 1 leaves
+    what is given.
+    """
     hosts = list(active_resources)[: num_nodes if num_nodes > 0 else None]
-    return {host: list(range(num_gpus)) if num_gpus > 0 else active_resources[host] for host in hosts}
+    return {
+        host: list(range(num_gpus)) if num_gpus > 0 else active_resources[host] for host in hosts
+    }
 
 
 def encode_world_info(world_info: Mapping[str, list[int]]) -> str:
@@ -89,36 +103,108 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     def add(*names: str, **how: Any) -> None:
         flags.append(parser.add_argument(*names, **how))
 
-    add("-H", "--hostfile", default=DLTS_HOSTFILE, help="lines `name slots=K`; without the file: this machine")
-    add("-i", "--include", default="", metavar="HOST[:SLOT,SLOT]@HOST", help="the only hosts and slots to use")
-    add("-e", "--exclude", default="", metavar="HOST[:SLOT,SLOT]@HOST", help="hosts and slots not to use")
+    add(
+        "-H",
+        "--hostfile",
+        default=DLTS_HOSTFILE,
+        help="lines `name slots=K`; without the file: this machine",
+    )
+    add(
+        "-i",
+        "--include",
+        default="",
+        metavar="HOST[:SLOT,SLOT]@HOST",
+        help="the only hosts and slots to use",
+    )
+    add(
+        "-e",
+        "--exclude",
+        default="",
+        metavar="HOST[:SLOT,SLOT]@HOST",
+        help="hosts and slots not to use",
+    )
     add("--num_nodes", type=int, default=-1, help="use the first so many hosts")
-    add("--num_gpus", "--num_accelerators", type=int, default=-1, help="processes per host; -1: one per accelerator")
-    add("--min_elastic_nodes", type=int, default=-1, help="with --elastic_training: the fewest machines")
-    add("--max_elastic_nodes", type=int, default=-1, help="with --elastic_training: the most machines")
+    add(
+        "--num_gpus",
+        "--num_accelerators",
+        type=int,
+        default=-1,
+        help="processes per host; -1: one per accelerator",
+    )
+    add(
+        "--min_elastic_nodes",
+        type=int,
+        default=-1,
+        help="with --elastic_training: the fewest machines",
+    )
+    add(
+        "--max_elastic_nodes",
+        type=int,
+        default=-1,
+        help="with --elastic_training: the most machines",
+    )
     add("--elastic_training", action="store_true", help="restart when machines come and go")
     add("--master_addr", default="", help="address of the first host")
-    add("--master_port", type=int, default=None, help="port there; on one machine any free one, else 29500")
+    add(
+        "--master_port",
+        type=int,
+        default=None,
+        help="port there; on one machine any free one, else 29500",
+    )
     add("--node_rank", type=int, default=-1, help="with --no_ssh: which host this is, from 0")
-    add("--no_ssh", action="store_true", help="this same command is started on every host, with its --node_rank")
-    add("--no_ssh_check", action="store_true", help="without effect: hosts are not tried before they are used")
+    add(
+        "--no_ssh",
+        action="store_true",
+        help="this same command is started on every host, with its --node_rank",
+    )
+    add(
+        "--no_ssh_check",
+        action="store_true",
+        help="without effect: hosts are not tried before they are used",
+    )
     add("--ssh_port", type=int, default=None, help="the port of ssh on the hosts")
-    add("--launcher", default="", type=str.lower, choices=LAUNCHERS, help="who reaches the hosts; ssh unless told")
+    add(
+        "--launcher",
+        default="",
+        type=str.lower,
+        choices=LAUNCHERS,
+        help="who reaches the hosts; ssh unless told",
+    )
     add("--launcher_args", default="", help="more arguments for the program that does, as one word")
-    add("--force_multi", action="store_true", help="use the launcher even where the only host is this one")
+    add(
+        "--force_multi",
+        action="store_true",
+        help="use the launcher even where the only host is this one",
+    )
     add("--module", action="store_true", help="the script is a module, as in `python -m`")
     add("--no_python", action="store_true", help="the script is a program, run as it is")
     add("--no_local_rank", action="store_true", help="do not pass --local_rank=i to the script")
     add("--save_pid", action="store_true", help="keep the launcher's process id in a file")
-    add("--enable_each_rank_log", default=None, metavar="DIR", help="each rank's output goes to a file in DIR")
-    add("--autotuning", default="", choices=("tune", "run"), help="find the fastest settings first; run: and use them")
-    add("--bind_cores_to_rank", action="store_true", help="tie each process to its share of the cores")
+    add(
+        "--enable_each_rank_log",
+        default=None,
+        metavar="DIR",
+        help="each rank's output goes to a file in DIR",
+    )
+    add(
+        "--autotuning",
+        default="",
+        choices=("tune", "run"),
+        help="find the fastest settings first; run: and use them",
+    )
+    add(
+        "--bind_cores_to_rank",
+        action="store_true",
+        help="tie each process to its share of the cores",
+    )
     add("--bind_core_list", default=None, metavar="0-7,16", help="the cores to share")
     add("--venv_script", default=None, metavar="FILE", help="source FILE first")
     add("--log_level", default="warning", help="how much the launcher says")
     add("-q", "--quiet", action="store_true", help="as --log_level error")
     parser.add_argument("user_script", metavar="SCRIPT", help="the script to run")
-    parser.add_argument("user_args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+    parser.add_argument(
+        "user_args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments"
+    )
     given = list(sys.argv[1:] if args is None else args)
     own = _script_at(given, flags) + 1
     found = parser.parse_args(given[:own])
@@ -130,14 +216,19 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 def _script_at(given: Sequence[str], flags: Sequence[argparse.Action]) -> int:
     """The index of the first word that is neither one of `flags` nor its value: the script.
 
-    What follows is not shown to argparse, which would take the script's options for the beginnings of ours.
+    What follows is not shown to argparse, which would take the script's options for the beginnings
+    of ours.
     """
     at = 0
     while at < len(given) and given[at].startswith("-"):
         name, joined, _ = given[at].partition("=")
         fitting = [flag for flag in flags if name in flag.option_strings]
         if not fitting and name.startswith("--"):
-            fitting = [flag for flag in flags if any(option.startswith(name) for option in flag.option_strings)]
+            fitting = [
+                flag
+                for flag in flags
+                if any(option.startswith(name) for option in flag.option_strings)
+            ]
         takes_next = len(fitting) == 1 and fitting[0].nargs != 0 and not joined
         at += 2 if takes_next else 1
     return at
@@ -150,12 +241,15 @@ def _refuse(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     bounds = 1 <= args.min_elastic_nodes <= args.max_elastic_nodes
     if args.elastic_training and not _hostfile(args) and not (bounds and args.master_addr):
         parser.error(
-            "--elastic_training without a hostfile needs --min_elastic_nodes, --max_elastic_nodes and --master_addr"
+            "--elastic_training without a hostfile needs --min_elastic_nodes, --max_elastic_nodes "
+            "and --master_addr"
         )
 
 
 def words(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    """The words of ``dscore run`` for these arguments, and variables that the processes get besides."""
+    """The words of ``dscore run`` for these arguments, and variables that the processes get
+    besides.
+    """
     found = ["run", *_meeting(args)]
     flags = {
         "--module": args.module,
@@ -220,9 +314,15 @@ def _meeting(args: argparse.Namespace) -> list[str]:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """The command. Where a real DeepSpeed is installed too, its launcher runs, unless DS_CORE_AS_DEEPSPEED is set."""
+    """The command.
+
+    Where a real DeepSpeed is installed too, its launcher runs, unless DS_CORE_AS_DEEPSPEED is set.
+    """
     if displaced() is not None and os.environ.get(VARIABLE, "0") in ("", "0"):
-        print(f"deepspeed: the installed DeepSpeed runs; {VARIABLE}=1 asks for ds_core", file=sys.stderr)
+        print(
+            f"deepspeed: the installed DeepSpeed runs; {VARIABLE}=1 asks for ds_core",
+            file=sys.stderr,
+        )
         from deepspeed.launcher.runner import main as real  # type: ignore[import-not-found]
 
         real(args)
@@ -231,7 +331,11 @@ def main(args: Sequence[str] | None = None) -> None:
 
     given = parse_args(args)
     if given.hostfile != DLTS_HOSTFILE and not _hostfile(given):
-        text = f"deepspeed: the hostfile {given.hostfile!r} is no regular file; the run is on this machine alone"
+        text = (
+            f"deepspeed: the hostfile {given.hostfile!r} is no regular file; the run is on "
+            "this "
+            "machine alone"
+        )
         print(text, file=sys.stderr)
     command, variables = words(given)
     os.environ.update(variables)

@@ -14,8 +14,8 @@ __all__ = ["DeepSpeedDataLoader"]
 class DeepSpeedDataLoader(DistributedLoader):
     """Batches of this rank's share of `dataset`, shuffled anew in each epoch.
 
-    data_parallel_world_size, data_parallel_rank: all ranks and this one, unless told. local_rank, tput_timer and
-    deepspeed_dataloader_config have no use here. No worker processes unless told.
+    data_parallel_world_size, data_parallel_rank: all ranks and this one, unless told. local_rank,
+    tput_timer and deepspeed_dataloader_config have no use here. No worker processes unless told.
     """
 
     def __init__(
@@ -37,7 +37,9 @@ class DeepSpeedDataLoader(DistributedLoader):
             LoaderRequest(
                 dataset,
                 batch_size,
-                replicas=comm.world_size() if data_parallel_world_size is None else data_parallel_world_size,
+                replicas=comm.world_size()
+                if data_parallel_world_size is None
+                else data_parallel_world_size,
                 index=comm.rank() if data_parallel_rank is None else data_parallel_rank,
                 drop_last=dataloader_drop_last,
                 collate_fn=collate_fn,

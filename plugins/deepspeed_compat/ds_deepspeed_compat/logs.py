@@ -49,7 +49,10 @@ class LoggerFactory:
         if not made.handlers:
             handler = logging.StreamHandler(stream=sys.stdout)
             handler.setFormatter(
-                logging.Formatter("[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %(message)s")
+                logging.Formatter(
+                    "[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] "
+                    "%(message)s"
+                )
             )
             made.addHandler(handler)
         return made
@@ -58,14 +61,20 @@ class LoggerFactory:
 def get_log_level_from_string(log_level_str: str) -> int:
     """The number of a level's name; ValueError for an unknown one."""
     if log_level_str.lower() not in log_levels:
-        raise ValueError(f"{log_level_str!r} is not a log level; use one of {', '.join(log_levels)}")
+        raise ValueError(
+            f"{log_level_str!r} is not a log level; use one of {', '.join(log_levels)}"
+        )
     return log_levels[log_level_str.lower()]
 
 
-logger = LoggerFactory.create_logger("DeepSpeed", get_log_level_from_string(os.environ.get("DS_LOG_LEVEL", "warning")))
+logger = LoggerFactory.create_logger(
+    "DeepSpeed", get_log_level_from_string(os.environ.get("DS_LOG_LEVEL", "warning"))
+)
 
 
-def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+def set_log_level_from_string(
+    log_level_str: str, custom_logger: logging.Logger | None = None
+) -> None:
     """Set the logger's level by name."""
     (custom_logger or logger).setLevel(get_log_level_from_string(log_level_str))
 
@@ -87,7 +96,9 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
         logger.log(level, "[Rank %d] %s", rank, message, stacklevel=2)
 
 
-def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+def log_dist_once(
+    message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO
+) -> None:
     """`log_dist`, the first time only."""
     _once(message, tuple(ranks or ()), level)
 
@@ -110,7 +121,9 @@ def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
         print(f"[Rank {rank}] {message}")
 
 
-def print_json_dist(message: dict[str, Any], ranks: Sequence[int] | None = None, path: str | None = None) -> None:
+def print_json_dist(
+    message: dict[str, Any], ranks: Sequence[int] | None = None, path: str | None = None
+) -> None:
     """Write a mapping with its rank as JSON to the file `path`, on the given ranks."""
     rank = _rank()
     if path is not None and (not ranks or -1 in ranks or rank in ranks):

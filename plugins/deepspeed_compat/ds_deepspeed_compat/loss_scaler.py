@@ -1,4 +1,5 @@
-"""``deepspeed.runtime.fp16.loss_scaler``: loss scales for loops of a script's own, and views of an engine's.
+"""``deepspeed.runtime.fp16.loss_scaler``: loss scales for loops of a script's own, and views of an
+engine's.
 
 The rule by which a scale falls and grows is the core's.
 """
@@ -18,7 +19,14 @@ from ds_deepspeed_compat.norms import has_inf_or_nan
 if TYPE_CHECKING:
     from ds_core import Engine
 
-__all__ = ["CreateLossScaler", "DynamicLossScaler", "LossScaler", "LossScalerBase", "to_python_float", "view_of"]
+__all__ = [
+    "CreateLossScaler",
+    "DynamicLossScaler",
+    "LossScaler",
+    "LossScalerBase",
+    "to_python_float",
+    "view_of",
+]
 
 
 class _Scale(Protocol):
@@ -39,7 +47,9 @@ class _EngineScale:
         return self.engine.loss_scale
 
     def update(self, overflow: bool) -> None:
-        raise UsageError("engine.step() updates the loss scale; make a scaler of your own for a loop without it")
+        raise UsageError(
+            "engine.step() updates the loss scale; make a scaler of your own for a loop without it"
+        )
 
 
 class LossScalerBase:
@@ -57,7 +67,9 @@ class LossScalerBase:
 
     cur_scale = loss_scale
 
-    def scale_gradient(self, module: Any, grad_in: Iterable[Tensor], grad_out: Any) -> tuple[Tensor, ...]:
+    def scale_gradient(
+        self, module: Any, grad_in: Iterable[Tensor], grad_out: Any
+    ) -> tuple[Tensor, ...]:
         """Gradients times the scale, for a module's backward hook."""
         return tuple(self.loss_scale * grad for grad in grad_in)
 
@@ -88,9 +100,10 @@ class LossScaler(LossScalerBase):
 class DynamicLossScaler(LossScalerBase):
     """A loss scale that falls with overflows and grows again.
 
-    init_scale: at first. scale_window: steps without overflow before it doubles. min_scale: where it ends to fall;
-    another overflow there is an error unless raise_error_at_min_scale is False. delayed_shift: overflows before it is
-    halved. consecutive_hysteresis: steps without overflow give these back. dtype: of gradients, for messages alone.
+    init_scale: at first. scale_window: steps without overflow before it doubles. min_scale: where
+    it ends to fall; another overflow there is an error unless raise_error_at_min_scale is False.
+    delayed_shift: overflows before it is halved. consecutive_hysteresis: steps without overflow
+    give these back. dtype: of gradients, for messages alone.
     """
 
     dynamic = True
@@ -173,16 +186,20 @@ def CreateLossScaler(
     dynamic_scaling: bool,
     dynamic_loss_args: dict[str, Any] | None,
 ) -> LossScalerBase:
-    """A scaler for gradients of `dtype`: one that changes where that is asked for, and 1 for any but fp16.
+    """A scaler for gradients of `dtype`: one that changes where that is asked for, and 1 for any
+    but fp16.
 
-    dynamic_loss_args: those of `DynamicLossScaler`. Raises UsageError where a scale is to change and they are None.
+    dynamic_loss_args: those of `DynamicLossScaler`. Raises UsageError where a scale is to change
+    and they are None.
     """
     if dtype != torch.half:
         return LossScaler(1.0)
     if not dynamic_scaling:
         return LossScaler(static_loss_scale)
     if dynamic_loss_args is None:
-        raise UsageError("CreateLossScaler: a dynamic loss scale needs dynamic_loss_args, such as init_scale")
+        raise UsageError(
+            "CreateLossScaler: a dynamic loss scale needs dynamic_loss_args, such as init_scale"
+        )
     return DynamicLossScaler(dtype=dtype, **dynamic_loss_args)
 
 

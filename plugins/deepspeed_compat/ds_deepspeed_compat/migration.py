@@ -1,7 +1,8 @@
-"""``dscore config migrate``: what becomes of each key of a DeepSpeed config, and the config as ds_core wants it.
+"""``dscore config migrate``: what becomes of each key of a DeepSpeed config, and the config as
+ds_core wants it.
 
-There is no table here. What is wrong, old or without effect is what the check of a config says; current names are those
-of the sections as they were parsed.
+There is no table here. What is wrong, old or without effect is what the check of a config says;
+current names are those of the sections as they were parsed.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ __all__ = ["migrate", "migrated", "Migration"]
 class Migration:
     """A config as ds_core wants it, and what became of the old keys.
 
-    renamed, idle: notes on keys that have another name now, and on those that have no effect and are left out.
-    remarks: what else there is to say. lost: what cannot be had. to_install: what a package must be installed for; its
-    keys are kept. autos: what a front-end fills in.
+    renamed, idle: notes on keys that have another name now, and on those that have no effect and
+        are left out.
+    remarks: what else there is to say. lost: what cannot be had. to_install: what a package must be
+        installed for; its keys are kept. autos: what a front-end fills in.
     """
 
     config: dict[str, Any]
@@ -46,7 +48,9 @@ class Migration:
 
 def migrate(
     file: Annotated[Path, typer.Argument(help="The config, as DeepSpeed reads it.")],
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the new config here (JSON).")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the new config here (JSON).")
+    ] = None,
     imports: Imports = False,
 ) -> None:
     """Say what becomes of each key of a DeepSpeed config, and write the config as ds_core wants it.
@@ -62,7 +66,10 @@ def migrate(
     _say("has another name now, and was renamed", [str(p) for p in found.renamed])
     _say("has no effect, and was left out", [str(p) for p in found.idle])
     _say("stays, with a remark", [str(p) for p in found.remarks])
-    _say('"auto", which the Trainer, Accelerate or another front-end fills in', [", ".join(found.autos)])
+    _say(
+        '"auto", which the Trainer, Accelerate or another front-end fills in',
+        [", ".join(found.autos)],
+    )
     _say("needs a package", [str(p) for p in found.to_install])
     _say("does not work, and was left out", [str(p) for p in found.lost])
     if output is not None:
@@ -81,7 +88,10 @@ def _say(title: str, lines: list[str]) -> None:
 
 
 def migrated(source: Any) -> Migration:
-    """The migration of a config: a dict, or the path of a file. Raises ConfigError when it cannot be read at all."""
+    """The migration of a config: a dict, or the path of a file.
+
+    Raises ConfigError when it cannot be read at all.
+    """
     raw = read_config(source).raw
     left: dict[str, Any] = copy.deepcopy(raw)
     lost: list[Problem] = []
@@ -96,7 +106,8 @@ def migrated(source: Any) -> Migration:
                 absent = "which is not installed" in problem.message
                 _remove(left, problem.path.partition(".")[0] if absent else problem.path)
                 seen = to_install if absent else lost
-                if all(problem.path != earlier.path for earlier in seen):  # later ones only follow from it
+                # later ones only follow from it
+                if all(problem.path != earlier.path for earlier in seen):
                     seen.append(problem)
             if len(json.dumps(left)) == before:
                 raise  # something is missing that only the user can write
@@ -104,7 +115,9 @@ def migrated(source: Any) -> Migration:
     for problem in to_install:
         top = problem.path.partition(".")[0]
         config[top] = raw[top]
-    renamed, idle, remarks = [], [], []
+    renamed = []
+    idle = []
+    remarks = []
     for note in chosen.notes:
         if not _has(config, note.path) or "deprecated" in note.message:
             renamed.append(Problem(note.path, note.message.partition(";")[0]))
@@ -114,16 +127,23 @@ def migrated(source: Any) -> Migration:
         else:
             remarks.append(note)
     return Migration(
-        config, tuple(renamed), tuple(idle), tuple(remarks), tuple(lost), tuple(to_install), chosen.config.autos
+        config,
+        tuple(renamed),
+        tuple(idle),
+        tuple(remarks),
+        tuple(lost),
+        tuple(to_install),
+        chosen.config.autos,
     )
 
 
-# -- the current names -----------------------------------------------------------------------------------------------
+# -- the current names -----------------------------------------------------------------------------
 
 
 def _core_and_sections(chosen: Composition, raw: Mapping[str, Any]) -> dict[str, Any]:
     """`raw` with the current name of every key."""
-    core, others = chosen.config.core, {k: v for k, v in raw.items() if k not in CORE_KEYS}
+    core = chosen.config.core
+    others = {k: v for k, v in raw.items() if k not in CORE_KEYS}
     config = _section(core, {k: v for k, v in raw.items() if k in CORE_KEYS})
     config |= {key: _renamed(chosen.config.section(key), value) for key, value in others.items()}
     order = {key: at for at, key in enumerate(raw)}
@@ -131,10 +151,16 @@ def _core_and_sections(chosen: Composition, raw: Mapping[str, Any]) -> dict[str,
 
 
 def _renamed(parsed: Any, given: Any) -> Any:
-    """`given` with the current name of each key; values stay as written. parsed: the section that it became."""
+    """`given` with the current name of each key; values stay as written. parsed: the section that
+    it became.
+    """
     if isinstance(parsed, BaseModel) and isinstance(given, Mapping):
         return _section(parsed, given)
-    if isinstance(parsed, BaseModel) and type(given) is bool and type(parsed).model_fields.keys() != {"root"}:
+    if (
+        isinstance(parsed, BaseModel)
+        and type(given) is bool
+        and type(parsed).model_fields.keys() != {"root"}
+    ):
         return _data(parsed)  # an old spelling of a whole section
     if isinstance(parsed, (list, tuple)) and isinstance(given, list) and len(parsed) == len(given):
         return [_renamed(item, value) for item, value in zip(parsed, given, strict=True)]
@@ -156,19 +182,31 @@ def _section(parsed: BaseModel, given: Mapping[str, Any]) -> dict[str, Any]:
         elif name in parsed.model_fields_set:
             written[key if key in names else name] = _renamed(getattr(parsed, name), value)
             done.add(name)
-    return written | {n: _data(getattr(parsed, n)) for n in fields if n in parsed.model_fields_set - done}
+    return written | {
+        n: _data(getattr(parsed, n)) for n in fields if n in parsed.model_fields_set - done
+    }
 
 
 def _data(value: Any) -> Any:
-    return value.model_dump(mode="json", exclude_unset=True) if isinstance(value, BaseModel) else value
+    return (
+        value.model_dump(mode="json", exclude_unset=True) if isinstance(value, BaseModel) else value
+    )
 
 
-# -- paths -----------------------------------------------------------------------------------------------------------
+# -- paths -----------------------------------------------------------------------------------------
 
 
 def _steps(data: Any, path: str, at: str = "") -> list[tuple[Any, Any]] | None:
-    """(container, key) from the top down to `path`, or to the last of its parts that is there; None for no part."""
-    items: Any = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    """(container, key) from the top down to `path`, or to the last of its parts that is there; None
+    for no part.
+    """
+    items: Any = (
+        data.items()
+        if isinstance(data, dict)
+        else enumerate(data)
+        if isinstance(data, list)
+        else ()
+    )
     for key, value in items:
         where = join(at, key)
         if path == where or path.startswith((f"{where}.", f"{where}[")):

@@ -1,4 +1,6 @@
-"""Modules by their dotted names, and layers in the place of others: ``deepspeed.utils.module_utils`` and kin."""
+"""Modules by their dotted names, and layers in the place of others:
+``deepspeed.utils.module_utils`` and kin.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,12 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["convert_conv1d_to_linear", "module_replacement", "recursive_getattr", "recursive_setattr"]
+__all__ = [
+    "convert_conv1d_to_linear",
+    "module_replacement",
+    "recursive_getattr",
+    "recursive_setattr",
+]
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
@@ -24,24 +31,32 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
     setattr(recursive_getattr(model, folder) if folder else model, name, module)
 
 
-def module_replacement(model: nn.Module, module_name: str, compression_technique: Any = None, mpu: Any = None) -> Any:
-    """The module of this name; techniques are switched on by the section ``compression_training`` instead.
+def module_replacement(
+    model: nn.Module, module_name: str, compression_technique: Any = None, mpu: Any = None
+) -> Any:
+    """The module of this name; techniques are switched on by the section ``compression_training``
+    instead.
 
     Raises NotImplementedError for a technique.
     """
     if compression_technique is not None:
         raise NotImplementedError(
-            "module_replacement(compression_technique=...): init_compression and the section compression_training of "
+            "module_replacement(compression_technique=...): init_compression and the section "
+            "compression_training of "
             "the config choose the layers and how they are compressed"
         )
     return recursive_getattr(model, module_name)
 
 
-def convert_conv1d_to_linear(model: Any, convert_type: type[nn.Module] | Sequence[type[nn.Module]]) -> Any:
-    """The model, with an `nn.Linear` of the same weights in the place of each layer of `convert_type`.
+def convert_conv1d_to_linear(
+    model: Any, convert_type: type[nn.Module] | Sequence[type[nn.Module]]
+) -> Any:
+    """The model, with an `nn.Linear` of the same weights in the place of each layer of
+    `convert_type`.
 
-    convert_type: a class whose weight is (in, out), as that of transformers' Conv1D. ``model.module`` is what is
-    changed where there is one. The weights are those of the layer, transposed: parameters of new names and shapes.
+    convert_type: a class whose weight is (in, out), as that of transformers' Conv1D.
+    ``model.module`` is what is changed where there is one. The weights are those of the layer,
+    transposed: parameters of new names and shapes.
     """
     inside = getattr(model, "module", model)
     kinds = (convert_type,) if inspect.isclass(convert_type) else tuple(convert_type)
@@ -51,7 +66,9 @@ def convert_conv1d_to_linear(model: Any, convert_type: type[nn.Module] | Sequenc
         weight: Any = layer.weight
         bias: Any = getattr(layer, "bias", None)
         linear = nn.Linear(weight.shape[0], weight.shape[1], bias=bias is not None, device="meta")
-        linear.weight = nn.Parameter(weight.detach().t().contiguous(), requires_grad=weight.requires_grad)
+        linear.weight = nn.Parameter(
+            weight.detach().t().contiguous(), requires_grad=weight.requires_grad
+        )
         if bias is not None:
             linear.bias = bias
         recursive_setattr(inside, name, linear)

@@ -1,4 +1,6 @@
-"""``deepspeed.monitor.monitor``: monitors made from their sections of the config alone, without an engine."""
+"""``deepspeed.monitor.monitor``: monitors made from their sections of the config alone, without an
+engine.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ __all__ = ["CometMonitor", "MonitorMaster", "TensorBoardMonitor", "WandbMonitor"
 
 
 class _OfSection(Monitors):
-    """The monitor of one section; only rank 0 makes it. It is closed at the end of the program, or by `close`.
+    """The monitor of one section; only rank 0 makes it. It is closed at the end of the program, or
+    by `close`.
 
     config: the section, as `get_monitor_config` gives it.
     """
@@ -31,7 +34,8 @@ class _OfSection(Monitors):
         super().__init__()
         if not hasattr(config, "model_dump") or not hasattr(config, "enabled"):
             raise UsageError(
-                f"{type(self).__name__} takes the section {self.section!r}, as get_monitor_config(config) gives it, "
+                f"{type(self).__name__} takes the section {self.section!r}, as "
+                "get_monitor_config(config) gives it, "
                 f"not {config!r}"
             )
         self._asked = bool(config.enabled)
@@ -81,7 +85,8 @@ _KINDS: dict[str, type[_OfSection]] = {
 class MonitorMaster(Monitors):
     """Gives events to the monitors that `monitor_config` switches on.
 
-    monitor_config: the sections, as `get_monitor_config` gives them. Attributes of monitors that are off are None.
+    monitor_config: the sections, as `get_monitor_config` gives them. Attributes of monitors that
+    are off are None.
     """
 
     tb_monitor: TensorBoardMonitor | None = None
@@ -94,7 +99,8 @@ class MonitorMaster(Monitors):
         for attribute, kind in _KINDS.items():
             if not hasattr(monitor_config, kind.section):
                 raise UsageError(
-                    "MonitorMaster takes the sections of monitors, as get_monitor_config(config) gives them, and "
+                    "MonitorMaster takes the sections of monitors, as get_monitor_config(config) "
+                    "gives them, and "
                     f"{monitor_config!r} has no {kind.section}"
                 )
             section = getattr(monitor_config, kind.section)
@@ -115,9 +121,17 @@ def _monitors(sections: dict[str, Any]) -> list[Monitor]:
     kernels = Kernels(chosen.plugins, {})
     precision = make_precision(chosen.config, chosen.plugins)
     ctx = Context(
-        chosen.config, chosen.plugins, mesh, get_accelerator(chosen.plugins), kernels, precision, chosen.batch(1)
+        chosen.config,
+        chosen.plugins,
+        mesh,
+        get_accelerator(chosen.plugins),
+        kernels,
+        precision,
+        chosen.batch(1),
     )
-    return [monitor for answer in chosen.plugins.ask("ds_monitors", ctx=ctx) for monitor in answer.value]
+    return [
+        monitor for answer in chosen.plugins.ask("ds_monitors", ctx=ctx) for monitor in answer.value
+    ]
 
 
 def _close(monitors: list[Monitor]) -> None:

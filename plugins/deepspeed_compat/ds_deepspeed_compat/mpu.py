@@ -21,22 +21,28 @@ def knows(mpu: Any) -> bool:
 
 
 class MpuMesh(Mesh):
-    """A mesh given by a Megatron-style `mpu` object: its data, sequence and model groups are used as they are.
+    """A mesh given by a Megatron-style `mpu` object: its data, sequence and model groups are used
+    as they are.
 
-    An mpu without model-parallel getters has no tensor parallelism. One without data-parallel getters leaves no rank
-    for it, unless it is a sequence-parallel unit, whose ranks are neighbours. Raises ConfigError for what cannot be
-    told from it.
+    An mpu without model-parallel getters has no tensor parallelism. One without data-parallel
+    getters leaves no rank for it, unless it is a sequence-parallel unit, whose ranks are
+    neighbours. Raises ConfigError for what cannot be told from it.
     """
 
     def __init__(self, mpu: Any, rank: int, world_size: int) -> None:
-        tp, tp_rank, tp_group = _coordinates(mpu, "tensor_model_parallel", "model_parallel") or (1, 0, None)
+        tp, tp_rank, tp_group = _coordinates(mpu, "tensor_model_parallel", "model_parallel") or (
+            1,
+            0,
+            None,
+        )
         sp, sp_rank, sp_group = _coordinates(mpu, "sequence_parallel") or (1, 0, None)
         data, data_rank, data_group = _data_coordinates(mpu, tp, rank, world_size)
         pp = world_size // (data * sp * tp)
         if pp * data * sp * tp != world_size:
             sequence = f" x sequence parallel {sp}" if sp > 1 else ""
             raise ConfigError(
-                f"mpu says data parallel {data}{sequence} x model parallel {tp}, which does not divide the world of "
+                f"mpu says data parallel {data}{sequence} x model parallel {tp}, which does not "
+                "divide the world of "
                 f"{world_size} ranks",
                 "mpu",
             )
@@ -55,20 +61,26 @@ class MpuMesh(Mesh):
                 )
             given = {("edp",): data_group, ("sp",): sp_group, ("edp", "sp"): both}
         places = {"dp": data_rank} if sp == 1 else {"edp": data_rank, "sp": sp_rank}
-        self.rank, self.coord = rank, {"pp": 0, **places, "tp": tp_rank}
+        self.rank = rank
+        self.coord = {"pp": 0, **places, "tp": tp_rank}
         given[("tp",)] = tp_group
         self._given = {axes: group for axes, group in given.items() if axes == self.expand(axes)}
 
     def build_groups(self, timeout: Any = None, *, own: bool = False) -> None:
-        """Take the mpu's groups, whether or not others use them; the world is added, for what concerns all ranks."""
+        """Take the mpu's groups, whether or not others use them; the world is added, for what
+        concerns all ranks.
+        """
         import torch.distributed as dist
 
         world = dist.group.WORLD
         assert world is not None or self.world_size == 1
         for axes, group in self._given.items():
-            if group is None and axes == ("edp",):  # of a sequence-parallel unit without data-parallel getters
+            # of a sequence-parallel unit without data-parallel getters
+            if group is None and axes == ("edp",):
                 sp = self.size("sp")
-                group = self._new_group([range(first, self.world_size, sp) for first in range(sp)], timeout)
+                group = self._new_group(
+                    [range(first, self.world_size, sp) for first in range(sp)], timeout
+                )
             if group is not None:
                 self._groups[axes] = group
         live = self.expand(self.names)
@@ -85,11 +97,16 @@ class MpuMesh(Mesh):
         return [self.rank] if group is ALONE else dist.get_process_group_ranks(group)
 
     def _rows(self, combo: tuple[str, ...]) -> list[list[int]]:
-        return [list(row) for row in sorted({tuple(row) for row in comm.all_gather_json(self.ranks(*combo))})]
+        return [
+            list(row)
+            for row in sorted({tuple(row) for row in comm.all_gather_json(self.ranks(*combo))})
+        ]
 
 
 def _coordinates(mpu: Any, *kinds: str) -> tuple[int, int, Any] | None:
-    """(size, rank, group) from the getters of the first of `kinds` that has all three; None when there is no getter."""
+    """(size, rank, group) from the getters of the first of `kinds` that has all three; None when
+    there is no getter.
+    """
     partial = ""
     for kind in kinds:
         names = [f"get_{kind}_{what}" for what in _GETTERS]
@@ -100,7 +117,10 @@ def _coordinates(mpu: Any, *kinds: str) -> tuple[int, int, Any] | None:
         if missing == names[1:] and int(getattr(mpu, names[0])()) == 1:
             return 1, 0, None
         if len(missing) < len(names) and not partial:
-            partial = f"the mpu has {', '.join(n for n in names if n not in missing)}, but not {', '.join(missing)}"
+            partial = (
+                f"the mpu has {', '.join(n for n in names if n not in missing)}, but not "
+                f"{', '.join(missing)}"
+            )
     if partial:
         raise ConfigError(f"{partial}; give it all three", "mpu")
     return None
@@ -115,15 +135,18 @@ def _data_coordinates(mpu: Any, tp: int, rank: int, world_size: int) -> tuple[in
     sequence = _coordinates(mpu, "sequence_parallel")
     if sequence is None:
         raise ConfigError(
-            "the mpu does not tell which ranks hold the same weights; give it get_data_parallel_world_size, "
+            "the mpu does not tell which ranks hold the same weights; give it "
+            "get_data_parallel_world_size, "
             "get_data_parallel_rank and get_data_parallel_group",
             "mpu",
         )
     size, place, _ = sequence
     if tp != 1 or world_size % size or rank % size != place:
         raise ConfigError(
-            f"the mpu has model parallel size {tp}, and rank {rank} at place {place} of {size} of a sequence; without "
-            "get_data_parallel_* getters it needs model parallel size 1, and a sequence's ranks next to each other",
+            f"the mpu has model parallel size {tp}, and rank {rank} at place {place} of {size} of "
+            "a sequence; without "
+            "get_data_parallel_* getters it needs model parallel size 1, and a sequence's ranks "
+            "next to each other",
             "mpu",
         )
     import torch.distributed as dist

@@ -1,7 +1,9 @@
-"""Norms and overflows of what a rank holds, for loops that work on gradients themselves (``deepspeed.runtime.utils``).
+"""Norms and overflows of what a rank holds, for loops that work on gradients themselves
+(``deepspeed.runtime.utils``).
 
-mpu: a model-parallel unit, as Megatron has it: what its ranks hold counts together, and a parameter that all of them
-have alike (none that says ``model_parallel`` or ``tensor_model_parallel``) counts once. The engine needs none of this.
+mpu: a model-parallel unit, as Megatron has it: what its ranks hold counts together, and a parameter
+that all of them have alike (none that says ``model_parallel`` or ``tensor_model_parallel``) counts
+once. The engine needs none of this.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def is_invalid_grad_norm(norm: Any) -> bool:
     return not math.isfinite(norm) or norm < 0
 
 
-# -- norms -------------------------------------------------------------------------------------------------------
+# -- norms -----------------------------------------------------------------------------------------
 
 
 def get_global_norm(norm_list: Iterable[float]) -> float:
@@ -72,18 +74,25 @@ def get_global_norm(norm_list: Iterable[float]) -> float:
 def combine_grad_norm_groups(norm_groups: Iterable[Any], norm_type: float = 2) -> Tensor:
     """The norm of groups' norms; infinite where one of them is not valid."""
     norms = torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in norm_groups])
-    return norms.new_tensor(math.inf) if is_invalid_grad_norm(norms) else torch.linalg.vector_norm(norms, norm_type)
+    return (
+        norms.new_tensor(math.inf)
+        if is_invalid_grad_norm(norms)
+        else torch.linalg.vector_norm(norms, norm_type)
+    )
 
 
 def get_global_norm_of_tensors(
     input_tensors: Iterable[Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
 ) -> Tensor:
-    """The norm of tensors as if they were one, and of those of all ranks of `mpu` and of `moe_ep_group`.
+    """The norm of tensors as if they were one, and of those of all ranks of `mpu` and of
+    `moe_ep_group`.
 
     A 0-d fp32 tensor; -1 where it is not finite.
     """
     groups = [] if mpu is None else [mpu.get_model_parallel_group()]
-    total = _norm(list(input_tensors), norm_type, [*groups, *([] if moe_ep_group is None else [moe_ep_group])])
+    total = _norm(
+        list(input_tensors), norm_type, [*groups, *([] if moe_ep_group is None else [moe_ep_group])]
+    )
     return torch.where(torch.isfinite(total), total, -1.0)
 
 
@@ -94,7 +103,9 @@ def clip_tensors_by_global_norm(
     mpu: Any = None,
     eps: float = 1e-6,
 ) -> Any:
-    """Multiply tensors, in place, so that their norm is at most `max_norm`; returns the norm before."""
+    """Multiply tensors, in place, so that their norm is at most `max_norm`; returns the norm
+    before.
+    """
     tensors = list(input_tensors)
     if global_norm is None:
         global_norm = get_global_norm_of_tensors(tensors, mpu=mpu)
@@ -105,8 +116,12 @@ def clip_tensors_by_global_norm(
     return global_norm
 
 
-def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> Tensor:
-    """As torch's, of gradients that this rank, and those of `mpu`, hold whole; the engine clips by itself."""
+def clip_grad_norm_(
+    parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None
+) -> Tensor:
+    """As torch's, of gradients that this rank, and those of `mpu`, hold whole; the engine clips by
+    itself.
+    """
     found = [p for p in _listed(parameters) if p.grad is not None]
     total = _norm([p.grad for p in found if _counts(p, mpu)], norm_type, _groups(mpu))
     factor = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
@@ -116,7 +131,8 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu:
 
 
 def get_grad_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
-    """The norm of the gradients that this rank, and those of `mpu`, hold; -1 where it is not finite.
+    """The norm of the gradients that this rank, and those of `mpu`, hold; -1 where it is not
+    finite.
 
     ``engine.get_global_grad_norm()`` is that of all ranks.
     """
@@ -125,7 +141,10 @@ def get_grad_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> flo
 
 
 def get_flattened_grad_norm(
-    parameters: Any, norm_type: float = 2, mpu: Any = None, grad_norm_mask: Sequence[Tensor] | None = None
+    parameters: Any,
+    norm_type: float = 2,
+    mpu: Any = None,
+    grad_norm_mask: Sequence[Tensor] | None = None,
 ) -> float:
     """The norm of gradients of flat parameters; -1 where it is not finite.
 
@@ -141,8 +160,13 @@ def get_flattened_grad_norm(
 
 
 def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
-    """The norm of the weights that this rank, and those of `mpu`, hold; -1 where it is not finite."""
-    found = [p for p in _listed(parameters) if _counts(p, mpu) and not getattr(p, "ds_pipe_replicated", False)]
+    """The norm of the weights that this rank, and those of `mpu`, hold; -1 where it is not
+    finite."""
+    found = [
+        p
+        for p in _listed(parameters)
+        if _counts(p, mpu) and not getattr(p, "ds_pipe_replicated", False)
+    ]
     return _or_invalid(_norm(found, norm_type, _groups(mpu)))
 
 
@@ -153,7 +177,9 @@ def get_grad_zeros(parameters: Any, mpu: Any = None) -> float:
         for p in _listed(parameters)
         if p.grad is not None and _counts(p, mpu) and not getattr(p, "ds_pipe_replicated", False)
     ]
-    zeros = torch.tensor(float(sum(g.numel() - int(torch.count_nonzero(g)) for g in grads)), device=_device(grads))
+    zeros = torch.tensor(
+        float(sum(g.numel() - int(torch.count_nonzero(g)) for g in grads)), device=_device(grads)
+    )
     for group in _groups(mpu):
         comm.all_reduce(zeros, group=group)
     return float(zeros)
@@ -165,7 +191,9 @@ def _norm(tensors: Sequence[Tensor], norm_type: float, groups: Sequence[Any]) ->
     largest = power == math.inf
     each = [torch.linalg.vector_norm(t.detach().float(), power) for t in tensors if t.numel()]
     device = _device(tensors)
-    norms = torch.stack([norm.to(device) for norm in each]) if each else torch.zeros(1, device=device)
+    norms = (
+        torch.stack([norm.to(device) for norm in each]) if each else torch.zeros(1, device=device)
+    )
     total = norms.max() if largest else norms.pow(power).sum()
     for group in groups:
         comm.all_reduce(total, op=ReduceOp.MAX if largest else ReduceOp.SUM, group=group)
@@ -178,7 +206,11 @@ def _device(tensors: Sequence[Tensor]) -> torch.device:
 
 def _counts(param: Any, mpu: Any) -> bool:
     """Whether a parameter of this rank counts: the first rank's alone where all have it alike."""
-    return mpu is None or bwc_tensor_model_parallel_rank(mpu) == 0 or is_model_parallel_parameter(param)
+    return (
+        mpu is None
+        or bwc_tensor_model_parallel_rank(mpu) == 0
+        or is_model_parallel_parameter(param)
+    )
 
 
 def _groups(mpu: Any) -> list[Any]:
@@ -194,14 +226,15 @@ def _or_invalid(norm: Tensor) -> float:
     return value if math.isfinite(value) else -1.0
 
 
-# -- overflow ------------------------------------------------------------------------------------------------------
+# -- overflow --------------------------------------------------------------------------------------
 
 
 class CheckOverflow:
     """Whether gradients are not finite, on any of the ranks that must agree.
 
-    param_groups: lists of parameters. zero_reduce_scatter: all ranks agree. mpu: its ranks do. deepspeed: an engine
-    that does not reduce by itself makes all ranks agree. Ranks with other experts of an engine's agree too.
+    param_groups: lists of parameters. zero_reduce_scatter: all ranks agree. mpu: its ranks do.
+    deepspeed: an engine that does not reduce by itself makes all ranks agree. Ranks with other
+    experts of an engine's agree too.
     """
 
     def __init__(
@@ -214,11 +247,16 @@ class CheckOverflow:
         self.mpu = mpu
         self.zero_reduce_scatter = zero_reduce_scatter
         self.deepspeed = deepspeed
-        self.params = None if param_groups is None else [param for group in param_groups for param in group]
+        self.params = (
+            None if param_groups is None else [param for group in param_groups for param in group]
+        )
         self.has_moe_params = any(_is_expert(param) for param in self.params or ())
 
     def check(self, param_groups: Iterable[Iterable[Tensor]] | None = None) -> bool:
-        """Whether a gradient is not finite, of these groups or of those given at first. Collective."""
+        """Whether a gradient is not finite, of these groups or of those given at first.
+
+        Collective.
+        """
         if param_groups is None:
             return self.has_overflow(self.params or [])
         params = [param for group in param_groups for param in group]
@@ -226,11 +264,17 @@ class CheckOverflow:
 
     def has_overflow(self, params: Iterable[Tensor], has_moe_params: bool | None = None) -> bool:
         """`check` of parameters."""
-        all_ranks = self.zero_reduce_scatter or getattr(self.deepspeed, "enable_backward_allreduce", True) is False
+        all_ranks = (
+            self.zero_reduce_scatter
+            or getattr(self.deepspeed, "enable_backward_allreduce", True) is False
+        )
         return self._agreed(self.has_overflow_serial(params), all_ranks, has_moe_params)
 
     def check_using_norm(self, norm_group: Iterable[Any], reduce_overflow: bool = True) -> bool:
-        """Whether one of these norms is not valid. Collective over `mpu`, or over all ranks with reduce_overflow."""
+        """Whether one of these norms is not valid.
+
+        Collective over `mpu`, or over all ranks with reduce_overflow.
+        """
         overflow = any(is_invalid_grad_norm(norm) for norm in norm_group)
         return self._agreed(overflow, self.mpu is None and reduce_overflow, None)
 

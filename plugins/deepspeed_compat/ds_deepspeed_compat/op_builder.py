@@ -1,4 +1,6 @@
-"""``deepspeed.ops.op_builder`` and ``__compatible_ops__``: which kernels there are, answered from ds_core's table."""
+"""``deepspeed.ops.op_builder`` and ``__compatible_ops__``: which kernels there are, answered from
+ds_core's table.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def _table() -> Kernels:
 
 
 def _builder(class_name: str, name: str, op: str, device: str) -> type[OpBuilder]:
-    return type(class_name, (OpBuilder,), {"NAME": name, "op": op, "device": device, "__module__": __name__})
+    return type(
+        class_name, (OpBuilder,), {"NAME": name, "op": op, "device": device, "__module__": __name__}
+    )
 
 
 BUILDERS = {

@@ -1,7 +1,9 @@
-"""``engine.optimizer`` as DeepSpeed has it: the torch optimizer inside, and what scripts read of the one around it.
+"""``engine.optimizer`` as DeepSpeed has it: the torch optimizer inside, and what scripts read of
+the one around it.
 
-An optimizer of plain data parallelism in fp32 is given as it is, as DeepSpeed gives it. Else it is wrapped in a class
-that says what holds the states, so that `isinstance` answers as with DeepSpeed. The wrapper has no state of its own.
+An optimizer of plain data parallelism in fp32 is given as it is, as DeepSpeed gives it. Else it is
+wrapped in a class that says what holds the states, so that `isinstance` answers as with DeepSpeed.
+The wrapper has no state of its own.
 """
 
 from __future__ import annotations
@@ -40,9 +42,12 @@ __all__ = [
 class DeepSpeedOptimizer(Optimizer):
     """A torch optimizer whose ``optimizer`` does the work; groups and states are that one's."""
 
-    def __init__(self, engine: Engine, groups: list[list[nn.Parameter]]) -> None:  # not the base's: nothing is its own
+    # not the base's: nothing is its own
+    def __init__(self, engine: Engine, groups: list[list[nn.Parameter]]) -> None:
         assert engine.optimizer is not None
-        self._engine, self.optimizer, self._groups = engine, engine.optimizer, groups
+        self._engine = engine
+        self.optimizer = engine.optimizer
+        self._groups = groups
 
     def __getattr__(self, name: str) -> Any:
         if name in ("optimizer", "_engine", "_groups"):  # while it is being copied
@@ -73,7 +78,10 @@ class DeepSpeedOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """``engine.step()``, for loops that call the optimizer's (Fabric's)."""
         if closure is not None:
-            raise UsageError("optimizer.step(closure) is not possible: call engine.backward(loss), then engine.step()")
+            raise UsageError(
+                "optimizer.step(closure) is not possible: call engine.backward(loss), then "
+                "engine.step()"
+            )
         self._engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -98,14 +106,15 @@ class DeepSpeedOptimizer(Optimizer):
 
     @property
     def _opt_called(self) -> bool:
-        """What torch's schedules ask before they warn that no update went before their first step."""
+        """What torch's schedules ask before they warn that no update went before their first
+        step."""
         return self._engine.global_steps > 0
 
     @_opt_called.setter
     def _opt_called(self, value: bool) -> None:
         pass
 
-    # -- what scripts read -----------------------------------------------------------------------------------
+    # -- what scripts read -------------------------------------------------------------------------
 
     @property
     def overflow(self) -> bool:
@@ -150,7 +159,9 @@ class DeepSpeedOptimizer(Optimizer):
     @property
     def bit16_groups_flat(self) -> list[Tensor]:
         """A flat copy of each group's weights, as this rank holds them."""
-        return [torch.cat([p.detach().reshape(-1) for p in group]) for group in self._groups if group]
+        return [
+            torch.cat([p.detach().reshape(-1) for p in group]) for group in self._groups if group
+        ]
 
     @property
     def single_partition_of_fp32_groups(self) -> list[Tensor]:
@@ -188,7 +199,8 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def accumulated_grads_in_cpu(self) -> dict[int, Tensor]:
-        """This rank's part of the reduced gradients, by the parameter's number in `bit16_groups`; {} without offload.
+        """This rank's part of the reduced gradients, by the parameter's number in `bit16_groups`;
+        {} without offload.
 
         Changing the dict changes no gradient.
         """
@@ -238,7 +250,10 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
 
 
 class _Gathering:
-    """DeepSpeed's object behind stage 3. No hook is to be lifted: inside ``GatheredParameters`` nothing is gathered."""
+    """DeepSpeed's object behind stage 3.
+
+    No hook is to be lifted: inside ``GatheredParameters`` nothing is gathered.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = _Listed(module)
@@ -260,7 +275,9 @@ class _Listed:
 
 
 def wrapped(engine: Engine, groups: list[list[nn.Parameter]]) -> Optimizer | None:
-    """What ``engine.optimizer`` is with DeepSpeed. groups: the model's parameters that are trained, group by group."""
+    """What ``engine.optimizer`` is with DeepSpeed. groups: the model's parameters that are trained,
+    group by group.
+    """
     if engine.optimizer is None:
         return None
     stage = engine_methods.zero_optimization_stage(engine)
@@ -270,5 +287,7 @@ def wrapped(engine: Engine, groups: list[list[nn.Parameter]]) -> Optimizer | Non
         2: DeepSpeedZeroOptimizer,
         3: DeepSpeedZeroOptimizer_Stage3,
     }
-    kind = kinds.get(stage) or (FP16_Optimizer if core.fp16.enabled else BF16_Optimizer if core.bf16.enabled else None)
+    kind = kinds.get(stage) or (
+        FP16_Optimizer if core.fp16.enabled else BF16_Optimizer if core.bf16.enabled else None
+    )
     return engine.optimizer if kind is None else kind(engine, groups)

@@ -1,4 +1,6 @@
-"""``deepspeed.runtime.utils.PartitionedTensor``: a tensor of which each rank of a group has one flat part."""
+"""``deepspeed.runtime.utils.PartitionedTensor``: a tensor of which each rank of a group has one
+flat part.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ __all__ = ["PartitionedTensor"]
 class PartitionedTensor:
     """One flat part of a tensor on each rank of a group; `full` is the whole tensor again.
 
-    Other ranks get what they need to know of it as a tensor of int64, `to_meta`: the number of dimensions, the sizes,
-    the number of parts, the rank, and the boundaries of the parts.
+    Other ranks get what they need to know of it as a tensor of int64, `to_meta`: the number of
+    dimensions, the sizes, the number of parts, the rank, and the boundaries of the parts.
     """
 
     def __init__(self, tensor: Tensor, group: Any, partition_meta: Any = None) -> None:
@@ -33,14 +35,21 @@ class PartitionedTensor:
         self.local_data = tensor.detach().reshape(-1)[mine].clone()
 
     @classmethod
-    def from_meta(cls, meta: Tensor, local_part: Tensor, group: Any, device: Any = None) -> PartitionedTensor:
-        """The tensor that `meta`, of another's `to_meta`, describes. Raises ValueError for one of another group."""
+    def from_meta(
+        cls, meta: Tensor, local_part: Tensor, group: Any, device: Any = None
+    ) -> PartitionedTensor:
+        """The tensor that `meta`, of another's `to_meta`, describes.
+
+        Raises ValueError for one of another group.
+        """
         dimensions, *rest = meta.tolist()
-        sizes, (parts, rank, *partition) = rest[:dimensions], rest[dimensions:]
+        sizes = rest[:dimensions]
+        (parts, rank, *partition) = rest[dimensions:]
         made = cls(torch.empty(0), group)
         if (parts, rank) != (made.num_parts, made.rank):
             raise ValueError(
-                f"the tensor is part {rank} of {parts}, and this process is {made.rank} of {made.num_parts}"
+                f"the tensor is part {rank} of {parts}, and this process is {made.rank} of "
+                f"{made.num_parts}"
             )
         made.orig_size = sizes
         made.orig_device = local_part.device if device is None else device

@@ -1,4 +1,6 @@
-"""Declaration: a command, the engine's methods under DeepSpeed's names, a mesh of an `mpu` (torch-free)."""
+"""Declaration: a command, the engine's methods under DeepSpeed's names, a mesh of an `mpu`
+(torch-free).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ __all__ = ["ds_commands", "ds_engine_methods", "ds_mesh", "ds_param_axes", "ds_r
 
 def ds_commands() -> Mapping[str, CommandEntry]:
     """``dscore config migrate``."""
-    help_line = "Say what becomes of each key of a DeepSpeed config, and write the config as ds_core wants it."
+    help_line = (
+        "Say what becomes of each key of a DeepSpeed config, and write the config as "
+        "ds_core "
+        "wants it."
+    )
     return {"config migrate": CommandEntry("ds_deepspeed_compat.migration:migrate", help_line)}
 
 
@@ -32,11 +38,15 @@ def ds_run_options() -> Mapping[str, RunOption]:
 
 
 def ds_engine_methods() -> Mapping[str, Ref]:
-    """All of `ds_deepspeed_compat.engine_methods`, and the getters of `ds_deepspeed_compat.engine_getters`."""
+    """All of `ds_deepspeed_compat.engine_methods`, and the getters of
+    `ds_deepspeed_compat.engine_getters`.
+    """
     from ds_deepspeed_compat import engine_getters, engine_methods
 
     modules = {engine_getters: engine_getters.CONFIG_KEYS, engine_methods: engine_methods.__all__}
-    return {name: f"{module.__name__}:{name}" for module, names in modules.items() for name in names}
+    return {
+        name: f"{module.__name__}:{name}" for module, names in modules.items() for name in names
+    }
 
 
 def ds_mesh(mpu: Any, rank: int, world_size: int) -> Mesh | None:
@@ -47,6 +57,10 @@ def ds_mesh(mpu: Any, rank: int, world_size: int) -> Mesh | None:
 
 
 def ds_param_axes(param: nn.Parameter, ctx: Context) -> Collection[str]:
-    """``tp`` for parameters with a true attribute: the convention of models that come with an `mpu`."""
-    sliced = getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False)
+    """``tp`` for parameters with a true attribute: the convention of models that come with an
+    `mpu`.
+    """
+    sliced = getattr(param, "tensor_model_parallel", False) or getattr(
+        param, "model_parallel", False
+    )
     return ("tp",) if sliced and ctx.mesh.has("tp") else ()

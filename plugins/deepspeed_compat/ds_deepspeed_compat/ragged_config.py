@@ -1,6 +1,8 @@
-"""The configs of ``deepspeed.inference.v2``, whose engine serves many requests: checked, for programs that make them.
+"""The configs of ``deepspeed.inference.v2``, whose engine serves many requests: checked, for
+programs that make them.
 
-The engine is that of ds-inference: `dscore serve`, or ``init_inference`` with the section ``serve``.
+The engine is that of ds-inference: `dscore serve`, or ``init_inference`` with the section
+``serve``.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class DSStateManagerConfig(DeepSpeedConfigModel):
     def _check(self) -> Any:
         for key in ("max_tracked_sequences", "max_ragged_batch_size"):
             if self.max_ragged_sequence_count > getattr(self, key):
-                raise ValueError(f"max_ragged_sequence_count {self.max_ragged_sequence_count} is more than {key}")
+                raise ValueError(
+                    f"max_ragged_sequence_count {self.max_ragged_sequence_count} is more than {key}"
+                )
         return self
 
 
@@ -73,5 +77,7 @@ class RaggedInferenceEngineConfig(DeepSpeedConfigModel):
     """The whole config."""
 
     tensor_parallel: DeepSpeedTPConfig = Field(default_factory=DeepSpeedTPConfig, alias="tp")
-    state_manager: DSStateManagerConfig = Field(default_factory=DSStateManagerConfig, alias="manager")
+    state_manager: DSStateManagerConfig = Field(
+        default_factory=DSStateManagerConfig, alias="manager"
+    )
     quantization: QuantizationConfig = QuantizationConfig()

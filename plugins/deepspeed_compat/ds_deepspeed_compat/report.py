@@ -30,7 +30,8 @@ def report() -> str:
     }
     return "\n".join(
         [
-            "compiled operations that can serve on this machine (`dscore ops list` has all kernels)",
+            "compiled operations that can serve on this machine (`dscore ops list` has all "
+            "kernels)",
             *rows,
             "",
             *(f"{name:.<24} {value}" for name, value in facts.items()),
@@ -48,8 +49,14 @@ def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = Fa
 
 def cli_main(args: Sequence[str] | None = None) -> None:
     """The command ``ds_report``."""
-    parser = argparse.ArgumentParser(prog="ds_report", description="Show which operations work here.")
-    parser.add_argument("--hide_operator_status", action="store_true", help="leave the operations out")
-    parser.add_argument("--hide_errors_and_warnings", action="store_true", help="without effect: there are none")
+    parser = argparse.ArgumentParser(
+        prog="ds_report", description="Show which operations work here."
+    )
+    parser.add_argument(
+        "--hide_operator_status", action="store_true", help="leave the operations out"
+    )
+    parser.add_argument(
+        "--hide_errors_and_warnings", action="store_true", help="without effect: there are none"
+    )
     found = parser.parse_args(args)
     main(hide_operator_status=found.hide_operator_status)

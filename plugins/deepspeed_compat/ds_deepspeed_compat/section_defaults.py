@@ -1,4 +1,5 @@
-"""Objects and dicts by which DeepSpeed's config shows some of its sections, with the documented defaults: to be read.
+"""Objects and dicts by which DeepSpeed's config shows some of its sections, with the documented
+defaults: to be read.
 
 The others are models of the packages that serve them, see `ds_deepspeed_compat.config_models`.
 """
@@ -42,7 +43,12 @@ class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
 
     def model_post_init(self, _: Any) -> None:
         """Sections given as dicts become models."""
-        models = {"tensorboard": "TensorBoard", "comet": "Comet", "wandb": "Wandb", "csv_monitor": "CSV"}
+        models = {
+            "tensorboard": "TensorBoard",
+            "comet": "Comet",
+            "wandb": "Wandb",
+            "csv_monitor": "CSV",
+        }
         for name, model in models.items():
             if isinstance(given := getattr(self, name), Mapping):
                 vars(self)[name] = model_named(f"{model}Config")(**given)
@@ -55,7 +61,9 @@ class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
     """The monitors' sections of a whole config."""
-    return DeepSpeedMonitorConfig(**{k: param_dict.get(k) or {} for k in DeepSpeedMonitorConfig.model_fields})
+    return DeepSpeedMonitorConfig(
+        **{k: param_dict.get(k) or {} for k in DeepSpeedMonitorConfig.model_fields}
+    )
 
 
 def get_timers_config(param_dict: Mapping[str, Any]) -> DeepSpeedThroughputTimerConfig:
@@ -71,7 +79,12 @@ class _Values:
 
     def __init__(self, param_dict: Mapping[str, Any] | None = None) -> None:
         given = (param_dict or {}).get(self.section) or {}
-        vars(self).update({**self.defaults, **{k: v for k, v in given.items() if k in self.defaults and v != "auto"}})
+        vars(self).update(
+            {
+                **self.defaults,
+                **{k: v for k, v in given.items() if k in self.defaults and v != "auto"},
+            }
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in vars(self).items())})"
@@ -158,4 +171,8 @@ def get_aio_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
     """The section ``aio`` of a whole config."""
     given = param_dict.get("aio") or {}
     threads = {"intra_op_parallelism": given["thread_count"]} if "thread_count" in given else {}
-    return {**AIO_DEFAULT_DICT, **threads, **{k: v for k, v in given.items() if k in AIO_DEFAULT_DICT}}
+    return {
+        **AIO_DEFAULT_DICT,
+        **threads,
+        **{k: v for k, v in given.items() if k in AIO_DEFAULT_DICT},
+    }

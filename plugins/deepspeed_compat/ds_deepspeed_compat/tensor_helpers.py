@@ -1,4 +1,6 @@
-"""Small functions on tensors and parameters that training loops take from ``deepspeed.runtime.utils``."""
+"""Small functions on tensors and parameters that training loops take from
+``deepspeed.runtime.utils``.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def get_tensor_bytes(item: Any) -> int:
     """Bytes of the tensors in lists, tuples and dicts."""
     if isinstance(item, Tensor):
         return item.nbytes
-    values = item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else ()
+    values = (
+        item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else ()
+    )
     return sum(get_tensor_bytes(value) for value in values)
 
 
@@ -67,12 +71,16 @@ def is_optimized_parameter(param: Any) -> bool:
 
 
 def filter_empty_parameters(params: Any) -> Any:
-    """Parameters, or groups of them, without those that have no element; groups that are left empty are dropped."""
+    """Parameters, or groups of them, without those that have no element; groups that are left empty
+    are dropped.
+    """
     if not isinstance(params, list | tuple) or not params:
         return params
     if not isinstance(params[0], dict):
         return [param for param in params if param.numel()]
-    groups = [{**group, "params": filter_empty_parameters(list(group["params"]))} for group in params]
+    groups = [
+        {**group, "params": filter_empty_parameters(list(group["params"]))} for group in params
+    ]
     return [group for group in groups if group["params"]]
 
 
@@ -83,13 +91,17 @@ def align_dense_tensors(tensor_list: Sequence[Tensor], alignment: int) -> list[T
 
 
 def all_gather_into_tensor_dp_groups(
-    groups_flat: Sequence[Tensor], partitioned_param_groups: Sequence[Sequence[Tensor]], dp_process_group: Sequence[Any]
+    groups_flat: Sequence[Tensor],
+    partitioned_param_groups: Sequence[Sequence[Tensor]],
+    dp_process_group: Sequence[Any],
 ) -> None:
     """Fill each flat tensor with the parts that its group's ranks hold. Collective.
 
     partitioned_param_groups: for each flat tensor its equal parts, of which this rank's is read.
     """
-    for flat, parts, group in zip(groups_flat, partitioned_param_groups, dp_process_group, strict=True):
+    for flat, parts, group in zip(
+        groups_flat, partitioned_param_groups, dp_process_group, strict=True
+    ):
         if comm.world_size(group) > 1:
             # The part may be a view of the flat tensor, which the gather writes.
             comm.all_gather_into_tensor(flat, parts[comm.rank(group)].clone(), group=group)
@@ -102,5 +114,7 @@ def all_gather_dp_groups(
     start_alignment_factor: int,
     allgather_bucket_size: int,
 ) -> None:
-    """`all_gather_into_tensor_dp_groups`: one collective for each group, whatever the bucket's size."""
+    """`all_gather_into_tensor_dp_groups`: one collective for each group, whatever the bucket's
+    size.
+    """
     all_gather_into_tensor_dp_groups(groups_flat, partitioned_param_groups, dp_process_group)

@@ -1,4 +1,6 @@
-"""``deepspeed.utils.timer``: wall-clock timers that wait for the device (loads torch when a timer is made)."""
+"""``deepspeed.utils.timer``: wall-clock timers that wait for the device (loads torch when a timer
+is made).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ __all__ = ["NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer", "trim_m
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """The mean without the lowest and highest `trim_percent` (0 to 1); where none is left the median, of nothing 0."""
+    """The mean without the lowest and highest `trim_percent` (0 to 1); where none is left the
+    median, of nothing 0.
+    """
     if not 0.0 <= trim_percent <= 1.0:
         raise ValueError(f"trim_percent is {trim_percent}; it is between 0 and 1")
     if not data:
@@ -41,7 +45,8 @@ class SynchronizedWallClockTimer:
         """One timer; times of several starts and stops add up until `reset`."""
 
         def __init__(self, name: str) -> None:
-            self.name_, self.started_ = name, False
+            self.name_ = name
+            self.started_ = False
             self.elapsed_records: list[float] = []  # seconds
             self._began = 0.0
 
@@ -49,7 +54,8 @@ class SynchronizedWallClockTimer:
             """Begin; RuntimeError when it runs already."""
             if self.started_:
                 raise RuntimeError(f"timer {self.name_!r} runs already; stop it first")
-            self._began, self.started_ = _now(), True
+            self._began = _now()
+            self.started_ = True
 
         def stop(self, reset: bool = False, record: bool = False) -> None:
             """End; RuntimeError when it does not run."""
@@ -61,7 +67,8 @@ class SynchronizedWallClockTimer:
 
         def reset(self) -> None:
             """Forget all times."""
-            self.started_, self.elapsed_records = False, []
+            self.started_ = False
+            self.elapsed_records = []
 
         def elapsed(self, reset: bool = True) -> float:
             """Milliseconds in all; a timer that runs goes on."""
@@ -95,8 +102,10 @@ class SynchronizedWallClockTimer:
         """Memory in use and at peak, as text."""
         from ds_core.accelerator import get_accelerator
 
-        device, gib = get_accelerator(), 1024**3
-        used, peak = device.memory_allocated() / gib, device.max_memory_allocated() / gib
+        device = get_accelerator()
+        gib = 1024**3
+        used = device.memory_allocated() / gib
+        peak = device.max_memory_allocated() / gib
         return f" | mem_allocated: {used:.4f} GB | max_mem_allocated: {peak:.4f} GB"
 
     def has_timer(self, name: str) -> bool:
@@ -111,12 +120,19 @@ class SynchronizedWallClockTimer:
         memory_breakdown: bool = False,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Log the times of `names` in milliseconds, divided by `normalizer`; by default on rank 0."""
-        shown = (f"{n}: {self.timers[n].elapsed(reset) / normalizer:.2f}" for n in names if n in self.timers)
+        """Log the times of `names` in milliseconds, divided by `normalizer`; by default on rank
+        0."""
+        shown = (
+            f"{n}: {self.timers[n].elapsed(reset) / normalizer:.2f}"
+            for n in names
+            if n in self.timers
+        )
         used = self.memory_usage() if memory_breakdown else ""
         log_dist(f"time (ms) | {' | '.join(shown)}{used}", ranks=ranks or [0])
 
-    def get_mean(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
+    def get_mean(
+        self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True
+    ) -> dict[str, float]:
         """The mean time of each of `names` in milliseconds, divided by `normalizer`."""
         means = {n: self.timers[n].mean() / normalizer for n in names if n in self.timers}
         if reset:
@@ -164,8 +180,8 @@ class NoopTimer:
 class ThroughputTimer:
     """Samples per second of whole steps, the first `start_step` of which do not count.
 
-    config: of it `enabled` and `synchronized` are read, which are true where it has none; without the latter nothing
-    waits for the device, and the times of many steps are right together.
+    config: of it `enabled` and `synchronized` are read, which are true where it has none; without
+    the latter nothing waits for the device, and the times of many steps are right together.
     """
 
     def __init__(
@@ -220,7 +236,9 @@ class ThroughputTimer:
         self.total_elapsed_time += took
         due = self.steps_per_output and self.global_step_count % self.steps_per_output == 0
         if report_speed and due:
-            self.logging(f"step {self.global_step_count}: {self.avg_samples_per_sec():.2f} samples/s")
+            self.logging(
+                f"step {self.global_step_count}: {self.avg_samples_per_sec():.2f} samples/s"
+            )
 
     def avg_samples_per_sec(self) -> float:
         """Samples per second since the steps that do not count; -inf before."""

@@ -16,7 +16,8 @@ __all__ = ["TorchBackend"]
 class TorchBackend:
     """torch.distributed under DeepSpeed's names. What is running already is taken as it is.
 
-    Each function of ``deepspeed.comm`` is a method. Raises what `torch.distributed.init_process_group` raises.
+    Each function of ``deepspeed.comm`` is a method. Raises what
+    `torch.distributed.init_process_group` raises.
     """
 
     def __init__(
@@ -37,7 +38,12 @@ class TorchBackend:
         self.initialized = True
 
     def init_process_group(
-        self, backend: str, timeout: timedelta | None, init_method: str | None, rank: int = -1, world_size: int = -1
+        self,
+        backend: str,
+        timeout: timedelta | None,
+        init_method: str | None,
+        rank: int = -1,
+        world_size: int = -1,
     ) -> None:
         """Start torch's process group, unless one is running."""
         if not dist.is_initialized():
@@ -53,7 +59,9 @@ class TorchBackend:
         """torch's mesh of devices, of the accelerator's kind."""
         from ds_core.accelerator import get_accelerator
 
-        return init_device_mesh(get_accelerator().device_type, mesh_shape, mesh_dim_names=mesh_dim_names)
+        return init_device_mesh(
+            get_accelerator().device_type, mesh_shape, mesh_dim_names=mesh_dim_names
+        )
 
     def get_backend(self, group: Any = None) -> str:
         """The name of the group's backend."""

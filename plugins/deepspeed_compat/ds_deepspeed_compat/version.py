@@ -15,12 +15,15 @@ def __getattr__(name: str) -> Any:
     if name == "torch_info":
         import torch
 
-        cuda, hip = torch.version.cuda, torch.version.hip
+        cuda = torch.version.cuda
+        hip = torch.version.hip
         return {
             "version": torch.__version__.rpartition(".")[0],
             "bf16_support": True,
             "cuda_version": cuda or "0.0",
-            "nccl_version": "0.0" if cuda is None else ".".join(map(str, torch.cuda.nccl.version())),
+            "nccl_version": "0.0"
+            if cuda is None
+            else ".".join(map(str, torch.cuda.nccl.version())),
             "hip_version": hip or "0.0",
         }
     if name == "accelerator_name":

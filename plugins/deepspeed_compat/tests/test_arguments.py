@@ -15,6 +15,8 @@ def test_the_config_file_is_named_on_the_command_line() -> None:
 
 
 def test_deprecated_flags_warn(caplog: Any) -> None:
-    args = add_config_arguments(argparse.ArgumentParser()).parse_args(["--deepscale", "--deepscale_config", "x.json"])
+    args = add_config_arguments(argparse.ArgumentParser()).parse_args(
+        ["--deepscale", "--deepscale_config", "x.json"]
+    )
     assert (args.deepspeed, args.deepspeed_config) == (True, "x.json")
     assert caplog.text.count("deprecated") == 2

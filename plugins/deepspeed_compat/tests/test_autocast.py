@@ -33,7 +33,12 @@ def test_an_engine_is_told_which_gradients_travel_in_16_bits() -> None:
 
 
 def test_the_section_torch_autocast_lists_the_same_classes() -> None:
-    engine, *_ = ds_core.initialize(model=nn.Linear(4, 4), config={**CONFIG, "torch_autocast": {"enabled": True}})
-    assert list(engine.ctx.precision.autocast_modules) == get_default_autocast_lower_precision_modules()
+    engine, *_ = ds_core.initialize(
+        model=nn.Linear(4, 4), config={**CONFIG, "torch_autocast": {"enabled": True}}
+    )
+    assert (
+        list(engine.ctx.precision.autocast_modules)
+        == get_default_autocast_lower_precision_modules()
+    )
     assert is_autocast_initialized()
     engine.destroy()

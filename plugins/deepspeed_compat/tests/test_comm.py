@@ -1,4 +1,6 @@
-"""``deepspeed.comm`` and ``deepspeed.utils.groups`` on one and two ranks: torch.distributed's results."""
+"""``deepspeed.comm`` and ``deepspeed.utils.groups`` on one and two ranks: torch.distributed's
+results.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,10 @@ def t(*values: float) -> torch.Tensor:
 
 def every_collective() -> dict[str, Any]:
     ds_core.init_distributed("gloo")
-    rank, other = comm.get_rank(), 1 - comm.get_rank()
-    mine, seen = t(1.0 + rank, 3.0 + rank), {}
+    rank = comm.get_rank()
+    other = 1 - comm.get_rank()
+    mine = t(1.0 + rank, 3.0 + rank)
+    seen = {}
 
     def fill(name: str, tensor: torch.Tensor, work: Any = None) -> None:
         if work is not None:
@@ -32,7 +36,9 @@ def every_collective() -> dict[str, Any]:
         seen[name] = tensor.flatten().tolist()
 
     out = mine.clone()
-    fill("all_reduce", out, comm.all_reduce(out, SUM, None, True, prof=True, log_name="x", debug=""))
+    fill(
+        "all_reduce", out, comm.all_reduce(out, SUM, None, True, prof=True, log_name="x", debug="")
+    )
     out = mine.clone()
     fill("all_reduce positional", out, comm.all_reduce(out, SUM, None, False, True, "name"))
     fill("inference_all_reduce", comm.inference_all_reduce(mine.clone()))
@@ -52,7 +58,11 @@ def every_collective() -> dict[str, Any]:
     comm.all_gather_into_tensor(out, mine)
     fill("all_gather_into_tensor", out)
     outs = [torch.empty(4), torch.empty(4)]
-    fill("all_gather_coalesced", outs[1], comm.all_gather_coalesced(outs, [mine, mine * 2], async_op=True))
+    fill(
+        "all_gather_coalesced",
+        outs[1],
+        comm.all_gather_coalesced(outs, [mine, mine * 2], async_op=True),
+    )
     out = torch.empty(1)
     comm.reduce_scatter_tensor(out, mine)
     fill("reduce_scatter_tensor", out)
@@ -81,7 +91,9 @@ def every_collective() -> dict[str, Any]:
     fill("send", out)
     works = [comm.isend(mine, other), comm.irecv(out, other)]
     fill("isend", out, [work.wait() for work in works] and None)
-    works = comm.batch_isend_irecv([comm.P2POp(dist.isend, mine, other), comm.P2POp(dist.irecv, out, other)])
+    works = comm.batch_isend_irecv(
+        [comm.P2POp(dist.isend, mine, other), comm.P2POp(dist.irecv, out, other)]
+    )
     fill("batch", out, [work.wait() for work in works] and None)
     comm.barrier()
     comm.monitored_barrier()
@@ -115,7 +127,11 @@ def test_every_collective() -> None:
         "objects": ([{"a": [1, None]}, "text"], [0, 1]),
         "ranks": (2, 1, [0, 1], True),
     }
-    assert {name: first[name] for name in expected} == expected == {name: second[name] for name in expected}
+    assert (
+        {name: first[name] for name in expected}
+        == expected
+        == {name: second[name] for name in expected}
+    )
     each = {name: (first[name], second[name]) for name in first if name not in expected}
     assert each == {
         "reduce": ([3, 7], []),
@@ -156,7 +172,11 @@ def test_interceptors_see_them() -> None:
 
 
 def test_on_one_rank_without_a_group() -> None:
-    assert (comm.get_rank(), comm.get_world_size(), comm.is_initialized()) == (0, 1, dist.is_initialized())
+    assert (comm.get_rank(), comm.get_world_size(), comm.is_initialized()) == (
+        0,
+        1,
+        dist.is_initialized(),
+    )
     out = t(1.0)
     comm.all_reduce(out)
     comm.monitored_barrier()
@@ -172,7 +192,10 @@ def test_groups_answer_from_the_latest_engine() -> None:
     assert groups._get_data_parallel_world_size() == groups.get_data_parallel_world_size() == 1
     assert groups._get_data_parallel_group().size() == 1
     assert groups._get_expert_parallel_group_ranks("ep_size_1") == [0]
-    assert (groups._get_max_expert_size_name(), groups._get_broadcast_src_rank()) == ("ep_size_1", 0)
+    assert (groups._get_max_expert_size_name(), groups._get_broadcast_src_rank()) == (
+        "ep_size_1",
+        0,
+    )
     assert groups.get_model_parallel_rank.__name__ == "get_model_parallel_rank"
     assert not hasattr(groups, "_get_data_parallel_colour")
     engine.destroy()

@@ -1,7 +1,7 @@
 """Configs as the documents of DeepSpeed, Transformers, Accelerate, TRL and Lightning show them.
 
-Each in ``configs`` passes ``dscore config check``, or every key that cannot be had is named in one line: those in
-``expected.json``, no others.
+Each in ``configs`` passes ``dscore config check``, or every key that cannot be had is named in one
+line: those in ``expected.json``, no others.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ PACKAGES = {"wandb.enabled": "wandb", "comet.enabled": "comet_ml"}
 
 
 def test_there_is_an_expectation_for_each() -> None:
-    assert sorted(EXPECTED) == sorted(file.stem for file in FOLDER.glob("*.json") if file.stem != "expected")
+    assert sorted(EXPECTED) == sorted(
+        file.stem for file in FOLDER.glob("*.json") if file.stem != "expected"
+    )
     assert len(EXPECTED) >= 60
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_it_passes_or_each_key_that_cannot_be_had_is_named(name: str) -> None:
-    file, refused = FOLDER / f"{name}.json", set(EXPECTED[name]["refused"])
+    file = FOLDER / f"{name}.json"
+    refused = set(EXPECTED[name]["refused"])
     refused -= {key for key, package in PACKAGES.items() if find_spec(package)}
     said = CliRunner().invoke(make_app(), ["check", str(file)])
     lines = said.output.splitlines()

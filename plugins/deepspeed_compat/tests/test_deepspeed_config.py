@@ -35,21 +35,37 @@ CONFIG: dict[str, Any] = {
 
 
 def test_the_config_is_flat() -> None:
-    config: Any = DeepSpeedConfig(CONFIG, mpu=SimpleNamespace(get_data_parallel_world_size=lambda: 4))
+    config: Any = DeepSpeedConfig(
+        CONFIG, mpu=SimpleNamespace(get_data_parallel_world_size=lambda: 4)
+    )
     assert (config.world_size, config.global_rank) == (4, 0)
     assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (64, 4)
     assert config.gradient_accumulation_steps == 4
     assert (config.optimizer_name, config.optimizer_params) == ("adamw", {"lr": 0.1})
     assert (config.scheduler_name, config.scheduler_params) == ("WarmupLR", {"warmup_num_steps": 3})
-    assert (config.gradient_clipping, config.steps_per_print, config.wall_clock_breakdown) == (0.5, None, False)
+    assert (config.gradient_clipping, config.steps_per_print, config.wall_clock_breakdown) == (
+        0.5,
+        None,
+        False,
+    )
     assert config.communication_data_type is torch.float32
     assert (config.zero_enabled, config.zero_optimization_stage) == (True, 3)
-    assert (config.zero_config.prefetch_bucket_size, config.zero_config.overlap_comm) == (5_000_000, True)
+    assert (config.zero_config.prefetch_bucket_size, config.zero_config.overlap_comm) == (
+        5_000_000,
+        True,
+    )
     assert config.zero_config.offload_optimizer.device == "cpu"
-    assert (config.fp16_enabled, config.bfloat16_enabled, config.float16_config.initial_scale_power) == (True, False, 8)
+    assert (
+        config.fp16_enabled,
+        config.bfloat16_enabled,
+        config.float16_config.initial_scale_power,
+    ) == (True, False, 8)
     assert config.initial_dynamic_scale == 256
     assert config.dynamic_loss_scale_args["init_scale"] == 256
-    assert (config.checkpoint_tag_validation_enabled, config.checkpoint_tag_validation_fail) == (True, True)
+    assert (config.checkpoint_tag_validation_enabled, config.checkpoint_tag_validation_fail) == (
+        True,
+        True,
+    )
     assert config.monitor_config.enabled and not config.monitor_config.wandb.enabled
     assert config.flops_profiler_config.module_depth == -1
     assert config.pipeline["partition"] == "best"
@@ -64,7 +80,9 @@ def test_every_form_of_config_is_taken(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(given))
     text = base64.urlsafe_b64encode(json.dumps(given).encode()).decode()
-    assert [DeepSpeedConfig(form).train_micro_batch_size_per_gpu for form in (given, str(file), text)] == [8, 8, 8]
+    assert [
+        DeepSpeedConfig(form).train_micro_batch_size_per_gpu for form in (given, str(file), text)
+    ] == [8, 8, 8]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +90,10 @@ def test_every_form_of_config_is_taken(tmp_path: Path) -> None:
     [
         ({"train_batch_size": 6, "train_micro_batch_size_per_gpu": 4}, "train_batch_size 6 is not"),
         ({"zero_optimization": {"stage": 1}}, "a batch size is needed"),
-        ({"train_batch_size": 8, "zero_optimization": {"stgae": 1}}, "did you mean 'zero_optimization.stage'"),
+        (
+            {"train_batch_size": 8, "zero_optimization": {"stgae": 1}},
+            "did you mean 'zero_optimization.stage'",
+        ),
         ({"train_batch_size": 8, "nebula": {"enabled": True}}, "not offered"),
     ],
 )
@@ -82,8 +103,14 @@ def test_errors_are_those_of_a_run(given: dict[str, Any], said: str) -> None:
 
 
 def test_models_have_the_sections_defaults_and_check_what_is_set() -> None:
-    zero = config_models.get_zero_config({"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}})
-    assert (zero.reduce_bucket_size, zero.overlap_comm, zero.offload_optimizer) == (500_000_000, False, None)
+    zero = config_models.get_zero_config(
+        {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}
+    )
+    assert (zero.reduce_bucket_size, zero.overlap_comm, zero.offload_optimizer) == (
+        500_000_000,
+        False,
+        None,
+    )
     zero.stage = 1
     zero.offload_optimizer = {"device": "cpu"}
     zero.offload_optimizer.pin_memory = True
@@ -98,7 +125,9 @@ def test_models_have_the_sections_defaults_and_check_what_is_set() -> None:
         read = DeepSpeedConfig({"train_batch_size": 1, "compile": {key: value}})
         assert getattr(read.compile_config, key) == value
     assert DeepSpeedConfig({"train_batch_size": 1}).hybrid_engine.max_out_tokens == 512
-    assert section_defaults.get_aio_config({"aio": {"thread_count": 4}})["intra_op_parallelism"] == 4
+    assert (
+        section_defaults.get_aio_config({"aio": {"thread_count": 4}})["intra_op_parallelism"] == 4
+    )
 
 
 @pytest.fixture
@@ -123,7 +152,9 @@ def test_a_model_has_one_class_at_every_path(deepspeed: Any) -> None:
         DeepSpeedZeroOffloadOptimizerConfig,
     )
 
-    zero = DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": {"stage": 1, "cpu_offload": True}}).zero_config
+    zero = DeepSpeedConfig(
+        {"train_batch_size": 1, "zero_optimization": {"stage": 1, "cpu_offload": True}}
+    ).zero_config
     assert Flat is deepspeed.DeepSpeedConfig is DeepSpeedConfig
     assert isinstance(zero, DeepSpeedZeroConfig)
     assert isinstance(zero.offload_optimizer, DeepSpeedZeroOffloadOptimizerConfig)

@@ -41,7 +41,10 @@ def test_the_engine_is_a_module_with_one_child() -> None:
     assert isinstance(engine, nn.Module)
     assert isinstance(engine.core, ds_core.Engine)
     assert type(engine) is DeepSpeedEngine
-    assert [name for name, _ in engine.named_parameters()][:2] == ["module.0.weight", "module.0.bias"]
+    assert [name for name, _ in engine.named_parameters()][:2] == [
+        "module.0.weight",
+        "module.0.bias",
+    ]
     assert list(engine.parameters()) == list(engine.module.parameters())
     assert engine.state_dict().keys() == {f"module.{name}" for name in engine.module.state_dict()}
     assert list(engine.children()) == [engine.module]
@@ -74,7 +77,10 @@ def test_the_throughput_of_the_engines_steps() -> None:
 def test_keys_that_are_like_none_are_passed_over(caplog: pytest.LogCaptureFixture) -> None:
     start(cuda_visible_devices="0,1").destroy()
     assert "config: cuda_visible_devices: no such keys, and like none; passed over" in caplog.text
-    for name, fix in (("gradient_cliping", "did you mean 'gradient_clipping'"), ("loss_scale_window", "belongs at")):
+    for name, fix in (
+        ("gradient_cliping", "did you mean 'gradient_clipping'"),
+        ("loss_scale_window", "belongs at"),
+    ):
         with pytest.raises(ConfigError, match=fix):
             start(**{name: 1})
     with pytest.raises(ConfigError, match="cuda_visible_devices"):
@@ -83,9 +89,17 @@ def test_keys_that_are_like_none_are_passed_over(caplog: pytest.LogCaptureFixtur
 
 def test_only_models_that_init_compression_had_are_compressed() -> None:
     """A teacher gets its student's config, with layer_reduction, and stays as it is."""
-    reduction = {"enabled": True, "keep_number_layer": 1, "module_name_prefix": "", "teacher_layer": [0]}
+    reduction = {
+        "enabled": True,
+        "keep_number_layer": 1,
+        "module_name_prefix": "",
+        "teacher_layer": [0],
+    }
     bits = {"shared_parameters": {"enabled": True}, "different_groups": {}}
-    bits["different_groups"]["g"] = {"params": {"start_bits": 2, "target_bits": 2}, "modules": ["*"]}
+    bits["different_groups"]["g"] = {
+        "params": {"start_bits": 2, "target_bits": 2},
+        "modules": ["*"],
+    }
     section = {"layer_reduction": reduction, "weight_quantization": bits}
     model = net()
     engine = start(model, compression_training=section)
@@ -97,10 +111,24 @@ def test_only_models_that_init_compression_had_are_compressed() -> None:
 @pytest.mark.parametrize(
     ("given", "taken"),
     [
-        ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}, (2, 2)),
+        (
+            {
+                "train_batch_size": 16,
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": 2,
+            },
+            (2, 2),
+        ),
         ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2}, (2, 2)),
         ({"train_batch_size": 16, "gradient_accumulation_steps": 2}, (2, 2)),
-        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}, None),
+        (
+            {
+                "train_batch_size": 8,
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": 2,
+            },
+            None,
+        ),
         ({"train_micro_batch_size_per_gpu": 2}, None),
     ],
 )
@@ -115,7 +143,10 @@ def test_batches_of_divided_layers_are_counted_as_the_release_counts(
         assert read == config
     else:
         assert "train_batch_size" not in read
-        assert (read["train_micro_batch_size_per_gpu"], read["gradient_accumulation_steps"]) == taken
+        assert (
+            read["train_micro_batch_size_per_gpu"],
+            read["gradient_accumulation_steps"],
+        ) == taken
 
 
 def test_backward_takes_its_arguments_in_the_order_of_the_release() -> None:
@@ -125,7 +156,9 @@ def test_backward_takes_its_arguments_in_the_order_of_the_release() -> None:
     engine.backward(loss, False, False)  # the graph is still there
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
-    engine.backward(engine(torch.ones(4, 4)).square().mean(), allreduce_gradients=True, release_loss=True)
+    engine.backward(
+        engine(torch.ones(4, 4)).square().mean(), allreduce_gradients=True, release_loss=True
+    )
     engine.destroy()
 
 
@@ -154,7 +187,10 @@ def test_it_trains_as_ds_cores_engine_does() -> None:
         return losses
 
     assert train(initialize) == train(ds_core.initialize)
-    shown = (list(inspect.signature(function).parameters) for function in (initialize, ds_core.initialize))
+    shown = (
+        list(inspect.signature(function).parameters)
+        for function in (initialize, ds_core.initialize)
+    )
     assert next(shown) == next(shown)
 
 
@@ -182,22 +218,37 @@ def test_getters_read_the_config() -> None:
     assert engine.scheduler_params() == {"warmup_num_steps": 5}
     assert engine.get_data_types() == (torch.bfloat16, torch.bfloat16)
     plain = start()
-    assert (plain.zero_optimization_stage(), plain.zero_optimization_partition_weights()) == (0, False)
+    assert (plain.zero_optimization_stage(), plain.zero_optimization_partition_weights()) == (
+        0,
+        False,
+    )
     assert plain.zero_reduce_bucket_size() == 500_000_000
     assert (plain.local_rank, plain.dp_world_size, plain.mp_world_size) == (0, 1, 1)
-    assert plain.basic_optimizer is plain.optimizer  # as with DeepSpeed: fp32 at stage 0 has no wrapper
+    # as with DeepSpeed: fp32 at stage 0 has no wrapper
+    assert plain.basic_optimizer is plain.optimizer
     plain.config["optimizer"]["type"] = "SGD"
     assert plain.optimizer_name() == "adamw"
-    plain.lr_scheduler = schedule = torch.optim.lr_scheduler.LambdaLR(plain.optimizer, lambda _: 1.0)
+    plain.lr_scheduler = schedule = torch.optim.lr_scheduler.LambdaLR(
+        plain.optimizer, lambda _: 1.0
+    )
     assert plain.core.lr_scheduler is schedule
     plain.mine = 4
     assert (plain.mine, hasattr(plain.core, "mine")) == (4, False)
 
 
 def test_what_front_ends_leave_in_a_config(caplog: pytest.LogCaptureFixture) -> None:
-    engine = start(zero_optimization={"stage": 3, "reduce_bucket_size": "auto", "offload_param": {"device": "none"}})
+    engine = start(
+        zero_optimization={
+            "stage": 3,
+            "reduce_bucket_size": "auto",
+            "offload_param": {"device": "none"},
+        }
+    )
     assert engine.zero_reduce_bucket_size() == 500_000_000
-    assert 'zero_optimization.reduce_bucket_size: "auto" was not filled in; the default is taken' in caplog.text
+    assert (
+        'zero_optimization.reduce_bucket_size: "auto" was not filled in; the default is taken'
+        in caplog.text
+    )
     start(**{"zero_optimization.reduce_bucket_size": 5.5})
     assert "zero_optimization.reduce_bucket_size: no such keys" in caplog.text
     with pytest.raises(ConfigError, match="optimizer.params.lr"):
@@ -210,7 +261,10 @@ def test_gradients_are_clipped_as_the_config_says_or_at_1(tmp_path: Path) -> Non
     assert start().gradient_clipping() == 1.0
     file = tmp_path / "ds_config.json"
     file.write_text('{"train_batch_size": 4, "optimizer": {"type": "AdamW"}}')
-    for args in (SimpleNamespace(deepspeed_config=str(file), local_rank=-1), {"deepspeed_config": str(file)}):
+    for args in (
+        SimpleNamespace(deepspeed_config=str(file), local_rank=-1),
+        {"deepspeed_config": str(file)},
+    ):
         engine, *_ = initialize(args=args, model=torch.nn.Linear(2, 1))
         assert engine.gradient_clipping() == 1.0 and engine.train_batch_size() == 4
     with pytest.raises(ConfigError, match="both given"):
@@ -229,7 +283,9 @@ def test_torchs_adamw_has_torchs_weight_decay() -> None:
     assert decay("Adam", torch_adam=True, adam_w_mode=False) == 0.0
 
 
-def test_the_flops_profiler_turns_the_wall_clock_breakdown_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_flops_profiler_turns_the_wall_clock_breakdown_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     from ds_flops_profiler import FlopsProfiler
 
     assert not start().wall_clock_breakdown()
@@ -277,10 +333,13 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}
         (optimizer.DeepSpeedZeroOptimizer_Stage3, {"zero_optimization": {"stage": 3}} | FP16),
     ],
 )
-def test_the_optimizer_is_torchs_in_a_class_that_tells_its_kind(kind: type, config: dict[str, Any]) -> None:
+def test_the_optimizer_is_torchs_in_a_class_that_tells_its_kind(
+    kind: type, config: dict[str, Any]
+) -> None:
     engine, made, _, _ = initialize(
         model=net(),
-        config={"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}} | config,
+        config={"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+        | config,
     )
     assert type(made) is kind
     assert made is engine.optimizer
@@ -295,7 +354,13 @@ def test_the_optimizer_is_torchs_in_a_class_that_tells_its_kind(kind: type, conf
     assert made.bit16_groups == [list(engine.module.parameters())]
     assert made.clip_grad == 1.0
     schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.5**step)
-    half = torch.float16 if engine.fp16_enabled() else torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
+    half = (
+        torch.float16
+        if engine.fp16_enabled()
+        else torch.bfloat16
+        if engine.bfloat16_enabled()
+        else torch.float32
+    )
     for huge, scale in ((1.0, 16.0), (1e30, 8.0)):
         loss = engine(torch.ones(4, 4, dtype=half)).float().square().mean() * huge
         engine.backward(loss)
@@ -321,7 +386,11 @@ def test_groups_and_what_lists_hooks() -> None:
     engine: Any = initialize(
         model=model,
         model_parameters=groups,
-        config={"train_batch_size": 4, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}},
+        config={
+            "train_batch_size": 4,
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": {"stage": 3},
+        },
     )[0]
     assert [len(group) for group in engine.optimizer.bit16_groups] == [2, 2]
     assert [group["lr"] for group in engine.optimizer.param_groups] == [0.5, 1e-3]
@@ -344,7 +413,11 @@ def test_gradients_on_the_host_and_leaf_modules() -> None:
         engine.backward(loss)
     grads = engine.optimizer.accumulated_grads_in_cpu
     assert sorted(grads) == [0, 1, 2, 3, 4, 5]
-    assert grads[4].tolist() == pytest.approx(safe_get_full_grad(weight).flatten().tolist()) != [0.0] * 4
+    assert (
+        grads[4].tolist()
+        == pytest.approx(safe_get_full_grad(weight).flatten().tolist())
+        != [0.0] * 4
+    )
     engine.optimizer.zero_grad()
     assert (
         engine.optimizer.accumulated_grads_in_cpu
@@ -365,7 +438,12 @@ def test_a_pipelines_engine() -> None:
     assert isinstance(engine, PipelineEngine)
     assert isinstance(engine, DeepSpeedEngine)
     assert (engine.num_stages, engine.stage_id, engine.micro_batches) == (1, 0, 2)
-    assert (engine.prev_stage, engine.next_stage, engine.is_data_parallel, engine.is_model_parallel) == (
+    assert (
+        engine.prev_stage,
+        engine.next_stage,
+        engine.is_data_parallel,
+        engine.is_model_parallel,
+    ) == (
         -1,
         1,
         False,
@@ -393,7 +471,9 @@ def test_members_are_there_as_the_table_says() -> None:
         for names, row in rows.items():
             assert isinstance(row, Name)
             for name in names.split():
-                assert hasattr(objects[path], name) == (row.state is not State.MISSING), f"{path}.{name}"
+                assert hasattr(objects[path], name) == (row.state is not State.MISSING), (
+                    f"{path}.{name}"
+                )
 
 
 def consolidated() -> tuple[Any, list[float]]:
@@ -405,7 +485,11 @@ def consolidated() -> tuple[Any, list[float]]:
     fewer = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
     groups = __import__("ds_deepspeed_compat.groups", fromlist=["x"])
     alone = groups._get_sequence_parallel_group()
-    assert (alone.size(), groups._get_data_parallel_rank(), groups._get_expert_data_parallel_world_size()) == (
+    assert (
+        alone.size(),
+        groups._get_data_parallel_rank(),
+        groups._get_expert_data_parallel_world_size(),
+    ) == (
         1,
         rank,
         2,

@@ -1,4 +1,5 @@
-"""Methods of the engine under DeepSpeed's names; without this package they are errors that name it."""
+"""Methods of the engine under DeepSpeed's names; without this package they are errors that name
+it."""
 
 from __future__ import annotations
 
@@ -13,8 +14,13 @@ from ds_core.data import DistributedLoader
 
 
 def start(net: nn.Module | None = None, **config: Any) -> Any:
-    config = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}}} | config
-    return ds_core.initialize(model=net or nn.Linear(4, 1), config=config, collate_fn=torch.stack)[0]
+    config = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}},
+    } | config
+    return ds_core.initialize(model=net or nn.Linear(4, 1), config=config, collate_fn=torch.stack)[
+        0
+    ]
 
 
 def test_what_they_answer() -> None:
@@ -26,7 +32,8 @@ def test_what_they_answer() -> None:
     engine.empty_partition_cache()
     loader = engine.deepspeed_io(list(torch.eye(4)), route="eval")
     assert isinstance(loader, DistributedLoader)
-    assert [batch.argmax(1).tolist() for batch in loader] == [[0, 1], [2, 3]]  # collated as initialize was told
+    # collated as initialize was told
+    assert [batch.argmax(1).tolist() for batch in loader] == [[0, 1], [2, 3]]
 
 
 def test_a_loader_is_read_again_and_again() -> None:
@@ -50,6 +57,8 @@ def test_the_modules_own_names_come_first() -> None:
 def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ds_core.plugins.discover", lambda: ())
     engine = start()
-    with pytest.raises(AttributeError, match="an attribute 'deepspeed_io': .* by ds-deepspeed-compat.*pip install"):
+    with pytest.raises(
+        AttributeError, match="an attribute 'deepspeed_io': .* by ds-deepspeed-compat.*pip install"
+    ):
         _ = engine.deepspeed_io
     assert not hasattr(engine, "nobody_has_this")

@@ -21,8 +21,15 @@ def small() -> Any:
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers as hf
 
-    sizes = {"hidden_size": 24, "intermediate_size": 20, "num_attention_heads": 6, "num_key_value_heads": 3}
-    config = hf.LlamaConfig(vocab_size=66, num_hidden_layers=2, max_position_embeddings=64, pad_token_id=2, **sizes)
+    sizes = {
+        "hidden_size": 24,
+        "intermediate_size": 20,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+    }
+    config = hf.LlamaConfig(
+        vocab_size=66, num_hidden_layers=2, max_position_embeddings=64, pad_token_id=2, **sizes
+    )
     torch.manual_seed(5)
     return hf.AutoModelForCausalLM.from_config(config).eval()
 
@@ -40,7 +47,10 @@ def generated(injected: bool) -> tuple[float, int]:
     with torch.no_grad():
         wanted = model(input_ids=prompts).logits
     engine = deepspeed.init_inference(
-        model, tensor_parallel={"tp_size": 2}, dtype=torch.float16, replace_with_kernel_inject=injected
+        model,
+        tensor_parallel={"tp_size": 2},
+        dtype=torch.float16,
+        replace_with_kernel_inject=injected,
     )
     assert isinstance(engine, deepspeed.InferenceEngine)
     far = float((engine(input_ids=prompts).logits - wanted).abs().max() / wanted.abs().max())
@@ -70,7 +80,10 @@ def emptied(folder: str) -> float:
     with deepspeed.OnDevice(dtype=torch.float32, device="meta"):
         empty = hf.AutoModelForCausalLM.from_config(model.config).eval()
     config = deepspeed.inference.config.DeepSpeedInferenceConfig(
-        dtype=torch.float, mp_size=2, checkpoint=folder + "/checkpoints.json", replace_with_kernel_inject=True
+        dtype=torch.float,
+        mp_size=2,
+        checkpoint=folder + "/checkpoints.json",
+        replace_with_kernel_inject=True,
     )
     engine = deepspeed.init_inference(empty, config=config)
     return float((engine(input_ids=prompts).logits - wanted).abs().max())

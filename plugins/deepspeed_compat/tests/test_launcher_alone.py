@@ -1,4 +1,6 @@
-"""The command ``deepspeed``: documented flags, as ``dscore run`` carries them out; hostfiles and filters."""
+"""The command ``deepspeed``: documented flags, as ``dscore run`` carries them out; hostfiles and
+filters.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ def command(text: str) -> list[str]:
     [
         ("", "run --local-rank --log-level=warning"),
         ("--num_gpus 2 --no_local_rank", "run --nproc=2 --log-level=warning"),
-        ("--num_accelerators=2 --master_port 29501", "run --master-port=29501 --local-rank --nproc=2"),
+        (
+            "--num_accelerators=2 --master_port 29501",
+            "run --master-port=29501 --local-rank --nproc=2",
+        ),
         ("--autotuning run", "run --local-rank --log-level=warning --autotuning=run"),
         ("--module --save_pid -q", "run --module --local-rank --save-pid --quiet"),
         (
@@ -38,13 +43,16 @@ def command(text: str) -> list[str]:
             "run --nnodes=1:3 --rdzv-endpoint=h0:29500 --local-rank",
         ),
         (
-            "-H f --elastic_training --launcher PDSH --launcher_args=-f --ssh_port 23 --force_multi --no_ssh_check",
-            "run --hostfile=f --elastic-training --min-elastic-nodes=-1 --max-elastic-nodes=-1 --local-rank "
+            "-H f --elastic_training --launcher PDSH --launcher_args=-f --ssh_port 23 "
+            "--force_multi --no_ssh_check",
+            "run --hostfile=f --elastic-training --min-elastic-nodes=-1 --max-elastic-nodes=-1 "
+            "--local-rank "
             "--force-multi --no-ssh-check --launcher=pdsh --launcher-args=-f --ssh-port=23",
         ),
         (
             "-H f -i h0:1,3 --master_addr h0 --node_rank 1 --no_ssh",
-            "run --hostfile=f --no-ssh --node-rank=1 --master-addr=h0 --master-port=29500 --local-rank "
+            "run --hostfile=f --no-ssh --node-rank=1 --master-addr=h0 --master-port=29500 "
+            "--local-rank "
             "--include=h0:1,3",
         ),
     ],
@@ -77,7 +85,9 @@ def test_hostfiles_and_filters_by_their_documented_names(tmp_path: Path) -> None
     assert parse_resource_filter(DEVICES, exclude_str="a:0,1@b") == {"a": [2, 3]}
 
 
-@pytest.mark.parametrize("given", ["--autotuning maybe", "--num_gpus 1 --include a", "--elastic_training"])
+@pytest.mark.parametrize(
+    "given", ["--autotuning maybe", "--num_gpus 1 --include a", "--elastic_training"]
+)
 def test_what_is_unknown_or_does_not_go_together_ends_with_a_message(given: str) -> None:
     with pytest.raises(SystemExit):
         command(given)
@@ -90,11 +100,13 @@ def test_two_processes_end_to_end(tmp_path: Path) -> None:
         "import argparse, os, torch, deepspeed\n"
         "parser = argparse.ArgumentParser(); parser.add_argument('--local_rank', type=int)\n"
         "args = deepspeed.add_config_arguments(parser).parse_args()\n"
-        "engine, *_ = deepspeed.initialize(args, torch.nn.Linear(2, 1), config={'train_batch_size': 2,"
+        "engine, *_ = deepspeed.initialize(args, torch.nn.Linear(2, 1), "
+        "config={'train_batch_size': 2,"
         " 'optimizer': {'type': 'Adam', 'params': {'lr': 0.01}}})\n"
         "engine.backward(engine(torch.ones(1, 2)).sum()); engine.step()\n"
         "groups = deepspeed.utils.groups\n"
-        "total = torch.ones(1); deepspeed.comm.all_reduce(total, group=groups._get_data_parallel_group())\n"
+        "total = torch.ones(1); deepspeed.comm.all_reduce(total, "
+        "group=groups._get_data_parallel_group())\n"
         "assert groups._get_sequence_parallel_world_size() == 1\n"
         "assert total.item() == 2 == int(os.environ['LOCAL_SIZE'])\n"
         "print(f'{args.local_rank} of {deepspeed.comm.get_world_size()} in group '"
@@ -103,4 +115,6 @@ def test_two_processes_end_to_end(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "ds_deepspeed_compat.launcher", "--num_gpus", "2", str(script)]
     env = {k: v for k, v in os.environ.items() if k != "DS_CORE_AS_DEEPSPEED"}
     ended = subprocess.run(program, capture_output=True, text=True, env=env, check=False)
-    assert sorted(ended.stdout.splitlines()) == ["0 of 2 in group 0", "1 of 2 in group 1"], ended.stderr
+    assert sorted(ended.stdout.splitlines()) == ["0 of 2 in group 0", "1 of 2 in group 1"], (
+        ended.stderr
+    )

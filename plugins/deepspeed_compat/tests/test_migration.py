@@ -56,7 +56,9 @@ def test_each_key_is_told_and_the_new_config_is_clean() -> None:
     assert [p.path for p in found.remarks] == [zero]  # keys of stage 3
     lost = {p.path: p.fix for p in found.lost}
     assert set(lost) == {"optimizer.type", "amp", "trian_batch_size"}
-    assert "set stage 0" in lost["optimizer.type"] and "train_batch_size" in lost["trian_batch_size"]
+    assert (
+        "set stage 0" in lost["optimizer.type"] and "train_batch_size" in lost["trian_batch_size"]
+    )
     assert found.autos == ("train_batch_size",)
     again = migrated(found.config)
     assert again.config == found.config
@@ -68,16 +70,25 @@ def test_the_old_switch_of_zero() -> None:
 
 
 def test_the_command_writes_a_file_that_passes(tmp_path: Path) -> None:
-    old, new = tmp_path / "old.json", tmp_path / "new.json"
-    old.write_text(json.dumps({"train_batch_size": 8, "bfloat16": {"enabled": True}, "amp": {"api_key": "geheim"}}))
+    old = tmp_path / "old.json"
+    new = tmp_path / "new.json"
+    old.write_text(
+        json.dumps(
+            {"train_batch_size": 8, "bfloat16": {"enabled": True}, "amp": {"api_key": "geheim"}}
+        )
+    )
     old.chmod(0o600)
 
     def dscore(*words: str) -> Any:
         return CliRunner().invoke(make_app(), ["config", *words])
 
     said = dscore("migrate", str(old), "-o", str(new))
-    assert said.exit_code == 1 and "  bfloat16: is deprecated and was read as 'bf16'\n" in said.output
-    assert "does not work, and was left out:\n  amp: " in said.output and "geheim" not in said.output
+    assert (
+        said.exit_code == 1 and "  bfloat16: is deprecated and was read as 'bf16'\n" in said.output
+    )
+    assert (
+        "does not work, and was left out:\n  amp: " in said.output and "geheim" not in said.output
+    )
     assert json.loads(new.read_text()) == {"train_batch_size": 8, "bf16": {"enabled": True}}
     assert new.stat().st_mode & 0o777 == 0o600
     assert dscore("check", str(new)).exit_code == 0

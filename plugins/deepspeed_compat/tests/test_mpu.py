@@ -1,4 +1,6 @@
-"""A Megatron-style `mpu` given to ``initialize``: which mesh comes of it, and that gradients follow its groups."""
+"""A Megatron-style `mpu` given to ``initialize``: which mesh comes of it, and that gradients follow
+its groups.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ def _train_with_an_mpu() -> list[Any]:
     net = nn.ModuleDict({"same": nn.Linear(4, 2), "slice": nn.Linear(4, 2)}).double()
     with torch.no_grad():
         for i, p in enumerate(net.parameters()):
-            p.copy_(torch.randn(p.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(i)))
+            p.copy_(
+                torch.randn(
+                    p.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(i)
+                )
+            )
         for p in net["slice"].parameters():
             p.add_(rank % 2)
             p.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -80,7 +86,11 @@ def _unit(kind: str, size: int, rank: int = 0, group: Any = None) -> dict[str, A
         (_unit("sp", 2), 4, {"dp": 4, "batch": 2, "sp": 2}),
         (_unit("sp", 4), 4, {"dp": 4, "batch": 1, "sp": 4}),
         ({**_unit("dp", 2), **_unit("sp", 2)}, 4, {"dp": 4, "batch": 2, "sp": 2, "tp": 1}),
-        ({**_unit("sp", 2), **_unit("dp", 1), **_unit("mp", 2)}, 4, {"dp": 2, "batch": 1, "sp": 2, "tp": 2}),
+        (
+            {**_unit("sp", 2), **_unit("dp", 1), **_unit("mp", 2)},
+            4,
+            {"dp": 2, "batch": 1, "sp": 2, "tp": 2},
+        ),
     ],
 )
 def test_an_mpu_with_some_getters(unit: dict[str, Any], world: int, axes: dict[str, int]) -> None:
@@ -91,12 +101,26 @@ def test_an_mpu_with_some_getters(unit: dict[str, Any], world: int, axes: dict[s
 @pytest.mark.parametrize(
     ("unit", "words"),
     [
-        ({}, "the mpu does not tell which ranks hold the same weights; give it get_data_parallel_world_size"),
-        ({"dp_rank": 0}, "has get_data_parallel_rank, but not get_data_parallel_world_size, get_data_parallel_group"),
-        ({"dp_world_size": 2}, "but not get_data_parallel_rank, get_data_parallel_group; give it all three"),
+        (
+            {},
+            "the mpu does not tell which ranks hold the same weights; give it "
+            "get_data_parallel_world_size",
+        ),
+        (
+            {"dp_rank": 0},
+            "has get_data_parallel_rank, but not get_data_parallel_world_size, "
+            "get_data_parallel_group",
+        ),
+        (
+            {"dp_world_size": 2},
+            "but not get_data_parallel_rank, get_data_parallel_group; give it all three",
+        ),
         (_unit("mp", 2), "the mpu does not tell which ranks hold the same weights"),
         (_unit("sp", 2, 1), "rank 0 at place 1 of 2 of a sequence; without get_data_parallel_"),
-        ({**_unit("sp", 1), **_unit("mp", 2)}, "model parallel size 2, and .*without get_data_parallel_"),
+        (
+            {**_unit("sp", 1), **_unit("mp", 2)},
+            "model parallel size 2, and .*without get_data_parallel_",
+        ),
         (
             {**_unit("dp", 1), **_unit("sp", 3)},
             "data parallel 1 x sequence parallel 3 x model parallel 1",
@@ -109,7 +133,9 @@ def test_an_mpu_that_does_not_tell_enough_is_refused(unit: dict[str, Any], words
 
 
 def _train_sequences() -> list[Any]:
-    """Two ranks of a sequence are given halves of its tokens; the unit has no data-parallel getters."""
+    """Two ranks of a sequence are given halves of its tokens; the unit has no data-parallel
+    getters.
+    """
     import torch.distributed as dist
 
     rank = dist.get_rank()
@@ -118,10 +144,18 @@ def _train_sequences() -> list[Any]:
     with torch.no_grad():
         net.weight.copy_(_samples(1)), net.bias.zero_()
     engine, *_ = ds_core.initialize(
-        model=net, config=CONFIG | {"gradient_clipping": 0.0}, mpu=_Getters(**_unit("sp", 2, rank % 2, group))
+        model=net,
+        config=CONFIG | {"gradient_clipping": 0.0},
+        mpu=_Getters(**_unit("sp", 2, rank % 2, group)),
     )
     mesh = engine.ctx.mesh
-    places = [mesh.ranks("sp"), mesh.ranks("batch"), mesh.index("batch"), mesh.size("dp"), engine.train_batch_size()]
+    places = [
+        mesh.ranks("sp"),
+        mesh.ranks("batch"),
+        mesh.index("batch"),
+        mesh.size("dp"),
+        engine.train_batch_size(),
+    ]
     engine.backward(engine(_samples(rank)).square().mean())
     engine.step()
     weight = net.weight.detach().clone()
@@ -145,10 +179,15 @@ def test_a_unit_of_sequences() -> None:
 
 
 def test_an_mpu_given_to_initialize() -> None:
-    """Gradients and their norm are those of one process; only sliced parameters differ along ``tp``."""
+    """Gradients and their norm are those of one process; only sliced parameters differ along
+    ``tp``.
+    """
     answers = run_ranks(4, _train_with_an_mpu)
     assert [a[0] for a in answers] == [4] * 4
-    assert all(held == {n: ("tp",) if n.startswith("slice") else () for n in held} for _, _, held in answers)
+    assert all(
+        held == {n: ("tp",) if n.startswith("slice") else () for n in held}
+        for _, _, held in answers
+    )
     assert len({a[1] for a in answers}) == 1
     truth = {}
     total = 0.0
@@ -157,7 +196,11 @@ def test_an_mpu_given_to_initialize() -> None:
         net = nn.ModuleDict({"same": nn.Linear(4, 2), "slice": nn.Linear(4, 2)}).double()
         with torch.no_grad():
             for i, p in enumerate(net.parameters()):
-                p.copy_(torch.randn(p.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(i)))
+                p.copy_(
+                    torch.randn(
+                        p.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(i)
+                    )
+                )
             for p in net["slice"].parameters():
                 p.add_(tp)
         for dp in range(2):
@@ -172,7 +215,8 @@ def test_an_mpu_given_to_initialize() -> None:
 
 @pytest.mark.usefixtures("clean_ds")
 def test_a_unit_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Megatron's getters do not tell, an object without them, and no package that knows them."""
+    """What Megatron's getters do not tell, an object without them, and no package that knows
+    them."""
 
     def refused(mpu: Any) -> str:
         with pytest.raises((ConfigError, PluginError, UsageError)) as caught:
@@ -180,11 +224,15 @@ def test_a_unit_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
         return str(caught.value)
 
     said = refused(_Getters(dp_rank=0))
-    assert said.startswith("mpu: the mpu has get_data_parallel_rank") and "give it all three" in said
+    assert (
+        said.startswith("mpu: the mpu has get_data_parallel_rank") and "give it all three" in said
+    )
     said = refused(SimpleNamespace())
-    assert "makes a mesh of mpu, a SimpleNamespace: " in said and "(ds-deepspeed-compat 0.1.0" in said
+    assert (
+        "makes a mesh of mpu, a SimpleNamespace: " in said and "(ds-deepspeed-compat 0.1.0" in said
+    )
     monkeypatch.setattr("ds_core.plugins.discover", lambda: ())
     assert (
-        "'ds_mesh' is served by ds-deepspeed-compat, which is not installed; install it with `pip install"
-        in refused(_Getters(dp_rank=0))
+        "'ds_mesh' is served by ds-deepspeed-compat, which is not installed; install it with `pip "
+        "install" in refused(_Getters(dp_rank=0))
     )

@@ -1,4 +1,6 @@
-"""The table of names: each is served as its row says, by the objects of ds_core and its plugins themselves."""
+"""The table of names: each is served as its row says, by the objects of ds_core and its plugins
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_every_name_of_a_module_is_served_as_its_row_says(path: str) -> None:
 def test_no_module_has_a_name_twice() -> None:
     for path, groups in modules().items():
         names = [name for rows in groups for words in rows for name in words.split()]
-        assert len(names) == len(set(names)), f"{path}: {sorted(n for n in names if names.count(n) > 1)}"
+        assert len(names) == len(set(names)), (
+            f"{path}: {sorted(n for n in names if names.count(n) > 1)}"
+        )
 
 
 def test_names_are_the_real_objects(deepspeed: object) -> None:
@@ -84,18 +88,26 @@ def test_constants_have_deepspeeds_values() -> None:
     assert lr_schedules.LR_RANGE_TEST_MIN_LR == "lr_range_test_min_lr"
 
 
-def test_a_package_that_is_not_installed_is_named_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_not_installed_is_named_when_it_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in [n for n in sys.modules if n.partition(".")[0] == "ds_pipeline"]:
         monkeypatch.delitem(sys.modules, name)
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ds_pipeline" else find(name))
-    with pytest.raises(ImportError, match=r"served by ds-pipeline, which is not installed: .*pip install"):
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "ds_pipeline" else find(name)
+    )
+    with pytest.raises(
+        ImportError, match=r"served by ds-pipeline, which is not installed: .*pip install"
+    ):
         from deepspeed.pipe import PipelineModule  # type: ignore[import-not-found]  # noqa: F401
 
 
 def test_other_names_and_modules_do_not_exist(deepspeed: object) -> None:
     assert not hasattr(deepspeed, "initialise")
-    with pytest.raises(AttributeError, match=r"'deepspeed.zero' has no attribute 'Initt'.*docs/migrate.md"):
+    with pytest.raises(
+        AttributeError, match=r"'deepspeed.zero' has no attribute 'Initt'.*docs/migrate.md"
+    ):
         _ = deepspeed.zero.Initt  # type: ignore[attr-defined]
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("deepspeed.zerro")

@@ -15,7 +15,12 @@ from ds_deepspeed_compat.enums import DtypeEnum, ZeroStageEnum
 from ds_deepspeed_compat.files import dict_raise_error_on_duplicate_keys
 from ds_deepspeed_compat.loader import DeepSpeedDataLoader
 from ds_deepspeed_compat.report import cli_main
-from ds_deepspeed_compat.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
+from ds_deepspeed_compat.timers import (
+    NoopTimer,
+    SynchronizedWallClockTimer,
+    ThroughputTimer,
+    trim_mean,
+)
 
 import ds_core
 from ds_core.errors import UsageError
@@ -30,7 +35,11 @@ def test_the_accelerator_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     device = get_accelerator()
     assert device is get_accelerator()
     device.set_device(3)
-    assert (device.device_name(), device.device_name(1), device.current_device_name()) == ("cpu", "cpu", "cpu")
+    assert (device.device_name(), device.device_name(1), device.current_device_name()) == (
+        "cpu",
+        "cpu",
+        "cpu",
+    )
     assert (device.current_device(), device.device_count()) == (1, 2)
     assert device.communication_backend_name() == "gloo"
     assert device.is_synchronized_device()
@@ -66,14 +75,18 @@ def test_the_accelerator_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_builders_answer_from_the_kernel_table() -> None:
     builder: Any = op_builder.CPUAdamBuilder()
     assert builder.NAME == "cpu_adam"
-    assert op_builder.compatible_ops.keys() - {"async_io"} == {b.NAME for b in op_builder.BUILDERS.values()}
+    assert op_builder.compatible_ops.keys() - {"async_io"} == {
+        b.NAME for b in op_builder.BUILDERS.values()
+    }
     if builder.is_compatible():
         assert callable(builder.load())
     unknown = type("X", (op_builder.OpBuilder,), {"op": "nothing", "device": "cpu"})()
     assert not unknown.is_compatible()
 
 
-def test_logs_and_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_and_ranks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
@@ -95,7 +108,11 @@ def test_logs_and_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 def test_helpers(tmp_path: Path) -> None:
     batch = {"a": [torch.ones(1), 2], "b": (torch.ones(1),)}
     moved = helpers.move_to_device(batch, "meta")
-    assert (moved["a"][0].device.type, moved["a"][1], moved["b"][0].device.type) == ("meta", 2, "meta")
+    assert (moved["a"][0].device.type, moved["a"][1], moved["b"][0].device.type) == (
+        "meta",
+        2,
+        "meta",
+    )
     helpers.ensure_directory_exists(str(tmp_path / "a" / "file"))
     assert (tmp_path / "a").is_dir()
     assert helpers.required_torch_version(min_version=2.0)
@@ -116,7 +133,9 @@ def test_helpers(tmp_path: Path) -> None:
 def test_the_loader_takes_deepspeeds_arguments() -> None:
     data = list(torch.arange(8))
     loaders = [
-        DeepSpeedDataLoader(data, 2, False, -1, None, data_parallel_world_size=2, data_parallel_rank=rank)
+        DeepSpeedDataLoader(
+            data, 2, False, -1, None, data_parallel_world_size=2, data_parallel_rank=rank
+        )
         for rank in range(2)
     ]
     epochs = [[int(i) for loader in loaders for batch in loader for i in batch] for _ in range(2)]
@@ -129,7 +148,9 @@ def test_timers(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
     monkeypatch.setattr("ds_deepspeed_compat.timers.time.perf_counter", lambda: float(next(clock)))
     said: list[str] = []
-    monkeypatch.setattr("ds_deepspeed_compat.timers.log_dist", lambda text, ranks: said.append(f"{ranks} {text}"))
+    monkeypatch.setattr(
+        "ds_deepspeed_compat.timers.log_dist", lambda text, ranks: said.append(f"{ranks} {text}")
+    )
     timers = SynchronizedWallClockTimer()
     for _ in range(2):
         timers("forward").start()
@@ -144,7 +165,9 @@ def test_timers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert timers.has_timer("forward")
     with pytest.raises(RuntimeError, match="does not run; start it first"):
         timers("forward").stop()
-    throughput = ThroughputTimer(None, batch_size=8, start_step=1, steps_per_output=1, logging_fn=said.append)
+    throughput = ThroughputTimer(
+        None, batch_size=8, start_step=1, steps_per_output=1, logging_fn=said.append
+    )
     assert throughput.avg_samples_per_sec() == float("-inf")
     for _ in range(3):
         throughput.start()
@@ -200,7 +223,9 @@ def test_monitors_are_made_of_their_sections_alone(tmp_path: Path) -> None:
     master.close()
     (file,) = (tmp_path / "job").rglob("*.csv")
     assert "8,0.5" in file.read_text()
-    alone = csvMonitor(get_monitor_config({"csv_monitor": {**section, "job_name": "alone"}}).csv_monitor)
+    alone = csvMonitor(
+        get_monitor_config({"csv_monitor": {**section, "job_name": "alone"}}).csv_monitor
+    )
     alone.write_events([("Train/loss", 0.25, 4)])
     alone.close()
     assert any("4,0.25" in file.read_text() for file in (tmp_path / "alone").rglob("*.csv"))

@@ -1,4 +1,6 @@
-"""Norms, overflows and loss scales of `deepspeed.runtime`, for loops that work on gradients themselves."""
+"""Norms, overflows and loss scales of `deepspeed.runtime`, for loops that work on gradients
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,17 @@ def test_norms_of_one_rank() -> None:
     assert norms.get_grad_norm(found, math.inf) == 4
     assert norms.get_grad_norm(found, 1) == 7
     assert norms.get_grad_zeros(found) == 1
-    assert norms.get_flattened_grad_norm(found, grad_norm_mask=[torch.tensor([[0, 1]]), torch.empty(0)]) == 4
+    assert (
+        norms.get_flattened_grad_norm(
+            found, grad_norm_mask=[torch.tensor([[0, 1]]), torch.empty(0)]
+        )
+        == 4
+    )
     assert float(norms.clip_grad_norm_(found, 2.5)) == 5
-    assert [p.grad.tolist() for p in found if p.grad is not None] == [pytest.approx([1.5, 0]), pytest.approx([2.0])]
+    assert [p.grad.tolist() for p in found if p.grad is not None] == [
+        pytest.approx([1.5, 0]),
+        pytest.approx([2.0]),
+    ]
     tensors = [torch.tensor([3.0]), torch.tensor([4.0])]
     assert norms.clip_tensors_by_global_norm(tensors, 10.0) == 5 and tensors[0] == 3
     norms.clip_tensors_by_global_norm(tensors, 1.0)
@@ -43,10 +53,20 @@ def test_norms_of_one_rank() -> None:
 
 def test_what_is_not_finite_is_never_a_number() -> None:
     bad = params([math.inf])
-    assert norms.get_grad_norm(bad) == norms.get_global_norm_of_tensors([torch.tensor([math.nan])]) == -1
-    assert norms.get_global_norm([1.0, -1.0]) == math.inf == norms.combine_grad_norm_groups([1.0, torch.tensor(-1.0)])
+    assert (
+        norms.get_grad_norm(bad)
+        == norms.get_global_norm_of_tensors([torch.tensor([math.nan])])
+        == -1
+    )
+    assert (
+        norms.get_global_norm([1.0, -1.0])
+        == math.inf
+        == norms.combine_grad_norm_groups([1.0, torch.tensor(-1.0)])
+    )
     assert norms.CheckOverflow([bad]).check() and not norms.CheckOverflow([params([1.0])]).check()
-    assert norms.CheckOverflow().check([bad]) and norms.CheckOverflow().check_using_norm([1.0, -1.0])
+    assert norms.CheckOverflow().check([bad]) and norms.CheckOverflow().check_using_norm(
+        [1.0, -1.0]
+    )
     assert not norms.has_inf_or_nan(torch.empty(0))
     assert norms.has_inf_or_nan(torch.tensor([[1.0, -math.inf]]).to_sparse())
 
@@ -110,7 +130,9 @@ def test_a_loss_scale_of_ones_own() -> None:
     kept.update_scale(True)
     assert (kept.cur_scale, kept.cur_iter) == (8.0, 1)
     assert CreateLossScaler(torch.half, 4.0, False, None).loss_scale == 4
-    assert CreateLossScaler(torch.bfloat16, 4.0, True, None).loss_scale == 1 == LossScaler().loss_scale
+    assert (
+        CreateLossScaler(torch.bfloat16, 4.0, True, None).loss_scale == 1 == LossScaler().loss_scale
+    )
     with pytest.raises(UsageError, match="dynamic_loss_args"):
         CreateLossScaler(torch.half, 4.0, True, None)
 
@@ -118,13 +140,17 @@ def test_a_loss_scale_of_ones_own() -> None:
 def test_small_functions_on_tensors() -> None:
     assert tensor_helpers.prefix_sum_inc([3, 4, 5]) == [3, 7, 12]
     assert tensor_helpers.get_tensor_bytes({"a": [torch.ones(2)], "b": 1}) == 8
-    assert [t.numel() for t in tensor_helpers.align_dense_tensors([torch.ones(3), torch.ones(2)], 4)] == [3, 2, 3]
+    assert [
+        t.numel() for t in tensor_helpers.align_dense_tensors([torch.ones(3), torch.ones(2)], 4)
+    ] == [3, 2, 3]
     assert len(tensor_helpers.align_dense_tensors([torch.ones(4)], 4)) == 1
     empty = nn.Parameter(torch.ones(0))
     full = nn.Parameter(torch.ones(1))
-    assert tensor_helpers.filter_empty_parameters([{"params": [empty]}, {"params": [full], "lr": 1}]) == [
-        {"params": [full], "lr": 1}
-    ]
-    assert tensor_helpers.is_optimized_parameter(full) and not tensor_helpers.is_optimized_parameter(empty)
+    assert tensor_helpers.filter_empty_parameters(
+        [{"params": [empty]}, {"params": [full], "lr": 1}]
+    ) == [{"params": [full], "lr": 1}]
+    assert tensor_helpers.is_optimized_parameter(
+        full
+    ) and not tensor_helpers.is_optimized_parameter(empty)
     with pytest.raises(UsageError, match="one value was expected"):
         tensor_helpers.get_only_unique_item([1, 2])

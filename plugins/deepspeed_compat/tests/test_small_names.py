@@ -10,9 +10,22 @@ import pytest
 import torch
 from ds_comms_logger import comms_text
 from ds_deepspeed_compat import bwc, config_readers, debug_names, io_command, launcher
-from ds_deepspeed_compat.checkpoint_engines import CheckpointCommitInfo, CheckpointEngine, TorchCheckpointEngine
-from ds_deepspeed_compat.file_writers import FastFileWriter, FastFileWriterConfig, MockFileWriter, PyFileWriter
-from ds_deepspeed_compat.module_paths import convert_conv1d_to_linear, recursive_getattr, recursive_setattr
+from ds_deepspeed_compat.checkpoint_engines import (
+    CheckpointCommitInfo,
+    CheckpointEngine,
+    TorchCheckpointEngine,
+)
+from ds_deepspeed_compat.file_writers import (
+    FastFileWriter,
+    FastFileWriterConfig,
+    MockFileWriter,
+    PyFileWriter,
+)
+from ds_deepspeed_compat.module_paths import (
+    convert_conv1d_to_linear,
+    recursive_getattr,
+    recursive_setattr,
+)
 from ds_deepspeed_compat.ragged_config import RaggedInferenceEngineConfig
 from ds_deepspeed_compat.timers import ThroughputTimer
 from ds_testing import run_ranks
@@ -46,7 +59,8 @@ def test_modules_by_their_dotted_names() -> None:
 
 
 def test_files_of_torch_save(tmp_path: Path) -> None:
-    engine, path = TorchCheckpointEngine(), str(tmp_path / "states.pt")
+    engine = TorchCheckpointEngine()
+    path = str(tmp_path / "states.pt")
     engine.save({"step": 1, "w": torch.ones(3)}, path)
     found = engine.load(path, map_location=lambda storage, _: storage)
     engine.save({"step": 2, "w": torch.zeros(3)}, path)  # what was read does not hang on the file
@@ -58,7 +72,9 @@ def test_files_of_torch_save(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [16, 1 << 16])
 def test_writers_of_files(tmp_path: Path, size: int) -> None:
     values = {"a": torch.arange(1000), "b": torch.randn(7)}
-    fast = FastFileWriter(tmp_path / "fast.pt", FastFileWriterConfig(None, torch.empty(size, dtype=torch.uint8)))
+    fast = FastFileWriter(
+        tmp_path / "fast.pt", FastFileWriterConfig(None, torch.empty(size, dtype=torch.uint8))
+    )
     plain = PyFileWriter(tmp_path / "plain.pt")
     for writer in (fast, plain):
         torch.save(values, writer)
@@ -76,16 +92,24 @@ def test_parallel_writers_share_the_bytes(tmp_path: Path) -> None:
     storages = [torch.arange(5).untyped_storage(), torch.randn(11).untyped_storage()]
     whole = b"".join(bytes(s) for s in storages)
     for rank in range(3):
-        config = FastFileWriterConfig(None, torch.empty(8, dtype=torch.uint8), num_parallel_writers=3, writer_rank=rank)
+        config = FastFileWriterConfig(
+            None, torch.empty(8, dtype=torch.uint8), num_parallel_writers=3, writer_rank=rank
+        )
         writer = FastFileWriter(tmp_path / str(rank), config)
         writer.save_torch_storage_object_list(storages, save_size=False)
         writer.close()
     assert b"".join((tmp_path / str(rank)).read_bytes() for rank in range(3)) == whole
 
 
-@pytest.mark.parametrize("more", [["--read", "--validate"], ["--single_submit", "--io_parallel", "2"]])
-def test_ds_io_measures_folders(more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    io_command.main(["--folder_to_device_mapping", f"{tmp_path}:0", "--io_size", "1M", "--loops", "1", *more])
+@pytest.mark.parametrize(
+    "more", [["--read", "--validate"], ["--single_submit", "--io_parallel", "2"]]
+)
+def test_ds_io_measures_folders(
+    more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    io_command.main(
+        ["--folder_to_device_mapping", f"{tmp_path}:0", "--io_size", "1M", "--loops", "1", *more]
+    )
     assert "speed: " in (shown := capsys.readouterr().out) and " GB/sec" in shown
     assert list(tmp_path.iterdir()) == []
     for wrong in (["--gpu"], ["--engine", "torch_io"], ["--folder", "/nowhere"]):
@@ -94,7 +118,10 @@ def test_ds_io_measures_folders(more: list[str], tmp_path: Path, capsys: pytest.
 
 
 def test_hosts_and_slots() -> None:
-    assert launcher.parse_inclusion_exclusion({"a": 4, "b": 2}, "a:1,3@b", "") == {"a": [1, 3], "b": [0, 1]}
+    assert launcher.parse_inclusion_exclusion({"a": 4, "b": 2}, "a:1,3@b", "") == {
+        "a": [1, 3],
+        "b": [0, 1],
+    }
     assert launcher.parse_node_config("a:0,2") == ("a", [0, 2])
     assert launcher.parse_node_config_list("a:2,0@b@a:1") == {"a": [0, 1, 2], "b": []}
     assert launcher.apply_num_nodes_and_gpus({"a": [1], "b": [2]}, 1, 2) == {"a": [0, 1]}
@@ -102,7 +129,10 @@ def test_hosts_and_slots() -> None:
 
 
 def test_values_of_a_config() -> None:
-    config = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"max_grad_norm": 0.5}}}
+    config = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "Adam", "params": {"max_grad_norm": 0.5}},
+    }
     read = config_readers
     assert read.get_train_batch_size(config) == 8
     assert read.get_optimizer_name(config) == "Adam"
@@ -114,11 +144,12 @@ def test_values_of_a_config() -> None:
 
 
 def test_units_of_several_ages() -> None:
-    new, old = (
-        SimpleNamespace(get_tensor_model_parallel_rank=lambda: 3),
-        SimpleNamespace(get_model_parallel_rank=lambda: 2),
+    new = SimpleNamespace(get_tensor_model_parallel_rank=lambda: 3)
+    old = SimpleNamespace(get_model_parallel_rank=lambda: 2)
+    assert (bwc.bwc_tensor_model_parallel_rank(new), bwc.bwc_tensor_model_parallel_rank(old)) == (
+        3,
+        2,
     )
-    assert (bwc.bwc_tensor_model_parallel_rank(new), bwc.bwc_tensor_model_parallel_rank(old)) == (3, 2)
     assert bwc.bwc_tensor_model_parallel_rank() == 0
     assert bwc.bwc_pipeline_parallel_world_size(old) == 1
 
@@ -144,7 +175,9 @@ def test_the_configs_of_the_ragged_engine() -> None:
     config = RaggedInferenceEngineConfig(tp={"tp_size": 2}, manager={"memory_config": {"size": 5}})  # type: ignore[arg-type]
     assert config.tensor_parallel.tp_size == 2
     assert config.state_manager.memory_config.size == 5
-    with pytest.raises(ValueError, match="max_ragged_sequence_count 900 is more than max_ragged_batch_size"):
+    with pytest.raises(
+        ValueError, match="max_ragged_sequence_count 900 is more than max_ragged_batch_size"
+    ):
         RaggedInferenceEngineConfig(manager={"max_ragged_sequence_count": 900})  # type: ignore[arg-type]
 
 
@@ -162,7 +195,8 @@ def test_an_engine_of_files_of_a_programs_own(tmp_path: Path) -> None:
         def commit(self, info: CheckpointCommitInfo) -> bool:
             return self.tag == info.tag
 
-    engine, info = Own(), CheckpointCommitInfo("x", str(tmp_path), True)
+    engine = Own()
+    info = CheckpointCommitInfo("x", str(tmp_path), True)
     engine.create(info)
     engine.makedirs(str(tmp_path / "a"))
     engine.save("text", str(tmp_path / "a" / "file"))
@@ -192,7 +226,8 @@ def collectives() -> dict[str, Any]:
 
     comm.init_distributed("gloo")
     backend = TorchBackend("gloo", None, None)
-    rank, ranks = backend.get_rank(), backend.get_world_size()
+    rank = backend.get_rank()
+    ranks = backend.get_world_size()
     whole = torch.arange(21.0).view(3, 7)
     part = PartitionedTensor(whole, None)
     again = PartitionedTensor.from_meta(part.to_meta(), part.data(), None)
@@ -214,4 +249,6 @@ def collectives() -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_collectives_under_their_names(world: int) -> None:
-    assert all(all(answers.values()) for answers in run_ranks(world, collectives)), "see `collectives`"
+    assert all(all(answers.values()) for answers in run_ranks(world, collectives)), (
+        "see `collectives`"
+    )

@@ -29,7 +29,9 @@ def test_attributes_and_items_are_the_same() -> None:
 
 
 def test_from_dict_builds_the_nested_ones() -> None:
-    config = TrainingConfig.from_dict({"batch": {"train_batch_size": 8, "gradient_accumulation_steps": 2}, "fp16": {}})
+    config = TrainingConfig.from_dict(
+        {"batch": {"train_batch_size": 8, "gradient_accumulation_steps": 2}, "fp16": {}}
+    )
     assert isinstance(config.batch, BatchConfig)
     assert config.fp16 == FP16Config()
     assert config.is_valid()
@@ -61,8 +63,18 @@ def test_two_give_the_third(given: tuple[Any, ...], expected: tuple[Any, ...]) -
 @pytest.mark.parametrize(
     ("config", "valid"),
     [
-        (BatchConfig(train_batch_size=16, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=4), True),
-        (BatchConfig(train_batch_size=8, train_micro_batch_size_per_gpu=3, gradient_accumulation_steps=2), False),
+        (
+            BatchConfig(
+                train_batch_size=16, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=4
+            ),
+            True,
+        ),
+        (
+            BatchConfig(
+                train_batch_size=8, train_micro_batch_size_per_gpu=3, gradient_accumulation_steps=2
+            ),
+            False,
+        ),
         (BatchConfig(train_batch_size=8), False),
         (BatchConfig(train_batch_size=True, gradient_accumulation_steps=1), False),
         (FP16Config(enabled=True, clip=1.0), True),
@@ -70,7 +82,10 @@ def test_two_give_the_third(given: tuple[Any, ...], expected: tuple[Any, ...]) -
         (FP16Config(clip=float("nan")), False),
         (FP16Config(enabled="yes"), False),
         (TrainingConfig(fp16=FP16Config(clip=-1)), False),
-        (TrainingConfig(batch=BatchConfig(train_batch_size=2, gradient_accumulation_steps=4)), False),
+        (
+            TrainingConfig(batch=BatchConfig(train_batch_size=2, gradient_accumulation_steps=4)),
+            False,
+        ),
     ],
 )
 def test_validity(config: Config, valid: bool) -> None:

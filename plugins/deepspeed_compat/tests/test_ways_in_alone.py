@@ -9,12 +9,17 @@ from pathlib import Path
 
 import pytest
 
-SHOW = "import sys, deepspeed; print(deepspeed.__version__, __name__, sys.argv[1:], 'torch' in sys.modules)"
+SHOW = (
+    "import sys, deepspeed; print(deepspeed.__version__, __name__, sys.argv[1:], 'torch' in "
+    "sys.modules)"
+)
 
 
 def python(*words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k != "DS_CORE_AS_DEEPSPEED"} | variables
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=env, check=False)
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, env=env, check=False
+    )
 
 
 @pytest.fixture
@@ -26,16 +31,24 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_a_script_or_module_is_run_as_deepspeed(script: Path) -> None:
-    for words in (["-m", "ds_core.compat", script], ["-m", "ds_deepspeed_compat", script], [script]):
+    for words in (
+        ["-m", "ds_core.compat", script],
+        ["-m", "ds_deepspeed_compat", script],
+        [script],
+    ):
         ended = python(*words, "--x", "1", DS_CORE_AS_DEEPSPEED="0" if words[0] == "-m" else "1")
         assert ended.stdout == "0.19.8+dscore __main__ ['--x', '1'] False\n", ended.stderr
     assert python("-m", "ds_core.compat", "-m", "json.tool", "--help").returncode == 0
-    assert python(script).stdout == "0.19.8+dscore __main__ [] False\n", "no DeepSpeed is installed here"
+    assert python(script).stdout == "0.19.8+dscore __main__ [] False\n", (
+        "no DeepSpeed is installed here"
+    )
     assert "usage:" in python("-m", "ds_core.compat").stderr
 
 
 def test_install_in_a_script_and_too_late(tmp_path: Path) -> None:
-    ended = python("-c", f"import ds_core.compat; ds_core.compat.install(); ds_core.compat.install(); {SHOW}")
+    ended = python(
+        "-c", f"import ds_core.compat; ds_core.compat.install(); ds_core.compat.install(); {SHOW}"
+    )
     assert ended.stdout.startswith("0.19.8+dscore"), ended.stderr
     (tmp_path / "deepspeed.py").write_text("__version__ = 'real'\n")
     late = f"import deepspeed, ds_core.compat; ds_core.compat.install(); {SHOW}"
@@ -73,7 +86,9 @@ def test_frameworks_find_a_distribution() -> None:
 
 
 def test_the_variables_of_the_launcher() -> None:
-    show = "import os; print(*(os.environ.get(n) for n in ('LOCAL_SIZE', 'CROSS_RANK', 'CROSS_SIZE')))"
+    show = (
+        "import os; print(*(os.environ.get(n) for n in ('LOCAL_SIZE', 'CROSS_RANK', 'CROSS_SIZE')))"
+    )
     given = {"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "3"}
     assert python("-c", show, DS_CORE_AS_DEEPSPEED="1", **given).stdout.split() == ["2", "1", "3"]
     assert python("-c", show, **given).stdout.split() == ["None"] * 3

@@ -1,4 +1,6 @@
-"""The section ``autosave``: checkpoints by themselves, ``engine.resume()``, an orderly end on SIGTERM (torch-free)."""
+"""The section ``autosave``: checkpoints by themselves, ``engine.resume()``, an orderly end on
+SIGTERM (torch-free).
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,19 @@ if TYPE_CHECKING:
     from ds_elasticity.config import Autosave
     from ds_elasticity.notice import Notice
 
-__all__ = ["ds_close", "ds_config", "ds_engine_methods", "ds_open", "ds_request", "PREEMPTED", "resume"]
+__all__ = [
+    "ds_close",
+    "ds_config",
+    "ds_engine_methods",
+    "ds_open",
+    "ds_request",
+    "PREEMPTED",
+    "resume",
+]
 
 PREEMPTED = 75
-"""Exit code of a rank that saved because its run was told to stop: sysexits.h's "try again later"."""
+"""Exit code of a rank that saved because its run was told to stop: sysexits.h's "try again later".
+"""
 NOTICE: StashKey[Notice | None] = StashKey("who hears SIGTERM")
 
 log = logging.getLogger("ds_core.autosave")
@@ -57,18 +68,21 @@ def ds_open(ctx: Context) -> None:
 def resume(engine: RunningEngine) -> str | None:
     """Load the newest whole checkpoint in ``autosave.folder`` and return its path; None: a new run.
 
-    Every rank calls it. The world size may be another than when it was saved. A checkpoint that is damaged is passed
-    over, with a warning.
+    Every rank calls it. The world size may be another than when it was saved. A checkpoint that is
+    damaged is passed over, with a warning.
     """
     return engine.load_checkpoint(_section(engine.ctx).folder, missing_ok=True, fallback=True)[0]
 
 
 def ds_request(ctx: Context, step: int) -> Request | None:
     """Save now and then; and when this rank was told to stop, have all ranks save and end."""
-    section, notice = _section(ctx), ctx.stash.get(NOTICE)
+    section = _section(ctx)
+    notice = ctx.stash.get(NOTICE)
     if notice is not None and notice.heard:
         where = f"rank {ctx.rank} on {socket.gethostname()}"
-        log.warning("%s was told to stop (SIGTERM): all ranks save step %d and end", where, step + 1)
+        log.warning(
+            "%s was told to stop (SIGTERM): all ranks save step %d and end", where, step + 1
+        )
         return Request(stop=True, save=section.folder, exit_code=PREEMPTED)
     if section.every and (step + 1) % section.every == 0:
         return Request(save=section.folder)

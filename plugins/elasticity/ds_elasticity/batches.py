@@ -1,8 +1,9 @@
 """The train batch size that most numbers of ranks divide (torch-free).
 
-A candidate is a micro batch size, or the least common multiple of all, times a highly composite number: these have
-more divisors than any smaller number, and each divisor is a number of ranks that can share the batch. The best
-candidate is the one with the most such numbers between min_gpus and max_gpus.
+A candidate is a micro batch size, or the least common multiple of all, times a highly composite
+number: these have more divisors than any smaller number, and each divisor is a number of ranks that
+can share the batch. The best candidate is the one with the most such numbers between min_gpus and
+max_gpus.
 """
 
 from __future__ import annotations
@@ -36,11 +37,52 @@ __all__ = [
 log = logging.getLogger("ds_core.elasticity")
 
 SCHEDULERS_CONFIG = "DEEPSPEED_ELASTICITY_CONFIG"
-"""The variable in which a scheduler passes on the section that it computed numbers of ranks from."""
+"""The variable in which a scheduler passes on the section that it computed numbers of ranks from.
+"""
 OLDEST = Version("0.3.8")
 HIGHLY_COMPOSITE = (
-    *(1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 15120, 20160),
-    *(25200, 27720, 45360, 50400, 55440, 83160, 110880, 166320, 221760, 277200, 332640, 498960, 554400, 665280, 720720),
+    *(
+        1,
+        2,
+        4,
+        6,
+        12,
+        24,
+        36,
+        48,
+        60,
+        120,
+        180,
+        240,
+        360,
+        720,
+        840,
+        1260,
+        1680,
+        2520,
+        5040,
+        7560,
+        10080,
+        15120,
+        20160,
+    ),
+    *(
+        25200,
+        27720,
+        45360,
+        50400,
+        55440,
+        83160,
+        110880,
+        166320,
+        221760,
+        277200,
+        332640,
+        498960,
+        554400,
+        665280,
+        720720,
+    ),
 )
 
 
@@ -58,7 +100,9 @@ class ElasticityIncompatibleWorldSize(ElasticityError):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """train: the batch size. worlds: numbers of data-parallel ranks that divide it. micro: version 0.2's; else None."""
+    """train: the batch size. worlds: numbers of data-parallel ranks that divide it. micro: version
+    0.2's; else None.
+    """
 
     train: int
     worlds: list[int]
@@ -66,14 +110,19 @@ class Sizes:
 
 
 def compute_elastic_config(
-    ds_config: Mapping[str, Any], target_deepspeed_version: str, world_size: int = 0, return_microbatch: bool = False
+    ds_config: Mapping[str, Any],
+    target_deepspeed_version: str,
+    world_size: int = 0,
+    return_microbatch: bool = False,
 ) -> tuple[int, list[int]] | tuple[int, list[int], int | None]:
-    """(train batch size, numbers of ranks that divide it), and the micro batch size where it is known or asked for.
+    """(train batch size, numbers of ranks that divide it), and the micro batch size where it is
+    known or asked for.
 
-    ds_config: a whole config. target_deepspeed_version: the version that will run it. world_size: check that so many
-    ranks divide the batch, and return their micro batch size. Version 0.2 needs a number of ranks: `world_size`, or the
-    variable WORLD_SIZE. Raises ElasticityConfigError, ElasticityIncompatibleWorldSize, or ElasticityError for a
-    version that is too old; ValueError when `ds_config` is no mapping.
+    ds_config: a whole config. target_deepspeed_version: the version that will run it. world_size:
+    check that so many ranks divide the batch, and return their micro batch size. Version 0.2 needs
+    a number of ranks: `world_size`, or the variable WORLD_SIZE. Raises ElasticityConfigError,
+    ElasticityIncompatibleWorldSize, or ElasticityError for a version that is too old; ValueError
+    when `ds_config` is no mapping.
     """
     if not isinstance(ds_config, Mapping):
         raise ValueError(f"ds_config must be a dict, not {type(ds_config).__name__}")
@@ -89,19 +138,28 @@ def compute_elastic_config(
     if not return_microbatch:
         return sizes.train, sizes.worlds
     if section.version == 0.1:
-        raise ElasticityConfigError("return_microbatch needs world_size with elasticity version 0.1")
+        raise ElasticityConfigError(
+            "return_microbatch needs world_size with elasticity version 0.1"
+        )
     return sizes.train, sizes.worlds, sizes.micro
 
 
 def run_batch(section: Elasticity, dp_world: int) -> Batch:
-    """The batch triple of a run on `dp_world` data-parallel ranks. Raises ElasticityIncompatibleWorldSize."""
+    """The batch triple of a run on `dp_world` data-parallel ranks.
+
+    Raises ElasticityIncompatibleWorldSize.
+    """
     sizes = _sizes(section, dp_world * section.model_parallel_size)
     if sizes.train < dp_world:
         why = f"{section.max_train_batch_size} is too small for {dp_world} data-parallel ranks"
         fix = f"use at least {min(section.micro_batch_sizes) * dp_world}"
-        raise ElasticityIncompatibleWorldSize([Problem("elasticity.max_train_batch_size", why, fix)])
+        raise ElasticityIncompatibleWorldSize(
+            [Problem("elasticity.max_train_batch_size", why, fix)]
+        )
     if dp_world not in sizes.worlds or sizes.train % dp_world:
-        raise ElasticityIncompatibleWorldSize([Problem("elasticity", _incompatible(dp_world, sizes))])
+        raise ElasticityIncompatibleWorldSize(
+            [Problem("elasticity", _incompatible(dp_world, sizes))]
+        )
     micro = _micro(section, sizes.train, dp_world)
     return Batch(sizes.train, micro, sizes.train // (micro * dp_world))
 
@@ -114,10 +172,14 @@ def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
 def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, Any]) -> None:
     """Raises ElasticityConfigError unless a scheduler computed with the same section as this run.
 
-    The scheduler's section is JSON in the variable DEEPSPEED_ELASTICITY_CONFIG; without it a warning is logged.
+    The scheduler's section is JSON in the variable DEEPSPEED_ELASTICITY_CONFIG; without it a
+    warning is logged.
     """
     if SCHEDULERS_CONFIG not in os.environ:
-        log.warning("%s is not set: whether the scheduler knows this elasticity config is unknown", SCHEDULERS_CONFIG)
+        log.warning(
+            "%s is not set: whether the scheduler knows this elasticity config is unknown",
+            SCHEDULERS_CONFIG,
+        )
     elif problems := scheduler_problems(_parsed(runtime_elastic_config_dict)):
         raise ElasticityConfigError(problems)
 
@@ -138,7 +200,7 @@ def scheduler_problems(section: Elasticity) -> list[Problem]:
     return problems
 
 
-# -- the section and its checks --------------------------------------------------------------------------------------
+# -- the section and its checks --------------------------------------------------------------------
 
 
 def _enabled_section(config: Mapping[str, Any]) -> Elasticity:
@@ -155,7 +217,9 @@ def _parsed(given: Any) -> Elasticity:
     except ValidationError as error:
         from ds_core.config.translate import translate_errors
 
-        problems = translate_errors(error, Elasticity, "elasticity", owner="ds-elasticity", data=given)
+        problems = translate_errors(
+            error, Elasticity, "elasticity", owner="ds-elasticity", data=given
+        )
         raise ElasticityConfigError(problems) from None
 
 
@@ -173,7 +237,8 @@ def _world_of_environment() -> int:
     if text.isascii() and text.isdigit() and int(text) > 0:
         return int(text)
     raise ElasticityConfigError(
-        f"elasticity version 0.2 needs the number of ranks: give world_size, or set WORLD_SIZE (it is {text!r})"
+        "elasticity version 0.2 needs the number of ranks: give world_size, or set WORLD_SIZE (it "
+        f"is {text!r})"
     )
 
 
@@ -184,34 +249,45 @@ def _incompatible(world: int, sizes: Sizes) -> str:
     )
 
 
-# -- the computation -------------------------------------------------------------------------------------------------
+# -- the computation -------------------------------------------------------------------------------
 
 
 def _sizes(section: Elasticity, gpus: int) -> Sizes:
     """gpus: the number of ranks at present; only version 0.2 needs it."""
-    limit, low, high = section.max_train_batch_size, section.min_gpus, section.max_gpus
+    limit = section.max_train_batch_size
+    low = section.min_gpus
+    high = section.max_gpus
     if section.version == 0.1:
         return _most_divisible(section, limit, low, high)
-    node, parallel = section.num_gpus_per_node, section.model_parallel_size
+    node = section.num_gpus_per_node
+    parallel = section.model_parallel_size
     per_node = node // parallel
     by_node = _most_divisible(section, limit // per_node, low // node, high // node)
     worlds = [nodes * per_node for nodes in by_node.worlds]
     if gpus // parallel in worlds:
         train = by_node.train * per_node
         return Sizes(train, worlds, _micro_of_02(section, train, gpus))
-    # No number of nodes that was counted on: the largest (or smallest) batch for the ranks that are there.
+    # No number of nodes that was counted on: the largest (or smallest) batch for the ranks that are
+    # there.
     ranks = gpus / node * per_node
-    trains = [math.floor(limit / (micro * ranks)) * (micro * ranks) for micro in section.micro_batch_sizes]
+    trains = [
+        math.floor(limit / (micro * ranks)) * (micro * ranks) for micro in section.micro_batch_sizes
+    ]
     found = (max if section.prefer_larger_batch else min)(trains)
     return Sizes(int(found), [int(ranks)], _micro_of_02(section, found, gpus))
 
 
 def _most_divisible(section: Elasticity, limit: int, low: int, high: int) -> Sizes:
-    """The candidate batch size up to about `limit` with the most numbers of ranks (or nodes) from `low` to `high`."""
+    """The candidate batch size up to about `limit` with the most numbers of ranks (or nodes) from
+    `low` to `high`.
+    """
     micros = section.micro_batch_sizes
-    low, high = low or 1, high or limit // min(micros)
+    low = low or 1
+    high = high or limit // min(micros)
     candidates = {_candidate(base, limit) for base in (*micros, math.lcm(*micros))}
-    rows = [(len(worlds := _worlds(train, micros, low, high)), train, worlds) for train in candidates]
+    rows = [
+        (len(worlds := _worlds(train, micros, low, high)), train, worlds) for train in candidates
+    ]
     most = max(count for count, _, _ in rows)
     if most == 0 and not section.prefer_larger_batch:
         return Sizes(min(micros), [])
@@ -220,14 +296,18 @@ def _most_divisible(section: Elasticity, limit: int, low: int, high: int) -> Siz
 
 
 def _candidate(base: int, limit: int) -> int:
-    """`base` times the largest highly composite number that keeps it within `limit`; `base` where it is more itself."""
+    """`base` times the largest highly composite number that keeps it within `limit`; `base` where
+    it is more itself.
+    """
     if base >= limit:
         return base
     return HIGHLY_COMPOSITE[bisect.bisect_right(HIGHLY_COMPOSITE, limit // base) - 1] * base
 
 
 def _worlds(train: int, micros: list[int], low: int, high: int) -> list[int]:
-    """Each number from `low` to `high` that divides ``train / micro`` of some micro batch size, ascending."""
+    """Each number from `low` to `high` that divides ``train / micro`` of some micro batch size,
+    ascending.
+    """
     parts = {train // micro for micro in micros if train % micro == 0}
     return sorted({n for part in parts for n in _divisors(part) if low <= n <= high})
 

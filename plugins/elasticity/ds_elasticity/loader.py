@@ -1,4 +1,5 @@
-"""An order of samples in which step k of an epoch sees the same samples at every number of ranks."""
+"""An order of samples in which step k of an epoch sees the same samples at every number of
+ranks."""
 
 from __future__ import annotations
 
@@ -19,18 +20,24 @@ __all__ = ["WholeBatches"]
 class WholeBatches(Sampler[int]):
     """This rank's indices of a shuffled dataset whose length is made a multiple of the train batch.
 
-    The end of an epoch is filled up from its beginning, or left out with ``drop_last``. Where the length is a multiple
-    anyway, the order is that of torch's DistributedSampler.
+    The end of an epoch is filled up from its beginning, or left out with ``drop_last``. Where the
+    length is a multiple anyway, the order is that of torch's DistributedSampler.
     """
 
     def __init__(self, request: LoaderRequest, train_batch: int) -> None:
-        self._request, self._length, self.epoch = request, len(request.dataset), 0
-        batches = self._length // train_batch if request.drop_last else -(-self._length // train_batch)
+        self._request = request
+        self._length = len(request.dataset)
+        self.epoch = 0
+        batches = (
+            self._length // train_batch if request.drop_last else -(-self._length // train_batch)
+        )
         self._total = batches * train_batch
         if self._total == 0:
             raise UsageError(
-                f"training_data has {self._length} samples, fewer than the train batch of {train_batch}, and "
-                "dataloader_drop_last drops it; lower elasticity.max_train_batch_size, or keep the last batch"
+                f"training_data has {self._length} samples, fewer than the train batch of "
+                f"{train_batch}, and "
+                "dataloader_drop_last drops it; lower elasticity.max_train_batch_size, or keep the "
+                "last batch"
             )
 
     def set_epoch(self, epoch: int) -> None:

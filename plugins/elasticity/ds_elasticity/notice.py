@@ -1,4 +1,6 @@
-"""Hears SIGTERM, with which schedulers, clouds and the launcher tell a process that it will be ended soon."""
+"""Hears SIGTERM, with which schedulers, clouds and the launcher tell a process that it will be
+ended soon.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ class Notice:
     """heard: whether SIGTERM has come since this was made. Use it in the main thread."""
 
     def __init__(self) -> None:
-        self.heard, self._pid = False, os.getpid()
+        self.heard = False
+        self._pid = os.getpid()
         self._before: Any = signal.signal(signal.SIGTERM, self._hear)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
@@ -37,7 +40,9 @@ class Notice:
     def close(self) -> None:
         """Give the signal back to who had it, unless somebody has taken it since."""
         if signal.getsignal(signal.SIGTERM) == self._hear:
-            signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
+            signal.signal(
+                signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL
+            )
 
 
 def listen() -> Notice | None:
@@ -45,5 +50,7 @@ def listen() -> Notice | None:
     try:
         return Notice()
     except ValueError:
-        log.warning("autosave.on_sigterm has no effect: training does not run in the program's main thread")
+        log.warning(
+            "autosave.on_sigterm has no effect: training does not run in the program's main thread"
+        )
         return None

@@ -41,7 +41,11 @@ def ds_check(config: RunConfig) -> Iterator[Problem]:
     for key in KEYS:
         if getattr(config.core, key) is not None and not section.ignore_non_elastic_batch_info:
             why = "elasticity is enabled and sets the batch sizes itself"
-            yield Problem(key, why, "leave the key out, or set elasticity.ignore_non_elastic_batch_info to true")
+            yield Problem(
+                key,
+                why,
+                "leave the key out, or set elasticity.ignore_non_elastic_batch_info to true",
+            )
     yield from scheduler_problems(section)
 
 
@@ -55,10 +59,11 @@ def ds_batch(config: RunConfig, dp_world: int) -> Batch | None:
 
 
 def ds_loader(ctx: Context, request: LoaderRequest) -> Loader | None:
-    """The core's loader, over an order of samples whose batches are the same at every number of ranks.
+    """The core's loader, over an order of samples whose batches are the same at every number of
+    ranks.
 
-    For the training data, where the user has no sampler, and no other plugin makes loaders; data that cannot be
-    indexed comes as it comes.
+    For the training data, where the user has no sampler, and no other plugin makes loaders; data
+    that cannot be indexed comes as it comes.
     """
     import dataclasses
 
@@ -69,6 +74,13 @@ def ds_loader(ctx: Context, request: LoaderRequest) -> Loader | None:
 
     own = request.sampler is not None or isinstance(request.dataset, IterableDataset)
     own |= len(ctx.plugins.implementing("ds_loader")) > 1
-    if _switched_on(ctx.config) is None or own or request.route != "train" or request.batch_size != ctx.batch.micro:
+    if (
+        _switched_on(ctx.config) is None
+        or own
+        or request.route != "train"
+        or request.batch_size != ctx.batch.micro
+    ):
         return None
-    return DistributedLoader(dataclasses.replace(request, sampler=WholeBatches(request, ctx.batch.train)))
+    return DistributedLoader(
+        dataclasses.replace(request, sampler=WholeBatches(request, ctx.batch.train))
+    )

@@ -1,4 +1,6 @@
-"""Checkpoints by themselves, an orderly end on SIGTERM at any rank, and runs that go on at other numbers of ranks."""
+"""Checkpoints by themselves, an orderly end on SIGTERM at any rank, and runs that go on at other
+numbers of ranks.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,16 @@ import ds_core
 from ds_core.data import LoaderRequest
 from ds_core.errors import UsageError
 
-ELASTIC = {"enabled": True, "max_train_batch_size": 12, "micro_batch_sizes": [1, 2, 3], "max_gpus": 4, "version": 0.1}
-DATA = TensorDataset(torch.arange(300.0).reshape(50, 6).sin(), torch.arange(50.0).reshape(50, 1).cos())
+ELASTIC = {
+    "enabled": True,
+    "max_train_batch_size": 12,
+    "micro_batch_sizes": [1, 2, 3],
+    "max_gpus": 4,
+    "version": 0.1,
+}
+DATA = TensorDataset(
+    torch.arange(300.0).reshape(50, 6).sin(), torch.arange(50.0).reshape(50, 1).cos()
+)
 
 
 class Net(nn.Module):
@@ -43,13 +53,25 @@ class Net(nn.Module):
 
 
 def train(
-    until: int, autosave: dict[str, Any] | None, told: int | None = None, config: dict[str, Any] | None = None
+    until: int,
+    autosave: dict[str, Any] | None,
+    told: int | None = None,
+    config: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Steps up to `until`; the last rank gets SIGTERM in step `told`. What happened, the exit code included."""
-    full = {"elasticity": ELASTIC, "optimizer": {"type": "Adam", "params": {"lr": 0.05}}, **(config or {})}
+    """Steps up to `until`; the last rank gets SIGTERM in step `told`.
+
+    What happened, the exit code included.
+    """
+    full = {
+        "elasticity": ELASTIC,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.05}},
+        **(config or {}),
+    }
     full |= {} if autosave is None else {"autosave": autosave}
     engine, *_ = ds_core.initialize(model=Net(), config=full, training_data=DATA)
-    path, losses, code = engine.resume() if autosave is not None else None, [], 0
+    path = engine.resume() if autosave is not None else None
+    losses = []
+    code = 0
     try:
         while engine.global_steps < until:
             if engine.global_steps == told and engine.global_rank == engine.world_size - 1:
@@ -62,26 +84,48 @@ def train(
     engine.destroy()
     weights = [p.tolist() for p in engine.module.parameters()]
     handler = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    return {"path": path, "losses": losses, "code": code, "step": step, "weights": weights, "restored": handler}
+    return {
+        "path": path,
+        "losses": losses,
+        "code": code,
+        "step": step,
+        "weights": weights,
+        "restored": handler,
+    }
 
 
-@pytest.mark.parametrize("config", [{}, {"zero_optimization": {"stage": 2}, "checkpoint": {"async": True}}])
-def test_a_run_that_is_told_to_stop_goes_on_at_other_sizes(ranks: Any, tmp_path: Path, config: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "config", [{}, {"zero_optimization": {"stage": 2}, "checkpoint": {"async": True}}]
+)
+def test_a_run_that_is_told_to_stop_goes_on_at_other_sizes(
+    ranks: Any, tmp_path: Path, config: dict[str, Any]
+) -> None:
     (whole,) = ranks(1, train, 12, None)
     autosave = {"folder": str(tmp_path / "run")}
-    parts = [ranks(size, train, 12, autosave, told, config) for size, told in ((3, 4), (2, 8), (4, None))]
+    parts = [
+        ranks(size, train, 12, autosave, told, config) for size, told in ((3, 4), (2, 8), (4, None))
+    ]
     assert [{r["code"] for r in rows} for rows in parts] == [{PREEMPTED}, {PREEMPTED}, {0}]
     assert [rows[0]["step"] for rows in parts] == [5, 9, 12]
-    assert [Path(rows[0]["path"] or ".").name for rows in parts] == ["", "global_step5", "global_step9"]
+    assert [Path(rows[0]["path"] or ".").name for rows in parts] == [
+        "",
+        "global_step5",
+        "global_step9",
+    ]
     assert all(r["restored"] for rows in parts for r in rows)
     losses = dict(loss for rows in parts for loss in rows[0]["losses"])
     expected = dict(whole["losses"])
-    assert expected.keys() - losses.keys() == {4, 8}  # done and saved, but train_batch ended the program
-    torch.testing.assert_close(losses, {step: expected[step] for step in losses}, rtol=1e-5, atol=1e-6)
+    # done and saved, but train_batch ended the program
+    assert expected.keys() - losses.keys() == {4, 8}
+    torch.testing.assert_close(
+        losses, {step: expected[step] for step in losses}, rtol=1e-5, atol=1e-6
+    )
     torch.testing.assert_close(parts[2][0]["weights"], whole["weights"], rtol=1e-4, atol=1e-6)
 
 
-def test_checkpoints_come_by_themselves_and_a_damaged_one_is_passed_over(ranks: Any, tmp_path: Path) -> None:
+def test_checkpoints_come_by_themselves_and_a_damaged_one_is_passed_over(
+    ranks: Any, tmp_path: Path
+) -> None:
     autosave = {"folder": str(tmp_path), "every": 3, "on_sigterm": False}
     ranks(1, train, 7, autosave)
     assert sorted(p.name for p in tmp_path.glob("global_step*")) == ["global_step3", "global_step6"]
@@ -120,30 +164,50 @@ def test_a_program_ends_with_the_exit_code_and_the_same_command_goes_on(tmp_path
     from ds_testing.processes import clean_environment
 
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run"), "own"]
-    ends = [subprocess.run(command, capture_output=True, text=True, env=clean_environment()) for _ in range(2)]
+    ends = [
+        subprocess.run(command, capture_output=True, text=True, env=clean_environment())
+        for _ in range(2)
+    ]
     first, second = ends
-    assert (first.returncode, first.stdout.split("\n")[:-1]) == (75, ["from 0", f"child {int(signal.SIGTERM)}"])
-    assert "rank 0 on" in first.stderr and "was told to stop (SIGTERM): all ranks save step 3 and end" in first.stderr
+    assert (first.returncode, first.stdout.split("\n")[:-1]) == (
+        75,
+        ["from 0", f"child {int(signal.SIGTERM)}"],
+    )
+    assert (
+        "rank 0 on" in first.stderr
+        and "was told to stop (SIGTERM): all ranks save step 3 and end" in first.stderr
+    )
     assert (second.returncode, second.stdout) == (0, "from 3\nown [] done\n"), second.stderr
 
 
-def test_outside_the_main_thread_sigterm_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_outside_the_main_thread_sigterm_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     ended: list[Any] = []
     config = {"autosave": {"folder": str(tmp_path)}}
     thread = threading.Thread(target=lambda: ended.append(train(2, None, None, config)))
     thread.start()
     thread.join()
     assert ended[0]["step"] == 2
-    assert "autosave.on_sigterm has no effect: training does not run in the program's main thread" in caplog.text
+    assert (
+        "autosave.on_sigterm has no effect: training does not run in the program's main thread"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_each_step_sees_the_same_samples_at_every_number_of_ranks(drop_last: bool) -> None:
     def steps(replicas: int) -> list[set[int]]:
-        requests = [LoaderRequest(DATA, 1, replicas, index, drop_last=drop_last) for index in range(replicas)]
+        requests = [
+            LoaderRequest(DATA, 1, replicas, index, drop_last=drop_last)
+            for index in range(replicas)
+        ]
         orders = [list(WholeBatches(request, 12)) for request in requests]
         share = 12 // replicas
-        return [{i for order in orders for i in order[at : at + share]} for at in range(0, len(orders[0]), share)]
+        return [
+            {i for order in orders for i in order[at : at + share]}
+            for at in range(0, len(orders[0]), share)
+        ]
 
     assert len(steps(1)) == (4 if drop_last else 5) and set.union(*steps(1)[:4]) <= set(range(50))
     assert steps(1) == steps(2) == steps(3) == steps(4)
@@ -163,7 +227,9 @@ def example(folder: str, steps: int) -> str:
     said = io.StringIO()
     sys.argv = ["train.py", "--folder", folder, "--steps", str(steps)]
     with contextlib.redirect_stdout(said):
-        runpy.run_path(str(Path(__file__).parents[3] / "examples/elastic/train.py"), run_name="__main__")
+        runpy.run_path(
+            str(Path(__file__).parents[3] / "examples/elastic/train.py"), run_name="__main__"
+        )
     return said.getvalue()
 
 

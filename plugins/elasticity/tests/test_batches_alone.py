@@ -1,4 +1,6 @@
-"""Batch sizes of elastic runs: the numbers that DeepSpeed computes, the errors, and the triple of a run."""
+"""Batch sizes of elastic runs: the numbers that DeepSpeed computes, the errors, and the triple of a
+run.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ from ds_core.compose import compose
 from ds_core.config import Batch
 from ds_core.errors import ConfigError
 
-# What DeepSpeed 0.17.6 computes. version, max_train_batch_size, micro_batch_sizes, (min_gpus, max_gpus),
-# prefer_larger_batch, (num_gpus_per_node, model_parallel_size), world_size -> its answer.
+# What DeepSpeed 0.17.6 computes. version, max_train_batch_size, micro_batch_sizes, (min_gpus,
+# max_gpus), prefer_larger_batch, (num_gpus_per_node, model_parallel_size), world_size -> its
+# answer.
 GOLDEN: list[tuple[Any, ...]] = [
     (0.1, 130, [23, 34, 4], (1, 24), True, (1, 1), 0, (96, [1, 2, 3, 4, 6, 8, 12, 24])),
     (0.2, 416, [14], (1, 10000), True, (1, 1), 1, (336, [1, 2, 3, 4, 6, 8, 12, 24], 14)),
@@ -41,10 +44,28 @@ GOLDEN: list[tuple[Any, ...]] = [
         4,
         (360, [2, 4, 6, 8, 10, 12, 18, 20, 24, 30, 36, 40, 60, 120], 10),
     ),
-    (0.2, 319, [6, 1], (2, 42), False, (2, 1), 8, (240, [2, 4, 6, 8, 10, 12, 16, 20, 24, 30, 40], 6)),
+    (
+        0.2,
+        319,
+        [6, 1],
+        (2, 42),
+        False,
+        (2, 1),
+        8,
+        (240, [2, 4, 6, 8, 10, 12, 16, 20, 24, 30, 40], 6),
+    ),
     (0.1, 122, [1], (1, 19), False, (1, 1), 0, (120, [1, 2, 3, 4, 5, 6, 8, 10, 12, 15])),
     (0.1, 24, [14], (4, 24), False, (1, 1), 0, (14, [])),
-    (0.2, 180, [2], (1, 10000), True, (1, 1), 10, (120, [1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30, 60], 2)),
+    (
+        0.2,
+        180,
+        [2],
+        (1, 10000),
+        True,
+        (1, 1),
+        10,
+        (120, [1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30, 60], 2),
+    ),
     (0.2, 154, [14, 3], (1, 24), True, (2, 1), 6, (144, [2, 4, 6, 8, 12, 16, 24], 3)),
     (0.2, 54, [6, 38, 7], (1, 24), True, (1, 1), 9, (54, [9], 6)),
     (0.2, 48, [4, 1, 1, 2], (2, 10000), True, (2, 1), 2, (48, [2, 4, 6, 8, 12, 16, 24, 48], 4)),
@@ -62,7 +83,13 @@ GOLDEN: list[tuple[Any, ...]] = [
 
 
 def section(**keys: Any) -> dict[str, Any]:
-    return {"enabled": True, "max_train_batch_size": 100, "micro_batch_sizes": [2, 4], "max_gpus": 16, **keys}
+    return {
+        "enabled": True,
+        "max_train_batch_size": 100,
+        "micro_batch_sizes": [2, 4],
+        "max_gpus": 16,
+        **keys,
+    }
 
 
 @pytest.mark.parametrize("row", GOLDEN, ids=str)
@@ -82,13 +109,21 @@ def test_the_numbers_are_those_of_deepspeed(row: tuple[Any, ...]) -> None:
     assert compute_elastic_config({"elasticity": given}, "0.17.6", world) == expected
 
 
-def test_version_02_reads_the_number_of_ranks_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_02_reads_the_number_of_ranks_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     given = {"elasticity": section()}
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(ElasticityConfigError, match="needs the number of ranks: give world_size, or set WORLD_SIZE"):
+    with pytest.raises(
+        ElasticityConfigError, match="needs the number of ranks: give world_size, or set WORLD_SIZE"
+    ):
         compute_elastic_config(given, "0.17.6")
     monkeypatch.setenv("WORLD_SIZE", "6")
-    assert compute_elastic_config(given, "0.17.6", return_microbatch=True) == (96, [1, 2, 3, 4, 6, 8, 12, 16], 4)
+    assert compute_elastic_config(given, "0.17.6", return_microbatch=True) == (
+        96,
+        [1, 2, 3, 4, 6, 8, 12, 16],
+        4,
+    )
     assert compute_elastic_config(given, "0.17.6") == (96, [1, 2, 3, 4, 6, 8, 12, 16])
 
 
@@ -102,25 +137,47 @@ def test_version_02_reads_the_number_of_ranks_from_the_environment(monkeypatch: 
             ElasticityConfigError,
             "max_train_batch_size and micro_batch_sizes must be",
         ),
-        ({"elasticity": section(version=0.3)}, ElasticityConfigError, "version 0.3 is newer than 0.2"),
+        (
+            {"elasticity": section(version=0.3)},
+            ElasticityConfigError,
+            "version 0.3 is newer than 0.2",
+        ),
         ({"elasticity": section(version=0.15)}, ElasticityConfigError, "version 0.15 is unknown"),
         (
             {"elasticity": section(micro_batch_sizes=[2, 0])},
             ElasticityConfigError,
             r"elasticity.micro_batch_sizes\[1\]",
         ),
-        ({"elasticity": section(micro_batch_sizes=[200])}, ElasticityConfigError, "micro batch size 200 is more than"),
-        ({"elasticity": section(min_gpus=20)}, ElasticityConfigError, "max_gpus 16 is less than min_gpus 20"),
-        ({"elasticity": section(version=0.1, model_parallel_size=2)}, ElasticityConfigError, "needs version 0.2"),
+        (
+            {"elasticity": section(micro_batch_sizes=[200])},
+            ElasticityConfigError,
+            "micro batch size 200 is more than",
+        ),
+        (
+            {"elasticity": section(min_gpus=20)},
+            ElasticityConfigError,
+            "max_gpus 16 is less than min_gpus 20",
+        ),
+        (
+            {"elasticity": section(version=0.1, model_parallel_size=2)},
+            ElasticityConfigError,
+            "needs version 0.2",
+        ),
         (
             {"elasticity": section(num_gpus_per_node=3, model_parallel_size=2)},
             ElasticityConfigError,
             "num_gpus_per_node 3 is not a multiple of model_parallel_size 2",
         ),
-        ({"elasticity": section(version=0.1)}, ElasticityIncompatibleWorldSize, "5 data-parallel ranks cannot share"),
+        (
+            {"elasticity": section(version=0.1)},
+            ElasticityIncompatibleWorldSize,
+            "5 data-parallel ranks cannot share",
+        ),
     ],
 )
-def test_errors_name_the_key_and_the_numbers(given: dict[str, Any], kind: type[Exception], said: str) -> None:
+def test_errors_name_the_key_and_the_numbers(
+    given: dict[str, Any], kind: type[Exception], said: str
+) -> None:
     with pytest.raises(kind, match=said):
         compute_elastic_config(given, "0.17.6", 5)
 
@@ -131,7 +188,9 @@ def test_other_errors_of_the_function() -> None:
     with pytest.raises(ElasticityError, match="'new' is not a version"):
         compute_elastic_config({"elasticity": section()}, "new", 1)
     with pytest.raises(ElasticityConfigError, match="return_microbatch needs world_size"):
-        compute_elastic_config({"elasticity": section(version=0.1)}, "0.17.6", return_microbatch=True)
+        compute_elastic_config(
+            {"elasticity": section(version=0.1)}, "0.17.6", return_microbatch=True
+        )
     with pytest.raises(ValueError, match="must be a dict, not str"):
         compute_elastic_config("config.json", "0.17.6")  # type: ignore[arg-type]
     configs: list[dict[str, Any]] = [{}, {"elasticity": {}}, {"elasticity": section()}]
@@ -154,7 +213,9 @@ def test_a_scheduler_with_another_section_is_an_error(
     with pytest.raises(ConfigError, match=said):
         compose({"elasticity": section()})
     monkeypatch.setenv("DEEPSPEED_ELASTICITY_CONFIG", "{")
-    with pytest.raises(ConfigError, match="DEEPSPEED_ELASTICITY_CONFIG is not a section elasticity"):
+    with pytest.raises(
+        ConfigError, match="DEEPSPEED_ELASTICITY_CONFIG is not a section elasticity"
+    ):
         compose({"elasticity": section()})
 
 
@@ -164,7 +225,10 @@ def test_the_triple_of_a_run_has_one_train_batch_at_every_size() -> None:
     assert triples[8] == Batch(96, 4, 3) and triples[16] == Batch(96, 2, 3)
     assert {b.train for b in triples.values()} == {96}
     assert all(b.micro * b.gas * world == 96 for world, b in triples.items())
-    with pytest.raises(ElasticityIncompatibleWorldSize, match="5 data-parallel ranks cannot share a train batch of 96"):
+    with pytest.raises(
+        ElasticityIncompatibleWorldSize,
+        match="5 data-parallel ranks cannot share a train batch of 96",
+    ):
         chosen.batch(5)
 
 
@@ -174,7 +238,9 @@ def test_the_triple_of_a_run_in_version_02() -> None:
     other = chosen.batch(10)  # no number of nodes that was counted on: a batch size of its own
     assert other == Batch(100, 2, 5)
     few = compose({"elasticity": section()})
-    with pytest.raises(ElasticityIncompatibleWorldSize, match="max_train_batch_size: 100 is too small for 60"):
+    with pytest.raises(
+        ElasticityIncompatibleWorldSize, match="max_train_batch_size: 100 is too small for 60"
+    ):
         few.batch(60)
 
 

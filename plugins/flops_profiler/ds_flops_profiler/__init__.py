@@ -1,5 +1,5 @@
-"""Counts FLOPs, MACs, parameters and latency per module: `FlopsProfiler`, `get_model_profile`, and the section
-``flops_profiler``, which profiles one step of a run."""
+"""Counts FLOPs, MACs, parameters and latency per module: `FlopsProfiler`, `get_model_profile`, and
+the section ``flops_profiler``, which profiles one step of a run."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ __getattr__, __dir__ = names_on_first_use(
         "counter": "Counter Tally",
         "model_profile": "get_model_profile",
         "profiler": "FlopsProfiler",
-        "units": "bytes_to_string duration_to_string flops_to_string macs_to_string number_to_string params_to_string",
+        "units": "bytes_to_string duration_to_string flops_to_string macs_to_string "
+        "number_to_string params_to_string",
     },
 )

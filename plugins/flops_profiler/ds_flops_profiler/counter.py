@@ -1,9 +1,11 @@
-"""`Counter`: what each module of a model computes, seen in torch's dispatcher, and how long it takes.
+"""`Counter`: what each module of a model computes, seen in torch's dispatcher, and how long it
+takes.
 
-Each operation counts at the innermost module that runs, and so does time. A module's total is the sum over the set of
-modules below it (itself included), so one that is called several times counts as often as it is called, and one that
-has several places in the model counts once. An operation in autograd's backward counts as backward; where it runs in a
-module's forward there, it is a forward that activation checkpointing does again.
+Each operation counts at the innermost module that runs, and so does time. A module's total is the
+sum over the set of modules below it (itself included), so one that is called several times counts
+as often as it is called, and one that has several places in the model counts once. An operation in
+autograd's backward counts as backward; where it runs in a module's forward there, it is a forward
+that activation checkpointing does again.
 """
 
 from __future__ import annotations
@@ -24,12 +26,23 @@ from ds_flops_profiler.formulas import Formula, formula_of
 
 __all__ = ["Counter", "Tally"]
 
-_TORCHS_OWN = ("aten", "prim", "prims", "c10d", "_c10d_functional", "c10d_functional", "profiler", "inductor")
+_TORCHS_OWN = (
+    "aten",
+    "prim",
+    "prims",
+    "c10d",
+    "_c10d_functional",
+    "c10d_functional",
+    "profiler",
+    "inductor",
+)
 
 
 @dataclass(slots=True)
 class Tally:
-    """What ran: floating-point operations, multiply-accumulates among them, seconds, and calls of the module."""
+    """What ran: floating-point operations, multiply-accumulates among them, seconds, and calls of
+    the module.
+    """
 
     flops: int = 0
     macs: int = 0
@@ -38,20 +51,26 @@ class Tally:
 
     def over(self, runs: int) -> Tally:
         """The mean over so many runs; operations are rounded to whole ones."""
-        return Tally(round(self.flops / runs), round(self.macs / runs), self.seconds / runs, self.calls)
+        return Tally(
+            round(self.flops / runs), round(self.macs / runs), self.seconds / runs, self.calls
+        )
 
 
 class Counter:
     """Counts operations and time of modules while it is attached, in ``with counter.measuring()``.
 
-    ignore: classes of modules that are not told apart: what they do counts at the module that calls them. runs: how
-    many forwards of the model all that is told is the mean of. formulas: of the operations that were seen. parts: those
-    of them that are run as their parts. unknown: operations that ran and are none of torch's plain ones, and have no
+    ignore: classes of modules that are not told apart: what they do counts at the module that calls
+        them. runs: how many forwards of the model all that is told is the mean of. formulas: of the
+        operations that were seen. parts: those of them that are run as their parts. unknown:
+        operations that ran and are none of torch's plain ones, and have no
     formula: they count 0.
     """
 
     def __init__(
-        self, model: nn.Module, ignore: Collection[type] = (), synchronize: Callable[[], None] = lambda: None
+        self,
+        model: nn.Module,
+        ignore: Collection[type] = (),
+        synchronize: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = model
         self.ignore = tuple(ignore)
@@ -65,7 +84,8 @@ class Counter:
     def reset(self) -> None:
         """All counts are zero again."""
         self.runs = 1
-        self._backward, self._recomputed = Tally(), Tally()
+        self._backward = Tally()
+        self._recomputed = Tally()
         self.unknown: set[str] = set()
         self._tallies: dict[int, Tally] = {id(module): Tally() for module in self.model.modules()}
         self._running: list[_Call] = []
@@ -73,9 +93,10 @@ class Counter:
     def reset_clock(self) -> None:
         """Times and calls are zero again; operations stay."""
         for tally in self._tallies.values():
-            tally.seconds, tally.calls = 0.0, 0
+            tally.seconds = 0.0
+            tally.calls = 0
 
-    # -- modules ---------------------------------------------------------------------------------------------
+    # -- modules -----------------------------------------------------------------------------------
 
     def attach(self) -> None:
         """Put hooks on the modules."""
@@ -102,7 +123,8 @@ class Counter:
             return  # it began outside of `measuring`
         self._synchronize()
         now = time.perf_counter()
-        while (call := self._running.pop()).module is not module:  # an exception took these out of their forward
+        # an exception took these out of their forward
+        while (call := self._running.pop()).module is not module:
             pass
         elapsed = now - call.start
         if self._running:
@@ -132,11 +154,12 @@ class Counter:
         """Of `backward`, what forwards of modules computed again."""
         return self._recomputed.over(self.runs)
 
-    # -- operations ------------------------------------------------------------------------------------------
+    # -- operations --------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def measuring(self, operations: bool = True) -> Iterator[None]:
-        """Run models as they can be measured, module by module: not compiled, and torch's fused encoder layer as parts.
+        """Run models as they can be measured, module by module: not compiled, and torch's fused
+        encoder layer as parts.
 
         operations: count them too, which takes time for each.
         """
@@ -184,11 +207,15 @@ class _Mode(TorchDispatchMode):
 
     def __init__(self, counter: Counter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._counter, self._formulas, self._parts = counter, counter.formulas, counter.parts
+        self._counter = counter
+        self._formulas = counter.formulas
+        self._parts = counter.parts
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled in `Counter.measuring`, so torch need not guard this from its compiler, which is slow."""
+        """Nothing is compiled in `Counter.measuring`, so torch need not guard this from its
+        compiler, which is slow.
+        """
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

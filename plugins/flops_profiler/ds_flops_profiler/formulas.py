@@ -1,12 +1,13 @@
 """What one operation of torch costs: the counting rules, by operation.
 
-MACs are the multiplications that are summed up in products: matrix products, convolutions, attention. One is two FLOPs.
-On top of that each element counts: a convolution's bias 1; a norm 4, or 5 with a weight, and in evaluation mode, where
-it has its statistics, 1 or 2; softmax, activations and pooling 1 (of the input); resizing 1 (of the output). All else,
-such as embedding, dropout, addition and reshaping, counts 0, and so does a linear layer's bias.
+MACs are the multiplications that are summed up in products: matrix products, convolutions,
+attention. One is two FLOPs. On top of that each element counts: a convolution's bias 1; a norm 4,
+or 5 with a weight, and in evaluation mode, where it has its statistics, 1 or 2; softmax,
+activations and pooling 1 (of the input); resizing 1 (of the output). All else, such as embedding,
+dropout, addition and reshaping, counts 0, and so does a linear layer's bias.
 
-An operation that is not in the table is looked up in ``torch.utils.flop_counter``, where anybody may register a formula
-(`register_flop_formula`); half of its FLOPs are MACs.
+An operation that is not in the table is looked up in ``torch.utils.flop_counter``, where anybody
+may register a formula (`register_flop_formula`); half of its FLOPs are MACs.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _products(macs: int, more: int = 0) -> Work:
     return 2 * macs + more, macs
 
 
-# -- matrix products ---------------------------------------------------------------------------------------------------
+# -- matrix products -------------------------------------------------------------------------------
 
 
 def _matrix(a: Tensor, b: Tensor) -> Work:
@@ -78,7 +79,9 @@ def _addmv(args: Any, kwargs: Any, out: Any) -> Work:
 
 
 def _trilinear(args: Any, kwargs: Any, out: Any) -> Work:
-    """`nn.Bilinear`: each element of the product of three tensors, which have dimensions of size 1 to be expanded."""
+    """`nn.Bilinear`: each element of the product of three tensors, which have dimensions of size 1
+    to be expanded.
+    """
     tensors = list(args[:3])
     for dims, index in zip(args[3:6], range(3), strict=True):
         for dim in sorted(dims):
@@ -87,27 +90,37 @@ def _trilinear(args: Any, kwargs: Any, out: Any) -> Work:
 
 
 def _grouped_mm(args: Any, kwargs: Any, out: Any) -> Work:
-    """Products of matrices whose rows (or inner dimension, for two of two dimensions) belong to groups."""
-    a, b = args[0], args[1]
+    """Products of matrices whose rows (or inner dimension, for two of two dimensions) belong to
+    groups.
+    """
+    a = args[0]
+    b = args[1]
     macs = a.numel() * b.shape[-1]
     return _products(macs * (b.shape[0] if a.dim() == 2 and b.dim() == 3 and out.dim() == 3 else 1))
 
 
-# -- convolutions ------------------------------------------------------------------------------------------------------
+# -- convolutions ----------------------------------------------------------------------------------
 
 
 def _convolution(args: Any, kwargs: Any, out: Any) -> Work:
-    """aten.convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)"""
-    x, weight, bias, transposed = args[0], args[1], args[2], args[6]
+    """aten.convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding,
+    groups)
+    """
+    x = args[0]
+    weight = args[1]
+    bias = args[2]
+    transposed = args[6]
     positions = x.numel() // x.shape[1] if transposed else out.numel() // out.shape[1]
     return _products(positions * weight.numel(), 0 if bias is None else out.numel())
 
 
-# -- attention ---------------------------------------------------------------------------------------------------------
+# -- attention -------------------------------------------------------------------------------------
 
 
 def _attention(args: Any, kwargs: Any, out: Any) -> Work:
-    """Queries by keys, and their weights by values; a causal mask saves nothing. [..., positions, width]"""
+    """Queries by keys, and their weights by values; a causal mask saves nothing. [..., positions,
+    width]
+    """
     q, k, v = args[:3]
     return _products(q.numel() * k.shape[-2] + math.prod(q.shape[:-1]) * k.shape[-2] * v.shape[-1])
 
@@ -119,10 +132,12 @@ def _attention_backward(args: Any, kwargs: Any, out: Any) -> Work:
     return _products(weights * (3 * q.shape[-1] + 2 * v.shape[-1]))
 
 
-# -- recurrent layers --------------------------------------------------------------------------------------------------
+# -- recurrent layers ------------------------------------------------------------------------------
 
 _GATES = {1: 1, 3: 3, 4: 5}
-"""Activations per unit, by the number of its gates: RNN, GRU, and LSTM, which has one more for its output."""
+"""Activations per unit, by the number of its gates: RNN, GRU, and LSTM, which has one more for its
+output.
+"""
 
 
 def _recurrent(rows: int, weight: Tensor, recurrent: Tensor) -> Work:
@@ -139,7 +154,9 @@ def _mkldnn_rnn(args: Any, kwargs: Any, out: Any) -> Work:
 
 
 def _cudnn_rnn(args: Any, kwargs: Any, out: Any) -> Work:
-    """aten._cudnn_rnn(x, weights, weights per layer, ...): w_ih, w_hh and perhaps biases, per layer and direction."""
+    """aten._cudnn_rnn(x, weights, weights per layer, ...): w_ih, w_hh and perhaps biases, per layer
+    and direction.
+    """
     x, weights, each = args[:3]
     batches = args[13] if len(args) > 13 else kwargs.get("batch_sizes", ())
     rows = x.shape[0] if batches else x.shape[0] * x.shape[1]
@@ -148,11 +165,13 @@ def _cudnn_rnn(args: Any, kwargs: Any, out: Any) -> Work:
 
 
 def _cell(activations: int) -> Formula:
-    """A fused cell, whose products are operations of their own; the result's first is the hidden state."""
+    """A fused cell, whose products are operations of their own; the result's first is the hidden
+    state.
+    """
     return lambda args, kwargs, out: (activations * out[0].numel(), 0)
 
 
-# -- what kernels tell -------------------------------------------------------------------------------------------------
+# -- what kernels tell -----------------------------------------------------------------------------
 
 
 def _told(args: Any, kwargs: Any, out: Any) -> Work:
@@ -160,7 +179,7 @@ def _told(args: Any, kwargs: Any, out: Any) -> Work:
     return _products(args[1], args[2])
 
 
-# -- per element -------------------------------------------------------------------------------------------------------
+# -- per element -----------------------------------------------------------------------------------
 
 
 def _of_input(args: Any, kwargs: Any, out: Any) -> Work:
@@ -172,7 +191,9 @@ def _of_output(args: Any, kwargs: Any, out: Any) -> Work:
 
 
 def _norm(weight: int, training: int | None = None, own: bool = True) -> Formula:
-    """weight: its place in the arguments. training: the place of the flag for statistics of this batch; else `own`."""
+    """weight: its place in the arguments. training: the place of the flag for statistics of this
+    batch; else `own`.
+    """
 
     def formula(args: Any, kwargs: Any, out: Any) -> Work:
         affine = len(args) > weight and args[weight] is not None
@@ -183,9 +204,16 @@ def _norm(weight: int, training: int | None = None, own: bool = True) -> Formula
 
 
 def _mean(args: Any, kwargs: Any, out: Any) -> Work:
-    """Adaptive pooling to one position is a mean over the last two or three dimensions, which are kept."""
+    """Adaptive pooling to one position is a mean over the last two or three dimensions, which are
+    kept.
+    """
     dims = args[1] if len(args) > 1 else None
-    if isinstance(dims, (list, tuple)) and sorted(dims) in ([-2, -1], [-3, -2, -1]) and len(args) > 2 and args[2]:
+    if (
+        isinstance(dims, (list, tuple))
+        and sorted(dims) in ([-2, -1], [-3, -2, -1])
+        and len(args) > 2
+        and args[2]
+    ):
         return _of_input(args, kwargs, out)
     return 0, 0
 
@@ -212,8 +240,10 @@ _RULES: dict[str, Formula] = {
     ),
     **_table(
         _attention_backward,
-        "_scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu_backward "
-        "_scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward "
+        "_scaled_dot_product_flash_attention_backward "
+        "_scaled_dot_product_flash_attention_for_cpu_backward "
+        "_scaled_dot_product_efficient_attention_backward "
+        "_scaled_dot_product_cudnn_attention_backward "
         "_scaled_dot_product_fused_attention_overrideable_backward",
     ),
     **_table(_mkldnn_rnn, "mkldnn_rnn_layer"),
@@ -222,26 +252,33 @@ _RULES: dict[str, Formula] = {
     **_table(_cell(3), "_thnn_fused_gru_cell"),
     **_table(_norm(2), "native_layer_norm _fused_rms_norm"),
     **_table(_norm(1), "native_group_norm"),
-    **_table(_norm(1, 5), "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit"),
+    **_table(
+        _norm(1, 5), "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit"
+    ),
     **_table(_norm(1), "_batch_norm_with_update"),
     **_table(_norm(1, own=False), "_batch_norm_no_update"),
     **_table(_mean, "mean"),
     **_table(_of_input, "_softmax _log_softmax"),
     **_table(
         _of_input,
-        "relu elu celu leaky_relu hardtanh hardswish hardsigmoid silu gelu mish sigmoid tanh softplus threshold "
+        "relu elu celu leaky_relu hardtanh hardswish hardsigmoid silu gelu mish sigmoid tanh "
+        "softplus threshold "
         "log_sigmoid_forward _prelu_kernel rrelu_with_noise hardshrink softshrink glu selu relu6",
     ),
     **_table(
         _of_input,
-        "avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool2d_with_indices max_pool3d_with_indices "
-        "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d "
+        "avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool2d_with_indices "
+        "max_pool3d_with_indices "
+        "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d "
+        "fractional_max_pool2d "
         "fractional_max_pool3d",
     ),
     **_table(
         _of_output,
-        "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d "
-        "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d "
+        "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d "
+        "_upsample_nearest_exact2d "
+        "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d "
+        "upsample_bicubic2d "
         "_upsample_bilinear2d_aa _upsample_bicubic2d_aa",
     ),
 }

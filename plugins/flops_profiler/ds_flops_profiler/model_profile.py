@@ -37,13 +37,15 @@ def get_model_profile(
     *,
     device: str | None = None,
 ) -> tuple[Any, Any, Any]:
-    """Call `model` in evaluation mode, and give its FLOPs, MACs and parameters: numbers, or strings with units.
+    """Call `model` in evaluation mode, and give its FLOPs, MACs and parameters: numbers, or strings
+    with units.
 
-    input_shape: the model is called with one tensor of ones of this shape, in its first parameter's dtype and on its
-    device; else with `args` and `kwargs`. print_profile, detailed, module_depth, top_modules, output_file: see
-    `FlopsProfiler.print_model_profile`. warm_up: calls before the one that is timed; operations are counted in the last
-    of them. ignore_modules: classes of modules whose work counts at their callers. mode: "forward", or "generate" for
-    ``model.generate``. device: "meta" computes nothing and allocates nothing, whatever device the model is on.
+    input_shape: the model is called with one tensor of ones of this shape, in its first parameter's
+    dtype and on its device; else with `args` and `kwargs`. print_profile, detailed, module_depth,
+    top_modules, output_file: see `FlopsProfiler.print_model_profile`. warm_up: calls before the one
+    that is timed; operations are counted in the last of them. ignore_modules: classes of modules
+    whose work counts at their callers. mode: "forward", or "generate" for ``model.generate``.
+    device: "meta" computes nothing and allocates nothing, whatever device the model is on.
     """
     call = _call(model, input_shape, args, kwargs or {}, mode, device)
     profiler = FlopsProfiler(model)
@@ -61,7 +63,9 @@ def get_model_profile(
                     call()
         finally:
             profiler.stop_profile()
-    flops, macs, params = profiler.get_total_flops(), profiler.get_total_macs(), profiler.get_total_params()
+    flops = profiler.get_total_flops()
+    macs = profiler.get_total_macs()
+    params = profiler.get_total_params()
     if print_profile:
         profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
     profiler.end_profile()
@@ -84,21 +88,31 @@ def _call(
     if mode not in MODES:
         raise UsageError(f"mode={mode!r}; it is {' or '.join(map(repr, MODES))}")
     if device not in (None, "meta"):
-        raise UsageError(f"device={device!r}; it is 'meta', or None for the device that the model is on")
+        raise UsageError(
+            f"device={device!r}; it is 'meta', or None for the device that the model is on"
+        )
     if shape is not None:
         if not isinstance(shape, (tuple, list)) or not shape:
             raise UsageError(f"input_shape={shape!r}; it is a tuple of at least one number")
         like = next(model.parameters(), torch.empty(0))
         args = [torch.ones(shape, dtype=like.dtype, device=like.device)]
     elif not args and not kwargs:
-        raise UsageError("get_model_profile needs input_shape, or the arguments of a call: args=[...], kwargs={...}")
+        raise UsageError(
+            "get_model_profile needs input_shape, or the arguments of a call: args=[...], "
+            "kwargs={...}"
+        )
     if device is None:
         function: Any = model if mode == "forward" else model.generate
         return functools.partial(function, *args, **kwargs)
     if mode != "forward":
-        raise UsageError("device='meta' has no values to generate from: it goes with mode='forward'")
+        raise UsageError(
+            "device='meta' has no values to generate from: it goes with mode='forward'"
+        )
     weights = {name: t.to(device) for name, t in _named_tensors(model)}
-    given = map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, (list(args), dict(kwargs)))
+    given = map_leaves(
+        lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf,
+        (list(args), dict(kwargs)),
+    )
     return lambda: torch.func.functional_call(model, weights, tuple(given[0]), given[1])
 
 

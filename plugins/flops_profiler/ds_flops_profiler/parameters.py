@@ -1,6 +1,7 @@
 """How many parameters a module has: whole, on this rank, and over all ranks.
 
-ZeRO stage 3 takes a parameter's values away and leaves ``ds_numel`` (of the whole) and ``ds_tensor`` (this rank's).
+ZeRO stage 3 takes a parameter's values away and leaves ``ds_numel`` (of the whole) and
+``ds_tensor`` (this rank's).
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def _stored(param: nn.Parameter) -> int:
 
 
 def whole(module: nn.Module) -> int:
-    """Parameters of `module` on this rank, sharded ones as if they were whole; shared ones count once."""
+    """Parameters of `module` on this rank, sharded ones as if they were whole; shared ones count
+    once.
+    """
     return sum(_numel(p) for p in module.parameters())
 
 
@@ -35,5 +38,9 @@ def stored_here(module: nn.Module) -> int:
 
 
 def shared_of_all(ctx: Context) -> int:
-    """This rank's summand of the model's parameters times the number of ranks; all ranks' summands are to be added."""
-    return sum(_numel(p) * ctx.mesh.size(*info.held) for p, info in ctx.params.items() if info.counted)
+    """This rank's summand of the model's parameters times the number of ranks; all ranks' summands
+    are to be added.
+    """
+    return sum(
+        _numel(p) * ctx.mesh.size(*info.held) for p, info in ctx.params.items() if info.counted
+    )

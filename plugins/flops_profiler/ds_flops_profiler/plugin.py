@@ -1,4 +1,6 @@
-"""What ds-flops-profiler offers to ds_core: the section ``flops_profiler``, and its observers (torch-free)."""
+"""What ds-flops-profiler offers to ds_core: the section ``flops_profiler``, and its observers
+(torch-free).
+"""
 
 from __future__ import annotations
 
@@ -55,6 +57,8 @@ def ds_step_end(ctx: Context, step: int) -> None:
 
 
 def ds_metrics(ctx: Context) -> Mapping[str, float]:
-    """FLOPs per second and rank, and their share of ``peak_tflops``: of each step after the one that was profiled."""
+    """FLOPs per second and rank, and their share of ``peak_tflops``: of each step after the one
+    that was profiled.
+    """
     rate = ctx.stash.get(RATE)
     return {} if rate is None else rate.read()

@@ -14,7 +14,12 @@ from ds_core.errors import UsageError
 from ds_flops_profiler import report
 from ds_flops_profiler.counter import Counter, Tally
 from ds_flops_profiler.parameters import stored_here
-from ds_flops_profiler.units import duration_to_string, macs_to_string, number_to_string, params_to_string
+from ds_flops_profiler.units import (
+    duration_to_string,
+    macs_to_string,
+    number_to_string,
+    params_to_string,
+)
 
 __all__ = ["FlopsProfiler"]
 
@@ -22,15 +27,19 @@ __all__ = ["FlopsProfiler"]
 class FlopsProfiler:
     """FLOPs, MACs, parameters and latency of the forward of a model, by module.
 
-    model: a module, or an engine, whose module is meant. ds_engine: the engine that trains it; its world size, batch
-    and parameters over ranks are then printed too. recompute_fwd_factor: forwards that the backward does again, for the
-    assumed FLOPs of the backward.
+    model: a module, or an engine, whose module is meant. ds_engine: the engine that trains it; its
+    world size, batch and parameters over ranks are then printed too. recompute_fwd_factor: forwards
+    that the backward does again, for the assumed FLOPs of the backward.
     """
 
-    def __init__(self, model: Any, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
+    def __init__(
+        self, model: Any, ds_engine: Any = None, recompute_fwd_factor: float = 0.0
+    ) -> None:
         module = model if isinstance(model, nn.Module) else getattr(model, "module", None)
         if not isinstance(module, nn.Module):
-            raise UsageError(f"FlopsProfiler takes a torch.nn.Module or an engine, not {type(model).__name__}")
+            raise UsageError(
+                f"FlopsProfiler takes a torch.nn.Module or an engine, not {type(model).__name__}"
+            )
         self.model: nn.Module = module
         self.ds_engine = ds_engine
         self.recompute_fwd_factor = recompute_fwd_factor
@@ -44,20 +53,31 @@ class FlopsProfiler:
 
     @property
     def counter(self) -> Counter:
-        """What has been counted. Raises UsageError before `start_profile`, and after `end_profile`."""
+        """What has been counted.
+
+        Raises UsageError before `start_profile`, and after `end_profile`.
+        """
         if self._counter is None:
-            raise UsageError("there is no profile: call start_profile() before, and end_profile() after")
+            raise UsageError(
+                "there is no profile: call start_profile() before, and end_profile() after"
+            )
         return self._counter
 
     def start_profile(self, ignore_list: Collection[type] | None = None) -> None:
-        """Profile from here on, from zero. ignore_list: classes of modules whose work counts at their callers."""
+        """Profile from here on, from zero. ignore_list: classes of modules whose work counts at
+        their callers.
+        """
         self.attach(ignore_list)
         self._active.enter_context(self.counter.measuring())
 
     def attach(self, ignore_list: Collection[type] | None = None) -> None:
-        """Measure the time of modules from here on; operations count only in ``with profiler.counter.measuring()``."""
+        """Measure the time of modules from here on; operations count only in ``with
+        profiler.counter.measuring()``.
+        """
         self.end_profile()
-        self._counter = counter = Counter(self.model, ignore_list or (), get_accelerator().synchronize)
+        self._counter = counter = Counter(
+            self.model, ignore_list or (), get_accelerator().synchronize
+        )
         counter.attach()
         self._active.callback(counter.detach)
 
@@ -74,7 +94,7 @@ class FlopsProfiler:
         self.stop_profile()
         self._counter = None
 
-    # -- what was measured -----------------------------------------------------------------------------------
+    # -- what was measured -------------------------------------------------------------------------
 
     def total(self) -> Tally:
         """Of the whole model's forwards."""
@@ -100,7 +120,7 @@ class FlopsProfiler:
         params = stored_here(self.model)
         return params_to_string(params) if as_string else params
 
-    # -- printed ---------------------------------------------------------------------------------------------
+    # -- printed -----------------------------------------------------------------------------------
 
     def print_model_profile(
         self,
@@ -110,10 +130,11 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Print the totals, the most expensive kinds of modules by depth, and with `detailed` the tree of modules.
+        """Print the totals, the most expensive kinds of modules by depth, and with `detailed` the
+        tree of modules.
 
-        profile_step: printed in the heading. module_depth: how deep; -1: all. top_modules: how many kinds at each
-        depth. output_file: written instead of standard output; its folder is made.
+        profile_step: printed in the heading. module_depth: how deep; -1: all. top_modules: how many
+        kinds at each depth. output_file: written instead of standard output; its folder is made.
         """
         rows = report.totals(self)
         self.write(rows, profile_step, module_depth, top_modules, detailed, output_file)
@@ -142,5 +163,7 @@ class FlopsProfiler:
             print(text, end="", flush=True)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """Print the `top_modules` most expensive kinds of modules at each depth up to `module_depth`."""
+        """Print the `top_modules` most expensive kinds of modules at each depth up to
+        `module_depth`.
+        """
         print(report.aggregated(self.counter, module_depth, top_modules), end="", flush=True)

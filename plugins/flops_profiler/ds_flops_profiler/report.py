@@ -40,7 +40,7 @@ def _rate(flops: float, seconds: float) -> str:
     return flops_to_string(flops / seconds if seconds else 0)
 
 
-# -- the totals --------------------------------------------------------------------------------------------------------
+# -- the totals ------------------------------------------------------------------------------------
 
 
 def heading(step: int, rows: Rows) -> str:
@@ -51,8 +51,10 @@ def heading(step: int, rows: Rows) -> str:
 
 def totals(profiler: FlopsProfiler) -> Rows:
     """What a profiler knows by itself."""
-    total, model = profiler.total(), profiler.model
-    whole, stored = parameters.whole(model), parameters.stored_here(model)
+    total = profiler.total()
+    model = profiler.model
+    whole = parameters.whole(model)
+    stored = parameters.stored_here(model)
     engine = profiler.ds_engine
     return [
         *([] if engine is None else [("world size", str(engine.world_size))]),
@@ -65,12 +67,16 @@ def totals(profiler: FlopsProfiler) -> Rows:
     ]
 
 
-def of_training(everywhere: Sequence[Mapping[str, Any]], batch: Batch, recompute: float) -> Iterator[tuple[str, str]]:
+def of_training(
+    everywhere: Sequence[Mapping[str, Any]], batch: Batch, recompute: float
+) -> Iterator[tuple[str, str]]:
     """Of one micro-batch, on rank 0 and over all ranks. everywhere: what each rank has measured."""
-    mine, ranks = everywhere[0], len(everywhere)
+    mine = everywhere[0]
+    ranks = len(everywhere)
     seconds = mine["seconds"]
     forward, backward, step = (seconds.get(phase, 0.0) for phase in ("forward", "backward", "step"))
-    flops, factor = mine["flops"], 2 + recompute
+    flops = mine["flops"]
+    factor = 2 + recompute
     yield "parameters of the model", params_to_string(sum(r["summand"] for r in everywhere) / ranks)
     yield "parameters of this rank's part of the model", params_to_string(mine["params"])
     if mine["stored"] != mine["params"]:
@@ -81,9 +87,16 @@ def of_training(everywhere: Sequence[Mapping[str, Any]], batch: Batch, recompute
         yield "forward FLOPs of all ranks", number_to_string(sum(r["flops"] for r in everywhere))
     yield "forward latency", duration_to_string(forward)
     yield "forward FLOPS per rank", _rate(flops, forward)
-    yield f"backward FLOPs per rank, assumed: {factor:g} x forward", number_to_string(factor * flops)
+    yield (
+        f"backward FLOPs per rank, assumed: {factor:g} x forward",
+        number_to_string(factor * flops),
+    )
     if backward:
-        again = f", with forwards again: {number_to_string(mine['recomputed'])}" if mine["recomputed"] else ""
+        again = (
+            f", with forwards again: {number_to_string(mine['recomputed'])}"
+            if mine["recomputed"]
+            else ""
+        )
         yield "backward FLOPs per rank, measured", number_to_string(mine["backward"]) + again
         yield "backward latency", duration_to_string(backward)
         yield "backward FLOPS per rank, assumed", _rate(factor * flops, backward)
@@ -94,7 +107,10 @@ def of_training(everywhere: Sequence[Mapping[str, Any]], batch: Batch, recompute
     if backward:
         whole = batch.gas * (forward + backward) + step
         yield "latency of the whole step", duration_to_string(whole)
-        yield "FLOPS per rank over the whole step, assumed", _rate(batch.gas * (1 + factor) * flops, whole)
+        yield (
+            "FLOPS per rank over the whole step, assumed",
+            _rate(batch.gas * (1 + factor) * flops, whole),
+        )
         yield "samples per second, all ranks", f"{batch.train / whole:.4g}"
     yield from _by_rank(everywhere)
 
@@ -105,8 +121,14 @@ def _by_rank(everywhere: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str
         return
     for rank, row in enumerate(everywhere[:SHOWN_RANKS]):
         place = " ".join(f"{name}{index}" for name, index in row["place"].items())
-        parts = (params_to_string(row["params"]) + " params", number_to_string(row["flops"]) + "FLOPs")
-        yield f"  rank {rank} ({place})", ", ".join((*parts, duration_to_string(row["seconds"].get("forward", 0.0))))
+        parts = (
+            params_to_string(row["params"]) + " params",
+            number_to_string(row["flops"]) + "FLOPs",
+        )
+        yield (
+            f"  rank {rank} ({place})",
+            ", ".join((*parts, duration_to_string(row["seconds"].get("forward", 0.0)))),
+        )
     if len(everywhere) > SHOWN_RANKS:
         yield "  ...", f"{len(everywhere) - SHOWN_RANKS} more ranks"
 
@@ -114,7 +136,7 @@ def _by_rank(everywhere: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str
 SHOWN_RANKS = 32
 
 
-# -- modules -----------------------------------------------------------------------------------------------------------
+# -- modules ---------------------------------------------------------------------------------------
 
 
 def aggregated(counter: Counter, depth: int, top: int) -> str:
@@ -128,21 +150,32 @@ def aggregated(counter: Counter, depth: int, top: int) -> str:
             for index, value in enumerate((parameters.whole(module), total.macs, total.seconds)):
                 sums[index] += value
         lines.append(f"depth {level}\n")
-        columns = (("params", params_to_string), ("MACs", macs_to_string), ("latency", duration_to_string))
+        columns = (
+            ("params", params_to_string),
+            ("MACs", macs_to_string),
+            ("latency", duration_to_string),
+        )
         for index, (name, text) in enumerate(columns):
             best = sorted(kinds.items(), key=lambda kind: -kind[1][index])[:top]
-            lines.append(f"  {name:<9}" + ", ".join(f"{kind} {text(sums[index])}" for kind, sums in best) + "\n")
+            lines.append(
+                f"  {name:<9}"
+                + ", ".join(f"{kind} {text(sums[index])}" for kind, sums in best)
+                + "\n"
+            )
     return "".join(lines)
 
 
 def _levels(modules: Iterable[nn.Module], depth: int) -> Iterator[list[nn.Module]]:
-    """The modules at depth 0, 1, ... up to `depth` (-1: all); one with several places counts once at each depth."""
+    """The modules at depth 0, 1, ... up to `depth` (-1: all); one with several places counts once
+    at each depth.
+    """
     level = list({id(module): module for module in modules}.values())
     while level:
         yield level
         if depth == 0:
             return
-        level, depth = list({id(c): c for module in level for c in module.children()}.values()), depth - 1
+        level = list({id(c): c for module in level for c in module.children()}.values())
+        depth = depth - 1
 
 
 def tree(counter: Counter, depth: int) -> str:
@@ -151,7 +184,8 @@ def tree(counter: Counter, depth: int) -> str:
     params = parameters.whole(counter.model)
 
     def line(name: str, module: nn.Module, level: int) -> Iterator[str]:
-        own, mine = counter.total(module), parameters.whole(module)
+        own = counter.total(module)
+        mine = parameters.whole(module)
         shown = (
             f"{params_to_string(mine)} params {_share(mine, params)}",
             f"{macs_to_string(own.macs)} {_share(own.macs, total.macs)}",
@@ -160,7 +194,11 @@ def tree(counter: Counter, depth: int) -> str:
             *([f"{own.calls} calls"] if own.calls > counter.runs else []),
         )
         extra = module.extra_repr()
-        kind = f"{type(module).__name__}({extra})" if extra and "\n" not in extra else type(module).__name__
+        kind = (
+            f"{type(module).__name__}({extra})"
+            if extra and "\n" not in extra
+            else type(module).__name__
+        )
         yield f"{'  ' * level}{f'({name}) ' if name else ''}{kind}: {', '.join(shown)}\n"
         if level != depth:
             for child, part in module.named_children():

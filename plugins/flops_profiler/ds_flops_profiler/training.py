@@ -1,4 +1,6 @@
-"""The profile of one step of a run: what `FlopsProfiler` measures, the phases of the step, and all ranks' sums."""
+"""The profile of one step of a run: what `FlopsProfiler` measures, the phases of the step, and all
+ranks' sums.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class StepProfile:
 
     def __init__(self, ctx: Context, section: FlopsProfilerConfig) -> None:
         self.step = section.profile_step
-        self._ctx, self._section = ctx, section
+        self._ctx = ctx
+        self._section = section
         self._profiler = FlopsProfiler(ctx.engine, ctx.engine, section.recompute_fwd_factor)
         self._seconds: dict[str, float] = defaultdict(float)
         self._starts: dict[str, float] = {}
@@ -69,10 +72,20 @@ class StepProfile:
         if not self._profiler.started:  # no forward here; others wait for this rank's numbers
             self._profiler.attach()
         self._profiler.stop_profile()
-        everywhere = comm.all_gather_json(self._measured()) if self._ctx.world_size > 1 else [self._measured()]
+        everywhere = (
+            comm.all_gather_json(self._measured())
+            if self._ctx.world_size > 1
+            else [self._measured()]
+        )
         if self._ctx.rank == 0:
             section = self._section
-            options = (self.step, section.module_depth, section.top_modules, section.detailed, section.output_file)
+            options = (
+                self.step,
+                section.module_depth,
+                section.top_modules,
+                section.detailed,
+                section.output_file,
+            )
             self._profiler.write(self._rows(everywhere), *options)
         self._profiler.end_profile()
         flops = sum(_of_the_model(row) for row in everywhere) / len(everywhere)
@@ -80,9 +93,11 @@ class StepProfile:
 
     def _measured(self) -> dict[str, Any]:
         """What this rank tells the others: of one micro-batch, but for the step."""
-        profiler, gas = self._profiler, self._ctx.batch.gas
+        profiler = self._profiler
+        gas = self._ctx.batch.gas
         profiler.counter.runs = gas
-        total, counter = profiler.total(), profiler.counter
+        total = profiler.total()
+        counter = profiler.counter
         return {
             "place": dict(self._ctx.mesh.coord),
             "params": parameters.whole(profiler.model),
@@ -92,7 +107,10 @@ class StepProfile:
             "flops": total.flops,
             "backward": counter.backward.flops,
             "recomputed": counter.recomputed.flops,
-            "seconds": {phase: seconds / (1 if phase == "step" else gas) for phase, seconds in self._seconds.items()},
+            "seconds": {
+                phase: seconds / (1 if phase == "step" else gas)
+                for phase, seconds in self._seconds.items()
+            },
         }
 
     def _rows(self, everywhere: Sequence[Mapping[str, Any]]) -> report.Rows:
@@ -107,7 +125,9 @@ class StepProfile:
 
 
 def _of_the_model(row: Mapping[str, Any]) -> float:
-    """FLOPs of a micro-batch, without forwards that the backward did again; twice the forward where it was not seen."""
+    """FLOPs of a micro-batch, without forwards that the backward did again; twice the forward where
+    it was not seen.
+    """
     return float(row["flops"] + ((row["backward"] - row["recomputed"]) or 2 * row["flops"]))
 
 
@@ -118,7 +138,8 @@ class StepRate:
     """
 
     def __init__(self, teraflops: float, peak: float | None) -> None:
-        self._teraflops, self._peak = teraflops, peak
+        self._teraflops = teraflops
+        self._peak = peak
         self._last = time.perf_counter()
 
     def read(self) -> dict[str, float]:

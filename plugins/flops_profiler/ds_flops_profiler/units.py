@@ -18,7 +18,9 @@ _DIGITS = 2
 
 
 def number_to_string(num: float, units: str | None = None, precision: int = _DIGITS) -> str:
-    """`num` in `units` ("T", "G", "M", "K", "", "m", "u"), or in the largest that leaves at least 1, and a space."""
+    """`num` in `units` ("T", "G", "M", "K", "", "m", "u"), or in the largest that leaves at least
+    1, and a space.
+    """
     if units is None:
         fitting = (unit for unit, size in _SIZES.items() if unit != "P" and abs(num) >= size)
         units = next(fitting, "u") if num else ""

@@ -1,4 +1,6 @@
-"""What tests of the section ``flops_profiler`` share: a model of 96 parameters, and reading what is printed."""
+"""What tests of the section ``flops_profiler`` share: a model of 96 parameters, and reading what is
+printed.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False)
+        self.first = nn.Linear(8, 8, bias=False)
+        self.second = nn.Linear(8, 4, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x)).square().mean()

@@ -15,7 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 
 def counted(model: nn.Module, *args: Any) -> tuple[int, int]:
-    flops, macs, _ = get_model_profile(model, args=args, print_profile=False, as_string=False, warm_up=0)
+    flops, macs, _ = get_model_profile(
+        model, args=args, print_profile=False, as_string=False, warm_up=0
+    )
     return flops, macs
 
 
@@ -30,7 +32,9 @@ class Calls(nn.Module):
         return self.function(*args)
 
 
-X, IMAGE, LINE = torch.ones(2, 5, 8), torch.ones(2, 4, 6, 6), torch.ones(2, 4, 9)
+X = torch.ones(2, 5, 8)
+IMAGE = torch.ones(2, 4, 6, 6)
+LINE = torch.ones(2, 4, 9)
 Q = torch.ones(2, 3, 5, 8)
 PRODUCTS: dict[str, tuple[nn.Module, Any, int, int]] = {
     # model, argument, MACs, FLOPs that are no products
@@ -38,15 +42,45 @@ PRODUCTS: dict[str, tuple[nn.Module, Any, int, int]] = {
     "matrix by vector": (Calls(lambda x: x @ torch.ones(8)), X[0], 5 * 8, 0),
     "vector by vector": (Calls(lambda x: x @ torch.ones(8)), X[0, 0], 8, 0),
     "batch of matrices": (Calls(lambda x: x @ x.transpose(1, 2)), X, 2 * 5 * 8 * 5, 0),
-    "addmm": (Calls(lambda x: torch.addmm(torch.ones(5, 3), x, torch.ones(8, 3))), X[0], 5 * 8 * 3, 0),
-    "baddbmm": (Calls(lambda x: torch.baddbmm(torch.ones(2, 5, 3), x, torch.ones(2, 8, 3))), X, 2 * 5 * 8 * 3, 0),
+    "addmm": (
+        Calls(lambda x: torch.addmm(torch.ones(5, 3), x, torch.ones(8, 3))),
+        X[0],
+        5 * 8 * 3,
+        0,
+    ),
+    "baddbmm": (
+        Calls(lambda x: torch.baddbmm(torch.ones(2, 5, 3), x, torch.ones(2, 8, 3))),
+        X,
+        2 * 5 * 8 * 3,
+        0,
+    ),
     "einsum": (Calls(lambda x: torch.einsum("bsh,bth->bst", x, x)), X, 2 * 5 * 5 * 8, 0),
     "bilinear": (nn.Bilinear(8, 8, 3), (X, X), 10 * 3 * 8 * 8, 0),
     "grouped convolution": (nn.Conv2d(4, 6, 3, groups=2), IMAGE, 2 * 6 * 16 * 2 * 9, 2 * 6 * 16),
-    "convolution, one dimension": (nn.Conv1d(4, 6, 3, stride=2, bias=False), LINE, 2 * 6 * 4 * 4 * 3, 0),
-    "convolution, three dimensions": (nn.Conv3d(4, 2, 2), torch.ones(1, 4, 3, 3, 3), 2 * 8 * 4 * 8, 2 * 8),
-    "transposed convolution": (nn.ConvTranspose2d(4, 6, 3, groups=2), IMAGE, 2 * 4 * 36 * 3 * 9, 2 * 6 * 64),
-    "attention": (Calls(lambda q: F.scaled_dot_product_attention(q, q, q)), Q, 2 * 3 * (2 * 5 * 5 * 8), 0),
+    "convolution, one dimension": (
+        nn.Conv1d(4, 6, 3, stride=2, bias=False),
+        LINE,
+        2 * 6 * 4 * 4 * 3,
+        0,
+    ),
+    "convolution, three dimensions": (
+        nn.Conv3d(4, 2, 2),
+        torch.ones(1, 4, 3, 3, 3),
+        2 * 8 * 4 * 8,
+        2 * 8,
+    ),
+    "transposed convolution": (
+        nn.ConvTranspose2d(4, 6, 3, groups=2),
+        IMAGE,
+        2 * 4 * 36 * 3 * 9,
+        2 * 6 * 64,
+    ),
+    "attention": (
+        Calls(lambda q: F.scaled_dot_product_attention(q, q, q)),
+        Q,
+        2 * 3 * (2 * 5 * 5 * 8),
+        0,
+    ),
     "attention, causal": (
         Calls(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True)),
         Q,
@@ -82,7 +116,10 @@ PRODUCTS: dict[str, tuple[nn.Module, Any, int, int]] = {
 def test_products_by_hand(name: str, grad: bool) -> None:
     model, given, macs, more = PRODUCTS[name]
     with torch.inference_mode(not grad):
-        assert counted(model, *(given if isinstance(given, tuple) else (given,))) == (2 * macs + more, macs)
+        assert counted(model, *(given if isinstance(given, tuple) else (given,))) == (
+            2 * macs + more,
+            macs,
+        )
 
 
 NUMEL = IMAGE.numel()
@@ -96,8 +133,26 @@ PER_ELEMENT: dict[str, tuple[nn.Module, int]] = {
     **{
         type(module).__name__: (module, NUMEL)
         for module in (
-            *(nn.ReLU(), nn.ReLU6(), nn.ReLU(inplace=True), nn.LeakyReLU(), nn.PReLU(), nn.ELU(), nn.SELU(), nn.CELU()),
-            *(nn.GELU(), nn.SiLU(), nn.Mish(), nn.Sigmoid(), nn.Tanh(), nn.Softplus(), nn.Hardswish(), nn.LogSigmoid()),
+            *(
+                nn.ReLU(),
+                nn.ReLU6(),
+                nn.ReLU(inplace=True),
+                nn.LeakyReLU(),
+                nn.PReLU(),
+                nn.ELU(),
+                nn.SELU(),
+                nn.CELU(),
+            ),
+            *(
+                nn.GELU(),
+                nn.SiLU(),
+                nn.Mish(),
+                nn.Sigmoid(),
+                nn.Tanh(),
+                nn.Softplus(),
+                nn.Hardswish(),
+                nn.LogSigmoid(),
+            ),
             *(nn.Softmax(1), nn.LogSoftmax(1), nn.GLU(1)),
             *(nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(2), nn.AdaptiveMaxPool2d(2)),
         )
@@ -132,7 +187,9 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.convs = nn.ModuleList(
+            nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2)
+        )
         self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -142,13 +199,16 @@ class Block(nn.Module):
 
 def resnet() -> nn.Module:
     head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
-    return nn.Sequential(nn.Conv2d(4, 8, 3, stride=2), nn.BatchNorm2d(8), Block(8), nn.MaxPool2d(2), *head)
+    return nn.Sequential(
+        nn.Conv2d(4, 8, 3, stride=2), nn.BatchNorm2d(8), Block(8), nn.MaxPool2d(2), *head
+    )
 
 
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.qkv = nn.Linear(16, 48)
+        self.out = nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.view(*x.shape[:2], 2, 8).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
@@ -162,7 +222,9 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(16, 3)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         chosen = self.gate(x).argmax(-1)
@@ -184,8 +246,12 @@ def transformer(checkpointed: bool = False) -> nn.Module:
 IDS = torch.arange(12).reshape(2, 6) % 11
 
 
-@pytest.mark.parametrize(("model", "given"), [(resnet(), torch.ones(2, 4, 12, 12)), (transformer(), IDS)])
-def test_products_are_those_of_torchs_counter_forward_and_backward(model: nn.Module, given: Tensor) -> None:
+@pytest.mark.parametrize(
+    ("model", "given"), [(resnet(), torch.ones(2, 4, 12, 12)), (transformer(), IDS)]
+)
+def test_products_are_those_of_torchs_counter_forward_and_backward(
+    model: nn.Module, given: Tensor
+) -> None:
     with FlopCounterMode(display=False) as torchs:
         out = model(given)
     forward = torchs.get_total_flops()
@@ -209,14 +275,16 @@ def test_tokens_of_experts_are_those_that_they_get() -> None:
 
 def test_by_hand_a_transformer() -> None:
     flops, macs = counted(transformer(), IDS)
-    tokens, scores = 12, 2 * 2 * 6 * 6
+    tokens = 12
+    scores = 2 * 2 * 6 * 6
     layer = tokens * (16 * 48 + 16 * 16) + 2 * scores * 8 + tokens * (16 * 3 + 2 * 16 * 32)
     assert macs == 2 * layer + tokens * 16 * 11
     assert flops == 2 * macs + 2 * (5 * tokens * 16 + scores + tokens * 32)
 
 
 def test_checkpointed_forwards_count_once_and_again_in_the_backward() -> None:
-    plain, again = transformer(), transformer(checkpointed=True)
+    plain = transformer()
+    again = transformer(checkpointed=True)
     assert counted(plain, IDS) == counted(again, IDS)
     again.train()
     counter = Counter(again)
@@ -226,14 +294,18 @@ def test_checkpointed_forwards_count_once_and_again_in_the_backward() -> None:
     counter.detach()
     body = counter.total(again[1])
     assert counter.total(again).flops == counted(plain, IDS)[0]
-    assert 0 < counter.recomputed.flops <= body.flops  # what the backward does not need is not recomputed
+    # what the backward does not need is not recomputed
+    assert 0 < counter.recomputed.flops <= body.flops
     assert counter.recomputed.flops < counter.backward.flops
 
 
 def test_a_module_with_two_places_counts_as_often_as_it_is_called() -> None:
     one = nn.Linear(8, 8)
     flops, macs, params = get_model_profile(
-        nn.Sequential(one, one, nn.ModuleDict({"again": one})["again"]), (2, 8), print_profile=False, as_string=False
+        nn.Sequential(one, one, nn.ModuleDict({"again": one})["again"]),
+        (2, 8),
+        print_profile=False,
+        as_string=False,
     )
     assert (flops, macs, params) == (3 * 2 * 2 * 64, 3 * 2 * 64, 72)
 
@@ -257,14 +329,18 @@ def test_a_custom_function_counts_what_it_does() -> None:
     assert (counter.total(model).macs, counter.backward.macs) == (64, 128)
 
 
-def test_an_operation_without_a_formula_is_named_until_it_has_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_operation_without_a_formula_is_named_until_it_has_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     @torch.library.custom_op("flops_test::cube", mutates_args=())
     def cube(x: Tensor) -> Tensor:
         return x**3
 
     model = Calls(cube)
     get_model_profile(model, (2, 3), as_string=False)
-    assert "Not counted, since there is no formula: flops_test.cube.default" in capsys.readouterr().out
+    assert (
+        "Not counted, since there is no formula: flops_test.cube.default" in capsys.readouterr().out
+    )
     register_flop_formula(torch.ops.flops_test.cube)(lambda shape, **_: 4 * shape[0] * shape[1])
     assert counted(model, torch.ones(2, 3)) == (24, 12)
 
@@ -282,9 +358,9 @@ def test_autocast_and_compiled_models_count_the_same() -> None:
 def test_on_meta_nothing_is_computed() -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
     x = torch.ones(2, 6, 16)
-    assert get_model_profile(model, args=[x], device="meta", print_profile=False) == get_model_profile(
-        model, args=[x], print_profile=False
-    )
+    assert get_model_profile(
+        model, args=[x], device="meta", print_profile=False
+    ) == get_model_profile(model, args=[x], print_profile=False)
     assert next(model.parameters()).device.type == "cpu"
     with torch.device("meta"):
         huge = nn.Linear(1 << 20, 1 << 20)

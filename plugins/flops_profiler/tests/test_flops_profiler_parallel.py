@@ -26,12 +26,20 @@ SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
 def start(model: nn.Module, file: str, **config: Any) -> Any:
     section = {"enabled": True, "output_file": file}
-    return ds_core.initialize(model=model, config={"optimizer": SGD, "flops_profiler": section, **config})[0]
+    return ds_core.initialize(
+        model=model, config={"optimizer": SGD, "flops_profiler": section, **config}
+    )[0]
 
 
 def at_stage_3(file: str) -> bool:
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    engine = start(Net(), file, train_micro_batch_size_per_gpu=2, zero_optimization=zero, bf16={"enabled": True})
+    engine = start(
+        Net(),
+        file,
+        train_micro_batch_size_per_gpu=2,
+        zero_optimization=zero,
+        bf16={"enabled": True},
+    )
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)))
         engine.step()
@@ -42,11 +50,18 @@ def test_sharded_weights_count_whole(tmp_path: Path) -> None:
     assert run_ranks(2, at_stage_3, str(tmp_path / "profile.txt")) == [False, False]
     text = (tmp_path / "profile.txt").read_text()
     found = lines(text)
-    assert (found["parameters of the model"], found["parameters stored on this rank"]) == ("96", "48")
+    assert (found["parameters of the model"], found["parameters stored on this rank"]) == (
+        "96",
+        "48",
+    )
     assert found["forward FLOPs per rank"] == str(2 * 2 * 96)
     assert found["forward FLOPs of all ranks"] == str(2 * 2 * 2 * 96)
-    assert found["backward FLOPs per rank, measured"] == str(2 * 2 * (32 + 32 + 64))  # not for the batch
-    assert "(first) Linear(in_features=8, out_features=8, bias=False): 64 params 66.67%, 128 MACs 66.67%" in text
+    # not for the batch
+    assert found["backward FLOPs per rank, measured"] == str(2 * 2 * (32 + 32 + 64))
+    assert (
+        "(first) Linear(in_features=8, out_features=8, bias=False): 64 params 66.67%, 128 MACs "
+        "66.67%" in text
+    )
 
 
 def in_two_stages(file: str, schedule: str) -> None:
@@ -67,8 +82,13 @@ def test_stages_of_a_pipeline_are_told_apart_and_added_up(tmp_path: Path) -> Non
         assert found["parameters of this rank's part of the model"] == "64"
         assert found["forward FLOPs per rank"] == str(2 * 2 * 64)
         assert found["forward FLOPs of all ranks"] == str(2 * 2 * 96)
-        assert found["backward FLOPs per rank, measured"] == str(2 * 2 * 64)  # no gradient of the batch
-        ranks = [" ".join(line.split()) for line in file.read_text().splitlines() if line.startswith("  rank")]
+        # no gradient of the batch
+        assert found["backward FLOPs per rank, measured"] == str(2 * 2 * 64)
+        ranks = [
+            " ".join(line.split())
+            for line in file.read_text().splitlines()
+            if line.startswith("  rank")
+        ]
         assert [r.partition(" params")[0].rpartition(" ")[2] for r in ranks] == ["64", "32"]
         assert [", 256 FLOPs" in r or ", 128 FLOPs" in r for r in ranks] == [True, True]
 
@@ -76,8 +96,19 @@ def test_stages_of_a_pipeline_are_told_apart_and_added_up(tmp_path: Path) -> Non
 class MoENet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        expert = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 8, bias=False))
-        self.moe = MoE(8, expert, num_experts=2, ep_size=2, k=1, min_capacity=0, use_rts=False, drop_tokens=False)
+        expert = nn.Sequential(
+            nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 8, bias=False)
+        )
+        self.moe = MoE(
+            8,
+            expert,
+            num_experts=2,
+            ep_size=2,
+            k=1,
+            min_capacity=0,
+            use_rts=False,
+            drop_tokens=False,
+        )
         with torch.no_grad():
             self.moe.gate.wg.weight.copy_(torch.eye(2, 8))
 
@@ -88,7 +119,8 @@ class MoENet(nn.Module):
 
 def with_experts(file: str) -> None:
     engine = start(MoENet(), file, train_micro_batch_size_per_gpu=6)
-    x = F.one_hot(torch.tensor([0, 0, 0, 0, 0, 1]), 8).float()  # five tokens for the first expert, on both ranks
+    # five tokens for the first expert, on both ranks
+    x = F.one_hot(torch.tensor([0, 0, 0, 0, 0, 1]), 8).float()
     for _ in range(2):
         engine.backward(engine(x))
         engine.step()
@@ -97,10 +129,12 @@ def with_experts(file: str) -> None:
 def test_experts_count_the_tokens_that_they_get(tmp_path: Path) -> None:
     run_ranks(2, with_experts, str(tmp_path / "profile.txt"))
     text = (tmp_path / "profile.txt").read_text()
-    found, ranks = lines(text), [line for line in text.splitlines() if line.startswith("  rank")]
+    found = lines(text)
+    ranks = [line for line in text.splitlines() if line.startswith("  rank")]
     assert found["parameters of the model"] == str(2 * 256 + 16)
     assert found["parameters of this rank's part of the model"] == str(256 + 16)
-    gate, expert = 6 * 16, 256
+    gate = 6 * 16
+    expert = 256
     assert found["forward MACs per rank"] == f"{round((gate + 10 * expert) / 1000, 2)} KMACs"
     assert len(ranks) == 2
 
@@ -110,7 +144,8 @@ def test_blocks_that_autoep_has_taken_over_count_as_before() -> None:
     from ds_flops_profiler import FlopsProfiler
 
     def counts(model: Any) -> tuple[int, int]:
-        profiler, batch = FlopsProfiler(model), ids(0, 0)
+        profiler = FlopsProfiler(model)
+        batch = ids(0, 0)
         profiler.start_profile()
         model(input_ids=batch, labels=batch)
         profiler.stop_profile()

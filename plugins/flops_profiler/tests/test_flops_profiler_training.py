@@ -18,8 +18,14 @@ from profiled import Net, lines
 
 
 class TestPlugin(PluginConformance):
-    entry_point, section = "ds_flops_profiler.plugin", "flops_profiler"
-    good_config: ClassVar[Any] = {"enabled": True, "profile_step": 3, "module_depth": 2, "output_file": "x.txt"}
+    entry_point = "ds_flops_profiler.plugin"
+    section = "flops_profiler"
+    good_config: ClassVar[Any] = {
+        "enabled": True,
+        "profile_step": 3,
+        "module_depth": 2,
+        "output_file": "x.txt",
+    }
     bad_configs: ClassVar[Any] = [
         *({"enabled": "yes"}, {"profile_step": -1}, {"module_depth": -2}, {"top_modules": 0}),
         *({"recompute_fwd_factor": -1.0}, {"profile_stpe": 1}, {"output_file": 3}),
@@ -27,7 +33,9 @@ class TestPlugin(PluginConformance):
 
 
 class TestTraining(ObserverConformance):
-    config: ClassVar[Any] = {"flops_profiler": {"enabled": True, "profile_step": 0, "peak_tflops": 1e-6}}
+    config: ClassVar[Any] = {
+        "flops_profiler": {"enabled": True, "profile_step": 0, "peak_tflops": 1e-6}
+    }
 
     def test_each_step_after_the_profiled_one_has_a_rate(self) -> None:
         for world in (1, 2):
@@ -36,7 +44,8 @@ class TestTraining(ObserverConformance):
             shares = [value for name, value in told if name == "Train/Samples/mfu"]
             assert len(rates) == len(shares) == self.steps - 1
             assert all(
-                rate > 0 and abs(share * 1e-6 / rate - 1) < 1e-6 for rate, share in zip(rates, shares, strict=True)
+                rate > 0 and abs(share * 1e-6 / rate - 1) < 1e-6
+                for rate, share in zip(rates, shares, strict=True)
             )
 
 
@@ -49,11 +58,16 @@ def run(steps: int, file: str, **config: Any) -> dict[str, str]:
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": 2,
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "flops_profiler": {"enabled": True, "output_file": file, **config.pop("flops_profiler", {})},
+            "flops_profiler": {
+                "enabled": True,
+                "output_file": file,
+                **config.pop("flops_profiler", {}),
+            },
             **config,
         },
     )
-    written, x = {}, torch.ones(9, 8, dtype=next(engine.module.parameters()).dtype)
+    written = {}
+    x = torch.ones(9, 8, dtype=next(engine.module.parameters()).dtype)
     for step in range(steps):
         for _ in range(2):
             engine.module.eval()
@@ -80,14 +94,22 @@ def test_one_step_is_profiled(tmp_path: Path) -> None:
     found = lines(written["2"])
     assert "flops profiler: step 2" in written["2"]
     assert found["micro-batches per step"] == "2"
-    assert found["parameters of the model"] == found["parameters of this rank's part of the model"] == "96"
+    assert (
+        found["parameters of the model"]
+        == found["parameters of this rank's part of the model"]
+        == "96"
+    )
     assert found["forward MACs per rank"] == f"{FORWARD // 2} MACs"
     assert found["forward FLOPs per rank"] == str(FORWARD)
-    assert found["backward FLOPs per rank, assumed: 2.5 x forward".partition(": ")[0]].endswith("960")
-    assert found["backward FLOPs per rank, measured"] == str(2 * 2 * (32 + 32 + 64))  # not for the batch
+    assert found["backward FLOPs per rank, assumed: 2.5 x forward".partition(": ")[0]].endswith(
+        "960"
+    )
+    # not for the batch
+    assert found["backward FLOPs per rank, measured"] == str(2 * 2 * (32 + 32 + 64))
     assert float(found["samples per second, all ranks"]) > 0
     assert (
-        "(first) Linear(in_features=8, out_features=8, bias=False): 64 params 66.67%, 128 MACs 66.67%" in written["2"]
+        "(first) Linear(in_features=8, out_features=8, bias=False): 64 params 66.67%, 128 MACs "
+        "66.67%" in written["2"]
     )
 
 

@@ -1,4 +1,6 @@
-"""`FlopsProfiler` and `get_model_profile`: methods, arguments, the printed profile, and what is refused."""
+"""`FlopsProfiler` and `get_model_profile`: methods, arguments, the printed profile, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,10 @@ def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     start = text.index("depth 2")
     assert "params Linear 108" in " ".join(text[start:].split())
     assert "(layers) ModuleList: 108 params 100%, 288 MACs 100%" in text
-    assert "    (1) Linear(in_features=8, out_features=4, bias=True): 36 params 33.33%, 96 MACs 33.33%" in text
+    assert (
+        "    (1) Linear(in_features=8, out_features=4, bias=True): 36 params 33.33%, 96 MACs 33.33%"
+        in text
+    )
     assert "(loss) MSELoss: 0 params 0%, 0 MACs 0%" in text
 
 
@@ -132,7 +137,10 @@ def test_ignored_modules_count_at_their_callers(capsys: pytest.CaptureFixture[st
     flops, *_ = get_model_profile(Net(), args=[X], ignore_modules=[nn.Linear], as_string=False)
     assert flops == 2 * MACS
     out = capsys.readouterr().out
-    assert "(0) Linear(in_features=8, out_features=8, bias=True): 72 params 66.67%, 0 MACs 0%, 0 s 0%" in out
+    assert (
+        "(0) Linear(in_features=8, out_features=8, bias=True): 72 params 66.67%, 0 MACs 0%, 0 s 0%"
+        in out
+    )
     assert "Net: 108 params 100%, 288 MACs 100%" in out
 
 
@@ -144,7 +152,10 @@ def test_modes_and_warm_up() -> None:
     model.train()
     assert get_model_profile(model, kwargs={"x": X}, warm_up=3, **options)[1] == MACS
     assert len(calls) == 4 and model.training
-    assert get_model_profile(model, args=[X], kwargs={"length": 2}, mode="generate", **options)[1] == 2 * MACS
+    assert (
+        get_model_profile(model, args=[X], kwargs={"length": 2}, mode="generate", **options)[1]
+        == 2 * MACS
+    )
     assert get_model_profile(nn.Linear(4, 2, dtype=torch.float64), (3, 4), **options)[1] == 24
 
 

@@ -1,4 +1,5 @@
-"""Inference: trained models answer, through programs of ds-inference-kit where their family is known.
+"""Inference: trained models answer, through programs of ds-inference-kit where their family is
+known.
 
 Names load on first use, so that this package loads no torch when imported.
 """
@@ -14,7 +15,12 @@ if TYPE_CHECKING:
     from ds_inference.engine import InferenceEngine
     from ds_inference.init import default_inference_config, init_inference
 
-__all__ = ["DeepSpeedInferenceConfig", "InferenceEngine", "default_inference_config", "init_inference"]
+__all__ = [
+    "DeepSpeedInferenceConfig",
+    "InferenceEngine",
+    "default_inference_config",
+    "init_inference",
+]
 
 __getattr__, __dir__ = names_on_first_use(
     __name__,

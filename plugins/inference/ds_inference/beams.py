@@ -1,6 +1,7 @@
 """Beam search of one prompt, step by step, with the results of transformers' `num_beams`.
 
-All arithmetic is in fp32 tensors, in transformers' order, so scores are equal to the last bit where logits are.
+All arithmetic is in fp32 tensors, in transformers' order, so scores are equal to the last bit where
+logits are.
 """
 
 from __future__ import annotations
@@ -23,17 +24,29 @@ _NEVER = -1e9
 class Beams:
     """The running and the finished beams of one prompt.
 
-    new: the most tokens of an answer. stop_ids: tokens that end a beam. ends: whether a beam with these tokens (prompt
-    included) ends, for other reasons. random: for candidates that are drawn (temperature > 0).
+    new: the most tokens of an answer. stop_ids: tokens that end a beam. ends: whether a beam with
+    these tokens (prompt included) ends, for other reasons. random: for candidates that are drawn
+    (temperature > 0).
     """
 
     def __init__(
-        self, params: SamplingParams, prompt: int, new: int, stop_ids: frozenset[int],
-        ends: Callable[[list[int]], bool] | None, random: Random, device: torch.device | str,
-    ) -> None:  # fmt: skip
+        self,
+        params: SamplingParams,
+        prompt: int,
+        new: int,
+        stop_ids: frozenset[int],
+        ends: Callable[[list[int]], bool] | None,
+        random: Random,
+        device: torch.device | str,
+    ) -> None:
         count = params.num_beams
-        self._params, self._prompt, self._new, self._stop_ids, self._ends = params, prompt, new, stop_ids, ends
-        self._random, self._kept = random, max(2, 1 + len(stop_ids)) * count
+        self._params = params
+        self._prompt = prompt
+        self._new = new
+        self._stop_ids = stop_ids
+        self._ends = ends
+        self._random = random
+        self._kept = max(2, 1 + len(stop_ids)) * count
         # Only the first beam counts at first: all begin with the same prompt.
         self._running = torch.full((count,), _NEVER, device=device)
         self._running[0] = 0
@@ -41,7 +54,8 @@ class Beams:
         self._scores = torch.full((count,), _NEVER, device=device)
         self._over = torch.zeros(count, dtype=torch.bool, device=device)
         self._answers: list[tuple[list[int], tuple[int, ...]]] = [([], ())] * count
-        self._open, self._steps = True, 0
+        self._open = True
+        self._steps = 0
         self._all_scores: list[Tensor] = []
         self._all_logits: list[Tensor] = []
 
@@ -53,7 +67,9 @@ class Beams:
         count = self._params.num_beams
         scores = self._scored(logits.float(), beams)
         width = scores.shape[-1]
-        scores, places = self._candidates((scores.expand(count, -1) + self._running[:, None]).flatten())
+        scores, places = self._candidates(
+            (scores.expand(count, -1) + self._running[:, None]).flatten()
+        )
         found = [(place // width, place % width) for place in places.tolist()]
         self._steps += 1
         hits = [self._hit(beams[min(beam, len(beams) - 1)], token) for beam, token in found]
@@ -61,9 +77,16 @@ class Beams:
         paths = [(*self._paths[beam], beam) for beam, _ in found]
         going = scores + hit.float() * _NEVER
         order = going.topk(count)[1]
-        self._finish(scores, hit, [([*beams[min(b, len(beams) - 1)][self._prompt :], t], path)
-                                   for (b, t), path in zip(found, paths, strict=True)])  # fmt: skip
-        self._running, follow = going[order], order.tolist()
+        self._finish(
+            scores,
+            hit,
+            [
+                ([*beams[min(b, len(beams) - 1)][self._prompt :], t], path)
+                for (b, t), path in zip(found, paths, strict=True)
+            ],
+        )
+        self._running = going[order]
+        follow = order.tolist()
         self._paths = [paths[place] for place in follow]
         self._open = self._open and self._may_improve()
         full = self._params.early_stopping is True and bool(self._over.all())
@@ -75,15 +98,23 @@ class Beams:
         for (tokens, path), score in zip(self._answers, self._scores.tolist(), strict=True):
             stopped = len(tokens) < self._new or tokens[-1] in self._stop_ids
             results.append(
-                Result(tokens, Finish.STOP if stopped else Finish.LENGTH, score=score, beam_indices=path)
-            )  # fmt: skip
-        results[0].scores, results[0].logits = self._all_scores, self._all_logits
+                Result(
+                    tokens,
+                    Finish.STOP if stopped else Finish.LENGTH,
+                    score=score,
+                    beam_indices=path,
+                )
+            )
+        results[0].scores = self._all_scores
+        results[0].logits = self._all_logits
         return results[: self._params.num_return_sequences]
 
     def _scored(self, logits: Tensor, beams: Sequence[list[int]]) -> Tensor:
         """Log-probabilities after processing (of one beam or of all)."""
-        params, scores = self._params, torch.log_softmax(logits, -1)
-        stops, rows = self._stop_ids, []
+        params = self._params
+        scores = torch.log_softmax(logits, -1)
+        stops = self._stop_ids
+        rows = []
         for row, tokens in zip(scores, beams, strict=True):
             row = sampling.processed(row, params, tokens, self._prompt, stops)
             rows.append(sampling.shown(row, params, keep=len(stops) + 1))
@@ -95,11 +126,14 @@ class Beams:
         return scores
 
     def _candidates(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """The best of all continuations, or some that are drawn, without repetition: (scores, places)."""
+        """The best of all continuations, or some that are drawn, without repetition: (scores,
+        places).
+        """
         count = min(self._kept, scores.shape[0])
         if not self._params.temperature:
             return scores.topk(count)
-        weights, places = torch.softmax(scores, -1).double()[None], []
+        weights = torch.softmax(scores, -1).double()[None]
+        places = []
         for _ in range(min(count, int((weights > 0).sum()))):
             point = torch.tensor([self._random.random()], dtype=torch.float64, device=scores.device)
             places.append(sampling.pick(weights, point))
@@ -112,9 +146,14 @@ class Beams:
             return True
         return self._ends is not None and self._ends([*tokens, token])
 
-    def _finish(self, scores: Tensor, hit: Tensor, found: list[tuple[list[int], tuple[int, ...]]]) -> None:
-        """Take what has ended among the first `num_beams` candidates into the answers, if it is better."""
-        params, count = self._params, self._params.num_beams
+    def _finish(
+        self, scores: Tensor, hit: Tensor, found: list[tuple[list[int], tuple[int, ...]]]
+    ) -> None:
+        """Take what has ended among the first `num_beams` candidates into the answers, if it is
+        better.
+        """
+        params = self._params
+        count = self._params.num_beams
         ended = hit & (torch.arange(len(found), device=hit.device) < count)
         scores = scores / self._steps**params.length_penalty
         if (params.early_stopping is True and bool(self._over.all())) or not self._open:
@@ -123,12 +162,17 @@ class Beams:
         merged, order = torch.cat([self._scores, scores]).topk(count)
         self._over = torch.cat([self._over, ended])[order]
         both = [*self._answers, *found]
-        self._scores, self._answers = merged, [both[place] for place in order.tolist()]
+        self._scores = merged
+        self._answers = [both[place] for place in order.tolist()]
 
     def _may_improve(self) -> bool:
         """Whether the best running beam could still become better than the worst answer."""
         params = self._params
-        length = self._new if params.early_stopping == "never" and params.length_penalty > 0 else self._steps
+        length = (
+            self._new
+            if params.early_stopping == "never" and params.length_penalty > 0
+            else self._steps
+        )
         best = self._running[:1] / length**params.length_penalty
         worst = torch.where(self._over, self._scores.min(), _NEVER)
         return bool((best > worst).any())

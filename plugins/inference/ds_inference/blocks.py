@@ -15,7 +15,10 @@ def blocks_for(tokens: int) -> int:
 
 
 class Blocks:
-    """A pool of `total` blocks. A block is free when nobody holds it; the one freed last is given out first."""
+    """A pool of `total` blocks.
+
+    A block is free when nobody holds it; the one freed last is given out first.
+    """
 
     def __init__(self, total: int) -> None:
         self.total = total

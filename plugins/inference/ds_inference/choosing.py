@@ -23,7 +23,10 @@ class Choice:
     """
 
     def __init__(
-        self, sequences: SequenceOf[Sequence], rows: SequenceOf[int] | None, device: torch.device | str
+        self,
+        sequences: SequenceOf[Sequence],
+        rows: SequenceOf[int] | None,
+        device: torch.device | str,
     ) -> None:
         self.sequences = list(sequences)
         params = [sequence.group.params for sequence in sequences]
@@ -37,20 +40,29 @@ class Choice:
             places = [i for i, p in enumerate(params) if p.temperature and _plain(p) is plain]
             if places:
                 filters = sampling.Filters.of([params[i] for i in places], device)
-                self._drawn.append((places, torch.tensor(places, dtype=torch.int64, device=device), filters))
+                self._drawn.append(
+                    (places, torch.tensor(places, dtype=torch.int64, device=device), filters)
+                )
 
     def __call__(self, logits: Tensor) -> tuple[list[int], Tensor, dict[int, Exception]]:
-        """The tokens, as a list and on their device, and the errors of sequences that could not choose, by place."""
+        """The tokens, as a list and on their device, and the errors of sequences that could not
+        choose, by place.
+        """
         errors: dict[int, Exception] = {}
         raw = logits if self._rows is None else logits[self._rows]
-        scores = raw.float()  # also where nothing is changed: argmax of bf16 takes several times as long
+        # also where nothing is changed: argmax of bf16 takes several times as long
+        scores = raw.float()
         if self._processed:
             scores = scores.clone() if scores is raw else scores
             self._process(scores, errors)
         ids = scores.argmax(-1)
         for i, value in enumerate(scores.gather(1, ids[:, None])[:, 0].tolist()):
             if not math.isfinite(value):
-                what = "there is no token that may be chosen" if value == -math.inf else f"the highest is {value}"
+                what = (
+                    "there is no token that may be chosen"
+                    if value == -math.inf
+                    else f"the highest is {value}"
+                )
                 errors.setdefault(i, UsageError(f"scores of the next token: {what}"))
         for places, index, filters in self._drawn:
             mine = scores if len(places) == len(self.sequences) else scores[index]
@@ -66,16 +78,23 @@ class Choice:
 
     def _process(self, scores: Tensor, errors: dict[int, Exception]) -> None:
         for i in self._processed:
-            group, tokens = self.sequences[i].group, self.sequences[i].tokens
+            group = self.sequences[i].group
+            tokens = self.sequences[i].tokens
             try:
-                scores[i] = sampling.processed(scores[i], group.params, tokens, group.prompt, group.stop_ids)
-            except Exception as error:  # a processor is the caller's code: its request fails, no other
+                scores[i] = sampling.processed(
+                    scores[i], group.params, tokens, group.prompt, group.stop_ids
+                )
+            # a processor is the caller's code: its request fails, no other
+            except Exception as error:
                 errors[i] = error
 
-    def _record(self, raw: Tensor, scores: Tensor, tokens: list[int], errors: dict[int, Exception]) -> None:
+    def _record(
+        self, raw: Tensor, scores: Tensor, tokens: list[int], errors: dict[int, Exception]
+    ) -> None:
         """Log-probabilities, scores and logits, for those that want them."""
         for i in self._logged:
-            result, most = self.sequences[i].result, self.sequences[i].group.params.logprobs
+            result = self.sequences[i].result
+            most = self.sequences[i].group.params.logprobs
             if result is not None and most is not None and i not in errors:
                 chance, top = sampling.log_probability(raw[i], tokens[i], most)
                 result.logprobs.append(chance)
@@ -86,7 +105,9 @@ class Choice:
             if sequence.group.params.keep_logits:
                 sequence.result.logits.append(raw[i].float().clone())
             if sequence.group.params.keep_scores:
-                sequence.result.scores.append(sampling.shown(scores[i].float(), sequence.group.params))
+                sequence.result.scores.append(
+                    sampling.shown(scores[i].float(), sequence.group.params)
+                )
 
 
 def _changes(params: SamplingParams) -> bool:

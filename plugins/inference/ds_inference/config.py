@@ -1,7 +1,7 @@
 """The config of `init_inference`, with every documented key (torch-free).
 
-Old keys are moved to where they are now, with one note in the log. Objects (process groups, an mpu, classes of layers)
-may stand in these models, though not in a file.
+Old keys are moved to where they are now, with one note in the log. Objects (process groups, an mpu,
+classes of layers) may stand in these models, though not in a file.
 """
 
 from __future__ import annotations
@@ -75,10 +75,14 @@ class DeepSpeedTPConfig(Section):
     enabled: bool = option(True, "Divide layers over ranks.")
     tp_size: int = option(1, "Ranks that divide each layer.", ge=1)
     tp_grain_size: int = option(
-        64, "Lengths are cut at multiples of this, where heads do not say where. Default: less in small models.",
+        64,
+        "Lengths are cut at multiples of this, where heads do not say where. Default: less in "
+        "small models.",
         ge=1,
-    )  # fmt: skip
-    mpu: Any = option(None, "An object with get_model_parallel_group and its kin, whose groups are used.")
+    )
+    mpu: Any = option(
+        None, "An object with get_model_parallel_group and its kin, whose groups are used."
+    )
     tp_group: Any = option(None, "A process group whose ranks divide the layers.")
 
 
@@ -88,14 +92,24 @@ class DeepSpeedMoEConfig(Section):
     enabled: bool = option(True, "Divide experts over ranks.")
     ep_size: int = option(1, "Ranks that divide the experts of a layer.", ge=1)
     moe_experts: list[int] = option(
-        [1], "Experts of each layer.", alias="num_experts", without_effect="the layers say how many they have"
+        [1],
+        "Experts of each layer.",
+        alias="num_experts",
+        without_effect="the layers say how many they have",
     )
     type: MoETypeEnum = option(
-        MoETypeEnum.standard, "standard or residual.", without_effect="the layers are what the model is made of"
+        MoETypeEnum.standard,
+        "standard or residual.",
+        without_effect="the layers are what the model is made of",
     )
-    ep_mp_group: Any = option(None, "A process group.", without_effect="groups come from the mesh of ranks")
+    ep_mp_group: Any = option(
+        None, "A process group.", without_effect="groups come from the mesh of ranks"
+    )
     ep_group: Any = option(
-        None, "A process group.", alias="expert_group", without_effect="groups come from the mesh of ranks"
+        None,
+        "A process group.",
+        alias="expert_group",
+        without_effect="groups come from the mesh of ranks",
     )
 
     @field_validator("moe_experts", mode="before")
@@ -116,7 +130,10 @@ class BaseQuantConfig(Section):
     num_bits: Literal[8, 4] = option(8, "Bits of a number: 8 or 4.")
     q_type: QuantTypeEnum = option(QuantTypeEnum.sym, "symmetric or asymmetric.")
     q_groups: int = option(
-        1, "Groups of a matrix.", ge=1, without_effect="group_size weights of a row have a scale in common"
+        1,
+        "Groups of a matrix.",
+        ge=1,
+        without_effect="group_size weights of a row have a scale in common",
     )
 
     @field_validator("q_type", mode="before")
@@ -129,11 +146,17 @@ class LayerQuantization(Section):
     """How the weights of some layers are quantised."""
 
     num_bits: Literal[8, 4] = option(8, "Bits of a number: 8 or 4.")
-    group_size: int | None = option(None, "Weights of a row with a scale in common; null: 32.", ge=2, multiple_of=2)
-    group_dim: Literal[0, 1] = option(
-        1, "The dimension along which a group lies.", without_effect="a group is always a part of a row"
+    group_size: int | None = option(
+        None, "Weights of a row with a scale in common; null: 32.", ge=2, multiple_of=2
     )
-    symmetric: bool | None = option(None, "Numbers lie around zero; null: in 8 bits they do, in 4 not.")
+    group_dim: Literal[0, 1] = option(
+        1,
+        "The dimension along which a group lies.",
+        without_effect="a group is always a part of a row",
+    )
+    symmetric: bool | None = option(
+        None, "Numbers lie around zero; null: in 8 bits they do, in 4 not."
+    )
 
     @property
     def group(self) -> int:
@@ -144,19 +167,29 @@ class LayerQuantization(Section):
 class WeightQuantConfig(BaseQuantConfig):
     """Weights of linear layers."""
 
-    group_size: int | None = option(None, "Weights of a row with a scale in common; null: 32.", ge=2, multiple_of=2)
-    quantized_initialization: LayerQuantization | dict[str, Any] = option({}, "All layers, whatever dtype says.")
+    group_size: int | None = option(
+        None, "Weights of a row with a scale in common; null: 32.", ge=2, multiple_of=2
+    )
+    quantized_initialization: LayerQuantization | dict[str, Any] = option(
+        {}, "All layers, whatever dtype says."
+    )
     post_init_quant: dict[str, LayerQuantization] = option(
-        {}, "Part of a layer's name, or the name with wildcards -> how it is quantised, whatever dtype says."
+        {},
+        "Part of a layer's name, or the name with wildcards -> how it is quantised, whatever dtype "
+        "says.",
     )
 
     @field_validator("quantized_initialization")
     @classmethod
     def _opened(cls, value: Any) -> Any:
-        return LayerQuantization.model_validate(value) if value and isinstance(value, dict) else value
+        return (
+            LayerQuantization.model_validate(value) if value and isinstance(value, dict) else value
+        )
 
     def layers(self, bits: int) -> Mapping[str, LayerQuantization]:
-        """Name of layers, the first that fits counts -> how they are quantised. bits: that dtype asks for."""
+        """Name of layers, the first that fits counts -> how they are quantised. bits: that dtype
+        asks for.
+        """
         found = dict(self.post_init_quant) if self.enabled else {}
         if self.enabled and isinstance(self.quantized_initialization, LayerQuantization):
             found["*"] = self.quantized_initialization
@@ -164,19 +197,23 @@ class WeightQuantConfig(BaseQuantConfig):
             given = "q_type" in self.model_fields_set
             symmetric = self.q_type is QuantTypeEnum.sym if given else None
             num_bits: Any = bits
-            found["*"] = LayerQuantization(num_bits=num_bits, group_size=self.group_size, symmetric=symmetric)
+            found["*"] = LayerQuantization(
+                num_bits=num_bits, group_size=self.group_size, symmetric=symmetric
+            )
         return found
 
 
 class WeightQuantization(WeightQuantConfig):
-    """The section ``weight_quantization``: linear layers are quantised when a run begins, for inference.
+    """The section ``weight_quantization``: linear layers are quantised when a run begins, for
+    inference.
 
     All in `num_bits`, unless quantized_initialization or post_init_quant say which.
     """
 
 
 class ActivationQuantConfig(BaseQuantConfig):
-    """Activations, which are not quantised ahead; kernels round them in products as they see fit."""
+    """Activations, which are not quantised ahead; kernels round them in products as they see
+    fit."""
 
     def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
         """What is given has no effect."""
@@ -211,22 +248,36 @@ class DeepSpeedInferenceConfig(Section):
     """The config of `init_inference`."""
 
     replace_with_kernel_inject: bool = option(
-        False, "Known families run as programs of compiled kernels; else the module itself runs.", alias="kernel_inject"
+        False,
+        "Known families run as programs of compiled kernels; else the module itself runs.",
+        alias="kernel_inject",
     )
     dtype: Literal["fp32", "fp16", "bf16", "int8", "int4"] = option(
         "fp16", "The weights' dtype; int8 and int4: of linear layers, the rest in bf16."
     )
-    tensor_parallel: DeepSpeedTPConfig = option(DeepSpeedTPConfig(), "Layers divided over ranks.", alias="tp")
-    enable_cuda_graph: bool = option(False, "Record a graph per shape at the first call, replay it later.")
+    tensor_parallel: DeepSpeedTPConfig = option(
+        DeepSpeedTPConfig(), "Layers divided over ranks.", alias="tp"
+    )
+    enable_cuda_graph: bool = option(
+        False, "Record a graph per shape at the first call, replay it later."
+    )
     use_triton: bool = option(False, "Kernels in Triton; an error where Triton is missing.")
-    triton_autotune: bool = option(False, "Tune them at the first run.", without_effect="no kernel is in Triton")
-    zero: dict[str, Any] = option({}, "Keys of zero_optimization: stage 3 keeps weights on the host or NVMe.")
+    triton_autotune: bool = option(
+        False, "Tune them at the first run.", without_effect="no kernel is in Triton"
+    )
+    zero: dict[str, Any] = option(
+        {}, "Keys of zero_optimization: stage 3 keeps weights on the host or NVMe."
+    )
     triangular_masking: bool = option(
         True, "A token sees no later ones; false: an error in models that say so.", alias="tm"
     )
-    moe: DeepSpeedMoEConfig = option(DeepSpeedMoEConfig(), "Experts divided over ranks; true or false: its enabled.")
+    moe: DeepSpeedMoEConfig = option(
+        DeepSpeedMoEConfig(), "Experts divided over ranks; true or false: its enabled."
+    )
     keep_module_on_host: bool = option(
-        False, "Load on the host first.", without_effect="only this rank's parts ever go to the device"
+        False,
+        "Load on the host first.",
+        without_effect="only this rank's parts ever go to the device",
     )
     quant: QuantizationConfig = option(
         QuantizationConfig(), "Quantisation. A number, or the second of a pair, is weight.q_groups."
@@ -235,36 +286,55 @@ class DeepSpeedInferenceConfig(Section):
         None, "Weights to load: a folder, a file, or a JSON file (or dict) that lists files."
     )
     base_dir: str = option("", "The root of relative file names.")
-    set_empty_params: bool = option(False, "The model was made without values (device meta); checkpoint has them.")
+    set_empty_params: bool = option(
+        False, "The model was made without values (device meta); checkpoint has them."
+    )
     save_mp_checkpoint_path: str | None = option(None, "Save each rank's part in this folder.")
     checkpoint_config: InferenceCheckpointConfig = option(
         InferenceCheckpointConfig(), "Where weights are read and written.", alias="ckpt_config"
     )
     return_tuple: bool = option(
-        True, "Layers return tuples.", without_effect="layers and models return what transformers' do"
+        True,
+        "Layers return tuples.",
+        without_effect="layers and models return what transformers' do",
     )
     training_mp_size: int = option(
-        1, "Parts in which the checkpoint was saved.", ge=1, without_effect="a checkpoint says so itself"
+        1,
+        "Parts in which the checkpoint was saved.",
+        ge=1,
+        without_effect="a checkpoint says so itself",
     )
-    replace_method: str = option("auto", "Deprecated.", without_effect="layers are found by their family")
+    replace_method: str = option(
+        "auto", "Deprecated.", without_effect="layers are found by their family"
+    )
     injection_policy: dict[Any, Any] | None = option(
         None,
         "Class of a layer -> names of the linears in it whose outputs are summed over ranks.",
         alias="injection_dict",
     )
-    injection_policy_tuple: tuple[str, ...] | None = option(None, "Names of such linears in any layer.")
+    injection_policy_tuple: tuple[str, ...] | None = option(
+        None, "Names of such linears in any layer."
+    )
     config: dict[str, Any] | None = option(None, "More keys, as if they stood here.", alias="args")
-    max_out_tokens: int = option(1024, "Most tokens of a prompt and its answer.", alias="max_tokens", ge=1)
+    max_out_tokens: int = option(
+        1024, "Most tokens of a prompt and its answer.", alias="max_tokens", ge=1
+    )
     min_out_tokens: int = option(
         1, "It is an error when there is room for fewer than so many.", alias="min_tokens", ge=1
     )
-    transposed_mode: bool = option(False, "Weights lie transposed.", without_effect="kernels read both orders")
+    transposed_mode: bool = option(
+        False, "Weights lie transposed.", without_effect="kernels read both orders"
+    )
     cache_tokens: int | None = option(
-        None, "Tokens that the KV cache holds, of all sequences together; null: 16 times max_out_tokens.", ge=1
+        None,
+        "Tokens that the KV cache holds, of all sequences together; null: 16 times max_out_tokens.",
+        ge=1,
     )
     max_rows: int = option(512, "Most tokens of prompts that one step computes.", ge=1)
     max_sequences: int = option(64, "Most sequences that are generated at once.", ge=1)
-    kernels: dict[str, str] = option({}, "Operation -> the provider to use, as the key kernels of a training config.")
+    kernels: dict[str, str] = option(
+        {}, "Operation -> the provider to use, as the key kernels of a training config."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -285,7 +355,9 @@ class DeepSpeedInferenceConfig(Section):
                 continue  # an error that the section tells
             if key in inner and inner[key] is not value and inner[key] != value:
                 raise PydanticCustomError(
-                    "ds_clash", "{old} is {kind} of {new}, and both are set", Clash(old, f"{name}.{key}")._asdict()
+                    "ds_clash",
+                    "{old} is {kind} of {new}, and both are set",
+                    Clash(old, f"{name}.{key}")._asdict(),
                 )
             moved[name] = {**inner, key: value}
         return moved
@@ -306,7 +378,8 @@ class DeepSpeedInferenceConfig(Section):
     @classmethod
     def _groups(cls, value: Any) -> Any:
         if isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], bool):
-            value = value[1]  # the first asks for more groups in feed-forward layers, and there are no such groups
+            # the first asks for more groups in feed-forward layers, and there are no such groups
+            value = value[1]
         if isinstance(value, int) and not isinstance(value, bool):
             return {"weight": {"q_groups": value}}
         return value
@@ -324,21 +397,36 @@ class DeepSpeedInferenceConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.min_out_tokens > self.max_out_tokens:
-            raise ValueError(f"min_out_tokens {self.min_out_tokens} is more than max_out_tokens {self.max_out_tokens}")
+            raise ValueError(
+                f"min_out_tokens {self.min_out_tokens} is more than max_out_tokens "
+                f"{self.max_out_tokens}"
+            )
         if self.set_empty_params and self.weights is None:
             raise ValueError("set_empty_params makes no values; name the weights with checkpoint")
         for key in ("base_dir", "save_mp_checkpoint_path"):
-            here, inner = getattr(self, key), getattr(self.checkpoint_config, key)
+            here = getattr(self, key)
+            inner = getattr(self.checkpoint_config, key)
             if here and inner and here != inner:
-                raise ValueError(f"{key} is {here!r}, and checkpoint_config.{key} {inner!r}; give one of them")
-        if self.checkpoint is not None and self.checkpoint_config.checkpoint_dir not in (None, self.checkpoint):
-            raise ValueError("checkpoint and checkpoint_config.checkpoint_dir differ; give one of them")
+                raise ValueError(
+                    f"{key} is {here!r}, and checkpoint_config.{key} {inner!r}; give one of them"
+                )
+        if self.checkpoint is not None and self.checkpoint_config.checkpoint_dir not in (
+            None,
+            self.checkpoint,
+        ):
+            raise ValueError(
+                "checkpoint and checkpoint_config.checkpoint_dir differ; give one of them"
+            )
         return self
 
     @property
     def weights(self) -> str | dict[str, Any] | None:
         """What is loaded."""
-        return self.checkpoint if self.checkpoint is not None else self.checkpoint_config.checkpoint_dir
+        return (
+            self.checkpoint
+            if self.checkpoint is not None
+            else self.checkpoint_config.checkpoint_dir
+        )
 
     @property
     def root(self) -> str:
@@ -381,11 +469,19 @@ class DeepSpeedInferenceConfig(Section):
                 if old in source:
                     yield old, f"is deprecated and was read as '{section}.{key}'; rename it"
         if not isinstance(given.get("quant", {}), (Mapping, Section)):
-            yield "quant", "has no effect as groups of a matrix: group_size weights of a row have a scale in common"
+            yield (
+                "quant",
+                "has no effect as groups of a matrix: group_size weights of a row have a scale in "
+                "common",
+            )
         weights = self.quant.weight.layers(self.bits) if self.quant.enabled else {}
         if self.dtype in ("int8", "int4") and not weights:
             off = "quant.weight.enabled" if self.quant.enabled else "quant.enabled"
-            yield "dtype", f"{self.dtype} quantises nothing, because {off} is false; weights are {self.floats}"
+            yield (
+                "dtype",
+                f"{self.dtype} quantises nothing, because {off} is false; weights are "
+                f"{self.floats}",
+            )
         elif "quant" in given and not weights:
             yield "quant", f"has no effect: dtype is {self.dtype}; quantise with int8 or int4"
 

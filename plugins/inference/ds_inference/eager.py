@@ -1,12 +1,15 @@
-"""A module as a `Runnable`: it runs itself, for families without a lowering and for weights that are away (ZeRO).
+"""A module as a `Runnable`: it runs itself, for families without a lowering and for weights that
+are away (ZeRO).
 
-So one scheduler serves all. What is kept of a sequence lies in the same paged cache as that of programs, so blocks are
-shared and copied alike. A model of transformers is given a cache object that reads and writes it. A module that keeps
-no cache is given the whole sequence each time, and the paged cache holds the tokens.
+So one scheduler serves all. What is kept of a sequence lies in the same paged cache as that of
+programs, so blocks are shared and copied alike. A model of transformers is given a cache object
+that reads and writes it. A module that keeps no cache is given the whole sequence each time, and
+the paged cache holds the tokens.
 
-[Note: one forward] All sequences of a step go through one forward, padded on the left, where each forward costs a pass
-over weights that are away, or where ranks gather them together and so must run equally often (`together`). Otherwise
-those with equally many rows do, since padding a decoded token to the length of a prompt would cost more.
+[Note: one forward] All sequences of a step go through one forward, padded on the left, where each
+forward costs a pass over weights that are away, or where ranks gather them together and so must run
+equally often (`together`). Otherwise those with equally many rows do, since padding a decoded token
+to the length of a prompt would cost more.
 """
 
 from __future__ import annotations
@@ -30,16 +33,19 @@ __all__ = ["Eager"]
 
 
 class Eager:
-    """Runs `module`, which is called with tokens [b, t] and gives logits [b, t, vocab] (or an object that has them).
+    """Runs `module`, which is called with tokens [b, t] and gives logits [b, t, vocab] (or an
+    object that has them).
 
-    together: see [Note: one forward]. group: the process group of ranks that must run equally often, since their
-    weights are gathered for each forward; each step then tells the others that it runs, and `drain` is called when this
-    rank has no more to do. program: has no instructions, but the shapes of the cache that is needed. max_positions,
+    together: see [Note: one forward]. group: the process group of ranks that must run equally
+        often, since their weights are gathered for each forward; each step then tells the others
+        that it runs, and `drain` is called when this rank has no more to do. program: has no
+        instructions, but the shapes of the cache that is needed. max_positions,
     vocab: of its config; None: unknown. eos: the tokens that end a text.
     """
 
     def __init__(self, module: nn.Module, *, together: bool = False, group: Any = None) -> None:
-        self.module, self._group = module, group
+        self.module = module
+        self._group = group
         self._together = together or group is not None
         self._device = _device(module)
         self._takes = _parameters(module)
@@ -59,23 +65,31 @@ class Eager:
         """See `ds_inference_kit.program.Runnable`."""
         if self._group is not None:
             _count(self._device, 1, self._group)
-        starts, lengths = step.starts.tolist(), step.lengths.tolist()
+        starts = step.starts.tolist()
+        lengths = step.lengths.tolist()
         counts = [b - a for a, b in itertools.pairwise(starts)]
         blocks = step.blocks if cache is not None else None
         found: list[Tensor | None] = [None] * len(lengths)
         last = _last_only(step, starts)
         for batch in self._batches(counts):
             part = _Part(
-                step.tokens, [starts[i] for i in batch], [counts[i] for i in batch], [lengths[i] for i in batch],
-                None if blocks is None else blocks[batch], cache,
-            )  # fmt: skip
+                step.tokens,
+                [starts[i] for i in batch],
+                [counts[i] for i in batch],
+                [lengths[i] for i in batch],
+                None if blocks is None else blocks[batch],
+                cache,
+            )
             for i, rows in zip(batch, self._run(part, last), strict=True):
                 found[i] = rows
         out = torch.cat([rows for rows in found if rows is not None])
         return out if step.wanted is None or last else out[step.wanted]
 
     def drain(self) -> None:
-        """This rank has no more steps: run along until no rank has. Collective where there is a `group`."""
+        """This rank has no more steps: run along until no rank has.
+
+        Collective where there is a `group`.
+        """
         if self._group is None:
             return
         while _count(self._device, 0, self._group):
@@ -109,20 +123,28 @@ class Eager:
 
     def _alone(self, tokens: Tensor) -> Tensor:
         """The logits of whole sequences."""
-        return _logits(self.module(tokens, **({"use_cache": False} if "use_cache" in self._takes else {})))
+        return _logits(
+            self.module(tokens, **({"use_cache": False} if "use_cache" in self._takes else {}))
+        )
 
     @torch.no_grad()
     def _probe(self) -> Program:
-        """Run one token, to see what the cache of each layer looks like. Collective where weights are gathered."""
+        """Run one token, to see what the cache of each layer looks like.
+
+        Collective where weights are gathered.
+        """
         tokens = torch.zeros(1, 1, dtype=torch.long, device=self._device)
         if self._cached:
             out = self.module(tokens, use_cache=True)
             layers = getattr(getattr(out, "past_key_values", None), "layers", None) or ()
-            shapes = {(tuple(k.shape), k.dtype) for each in layers if (k := _keys(each)) is not None}
+            shapes = {
+                (tuple(k.shape), k.dtype) for each in layers if (k := _keys(each)) is not None
+            }
             if len(shapes) == 1 and all(_keys(each) is not None for each in layers):
                 (_, heads, _, width), dtype = shapes.pop()
                 return Program((), (), 0, dtype, len(layers), heads, width)
-            self._cached = False  # other states than keys and values of one shape: whole sequences go through it
+            # other states than keys and values of one shape: whole sequences go through it
+            self._cached = False
         else:
             self._alone(tokens)
         return Program((), (), 0, torch.float32, 1, 1, 1)
@@ -130,7 +152,9 @@ class Eager:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The sequences of one forward: where their rows begin in `rows`, how many there are, and tokens in all."""
+    """The sequences of one forward: where their rows begin in `rows`, how many there are, and
+    tokens in all.
+    """
 
     rows: Tensor
     starts: Sequence[int]
@@ -140,8 +164,12 @@ class _Part:
     cache: KVCache | None
 
     def padded(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens and positions [b, most rows], and the mask [b, most tokens], all padded on the left."""
-        device, most, longest = self.rows.device, max(self.counts), max(self.lengths)
+        """Tokens and positions [b, most rows], and the mask [b, most tokens], all padded on the
+        left.
+        """
+        device = self.rows.device
+        most = max(self.counts)
+        longest = max(self.lengths)
         tokens = torch.zeros(len(self.counts), most, dtype=torch.long, device=device)
         for i, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):
             tokens[i, most - count :] = self.rows[start : start + count]
@@ -151,18 +179,27 @@ class _Part:
         return tokens, positions, mask
 
     def whole(self) -> Tensor:
-        """All tokens of each sequence [b, most tokens], padded on the right; what is new is noted in the cache."""
-        out = torch.zeros(len(self.counts), max(self.lengths), dtype=torch.long, device=self.rows.device)
+        """All tokens of each sequence [b, most tokens], padded on the right; what is new is noted
+        in the cache.
+        """
+        out = torch.zeros(
+            len(self.counts), max(self.lengths), dtype=torch.long, device=self.rows.device
+        )
         rows = zip(self.starts, self.counts, self.lengths, strict=True)
         for i, (start, count, length) in enumerate(rows):
             new = self.rows[start : start + count]
             if self.cache is not None:
                 at = torch.arange(length, device=new.device)
-                block, arena = self.blocks_of(i)[at // BLOCK], self.cache.keys[0]
-                arena[block[length - count :], 0, at[length - count :] % BLOCK, 0] = new.to(arena.dtype)
+                block = self.blocks_of(i)[at // BLOCK]
+                arena = self.cache.keys[0]
+                arena[block[length - count :], 0, at[length - count :] % BLOCK, 0] = new.to(
+                    arena.dtype
+                )
                 out[i, :length] = arena[block, 0, at % BLOCK, 0].long()
             elif count != length:
-                raise UsageError("a step that goes on with a sequence needs the cache of the steps before")
+                raise UsageError(
+                    "a step that goes on with a sequence needs the cache of the steps before"
+                )
             else:
                 out[i, :length] = new
         return out
@@ -174,23 +211,35 @@ class _Part:
 
 
 class _Pages:
-    """Reads and writes the paged cache for one forward, in the layout of a batch that is padded on the left."""
+    """Reads and writes the paged cache for one forward, in the layout of a batch that is padded on
+    the left.
+    """
 
     def __init__(self, part: _Part) -> None:
         assert part.blocks is not None and part.cache is not None
-        device, longest, most = part.rows.device, max(part.lengths), max(part.counts)
-        self.past, self.cache = longest - most, part.cache
-        lengths, counts = (torch.tensor(x, device=device)[:, None] for x in (part.lengths, part.counts))
-        at = (torch.arange(longest, device=device) - longest + lengths).clamp_(min=0)  # padding reads the first token
-        self._block, self._place = part.blocks.long().gather(1, at // BLOCK), at % BLOCK
+        device = part.rows.device
+        longest = max(part.lengths)
+        most = max(part.counts)
+        self.past = longest - most
+        self.cache = part.cache
+        lengths, counts = (
+            torch.tensor(x, device=device)[:, None] for x in (part.lengths, part.counts)
+        )
+        # padding reads the first token
+        at = (torch.arange(longest, device=device) - longest + lengths).clamp_(min=0)
+        self._block = part.blocks.long().gather(1, at // BLOCK)
+        self._place = at % BLOCK
         row = torch.arange(most, device=device)
         self._new = (row >= most - counts).nonzero(as_tuple=True)
         self._fresh = all(c == longest for c in part.counts)
 
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write what the rows of this forward have, and return that of whole sequences. [b, heads, t, width]."""
+        """Write what the rows of this forward have, and return that of whole sequences. [b, heads,
+        t, width].
+        """
         sequence, row = self._new
-        block, place = self._block[sequence, self.past + row], self._place[sequence, self.past + row]
+        block = self._block[sequence, self.past + row]
+        place = self._place[sequence, self.past + row]
         found = []
         for arena, new in ((self.cache.keys[layer], keys), (self.cache.values[layer], values)):
             arena[block, :, place] = new[sequence, :, row].to(arena.dtype)
@@ -212,7 +261,12 @@ def _cache_class() -> type:
             self._pages = pages
 
         def update(
-            self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+            self,
+            key_states: Tensor,
+            value_states: Tensor,
+            layer_idx: int,
+            *args: Any,
+            **kwargs: Any,
         ) -> tuple[Tensor, Tensor]:
             return self._pages.update(layer_idx, key_states, value_states)
 
@@ -220,16 +274,24 @@ def _cache_class() -> type:
             return self._pages.past
 
         def get_mask_sizes(self, query_length: Any, layer_idx: int) -> tuple[int, int]:
-            rows = query_length if isinstance(query_length, int) else query_length.shape[0]  # positions, before 5
+            # positions, before 5
+            rows = query_length if isinstance(query_length, int) else query_length.shape[0]
             return self._pages.past + rows, 0
 
     return PagedCache
 
 
 def _keys(layer: Any) -> Tensor | None:
-    """The keys that a layer of transformers' cache keeps, where it keeps keys and values of one shape and no more."""
-    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-    if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or hasattr(layer, "conv_states"):
+    """The keys that a layer of transformers' cache keeps, where it keeps keys and values of one
+    shape and no more.
+    """
+    keys = getattr(layer, "keys", None)
+    values = getattr(layer, "values", None)
+    if (
+        not isinstance(keys, Tensor)
+        or not isinstance(values, Tensor)
+        or hasattr(layer, "conv_states")
+    ):
         return None
     return keys if keys.shape == values.shape and keys.dim() == 4 else None
 
@@ -245,7 +307,10 @@ def _logits(out: Any) -> Tensor:
     if found is None and isinstance(out, (tuple, list)) and out:
         found = out[0]
     if not isinstance(found, Tensor) or found.dim() != 3:
-        raise UsageError("to generate, a model must return logits [batch, length, vocabulary] when it is given tokens")
+        raise UsageError(
+            "to generate, a model must return logits [batch, length, vocabulary] when it is given "
+            "tokens"
+        )
     return found
 
 

@@ -1,8 +1,9 @@
 """`InferenceEngine`: a model that answers, on one device or divided over ranks.
 
-[Note: program or module] With kernel injection a model of a known family is lowered to a program, which forward and
-generate run; the module stays whole beside it, with the same weights, and serves what a program cannot (asked for
-attentions, masks of four dimensions). Without injection the module does everything.
+[Note: program or module] With kernel injection a model of a known family is lowered to a program,
+which forward and generate run; the module stays whole beside it, with the same weights, and serves
+what a program cannot (asked for attentions, masks of four dimensions). Without injection the module
+does everything.
 """
 
 from __future__ import annotations
@@ -41,18 +42,24 @@ log = logging.getLogger("ds_inference")
 class InferenceEngine(nn.Module):
     """Answers with a model as a config says; attributes that it lacks are the module's.
 
-    module: the model, cut to this rank's part. ctx: the run. Collective where several ranks divide the model: all of
-    them make the engine, and call it with the same inputs.
+    module: the model, cut to this rank's part. ctx: the run. Collective where several ranks divide
+    the model: all of them make the engine, and call it with the same inputs.
     """
 
     def __init__(self, model: nn.Module, config: DeepSpeedInferenceConfig | None = None) -> None:
         super().__init__()
         config = config if config is not None else DeepSpeedInferenceConfig()
         if not isinstance(model, nn.Module):
-            raise UsageError(f"init_inference needs a model, a torch.nn.Module, not {type(model).__name__}")
+            raise UsageError(
+                f"init_inference needs a model, a torch.nn.Module, not {type(model).__name__}"
+            )
         made = prepare(model, config)
-        self._config, self._made, self.ctx, self.module = config, made, made.ctx, made.module
-        self.device, self.dtype = made.device, getattr(torch, config.floats)
+        self._config = config
+        self._made = made
+        self.ctx = made.ctx
+        self.module = made.module
+        self.device = made.device
+        self.dtype = getattr(torch, config.floats)
         self._generator: Generator | None = None
         self._eager: Eager | None = None
         self._watch = Stopwatch(self.device)
@@ -70,24 +77,29 @@ class InferenceEngine(nn.Module):
             module: Any = super().__getattr__("module")
             return getattr(module, name)
 
-    # -- answering ---------------------------------------------------------------------------------------------------
+    # -- answering ---------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What the model says of the inputs, which are those of the module."""
-        lowered, runnable = self._made.lowered, self._made.runnable
+        lowered = self._made.lowered
+        runnable = self._made.runnable
         with torch.no_grad(), self._watch.call():
             if lowered is None or runnable is None:
                 return (self._made.graphs or self.module)(*inputs, **kwargs)
             given = _by_name(self._signature, inputs, kwargs)
             if (why := run.refusal(lowered, given)) is not None:
-                log_once(log, logging.INFO, f"the module itself answers a call: {why}".replace("%", "%%"))
+                log_once(
+                    log, logging.INFO, f"the module itself answers a call: {why}".replace("%", "%%")
+                )
                 return self.module(**given)
             self._follow()
             served = {name: given[name] for name in run.SERVED if given.get(name) is not None}
             return lowered.finish(run.forward(lowered, runnable, **served), **given)
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
-        """What the module's generate returns; by the program where there is one, or where weights are elsewhere."""
+        """What the module's generate returns; by the program where there is one, or where weights
+        are elsewhere.
+        """
         self._check_length(inputs, kwargs)
         made = self._made
         answer: Any = self.module
@@ -106,14 +118,21 @@ class InferenceEngine(nn.Module):
                     self._eager.drain()
 
     def _check_length(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        given = inputs[0] if inputs else kwargs.get("input_ids", kwargs.get("inputs", kwargs.get("inputs_embeds")))
+        given = (
+            inputs[0]
+            if inputs
+            else kwargs.get("input_ids", kwargs.get("inputs", kwargs.get("inputs_embeds")))
+        )
         most = self._config.max_out_tokens
         configured = getattr(kwargs.get("generation_config"), "max_time", None)
         if self.ctx.mesh.world_size > 1 and (kwargs.get("max_time") or configured):
-            raise UsageError("max_time: ranks would end at different tokens, each by its own clock; leave it out")
+            raise UsageError(
+                "max_time: ranks would end at different tokens, each by its own clock; leave it out"
+            )
         if isinstance(given, Tensor) and given.dim() > 1 and given.shape[1] > most:
             raise UsageError(
-                f"an input of {given.shape[1]} tokens is longer than max_out_tokens {most}; raise it in init_inference"
+                f"an input of {given.shape[1]} tokens is longer than max_out_tokens {most}; raise "
+                "it in init_inference"
             )
 
     @contextlib.contextmanager
@@ -128,9 +147,11 @@ class InferenceEngine(nn.Module):
             yield
 
     def serve(self, requests: Iterable[Request], tokens: bool = False) -> Iterator[Output]:
-        """Answer many requests, which share the steps of the model; outputs as they come. See `Generator.serve`.
+        """Answer many requests, which share the steps of the model; outputs as they come. See
+        `Generator.serve`.
 
-        tokens: every output, else only the one that ends a request. With several ranks all give the same requests.
+        tokens: every output, else only the one that ends a request. With several ranks all give the
+        same requests.
         """
         self._follow()
         try:
@@ -141,22 +162,38 @@ class InferenceEngine(nn.Module):
 
     @property
     def generator(self) -> Generator:
-        """What answers requests, many at a time. Made at first use; UsageError where the model does not generate."""
+        """What answers requests, many at a time.
+
+        Made at first use; UsageError where the model does not generate.
+        """
         if self._generator is None:
             self._generator = self._make_generator()
         return self._generator
 
     def _make_generator(self) -> Generator:
-        made, config = self._made, self._config
-        if made.lowered is not None and made.lowered.kind is Kind.CAUSAL and made.lowered.vocab is not None:
+        made = self._made
+        config = self._config
+        if (
+            made.lowered is not None
+            and made.lowered.kind is Kind.CAUSAL
+            and made.lowered.vocab is not None
+        ):
             assert made.runnable is not None
             runnable: Any = Timed(made.runnable, self._watch)
             told: Any = made.lowered
         else:
             if not callable(getattr(self.module, "generate", None)):
-                raise UsageError(f"{type(self.module).__name__} does not generate: it gives no logits of tokens")
-            group = self.ctx.mesh.group("dp") if made.holder is not None and self.ctx.mesh.size("dp") > 1 else None
-            runnable = told = self._eager = Eager(self.module, together=made.holder is not None, group=group)
+                raise UsageError(
+                    f"{type(self.module).__name__} does not generate: it gives no logits of tokens"
+                )
+            group = (
+                self.ctx.mesh.group("dp")
+                if made.holder is not None and self.ctx.mesh.size("dp") > 1
+                else None
+            )
+            runnable = told = self._eager = Eager(
+                self.module, together=made.holder is not None, group=group
+            )
         return Generator(
             runnable,
             program=told.program,
@@ -173,23 +210,32 @@ class InferenceEngine(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Nothing but `eval` has an effect: an engine answers, without dropout."""
         if mode:
-            text = "train() of an inference engine has no effect; to train and generate in turn, use hybrid_engine"
+            text = (
+                "train() of an inference engine has no effect; to train and generate in turn, "
+                "use "
+                "hybrid_engine"
+            )
             log_once(log, logging.WARNING, text)
         return super().train(False)
 
-    # -- the rest ----------------------------------------------------------------------------------------------------
+    # -- the rest ----------------------------------------------------------------------------------
 
     def compile(
-        self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **kwargs: Any
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
         """Let torch.compile work on the module; arguments go to it."""
         self.module.compile(backend=backend, **dict(compile_kwargs or {}), **kwargs)
         self.is_compiled = True
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
-        """Measure each call of the model from now on; `model_times` has the result. use_cuda_events: on the device.
+        """Measure each call of the model from now on; `model_times` has the result.
+        use_cuda_events: on the device.
 
-        A call is a forward, or a step of a generation: one for each token, and those that read prompts.
+        A call is a forward, or a step of a generation: one for each token, and those that read
+        prompts.
         """
         self._watch.start(self.module, use_cuda_events)
 
@@ -201,9 +247,11 @@ class InferenceEngine(nn.Module):
         return times
 
     def destroy(self) -> None:
-        """Let go of all but the module, which answers by itself from now on. Calling it again does nothing.
+        """Let go of all but the module, which answers by itself from now on. Calling it again does
+        nothing.
 
-        Where `zero` keeps the weights elsewhere, it is left as the training engine's `destroy` leaves a module.
+        Where `zero` keeps the weights elsewhere, it is left as the training engine's `destroy`
+        leaves a module.
         """
         if self._made.holder is not None:
             self._made.holder.destroy()
@@ -220,7 +268,9 @@ def _follower(made: Prepared) -> Callable[[], None]:
     return Follower(made.module, made.lowered, made.runnable)
 
 
-def _by_name(signature: inspect.Signature, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _by_name(
+    signature: inspect.Signature, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """The arguments of a call by their names."""
     bound = dict(signature.bind_partial(*inputs, **kwargs).arguments)
     for name, parameter in signature.parameters.items():

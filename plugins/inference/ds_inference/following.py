@@ -1,8 +1,8 @@
 """Whether the weights of a loaded program are still what it was loaded with.
 
-Providers keep addresses of the module's parameters, and copies of small ones in another dtype. The module is the
-caller's, who may load other values into it or convert it; a program that went on would read memory that is no longer
-the weights'.
+Providers keep addresses of the module's parameters, and copies of small ones in another dtype. The
+module is the caller's, who may load other values into it or convert it; a program that went on
+would read memory that is no longer the weights'.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ __all__ = ["Follower"]
 
 
 class Follower:
-    """Called before `runnable` is: binds it again where weights of `module` moved or have new values.
+    """Called before `runnable` is: binds it again where weights of `module` moved or have new
+    values.
 
     UsageError where they are of another dtype or on another device.
     """
 
     def __init__(self, module: nn.Module, lowered: Lowered, runnable: Runnable) -> None:
         named = dict(module.named_parameters()) | dict(module.named_buffers())
-        self._names, self._held = list(named), list(named.values())
-        self._lowered, self._runnable = lowered, runnable
+        self._names = list(named)
+        self._held = list(named.values())
+        self._lowered = lowered
+        self._runnable = runnable
         self._kinds = [(x.dtype, x.device) for x in self._held]
         self._marks = [_mark(x) for x in self._held]
 
@@ -36,8 +39,12 @@ class Follower:
             return
         for name, x, (dtype, device) in zip(self._names, self._held, self._kinds, strict=True):
             if (x.dtype, x.device) != (dtype, device):
-                was, now = f"{dtype} on {device}", f"{x.dtype} on {x.device}"
-                raise UsageError(f"{name} was {was} when this engine was made, and is {now} now: make a new engine")
+                was = f"{dtype} on {device}"
+                now = f"{x.dtype} on {x.device}"
+                raise UsageError(
+                    f"{name} was {was} when this engine was made, and is {now} now: make a new "
+                    "engine"
+                )
         self._lowered.refresh()
         self._runnable.rebind()
         self._marks = marks

@@ -27,22 +27,36 @@ def _drawn_seed() -> int:
 
 
 class Generator:
-    """Answers requests by running `runnable` step by step, over a paged cache of `cache_tokens` tokens.
+    """Answers requests by running `runnable` step by step, over a paged cache of `cache_tokens`
+    tokens.
 
-    program: says what cache `runnable` needs. max_positions: of a sequence; None: any number. vocab: tokens, where its
-    logits are wider. eos: tokens that end a sequence. max_rows: of one step; longer prompts take several.
-    max_sequences: that decode at the same time. max_waiting: requests in the queue; None: any number. decode: of the
-    tokenizer, for text and stop strings. seeds: draws one for a request without; on several ranks it must return the
-    same on all. cache: instead of a new one. For one thread.
+    program: says what cache `runnable` needs. max_positions: of a sequence; None: any number.
+        vocab: tokens, where its logits are wider. eos: tokens that end a sequence. max_rows: of one
+        step; longer prompts take several.
+    max_sequences: that decode at the same time. max_waiting: requests in the queue; None: any
+        number. decode: of the tokenizer, for text and stop strings. seeds: draws one for a request
+        without; on several ranks it must return the same on all. cache: instead of a new one. For
+        one thread.
     """
 
     def __init__(
-        self, runnable: Runnable, *, program: Program, max_positions: int | None, cache_tokens: int,
-        vocab: int | None = None, eos: Iterable[int] = (), device: torch.device | str = "cpu", max_rows: int = 512,
-        max_sequences: int = 64, max_waiting: int | None = None, decode: Decode | None = None,
-        seeds: Callable[[], int] = _drawn_seed, cache: KVCache | None = None,
+        self,
+        runnable: Runnable,
+        *,
+        program: Program,
+        max_positions: int | None,
+        cache_tokens: int,
+        vocab: int | None = None,
+        eos: Iterable[int] = (),
+        device: torch.device | str = "cpu",
+        max_rows: int = 512,
+        max_sequences: int = 64,
+        max_waiting: int | None = None,
+        decode: Decode | None = None,
+        seeds: Callable[[], int] = _drawn_seed,
+        cache: KVCache | None = None,
         most_key: str = "max_out_tokens of init_inference",
-    ) -> None:  # fmt: skip
+    ) -> None:
         for name, value in (("max_rows", max_rows), ("max_sequences", max_sequences)):
             if value < 1:
                 raise UsageError(f"{name}={value}: must be at least 1")
@@ -54,10 +68,15 @@ class Generator:
             self.cache = KVCache.make(*shape, program.dtype, device) if cache is None else cache
         self.max_positions = blocks * BLOCK + 1 if max_positions is None else max_positions
         self._most_key = most_key
-        self.vocab, self.eos, self.decode = vocab, frozenset(eos), decode
-        self.max_waiting, self.max_sequences = max_waiting, min(max_sequences, max_rows)
+        self.vocab = vocab
+        self.eos = frozenset(eos)
+        self.decode = decode
+        self.max_waiting = max_waiting
+        self.max_sequences = min(max_sequences, max_rows)
         self.prompt_tokens = self.new_tokens = 0
-        self._runnable, self._seeds, self._device = runnable, seeds, device
+        self._runnable = runnable
+        self._seeds = seeds
+        self._device = device
         self._blocks = Blocks(blocks)
         self._scheduler = plans.Scheduler(self._blocks, max_rows, self.max_sequences, device)
         self._groups: dict[Handle, plans.Group] = {}
@@ -105,21 +124,32 @@ class Generator:
     # Requests.
 
     def submit(self, request: Request) -> Handle:
-        """Queue `request`; an error at once if it can never be answered, or if the queue is full."""
+        """Queue `request`; an error at once if it can never be answered, or if the queue is
+        full."""
         if self.full:
-            raise UsageError(f"{self.waiting} requests wait already (max_waiting={self.max_waiting}); try again later")
-        params, prompt = request.params, list(request.prompt)
+            raise UsageError(
+                f"{self.waiting} requests wait already (max_waiting={self.max_waiting}); try again "
+                "later"
+            )
+        params = request.params
+        prompt = list(request.prompt)
         new = self._new_tokens(prompt, params)
-        # What cannot be a tensor is an error here, of this request; in a step it would be one of all that run.
+        # What cannot be a tensor is an error here, of this request; in a step it would be one of
+        # all that run.
         Filters.of([params])
-        handle = Handle(request, [] if params.num_beams > 1 else [Result() for _ in range(params.num_return_sequences)])
+        handle = Handle(
+            request,
+            [] if params.num_beams > 1 else [Result() for _ in range(params.num_return_sequences)],
+        )
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
         seed = self._seeds() if params.seed is None else params.seed
         group = plans.Group(handle, params, len(prompt), new, params.rows, stops, seed)
         group.sequences.append(plans.Sequence(group, prompt))
         if params.num_beams > 1:
             ends = self._beam_ends(params, len(prompt))
-            group.beams = Beams(params, len(prompt), new, stops, ends, _random(seed, 0), self._device)
+            group.beams = Beams(
+                params, len(prompt), new, stops, ends, _random(seed, 0), self._device
+            )
         else:
             self._begin(group.sequences[0])
         self._groups[handle] = group
@@ -128,14 +158,18 @@ class Generator:
         return handle
 
     def cancel(self, handle: Handle) -> None:
-        """End `handle` now, wherever it is, and free its blocks; nothing if it has ended. No `Output` tells of it."""
+        """End `handle` now, wherever it is, and free its blocks; nothing if it has ended.
+
+        No `Output` tells of it.
+        """
         group = self._groups.get(handle)
         if group is not None:
             self._end(group, Finish.CANCELLED)
 
     def step(self) -> list[Output]:
         """Run one step; what it brought. An error of one request ends that request only."""
-        # Whatever the caller's mode: tensors of this step are changed in later ones, which may be in another.
+        # Whatever the caller's mode: tensors of this step are changed in later ones, which may be
+        # in another.
         with torch.inference_mode(False), torch.no_grad():
             self._step()
         outputs, self._ended = self._ended, []
@@ -159,11 +193,19 @@ class Generator:
     # Whole runs.
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None,
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         stream: Callable[[Output], None] | None = None,
-    ) -> list[list[Result]]:  # fmt: skip
-        """The results of each prompt. params: for all, or one each. stream: called with each output as it comes."""
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
+    ) -> list[list[Result]]:
+        """The results of each prompt. params: for all, or one each. stream: called with each output
+        as it comes.
+        """
+        each = (
+            list(params)
+            if isinstance(params, Sequence)
+            else [params or SamplingParams()] * len(prompts)
+        )
         handles: list[Handle] = []
         requests = [Request(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
         for output in self._run(iter(requests), handles.append):
@@ -171,20 +213,27 @@ class Generator:
                 stream(output)
         return [handle.results for handle in handles]
 
-    def stream(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Iterator[Output]:
+    def stream(
+        self, prompt: Sequence[int], params: SamplingParams | None = None
+    ) -> Iterator[Output]:
         """The outputs of one prompt as they come; closing the iterator cancels it."""
         return self._run(iter([Request(prompt, params or SamplingParams())]), lambda _: None)
 
     def serve(self, requests: Iterable[Request], tokens: bool = False) -> Iterator[Output]:
         """Answer `requests`, taken from the iterable as places become free; outputs as they come.
 
-        tokens: every output; otherwise only the one that ends a request. A request that cannot be answered ends with
-        `Finish.ERROR` and its handle's `error`; the others go on. Closing the iterator cancels what is under way.
+        tokens: every output; otherwise only the one that ends a request. A request that cannot be
+        answered ends with `Finish.ERROR` and its handle's `error`; the others go on. Closing the
+        iterator cancels what is under way.
         """
         return (output for output in self._run(iter(requests), None) if tokens or output.done)
 
-    def _run(self, requests: Iterator[Request], opened: Callable[[Handle], None] | None) -> Iterator[Output]:
-        """Outputs of `requests` until all have ended. opened: told of each handle, and errors are raised."""
+    def _run(
+        self, requests: Iterator[Request], opened: Callable[[Handle], None] | None
+    ) -> Iterator[Output]:
+        """Outputs of `requests` until all have ended. opened: told of each handle, and errors are
+        raised.
+        """
         mine: dict[Handle, None] = {}
         more = True
         try:
@@ -194,13 +243,16 @@ class Generator:
                     if request is None:
                         more = False
                         break
-                    handle = self.submit(request) if opened is not None else self._submitted(request)
+                    handle = (
+                        self.submit(request) if opened is not None else self._submitted(request)
+                    )
                     mine[handle] = None
                     if opened is not None:
                         opened(handle)
                 for output in self.step():
                     if output.handle not in mine:
-                        self._ended.append(output)  # whoever submitted it gets it from the next step
+                        # whoever submitted it gets it from the next step
+                        self._ended.append(output)
                         continue
                     if output.handle.error is not None and opened is not None:
                         raise output.handle.error
@@ -224,28 +276,40 @@ class Generator:
 
     def _new_tokens(self, prompt: list[int], params: SamplingParams) -> int:
         """How many tokens may be added to `prompt`; an error if it cannot be answered as asked."""
-        have, rows = len(prompt), params.rows
+        have = len(prompt)
+        rows = params.rows
         if not prompt:
-            raise UsageError("a prompt needs at least one token (models begin with their bos token)")
+            raise UsageError(
+                "a prompt needs at least one token (models begin with their bos token)"
+            )
         if min(prompt) < 0 or (self.vocab is not None and max(prompt) >= self.vocab):
-            raise UsageError(f"tokens of a prompt must be between 0 and {self.vocab} (the vocabulary), not included")
+            raise UsageError(
+                f"tokens of a prompt must be between 0 and {self.vocab} (the vocabulary), not "
+                "included"
+            )
         if rows > self.max_sequences:
-            raise UsageError(f"{rows} beams or sequences for one prompt, but max_sequences={self.max_sequences}")
+            raise UsageError(
+                f"{rows} beams or sequences for one prompt, but max_sequences={self.max_sequences}"
+            )
         if params.stop_strings and self.decode is None:
             raise UsageError("stop_strings need a tokenizer: give one, or use stop_token_ids")
         shared = have // BLOCK
-        each = shared + (self.blocks - shared) // rows  # blocks of one sequence, the prompt's whole ones included
+        # blocks of one sequence, the prompt's whole ones included
+        each = shared + (self.blocks - shared) // rows
         fits = min(self.max_positions - have, each * BLOCK + 1 - have)
         new = fits if params.max_new_tokens is None else params.max_new_tokens
         if have + new > self.max_positions or new < 1:
             raise UsageError(
-                f"a prompt of {have} tokens and max_new_tokens={params.max_new_tokens} are more than "
+                f"a prompt of {have} tokens and max_new_tokens={params.max_new_tokens} are more "
+                "than "
                 f"{self.max_positions} positions (the model's, or {self._most_key}): shorten one"
             )
         if plans.most_blocks(have, new, rows) > self.blocks:
             raise UsageError(
-                f"a prompt of {have} tokens and max_new_tokens={params.max_new_tokens} for {rows} sequences need "
-                f"{plans.most_blocks(have, new, rows) * BLOCK} tokens of cache, but it has {self.blocks * BLOCK}: "
+                f"a prompt of {have} tokens and max_new_tokens={params.max_new_tokens} for {rows} "
+                "sequences need "
+                f"{plans.most_blocks(have, new, rows) * BLOCK} tokens of cache, but it has "
+                f"{self.blocks * BLOCK}: "
                 "raise cache_tokens (max_out_tokens of init_inference) or shorten one of them"
             )
         return new
@@ -259,13 +323,16 @@ class Generator:
             sequence.stops = StopStrings(params.stop_strings, self.decode)
 
     def _beam_ends(self, params: SamplingParams, prompt: int) -> Callable[[list[int]], bool] | None:
-        decode, strings = self.decode, params.stop_strings
+        decode = self.decode
+        strings = params.stop_strings
         if not strings and not params.stopping:
             return None
 
         def ends(tokens: list[int]) -> bool:
             text = decode(tokens[prompt:]) if strings and decode is not None else ""
-            return any(string in text for string in strings) or any(stop(tokens) for stop in params.stopping)
+            return any(string in text for string in strings) or any(
+                stop(tokens) for stop in params.stopping
+            )
 
         return ends
 
@@ -336,10 +403,14 @@ class Generator:
             for index, result in enumerate(group.handle.results):
                 if self.decode is not None:
                     text = self.decode(result.tokens)
-                    ends = [text.find(string) for string in group.params.stop_strings if string in text]
+                    ends = [
+                        text.find(string) for string in group.params.stop_strings if string in text
+                    ]
                     result.text = text[: min(ends, default=None)]
                 last = index + 1 == len(group.handle.results)
-                self._ended.append(Output(group.handle, None, finished=result.finished, index=index, done=last))
+                self._ended.append(
+                    Output(group.handle, None, finished=result.finished, index=index, done=last)
+                )
             self._end(group, None)
             return
         group.sequences = []
@@ -354,7 +425,8 @@ class Generator:
 
     def _add(self, sequence: plans.Sequence, token: int) -> None:
         """Give `sequence` its next token."""
-        result, group = sequence.result, sequence.group
+        result = sequence.result
+        group = sequence.group
         assert result is not None
         sequence.tokens.append(token)
         result.tokens.append(token)
@@ -373,14 +445,17 @@ class Generator:
             self._scheduler.changed()
             if not group.sequences:
                 self._end(group, None)
-        self._ended.append(Output(group.handle, token, chance, top, finished, sequence.index, group.handle.done))
+        self._ended.append(
+            Output(group.handle, token, chance, top, finished, sequence.index, group.handle.done)
+        )
 
     def _finished(self, sequence: plans.Sequence, result: Result, token: int) -> Finish | None:
         group = sequence.group
         stopped = token in group.stop_ids
         if sequence.stops is not None:
             if not stopped and sequence.stops.push(token):
-                result.text, stopped = sequence.stops.text, True
+                result.text = sequence.stops.text
+                stopped = True
             elif stopped or len(result.tokens) == group.new:
                 result.text = sequence.stops.finish()
         if stopped or any(stop(sequence.tokens) for stop in group.params.stopping):

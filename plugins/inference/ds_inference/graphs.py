@@ -1,7 +1,9 @@
-"""CUDA graphs of a module's forward: recorded at the first call with inputs of some shapes, replayed later.
+"""CUDA graphs of a module's forward: recorded at the first call with inputs of some shapes,
+replayed later.
 
-A recorded call works on copies of its inputs, and what it returns is copied, so callers see no difference but speed.
-Graphs hold the addresses of weights: values may change in place, but weights may not move.
+A recorded call works on copies of its inputs, and what it returns is copied, so callers see no
+difference but speed. Graphs hold the addresses of weights: values may change in place, but weights
+may not move.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ Record = Callable[[torch.device, Callable[[], Any]], tuple[Callable[[], None], A
 
 
 def record(device: torch.device, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    """Record what `work` queues on `device`, without running it; what runs it, and what `work` returned."""
+    """Record what `work` queues on `device`, without running it; what runs it, and what `work`
+    returned.
+    """
     with torch.cuda.device(device):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -45,10 +49,14 @@ class _Recorded:
 
 
 class Graphs:
-    """Calls `module`, whose weights are on `device`, by graphs; where that cannot be, the module itself."""
+    """Calls `module`, whose weights are on `device`, by graphs; where that cannot be, the module
+    itself.
+    """
 
     def __init__(self, module: nn.Module, device: torch.device, record: Record = record) -> None:
-        self._module, self._device, self._record = module, device, record
+        self._module = module
+        self._device = device
+        self._record = record
         self._found: dict[tuple[Any, ...], _Recorded] = {}
         self._caches = "use_cache" in inspect.signature(module.forward).parameters
 
@@ -59,7 +67,8 @@ class Graphs:
         key = self._key(inputs, kwargs)
         if key is None:
             what = (
-                f"{type(self._module).__name__} answers a call without a graph: an input is no tensor on {self._device}"
+                f"{type(self._module).__name__} answers a call without a graph: an input is no "
+                f"tensor on {self._device}"
             )
             log_once(log, logging.WARNING, f"{what} and no plain value, or use_cache is set")
             return self._module(*inputs, **kwargs)
@@ -92,15 +101,19 @@ class Graphs:
     def _recorded(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Recorded:
         mine = tuple(_own(x) for x in inputs)
         named = {name: _own(x) for name, x in kwargs.items()}
-        _copied(self._module(*mine, **named))  # makes ready what may not be made while a graph is recorded
+        # makes ready what may not be made while a graph is recorded
+        _copied(self._module(*mine, **named))
         try:
             replay, returned = self._record(self._device, lambda: self._module(*mine, **named))
         except RuntimeError as error:
             name = type(self._module).__name__
             raise UsageError(
-                f"enable_cuda_graph: {name} cannot be recorded ({str(error).splitlines()[0]}); leave the key out"
+                f"enable_cuda_graph: {name} cannot be recorded ({str(error).splitlines()[0]}); "
+                "leave the key out"
             ) from error
-        return _Recorded([x for _, x in _named(mine, named) if isinstance(x, Tensor)], replay, returned)
+        return _Recorded(
+            [x for _, x in _named(mine, named) if isinstance(x, Tensor)], replay, returned
+        )
 
 
 def _named(inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[int | str, Any]]:
@@ -124,4 +137,6 @@ def _copied(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         parts = [_copied(each) for each in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    raise UsageError(f"enable_cuda_graph: the module returns a {type(value).__name__}, which cannot be copied")
+    raise UsageError(
+        f"enable_cuda_graph: the module returns a {type(value).__name__}, which cannot be copied"
+    )

@@ -1,8 +1,9 @@
 """`generate` as transformers has it, by a `Generator`.
 
-The keywords, the generation config, the processors and the criteria are prepared by the module's own ``generate``; what
-it then would do in a loop over the module is done here by the scheduler, row by row without padding. So every setting
-means what transformers says. What rows of a cache cannot serve goes to the module itself.
+The keywords, the generation config, the processors and the criteria are prepared by the module's
+own ``generate``; what it then would do in a loop over the module is done here by the scheduler, row
+by row without padding. So every setting means what transformers says. What rows of a cache cannot
+serve goes to the module itself.
 """
 
 from __future__ import annotations
@@ -28,9 +29,21 @@ _logger = logging.getLogger(__name__)
 _LEAST = (4, 56)
 """transformers' version from which ``generate(custom_generate=function)`` works."""
 _KEYWORDS = frozenset(
-    ("attention_mask", "generation_config", "input_ids", "logits_processor", "prefix_allowed_tokens_fn", "stop_strings",
-     "stopping_criteria", "streamer", "synced_gpus", "tokenizer", "trust_remote_code", "use_model_defaults")
-)  # fmt: skip
+    (
+        "attention_mask",
+        "generation_config",
+        "input_ids",
+        "logits_processor",
+        "prefix_allowed_tokens_fn",
+        "stop_strings",
+        "stopping_criteria",
+        "streamer",
+        "synced_gpus",
+        "tokenizer",
+        "trust_remote_code",
+        "use_model_defaults",
+    )
+)
 _CONFIGURED: dict[str, Callable[[Any], bool]] = {
     "output_attentions": bool,
     "output_hidden_states": bool,
@@ -46,7 +59,9 @@ _CONFIGURED: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def hf_generate(generator: Generator, module: nn.Module, inputs: Tensor | None = None, **keywords: Any) -> Any:
+def hf_generate(
+    generator: Generator, module: nn.Module, inputs: Tensor | None = None, **keywords: Any
+) -> Any:
     """What ``module.generate(inputs, **keywords)`` returns, by `generator`.
 
     Processors and criteria of the caller see one row at a time, padded as it was given.
@@ -54,9 +69,16 @@ def hf_generate(generator: Generator, module: nn.Module, inputs: Tensor | None =
     reason = refusal(module, keywords)
     call: Any = module.generate
     if reason is not None:
-        log_once(_logger, logging.WARNING, "generate: %s is served by the module itself, without the program", reason)
+        log_once(
+            _logger,
+            logging.WARNING,
+            "generate: %s is served by the module itself, without the program",
+            reason,
+        )
         return call(inputs, **keywords)
-    _check(inputs if inputs is not None else keywords.get("input_ids"), keywords.get("attention_mask"))
+    _check(
+        inputs if inputs is not None else keywords.get("input_ids"), keywords.get("attention_mask")
+    )
     keywords = _with_stop_strings(module, keywords)
     streamer = keywords.get("streamer")
 
@@ -67,21 +89,28 @@ def hf_generate(generator: Generator, module: nn.Module, inputs: Tensor | None =
 
 
 def _check(tokens: Any, mask: Any) -> None:
-    """UsageError for what are no prompts: transformers' own preparation takes all that looks like a tensor."""
+    """UsageError for what are no prompts: transformers' own preparation takes all that looks like a
+    tensor.
+    """
     if tokens is None:
         return
     if not isinstance(tokens, Tensor):
         raise UsageError(
-            f"prompts are a {type(tokens).__name__}, not a tensor [batch, length] of tokens; of a tokenizer's answer "
+            f"prompts are a {type(tokens).__name__}, not a tensor [batch, length] of tokens; of a "
+            "tokenizer's answer "
             "all is given: generate(**tokenizer(text, return_tensors='pt'))"
         )
     if tokens.dim() != 2 or not tokens.numel() or tokens.is_floating_point():
         raise UsageError(
-            f"prompts are {tokens.dtype} of shape {tuple(tokens.shape)}, not whole numbers [batch, length] of at least "
+            f"prompts are {tokens.dtype} of shape {tuple(tokens.shape)}, not whole numbers [batch, "
+            "length] of at least "
             "one token each"
         )
     if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape != tokens.shape:
-        raise UsageError(f"attention_mask of shape {tuple(mask.shape)}, and prompts of shape {tuple(tokens.shape)}")
+        raise UsageError(
+            f"attention_mask of shape {tuple(mask.shape)}, and prompts of shape "
+            f"{tuple(tokens.shape)}"
+        )
 
 
 @functools.cache
@@ -94,12 +123,22 @@ def _too_old() -> str | None:
 
 
 def refusal(module: nn.Module, keywords: dict[str, Any]) -> str | None:
-    """What in `keywords`, or in the module's generation config, only the module itself can serve; None: nothing."""
+    """What in `keywords`, or in the module's generation config, only the module itself can serve;
+    None: nothing.
+    """
     if (version := _too_old()) is not None:
-        return f"transformers {version}, where {'.'.join(map(str, _LEAST))} is the least that hands its loop on,"
+        return (
+            f"transformers {version}, where {'.'.join(map(str, _LEAST))} is the least that "
+            "hands "
+            "its loop on,"
+        )
     if getattr(module.config, "is_encoder_decoder", False):
         return "an encoder-decoder model"
-    configs = [config for config in (keywords.get("generation_config"), module.generation_config) if config is not None]
+    configs = [
+        config
+        for config in (keywords.get("generation_config"), module.generation_config)
+        if config is not None
+    ]
     for name, value in keywords.items():
         if value is not None and name not in _KEYWORDS and not hasattr(configs[-1], name):
             return f"the keyword {name}"
@@ -111,7 +150,9 @@ def refusal(module: nn.Module, keywords: dict[str, Any]) -> str | None:
 
 
 def _with_stop_strings(module: nn.Module, keywords: dict[str, Any]) -> dict[str, Any]:
-    """`keywords` with stop strings as a criterion: ``generate`` does not hand the tokenizer on to a loop of others."""
+    """`keywords` with stop strings as a criterion: ``generate`` does not hand the tokenizer on to a
+    loop of others.
+    """
     config = keywords.get("generation_config") or module.generation_config
     strings = keywords.get("stop_strings") or getattr(config, "stop_strings", None)
     tokenizer = keywords.get("tokenizer")
@@ -119,11 +160,15 @@ def _with_stop_strings(module: nn.Module, keywords: dict[str, Any]) -> dict[str,
         return keywords
     from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-    rest = {name: value for name, value in keywords.items() if name not in ("stop_strings", "tokenizer")}
+    rest = {
+        name: value for name, value in keywords.items() if name not in ("stop_strings", "tokenizer")
+    }
     rest["generation_config"] = copy.deepcopy(config)
     rest["generation_config"].stop_strings = None
     given = rest.get("stopping_criteria") or ()
-    rest["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, strings)])
+    rest["stopping_criteria"] = StoppingCriteriaList(
+        [*given, StopStringCriteria(tokenizer, strings)]
+    )
     return rest
 
 
@@ -132,12 +177,15 @@ class _Rows:
 
     def __init__(self, ids: Tensor, prepared: dict[str, Any]) -> None:
         self.config = prepared["generation_config"]
-        self.processors, self.criteria = list(prepared["logits_processor"]), list(prepared["stopping_criteria"])
+        self.processors = list(prepared["logits_processor"])
+        self.criteria = list(prepared["stopping_criteria"])
         self.beams = self.config.num_beams or 1
         self.each = max(self.beams, self.config.num_return_sequences or 1)
         mask = prepared.get("attention_mask")
         if mask is not None and mask.dim() != 2:
-            raise UsageError(f"attention_mask of {mask.dim()} dimensions: generate takes [batch, length]")
+            raise UsageError(
+                f"attention_mask of {mask.dim()} dimensions: generate takes [batch, length]"
+            )
         self.ids = ids
         self.given = ids[:: self.each].cpu()
         keep = torch.ones_like(self.given) if mask is None else mask[:: self.each].cpu()
@@ -148,7 +196,10 @@ class _Rows:
     def run(self, generator: Generator, streamer: Any) -> Any:
         """Generate, and put the results together."""
         if streamer is not None and (len(self.prompts) > 1 or self.each > 1):
-            raise UsageError("streamer: one prompt and one sequence at a time; Generator.stream has no such limit")
+            raise UsageError(
+                "streamer: one prompt and one sequence at a time; Generator.stream has no such "
+                "limit"
+            )
 
         def put(output: Output) -> None:
             if output.token is not None:
@@ -165,7 +216,9 @@ class _Rows:
     def _params(self, row: int) -> SamplingParams:
         config = self.config
         new, stops, stopping = self._criteria(row)
-        fields = _translated(self.processors, self.given.shape[1], 1 + len(self.stops) if self.beams > 1 else 1)
+        fields = _translated(
+            self.processors, self.given.shape[1], 1 + len(self.stops) if self.beams > 1 else 1
+        )
         if fields is None:
             fields = {"logits_processors": (self._processor(row),)}
         if config.do_sample:
@@ -173,18 +226,29 @@ class _Rows:
         wanted = bool(config.return_dict_in_generate)
         if self.beams > 1:
             early = config.early_stopping
-            fields |= {"length_penalty": config.length_penalty, "early_stopping": False if early is None else early}
+            fields |= {
+                "length_penalty": config.length_penalty,
+                "early_stopping": False if early is None else early,
+            }
         return SamplingParams(
-            max_new_tokens=new, num_beams=self.beams, num_return_sequences=config.num_return_sequences or 1,
-            stop_token_ids=stops, ignore_eos=True, stopping=stopping, keep_scores=wanted and bool(config.output_scores),
-            keep_logits=wanted and bool(config.output_logits), **fields,
-        )  # fmt: skip
+            max_new_tokens=new,
+            num_beams=self.beams,
+            num_return_sequences=config.num_return_sequences or 1,
+            stop_token_ids=stops,
+            ignore_eos=True,
+            stopping=stopping,
+            keep_scores=wanted and bool(config.output_scores),
+            keep_logits=wanted and bool(config.output_logits),
+            **fields,
+        )
 
     def _criteria(self, row: int) -> tuple[int, tuple[int, ...], tuple[Stopping, ...]]:
         """(the most new tokens, tokens that end a sequence, other criteria) of `row`."""
         from transformers.generation import stopping_criteria as kinds
 
-        lengths, stops, others = [], set(self.stops), []
+        lengths = []
+        stops = set(self.stops)
+        others = []
         for criterion in self.criteria:
             if type(criterion) is kinds.MaxLengthCriteria:
                 lengths.append(criterion.max_length - self.given.shape[1])
@@ -200,7 +264,9 @@ class _Rows:
         return torch.cat([self.given[row].to(self.ids.device), new])[None]
 
     def _criterion(self, row: int, criterion: Any) -> Stopping:
-        return lambda tokens: bool(torch.as_tensor(criterion(self._padded(row, tokens), None)).all())
+        return lambda tokens: bool(
+            torch.as_tensor(criterion(self._padded(row, tokens), None)).all()
+        )
 
     def _processor(self, row: int) -> Processor:
         """All processors, for `row` alone."""
@@ -230,25 +296,38 @@ class _Rows:
     def _returned(self, results: list[list[Result]]) -> Any:
         flat = [result for answers in results for result in answers]
         longest = max(len(result.tokens) for result in flat)
-        sequences = torch.full((len(flat), self.given.shape[1] + longest), self._fill(), dtype=torch.int64)
+        sequences = torch.full(
+            (len(flat), self.given.shape[1] + longest), self._fill(), dtype=torch.int64
+        )
         for place, result in enumerate(flat):
             sequences[place, : self.given.shape[1]] = self.given[place // len(results[0])]
-            sequences[place, self.given.shape[1] :][: len(result.tokens)] = torch.tensor(result.tokens)
+            sequences[place, self.given.shape[1] :][: len(result.tokens)] = torch.tensor(
+                result.tokens
+            )
         sequences = sequences.to(self.ids.device)
         if not self.config.return_dict_in_generate:
             return sequences
         from transformers import generation
 
         kinds: Any = generation
-        scores = _per_step([r.scores for r in flat if r.scores]) if self.config.output_scores else None
-        logits = _per_step([r.logits for r in flat if r.logits]) if self.config.output_logits else None
+        scores = (
+            _per_step([r.scores for r in flat if r.scores]) if self.config.output_scores else None
+        )
+        logits = (
+            _per_step([r.logits for r in flat if r.logits]) if self.config.output_logits else None
+        )
         if self.beams == 1:
-            return kinds.GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits)
+            return kinds.GenerateDecoderOnlyOutput(
+                sequences=sequences, scores=scores, logits=logits
+            )
         summed = torch.tensor([result.score for result in flat], device=sequences.device)
         return kinds.GenerateBeamDecoderOnlyOutput(
-            sequences=sequences, sequences_scores=summed if self.config.output_scores else None, scores=scores,
-            logits=logits, beam_indices=self._beam_indices(results, longest),
-        )  # fmt: skip
+            sequences=sequences,
+            sequences_scores=summed if self.config.output_scores else None,
+            scores=scores,
+            logits=logits,
+            beam_indices=self._beam_indices(results, longest),
+        )
 
     def _fill(self) -> int:
         """What stands behind the end of a sequence."""
@@ -268,9 +347,11 @@ class _Rows:
 
 
 def _translated(processors: list[Any], length: int, keep: int) -> dict[str, Any] | None:
-    """`processors` as fields of `SamplingParams`; None: there is one without a field, or they are in another order.
+    """`processors` as fields of `SamplingParams`; None: there is one without a field, or they are
+    in another order.
 
-    length: of the prompts with padding, from which transformers counts. keep: tokens that filters must leave.
+    length: of the prompts with padding, from which transformers counts. keep: tokens that filters
+    must leave.
     """
     from transformers.generation import logits_process as kinds
 
@@ -278,23 +359,43 @@ def _translated(processors: list[Any], length: int, keep: int) -> dict[str, Any]
     stage = 0
     for processor in processors:
         kind = type(processor)
-        if kind is kinds.RepetitionPenaltyLogitsProcessor and not isinstance(processor.prompt_ignore_length, int):
-            place, name, value = 1, "repetition_penalty", processor.penalty
+        if kind is kinds.RepetitionPenaltyLogitsProcessor and not isinstance(
+            processor.prompt_ignore_length, int
+        ):
+            place = 1
+            name = "repetition_penalty"
+            value = processor.penalty
         elif kind is kinds.MinNewTokensLengthLogitsProcessor:
-            place, name, value = 2, "min_new_tokens", processor.min_new_tokens
+            place = 2
+            name = "min_new_tokens"
+            value = processor.min_new_tokens
         elif kind is kinds.MinLengthLogitsProcessor:
-            place, name, value = 2, "min_new_tokens", max(0, processor.min_length - length)
+            place = 2
+            name = "min_new_tokens"
+            value = max(0, processor.min_length - length)
         elif kind is kinds.TemperatureLogitsWarper:
-            place, name, value = 3, "temperature", processor.temperature
+            place = 3
+            name = "temperature"
+            value = processor.temperature
         elif kind is kinds.TopKLogitsWarper:
-            place, name, value = 4, "top_k", processor.top_k
+            place = 4
+            name = "top_k"
+            value = processor.top_k
         elif kind is kinds.TopPLogitsWarper:
-            place, name, value = 5, "top_p", processor.top_p
+            place = 5
+            name = "top_p"
+            value = processor.top_p
         elif kind is kinds.MinPLogitsWarper:
-            place, name, value = 6, "min_p", processor.min_p
+            place = 6
+            name = "min_p"
+            value = processor.min_p
         else:
             return None
-        if place < stage or (place == stage != 2) or getattr(processor, "min_tokens_to_keep", keep) != keep:
+        if (
+            place < stage
+            or (place == stage != 2)
+            or getattr(processor, "min_tokens_to_keep", keep) != keep
+        ):
             return None
         stage = place
         fields[name] = max(value, fields.get(name, 0))

@@ -1,9 +1,11 @@
-"""Train and generate in turn, with the same weights: ``engine.generate`` of the section ``hybrid_engine``.
+"""Train and generate in turn, with the same weights: ``engine.generate`` of the section
+``hybrid_engine``.
 
-The program of the model holds its parameters, not copies of them, so what a step or a checkpoint has written is what is
-generated with. Under stages 0 to 2 they are always there. Stage 3 gathers them for the phase. Where they rest on a
-disk, and for partitioners that cannot hold them, the module runs by itself, layer by layer (`eager`). So do models
-without a program, and those with adapters that are not fused.
+The program of the model holds its parameters, not copies of them, so what a step or a checkpoint
+has written is what is generated with. Under stages 0 to 2 they are always there. Stage 3 gathers
+them for the phase. Where they rest on a disk, and for partitioners that cannot hold them, the
+module runs by itself, layer by layer (`eager`). So do models without a program, and those with
+adapters that are not fused.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ log = logging.getLogger("ds_inference")
 class GenerationStats:
     """Of all calls of ``engine.generate`` on this rank.
 
-    seconds: in them; of these gather_seconds until the weights were there. train_seconds: between them. last_seconds,
+    seconds: in them; of these gather_seconds until the weights were there. train_seconds: between
+        them. last_seconds,
     last_new_tokens: of the last call.
     """
 
@@ -92,17 +95,20 @@ _STATE: StashKey[_State] = StashKey("hybrid engine")
 
 
 def generate(engine: RunningEngine, inputs: Any = None, /, **keywords: Any) -> Any:
-    """Texts of the model with its weights as they are now; the keywords and the answer of ``module.generate``.
+    """Texts of the model with its weights as they are now; the keywords and the answer of
+    ``module.generate``.
 
     While the section ``hybrid_engine`` is switched off this is ``module.generate`` itself.
 
-    Of a module without ``generate``: see `plain_generate`. Dropout is off inside, and nothing is recorded for backward.
-    Collective where weights are sharded: every rank calls it, with prompts of its own.
+    Of a module without ``generate``: see `plain_generate`. Dropout is off inside, and nothing is
+    recorded for backward. Collective where weights are sharded: every rank calls it, with prompts
+    of its own.
     """
     if not _section(engine.ctx).enabled:
         own: Any = engine.module.generate
         return own(**keywords) if inputs is None else own(inputs, **keywords)
-    state, began = _state(engine.ctx), time.perf_counter()
+    state = _state(engine.ctx)
+    began = time.perf_counter()
     if not engine.runner.manual:
         raise UsageError(f"generate cannot be called: {engine.runner.manual_reason}")
     with eval_mode(engine.module), torch.no_grad(), _weights(engine, state.section) as whole:
@@ -115,13 +121,19 @@ def generate(engine: RunningEngine, inputs: Any = None, /, **keywords: Any) -> A
             model.runnable.drain()
     state.cache = None if state.section.release_inference_cache else generator.cache
     now = time.perf_counter()
-    last, old = state.ended, state.stats
+    last = state.ended
+    old = state.stats
     state.stats = replace(
-        old, calls=old.calls + 1, seconds=old.seconds + now - began, gather_seconds=old.gather_seconds + there - began,
-        train_seconds=old.train_seconds + (0.0 if last is None else began - last), last_seconds=now - began,
-        prompt_tokens=old.prompt_tokens + generator.prompt_tokens, new_tokens=old.new_tokens + generator.new_tokens,
+        old,
+        calls=old.calls + 1,
+        seconds=old.seconds + now - began,
+        gather_seconds=old.gather_seconds + there - began,
+        train_seconds=old.train_seconds + (0.0 if last is None else began - last),
+        last_seconds=now - began,
+        prompt_tokens=old.prompt_tokens + generator.prompt_tokens,
+        new_tokens=old.new_tokens + generator.new_tokens,
         last_new_tokens=generator.new_tokens,
-    )  # fmt: skip
+    )
     state.ended = now
     return answer
 
@@ -134,11 +146,13 @@ def generation_stats(engine: RunningEngine) -> GenerationStats:
 def metrics(ctx: Context) -> Mapping[str, float]:
     """Seconds and tokens of this rank since the last step; nothing where it did not generate."""
     state = _state(ctx)
-    new, old = state.stats, state.told
+    new = state.stats
+    old = state.told
     state.told = new
     if new.calls == old.calls:
         return {}
-    seconds, tokens = new.seconds - old.seconds, new.new_tokens - old.new_tokens
+    seconds = new.seconds - old.seconds
+    tokens = new.new_tokens - old.new_tokens
     return {
         "Train/Generation/seconds": seconds,
         "Train/Generation/gather_seconds": new.gather_seconds - old.gather_seconds,
@@ -158,7 +172,7 @@ def _section(ctx: Context) -> HybridEngine:
     return ctx.config.section(HybridEngine) or HybridEngine()
 
 
-# -- weights and what runs ------------------------------------------------------------------------------------
+# -- weights and what runs -------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -175,44 +189,75 @@ def _weights(engine: RunningEngine, section: HybridEngine) -> Iterator[bool]:
 
 
 def _model(engine: RunningEngine, section: HybridEngine, whole: bool) -> _Model:
-    """The program of the engine's model, loaded; where there is none, or weights are not `whole`, the module."""
-    mesh, module = engine.ctx.mesh, engine.module
+    """The program of the engine's model, loaded; where there is none, or weights are not `whole`,
+    the module.
+    """
+    mesh = engine.ctx.mesh
+    module = engine.module
     lowered = lower(module) if whole else None
     if lowered is not None and (lowered.kind is not Kind.CAUSAL or lowered.vocab is None):
         raise UsageError(f"generate: {type(module).__name__} has no head that says the next token")
     if lowered is None:
         if section.enable_cuda_graph:
             why = why_not(module) or "its weights are elsewhere"
-            text = f"{type(module).__name__} runs by itself, and only steps of a program are recorded: {why}"
-            raise ConfigError([Problem(_GRAPH, text, "leave the key out")], engine.ctx.config.origin)
-        log_once(log, logging.INFO, "generate: %s computes by itself, without a program", type(module).__name__)
+            text = (
+                f"{type(module).__name__} runs by itself, and only steps of a program are "
+                f"recorded: {why}"
+            )
+            raise ConfigError(
+                [Problem(_GRAPH, text, "leave the key out")], engine.ctx.config.origin
+            )
+        log_once(
+            log,
+            logging.INFO,
+            "generate: %s computes by itself, without a program",
+            type(module).__name__,
+        )
         several = not whole and mesh.size("dp") > 1
         eager = Eager(module, together=not whole, group=mesh.group("dp") if several else None)
         return _Model(eager, eager.program, eager.vocab, eager.max_positions, eager.eos, None)
-    runnable = parallel.load(lowered, module, engine.ctx, torch.device(engine.ctx.accelerator.current_device()))
+    runnable = parallel.load(
+        lowered, module, engine.ctx, torch.device(engine.ctx.accelerator.current_device())
+    )
     if section.enable_cuda_graph:
         parallel.record(runnable, type(module).__name__, _GRAPH)
-    return _Model(runnable, lowered.program, lowered.vocab, lowered.max_positions, lowered.eos, lowered)
+    return _Model(
+        runnable, lowered.program, lowered.vocab, lowered.max_positions, lowered.eos, lowered
+    )
 
 
-# -- one call -------------------------------------------------------------------------------------------------
+# -- one call --------------------------------------------------------------------------------------
 
 
 def _generator(engine: RunningEngine, state: _State, model: _Model, rows: int) -> Generator:
-    """A generator for `rows` sequences, over the cache of the last call where that is large enough."""
-    program, most = model.program, state.section.max_out_tokens
-    blocks = (rows + 1) * -(-most // BLOCK)  # one sequence more: blocks of beams are copied before they are freed
+    """A generator for `rows` sequences, over the cache of the last call where that is large
+    enough."""
+    program = model.program
+    most = state.section.max_out_tokens
+    # one sequence more: blocks of beams are copied before they are freed
+    blocks = (rows + 1) * -(-most // BLOCK)
     device = engine.ctx.accelerator.current_device()
     cache = state.cache
     if cache is None or cache.blocks < blocks:
         state.cache = cache = None  # before the new one is made
-        cache = KVCache.make(program.layers, blocks, program.kv_heads, program.head_dim, program.dtype, device)
+        cache = KVCache.make(
+            program.layers, blocks, program.kv_heads, program.head_dim, program.dtype, device
+        )
     positions = most if model.positions is None else min(most, model.positions)
     return Generator(
-        model.runnable, program=program, max_positions=positions, cache_tokens=blocks * BLOCK, vocab=model.vocab,
-        eos=model.eos, device=device, max_rows=max(512, rows), max_sequences=max(64, rows), cache=cache,
-        seeds=functools.partial(parallel.one_seed, engine.ctx), most_key="hybrid_engine.max_out_tokens",
-    )  # fmt: skip
+        model.runnable,
+        program=program,
+        max_positions=positions,
+        cache_tokens=blocks * BLOCK,
+        vocab=model.vocab,
+        eos=model.eos,
+        device=device,
+        max_rows=max(512, rows),
+        max_sequences=max(64, rows),
+        cache=cache,
+        seeds=functools.partial(parallel.one_seed, engine.ctx),
+        most_key="hybrid_engine.max_out_tokens",
+    )
 
 
 def _rows(module: Any, inputs: Any, keywords: Mapping[str, Any]) -> int:
@@ -221,7 +266,10 @@ def _rows(module: Any, inputs: Any, keywords: Mapping[str, Any]) -> int:
     if not isinstance(given, Tensor) or given.dim() != 2:
         raise UsageError("generate takes the tokens of prompts, a tensor [batch, length]")
     config = keywords.get("generation_config") or getattr(module, "generation_config", None)
-    each = (keywords.get(name) or getattr(config, name, None) or 1 for name in ("num_beams", "num_return_sequences"))
+    each = (
+        keywords.get(name) or getattr(config, name, None) or 1
+        for name in ("num_beams", "num_return_sequences")
+    )
     return int(given.shape[0]) * int(max(each))
 
 

@@ -29,8 +29,9 @@ log = logging.getLogger("ds_inference")
 def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
     """An engine that answers with `model`.
 
-    config: a dict, the path of a JSON file, or a `DeepSpeedInferenceConfig`. kwargs: more of its keys. Collective where
-    several ranks divide the model. Raises ValueError for a key with two values, ConfigError for what is wrong in it.
+    config: a dict, the path of a JSON file, or a `DeepSpeedInferenceConfig`. kwargs: more of its
+    keys. Collective where several ranks divide the model. Raises ValueError for a key with two
+    values, ConfigError for what is wrong in it.
     """
     from ds_inference.engine import InferenceEngine
 
@@ -48,16 +49,23 @@ def make_config(config: Any = None, **kwargs: Any) -> DeepSpeedInferenceConfig:
         given = dict(config)
     elif isinstance(config, (str, os.PathLike)):
         read = read_config(config)
-        given, origin = read.raw, read.origin
+        given = read.raw
+        origin = read.origin
     else:
-        raise ConfigError(f"config must be a dict, a path or a DeepSpeedInferenceConfig, not a {type(config).__name__}")
+        raise ConfigError(
+            "config must be a dict, a path or a DeepSpeedInferenceConfig, not a "
+            f"{type(config).__name__}"
+        )
     merged = _merged(given, kwargs)
     try:
         parsed = DeepSpeedInferenceConfig.model_validate(merged)
     except ValidationError as error:
-        problems = translate_errors(error, DeepSpeedInferenceConfig, owner="ds-inference", data=merged)
+        problems = translate_errors(
+            error, DeepSpeedInferenceConfig, owner="ds-inference", data=merged
+        )
         raise ConfigError(problems, origin) from error
-    written = {key: value for key, value in merged.items() if key != "injection_policy"}  # classes are no keys of JSON
+    # classes are no keys of JSON
+    written = {key: value for key, value in merged.items() if key != "injection_policy"}
     if notes := "; ".join(map(str, notes_on(parsed, written))):
         log_once(log, logging.WARNING, f"{origin}: {notes}".replace("%", "%%"))
     return parsed
@@ -71,7 +79,9 @@ def default_inference_config() -> dict[str, Any]:
 def _merged(given: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     """Both together, by the names of fields. ValueError for a key that has two values."""
     names = {
-        field.alias: name for name, field in DeepSpeedInferenceConfig.model_fields.items() if field.alias is not None
+        field.alias: name
+        for name, field in DeepSpeedInferenceConfig.model_fields.items()
+        if field.alias is not None
     }
     merged: dict[str, Any] = {}
     for source in (given, more):
@@ -79,7 +89,8 @@ def _merged(given: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
             name = names.get(key, key)
             if name in merged and not _same(merged[name], value):
                 raise ValueError(
-                    f"init_inference: {name} is {merged[name]!r} in one place and {value!r} in another; give it once"
+                    f"init_inference: {name} is {merged[name]!r} in one place and {value!r} in "
+                    "another; give it once"
                 )
             merged[name] = value
     return merged

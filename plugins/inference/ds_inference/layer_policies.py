@@ -1,6 +1,8 @@
-"""``deepspeed.module_inject.replace_policy``: policies as values of `injection_policy`, for families that are known.
+"""``deepspeed.module_inject.replace_policy``: policies as values of `injection_policy`, for
+families that are known.
 
-A policy says only which layers it is for: what is in them, and which of their linears are divided, the family says.
+A policy says only which layers it is for: what is in them, and which of their linears are divided,
+the family says.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Weights of files into a model, one at a time: of a divided layer only this rank's part is read.
 
-A model that was made on the device ``meta`` (``set_empty_params``) gets its memory weight by weight, so that no second
-copy of it is ever in memory.
+A model that was made on the device ``meta`` (``set_empty_params``) gets its memory weight by
+weight, so that no second copy of it is ever in memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class _Place:
         """Let all owners have `value`."""
         new: Tensor = value
         if isinstance(self.tensor, nn.Parameter):
-            new = nn.Parameter(value, requires_grad=self.tensor.requires_grad and value.is_floating_point())
+            new = nn.Parameter(
+                value, requires_grad=self.tensor.requires_grad and value.is_floating_point()
+            )
         for module, name in self.owners:
             table = module._parameters if isinstance(self.tensor, nn.Parameter) else module._buffers
             table[name] = new  # type: ignore[assignment]
@@ -55,7 +57,11 @@ def _places(model: nn.Module) -> Iterator[_Place]:
     tensors: dict[int, Tensor] = {}
     for prefix, module in model.named_modules():
         held = [(k, v) for k, v in module._parameters.items() if v is not None]
-        held += [(k, v) for k, v in module._buffers.items() if v is not None and k not in _fleeting(module)]
+        held += [
+            (k, v)
+            for k, v in module._buffers.items()
+            if v is not None and k not in _fleeting(module)
+        ]
         for key, tensor in held:
             tensors[id(tensor)] = tensor
             names[id(tensor)].append(f"{prefix}.{key}" if prefix else key)
@@ -75,7 +81,10 @@ def is_empty(model: nn.Module) -> bool:
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Weights to `dtype`, one after the other. Buffers that no checkpoint holds keep theirs (rotary frequencies)."""
+    """Weights to `dtype`, one after the other.
+
+    Buffers that no checkpoint holds keep theirs (rotary frequencies).
+    """
     for place in _places(model):
         if place.tensor.is_floating_point() and place.tensor.dtype != dtype:
             if place.tensor.is_meta:
@@ -85,8 +94,11 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, source: Source, slices: Mapping[str, Slice], device: torch.device) -> None:
-    """Give every weight of `model` its values. CheckpointError names weights that `source` lacks, or of other shapes.
+def fill(
+    model: nn.Module, source: Source, slices: Mapping[str, Slice], device: torch.device
+) -> None:
+    """Give every weight of `model` its values. CheckpointError names weights that `source` lacks,
+    or of other shapes.
 
     slices: of parameters of which only a part is here, by name.
     """
@@ -96,9 +108,13 @@ def fill(model: nn.Module, source: Source, slices: Mapping[str, Slice], device: 
     missing = [place for place in places if not any(n in recipes for n in place.names)]
     absent = [p for p in missing if isinstance(p.tensor, nn.Parameter) or p.tensor.is_meta]
     if absent:
-        some = ", ".join(p.names[0] for p in absent[:5]) + (f" and {len(absent) - 5} more" if len(absent) > 5 else "")
+        some = ", ".join(p.names[0] for p in absent[:5]) + (
+            f" and {len(absent) - 5} more" if len(absent) > 5 else ""
+        )
         has = ", ".join(source.names()[:3])
-        raise CheckpointError(f"{source.where} lacks {some}; it has names such as {has}: is it of this model?")
+        raise CheckpointError(
+            f"{source.where} lacks {some}; it has names such as {has}: is it of this model?"
+        )
     used: set[str] = set()
     for place in places:
         name = next((n for n in place.names if n in recipes), None)
@@ -109,11 +125,14 @@ def fill(model: nn.Module, source: Source, slices: Mapping[str, Slice], device: 
         piece = next((slices[n] for n in place.names if n in slices), None)
         whole = piece.shape if piece is not None else tuple(place.tensor.shape)
         if recipe.shape is not None and recipe.shape != whole:
-            raise CheckpointError(f"{source.where}: {name} has shape {recipe.shape}, and the model's {whole}")
+            raise CheckpointError(
+                f"{source.where}: {name} has shape {recipe.shape}, and the model's {whole}"
+            )
         value = recipe.read(piece)
         if value.shape != place.tensor.shape:
             raise CheckpointError(
-                f"{source.where}: {name} has shape {tuple(value.shape)}, and the model's {tuple(place.tensor.shape)}"
+                f"{source.where}: {name} has shape {tuple(value.shape)}, and the model's "
+                f"{tuple(place.tensor.shape)}"
             )
         if place.tensor.is_meta:
             place.put(value.to(device=device, dtype=place.tensor.dtype).contiguous())
@@ -121,10 +140,12 @@ def fill(model: nn.Module, source: Source, slices: Mapping[str, Slice], device: 
             place.tensor.data.copy_(value)
     if left := [n for n in source.names() if n not in used]:
         some = ", ".join(left[:5]) + (", ..." if len(left) > 5 else "")
-        log.info("%s has %d weights that the model has no use for: %s", source.where, len(left), some)
+        log.info(
+            "%s has %d weights that the model has no use for: %s", source.where, len(left), some
+        )
 
 
-# -- names -------------------------------------------------------------------------------------------------------------
+# -- names -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +158,9 @@ class _Recipe:
 
 
 def _recipes(model: nn.Module, source: Source, wanted: set[str]) -> dict[str, _Recipe]:
-    """Name in the model -> how to read it: by its own name, or by those that transformers reads it from."""
+    """Name in the model -> how to read it: by its own name, or by those that transformers reads it
+    from.
+    """
     found: dict[str, _Recipe] = {}
     rest = []
     for name in source.names():
@@ -155,8 +178,12 @@ def _plain(source: Source, name: str) -> _Recipe:
     return _Recipe((name,), source.shape(name), lambda piece: source.read(name, piece))
 
 
-def _converted(model: Any, source: Source, names: Sequence[str], wanted: set[str]) -> dict[str, _Recipe]:
-    """By the conversions that transformers has for the model: other names, and experts that are stacked."""
+def _converted(
+    model: Any, source: Source, names: Sequence[str], wanted: set[str]
+) -> dict[str, _Recipe]:
+    """By the conversions that transformers has for the model: other names, and experts that are
+    stacked.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -168,7 +195,9 @@ def _converted(model: Any, source: Source, names: Sequence[str], wanted: set[str
     found: dict[str, _Recipe] = {}
     merged: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for name in sorted(names, key=_natural):
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        target, pattern = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, known
+        )
         if target not in wanted:
             target, pattern = rename_source_key(name, [], [], model.base_model_prefix, known)
         if target not in wanted:
@@ -179,7 +208,9 @@ def _converted(model: Any, source: Source, names: Sequence[str], wanted: set[str
             merged[target].append((name, pattern))
     for target, parts in merged.items():
         converter = by_pattern[parts[0][1]]
-        found[target] = _Recipe(tuple(n for n, _ in parts), None, _merge(source, target, parts, converter, model))
+        found[target] = _Recipe(
+            tuple(n for n, _ in parts), None, _merge(source, target, parts, converter, model)
+        )
     return found
 
 
@@ -205,15 +236,22 @@ def _natural(name: str) -> list[tuple[int, int | str]]:
 
 
 def _make_buffers(model: nn.Module, device: torch.device) -> None:
-    """Buffers that no checkpoint holds, of a model without memory: made again as the module makes them."""
+    """Buffers that no checkpoint holds, of a model without memory: made again as the module makes
+    them.
+    """
     for name, module in model.named_modules():
-        lost = [k for k in _fleeting(module) if module._buffers.get(k) is not None and module._buffers[k].is_meta]
+        lost = [
+            k
+            for k in _fleeting(module)
+            if module._buffers.get(k) is not None and module._buffers[k].is_meta
+        ]
         if not lost:
             continue
         initialise = getattr(model, "_init_weights", None)
         if not callable(initialise):
             raise CheckpointError(
-                f"{name}.{lost[0]} is a buffer that no checkpoint holds, and nobody says how to make it; build the "
+                f"{name}.{lost[0]} is a buffer that no checkpoint holds, and nobody says how to "
+                "make it; build the "
                 f"model with memory, or register the buffer as persistent"
             )
         for key in lost:
@@ -225,11 +263,12 @@ def _make_buffers(model: nn.Module, device: torch.device) -> None:
         initialise(module)
 
 
-# -- saving ------------------------------------------------------------------------------------------------------------
+# -- saving ----------------------------------------------------------------------------------------
 
 
 def save_parts(model: nn.Module, ctx: Context, slices: Mapping[str, Slice], folder: str) -> Path:
-    """Write what each rank has as ``rank_00000.safetensors``, and JSON that says which part of a weight is where.
+    """Write what each rank has as ``rank_00000.safetensors``, and JSON that says which part of a
+    weight is where.
 
     It loads as `checkpoint` with any number of ranks. Collective; the JSON file.
     """
@@ -237,8 +276,11 @@ def save_parts(model: nn.Module, ctx: Context, slices: Mapping[str, Slice], fold
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(f"save_mp_checkpoint_path: {folder} cannot be made: {error.strerror}") from error
-    group, place = ctx.mesh.group("tp") if ctx.mesh.has("tp") else comm.ALONE, 0
+        raise CheckpointError(
+            f"save_mp_checkpoint_path: {folder} cannot be made: {error.strerror}"
+        ) from error
+    group = ctx.mesh.group("tp") if ctx.mesh.has("tp") else comm.ALONE
+    place = 0
     ranks = ctx.mesh.size("tp") if ctx.mesh.has("tp") else 1
     place = ctx.mesh.index("tp") if ranks > 1 else 0
     mine: dict[str, Tensor] = {}
@@ -250,7 +292,10 @@ def save_parts(model: nn.Module, ctx: Context, slices: Mapping[str, Slice], fold
         name = item.names[0]
         mine[name] = item.tensor.detach().to("cpu").contiguous()
         ranges = (piece or Slice.of(item.tensor.shape)).ranges
-        entries[name] = {"shape": list(piece.shape if piece is not None else item.tensor.shape), "ranges": ranges}
+        entries[name] = {
+            "shape": list(piece.shape if piece is not None else item.tensor.shape),
+            "ranges": ranges,
+        }
     if ctx.mesh.size(*[a for a in ctx.mesh.names if a != "tp"]) == 1 or ctx.mesh.index("dp") == 0:
         save_file(mine, path / f"rank_{place:05d}.safetensors", metadata={"format": "pt"})
     every = comm.all_gather_json(entries, group=group) if ranks > 1 else [entries]
@@ -262,6 +307,14 @@ def save_parts(model: nn.Module, ctx: Context, slices: Mapping[str, Slice], fold
     index = path / "ds_inference_config.json"
     if place == 0:
         files = [f"rank_{rank:05d}.safetensors" for rank in range(ranks)]
-        text = json.dumps({"type": PARTS, "version": 1, "tp_size": ranks, "checkpoints": files, "weights": weights})
+        text = json.dumps(
+            {
+                "type": PARTS,
+                "version": 1,
+                "tp_size": ranks,
+                "checkpoints": files,
+                "weights": weights,
+            }
+        )
         index.write_text(text)
     return index

@@ -1,9 +1,11 @@
-"""Linear layers with a frozen base, in few bits or divided over ranks, that are trained by two small matrices (LoRA).
+"""Linear layers with a frozen base, in few bits or divided over ranks, that are trained by two
+small matrices (LoRA).
 
-[Note: the base] Backward needs the base again, for the gradient of the inputs. Kept for it, each layer's whole weight
-would be in memory at once; so it is made again: numbers become weights again, parts of other ranks are gathered again.
-A base that is divided, or rests on the host, is no parameter and no buffer: every rank has another part, and what
-engines do with either (broadcast, ZeRO's shards, moves to the device) would be wrong.
+[Note: the base] Backward needs the base again, for the gradient of the inputs. Kept for it, each
+layer's whole weight would be in memory at once; so it is made again: numbers become weights again,
+parts of other ranks are gathered again. A base that is divided, or rests on the host, is no
+parameter and no buffer: every rank has another part, and what engines do with either (broadcast,
+ZeRO's shards, moves to the device) would be wrong.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ _LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 class LoRAConfig:
     """The two small matrices, and where the base rests.
 
-    base_weight_sharding: ranks that the rows of the base are divided over: 1, or all. offload: the base rests on the
-    host. delay_lora_init: wait for `init_lora`. target_mods: which layers `Init` changes, by parts of their names.
+    base_weight_sharding: ranks that the rows of the base are divided over: 1, or all. offload: the
+    base rests on the host. delay_lora_init: wait for `init_lora`. target_mods: which layers `Init`
+    changes, by parts of their names.
     """
 
     lora_r: int = 64
@@ -53,12 +56,15 @@ class LoRAConfig:
         if self.lora_r < 1:
             raise ValueError(f"lora_r {self.lora_r}: the matrices need at least one row")
         if self.offload and self.offload_ratio:
-            raise ValueError(f"offload_ratio {self.offload_ratio}: a base rests on the host whole; leave it at 0")
+            raise ValueError(
+                f"offload_ratio {self.offload_ratio}: a base rests on the host whole; leave it at 0"
+            )
 
 
 @dataclass
 class QuantizationConfig:
-    """How the base is stored: whole numbers of `q_bits` (8 or 4) bits, in groups of at most `group_size` of a row.
+    """How the base is stored: whole numbers of `q_bits` (8 or 4) bits, in groups of at most
+    `group_size` of a row.
 
     mantissa_bits, q_dtype: of DeepSpeed's floating-point formats; without effect.
     """
@@ -88,24 +94,34 @@ def OptimizedLinear(
     dtype: torch.dtype = torch.bfloat16,
     linear_cls: Callable[..., nn.Module] = nn.Linear,
 ) -> nn.Module:
-    """The layer that the two configs ask for: LoRA, numbers of few bits, or an ordinary `linear_cls`."""
+    """The layer that the two configs ask for: LoRA, numbers of few bits, or an ordinary
+    `linear_cls`.
+    """
     for name, given in (("LoRAConfig", lora_config), ("QuantizationConfig", quantization_config)):
         if given is not None and not is_dataclass(given):
             raise ValueError(f"expected a {name}, got {type(given).__name__}")
     if lora_config is not None:
-        return LoRAOptimizedLinear(input_dim, output_dim, bias, lora_config, quantization_config, device, dtype)
+        return LoRAOptimizedLinear(
+            input_dim, output_dim, bias, lora_config, quantization_config, device, dtype
+        )
     if quantization_config is not None:
         return QuantizedLinear(input_dim, output_dim, bias, quantization_config, dtype, device)
     return linear_cls(input_dim, output_dim, bias=bias, device=device, dtype=dtype)
 
 
 class _Base(nn.Module):
-    """A frozen weight: a parameter, buffers of numbers, or parts outside of both; see [Note: the base]."""
+    """A frozen weight: a parameter, buffers of numbers, or parts outside of both; see [Note: the
+    base].
+    """
 
-    def __init__(self, weight: Tensor, quantization: QuantizationConfig | None, ranks: int, offload: bool) -> None:
+    def __init__(
+        self, weight: Tensor, quantization: QuantizationConfig | None, ranks: int, offload: bool
+    ) -> None:
         super().__init__()
         if weight.dim() != 2 or not weight.numel():
-            raise ValueError("the weight of the base is not here: build or change the layer outside of zero.Init")
+            raise ValueError(
+                "the weight of the base is not here: build or change the layer outside of zero.Init"
+            )
         self.output_dim, self.input_dim = weight.shape
         self.dtype = weight.dtype
         self.quantization = quantization
@@ -113,7 +129,9 @@ class _Base(nn.Module):
         self.ranks = ranks
         self.apart = ranks > 1 or offload
         if ranks > 1 and ranks != comm.world_size():
-            raise ValueError(f"base_weight_sharding {ranks}: it is 1 or the number of ranks, {comm.world_size()}")
+            raise ValueError(
+                f"base_weight_sharding {ranks}: it is 1 or the number of ranks, {comm.world_size()}"
+            )
         self._parts: dict[str, Tensor] = {}
         self._group = 0
         self._set(weight.detach())
@@ -180,7 +198,9 @@ class _Base(nn.Module):
         return _by(_Product, x, self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Base:
-        """Parts move along, but not from the host; a change of dtype leaves numbers and scales as they are."""
+        """Parts move along, but not from the host; a change of dtype leaves numbers and scales as
+        they are.
+        """
         before = {name: b for name, b in self._buffers.items() if b is not None}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, old in before.items():
@@ -190,7 +210,9 @@ class _Base(nn.Module):
         for name, part in self._parts.items():
             moved = fn(part)
             device = part.device if self.offload else moved.device
-            self._parts[name] = part.to(device) if self.quantization is not None else moved.to(device)
+            self._parts[name] = (
+                part.to(device) if self.quantization is not None else moved.to(device)
+            )
         if self._parts and self.quantization is None:
             self.dtype = self._parts["weight"].dtype
         return self
@@ -202,7 +224,9 @@ class _Base(nn.Module):
             device = next(iter(self._parts.values())).device
             destination.update({prefix + name: t for name, t in self._stored_now(device).items()})
 
-    def _load_from_state_dict(self, state: Any, prefix: str, meta: Any, strict: bool, missing: Any, *rest: Any) -> None:
+    def _load_from_state_dict(
+        self, state: Any, prefix: str, meta: Any, strict: bool, missing: Any, *rest: Any
+    ) -> None:
         """Whole weights, or what is stored of them; this rank keeps its rows."""
         names = ["weight"] if self.quantization is None else ["q", "scales"]
         given = {name: state[prefix + name] for name in names if prefix + name in state}
@@ -214,7 +238,9 @@ class _Base(nn.Module):
             missing += [prefix + name for name in names if name not in given]
 
     def _device(self) -> torch.device:
-        tensors: Iterator[Tensor] = iter([*self.parameters(), *self.buffers(), *self._parts.values()])
+        tensors: Iterator[Tensor] = iter(
+            [*self.parameters(), *self.buffers(), *self._parts.values()]
+        )
         return next(tensors).device
 
 
@@ -239,7 +265,9 @@ class _Product(torch.autograd.Function):
 
 
 class _OnBase(nn.Module):
-    """A layer with a base; what an ordinary linear layer calls ``weight`` is loaded as that of the base."""
+    """A layer with a base; what an ordinary linear layer calls ``weight`` is loaded as that of the
+    base.
+    """
 
     def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
         if prefix + "weight" in state:
@@ -272,7 +300,9 @@ class QuantizedLinear(_OnBase):
 
 
 class LoRAOptimizedLinear(_OnBase):
-    """``x W' + (lora_alpha / lora_r) x A' B'``, with a frozen W and trained A (`lora_weight_1`) and B."""
+    """``x W' + (lora_alpha / lora_r) x A' B'``, with a frozen W and trained A (`lora_weight_1`) and
+    B.
+    """
 
     def __init__(
         self,
@@ -288,8 +318,11 @@ class LoRAOptimizedLinear(_OnBase):
         super().__init__()
         source = source or nn.Linear(input_dim, output_dim, bias=bias, dtype=dtype, device=device)
         lora = self.lora_config = lora_config or LoRAConfig()
-        self.input_dim, self.output_dim = input_dim, output_dim
-        self.base = _Base(source.weight, quantization_config, lora.base_weight_sharding, lora.offload)
+        self.input_dim = input_dim
+        self.output_dim = output_dim
+        self.base = _Base(
+            source.weight, quantization_config, lora.base_weight_sharding, lora.offload
+        )
         self.bias = source.bias
         if self.bias is not None:
             self.bias.requires_grad_(False)
@@ -317,7 +350,10 @@ class LoRAOptimizedLinear(_OnBase):
     def forward(self, x: Tensor) -> Tensor:
         """The base's product and that of the two matrices."""
         if self.lora_weight_1 is None or self.lora_weight_2 is None:
-            raise RuntimeError("this layer waits for init_lora (delay_lora_init); call ds_inference's init_lora(model)")
+            raise RuntimeError(
+                "this layer waits for init_lora (delay_lora_init); call ds_inference's "
+                "init_lora(model)"
+            )
         out: Tensor = self.base(x)
         if self.bias is not None:
             out = out + self.bias
@@ -337,12 +373,16 @@ def init_lora(model: nn.Module) -> None:
 
 
 class Init:
-    """Inside, models are built or loaded as ever; at the end their linear layers become `OptimizedLinear`.
+    """Inside, models are built or loaded as ever; at the end their linear layers become
+    `OptimizedLinear`.
 
-    With a LoRA config only those of its `target_mods`, and all that was built is frozen but the two matrices of each.
+    With a LoRA config only those of its `target_mods`, and all that was built is frozen but the two
+    matrices of each.
     """
 
-    def __init__(self, lora_config: LoRAConfig | None = None, quant_config: QuantizationConfig | None = None) -> None:
+    def __init__(
+        self, lora_config: LoRAConfig | None = None, quant_config: QuantizationConfig | None = None
+    ) -> None:
         self._lora = lora_config
         self._quantization = quant_config
         self._found: list[tuple[nn.Module, str, nn.Module]] = []
@@ -365,7 +405,11 @@ class Init:
         for parent, name, child in found:
             if self._lora is not None:
                 parent.requires_grad_(False)
-            if type(child) is nn.Linear and parent._modules.get(name) is child and self._wants(name):
+            if (
+                type(child) is nn.Linear
+                and parent._modules.get(name) is child
+                and self._wants(name)
+            ):
                 made[child] = made.get(child) or self._changed(child)
                 parent._modules[name] = made[child]
         for layer in made.values():

@@ -1,7 +1,8 @@
 """The run of an inference engine: its ranks, and its model with layers divided over them.
 
-It is what `ds_core.initialize` does of a training run, without what training needs: the same plugins cut the same
-layers by the same rules, since sections `tensor_parallel` and `expert_parallel` are made of the inference config.
+It is what `ds_core.initialize` does of a training run, without what training needs: the same
+plugins cut the same layers by the same rules, since sections `tensor_parallel` and
+`expert_parallel` are made of the inference config.
 """
 
 from __future__ import annotations
@@ -38,8 +39,12 @@ __all__ = ["collectives", "divide", "load", "make_context", "one_seed", "section
 log = logging.getLogger("ds_inference")
 
 
-def sections(config: DeepSpeedInferenceConfig, model: nn.Module, rows: Sequence[str]) -> dict[str, Any]:
-    """What the config is in the words of a run: its sections. rows: names of linears whose outputs are summed."""
+def sections(
+    config: DeepSpeedInferenceConfig, model: nn.Module, rows: Sequence[str]
+) -> dict[str, Any]:
+    """What the config is in the words of a run: its sections. rows: names of linears whose outputs
+    are summed.
+    """
     raw: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
     if config.kernels:
         raw["kernels"] = dict(config.kernels)
@@ -57,38 +62,54 @@ def sections(config: DeepSpeedInferenceConfig, model: nn.Module, rows: Sequence[
 
 
 def _grain(config: DeepSpeedInferenceConfig, model: nn.Module) -> int:
-    """Where lengths are cut. The documented 64 is for GPUs; a model that is too small for it is cut anywhere."""
+    """Where lengths are cut.
+
+    The documented 64 is for GPUs; a model that is too small for it is cut anywhere.
+    """
     given = config.tensor_parallel
     if "tp_grain_size" in given.model_fields_set:
         return given.tp_grain_size
     widths = [min(p.shape) for p in model.parameters() if p.dim() == 2]
-    return given.tp_grain_size if min(widths, default=0) >= given.tp_grain_size * config.tp_size else 1
+    return (
+        given.tp_grain_size if min(widths, default=0) >= given.tp_grain_size * config.tp_size else 1
+    )
 
 
-def make_context(config: DeepSpeedInferenceConfig, model: nn.Module, rows: Sequence[str], origin: str) -> Context:
+def make_context(
+    config: DeepSpeedInferenceConfig, model: nn.Module, rows: Sequence[str], origin: str
+) -> Context:
     """The run: plugins, mesh of ranks, kernels. Collective where there are several ranks."""
     chosen = compose(ConfigSource(sections(config, model, rows), origin), model)
     group = _given_group(config)
     if group is not None:
         ctx = open_run(chosen, lambda rank, world_size: GroupMesh(group), late=True)
     else:
-        ctx = open_run(chosen, alone=all(axis.size == 1 for axis in chosen.plugins.mesh_axes(chosen.config)))
+        ctx = open_run(
+            chosen, alone=all(axis.size == 1 for axis in chosen.plugins.mesh_axes(chosen.config))
+        )
     ctx.accelerator.set_device(ctx.accelerator.local_index(comm.local_rank()))
     return ctx
 
 
 def _given_group(config: DeepSpeedInferenceConfig) -> ProcessGroup | None:
-    """The process group of the user's that divides layers. ConfigError where its size is another."""
+    """The process group of the user's that divides layers.
+
+    ConfigError where its size is another.
+    """
     given = config.tensor_parallel
     group = given.tp_group
     if group is None and given.mpu is not None:
         getters = ("get_tensor_model_parallel_group", "get_model_parallel_group")
         get = next((g for name in getters if callable(g := getattr(given.mpu, name, None))), None)
         if get is None:
-            raise ConfigError(f"the mpu, a {type(given.mpu).__name__}, has none of {', '.join(getters)}", "mpu")
+            raise ConfigError(
+                f"the mpu, a {type(given.mpu).__name__}, has none of {', '.join(getters)}", "mpu"
+            )
         group = get()
     if group is not None and (size := dist.get_world_size(group)) != config.tp_size:
-        raise ConfigError(f"tp_size is {config.tp_size}, and the process group given has {size} ranks", "tp_group")
+        raise ConfigError(
+            f"tp_size is {config.tp_size}, and the process group given has {size} ranks", "tp_group"
+        )
     return group if config.tp_size > 1 else None
 
 
@@ -96,11 +117,15 @@ class GroupMesh(Mesh):
     """A mesh whose ranks along ``tp`` are those of a process group of the user's."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        size, world = dist.get_world_size(group), dist.get_world_size()
+        size = dist.get_world_size(group)
+        world = dist.get_world_size()
         if world % size:
-            raise ConfigError(f"a process group of {size} ranks does not divide the world of {world}", "tp_group")
+            raise ConfigError(
+                f"a process group of {size} ranks does not divide the world of {world}", "tp_group"
+            )
         super().__init__(("dp", "tp"), (world // size, size), 0, {})
-        self.rank, self._tp = dist.get_rank(), group
+        self.rank = dist.get_rank()
+        self._tp = group
         self.coord = {"dp": 0, "tp": dist.get_rank(group)}
 
     def build_groups(self, timeout: Any = None, *, own: bool = False) -> None:
@@ -123,13 +148,15 @@ def divide(model: nn.Module, ctx: Context) -> nn.Module:
     return model
 
 
-# -- programs ----------------------------------------------------------------------------------------------------------
+# -- programs --------------------------------------------------------------------------------------
 
 
 def collectives(model: nn.Module, group: ProcessGroup) -> Collectives:
     """What a program with `Reduce` and `Gather` calls."""
     heads = [
-        d for m in model.modules() if (d := divided(m)) is not None and d.gathers and not isinstance(m, nn.Embedding)
+        d
+        for m in model.modules()
+        if (d := divided(m)) is not None and d.gathers and not isinstance(m, nn.Embedding)
     ]
     sizes = {d.sizes[d.rank]: list(d.sizes) for d in heads}
 
@@ -151,12 +178,20 @@ def load(lowered: Any, model: nn.Module, ctx: Context, device: torch.device) -> 
     given = collectives(model, ctx.mesh.group("tp")) if several else None
     runnable: Runnable = provider(lowered.program, given)
     embedding = getattr(lowered, "embedding", None)
-    return Embedded(runnable, embedding) if embedding is not None and divided(embedding) is not None else runnable
+    return (
+        Embedded(runnable, embedding)
+        if embedding is not None and divided(embedding) is not None
+        else runnable
+    )
 
 
 def record(runnable: Runnable, what: str, key: str = "enable_cuda_graph") -> None:
-    """Have steps recorded as CUDA graphs from now on. what, key: for the ConfigError where what serves cannot."""
-    capture = getattr(runnable.runnable if isinstance(runnable, Embedded) else runnable, "capture", None)
+    """Have steps recorded as CUDA graphs from now on. what, key: for the ConfigError where what
+    serves cannot.
+    """
+    capture = getattr(
+        runnable.runnable if isinstance(runnable, Embedded) else runnable, "capture", None
+    )
     if capture is None:
         why = f"what serves {what} records no graphs; ds-ops-cuda does"
         raise ConfigError([Problem(key, why, "leave the key out elsewhere")])
@@ -164,10 +199,13 @@ def record(runnable: Runnable, what: str, key: str = "enable_cuda_graph") -> Non
 
 
 class Embedded:
-    """A runnable whose token embedding is divided over ranks: the module's layer makes the vectors of each step."""
+    """A runnable whose token embedding is divided over ranks: the module's layer makes the vectors
+    of each step.
+    """
 
     def __init__(self, runnable: Runnable, embedding: nn.Module) -> None:
-        self.runnable, self._embedding = runnable, embedding
+        self.runnable = runnable
+        self._embedding = embedding
 
     @torch.inference_mode()
     def __call__(self, step: Step, cache: KVCache | None = None) -> Tensor:
@@ -182,7 +220,9 @@ class Embedded:
 
 
 def one_seed(ctx: Context) -> int:
-    """A seed for sampling, equal on all ranks that work on the same rows: drawn on the first of them."""
+    """A seed for sampling, equal on all ranks that work on the same rows: drawn on the first of
+    them.
+    """
     seed = int(torch.randint(2**62, ()))
     axes = [axis for axis in ctx.mesh.names if axis in ("tp", "ep")]
     if ctx.mesh.size(*axes) == 1:

@@ -11,4 +11,8 @@ __all__ = ["ds_commands"]
 
 def ds_commands() -> Mapping[str, CommandEntry]:
     """``dscore serve``."""
-    return {"serve": CommandEntry("ds_inference.serve.command:serve", "Serve a model over HTTP, in OpenAI's protocol.")}
+    return {
+        "serve": CommandEntry(
+            "ds_inference.serve.command:serve", "Serve a model over HTTP, in OpenAI's protocol."
+        )
+    }

@@ -1,7 +1,8 @@
-"""From a model and a config to what an `InferenceEngine` has: the model in its dtype, divided, with its weights.
+"""From a model and a config to what an `InferenceEngine` has: the model in its dtype, divided, with
+its weights.
 
-In this order: divided over ranks as it is (a model without values costs nothing yet), then its weights are read, then
-linear layers are quantised, then it is lowered to a program.
+In this order: divided over ranks as it is (a model without values costs nothing yet), then its
+weights are read, then linear layers are quantised, then it is lowered to a program.
 """
 
 from __future__ import annotations
@@ -42,7 +43,17 @@ log = logging.getLogger("ds_inference")
 
 ORIGIN = "init_inference"
 QKV = (
-    *("q_proj", "k_proj", "v_proj", "qkv_proj", "query", "key", "value", "query_key_value", "c_attn"),
+    *(
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "qkv_proj",
+        "query",
+        "key",
+        "value",
+        "query_key_value",
+        "c_attn",
+    ),
     *("q_lin", "k_lin", "v_lin", "Wqkv"),
 )
 """Names of layers of queries, keys and values."""
@@ -50,7 +61,9 @@ QKV = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """What answers. lowered, runnable: the program, where there is one. graphs: the module's. holder: keeps weights."""
+    """What answers. lowered, runnable: the program, where there is one. graphs: the module's.
+    holder: keeps weights.
+    """
 
     module: nn.Module
     ctx: Context
@@ -65,7 +78,9 @@ def prepare(model: nn.Module, config: DeepSpeedInferenceConfig) -> Prepared:
     """Make `model` ready as `config` says. Collective where several ranks divide it."""
     _check(config)
     if is_empty(model) and config.weights is None:
-        raise ConfigError("the model has no values (device meta); name its weights with checkpoint", ORIGIN)
+        raise ConfigError(
+            "the model has no values (device meta); name its weights with checkpoint", ORIGIN
+        )
     model.eval()
     cast(model, getattr(torch, config.floats))
     if config.zero.get("stage") == 3:
@@ -82,11 +97,23 @@ def prepare(model: nn.Module, config: DeepSpeedInferenceConfig) -> Prepared:
     model.to(device)
     if config.save_to is not None:
         save_parts(model, ctx, slices, config.save_to)
-    quantise(model, config.quant.weight, config.bits if config.quant.enabled else 0, config.quant.qkv.enabled, ctx)
+    quantise(
+        model,
+        config.quant.weight,
+        config.bits if config.quant.enabled else 0,
+        config.quant.qkv.enabled,
+        ctx,
+    )
     lowered = _lowered(model, config) if config.replace_with_kernel_inject else None
-    if lowered is None and config.tp_size > 1 and any(isinstance(m, QuantizedLinear) for m in model.modules()):
+    if (
+        lowered is None
+        and config.tp_size > 1
+        and any(isinstance(m, QuantizedLinear) for m in model.modules())
+    ):
         raise ConfigError(
-            f"dtype: weights in {config.bits} bits on several ranks need replace_with_kernel_inject", ORIGIN
+            f"dtype: weights in {config.bits} bits on several ranks need "
+            "replace_with_kernel_inject",
+            ORIGIN,
         )
     runnable = parallel.load(lowered, model, ctx, device) if lowered is not None else None
     graphs = None
@@ -94,13 +121,19 @@ def prepare(model: nn.Module, config: DeepSpeedInferenceConfig) -> Prepared:
         parallel.record(runnable, f"{type(model).__name__} on {device.type}")
     elif config.enable_cuda_graph:
         if device.type != "cuda":
-            raise ConfigError(f"enable_cuda_graph: the model is on {device.type}; leave the key out", ORIGIN)
+            raise ConfigError(
+                f"enable_cuda_graph: the model is on {device.type}; leave the key out", ORIGIN
+            )
         graphs = Graphs(model, device)
     return Prepared(model, ctx, device, lowered, runnable, graphs)
 
 
-def quantise(model: nn.Module, weight: WeightQuantConfig, bits: int, qkv: bool, ctx: Context) -> None:
-    """Quantise linear layers as the config says. bits: that dtype asks for. qkv: also queries, keys, values."""
+def quantise(
+    model: nn.Module, weight: WeightQuantConfig, bits: int, qkv: bool, ctx: Context
+) -> None:
+    """Quantise linear layers as the config says. bits: that dtype asks for. qkv: also queries,
+    keys, values.
+    """
     wanted = weight.layers(bits)
     if not wanted:
         return
@@ -110,16 +143,27 @@ def quantise(model: nn.Module, weight: WeightQuantConfig, bits: int, qkv: bool, 
     for pattern, how in wanted.items():
         mine = {n for n in names if pattern in n or fnmatch.fnmatch(n, pattern)} - done
         if not mine:
-            raise ConfigError(f"quant: no layer of {type(model).__name__} is called {pattern!r}", ctx.config.origin)
+            raise ConfigError(
+                f"quant: no layer of {type(model).__name__} is called {pattern!r}",
+                ctx.config.origin,
+            )
         others = [name for name in names if name not in mine]
-        quantise_model(model, bits=how.num_bits, group=how.group, symmetric=how.symmetric, skip=others, kernel=kernel)
+        quantise_model(
+            model,
+            bits=how.num_bits,
+            group=how.group,
+            symmetric=how.symmetric,
+            skip=others,
+            kernel=kernel,
+        )
         done |= mine
 
 
 def quantise_for_run(model: nn.Module, section: WeightQuantization, ctx: Context) -> nn.Module:
     """The model of a run with layers quantised as section ``weight_quantization`` says.
 
-    Under stage 3 the numbers are frozen parameters, which are sharded and offloaded as others are; scales stay whole.
+    Under stage 3 the numbers are frozen parameters, which are sharded and offloaded as others are;
+    scales stay whole.
     """
     named = section.post_init_quant or section.quantized_initialization
     quantise(model, section, 0 if named else section.num_bits, True, ctx)
@@ -136,11 +180,22 @@ def _check(config: DeepSpeedInferenceConfig) -> None:
     """ConfigError for what cannot be here."""
     if config.use_triton:
         if importlib.util.find_spec("triton") is None:
-            raise ConfigError("use_triton: Triton is not installed; pip install triton, or leave the key out", ORIGIN)
-        log_once(log, logging.WARNING, "use_triton has no effect: no installed package has inference kernels in Triton")
-    if config.enable_cuda_graph and (config.zero or (config.tp_size > 1 and not config.replace_with_kernel_inject)):
+            raise ConfigError(
+                "use_triton: Triton is not installed; pip install triton, or leave the key out",
+                ORIGIN,
+            )
+        log_once(
+            log,
+            logging.WARNING,
+            "use_triton has no effect: no installed package has inference kernels in Triton",
+        )
+    if config.enable_cuda_graph and (
+        config.zero or (config.tp_size > 1 and not config.replace_with_kernel_inject)
+    ):
         why = "not with zero, and with tp_size > 1 only with replace_with_kernel_inject"
-        raise ConfigError(f"enable_cuda_graph: {why}, as waiting for others is not recorded", ORIGIN)
+        raise ConfigError(
+            f"enable_cuda_graph: {why}, as waiting for others is not recorded", ORIGIN
+        )
 
 
 def _lowered(model: nn.Module, config: DeepSpeedInferenceConfig) -> Lowered | None:
@@ -148,25 +203,39 @@ def _lowered(model: nn.Module, config: DeepSpeedInferenceConfig) -> Lowered | No
     lowered = lower(model)
     if lowered is None:
         why = f"{type(model).__name__} runs by itself: {why_not(model)}"
-        log_once(log, logging.WARNING, f"replace_with_kernel_inject has no effect: {why}".replace("%", "%%"))
+        log_once(
+            log,
+            logging.WARNING,
+            f"replace_with_kernel_inject has no effect: {why}".replace("%", "%%"),
+        )
         return None
     if lowered.kind is Kind.CAUSAL:
         if not config.triangular_masking:
             why = "generates token by token, so that none can see later ones"
-            raise ConfigError(f"triangular_masking: {type(model).__name__} {why}; leave the key out", ORIGIN)
+            raise ConfigError(
+                f"triangular_masking: {type(model).__name__} {why}; leave the key out", ORIGIN
+            )
         most = lowered.max_positions
         if most is not None and most < config.min_out_tokens:
-            raise ConfigError(f"min_out_tokens is {config.min_out_tokens}, and the model has {most} positions", ORIGIN)
+            raise ConfigError(
+                f"min_out_tokens is {config.min_out_tokens}, and the model has {most} positions",
+                ORIGIN,
+            )
     return lowered
 
 
 def _kept_elsewhere(model: nn.Module, config: DeepSpeedInferenceConfig) -> Prepared:
-    """ZeRO inference: the partitioner of stage 3 keeps the weights, and brings them layer by layer."""
+    """ZeRO inference: the partitioner of stage 3 keeps the weights, and brings them layer by
+    layer."""
     if config.weights is not None:
         with open_weights(config.weights, config.root) as source:
             fill(model, source, {}, torch.device("cpu"))
     if config.replace_with_kernel_inject:
-        log_once(log, logging.WARNING, "replace_with_kernel_inject has no effect with zero: weights come and go")
+        log_once(
+            log,
+            logging.WARNING,
+            "replace_with_kernel_inject has no effect with zero: weights come and go",
+        )
     raw: dict[str, Any] = parallel.sections(config, model, row_names(config, model))
     raw["zero_optimization"] = dict(config.zero)
     if "aio" in raw["zero_optimization"]:

@@ -1,11 +1,13 @@
-"""Linear layers whose weights are 8 or 4 bits, and the change of a model's layers into them, one at a time.
+"""Linear layers whose weights are 8 or 4 bits, and the change of a model's layers into them, one at
+a time.
 
-[Note: what is quantised] The linear layers of the repeated blocks: there is most of the memory that a token reads. Not
-embeddings, of which a token reads one line, nor poolers and classifiers, which are small and make the answer. The
-output head of a language model is large and read whole for every token: it is quantised in 8 bits, also where other
-layers have 4 (in 4 bits it adds 12 % to the perplexity of SmolLM2-135M, in 8 nothing). Where it is tied to the
-embedding it becomes a quantised copy and the embedding stays: more memory (a quarter of the embedding in fp32, half in
-16 bits), but less of it is read.
+[Note: what is quantised] The linear layers of the repeated blocks: there is most of the memory that
+a token reads. Not embeddings, of which a token reads one line, nor poolers and classifiers, which
+are small and make the answer. The output head of a language model is large and read whole for every
+token: it is quantised in 8 bits, also where other layers have 4 (in 4 bits it adds 12 % to the
+perplexity of SmolLM2-135M, in 8 nothing). Where it is tied to the embedding it becomes a quantised
+copy and the embedding stays: more memory (a quarter of the embedding in fp32, half in 16 bits), but
+less of it is read.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ _SKIPPED = "named in skip"
 class QuantizedLinear(nn.Module):
     """``F.linear`` with a `Quantized` weight, whose parts are buffers: `q`, `scales` and `lows`.
 
-    The bias, a parameter, is that of the layer before. A program reads the same buffers (`quantized`).
+    The bias, a parameter, is that of the layer before. A program reads the same buffers
+    (`quantized`).
     """
 
     q: Tensor
@@ -44,7 +47,8 @@ class QuantizedLinear(nn.Module):
 
     def __init__(self, weight: Quantized, bias: nn.Parameter | None) -> None:
         super().__init__()
-        self.bits, self.group = weight.bits, weight.group
+        self.bits = weight.bits
+        self.group = weight.group
         self.out_features, self.in_features = weight.shape
         self.register_buffer("q", weight.q)
         self.register_buffer("scales", weight.scales)
@@ -58,12 +62,16 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The product with the weight as it is in the dtype of `x`."""
         if divided(self) is not None:
-            raise RuntimeError("a quantised layer that ranks divide is computed by an inference program only")
+            raise RuntimeError(
+                "a quantised layer that ranks divide is computed by an inference program only"
+            )
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, dequantize(self.quantized(), x.dtype), bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
-        """Moves to another device; a change of dtype (``model.half()``) leaves scales and lows in fp16."""
+        """Moves to another device; a change of dtype (``model.half()``) leaves scales and lows in
+        fp16.
+        """
         kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in kept.items():
@@ -75,38 +83,58 @@ class QuantizedLinear(nn.Module):
     def extra_repr(self) -> str:
         """See the base class."""
         kind = "symmetric" if self.lows is None else "with lows"
-        return f"{self.in_features}, {self.out_features}, {self.bits} bits, groups of {self.group}, {kind}"
+        return (
+            f"{self.in_features}, {self.out_features}, {self.bits} bits, groups of "
+            f"{self.group}, "
+            f"{kind}"
+        )
 
 
 class QuantizedExperts(nn.Module):
-    """The experts of a mixture of transformers (`gate_up_proj`, `down_proj`), one below the other in two layers."""
+    """The experts of a mixture of transformers (`gate_up_proj`, `down_proj`), one below the other
+    in two layers.
+    """
 
-    def __init__(self, experts: int, gate_up: QuantizedLinear, down: QuantizedLinear, act_fn: nn.Module) -> None:
+    def __init__(
+        self, experts: int, gate_up: QuantizedLinear, down: QuantizedLinear, act_fn: nn.Module
+    ) -> None:
         super().__init__()
-        self.experts, self.gate_up, self.down, self.act_fn = experts, gate_up, down, act_fn
+        self.experts = experts
+        self.gate_up = gate_up
+        self.down = down
+        self.act_fn = act_fn
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The sum of the experts `top_k_index` [rows, k] of each row, with these weights."""
         if divided(self) is not None:
-            raise RuntimeError("quantised experts that ranks divide are computed by an inference program only")
+            raise RuntimeError(
+                "quantised experts that ranks divide are computed by an inference program only"
+            )
         out = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique().tolist():
             rows, place = (top_k_index == expert).nonzero(as_tuple=True)
-            gate, up = F.linear(hidden_states[rows], self._weight(self.gate_up, expert, out.dtype)).chunk(2, -1)
+            gate, up = F.linear(
+                hidden_states[rows], self._weight(self.gate_up, expert, out.dtype)
+            ).chunk(2, -1)
             inner = F.linear(self.act_fn(gate) * up, self._weight(self.down, expert, out.dtype))
             out.index_add_(0, rows, (inner * top_k_weights[rows, place, None]).to(out.dtype))
         return out
 
     def _weight(self, layer: QuantizedLinear, expert: int, dtype: torch.dtype) -> Tensor:
         whole = layer.quantized()
-        parts = [None if x is None else x.chunk(self.experts)[expert] for x in (whole.q, whole.scales, whole.lows)]
+        parts = [
+            None if x is None else x.chunk(self.experts)[expert]
+            for x in (whole.q, whole.scales, whole.lows)
+        ]
         assert parts[0] is not None and parts[1] is not None
         return dequantize(Quantized(parts[0], parts[1], parts[2], whole.bits, whole.group), dtype)
 
 
 @dataclass
 class Report:
-    """layers: how many were quantised. before, after: bytes of their weights. left: names, and why they were not."""
+    """layers: how many were quantised. before, after: bytes of their weights. left: names, and why
+    they were not.
+    """
 
     layers: int = 0
     before: int = 0
@@ -124,14 +152,17 @@ def quantise_model(
     head_bits: int | None = 8,
     kernel: Callable[..., Any] = references.quantize,
 ) -> Report:
-    """Replace linear layers of `model` by `QuantizedLinear`, each freed before the next; says so in the log.
+    """Replace linear layers of `model` by `QuantizedLinear`, each freed before the next; says so in
+    the log.
 
-    [Note: what is quantised]. group: columns to a scale. symmetric: no lows; None: in 8 bits, which need none. skip:
-    names of modules, with wildcards. head_bits: of the output head; None: it stays. kernel: a provider of ``quantize``.
+    [Note: what is quantised]. group: columns to a scale. symmetric: no lows; None: in 8 bits, which
+    need none. skip: names of modules, with wildcards. head_bits: of the output head; None: it
+    stays. kernel: a provider of ``quantize``.
     """
     if bits not in (4, 8):
         raise ValueError(f"weights are quantised in 8 or 4 bits, not {bits}")
-    report, patterns = Report(), tuple(skip)
+    report = Report()
+    patterns = tuple(skip)
     find = getattr(model, "get_output_embeddings", None)
     head = find() if find is not None else None
     names = [name for name, module in model.named_modules() if _serves(module)]
@@ -145,22 +176,29 @@ def quantise_model(
             report.left[name] = _SKIPPED
             continue
         try:
-            made = _quantised(module, mine, group, mine == 8 if symmetric is None else symmetric, kernel)
+            made = _quantised(
+                module, mine, group, mine == 8 if symmetric is None else symmetric, kernel
+            )
         except ValueError as why:
             report.left[name] = str(why)
             continue
-        report.layers, report.before = report.layers + 1, report.before + _nbytes(module)
+        report.layers = report.layers + 1
+        report.before = report.before + _nbytes(module)
         report.after += _nbytes(made)
         _replace(model, name, made)
     _say(report, bits)
     return report
 
 
-def _quantised(module: Any, bits: int, group: int, symmetric: bool, kernel: Callable[..., Any]) -> nn.Module:
+def _quantised(
+    module: Any, bits: int, group: int, symmetric: bool, kernel: Callable[..., Any]
+) -> nn.Module:
     def layer(weight: Tensor, bias: nn.Parameter | None = None) -> QuantizedLinear:
         if weight.is_meta:
             raise ValueError("its weight is on the meta device")
-        return QuantizedLinear(quantize(weight, bits=bits, group=group, symmetric=symmetric, kernel=kernel), bias)
+        return QuantizedLinear(
+            quantize(weight, bits=bits, group=group, symmetric=symmetric, kernel=kernel), bias
+        )
 
     for param in module.parameters(recurse=False):
         if param is not getattr(module, "bias", None) and (lazy := lazy_weight(param)) is not None:
@@ -168,14 +206,19 @@ def _quantised(module: Any, bits: int, group: int, symmetric: bool, kernel: Call
     made: nn.Module
     cut = divided(module)
     if _is_experts(module):
-        up, down = module.gate_up_proj.detach(), module.down_proj.detach()
-        made = QuantizedExperts(up.shape[0], layer(up.flatten(0, 1)), layer(down.flatten(0, 1)), module.act_fn)
+        up = module.gate_up_proj.detach()
+        down = module.down_proj.detach()
+        made = QuantizedExperts(
+            up.shape[0], layer(up.flatten(0, 1)), layer(down.flatten(0, 1)), module.act_fn
+        )
     elif type(module) is not nn.Linear and cut is None and not hasattr(module, "nf"):
         raise ValueError(f"{type(module).__name__} is not nn.Linear")
     elif cut is not None and cut.whole_weight:
         raise ValueError("ranks use rows of a whole weight")
     else:
-        made = layer(module.weight.detach().t() if hasattr(module, "nf") else module.weight, module.bias)
+        made = layer(
+            module.weight.detach().t() if hasattr(module, "nf") else module.weight, module.bias
+        )
     if cut is not None:
         setattr(made, DIVIDED, cut)
     return made.train(module.training)
@@ -188,7 +231,9 @@ def _serves(module: nn.Module) -> bool:
 
 def _is_experts(module: nn.Module) -> bool:
     found = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
-    return type(module).__name__ == "MixtralExperts" and all(isinstance(x, Tensor) and x.dim() == 3 for x in found)
+    return type(module).__name__ == "MixtralExperts" and all(
+        isinstance(x, Tensor) and x.dim() == 3 for x in found
+    )
 
 
 def _nbytes(module: nn.Module) -> int:
@@ -209,9 +254,12 @@ def _replace(model: nn.Module, name: str, made: nn.Module) -> None:
 def _say(report: Report, bits: int) -> None:
     mib = 2**20
     logger.info(
-        "%d linear layers in %d bits: %.1f MiB were %.1f MiB", report.layers, bits, report.after / mib,
+        "%d linear layers in %d bits: %.1f MiB were %.1f MiB",
+        report.layers,
+        bits,
+        report.after / mib,
         report.before / mib,
-    )  # fmt: skip
+    )
     if unable := [(name, why) for name, why in report.left.items() if why != _SKIPPED]:
         name, why = unable[0]
         logger.warning("%d linear layers were not quantised; %s: %s", len(unable), name, why)

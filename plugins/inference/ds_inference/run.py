@@ -1,4 +1,5 @@
-"""One forward pass of a batch [b, t] through a program: sequences without their padding, outputs put back.
+"""One forward pass of a batch [b, t] through a program: sequences without their padding, outputs
+put back.
 
 What a program cannot serve is for the model itself; `refusal` says what that is.
 """
@@ -18,20 +19,38 @@ from ds_inference.families import Lowered
 
 __all__ = ["forward", "refusal"]
 
-SERVED = "input_ids", "attention_mask", "position_ids", "inputs_embeds", "token_type_ids", "logits_to_keep"
+SERVED = (
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "inputs_embeds",
+    "token_type_ids",
+    "logits_to_keep",
+)
 FINISHED = (
-    "labels", "return_dict", "num_items_in_batch", "start_positions", "end_positions", "mc_labels",
+    "labels",
+    "return_dict",
+    "num_items_in_batch",
+    "start_positions",
+    "end_positions",
+    "mc_labels",
     "mc_token_ids",
-)  # fmt: skip
-"""What `Lowered.finish` takes. A call with use_cache=True is for the model, as no cache is given back here."""
+)
+"""What `Lowered.finish` takes.
+
+A call with use_cache=True is for the model, as no cache is given back here.
+"""
 
 
 def refusal(lowered: Lowered, keywords: Mapping[str, Any]) -> str | None:
-    """What is in the way of `forward` with these keywords of a model's forward; None: nothing is."""
+    """What is in the way of `forward` with these keywords of a model's forward; None: nothing
+    is."""
     for name, value in keywords.items():
         if name not in SERVED and name not in FINISHED and value is not None and value is not False:
             return f"{name} is not served"
-    tokens, mask, positions = (keywords.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    tokens, mask, positions = (
+        keywords.get(name) for name in ("input_ids", "attention_mask", "position_ids")
+    )
     if tokens is not None and tokens.dim() != 2:
         return "input_ids are not [b, t]"
     given = tokens if tokens is not None else keywords.get("inputs_embeds")
@@ -52,14 +71,22 @@ def refusal(lowered: Lowered, keywords: Mapping[str, Any]) -> str | None:
     if keywords.get("token_type_ids") is not None and not types:
         return "token_type_ids are not served"
     keep = keywords.get("logits_to_keep")
-    return None if keep is None or isinstance(keep, int) else "logits_to_keep as a tensor is not served"
+    return (
+        None
+        if keep is None or isinstance(keep, int)
+        else "logits_to_keep as a tensor is not served"
+    )
 
 
 def _misshapen(shape: Any, keywords: Mapping[str, Any]) -> str | None:
     """Which keyword is not of the shape [b, t]: what that means is for the model to say."""
     for name in ("attention_mask", "position_ids", "token_type_ids"):
         value = keywords.get(name)
-        if value is None or value.shape == shape or (name == "position_ids" and value.shape == (1, shape[1])):
+        if (
+            value is None
+            or value.shape == shape
+            or (name == "position_ids" and value.shape == (1, shape[1]))
+        ):
             continue
         return f"{name} of shape {tuple(value.shape)} is not [b, t] of the inputs"
     return None
@@ -76,7 +103,8 @@ def forward(
     token_type_ids: Tensor | None = None,
     logits_to_keep: int = 0,
 ) -> Tensor:
-    """[b, t, width]: logits, or the last hidden states where the program ends there; zeros at padding.
+    """[b, t, width]: logits, or the last hidden states where the program ends there; zeros at
+    padding.
 
     logits_to_keep: of the last so many columns only (0: all), as in transformers.
     """
@@ -84,9 +112,13 @@ def forward(
     if given is None or (input_ids is not None and inputs_embeds is not None):
         raise ValueError("give either input_ids or inputs_embeds")
     batch, columns = given.shape[:2]
-    width = None if lowered.program.embeds is None else lowered.program.widths[lowered.program.embeds]
+    width = (
+        None if lowered.program.embeds is None else lowered.program.widths[lowered.program.embeds]
+    )
     if inputs_embeds is not None and inputs_embeds.shape != (batch, columns, width):
-        raise ValueError(f"inputs_embeds of shape {tuple(inputs_embeds.shape)} are not [b, t, {width}]")
+        raise ValueError(
+            f"inputs_embeds of shape {tuple(inputs_embeds.shape)} are not [b, t, {width}]"
+        )
     mask = torch.ones(batch, columns, dtype=torch.bool, device=given.device)
     if attention_mask is not None:
         mask = attention_mask.to(given.device).bool()
@@ -124,8 +156,13 @@ def _positions(lowered: Lowered, mask: Tensor, given: Tensor | None) -> Tensor:
 
 
 def _check(lowered: Lowered, tokens: Tensor, positions: Tensor) -> None:
-    """Tokens and positions are lines of their tables: compiled providers read memory without looking."""
-    for name, found, most in (("input_ids", tokens, lowered.words), ("positions", positions, lowered.max_positions)):
+    """Tokens and positions are lines of their tables: compiled providers read memory without
+    looking.
+    """
+    for name, found, most in (
+        ("input_ids", tokens, lowered.words),
+        ("positions", positions, lowered.max_positions),
+    ):
         if most is not None and found.numel():
             low, high = (int(x) for x in found.aminmax())
             if low < 0 or high >= most:

@@ -1,6 +1,7 @@
 """Choosing tokens: scores of all rows of a step at once.
 
-A drawn token depends on its row and on one number in [0, 1) of its sequence's own generator only, so on no other row.
+A drawn token depends on its row and on one number in [0, 1) of its sequence's own generator only,
+so on no other row.
 """
 
 from __future__ import annotations
@@ -16,21 +17,27 @@ from ds_inference.requests import SamplingParams
 __all__ = ["Filters", "draw", "filtered", "log_probability", "pick", "processed", "shown"]
 
 _FIRST = 512
-"""Most probable tokens among which a nucleus is looked for at first; then among 16 times as many."""
+"""Most probable tokens among which a nucleus is looked for at first; then among 16 times as many.
+"""
 _ROWS = 8
 """Rows that are drawn from at a time where nothing is filtered."""
 _PART = 32
 """Scores of a row that are looked at together."""
 _COLDEST = 1e-6
-"""Lower temperatures count as this one: it draws the most probable token, and scores divided by it are still finite."""
+"""Lower temperatures count as this one: it draws the most probable token, and scores divided by it
+are still finite.
+"""
 _MOST = 2**31 - 1
 """The largest `top_k` that is told apart: no vocabulary has as many tokens."""
 
 
-def processed(row: Tensor, params: SamplingParams, tokens: Sequence[int], prompt: int, stops: Iterable[int]) -> Tensor:
+def processed(
+    row: Tensor, params: SamplingParams, tokens: Sequence[int], prompt: int, stops: Iterable[int]
+) -> Tensor:
     """`row` [vocabulary], fp32, changed by penalties, `min_new_tokens` and logits processors.
 
-    tokens: of the sequence, the first `prompt` of which were given. stops: tokens that end a sequence.
+    tokens: of the sequence, the first `prompt` of which were given. stops: tokens that end a
+    sequence.
     """
     width = row.shape[0]
     row = row.clone()
@@ -38,7 +45,9 @@ def processed(row: Tensor, params: SamplingParams, tokens: Sequence[int], prompt
     if params.repetition_penalty != 1:
         seen = ids[ids < width]
         score = row[seen]
-        row[seen] = torch.where(score < 0, score * params.repetition_penalty, score / params.repetition_penalty)
+        row[seen] = torch.where(
+            score < 0, score * params.repetition_penalty, score / params.repetition_penalty
+        )
     if params.presence_penalty or params.frequency_penalty:
         said, counts = ids[prompt:].unique(return_counts=True)
         row[said] -= params.presence_penalty + params.frequency_penalty * counts
@@ -47,7 +56,9 @@ def processed(row: Tensor, params: SamplingParams, tokens: Sequence[int], prompt
     for processor in params.logits_processors:
         row = processor(ids[None], row[None])[0]
     if row.shape != (width,):
-        raise ValueError(f"a logits processor returned {tuple(row.shape)} scores for a vocabulary of {width}")
+        raise ValueError(
+            f"a logits processor returned {tuple(row.shape)} scores for a vocabulary of {width}"
+        )
     return row
 
 
@@ -55,7 +66,8 @@ def processed(row: Tensor, params: SamplingParams, tokens: Sequence[int], prompt
 class Filters:
     """Temperatures and filters of some rows, each [rows, 1].
 
-    most: the largest top_k. keep: tokens that no filter removes. open: there are rows without top_k. plain: no filter.
+    most: the largest top_k. keep: tokens that no filter removes. open: there are rows without
+    top_k. plain: no filter.
     """
 
     temperature: Tensor
@@ -69,11 +81,15 @@ class Filters:
 
     def rows(self, rows: Tensor) -> Filters:
         """Those of `rows` alone."""
-        temperature, top_k, top_p, min_p = (x[rows] for x in (self.temperature, self.top_k, self.top_p, self.min_p))
+        temperature, top_k, top_p, min_p = (
+            x[rows] for x in (self.temperature, self.top_k, self.top_p, self.min_p)
+        )
         return replace(self, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
     @staticmethod
-    def of(params: Sequence[SamplingParams], device: torch.device | str = "cpu", keep: int = 1) -> Filters:
+    def of(
+        params: Sequence[SamplingParams], device: torch.device | str = "cpu", keep: int = 1
+    ) -> Filters:
         """Those of `params`, one a row."""
 
         def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -82,19 +98,27 @@ class Filters:
         ks = [p.top_k and min(max(p.top_k, keep), _MOST) for p in params]
         temperatures = [max(p.temperature, _COLDEST) if p.temperature else 1.0 for p in params]
         return Filters(
-            column(temperatures), column([*ks], torch.int64),
+            column(temperatures),
+            column([*ks], torch.int64),
             column([2.0 if p.top_p == 1 else p.top_p for p in params], torch.float64),
-            column([p.min_p for p in params], torch.float64), max(ks), keep, not all(ks),
+            column([p.min_p for p in params], torch.float64),
+            max(ks),
+            keep,
+            not all(ks),
             not any(p.top_k or p.top_p < 1 or p.min_p for p in params),
-        )  # fmt: skip
+        )
 
 
-def filtered(scores: Tensor, filters: Filters, count: int = _FIRST) -> tuple[Tensor, Tensor, Tensor]:
-    """The n most probable tokens: (their weights [rows, n], fp64, their ids, whether those are all that may be drawn).
+def filtered(
+    scores: Tensor, filters: Filters, count: int = _FIRST
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The n most probable tokens: (their weights [rows, n], fp64, their ids, whether those are all
+    that may be drawn).
 
-    Weights of a row are its probabilities, times a factor; 0: may not be drawn. Temperature comes first, then top_k,
-    top_p of what is left, and min_p, as in transformers; of equal scores at the k-th place all stay. The last is False
-    for rows of which more than n tokens may be drawn: their weights are of no use.
+    Weights of a row are its probabilities, times a factor; 0: may not be drawn. Temperature comes
+    first, then top_k, top_p of what is left, and min_p, as in transformers; of equal scores at the
+    k-th place all stay. The last is False for rows of which more than n tokens may be drawn: their
+    weights are of no use.
     """
     scores = scores / filters.temperature
     count = min(scores.shape[1], max(filters.most + 16, count if filters.open else 0))
@@ -116,7 +140,9 @@ def filtered(scores: Tensor, filters: Filters, count: int = _FIRST) -> tuple[Ten
 
 
 def _sorted(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` highest scores of each row and where they are; of equal ones the first comes first."""
+    """The `count` highest scores of each row and where they are; of equal ones the first comes
+    first.
+    """
     values, ids = _highest(scores, count)
     ids, order = ids.sort(-1)
     values, order = values.gather(1, order).sort(stable=True, dim=-1, descending=True)
@@ -124,7 +150,9 @@ def _sorted(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _highest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """``topk``, several times as fast: only parts of a row whose maximum is among the highest are looked into."""
+    """``topk``, several times as fast: only parts of a row whose maximum is among the highest are
+    looked into.
+    """
     if 4 * count * _PART > scores.shape[1]:
         return scores.topk(count)
     scores = torch.nn.functional.pad(scores, (0, -scores.shape[1] % _PART), value=-torch.inf)
@@ -154,7 +182,9 @@ def _draw_filtered(scores: Tensor, filters: Filters, points: Tensor, count: int)
 
 
 def pick(weights: Tensor, points: Tensor) -> Tensor:
-    """Where each row's running sum passes the row's point, which is a share of its total; never at a weight of 0."""
+    """Where each row's running sum passes the row's point, which is a share of its total; never at
+    a weight of 0.
+    """
     reached = weights.cumsum(-1)
     # A hair below the total: rounding must not point behind the last weight.
     goals = points[:, None] * (1 - 2.0**-50) * reached[:, -1:]
@@ -175,7 +205,9 @@ def shown(row: Tensor, params: SamplingParams, keep: int = 1) -> Tensor:
     return row.masked_fill(~inside, -torch.inf)
 
 
-def log_probability(row: Tensor, token: int, most: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+def log_probability(
+    row: Tensor, token: int, most: int
+) -> tuple[float, tuple[tuple[int, float], ...]]:
     """Of `token` by the scores `row`, and the `most` highest, by token."""
     logs = torch.log_softmax(row.float(), -1)
     if not most:

@@ -1,10 +1,12 @@
-"""Which rows a step has: of running sequences one each, and parts of prompts, as far as cache and rows go.
+"""Which rows a step has: of running sequences one each, and parts of prompts, as far as cache and
+rows go.
 
-Requests are served in the order in which they came. A running sequence always gets its row. What is left of a step goes
-to prompts, in parts. When the cache has no block left, the request that came last gives its blocks back and waits
-again, first in the queue; its tokens are computed again later. So the oldest request always advances, and as no
-request is accepted that would not fit into the whole cache, every one ends. Nothing depends on time or on chance:
-ranks that see the same requests and logits plan the same steps.
+Requests are served in the order in which they came. A running sequence always gets its row. What is
+left of a step goes to prompts, in parts. When the cache has no block left, the request that came
+last gives its blocks back and waits again, first in the queue; its tokens are computed again later.
+So the oldest request always advances, and as no request is accepted that would not fit into the
+whole cache, every one ends. Nothing depends on time or on chance: ranks that see the same requests
+and logits plan the same steps.
 """
 
 from __future__ import annotations
@@ -28,12 +30,15 @@ if TYPE_CHECKING:
 __all__ = ["Group", "Plan", "Scheduler", "Sequence", "most_blocks"]
 
 _SHARE = 4
-"""While sequences decode, prompts take one in so many of a step's rows, so that a step does not last much longer."""
+"""While sequences decode, prompts take one in so many of a step's rows, so that a step does not
+last much longer.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A prompt with what was added to it. cached: how many of its tokens the cache has, in `blocks`.
+    """A prompt with what was added to it. cached: how many of its tokens the cache has, in
+    `blocks`.
 
     index: which answer of its request. result: where its tokens go (None: of beams).
     """
@@ -50,11 +55,12 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The sequences of one request: at first one with the prompt, then `rows`, which share its blocks.
+    """The sequences of one request: at first one with the prompt, then `rows`, which share its
+    blocks.
 
-    prompt: tokens of the prompt. new: the most that are added. stop_ids: tokens that end a sequence. split: whether all
-    of `sequences` have rows; otherwise the first computes the prompt for all. seed: of its draws. beams: the state of a
-    beam search.
+    prompt: tokens of the prompt. new: the most that are added. stop_ids: tokens that end a
+    sequence. split: whether all of `sequences` have rows; otherwise the first computes the prompt
+    for all. seed: of its draws. beams: the state of a beam search.
     """
 
     handle: Handle
@@ -75,22 +81,28 @@ class Group:
 
 
 def most_blocks(prompt: int, new: int, rows: int) -> int:
-    """Blocks that `rows` sequences hold at the end: of the prompt's whole blocks one for all, of the rest one each."""
-    shared, each = prompt // BLOCK, blocks_for(prompt + new - 1)
+    """Blocks that `rows` sequences hold at the end: of the prompt's whole blocks one for all, of
+    the rest one each.
+    """
+    shared = prompt // BLOCK
+    each = blocks_for(prompt + new - 1)
     return shared + rows * (each - shared)
 
 
 def _decodes(sequence: Sequence) -> bool:
     """Whether only the token that was chosen last is to be computed."""
-    group, have = sequence.group, len(sequence.tokens)
+    group = sequence.group
+    have = len(sequence.tokens)
     return group.split and have - sequence.cached == 1 and have > group.prompt
 
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """One step. parts: sequences with their numbers of rows, in order. chosen: those whose next token its logits say.
+    """One step. parts: sequences with their numbers of rows, in order. chosen: those whose next
+    token its logits say.
 
-    decoding: each has one row and each is chosen. copies: blocks to copy before the step, (from, to), in order.
+    decoding: each has one row and each is chosen. copies: blocks to copy before the step, (from,
+    to), in order.
     """
 
     parts: list[tuple[Sequence, int]]
@@ -101,10 +113,15 @@ class Plan:
 
 
 class Scheduler:
-    """Plans steps of at most `max_rows` rows for at most `max_sequences` sequences over `blocks`."""
+    """Plans steps of at most `max_rows` rows for at most `max_sequences` sequences over
+    `blocks`."""
 
-    def __init__(self, blocks: Blocks, max_rows: int, max_sequences: int, device: torch.device | str) -> None:
-        self.blocks, self.max_rows, self.max_sequences = blocks, max_rows, max_sequences
+    def __init__(
+        self, blocks: Blocks, max_rows: int, max_sequences: int, device: torch.device | str
+    ) -> None:
+        self.blocks = blocks
+        self.max_rows = max_rows
+        self.max_sequences = max_sequences
         self.waiting: deque[Group] = deque()
         self.running: list[Group] = []
         self.preemptions = 0
@@ -129,13 +146,18 @@ class Scheduler:
     def drop(self, sequence: Sequence) -> None:
         """Give the blocks of `sequence` back."""
         self.blocks.give_back(sequence.blocks)
-        sequence.blocks, sequence.cached = [], 0
+        sequence.blocks = []
+        sequence.cached = 0
 
     def fork(self, sequence: Sequence, index: int, tokens: int) -> Sequence:
-        """A copy of `sequence` with its first `tokens` tokens, sharing the blocks of those that are cached."""
+        """A copy of `sequence` with its first `tokens` tokens, sharing the blocks of those that are
+        cached.
+        """
         cached = min(tokens, sequence.cached)
         shared = self.blocks.share(sequence.blocks[: blocks_for(cached)])
-        return Sequence(sequence.group, sequence.tokens[:tokens], index, cached=cached, blocks=shared)
+        return Sequence(
+            sequence.group, sequence.tokens[:tokens], index, cached=cached, blocks=shared
+        )
 
     def changed(self) -> None:
         """The next step has other sequences than the last one."""
@@ -146,7 +168,9 @@ class Scheduler:
         return sum(group.rows for group in self.running)
 
     def plan(self, tokens: Tensor | None) -> Plan | None:
-        """The next step; None: there is nothing to do. tokens: what the sequences of the last got, in order."""
+        """The next step; None: there is nothing to do. tokens: what the sequences of the last got,
+        in order.
+        """
         self._copies = []
         if self._last is not None and tokens is not None and not self._admissible():
             again = self._again(self._last, tokens)
@@ -172,10 +196,13 @@ class Scheduler:
                     self._split_again(group)
 
     def _split_again(self, group: Group) -> None:
-        """The prompt was computed again: the other sequences take its blocks and go on with their own tokens."""
+        """The prompt was computed again: the other sequences take its blocks and go on with their
+        own tokens.
+        """
         first = group.sequences[0]
         for sequence in group.sequences[1:]:
-            sequence.blocks, sequence.cached = self.blocks.share(first.blocks), first.cached
+            sequence.blocks = self.blocks.share(first.blocks)
+            sequence.cached = first.cached
         group.split = True
 
     # Choosing rows.
@@ -193,7 +220,9 @@ class Scheduler:
         while left > 0 and self._admissible():
             group = self.waiting.popleft()
             first = group.sequences[0]
-            group.split = group.rows == 1 or (len(group.sequences) == 1 and len(first.tokens) > group.prompt)
+            group.split = group.rows == 1 or (
+                len(group.sequences) == 1 and len(first.tokens) > group.prompt
+            )
             self.running.append(group)
             left = self._add(group, parts, left)
         return parts
@@ -203,7 +232,11 @@ class Scheduler:
         mine: list[tuple[Sequence, int]] = []
         active = group.active
         # Beams choose together, so none goes to its end before all can.
-        behind = group.split and group.beams is not None and any(len(s.tokens) - s.cached > 1 for s in active)
+        behind = (
+            group.split
+            and group.beams is not None
+            and any(len(s.tokens) - s.cached > 1 for s in active)
+        )
         for sequence in active:
             end = len(sequence.tokens) - behind if group.split else group.prompt
             rows = end - sequence.cached
@@ -219,10 +252,13 @@ class Scheduler:
         return left
 
     def _admissible(self) -> bool:
-        """Whether the first that waits may start: with places, and blocks for what it has, and one for each other."""
+        """Whether the first that waits may start: with places, and blocks for what it has, and one
+        for each other.
+        """
         if not self.waiting:
             return False
-        group, taken = self.waiting[0], self.sequences()
+        group = self.waiting[0]
+        taken = self.sequences()
         if taken + group.rows > self.max_sequences:
             return False
         longest = max(len(s.tokens) for s in group.sequences)
@@ -230,7 +266,9 @@ class Scheduler:
         return not self.running or need + taken <= self.blocks.free
 
     def _reserve(self, sequence: Sequence, rows: int) -> bool:
-        """Blocks of its own for the next `rows` rows of `sequence`; False: its group waits again, there are none."""
+        """Blocks of its own for the next `rows` rows of `sequence`; False: its group waits again,
+        there are none.
+        """
         first = sequence.cached // BLOCK
         if first < len(sequence.blocks) and self.blocks.shared(sequence.blocks[first]):
             block = self._take(sequence.group)
@@ -262,7 +300,9 @@ class Scheduler:
     # Tensors.
 
     def _again(self, plan: Plan, tokens: Tensor) -> Plan | None:
-        """`plan` with one more token for each sequence, in the same tensors; None: it needs other ones."""
+        """`plan` with one more token for each sequence, in the same tensors; None: it needs other
+        ones.
+        """
         step = plan.step
         assert step.blocks is not None
         width = step.blocks.shape[1]
@@ -283,9 +323,13 @@ class Scheduler:
     def _build(self, parts: list[tuple[Sequence, int]]) -> Plan:
         tokens: list[int] = []
         positions: list[int] = []
-        starts, lengths, last, chosen = [0], [], [], []
+        starts = [0]
+        lengths = []
+        last = []
+        chosen = []
         for sequence, rows in parts:
-            at, end = sequence.cached, sequence.cached + rows
+            at = sequence.cached
+            end = sequence.cached + rows
             tokens += sequence.tokens[at:end]
             positions += range(at, end)
             starts.append(len(tokens))
@@ -296,11 +340,16 @@ class Scheduler:
         width = max(len(s.blocks) for s, _ in parts) + 2
         table = [s.blocks + [0] * (width - len(s.blocks)) for s, _ in parts]
         decoding = len(tokens) == len(chosen)
-        ints, device = torch.int32, self._device
+        ints = torch.int32
+        device = self._device
         step = Step(
-            torch.tensor(tokens, dtype=ints, device=device), torch.tensor(positions, dtype=ints, device=device),
-            torch.tensor(starts, dtype=ints), torch.tensor(lengths, dtype=ints),
+            torch.tensor(tokens, dtype=ints, device=device),
+            torch.tensor(positions, dtype=ints, device=device),
+            torch.tensor(starts, dtype=ints),
+            torch.tensor(lengths, dtype=ints),
             torch.tensor(table, dtype=ints, device=device),
-            None if decoding else torch.tensor(last or [len(tokens) - 1], dtype=torch.int64, device=device),
-        )  # fmt: skip
+            None
+            if decoding
+            else torch.tensor(last or [len(tokens) - 1], dtype=torch.int64, device=device),
+        )
         return Plan(parts, chosen, step, decoding, self._copies)

@@ -1,7 +1,8 @@
 """The sections of ds-inference (torch-free).
 
-``hybrid_engine``: one engine that trains and generates in turn. ``weight_quantization``: weights of linear layers in 8
-or 4 bits, for inference. ``inference``: the config of `init_inference`, so that tools check it.
+``hybrid_engine``: one engine that trains and generates in turn. ``weight_quantization``: weights of
+linear layers in 8 or 4 bits, for inference. ``inference``: the config of `init_inference`, so that
+tools check it.
 """
 
 from __future__ import annotations
@@ -53,14 +54,24 @@ def _hybrid_problems(config: RunConfig, size: int) -> Iterable[Problem]:
         return
     path = "hybrid_engine.enable_cuda_graph"
     if section.enable_cuda_graph and section.release_inference_cache:
-        yield Problem(path, "a graph reads the cache where it was recorded", "set release_inference_cache to false")
+        yield Problem(
+            path,
+            "a graph reads the cache where it was recorded",
+            "set release_inference_cache to false",
+        )
     if section.enable_cuda_graph and config.has(Trait.RELEASES_WEIGHTS):
-        yield Problem(path, "stage 3 gathers weights anew, and a graph reads them where they were", "set stage 0 to 2")
+        yield Problem(
+            path,
+            "stage 3 gathers weights anew, and a graph reads them where they were",
+            "set stage 0 to 2",
+        )
     if section.inference_tp_size not in (1, size):
         yield Problem(
             "hybrid_engine.inference_tp_size",
-            f"{section.inference_tp_size}, but layers are divided over {size} in training, and stay as they are",
-            f"set it to {size}" + ("" if size > 1 else ", or divide training too with tensor_parallel.autotp_size"),
+            f"{section.inference_tp_size}, but layers are divided over {size} in training, and "
+            "stay as they are",
+            f"set it to {size}"
+            + ("" if size > 1 else ", or divide training too with tensor_parallel.autotp_size"),
         )
 
 
@@ -70,7 +81,9 @@ def _on(ctx: Context) -> bool:
 
 
 def ds_engine_methods() -> Mapping[str, Ref]:
-    """``engine.generate``, which is the module's while the section is off, and ``engine.generation_stats``."""
+    """``engine.generate``, which is the module's while the section is off, and
+    ``engine.generation_stats``.
+    """
     return {name: f"ds_inference.hybrid:{name}" for name in ("generate", "generation_stats")}
 
 
@@ -80,7 +93,9 @@ def ds_open(ctx: Context) -> None:
     if section is None or not section.enabled:
         return
     if section.enable_cuda_graph and (kind := ctx.accelerator.device_type) != "cuda":
-        problem = Problem("hybrid_engine.enable_cuda_graph", f"the model is on {kind}", "leave the key out")
+        problem = Problem(
+            "hybrid_engine.enable_cuda_graph", f"the model is on {kind}", "leave the key out"
+        )
         raise ConfigError([problem], ctx.config.origin)
 
 

@@ -1,8 +1,9 @@
-"""Weights in files, by name: any box of any weight can be read without the rest. Nothing is unpickled.
+"""Weights in files, by name: any box of any weight can be read without the rest. Nothing is
+unpickled.
 
-What can be opened: a folder of Hugging Face's (safetensors, or ``.bin`` files, which torch reads with
-``weights_only=True``), one such file, a JSON file that lists files, what `save_parts` wrote, and a checkpoint of
-ds-checkpoint's.
+What can be opened: a folder of Hugging Face's (safetensors, or ``.bin`` files, which torch reads
+with ``weights_only=True``), one such file, a JSON file that lists files, what `save_parts` wrote,
+and a checkpoint of ds-checkpoint's.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Source(Protocol):
 
 @contextlib.contextmanager
 def open_weights(given: str | Mapping[str, Any], root: str = "") -> Iterator[Source]:
-    """Open weights. given: a path, below `root` if it is relative, or the contents of a JSON file that lists files.
+    """Open weights. given: a path, below `root` if it is relative, or the contents of a JSON file
+    that lists files.
 
     Of a JSON file that is there as `given` says, the files that it lists are below `root`.
 
@@ -61,19 +63,27 @@ def open_weights(given: str | Mapping[str, Any], root: str = "") -> Iterator[Sou
         try:
             if isinstance(given, Mapping):
                 source = _listed(given, Path(root or "."), "the dict given as checkpoint", stack)
-            elif root and given.endswith(".json") and not given.endswith(".index.json") and os.path.isfile(given):
+            elif (
+                root
+                and given.endswith(".json")
+                and not given.endswith(".index.json")
+                and os.path.isfile(given)
+            ):
                 source = _listed(_json(Path(given)), Path(root), given, stack)
             else:
                 source = _opened(Path(root, given), stack)
         except RecursionError:
-            raise CheckpointError(f"{str(given)[:200]}: its lists of files name each other") from None
+            raise CheckpointError(
+                f"{str(given)[:200]}: its lists of files name each other"
+            ) from None
         yield source
 
 
 def _opened(path: Path, stack: contextlib.ExitStack) -> Source:
     if not os.path.lexists(path):
         raise CheckpointError(
-            f"there is no {path}; checkpoint names a folder, a file of weights or a JSON file of files"
+            f"there is no {path}; checkpoint names a folder, a file of weights or a JSON file of "
+            "files"
         )
     if path.is_dir():
         return _folder(path, stack)
@@ -99,7 +109,8 @@ def _folder(path: Path, stack: contextlib.ExitStack) -> Source:
     if found := sorted(path.glob("*.safetensors")):
         return _Files(found, str(path), stack)
     raise CheckpointError(
-        f"{path} holds no weights: no {', '.join(_FILES + _INDEXES + _LISTS)}, no *.safetensors, and no checkpoint"
+        f"{path} holds no weights: no {', '.join(_FILES + _INDEXES + _LISTS)}, no *.safetensors, "
+        "and no checkpoint"
     )
 
 
@@ -110,7 +121,8 @@ def _json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(
-            f"{path} holds a {type(found).__name__}; an object with the key 'checkpoints' is expected"
+            f"{path} holds a {type(found).__name__}; an object with the key 'checkpoints' is "
+            "expected"
         )
     return found
 
@@ -125,7 +137,9 @@ def _indexed(path: Path) -> list[Path]:
 
 
 def _below(folder: Path, name: object, origin: str) -> Path:
-    """A file that a list names: it lies where the list says, and nowhere outside when that is relative."""
+    """A file that a list names: it lies where the list says, and nowhere outside when that is
+    relative.
+    """
     if not isinstance(name, str) or not name:
         raise CheckpointError(f"{origin}: {name!r} is no file name")
     if not os.path.isabs(name) and ".." in Path(name).parts:
@@ -133,8 +147,11 @@ def _below(folder: Path, name: object, origin: str) -> Path:
     return folder / name
 
 
-def _listed(data: Mapping[str, Any], folder: Path, origin: str, stack: contextlib.ExitStack) -> Source:
-    """DeepSpeed's JSON: type, checkpoints (a list, or lists by kind), version, base_dir, tp_size."""
+def _listed(
+    data: Mapping[str, Any], folder: Path, origin: str, stack: contextlib.ExitStack
+) -> Source:
+    """DeepSpeed's JSON: type, checkpoints (a list, or lists by kind), version, base_dir,
+    tp_size."""
     if data.get("type") == PARTS:
         return _Parts(data, folder, origin, stack)
     root = _below(folder, data.get("base_dir") or ".", origin)
@@ -142,7 +159,8 @@ def _listed(data: Mapping[str, Any], folder: Path, origin: str, stack: contextli
     if isinstance(listed, Mapping):
         if listed.get("tp") and (data.get("tp_size", 1), data.get("mp_size", 1)) != (1, 1):
             raise CheckpointError(
-                f"{origin}: weights that DeepSpeed cut for ranks are not read, as it does not say where it cut; give "
+                f"{origin}: weights that DeepSpeed cut for ranks are not read, as it does not say "
+                "where it cut; give "
                 "the model's own checkpoint"
             )
         listed = [name for kind in ("non_tp", "tp") for name in listed.get(kind) or ()]
@@ -152,13 +170,14 @@ def _listed(data: Mapping[str, Any], folder: Path, origin: str, stack: contextli
         raise CheckpointError(f"{origin}: the key 'checkpoints' is to be a list of files")
     if str(data.get("type", "")).lower() in ("megatron", "ds_megatron") and len(listed) > 1:
         raise CheckpointError(
-            f"{origin}: {data.get('type')} checkpoints in {len(listed)} parts are not merged; convert them to Hugging "
+            f"{origin}: {data.get('type')} checkpoints in {len(listed)} parts are not merged; "
+            "convert them to Hugging "
             "Face's form"
         )
     return _Files([_below(root, name, origin) for name in listed], origin, stack)
 
 
-# -- kinds of sources --------------------------------------------------------------------------------------------------
+# -- kinds of sources ------------------------------------------------------------------------------
 
 
 class _Files:
@@ -216,21 +235,35 @@ class _Pickled:
 
 
 class _Parts:
-    """What ranks saved of their parts: a file of each rank, and JSON that says which part of a weight is where."""
+    """What ranks saved of their parts: a file of each rank, and JSON that says which part of a
+    weight is where.
+    """
 
-    def __init__(self, data: Mapping[str, Any], folder: Path, origin: str, stack: contextlib.ExitStack) -> None:
+    def __init__(
+        self, data: Mapping[str, Any], folder: Path, origin: str, stack: contextlib.ExitStack
+    ) -> None:
         self.where = origin
         try:
-            self._files = [_open_file(_below(folder, name, origin), stack) for name in data["checkpoints"]]
-            self._shapes = {name: tuple(map(int, entry["shape"])) for name, entry in data["weights"].items()}
+            self._files = [
+                _open_file(_below(folder, name, origin), stack) for name in data["checkpoints"]
+            ]
+            self._shapes = {
+                name: tuple(map(int, entry["shape"])) for name, entry in data["weights"].items()
+            }
             self._parts = {
-                name: [_stored(self._shapes[name], p) for p in e["parts"]] for name, e in data["weights"].items()
+                name: [_stored(self._shapes[name], p) for p in e["parts"]]
+                for name, e in data["weights"].items()
             }
             # Before room is made for a weight: the shape in the list may be of any size.
-            held = [n for n, parts in self._parts.items() if _kept(parts) < math.prod(self._shapes[n])]
+            held = [
+                n for n, parts in self._parts.items() if _kept(parts) < math.prod(self._shapes[n])
+            ]
             for name, parts in self._parts.items():
                 for file, stored in parts:
-                    if file not in range(len(self._files)) or self._files[file].shape(name) != stored.size:
+                    if (
+                        file not in range(len(self._files))
+                        or self._files[file].shape(name) != stored.size
+                    ):
                         raise ValueError(f"no file has the part {stored.ranges} of {name}")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{origin} is damaged: {type(error).__name__} {error}") from error
@@ -248,12 +281,15 @@ class _Parts:
         for file, stored in self._parts[name]:
             if stored.ranges == wanted:
                 return self._files[file].read(name)
-        whole, filled = None, 0
+        whole = None
+        filled = 0
         for file, stored in self._parts[name]:
             here = self._files[file].read(name)
             whole = here.new_empty(self._shapes[name]) if whole is None else whole
             for part in stored.parts():
-                local = tuple(slice(at, at + n) for at, n in zip(part.at, part.box.size, strict=True))
+                local = tuple(
+                    slice(at, at + n) for at, n in zip(part.at, part.box.size, strict=True)
+                )
                 whole[part.box.slices()] = here[local]
                 filled += part.box.numel
         if whole is None or filled < math.prod(self._shapes[name]):
@@ -266,14 +302,20 @@ def _kept(parts: Sequence[tuple[int, Slice]]) -> int:
 
 
 def _stored(shape: tuple[int, ...], part: Mapping[str, Any]) -> tuple[int, Slice]:
-    ranges = tuple(tuple((int(first), int(size)) for first, size in entry) for entry in part["ranges"])
-    if len(ranges) != len(shape) or any(f < 0 or f + n > s for r, s in zip(ranges, shape, strict=True) for f, n in r):
+    ranges = tuple(
+        tuple((int(first), int(size)) for first, size in entry) for entry in part["ranges"]
+    )
+    if len(ranges) != len(shape) or any(
+        f < 0 or f + n > s for r, s in zip(ranges, shape, strict=True) for f, n in r
+    ):
         raise ValueError(f"ranges {ranges} of shape {shape}")
     return int(part["file"]), Slice(shape, ranges, ())
 
 
 class _Checkpoint:
-    """A checkpoint of a training run, through ds-checkpoint: its weights in the run's best precision."""
+    """A checkpoint of a training run, through ds-checkpoint: its weights in the run's best
+    precision.
+    """
 
     def __init__(self, path: Path, stack: contextlib.ExitStack) -> None:
         self.where = str(path)
@@ -281,13 +323,15 @@ class _Checkpoint:
             opening = resolve("ds_checkpoint:open_saved")
         except (DSError, ImportError) as error:
             raise CheckpointError(
-                f"{path} is a checkpoint of a training run; install ds-checkpoint, or write its weights with "
+                f"{path} is a checkpoint of a training run; install ds-checkpoint, or write its "
+                "weights with "
                 "dscore checkpoint export"
             ) from error
         self._saved = stack.enter_context(opening(path))
         if self._saved.split:
             raise CheckpointError(
-                f"{path}: {self._saved.split[0]} has other values on other ranks; export the weights as the run does"
+                f"{path}: {self._saved.split[0]} has other values on other ranks; export the "
+                "weights as the run does"
             )
 
     def names(self) -> Sequence[str]:

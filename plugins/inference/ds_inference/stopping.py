@@ -15,14 +15,16 @@ _UNFINISHED = "\ufffd"
 class Detokenizer:
     """Text of a growing list of tokens, piece by piece.
 
-    What a token reads as depends on those before it (spaces, characters of several tokens), so each piece is the
-    difference of two decodings that begin a few tokens earlier. A piece waits while its last character is incomplete.
+    What a token reads as depends on those before it (spaces, characters of several tokens), so each
+    piece is the difference of two decodings that begin a few tokens earlier. A piece waits while
+    its last character is incomplete.
     """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._tokens: list[int] = []
-        self._known, self._held = "", 0
+        self._known = ""
+        self._held = 0
 
     def push(self, token: int) -> str:
         """The text that `token` adds; empty while a character is incomplete."""
@@ -38,10 +40,13 @@ class Detokenizer:
         return self._move(self._decode(self._tokens))
 
     def _move(self, text: str) -> str:
-        new, tail = text[len(self._known) :], self._tokens[-_CONTEXT:]
+        new = text[len(self._known) :]
+        tail = self._tokens[-_CONTEXT:]
         if len(self._tokens) > 2 * _CONTEXT:
-            self._tokens, text = tail, self._decode(tail)
-        self._known, self._held = text, 0
+            text = self._decode(tail)
+            self._tokens = tail
+        self._known = text
+        self._held = 0
         return new
 
 
@@ -53,10 +58,12 @@ _LONGEST = 4
 
 
 class StopStrings:
-    """The text of a sequence until one of `strings` appears in it, in one token or across several."""
+    """The text of a sequence until one of `strings` appears in it, in one token or across
+    several."""
 
     def __init__(self, strings: Sequence[str], decode: Decode) -> None:
-        self._strings, self._reads = tuple(strings), Detokenizer(decode)
+        self._strings = tuple(strings)
+        self._reads = Detokenizer(decode)
         self._reach = max(map(len, self._strings)) - 1
         self.text = ""
 
@@ -65,7 +72,9 @@ class StopStrings:
         new = self._reads.push(token)
         begin = max(0, len(self.text) - self._reach)
         self.text += new
-        found = [at for at in (self.text.find(string, begin) for string in self._strings) if at >= 0]
+        found = [
+            at for at in (self.text.find(string, begin) for string in self._strings) if at >= 0
+        ]
         if found:
             self.text = self.text[: min(found)]
         return bool(found)

@@ -1,6 +1,8 @@
-"""A file of safetensors that is read, not mapped: of a weight only the parts that are wanted, into its own memory.
+"""A file of safetensors that is read, not mapped: of a weight only the parts that are wanted, into
+its own memory.
 
-Through a mapping, what was read stays a part of the process beside the weights until the file is closed.
+Through a mapping, what was read stays a part of the process beside the weights until the file is
+closed.
 """
 
 from __future__ import annotations
@@ -37,9 +39,12 @@ class TensorFile:
         dtype, shape, _, _ = self._file.tensors[name]
         piece = Slice.of(shape) if piece is None else piece
         out = torch.empty(piece.size, dtype=dtype)
-        whole, flat = Box.whole(shape), out.view(-1)
+        whole = Box.whole(shape)
+        flat = out.view(-1)
         for part in piece.parts():
             wanted = (0, out.numel())
-            for move in moves(whole, (0, whole.numel), part.box, wanted, at=part.at, within=piece.size):
+            for move in moves(
+                whole, (0, whole.numel), part.box, wanted, at=part.at, within=piece.size
+            ):
                 self._file.read_move(name, move, flat)
         return out

@@ -16,7 +16,10 @@ __all__ = ["Stopwatch", "Timed"]
 
 
 class Stopwatch:
-    """Measures calls from `start` on. A call inside another is part of it, and not measured by itself."""
+    """Measures calls from `start` on.
+
+    A call inside another is part of it, and not measured by itself.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -27,21 +30,26 @@ class Stopwatch:
         self._hooks: list[Any] = []
 
     def start(self, module: nn.Module, events: bool) -> None:
-        """Measure each call of `module`, and each `call`. events: by events of the device, where it has them."""
+        """Measure each call of `module`, and each `call`. events: by events of the device, where it
+        has them.
+        """
         if self._times is not None:
             return
-        self._times, self._depth = [], 0
+        self._times = []
+        self._depth = 0
         if self._device.type == "cuda":
             self._clock = _event_clock if events else lambda: _host_clock(self._device)
         before = module.register_forward_pre_hook(lambda *_: self._begin())
-        after = module.register_forward_hook(lambda *_: self._end(), always_call=True)  # of calls that fail, too
+        # of calls that fail, too
+        after = module.register_forward_hook(lambda *_: self._end(), always_call=True)
         self._hooks = [before, after]
 
     def stop(self) -> None:
         """Measure no more."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._times = [], None
+        self._hooks = []
+        self._times = None
 
     def take(self) -> list[float] | None:
         """Milliseconds of each call since this was asked last; None: nothing is measured."""
@@ -77,7 +85,8 @@ class Timed:
     """A runnable whose steps are calls that `watch` measures."""
 
     def __init__(self, runnable: Runnable, watch: Stopwatch) -> None:
-        self._runnable, self._watch = runnable, watch
+        self._runnable = runnable
+        self._watch = watch
 
     def __call__(self, step: Step, cache: KVCache | None = None) -> Tensor:
         """See `Runnable`."""
@@ -90,8 +99,11 @@ class Timed:
 
 
 def _event_clock() -> Callable[[], float]:
-    """Begins to measure on the device; what it gives ends that, and says how many milliseconds went by."""
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    """Begins to measure on the device; what it gives ends that, and says how many milliseconds went
+    by.
+    """
+    first = torch.cuda.Event(enable_timing=True)
+    last = torch.cuda.Event(enable_timing=True)
     first.record()
 
     def elapsed() -> float:

@@ -1,4 +1,6 @@
-"""Generate with a llama whose weights rest on disk (ZeRO inference), or with plain transformers; prints JSON."""
+"""Generate with a llama whose weights rest on disk (ZeRO inference), or with plain transformers;
+prints JSON.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-WIDTH, LAYERS = 1536, 50
+WIDTH = 1536
+LAYERS = 50
 LIMIT = 320 << 20
 """Bytes that a process may allocate beside what torch and transformers hold."""
 
@@ -18,8 +21,18 @@ LARGEST = WIDTH * 11 // 4 * WIDTH
 
 def config(folder: str) -> dict[str, Any]:
     """Units of one matrix; two are read ahead."""
-    disk = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0, "buffer_count": 2, "buffer_size": LARGEST}
-    live = {"prefetch_bucket_size": LARGEST, "max_live_parameters": 3 * LARGEST, "max_reuse_distance": 0}
+    disk = {
+        "device": "nvme",
+        "nvme_path": folder,
+        "max_in_cpu": 0,
+        "buffer_count": 2,
+        "buffer_size": LARGEST,
+    }
+    live = {
+        "prefetch_bucket_size": LARGEST,
+        "max_live_parameters": 3 * LARGEST,
+        "max_reuse_distance": 0,
+    }
     return {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
@@ -32,11 +45,22 @@ def build(layers: int) -> Any:
     import torch
     import transformers as hf
 
-    sizes: dict[str, Any] = {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
-    sizes |= {"hidden_size": WIDTH, "intermediate_size": WIDTH * 11 // 4, "num_hidden_layers": layers}
+    sizes: dict[str, Any] = {
+        "vocab_size": 512,
+        "bos_token_id": 0,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    sizes |= {
+        "hidden_size": WIDTH,
+        "intermediate_size": WIDTH * 11 // 4,
+        "num_hidden_layers": layers,
+    }
     torch.manual_seed(0)
     return hf.LlamaForCausalLM(
-        hf.LlamaConfig(num_attention_heads=16, num_key_value_heads=4, max_position_embeddings=64, **sizes)
+        hf.LlamaConfig(
+            num_attention_heads=16, num_key_value_heads=4, max_position_embeddings=64, **sizes
+        )
     )
 
 

@@ -24,11 +24,16 @@ FIELDS = [
 
 
 def attack(address: str, number: int) -> bytes:
-    """Do attack `number` on a model of the name `backwards`; the first bytes of what the server says."""
+    """Do attack `number` on a model of the name `backwards`; the first bytes of what the server
+    says.
+    """
     chance = random.Random(number)
     kind = KINDS[number % len(KINDS)]
     host, port = address.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=1) as connection, contextlib.suppress(OSError):
+    with (
+        socket.create_connection((host, int(port)), timeout=1) as connection,
+        contextlib.suppress(OSError),
+    ):
         connection.sendall(kind(chance))
         if kind in LEAVE:
             if kind is _stream:
@@ -43,7 +48,9 @@ def attack(address: str, number: int) -> bytes:
 
 
 def _wrong_types(chance: random.Random) -> bytes:
-    body = GOOD | {chance.choice(FIELDS): chance.choice(VALUES) for _ in range(chance.randint(1, 3))}
+    body = GOOD | {
+        chance.choice(FIELDS): chance.choice(VALUES) for _ in range(chance.randint(1, 3))
+    }
     return post(json.dumps(body).encode())
 
 
@@ -56,11 +63,17 @@ def _broken_json(chance: random.Random) -> bytes:
 
 def _deep(chance: random.Random) -> bytes:
     depth = chance.choice([100, 10_000, 200_000])
-    return post(chance.choice([b"[" * depth, b'{"a":' * depth, b'{"prompt":' + b"[" * depth + b"]" * depth + b"}"]))
+    return post(
+        chance.choice(
+            [b"[" * depth, b'{"a":' * depth, b'{"prompt":' + b"[" * depth + b"]" * depth + b"}"]
+        )
+    )
 
 
 def _numbers(chance: random.Random) -> bytes:
-    value = chance.choice(["NaN", "-Infinity", "1" * 10_000, "1e99999", "0x10", "01", "1.", "-", "tru"])
+    value = chance.choice(
+        ["NaN", "-Infinity", "1" * 10_000, "1e99999", "0x10", "01", "1.", "-", "tru"]
+    )
     return post(f'{{"model":"backwards","prompt":"a","temperature":{value}}}'.encode())
 
 
@@ -74,23 +87,43 @@ def _large(chance: random.Random) -> bytes:
 
 def _noise(chance: random.Random) -> bytes:
     start = chance.choice(
-        [b"", b"GET / HTTP/1.1\r\n", b"\x16\x03\x01", b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"]
+        [
+            b"",
+            b"GET / HTTP/1.1\r\n",
+            b"\x16\x03\x01",
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n",
+        ]
     )
     return start + chance.randbytes(chance.randint(1, 3_000)) + b"\r\n\r\n"
 
 
 def _heads(chance: random.Random) -> bytes:
-    wrong = chance.choice([
-        b"content-length: -1", b"content-length: 1, 2", b"transfer-encoding: gzip", b"upgrade: websocket",
-        b"x: " + b"y" * 70_000, b"expect: 100-continue", b"a b: c", b"host: localhost:99999999", b"connection: upgrade",
-    ])  # fmt: skip
+    wrong = chance.choice(
+        [
+            b"content-length: -1",
+            b"content-length: 1, 2",
+            b"transfer-encoding: gzip",
+            b"upgrade: websocket",
+            b"x: " + b"y" * 70_000,
+            b"expect: 100-continue",
+            b"a b: c",
+            b"host: localhost:99999999",
+            b"connection: upgrade",
+        ]
+    )
     return post(json.dumps(GOOD).encode(), wrong)
 
 
 def _chunks(chance: random.Random) -> bytes:
     head = post(b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
     return head + chance.choice(
-        [b"zz\r\n", b"-1\r\n", b"ffffffffffffffff\r\n", b"2\r\n{}\r\n0\r\n\r\n", b"1;" + b"a" * 9_000]
+        [
+            b"zz\r\n",
+            b"-1\r\n",
+            b"ffffffffffffffff\r\n",
+            b"2\r\n{}\r\n0\r\n\r\n",
+            b"1;" + b"a" * 9_000,
+        ]
     )
 
 
@@ -103,12 +136,21 @@ def _paths(chance: random.Random) -> bytes:
         b"*",
         b"/v1/chat/completions?" + b"a" * 3_000,
     ]
-    method = chance.choice([b"GET", b"POST", b"PUT", b"DELETE", b"HEAD", b"OPTIONS", b"TRACE", b"CONNECT", b"QUX"])
-    return method + b" " + chance.choice(paths) + b" HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+    method = chance.choice(
+        [b"GET", b"POST", b"PUT", b"DELETE", b"HEAD", b"OPTIONS", b"TRACE", b"CONNECT", b"QUX"]
+    )
+    return (
+        method
+        + b" "
+        + chance.choice(paths)
+        + b" HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+    )
 
 
 def _pipelined(chance: random.Random) -> bytes:
-    return post(json.dumps(GOOD).encode()).replace(b"connection: close\r\n", b"") * chance.randint(2, 9) + post(b"{}")
+    return post(json.dumps(GOOD).encode()).replace(b"connection: close\r\n", b"") * chance.randint(
+        2, 9
+    ) + post(b"{}")
 
 
 def _part(chance: random.Random) -> bytes:
@@ -117,7 +159,9 @@ def _part(chance: random.Random) -> bytes:
 
 
 def _stream(chance: random.Random) -> bytes:
-    return post(json.dumps(GOOD | {"max_tokens": 100, "stream": True, "n": chance.randint(1, 4)}).encode())
+    return post(
+        json.dumps(GOOD | {"max_tokens": 100, "stream": True, "n": chance.randint(1, 4)}).encode()
+    )
 
 
 def _wait(chance: random.Random) -> bytes:
@@ -126,5 +170,15 @@ def _wait(chance: random.Random) -> bytes:
 
 LEAVE = (_part, _stream, _wait)
 KINDS = (
-    _wrong_types, _broken_json, _deep, _numbers, _large, _noise, _heads, _chunks, _paths, _pipelined, *LEAVE,
-)  # fmt: skip
+    _wrong_types,
+    _broken_json,
+    _deep,
+    _numbers,
+    _large,
+    _noise,
+    _heads,
+    _chunks,
+    _paths,
+    _pipelined,
+    *LEAVE,
+)

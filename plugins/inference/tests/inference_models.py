@@ -16,7 +16,12 @@ def settings(kind: str, **more: Any) -> Any:
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers as hf
 
-    common: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    common: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+    }
     llama = common | {
         "hidden_size": 24,
         "intermediate_size": 20,
@@ -26,15 +31,24 @@ def settings(kind: str, **more: Any) -> Any:
         "num_key_value_heads": 3,
     }
     if kind == "gpt2":
-        return hf.GPT2Config(**common | {"n_embd": 24, "n_layer": 2, "n_head": 6, "n_positions": 64} | more)
+        return hf.GPT2Config(
+            **common | {"n_embd": 24, "n_layer": 2, "n_head": 6, "n_positions": 64} | more
+        )
     if kind == "mixtral":
         return hf.MixtralConfig(**llama | {"num_local_experts": 4, "num_experts_per_tok": 2} | more)
     if kind == "bert":
-        sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 20}
+        sizes = {
+            "hidden_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 6,
+            "intermediate_size": 20,
+        }
         return hf.BertConfig(**common | sizes | {"max_position_embeddings": 64} | more)
     if kind == "opt":
         sizes = {"hidden_size": 24, "ffn_dim": 20, "num_hidden_layers": 2, "num_attention_heads": 6}
-        return hf.OPTConfig(**common | sizes | {"word_embed_proj_dim": 24, "max_position_embeddings": 64} | more)
+        return hf.OPTConfig(
+            **common | sizes | {"word_embed_proj_dim": 24, "max_position_embeddings": 64} | more
+        )
     return hf.LlamaConfig(**llama | more)
 
 

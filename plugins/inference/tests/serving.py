@@ -1,4 +1,6 @@
-"""A server around a generator that is no model: answers repeat the prompt's tokens backwards, over and over."""
+"""A server around a generator that is no model: answers repeat the prompt's tokens backwards, over
+and over.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,13 @@ LIMITS = Limits(body=1 << 20, body_seconds=5.0, seconds=30.0, tokens=500)
 
 
 class Backwards:
-    """As `ds_inference.generation.Generator`. pace: seconds per step; `$` as the next token ends an answer."""
+    """As `ds_inference.generation.Generator`. pace: seconds per step; `$` as the next token ends an
+    answer.
+    """
 
     def __init__(self, most_running: int = 4, pace: float = 0.0) -> None:
-        self.most_running, self.pace = most_running, pace
+        self.most_running = most_running
+        self.pace = pace
         self.open: list[Handle] = []
         self.cancelled = self.steps = 0
         self.broken = False
@@ -61,7 +66,9 @@ class Backwards:
         return outputs
 
     def _next(self, handle: Handle) -> Output:
-        prompt, params, tokens = handle.request.prompt, handle.request.params, handle.results[0].tokens
+        prompt = handle.request.prompt
+        params = handle.request.params
+        tokens = handle.results[0].tokens
         token = prompt[-1 - len(tokens) % len(prompt)]
         tokens.append(token)
         finished = None
@@ -72,7 +79,13 @@ class Backwards:
         handle.done = finished is not None
         if params.logprobs is None:
             return Output(handle, token, finished=finished)
-        return Output(handle, token, -0.5, tuple((token + i, -0.5 - i) for i in range(params.logprobs)), finished)
+        return Output(
+            handle,
+            token,
+            -0.5,
+            tuple((token + i, -0.5 - i) for i in range(params.logprobs)),
+            finished,
+        )
 
 
 class Bytes:
@@ -98,7 +111,14 @@ class Bytes:
 def settings(**changes: Any) -> Settings:
     limits = changes.pop("limits", LIMITS)
     return Settings(
-        **{"host": "127.0.0.1", "port": 0, "limits": limits, "max_queue": 40, "max_connections": 64, "grace": 5.0}
+        **{
+            "host": "127.0.0.1",
+            "port": 0,
+            "limits": limits,
+            "max_queue": 40,
+            "max_connections": 64,
+            "grace": 5.0,
+        }
         | changes
     )
 
@@ -110,7 +130,9 @@ def serving(generator: Backwards | None = None, **changes: Any) -> Iterator[tupl
     ready: queue.SimpleQueue[str] = queue.SimpleQueue()
     server = Server(served, settings(**changes), ready.put)
     ended: list[bool] = []
-    thread = threading.Thread(target=lambda: ended.append(server.serve_until_stopped()), daemon=True)
+    thread = threading.Thread(
+        target=lambda: ended.append(server.serve_until_stopped()), daemon=True
+    )
     thread.start()
     try:
         yield ready.get(timeout=30), server
@@ -155,10 +177,14 @@ def ask(address: str, path: str, body: Any = None) -> tuple[int, Any]:
         connection.request("GET" if body is None else "POST", path, body and json.dumps(body), kind)
         response = connection.getresponse()
         text = response.read().decode()
-        return response.status, json.loads(text) if "json" in response.headers["content-type"] else text
+        return response.status, json.loads(text) if "json" in response.headers[
+            "content-type"
+        ] else text
 
 
-def post(body: bytes, *headers: bytes, host: bytes = b"localhost", kind: bytes = b"application/json") -> bytes:
+def post(
+    body: bytes, *headers: bytes, host: bytes = b"localhost", kind: bytes = b"application/json"
+) -> bytes:
     """A request for a completion as bytes, after whose answer the connection ends."""
     start = b"POST /v1/completions HTTP/1.1"
     head = [start, b"host: " + host, b"connection: close", b"content-type: " + kind]

@@ -1,4 +1,5 @@
-"""Modules that run themselves under the scheduler's steps: greedy texts equal those of plain torch."""
+"""Modules that run themselves under the scheduler's steps: greedy texts equal those of plain
+torch."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from ds_inference_kit.step import BLOCK, KVCache, Step
 from torch import Tensor, nn
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-WORDS, NEW = 61, 6
+WORDS = 61
+NEW = 6
 PROMPTS = [[7, 3, 9, 44, 5, 1, 8, 2, 60, 11, 4], [5, 6], list(range(1, 40))]
 
 
@@ -23,11 +25,14 @@ class Plain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(WORDS, 16), nn.Linear(16, WORDS)
+        self.embed = nn.Embedding(WORDS, 16)
+        self.head = nn.Linear(16, WORDS)
 
     def forward(self, tokens: Tensor) -> Tensor:
         h = self.embed(tokens)
-        out: Tensor = self.head(torch.tanh(h.cumsum(1) / torch.arange(1, h.shape[1] + 1)[:, None] + h))
+        out: Tensor = self.head(
+            torch.tanh(h.cumsum(1) / torch.arange(1, h.shape[1] + 1)[:, None] + h)
+        )
         return out
 
 
@@ -37,10 +42,22 @@ def build(kind: str) -> Any:
         return Plain()
     import transformers as hf
 
-    sizes: dict[str, Any] = {"vocab_size": WORDS, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
-    llama = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "vocab_size": WORDS,
+        "bos_token_id": 0,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    llama = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     if kind == "llama":
-        config: Any = hf.LlamaConfig(**llama, num_key_value_heads=2, max_position_embeddings=128, **sizes)
+        config: Any = hf.LlamaConfig(
+            **llama, num_key_value_heads=2, max_position_embeddings=128, **sizes
+        )
     elif kind == "window":
         config = hf.MistralConfig(**llama, num_key_value_heads=2, sliding_window=5, **sizes)
     elif kind == "gpt2":
@@ -69,12 +86,17 @@ def step_of(texts: Sequence[list[int]], counts: Sequence[int], tables: Tensor) -
     """The last `counts` tokens of each text; of each its last row is wanted."""
     starts = [0, *itertools.accumulate(counts)]
     tokens = [t for text, n in zip(texts, counts, strict=True) for t in text[len(text) - n :]]
-    positions = [p for text, n in zip(texts, counts, strict=True) for p in range(len(text) - n, len(text))]
+    positions = [
+        p for text, n in zip(texts, counts, strict=True) for p in range(len(text) - n, len(text))
+    ]
     return Step(
-        torch.tensor(tokens, dtype=torch.int32), torch.tensor(positions, dtype=torch.int32),
-        torch.tensor(starts, dtype=torch.int32), torch.tensor([len(t) for t in texts], dtype=torch.int32),
-        tables, torch.tensor(starts[1:]) - 1,
-    )  # fmt: skip
+        torch.tensor(tokens, dtype=torch.int32),
+        torch.tensor(positions, dtype=torch.int32),
+        torch.tensor(starts, dtype=torch.int32),
+        torch.tensor([len(t) for t in texts], dtype=torch.int32),
+        tables,
+        torch.tensor(starts[1:]) - 1,
+    )
 
 
 def texts_of(model: Any, together: bool) -> list[list[int]]:
@@ -99,7 +121,11 @@ def texts_of(model: Any, together: bool) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("kind", "together"),
-    [("llama", False), ("window", False), *((k, True) for k in ("plain", "llama", "window", "gpt2", "bloom", "mamba"))],
+    [
+        ("llama", False),
+        ("window", False),
+        *((k, True) for k in ("plain", "llama", "window", "gpt2", "bloom", "mamba")),
+    ],
 )
 def test_texts_equal_those_of_the_module(kind: str, together: bool) -> None:
     if kind != "plain":
@@ -112,7 +138,9 @@ def test_all_rows_and_no_cache() -> None:
     model = build("plain")
     text = PROMPTS[0]
     step = Step(
-        torch.tensor(text, dtype=torch.int32), torch.arange(11, dtype=torch.int32),
-        torch.tensor([0, 11], dtype=torch.int32), torch.tensor([11], dtype=torch.int32),
-    )  # fmt: skip
+        torch.tensor(text, dtype=torch.int32),
+        torch.arange(11, dtype=torch.int32),
+        torch.tensor([0, 11], dtype=torch.int32),
+        torch.tensor([11], dtype=torch.int32),
+    )
     assert torch.equal(Eager(model)(step), model(torch.tensor([text]))[0])

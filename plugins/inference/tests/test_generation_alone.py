@@ -1,4 +1,6 @@
-"""Generation against a runnable whose cache holds the tokens themselves, so that a wrong block changes the answer."""
+"""Generation against a runnable whose cache holds the tokens themselves, so that a wrong block
+changes the answer.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ TABLE = torch.randn(997, WORDS, generator=torch.Generator().manual_seed(0)) * 2
 
 
 class Echo:
-    """Logits of a row are a line of TABLE that depends on every token before it, as the cache has them."""
+    """Logits of a row are a line of TABLE that depends on every token before it, as the cache has
+    them.
+    """
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -32,14 +36,18 @@ class Echo:
     def __call__(self, step: Step, cache: KVCache | None = None) -> Tensor:
         assert cache is not None and step.blocks is not None
         lines = []
-        starts, lengths = step.starts.tolist(), step.lengths.tolist()
+        starts = step.starts.tolist()
+        lengths = step.lengths.tolist()
         self.rows.append(starts[-1])
         for n, length in enumerate(lengths):
             at = torch.arange(length)
             first = length - (starts[n + 1] - starts[n])
             assert step.positions[starts[n] : starts[n + 1]].tolist() == list(range(first, length))
-            blocks, places = step.blocks[n][at // BLOCK].long(), at % BLOCK
-            cache.keys[0, blocks[first:], 0, places[first:], 0] = step.tokens[starts[n] : starts[n + 1]].float()
+            blocks = step.blocks[n][at // BLOCK].long()
+            places = at % BLOCK
+            cache.keys[0, blocks[first:], 0, places[first:], 0] = step.tokens[
+                starts[n] : starts[n + 1]
+            ].float()
             kept = cache.keys[0, blocks, 0, places, 0].long()
             assert (kept >= 0).all() and (kept < WORDS).all()
             weights = torch.arange(1, length + 1) * 31 + 7
@@ -50,7 +58,12 @@ class Echo:
 
 def generator(blocks: int = 64, max_rows: int = 64, **options: object) -> Generator:
     made = Generator(
-        Echo(), program=PROGRAM, max_positions=400, cache_tokens=blocks * BLOCK, max_rows=max_rows, **options
+        Echo(),
+        program=PROGRAM,
+        max_positions=400,
+        cache_tokens=blocks * BLOCK,
+        max_rows=max_rows,
+        **options,
     )  # type: ignore[arg-type]
     made.cache.keys.fill_(torch.nan)
     return made
@@ -93,10 +106,15 @@ def requests(random: Random, count: int) -> list[Request]:
         many, beams = random.choice([(1, 1), (1, 1), (3, 1), (2, 3)])
         warm = random.choice([0.0, 0.0, 1.0])
         params = SamplingParams(
-            max_new_tokens=random.randint(1, 120), temperature=warm, top_k=random.choice([0, 5]), num_beams=beams,
-            num_return_sequences=many, seed=number, stop_token_ids=random.choice([(), (), (7,)]),
+            max_new_tokens=random.randint(1, 120),
+            temperature=warm,
+            top_k=random.choice([0, 5]),
+            num_beams=beams,
+            num_return_sequences=many,
+            seed=number,
+            stop_token_ids=random.choice([(), (), (7,)]),
             repetition_penalty=random.choice([1.0, 1.3]),
-        )  # fmt: skip
+        )
         made.append(Request(prompt(random.randint(1, 120), number), params))
     return made
 
@@ -104,8 +122,12 @@ def requests(random: Random, count: int) -> list[Request]:
 @pytest.mark.parametrize("seed", range(2))
 def test_a_cache_that_is_too_small_changes_no_answer_and_leaks_nothing(seed: int) -> None:
     random = Random(seed)
-    made = generator(blocks=random.choice([10, 13]), max_rows=random.choice([8, 30, 100]), max_sequences=8)
-    waiting, opened, cancelled = requests(random, 18), [], set[Handle]()
+    made = generator(
+        blocks=random.choice([10, 13]), max_rows=random.choice([8, 30, 100]), max_sequences=8
+    )
+    waiting = requests(random, 18)
+    opened = []
+    cancelled = set[Handle]()
     while waiting or made.busy:
         while waiting and random.random() < 0.6:
             try:
@@ -143,7 +165,10 @@ def test_what_can_never_fit_is_refused_with_the_setting_that_is_too_small() -> N
     with pytest.raises(UsageError, match="max_waiting=1"):
         made.submit(Request(prompt(3)))
     # Three whole blocks of the prompt are shared, and three of the other seven belong to each.
-    assert len(alone(prompt(100), SamplingParams(num_return_sequences=2), blocks=10)[1].tokens) == 6 * BLOCK + 1 - 100
+    assert (
+        len(alone(prompt(100), SamplingParams(num_return_sequences=2), blocks=10)[1].tokens)
+        == 6 * BLOCK + 1 - 100
+    )
 
 
 def test_the_prompt_is_computed_once_for_several_sequences() -> None:
@@ -153,7 +178,10 @@ def test_the_prompt_is_computed_once_for_several_sequences() -> None:
     assert made._runnable.rows == [100, 3, 3, 3]  # type: ignore[attr-defined]
     assert len({tuple(r.tokens) for r in results}) == 3
     # The first of three and one alone draw the same numbers.
-    assert results[0].tokens == alone(prompt(100), SamplingParams(max_new_tokens=4, temperature=1.0, seed=5))[0].tokens
+    assert (
+        results[0].tokens
+        == alone(prompt(100), SamplingParams(max_new_tokens=4, temperature=1.0, seed=5))[0].tokens
+    )
 
 
 def test_a_failing_request_ends_alone() -> None:
@@ -167,7 +195,9 @@ def test_a_failing_request_ends_alone() -> None:
     failing = [
         Request(prompt(4), SamplingParams(logits_processors=(bad,))),
         Request(prompt(4), SamplingParams(logits_processors=(bad,), num_beams=2)),
-        Request(prompt(4), SamplingParams(logits_processors=(lambda ids, scores: scores * torch.nan,))),
+        Request(
+            prompt(4), SamplingParams(logits_processors=(lambda ids, scores: scores * torch.nan,))
+        ),
         Request(prompt(4), SamplingParams(stopping=(lambda tokens: 1 // 0 > 0,))),
         Request([]),
     ]
@@ -178,7 +208,13 @@ def test_a_failing_request_ends_alone() -> None:
     for request in good:
         assert ended[request].results[0].tokens == alone(list(request.prompt), fine)[0].tokens
     errors = [ended[request].error for request in failing]
-    assert [type(error) for error in errors] == [RuntimeError, RuntimeError, UsageError, ZeroDivisionError, UsageError]
+    assert [type(error) for error in errors] == [
+        RuntimeError,
+        RuntimeError,
+        UsageError,
+        ZeroDivisionError,
+        UsageError,
+    ]
     with pytest.raises(RuntimeError, match="no more"):
         made.generate([prompt(4)], SamplingParams(logits_processors=(bad,)))
     assert not made.busy
@@ -193,8 +229,10 @@ def test_streams_and_cancelling() -> None:
     assert tokens == result.tokens == [output.token for output in seen]
     assert result.text == " ".join(map(str, result.tokens))
     assert [output.logprob for output in seen] == result.logprobs
-    assert all(top[0][0] == token and top[0][1] == chance for token, chance, top in
-               zip(result.tokens, result.logprobs, result.top, strict=True))  # fmt: skip
+    assert all(
+        top[0][0] == token and top[0][1] == chance
+        for token, chance, top in zip(result.tokens, result.logprobs, result.top, strict=True)
+    )
     broken = made.stream(prompt(5), params)
     next(broken)
     broken.close()
@@ -239,12 +277,16 @@ def test_stop_strings_across_tokens_and_characters_of_several_tokens() -> None:
     assert whole.text is not None
     stop = whole.text[11:14]
     first = whole.text.index(stop)
-    found = alone(prompt(5), SamplingParams(max_new_tokens=30, stop_strings=("##", stop)), decode=spell)[0]
+    found = alone(
+        prompt(5), SamplingParams(max_new_tokens=30, stop_strings=("##", stop)), decode=spell
+    )[0]
     assert (found.text, found.finished) == (whole.text[:first], Finish.STOP)
     assert found.tokens == whole.tokens[: first + 3]
     beams = alone(prompt(5), SamplingParams(max_new_tokens=30, num_beams=2), decode=spell)[0]
     assert beams.text is not None
-    params = SamplingParams(max_new_tokens=30, num_beams=2, stop_strings=(beams.text[7:9],), early_stopping=True)
+    params = SamplingParams(
+        max_new_tokens=30, num_beams=2, stop_strings=(beams.text[7:9],), early_stopping=True
+    )
     stopped = alone(prompt(5), params, decode=spell)[0]
     assert stopped.text is not None and params.stop_strings[0] not in stopped.text
     assert spell(stopped.tokens).startswith(stopped.text + params.stop_strings[0])
@@ -256,8 +298,13 @@ def test_lengths_and_stop_tokens() -> None:
     params = SamplingParams(max_new_tokens=30)
     early = alone(prompt(5), params, eos=(stop,))[0]
     assert early.tokens == free[: free.index(stop) + 1] and early.finished is Finish.STOP
-    assert alone(prompt(5), SamplingParams(max_new_tokens=30, ignore_eos=True), eos=(stop,))[0].tokens == free
-    later = alone(prompt(5), SamplingParams(max_new_tokens=30, min_new_tokens=20), eos=(stop,))[0].tokens
+    assert (
+        alone(prompt(5), SamplingParams(max_new_tokens=30, ignore_eos=True), eos=(stop,))[0].tokens
+        == free
+    )
+    later = alone(prompt(5), SamplingParams(max_new_tokens=30, min_new_tokens=20), eos=(stop,))[
+        0
+    ].tokens
     assert stop not in later[:20] and len(later) > 20
 
 

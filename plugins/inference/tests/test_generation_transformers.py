@@ -1,4 +1,6 @@
-"""Answers equal transformers' own: tokens, scores, beams, and the distributions that are drawn from."""
+"""Answers equal transformers' own: tokens, scores, beams, and the distributions that are drawn
+from.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,17 @@ WORDS = 40
 def model() -> Any:
     torch.manual_seed(1)
     config = transformers.LlamaConfig(
-        vocab_size=WORDS, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=300, initializer_range=0.4, pad_token_id=0, eos_token_id=3, bos_token_id=1,
-    )  # fmt: skip
+        vocab_size=WORDS,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=300,
+        initializer_range=0.4,
+        pad_token_id=0,
+        eos_token_id=3,
+        bos_token_id=1,
+    )
     return transformers.LlamaForCausalLM(config).eval()
 
 
@@ -35,7 +45,12 @@ def generator(model: Any) -> Generator:
     lowered = lower(model)
     assert lowered is not None
     return Generator(
-        load(lowered.program), program=lowered.program, max_positions=300, cache_tokens=2048, vocab=WORDS, max_rows=16
+        load(lowered.program),
+        program=lowered.program,
+        max_positions=300,
+        cache_tokens=2048,
+        vocab=WORDS,
+        max_rows=16,
     )
 
 
@@ -44,14 +59,16 @@ def batch() -> dict[str, Tensor]:
     ids = torch.randint(4, WORDS, (3, 9), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     for row, pads in enumerate((4, 0, 2)):
-        ids[row, :pads], mask[row, :pads] = 0, 0
+        ids[row, :pads] = 0
+        mask[row, :pads] = 0
     return {"input_ids": ids, "attention_mask": mask}
 
 
 def same(model: Any, **keywords: Any) -> Any:
     """Compare with ``model.generate``; what ours returned."""
     given = {**batch(), "max_new_tokens": 24, **keywords}
-    ours, theirs = hf_generate(generator(model), model, **given), model.generate(**given)
+    ours = hf_generate(generator(model), model, **given)
+    theirs = model.generate(**given)
     assert type(ours) is type(theirs)
     if isinstance(ours, Tensor):
         assert torch.equal(ours, theirs)
@@ -84,7 +101,9 @@ def test_two_hundred_tokens(model: Any) -> None:
 
 CASES = [
     pytest.param(early, penalty, marks=() if number in (0, 4, 8) else pytest.mark.slow)
-    for number, (early, penalty) in enumerate(itertools.product([False, True, "never"], [1.0, 0.0, 2.0]))
+    for number, (early, penalty) in enumerate(
+        itertools.product([False, True, "never"], [1.0, 0.0, 2.0])
+    )
 ]
 
 
@@ -93,10 +112,18 @@ def test_beams(model: Any, early: bool | str, penalty: float) -> None:
     wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     for beams, returned, new in ((4, 3, 24), (3, 1, 2)):
         ours, theirs = same(
-            model, num_beams=beams, num_return_sequences=returned, early_stopping=early, length_penalty=penalty,
-            max_new_tokens=new, eos_token_id=[3, 8], **wanted,
-        )  # fmt: skip
-        torch.testing.assert_close(ours.sequences_scores, theirs.sequences_scores, rtol=1e-5, atol=1e-5)
+            model,
+            num_beams=beams,
+            num_return_sequences=returned,
+            early_stopping=early,
+            length_penalty=penalty,
+            max_new_tokens=new,
+            eos_token_id=[3, 8],
+            **wanted,
+        )
+        torch.testing.assert_close(
+            ours.sequences_scores, theirs.sequences_scores, rtol=1e-5, atol=1e-5
+        )
         assert torch.equal(ours.beam_indices, theirs.beam_indices)
 
 
@@ -125,7 +152,10 @@ def test_criteria_streamers_and_what_the_module_serves_itself(model: Any) -> Non
     keywords = {**one, "max_new_tokens": 24, "stopping_criteria": [Long()]}
     ours = hf_generate(generator(model), model, streamer=streamers[0], **keywords)
     theirs = model.generate(streamer=streamers[1], **keywords)
-    assert torch.equal(ours, theirs) and streamers[0].seen == streamers[1].seen == [*theirs[0].tolist(), -1]
+    assert torch.equal(ours, theirs) and streamers[0].seen == streamers[1].seen == [
+        *theirs[0].tolist(),
+        -1,
+    ]
     with pytest.raises(UsageError, match="one prompt"):
         hf_generate(generator(model), model, streamer=Kept(), max_new_tokens=4, **batch())
     assert refusal(model, batch()) is None
@@ -135,7 +165,14 @@ def test_criteria_streamers_and_what_the_module_serves_itself(model: Any) -> Non
 
 
 def test_draws_repeat_by_seed_and_stay_inside_the_filters(model: Any) -> None:
-    keywords = {**batch(), "max_new_tokens": 24, "do_sample": True, "top_k": 4, "top_p": 0.9, "temperature": 1.5}
+    keywords = {
+        **batch(),
+        "max_new_tokens": 24,
+        "do_sample": True,
+        "top_k": 4,
+        "top_p": 0.9,
+        "temperature": 1.5,
+    }
     keywords |= {"return_dict_in_generate": True, "output_scores": True, "num_return_sequences": 2}
     runs = []
     for _ in range(2):
@@ -143,7 +180,12 @@ def test_draws_repeat_by_seed_and_stay_inside_the_filters(model: Any) -> None:
         runs.append(hf_generate(generator(model), model, **keywords))
     assert torch.equal(runs[0].sequences, runs[1].sequences)
     assert len({tuple(row.tolist()) for row in runs[0].sequences}) == 6
-    assert all(1 <= line.isfinite().sum() <= 4 for score in runs[0].scores for line in score if line.ne(0).any())
+    assert all(
+        1 <= line.isfinite().sum() <= 4
+        for score in runs[0].scores
+        for line in score
+        if line.ne(0).any()
+    )
     beams = hf_generate(generator(model), model, **{**keywords, "num_beams": 3})
     assert beams.sequences.shape[0] == 6
 
@@ -172,7 +214,9 @@ def test_distributions_equal_those_of_the_warpers(many: int) -> None:
         rows = [0, 2, 4, 5]
         torch.testing.assert_close(chances[rows], expected[rows], rtol=1e-4, atol=1e-7)
         # Which of equal scores stand at the end of a nucleus is not defined.
-        torch.testing.assert_close(chances[1].sort()[0], expected[1].sort()[0], rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(
+            chances[1].sort()[0], expected[1].sort()[0], rtol=1e-4, atol=1e-7
+        )
 
 
 def test_a_number_points_at_the_token_whose_share_it_falls_into() -> None:
@@ -183,9 +227,9 @@ def test_a_number_points_at_the_token_whose_share_it_falls_into() -> None:
         assert sampling.pick(shares[None], point).tolist() == [token]
         for width in (6, 70, 96):  # also where the share lies in another part of the row
             row = torch.cat([torch.full((width - 6,), -torch.inf), shares.log().float()])[None]
-            assert sampling.draw(row, sampling.Filters.of([SamplingParams(temperature=1)]), [number]).tolist() == [
-                token + width - 6
-            ]
+            assert sampling.draw(
+                row, sampling.Filters.of([SamplingParams(temperature=1)]), [number]
+            ).tolist() == [token + width - 6]
 
 
 def test_every_token_is_drawn_as_often_as_it_is_probable() -> None:
@@ -193,14 +237,21 @@ def test_every_token_is_drawn_as_often_as_it_is_probable() -> None:
     many = 4000
     points = [(number + 0.5) / many for number in range(many)]
     row = torch.randn(1, 77, generator=torch.Generator().manual_seed(1)).expand(many, -1)
-    for params in (SamplingParams(temperature=0.8), SamplingParams(temperature=0.8, top_p=0.9, top_k=40)):
-        found = sampling.draw(row, sampling.Filters.of([params] * many), points).bincount(minlength=77)
+    for params in (
+        SamplingParams(temperature=0.8),
+        SamplingParams(temperature=0.8, top_p=0.9, top_k=40),
+    ):
+        found = sampling.draw(row, sampling.Filters.of([params] * many), points).bincount(
+            minlength=77
+        )
         expected = torch.softmax(sampling.shown(row[0], params).double(), -1) * many
         assert ((found - expected).abs() <= 1.001).all()
 
 
 def test_penalties() -> None:
     row = torch.tensor([1.0, -1.0, 2.0, 0.0, 3.0])
-    params = SamplingParams(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, min_new_tokens=4)
+    params = SamplingParams(
+        repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, min_new_tokens=4
+    )
     found = sampling.processed(row, params, [0, 1, 2, 2, 4], 2, (3,))
     assert found.tolist() == [0.5, -2.0, 1.0 - 1.0, -torch.inf, 1.5 - 0.75]

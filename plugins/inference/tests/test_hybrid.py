@@ -1,4 +1,6 @@
-"""``engine.generate`` between training steps: the texts are those of a plain module with the same weights."""
+"""``engine.generate`` between training steps: the texts are those of a plain module with the same
+weights.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from torch import Tensor, nn
 
 from ds_core.errors import ConfigError, UsageError
 
-STEPS, WORDS, NEW = 3, 48, 5
+STEPS = 3
+WORDS = 48
+NEW = 5
 
 
 def llama(layers: int = 2, dropout: float = 0.3) -> Any:
@@ -23,10 +27,18 @@ def llama(layers: int = 2, dropout: float = 0.3) -> Any:
 
     torch.manual_seed(5)
     config = hf.LlamaConfig(
-        vocab_size=WORDS, hidden_size=16, intermediate_size=28, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, bos_token_id=0, eos_token_id=None, pad_token_id=0,
+        vocab_size=WORDS,
+        hidden_size=16,
+        intermediate_size=28,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        bos_token_id=0,
+        eos_token_id=None,
+        pad_token_id=0,
         attention_dropout=dropout,
-    )  # fmt: skip
+    )
     return hf.LlamaForCausalLM(config)
 
 
@@ -41,7 +53,9 @@ def settings(stage: int, **hybrid: Any) -> dict[str, Any]:
 
 
 def batch(step: int, rank: int) -> Tensor:
-    return torch.randint(0, WORDS, (2, 8), generator=torch.Generator().manual_seed(10 * step + rank))
+    return torch.randint(
+        0, WORDS, (2, 8), generator=torch.Generator().manual_seed(10 * step + rank)
+    )
 
 
 def prompts(rank: int) -> dict[str, Tensor]:
@@ -81,13 +95,19 @@ def in_turn(folder: str) -> None:
 
     texts: dict[int, list[Any]] = {}
     for stage in range(4):
-        engine, *_ = ds_core.initialize(model=llama(), config=settings(stage, tp_gather_partition_size=3))
+        engine, *_ = ds_core.initialize(
+            model=llama(), config=settings(stage, tp_gather_partition_size=3)
+        )
         engine.train()
         texts[stage] = [same_text(engine).tolist()]
         for step in range(STEPS):
             train(engine, step)
-            texts[stage].append(same_text(engine, num_beams=2).tolist() if step else same_text(engine).tolist())
-            assert engine.module.training and not any(p.grad is not None for p in engine.module.parameters())
+            texts[stage].append(
+                same_text(engine, num_beams=2).tolist() if step else same_text(engine).tolist()
+            )
+            assert engine.module.training and not any(
+                p.grad is not None for p in engine.module.parameters()
+            )
         engine.save_checkpoint(f"{folder}/{stage}")
         train(engine, 9)
         after = same_text(engine, num_beams=2).tolist()
@@ -110,17 +130,24 @@ def test_it_trains_and_generates_in_turn(world: int, tmp_path: Path) -> None:
 
 
 def away(folder: str) -> None:
-    """Weights on disk: ranks write texts of unlike lengths, which takes them equally many passes over the weights."""
+    """Weights on disk: ranks write texts of unlike lengths, which takes them equally many passes
+    over the weights.
+    """
     import ds_core
     from ds_core import comm
 
     config = settings(3)
-    config["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}
+    config["zero_optimization"]["offload_param"] = {
+        "device": "nvme",
+        "nvme_path": folder,
+        "max_in_cpu": 0,
+    }
     engine, *_ = ds_core.initialize(model=llama(), config=config)
     for step in range(2):
         train(engine, step)
         plain: Any = copy.deepcopy(engine.module).eval()
-        given, new = prompts(comm.rank()), 3 + 4 * comm.rank()
+        given = prompts(comm.rank())
+        new = 3 + 4 * comm.rank()
         found = engine.generate(**given, max_new_tokens=new, do_sample=False)
         assert torch.equal(found, plain.generate(**given, max_new_tokens=new, do_sample=False))
     engine.destroy()
@@ -136,7 +163,8 @@ class Adapted(nn.Linear):
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=False)
-        self.weight, self.a = layer.weight, nn.Linear(layer.in_features, 2, bias=False)
+        self.weight = layer.weight
+        self.a = nn.Linear(layer.in_features, 2, bias=False)
         self.b = nn.Linear(2, layer.out_features, bias=False)
         nn.init.normal_(self.b.weight, std=9.0)
 
@@ -185,9 +213,12 @@ def divided() -> None:
     del config["zero_optimization"]
     engine, *_ = ds_core.initialize(model=llama(dropout=0.0), config=config)
     for step in range(3):
-        ids, given = batch(step, 0), prompts(0)
+        ids = batch(step, 0)
+        given = prompts(0)
         found = engine.generate(**given, max_new_tokens=NEW, do_sample=False)
-        assert torch.equal(found, plain.eval().generate(**given, max_new_tokens=NEW, do_sample=False))
+        assert torch.equal(
+            found, plain.eval().generate(**given, max_new_tokens=NEW, do_sample=False)
+        )
         drawn = engine.generate(**given, max_new_tokens=NEW, do_sample=True, temperature=2.0)
         assert drawn.tolist() == every_rank(drawn.tolist())[0]
         plain.train()(input_ids=ids, labels=ids).loss.backward()
@@ -216,7 +247,8 @@ class Plain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
+        self.embed = nn.Embedding(WORDS, 8)
+        self.head = nn.Linear(8, WORDS)
 
     def forward(self, tokens: Tensor) -> Tensor:
         out: Tensor = self.head(torch.tanh(self.embed(tokens).cumsum(1)))
@@ -234,17 +266,26 @@ def test_a_module_of_ones_own() -> None:
     for _ in range(4):
         text = torch.cat([text, engine.module(text)[:, -1:].argmax(-1)], 1)
     assert torch.equal(found, text)
-    drawn = engine.generate(text[:, :3], max_new_tokens=4, do_sample=True, num_return_sequences=3, seed=7)
+    drawn = engine.generate(
+        text[:, :3], max_new_tokens=4, do_sample=True, num_return_sequences=3, seed=7
+    )
     assert drawn.shape == (3, 7) and len({tuple(row) for row in drawn.tolist()}) > 1
     assert torch.equal(
-        drawn, engine.generate(text[:, :3], max_new_tokens=4, do_sample=True, num_return_sequences=3, seed=7)
+        drawn,
+        engine.generate(
+            text[:, :3], max_new_tokens=4, do_sample=True, num_return_sequences=3, seed=7
+        ),
     )
     from ds_inference.hybrid import metrics
 
     told = metrics(engine.ctx)
-    assert told["Train/Generation/new_tokens"] == 28 and told["Train/Generation/tokens_per_second"] > 0
+    assert (
+        told["Train/Generation/new_tokens"] == 28 and told["Train/Generation/tokens_per_second"] > 0
+    )
     assert metrics(engine.ctx) == {}
-    with pytest.raises(UsageError, match=r"more than 12 positions .*or hybrid_engine.max_out_tokens"):
+    with pytest.raises(
+        UsageError, match=r"more than 12 positions .*or hybrid_engine.max_out_tokens"
+    ):
         engine.generate(text, max_new_tokens=20)
     with pytest.raises(UsageError, match=r"no keyword 'top_kk'.*top_k"):
         engine.generate(text, top_kk=3)
@@ -274,6 +315,8 @@ def test_what_keys_exclude(section: dict[str, Any], zero: int, said: str) -> Non
 def test_off_is_off() -> None:
     import ds_core
 
-    engine, *_ = ds_core.initialize(model=Plain(), config={"train_batch_size": 1, "hybrid_engine": {"enabled": False}})
+    engine, *_ = ds_core.initialize(
+        model=Plain(), config={"train_batch_size": 1, "hybrid_engine": {"enabled": False}}
+    )
     with pytest.raises(AttributeError, match="generate"):  # the module's own, which has none
         engine.generate(torch.ones(1, 2, dtype=torch.long))

@@ -54,7 +54,11 @@ def test_defaults_are_the_documented_ones() -> None:
     assert {k: found[k] for k in DEFAULTS} == DEFAULTS
     assert {k: found[k] for k in NESTED} == NESTED
     weight = dict(found["quant"]["weight"])
-    assert (weight.pop("quantized_initialization"), weight.pop("post_init_quant"), weight.pop("group_size")) == (
+    assert (
+        weight.pop("quantized_initialization"),
+        weight.pop("post_init_quant"),
+        weight.pop("group_size"),
+    ) == (
         {},
         {},
         None,
@@ -83,7 +87,11 @@ def test_defaults_are_the_documented_ones() -> None:
         ({"dtype": "float"}, "dtype", "fp32"),
         ({"dtype": Enum("Dtype", {"a": (torch.float32, "fp32")})["a"]}, "dtype", "fp32"),
         ({"dtype": "int8", "quant": {"weight": {"num_bits": 4}}}, "bits", 4),
-        ({"dtype": "int8", "quant": {"weight": {"q_type": "asymmetric"}}}, "quant.weight.q_type", "asymmetric"),
+        (
+            {"dtype": "int8", "quant": {"weight": {"q_type": "asymmetric"}}},
+            "quant.weight.q_type",
+            "asymmetric",
+        ),
         # deprecated
         ({"mp_size": 2}, "tensor_parallel.tp_size", 2),
         ({"mp_size": 2, "tp": {"tp_size": 2}}, "tensor_parallel.tp_size", 2),
@@ -130,16 +138,25 @@ def test_config_and_keywords_are_one(tmp_path: Path) -> None:
     file.write_text(json.dumps({"dtype": "bf16", "tp": {"tp_size": 2}}))
     both = make_config(str(file), dtype="bf16", max_tokens=7)
     assert (both.dtype, both.tp_size, both.max_out_tokens) == ("bf16", 2, 7)
-    assert make_config(both, min_tokens=2) == make_config(str(file), max_out_tokens=7, min_out_tokens=2)
+    assert make_config(both, min_tokens=2) == make_config(
+        str(file), max_out_tokens=7, min_out_tokens=2
+    )
     with pytest.raises(ValueError, match="dtype is 'bf16' in one place and 'fp32'"):
         make_config(str(file), dtype="fp32")
     with pytest.raises(ValueError, match="tensor_parallel"):
-        init_inference(torch.nn.Linear(1, 1), {"tp": {"tp_size": 2}}, tensor_parallel={"tp_size": 4})
+        init_inference(
+            torch.nn.Linear(1, 1), {"tp": {"tp_size": 2}}, tensor_parallel={"tp_size": 4}
+        )
 
 
 def test_old_keys_and_keys_without_effect_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
     reset()
-    given = {"mp_size": 1, "replace_method": "none", "return_tuple": False, "quant": {"activation": {"num_bits": 8}}}
+    given = {
+        "mp_size": 1,
+        "replace_method": "none",
+        "return_tuple": False,
+        "quant": {"activation": {"num_bits": 8}},
+    }
     with caplog.at_level(logging.WARNING, "ds_inference"):
         make_config(given)
         make_config(given)
@@ -155,16 +172,27 @@ def test_old_keys_and_keys_without_effect_are_said_once(caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize(
-    ("quant", "key"), [({"enabled": False}, "quant.enabled"), ({"weight": {"enabled": False}}, "quant.weight.enabled")]
+    ("quant", "key"),
+    [
+        ({"enabled": False}, "quant.enabled"),
+        ({"weight": {"enabled": False}}, "quant.weight.enabled"),
+    ],
 )
-def test_int8_that_is_switched_off_is_said(quant: dict[str, Any], key: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_int8_that_is_switched_off_is_said(
+    quant: dict[str, Any], key: str, caplog: pytest.LogCaptureFixture
+) -> None:
     reset()
     with caplog.at_level(logging.WARNING, "ds_inference"):
         make_config({"dtype": "int8", "quant": quant})
-    assert f"dtype: int8 quantises nothing, because {key} is false; weights are bfloat16" in caplog.text
+    assert (
+        f"dtype: int8 quantises nothing, because {key} is false; weights are bfloat16"
+        in caplog.text
+    )
 
 
-@pytest.mark.parametrize("weight", [{"post_init_quant": {"mlp": {}}}, {"quantized_initialization": {"num_bits": 4}}])
+@pytest.mark.parametrize(
+    "weight", [{"post_init_quant": {"mlp": {}}}, {"quantized_initialization": {"num_bits": 4}}]
+)
 def test_layers_named_in_quant_are_quantised_whatever_dtype_says(
     weight: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.slow
 
 
 def off(names: list[str], tp: int) -> dict[str, tuple[float, bool, bool]]:
-    """Of each case: how far logits are, whether greedy texts are equal, and whether a program answered."""
+    """Of each case: how far logits are, whether greedy texts are equal, and whether a program
+    answered.
+    """
     import transformers
     from test_inference_families import CASES
 
@@ -34,7 +36,11 @@ def off(names: list[str], tp: int) -> dict[str, tuple[float, bool, bool]]:
             models.append(model)
         truth, model = models
         engine = init_inference(
-            model, dtype="fp32", tensor_parallel={"tp_size": tp}, replace_with_kernel_inject=True, max_out_tokens=64
+            model,
+            dtype="fp32",
+            tensor_parallel={"tp_size": tp},
+            replace_with_kernel_inject=True,
+            max_out_tokens=64,
         )
         ids = torch.randint(1, 60, (2, 9), generator=torch.Generator().manual_seed(7))
         with torch.no_grad():
@@ -55,5 +61,7 @@ def test_a_divided_family_answers_as_the_module(tp: int) -> None:
     from test_inference_families import CASES
 
     for rank, found in enumerate(run_ranks(tp, off, list(CASES), tp)):
-        assert not {name: row for name, row in found.items() if row[0] > 1e-5 or not row[1]}, f"rank {rank}"
+        assert not {name: row for name, row in found.items() if row[0] > 1e-5 or not row[1]}, (
+            f"rank {rank}"
+        )
         assert not [name for name, row in found.items() if not row[2]], "the module answered"

@@ -22,14 +22,19 @@ TOKENS = 6
 
 def off(kind: str, config: dict[str, Any], sizes: dict[str, Any]) -> tuple[float, bool]:
     """How far logits are from the module's, and whether greedy texts are equal."""
-    truth, engine = make(kind, **sizes), init_inference(make(kind, **sizes), config)
+    truth = make(kind, **sizes)
+    engine = init_inference(make(kind, **sizes), config)
     prompts = ids()
     with torch.no_grad():
         wanted = truth(input_ids=prompts).logits
     far = float((engine(input_ids=prompts).logits - wanted).abs().max() / wanted.abs().max())
     if kind == "bert":
         return far, True
-    keys = {"do_sample": False, "max_new_tokens": TOKENS, "attention_mask": torch.ones_like(prompts)}
+    keys = {
+        "do_sample": False,
+        "max_new_tokens": TOKENS,
+        "attention_mask": torch.ones_like(prompts),
+    }
     same = bool(torch.equal(engine.generate(prompts, **keys), truth.generate(prompts, **keys)))
     engine.destroy()
     return far, same
@@ -42,10 +47,15 @@ def off(kind: str, config: dict[str, Any], sizes: dict[str, Any]) -> tuple[float
     (2, "gpt2", {}),
     (2, "mixtral", {"intermediate_size": 32}),
     (2, "bert", {}),
-    pytest.param(4, "llama", {"num_key_value_heads": 2}, marks=pytest.mark.slow),  # fewer keys than ranks
+    # fewer keys than ranks
+    pytest.param(4, "llama", {"num_key_value_heads": 2}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_answers_as_the_module(tp: int, kind: str, sizes: dict[str, Any], inject: bool) -> None:
-    config = {"dtype": "fp32", "tensor_parallel": {"tp_size": tp}, "replace_with_kernel_inject": inject}
+    config = {
+        "dtype": "fp32",
+        "tensor_parallel": {"tp_size": tp},
+        "replace_with_kernel_inject": inject,
+    }
     found = [off(kind, config, sizes)] if tp == 1 else run_ranks(tp, off, kind, config, sizes)
     for rank, (far, same) in enumerate(found):
         assert far < 1e-5, f"rank {rank}"
@@ -54,15 +64,21 @@ def test_answers_as_the_module(tp: int, kind: str, sizes: dict[str, Any], inject
 
 def quantised(config: dict[str, Any]) -> tuple[float, list[str], list[list[int]]]:
     """How far logits are, what was quantised, and what is generated."""
-    model, prompts = (
-        make("llama", hidden_size=128, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2),
-        ids(),
+    model = make(
+        "llama",
+        hidden_size=128,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
+    prompts = ids()
     with torch.no_grad():
         wanted = model(input_ids=prompts).logits
     engine = init_inference(model, config, replace_with_kernel_inject=True)
     far = float((engine(input_ids=prompts).logits.float() - wanted).norm() / wanted.norm())
-    names = [name for name, m in engine.module.named_modules() if type(m).__name__ == "QuantizedLinear"]
+    names = [
+        name for name, m in engine.module.named_modules() if type(m).__name__ == "QuantizedLinear"
+    ]
     return far, names, engine.generate(prompts, do_sample=False, max_new_tokens=TOKENS).tolist()
 
 
@@ -73,7 +89,12 @@ def quantised(config: dict[str, Any]) -> tuple[float, list[str], list[list[int]]
         ({"dtype": "int4"}, 0.4, 15, "q_proj"),
         ({"dtype": "int8", "quant": {"qkv": {"enabled": False}}}, 0.05, 9, "o_proj"),
         ({"dtype": "int8", "quant": {"enabled": False}}, 0.05, 0, ""),
-        ({"dtype": "bf16", "quant": {"weight": {"post_init_quant": {"mlp": {"num_bits": 8}}}}}, 0.05, 6, "up_proj"),
+        (
+            {"dtype": "bf16", "quant": {"weight": {"post_init_quant": {"mlp": {"num_bits": 8}}}}},
+            0.05,
+            6,
+            "up_proj",
+        ),
     ],
 )
 def test_weights_in_fewer_bits(config: dict[str, Any], most: float, layers: int, some: str) -> None:
@@ -84,7 +105,9 @@ def test_weights_in_fewer_bits(config: dict[str, Any], most: float, layers: int,
 
 
 def test_weights_in_fewer_bits_on_two_ranks() -> None:
-    (far, names, tokens), other = run_ranks(2, quantised, {"dtype": "int8", "tensor_parallel": {"tp_size": 2}})
+    (far, names, tokens), other = run_ranks(
+        2, quantised, {"dtype": "int8", "tensor_parallel": {"tp_size": 2}}
+    )
     assert far < 0.05
     assert len(names) == 15
     assert tokens == other[2]
@@ -104,7 +127,8 @@ def policy(names: Any) -> float:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.wide, self.narrow = nn.Linear(8, 20), nn.Linear(20, 8)
+            self.wide = nn.Linear(8, 20)
+            self.narrow = nn.Linear(20, 8)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + self.narrow(self.wide(x).sin())  # type: ignore[no-any-return]
@@ -128,10 +152,14 @@ def test_a_policy_stands_for_a_family_that_is_known() -> None:
     model = make("gpt2")
     kind = type(model.transformer.h[0])
     wanted = init_inference(make("gpt2"), dtype="fp32")(ids()).logits
-    engine = init_inference(model, dtype="fp32", injection_policy={kind: layer_policies.HFGPT2LayerPolicy})
+    engine = init_inference(
+        model, dtype="fp32", injection_policy={kind: layer_policies.HFGPT2LayerPolicy}
+    )
     assert torch.equal(engine(ids()).logits, wanted)
     with pytest.raises(ConfigError, match="HFBertLayerPolicy is for BertLayer, not for GPT2Block"):
-        init_inference(make("gpt2"), dtype="fp32", injection_policy={kind: layer_policies.HFBertLayerPolicy})
+        init_inference(
+            make("gpt2"), dtype="fp32", injection_policy={kind: layer_policies.HFBertLayerPolicy}
+        )
 
 
 def sampled() -> list[list[int]]:
@@ -150,7 +178,8 @@ def test_ranks_sample_alike() -> None:
 def test_many_requests_share_the_steps() -> None:
     from ds_inference.requests import Request, SamplingParams
 
-    truth, engine = make("llama"), init_inference(make("llama"), dtype="fp32", replace_with_kernel_inject=True)
+    truth = make("llama")
+    engine = init_inference(make("llama"), dtype="fp32", replace_with_kernel_inject=True)
     prompts = [ids(1, n)[0].tolist() for n in (3, 9, 5)]
     params = SamplingParams(max_new_tokens=TOKENS, ignore_eos=True)
     found = {
@@ -158,7 +187,12 @@ def test_many_requests_share_the_steps() -> None:
         for o in engine.serve(Request(p, params, i) for i, p in enumerate(prompts))
     }
     for number, prompt in enumerate(prompts):
-        keys = {"do_sample": False, "max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "eos_token_id": -1}
+        keys = {
+            "do_sample": False,
+            "max_new_tokens": TOKENS,
+            "min_new_tokens": TOKENS,
+            "eos_token_id": -1,
+        }
         whole = truth.generate(torch.tensor([prompt]), **keys)
         assert list(found[number].tokens) == whole[0, len(prompt) :].tolist()
 
@@ -170,7 +204,8 @@ def given_group() -> float:
 
     comm.init_distributed("gloo")
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    model, prompts = make("llama"), ids()
+    model = make("llama")
+    prompts = ids()
     with torch.no_grad():
         wanted = model(input_ids=prompts).logits
     engine = init_inference(
@@ -241,7 +276,12 @@ def test_times_of_each_call(kind: str, inject: bool) -> None:
 def test_times_of_each_step_of_a_generation(inject: bool) -> None:
     engine = init_inference(make("llama"), dtype="fp32", replace_with_kernel_inject=inject)
     engine.profile_model_time()
-    keys = {"do_sample": False, "max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "eos_token_id": -1}
+    keys = {
+        "do_sample": False,
+        "max_new_tokens": TOKENS,
+        "min_new_tokens": TOKENS,
+        "eos_token_id": -1,
+    }
     engine.generate(ids(), attention_mask=torch.ones(2, 9, dtype=torch.long), **keys)
     assert len(engine.model_times()) == TOKENS  # the prompt brings the first token
     with pytest.raises(ValueError, match="input_ids"):
@@ -264,8 +304,16 @@ def test_times_of_each_step_of_a_generation(inject: bool) -> None:
             ConfigError,
             "what serves LlamaForCausalLM on cpu records no graphs",
         ),
-        ({"tensor_parallel": {"tp_size": 2}}, ConfigError, "tp 2 = 2 ranks do not divide the world of 1"),
-        ({"tensor_parallel": {"tp_size": 2, "mpu": object()}}, ConfigError, "get_model_parallel_group"),
+        (
+            {"tensor_parallel": {"tp_size": 2}},
+            ConfigError,
+            "tp 2 = 2 ranks do not divide the world of 1",
+        ),
+        (
+            {"tensor_parallel": {"tp_size": 2, "mpu": object()}},
+            ConfigError,
+            "get_model_parallel_group",
+        ),
         ({"injection_policy": {"NoLayer": ("o",)}}, ConfigError, "the model has no NoLayer"),
         ({"injection_policy": {"LlamaMLP": ("o_proj",)}}, ConfigError, "LlamaMLP has no 'o_proj'"),
         ({"injection_policy": {"LlamaMLP": object}}, ConfigError, "give the names of linears"),

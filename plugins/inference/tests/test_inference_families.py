@@ -1,4 +1,6 @@
-"""Every family: logits and hidden states are those of transformers, padded or not, whole or through a cache."""
+"""Every family: logits and hidden states are those of transformers, padded or not, whole or through
+a cache.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
 LLAMA = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}
 OUTPUTS = "logits", "last_hidden_state", "pooler_output", "start_logits", "end_logits"
 LAYERS = ["sliding_attention", "full_attention"]
-ROPE = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 STRETCHED = {"rope_theta": 100.0, "factor": 4.0}
 LONG = {
     "rope_type": "longrope",
@@ -33,23 +41,55 @@ LONG = {
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {**LLAMA, "tie_word_embeddings": True}),
-    "llama biases": ("LlamaForCausalLM", {**LLAMA, "attention_bias": True, "mlp_bias": True, "head_dim": 16}),
-    "llama3": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": {**ROPE, "original_max_position_embeddings": 16}}),
-    "llama yarn": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": {"rope_type": "yarn", **STRETCHED}}),
-    "llama dynamic": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": {"rope_type": "dynamic", **STRETCHED}}),
+    "llama biases": (
+        "LlamaForCausalLM",
+        {**LLAMA, "attention_bias": True, "mlp_bias": True, "head_dim": 16},
+    ),
+    "llama3": (
+        "LlamaForCausalLM",
+        {**LLAMA, "rope_parameters": {**ROPE, "original_max_position_embeddings": 16}},
+    ),
+    "llama yarn": (
+        "LlamaForCausalLM",
+        {**LLAMA, "rope_parameters": {"rope_type": "yarn", **STRETCHED}},
+    ),
+    "llama dynamic": (
+        "LlamaForCausalLM",
+        {**LLAMA, "rope_parameters": {"rope_type": "dynamic", **STRETCHED}},
+    ),
     "llama classes": ("LlamaForSequenceClassification", {**LLAMA, "pad_token_id": 0}),
     "mistral": ("MistralForCausalLM", {**LLAMA, "sliding_window": 4}),
     "mixtral": ("MixtralForCausalLM", {**LLAMA, "num_local_experts": 4}),
-    "qwen2": ("Qwen2ForCausalLM", {**LLAMA, "use_sliding_window": True, "sliding_window": 4, "layer_types": LAYERS}),
+    "qwen2": (
+        "Qwen2ForCausalLM",
+        {**LLAMA, "use_sliding_window": True, "sliding_window": 4, "layer_types": LAYERS},
+    ),
     "qwen3": ("Qwen3ForCausalLM", {**LLAMA, "head_dim": 16}),
-    "gpt2": ("GPT2LMHeadModel", {**SIZES, "n_positions": 64, "scale_attn_by_inverse_layer_idx": True}),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        {**SIZES, "n_positions": 64, "scale_attn_by_inverse_layer_idx": True},
+    ),
     "gpt_neo": (
         "GPTNeoForCausalLM",
-        {**SIZES, "attention_types": [[["local", "global"], 1]], "window_size": 4, "max_position_embeddings": 64},
+        {
+            **SIZES,
+            "attention_types": [[["local", "global"], 1]],
+            "window_size": 4,
+            "max_position_embeddings": 64,
+        },
     ),
-    "gpt_neox": ("GPTNeoXForCausalLM", {**SIZES, "intermediate_size": 48, "max_position_embeddings": 64}),
-    "gpt_neox serial": ("GPTNeoXForCausalLM", {**SIZES, "intermediate_size": 48, "use_parallel_residual": False}),
-    "opt": ("OPTForCausalLM", {**SIZES, "ffn_dim": 48, "max_position_embeddings": 64, "word_embed_proj_dim": 32}),
+    "gpt_neox": (
+        "GPTNeoXForCausalLM",
+        {**SIZES, "intermediate_size": 48, "max_position_embeddings": 64},
+    ),
+    "gpt_neox serial": (
+        "GPTNeoXForCausalLM",
+        {**SIZES, "intermediate_size": 48, "use_parallel_residual": False},
+    ),
+    "opt": (
+        "OPTForCausalLM",
+        {**SIZES, "ffn_dim": 48, "max_position_embeddings": 64, "word_embed_proj_dim": 32},
+    ),
     "opt after": (
         "OPTForCausalLM",
         {**SIZES, "ffn_dim": 48, "do_layer_norm_before": False, "word_embed_proj_dim": 16},
@@ -57,7 +97,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("BloomForCausalLM", {**SIZES, "num_attention_heads": 6, "hidden_size": 48}),
     "bert": ("BertModel", {**SIZES, "intermediate_size": 48}),
     "bert masked": ("BertForMaskedLM", {**SIZES, "intermediate_size": 48}),
-    "bert classes": ("BertForSequenceClassification", {**SIZES, "intermediate_size": 48, "num_labels": 3}),
+    "bert classes": (
+        "BertForSequenceClassification",
+        {**SIZES, "intermediate_size": 48, "num_labels": 3},
+    ),
     "distilbert": ("DistilBertModel", {**SIZES, "hidden_dim": 48}),
     "distilbert answers": ("DistilBertForQuestionAnswering", {**SIZES, "hidden_dim": 48}),
 }
@@ -73,9 +116,9 @@ PROVIDERS = [
 def load(program: Program, provider: str = PROVIDERS[0]) -> Runnable:
     """By that provider; the fastest here."""
     dtype = str(program.dtype).removeprefix("torch.")
-    found: Runnable = Kernels(Plugins(), {"inference_program": provider}).get("inference_program", "cpu", dtype)(
-        program
-    )
+    found: Runnable = Kernels(Plugins(), {"inference_program": provider}).get(
+        "inference_program", "cpu", dtype
+    )(program)
     return found
 
 
@@ -109,10 +152,12 @@ def test_a_family_is_that_of_transformers(case: str, provider: str) -> None:
     model = make(case)
     lowered = families.lower(model)
     assert lowered is not None, families.why_not(model)
-    runs, ids = load(lowered.program, provider), torch.randint(1, 61, (3, 13))
+    runs = load(lowered.program, provider)
+    ids = torch.randint(1, 61, (3, 13))
     for padding, rows in MASKS.items():
         mask = torch.tensor(rows)
-        given = {"input_ids": ids * mask, "attention_mask": mask}  # a classifier takes the last token that is not 0
+        # a classifier takes the last token that is not 0
+        given = {"input_ids": ids * mask, "attention_mask": mask}
         if lowered.first and padding == "left":
             assert "first column" in str(refusal(lowered, given))
             continue
@@ -128,18 +173,30 @@ def test_a_family_is_that_of_transformers(case: str, provider: str) -> None:
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
-@pytest.mark.parametrize("case", [case for case in CASES if "Causal" in CASES[case][0] or "LMHead" in CASES[case][0]])
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if "Causal" in CASES[case][0] or "LMHead" in CASES[case][0]]
+)
 def test_a_sequence_through_the_cache_is_the_whole(case: str, provider: str) -> None:
     model = make(case)
     lowered = families.lower(model)
     assert lowered is not None
-    program, ids = lowered.program, torch.randint(1, 61, (BLOCK + 5,))
+    program = lowered.program
+    ids = torch.randint(1, 61, (BLOCK + 5,))
     cache = KVCache.make(program.layers, 2, program.kv_heads, program.head_dim, torch.float32)
-    runs, at, found = load(program, provider), 0, []
+    runs = load(program, provider)
+    at = 0
+    found = []
     for size in (BLOCK - 1, 3, 1, 1, 1):
         here = torch.arange(at, at + size, dtype=torch.int32)
-        one = torch.tensor([0, size], dtype=torch.int32), torch.tensor([at + size], dtype=torch.int32)
-        found.append(runs(Step(ids[here].int(), here, *one, torch.tensor([[1, 0]], dtype=torch.int32)), cache))
+        one = (
+            torch.tensor([0, size], dtype=torch.int32),
+            torch.tensor([at + size], dtype=torch.int32),
+        )
+        found.append(
+            runs(
+                Step(ids[here].int(), here, *one, torch.tensor([[1, 0]], dtype=torch.int32)), cache
+            )
+        )
         at += size
     with torch.no_grad():
         close(torch.cat(found), model(ids[None]).logits[0])
@@ -162,13 +219,16 @@ def test_other_ways_to_give_a_batch() -> None:
     model = make("gpt2")
     lowered = families.lower(model)
     assert lowered is not None
-    runs, ids = load(lowered.program), torch.randint(1, 61, (2, 9))
+    runs = load(lowered.program)
+    ids = torch.randint(1, 61, (2, 9))
     later = torch.arange(9).expand(2, 9) + 7
     with torch.no_grad():
         whole = model(ids).logits
         close(forward(lowered, runs, inputs_embeds=model.transformer.wte(ids)), whole)
         close(forward(lowered, runs, ids, logits_to_keep=2), whole[:, -2:])
-        close(forward(lowered, runs, ids, position_ids=later), model(ids, position_ids=later).logits)
+        close(
+            forward(lowered, runs, ids, position_ids=later), model(ids, position_ids=later).logits
+        )
         loss = lowered.finish(forward(lowered, runs, ids), labels=ids).loss
         torch.testing.assert_close(loss, model(ids, labels=ids).loss)
     with pytest.raises(ValueError, match="61 are not all within 0 .. 60"):
@@ -203,7 +263,9 @@ def test_what_is_not_known_has_no_program() -> None:
     model.model.layers[0].mlp.down_proj = torch.nn.Sequential(model.model.layers[0].mlp.down_proj)
     assert "Sequential" in str(families.why_not(model))
     model = make("llama")
-    model.config.__class__ = type("NewConfig", (type(model.config),), {"__annotations__": {"softcap": float}})
+    model.config.__class__ = type(
+        "NewConfig", (type(model.config),), {"__annotations__": {"softcap": float}}
+    )
     model.config.softcap = 30.0
     assert "softcap" in str(families.why_not(model))
     assert "not a model of transformers" in str(families.why_not(torch.nn.Linear(2, 2)))
@@ -214,7 +276,8 @@ def test_moved_parameters_are_followed(case: str) -> None:
     model = make(case)
     lowered = families.lower(model)
     assert lowered is not None
-    runs, ids = load(lowered.program), torch.randint(1, 61, (2, 9))
+    runs = load(lowered.program)
+    ids = torch.randint(1, 61, (2, 9))
     with torch.no_grad():
         for param in model.parameters():
             param.data = param * 1.25

@@ -35,7 +35,9 @@ def off(kind: str, checkpoint: Any, config: dict[str, Any], model: Any = None) -
     config = {"dtype": "fp32", "checkpoint": checkpoint, **config}
     engine = init_inference(empty(kind) if model is None else model, config)
     with torch.no_grad():
-        return float((engine(input_ids=ids()).logits - make(kind)(input_ids=ids()).logits).abs().max())
+        return float(
+            (engine(input_ids=ids()).logits - make(kind)(input_ids=ids()).logits).abs().max()
+        )
 
 
 def saved(kind: str, folder: Path, **more: Any) -> str:
@@ -45,7 +47,9 @@ def saved(kind: str, folder: Path, **more: Any) -> str:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "bert"])
 def test_shard_by_shard_into_a_model_without_memory(kind: str, tmp_path: Path) -> None:
-    """Files of a few kilobytes; experts that are saved one by one and stacked here; names without their prefix."""
+    """Files of a few kilobytes; experts that are saved one by one and stacked here; names without
+    their prefix.
+    """
     folder = saved(kind, tmp_path, max_shard_size="10KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert off(kind, folder, {"set_empty_params": True}) < 1e-5
@@ -61,13 +65,17 @@ def parts(kind: str, checkpoint: str, folder: str) -> tuple[float, float, int]:
     config = {"tensor_parallel": {"tp_size": 2}, "replace_with_kernel_inject": True}
     first = off(kind, checkpoint, {**config, "save_mp_checkpoint_path": folder})
     torch.distributed.barrier()
-    here = sum(p.numel() for p in init_inference(empty(kind), config, checkpoint=folder, dtype="fp32").parameters())
+    here = sum(
+        p.numel()
+        for p in init_inference(empty(kind), config, checkpoint=folder, dtype="fp32").parameters()
+    )
     return first, off(kind, folder, config), here
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_each_rank_reads_its_part_and_saves_it(kind: str, tmp_path: Path) -> None:
-    folder, again = saved(kind, tmp_path / "whole"), str(tmp_path / "parts")
+    folder = saved(kind, tmp_path / "whole")
+    again = str(tmp_path / "parts")
     whole = sum(p.numel() for p in make(kind).parameters())
     for first, second, here in run_ranks(2, parts, kind, folder, again):
         assert first < 1e-4
@@ -89,7 +97,14 @@ def test_every_form_of_a_checkpoint(tmp_path: Path) -> None:
     assert off("llama", str(tmp_path / "policy.json"), {}) < 1e-5
     assert off("llama", "policy.json", {"base_dir": str(tmp_path)}) < 1e-5
     assert off("llama", {**listed, "base_dir": str(tmp_path)}, {}) < 1e-5
-    assert off("llama", {"checkpoints": {"non_tp": ["a.bin"], "tp": ["b.pt"]}}, {"base_dir": str(tmp_path)}) < 1e-5
+    assert (
+        off(
+            "llama",
+            {"checkpoints": {"non_tp": ["a.bin"], "tp": ["b.pt"]}},
+            {"base_dir": str(tmp_path)},
+        )
+        < 1e-5
+    )
     whole = saved("llama", tmp_path / "hf")
     assert off("llama", whole + "/model.safetensors", {}) < 1e-5
     assert off("llama", {"checkpoints": whole}, {}) < 1e-5
@@ -115,7 +130,10 @@ def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     trace = tmp_path / "trace"
     monkeypatch.setenv("DS_TEST_TRACE", str(trace))
     torch.save({"a": Runs()}, tmp_path / "bad.bin")
-    with pytest.raises(CheckpointError, match="without running code in it"), open_weights(str(tmp_path / "bad.bin")):
+    with (
+        pytest.raises(CheckpointError, match="without running code in it"),
+        open_weights(str(tmp_path / "bad.bin")),
+    ):
         pass
     assert not trace.exists()
 
@@ -126,10 +144,16 @@ def test_a_damaged_file_of_torch(tmp_path: Path) -> None:
     data = bytearray((tmp_path / "pytorch_model.bin").read_bytes())
     data[data.index(weight.numpy().tobytes()) + 2000] ^= 1
     (tmp_path / "pytorch_model.bin").write_bytes(data)
-    with pytest.raises(CheckpointError, match="data/0' is not as it was written"), open_weights(str(tmp_path)):
+    with (
+        pytest.raises(CheckpointError, match="data/0' is not as it was written"),
+        open_weights(str(tmp_path)),
+    ):
         pass
     os.mkfifo(tmp_path / "list.json")
-    with pytest.raises(CheckpointError, match="not a regular file"), open_weights(str(tmp_path / "list.json")):
+    with (
+        pytest.raises(CheckpointError, match="not a regular file"),
+        open_weights(str(tmp_path / "list.json")),
+    ):
         pass
 
 
@@ -141,28 +165,47 @@ def test_a_damaged_file_of_torch(tmp_path: Path) -> None:
         ({"model.safetensors.index.json": "[]"}, "holds a list"),
         ({"model.safetensors.index.json": "{"}, "cannot be read as JSON"),
         ({"model.safetensors.index.json": '{"weight_map": 3}'}, "has no weight_map"),
-        ({"model.safetensors.index.json": '{"weight_map": {"a": "gone.safetensors"}}'}, "no file .*gone"),
-        ({"model.safetensors.index.json": '{"weight_map": {"a": "../up.safetensors"}}'}, "leads out"),
-        ({"model.safetensors.index.json": '{"weight_map": {"a": "/up.safetensors"}}'}, "next to their index"),
+        (
+            {"model.safetensors.index.json": '{"weight_map": {"a": "gone.safetensors"}}'},
+            "no file .*gone",
+        ),
+        (
+            {"model.safetensors.index.json": '{"weight_map": {"a": "../up.safetensors"}}'},
+            "leads out",
+        ),
+        (
+            {"model.safetensors.index.json": '{"weight_map": {"a": "/up.safetensors"}}'},
+            "next to their index",
+        ),
         ({"checkpoints.json": "{}"}, "the key 'checkpoints'"),
         ({"checkpoints.json": '{"type": "Megatron", "checkpoints": ["a", "b"]}'}, "are not merged"),
-        ({"checkpoints.json": '{"tp_size": 2, "checkpoints": {"tp": ["a"]}}'}, "DeepSpeed cut for ranks"),
+        (
+            {"checkpoints.json": '{"tp_size": 2, "checkpoints": {"tp": ["a"]}}'},
+            "DeepSpeed cut for ranks",
+        ),
         ({"checkpoints.json": '{"checkpoints": "."}'}, "name each other"),
         ({"checkpoints.json": '{"base_dir": "../up", "checkpoints": ["a"]}'}, "leads out"),
         ({"checkpoints.json": '{"checkpoints": [' + "[" * 10**5 + "]" * 10**5 + "]}"}, "too deep"),
         ({"checkpoints.json": '{"type": "ds_inference.parts"}'}, "damaged"),
         (
-            {"checkpoints.json": '{"type": "ds_inference.parts", "checkpoints": [], "weights": {"a": '
-             '{"shape": [1099511627776], "parts": [{"file": -1, "ranges": [[[0, 1099511627776]]]}]}}}'},
+            {
+                "checkpoints.json": '{"type": "ds_inference.parts", "checkpoints": [], "weights": '
+                '{"a": '
+                '{"shape": [1099511627776], "parts": [{"file": -1, "ranges": [[[0, '
+                "1099511627776]]]}]}}}"
+            },
             "damaged",
         ),
         (
-            {"checkpoints.json": '{"type": "ds_inference.parts", "checkpoints": [], "weights": {"a": '
-             '{"shape": [2], "parts": [{"file": 0, "ranges": [[[0, 9]]]}]}}}'},
+            {
+                "checkpoints.json": '{"type": "ds_inference.parts", "checkpoints": [], "weights": '
+                '{"a": '
+                '{"shape": [2], "parts": [{"file": 0, "ranges": [[[0, 9]]]}]}}}'
+            },
             "damaged",
         ),
     ],
-)  # fmt: skip
+)
 def test_damaged_and_foreign_files(files: dict[str, str], said: str, tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)

@@ -67,7 +67,8 @@ def test_weights_that_scales_cannot_hold_stay() -> None:
 def test_layers_move_and_are_saved() -> None:
     model = nn.Sequential(nn.Linear(32, 8))
     quantise_model(model, bits=4, symmetric=False)
-    x, state = torch.randn(3, 32), {name: value.clone() for name, value in model.state_dict().items()}
+    x = torch.randn(3, 32)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
     expected = model(x)
     assert set(state) == {"0.q", "0.scales", "0.lows", "0.bias"}
     model.double().bfloat16()

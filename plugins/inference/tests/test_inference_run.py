@@ -1,4 +1,6 @@
-"""A divided inference engine is a run like any other: interceptors see it, and ranks compare what they were given."""
+"""A divided inference engine is a run like any other: interceptors see it, and ranks compare what
+they were given.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def small_model() -> object:
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=4, vocab_size=32, n_positions=16, pad_token_id=0)
+    config = transformers.GPT2Config(
+        n_embd=16, n_layer=1, n_head=4, vocab_size=32, n_positions=16, pad_token_id=0
+    )
     return transformers.GPT2LMHeadModel(config).eval()
 
 
@@ -58,7 +62,11 @@ def differs() -> str:
 
     rank = int(os.environ["RANK"])
     with pytest.raises(RankMismatchError) as caught:
-        init_inference(small_model(), dtype="fp32", tensor_parallel={"tp_size": 2, "tp_grain_size": 4 * (1 + rank)})
+        init_inference(
+            small_model(),
+            dtype="fp32",
+            tensor_parallel={"tp_size": 2, "tp_grain_size": 4 * (1 + rank)},
+        )
     return str(caught.value)
 
 

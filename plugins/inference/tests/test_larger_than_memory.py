@@ -1,4 +1,5 @@
-"""A model whose weights are far larger than what a process may allocate generates, from the disk."""
+"""A model whose weights are far larger than what a process may allocate generates, from the
+disk."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from plugins.inference.tests.generate_large import LAYERS, LIMIT
 def generated(folder: Path, *, ranks: int, limited: bool) -> list[dict[str, Any]]:
     """What each rank of a run of its own says."""
     folder.mkdir()
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m"]
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={ranks}",
+        "-m",
+    ]
     words += ["plugins.inference.tests.generate_large", str(LAYERS), str(int(limited)), str(folder)]
     done = subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""Frozen bases in few bits, divided over ranks or on the host, and LoRA on top: the numbers of plain torch."""
+"""Frozen bases in few bits, divided over ranks or on the host, and LoRA on top: the numbers of
+plain torch.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ from torch.nn import functional as F
 import ds_core
 from ds_core import comm
 
-WIDTH, HIDDEN, RANK, BATCH = 8, 13, 2, 8
+WIDTH = 8
+HIDDEN = 13
+RANK = 2
+BATCH = 8
 
 
 class Net(nn.Module):
@@ -41,7 +46,8 @@ class Net(nn.Module):
 
 
 def made(lora: dict[str, Any], quantised: bool) -> Net:
-    """The net with LoRA in both projections; the matrices B are not zero, so that A has gradients."""
+    """The net with LoRA in both projections; the matrices B are not zero, so that A has
+    gradients."""
     config = LoRAConfig(lora_r=RANK, lora_alpha=3.0, **lora)
     with Init(config, QuantizationConfig(group_size=4) if quantised else None):
         model = Net().double()
@@ -61,7 +67,11 @@ class Truth(nn.Module):
         self.bases = [layer.full_weight().clone() for layer in (model.up_proj, model.down_proj)]  # type: ignore[operator]
         self.bias = model.up_proj.bias.detach().clone()
         self.head = copy.deepcopy(model.head)
-        parts = [p for layer in (model.up_proj, model.down_proj) for p in (layer.lora_weight_1, layer.lora_weight_2)]
+        parts = [
+            p
+            for layer in (model.up_proj, model.down_proj)
+            for p in (layer.lora_weight_1, layer.lora_weight_2)
+        ]
         self.parts = nn.ParameterList([nn.Parameter(p.weight.detach().clone()) for p in parts])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,7 +83,9 @@ class Truth(nn.Module):
 
 
 def batch(step: int) -> Tensor:
-    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    return torch.randn(
+        BATCH, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+    )
 
 
 def trains(stage: int, quantised: bool, sharded: bool, offload: bool) -> tuple[float, float]:
@@ -106,7 +118,10 @@ def trains(stage: int, quantised: bool, sharded: bool, offload: bool) -> tuple[f
         far = max(far, abs(sum(shared) / world - plain.item()))
     found = {n: w for n, w in whole_weights(engine).items() if "lora_weight" in n}
     assert len(found) == 4
-    error = max(float((a.double() - b).abs().max()) for a, b in zip(found.values(), truth.parts, strict=True))
+    error = max(
+        float((a.double() - b).abs().max())
+        for a, b in zip(found.values(), truth.parts, strict=True)
+    )
     engine.destroy()
     return error, far
 
@@ -121,11 +136,17 @@ def trains(stage: int, quantised: bool, sharded: bool, offload: bool) -> tuple[f
         (4, 0, True, True, True),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((2, 3, False, False, False), (2, 3, True, True, False), (2, 0, False, False, False))
+            for case in (
+                (2, 3, False, False, False),
+                (2, 3, True, True, False),
+                (2, 0, False, False, False),
+            )
         ),
     ],
 )
-def test_it_trains_as_plain_torch(world: int, stage: int, quantised: bool, sharded: bool, offload: bool) -> None:
+def test_it_trains_as_plain_torch(
+    world: int, stage: int, quantised: bool, sharded: bool, offload: bool
+) -> None:
     for error, far in run_ranks(world, trains, stage, quantised, sharded, offload):
         assert error < 1e-10 and far < 1e-10
 
@@ -153,7 +174,8 @@ def test_state_dicts_are_whole(quantised: bool, sharded: bool) -> None:
 
 @pytest.mark.parametrize("quantised", [False, True])
 def test_the_weights_of_ordinary_layers_are_loaded(quantised: bool) -> None:
-    model, plain = made({}, quantised), Net().double()
+    model = made({}, quantised)
+    plain = Net().double()
     with torch.no_grad():
         for param in plain.parameters():
             param.mul_(2)
@@ -166,7 +188,9 @@ def test_the_weights_of_ordinary_layers_are_loaded(quantised: bool) -> None:
 
 def test_numbers_are_close_and_few_bytes() -> None:
     torch.manual_seed(0)
-    layer = OptimizedLinear(64, 32, quantization_config=QuantizationConfig(group_size=16), dtype=torch.float32)
+    layer = OptimizedLinear(
+        64, 32, quantization_config=QuantizationConfig(group_size=16), dtype=torch.float32
+    )
     assert isinstance(layer, QuantizedLinear) and not list(layer.parameters())
     assert sum(b.nbytes for b in layer.buffers()) == 64 * 32 + 64 * 32 // 16 * 2
     torch.manual_seed(0)
@@ -180,9 +204,13 @@ def test_numbers_are_close_and_few_bytes() -> None:
 
 
 def test_the_whole_weight_is_not_kept_for_backward() -> None:
-    layer = OptimizedLinear(64, 64, lora_config=LoRAConfig(2), quantization_config=QuantizationConfig())
+    layer = OptimizedLinear(
+        64, 64, lora_config=LoRAConfig(2), quantization_config=QuantizationConfig()
+    )
     kept: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.numel()) or t, lambda t: t
+    ):
         layer(torch.randn(3, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
     assert max(kept) < 64 * 64
 
@@ -208,8 +236,12 @@ def test_what_cannot_be_says_so() -> None:
         LoRAConfig(offload=True, offload_ratio=0.5)
     with pytest.raises(ValueError, match="expected a LoRAConfig, got dict"):
         OptimizedLinear(4, 4, lora_config={"lora_r": 2})  # type: ignore[arg-type]
-    with pytest.raises(RemoteError, match="base_weight_sharding 3: it is 1 or the number of ranks, 2"):
+    with pytest.raises(
+        RemoteError, match="base_weight_sharding 3: it is 1 or the number of ranks, 2"
+    ):
         run_ranks(2, of_three_ranks)
-    layer = OptimizedLinear(4, 4, lora_config=LoRAConfig(2, delay_lora_init=True), dtype=torch.float32)
+    layer = OptimizedLinear(
+        4, 4, lora_config=LoRAConfig(2, delay_lora_init=True), dtype=torch.float32
+    )
     with pytest.raises(RuntimeError, match="init_lora"):
         layer(torch.ones(1, 4))

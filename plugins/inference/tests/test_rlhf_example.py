@@ -32,7 +32,8 @@ def test_the_reward_and_the_advantages() -> None:
     import torch
 
     module = example()
-    prompts, answers = torch.tensor([[10, 8], [10, 8]]), torch.tensor([[9, 0, 1], [9, 0, 2]])
+    prompts = torch.tensor([[10, 8], [10, 8]])
+    answers = torch.tensor([[9, 0, 1], [9, 0, 2]])
     found = module.reward(prompts, answers)
     assert torch.allclose(found, torch.tensor([1.0, 2 / 3]))
     better = module.advantages(torch.cat([found, torch.ones(2)]), 2)

@@ -1,4 +1,6 @@
-"""The HTTP server, driven by the released client of OpenAI and by strangers, with a generator that is no model."""
+"""The HTTP server, driven by the released client of OpenAI and by strangers, with a generator that
+is no model.
+"""
 
 from __future__ import annotations
 
@@ -54,48 +56,96 @@ def ai(server: tuple[str, Backwards], client: Connect) -> openai.OpenAI:
 
 
 def test_completions(ai: openai.OpenAI) -> None:
-    said = ai.completions.create(model="backwards", prompt=["abc", "$xyz"], max_tokens=5, n=2, logprobs=2, seed=3)
+    said = ai.completions.create(
+        model="backwards", prompt=["abc", "$xyz"], max_tokens=5, n=2, logprobs=2, seed=3
+    )
     assert [(c.index, c.text, c.finish_reason) for c in said.choices] == [
-        (0, "cbacb", "length"), (1, "cbacb", "length"), (2, "zyx", "stop"), (3, "zyx", "stop"),
-    ]  # fmt: skip
-    assert (said.usage.prompt_tokens, said.usage.completion_tokens, said.usage.total_tokens) == (7, 18, 25)
+        (0, "cbacb", "length"),
+        (1, "cbacb", "length"),
+        (2, "zyx", "stop"),
+        (3, "zyx", "stop"),
+    ]
+    assert (said.usage.prompt_tokens, said.usage.completion_tokens, said.usage.total_tokens) == (
+        7,
+        18,
+        25,
+    )
     named = said.choices[2].logprobs
-    assert (named.tokens, named.text_offset, named.token_logprobs) == (["z", "y", "x"], [0, 1, 2], [-0.5] * 3)
+    assert (named.tokens, named.text_offset, named.token_logprobs) == (
+        ["z", "y", "x"],
+        [0, 1, 2],
+        [-0.5] * 3,
+    )
     assert named.top_logprobs[1] == {"y": -0.5, "z": -1.5}
-    assert ai.completions.create(model="backwards", prompt=[65, 66], max_tokens=1, echo=True).choices[0].text == "ABB"
+    assert (
+        ai.completions.create(model="backwards", prompt=[65, 66], max_tokens=1, echo=True)
+        .choices[0]
+        .text
+        == "ABB"
+    )
     assert len(ai.completions.create(model="backwards", prompt="ab").choices[0].text) == 16
-    assert [m.id for m in ai.models.list()] == ["backwards"] and ai.models.retrieve("backwards").id == "backwards"
+    assert [m.id for m in ai.models.list()] == ["backwards"] and ai.models.retrieve(
+        "backwards"
+    ).id == "backwards"
 
 
 def test_a_chat_whole_and_as_a_stream(ai: openai.OpenAI) -> None:
-    asked = {"model": "backwards", "messages": [{"role": "developer", "content": "$"}, *USER], "logprobs": True}
+    asked = {
+        "model": "backwards",
+        "messages": [{"role": "developer", "content": "$"}, *USER],
+        "logprobs": True,
+    }
     asked |= {"top_logprobs": 1, "max_completion_tokens": 50}
     said = ai.chat.completions.create(**asked)
-    message, named = said.choices[0].message, said.choices[0].logprobs.content
-    assert (message.role, message.content, said.choices[0].finish_reason) == ("assistant", "cba:u\n", "stop")
+    message = said.choices[0].message
+    named = said.choices[0].logprobs.content
+    assert (message.role, message.content, said.choices[0].finish_reason) == (
+        "assistant",
+        "cba:u\n",
+        "stop",
+    )
     assert "".join(t.token for t in named) == message.content and named[0].bytes == [99]
     assert named[0].top_logprobs[0].logprob == -0.5 and said.usage.completion_tokens == 7
-    chunks = list(ai.chat.completions.create(**asked, n=2, stream=True, stream_options={"include_usage": True}))
-    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 14 and chunks[0].usage is None
+    chunks = list(
+        ai.chat.completions.create(
+            **asked, n=2, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert (
+        chunks[-1].choices == []
+        and chunks[-1].usage.completion_tokens == 14
+        and chunks[0].usage is None
+    )
     for index in (0, 1):
         rows = [c.choices[0] for c in chunks[:-1] if c.choices[0].index == index]
         assert rows[0].delta.role == "assistant" and rows[-1].finish_reason == "stop"
         assert "".join(row.delta.content or "" for row in rows) == message.content
-        assert [t.token for row in rows if row.logprobs for t in row.logprobs.content] == [t.token for t in named]
+        assert [t.token for row in rows if row.logprobs for t in row.logprobs.content] == [
+            t.token for t in named
+        ]
     assert len({c.id for c in chunks}) == 1
 
 
-def test_stop_strings_end_an_answer_before_them(server: tuple[str, Backwards], ai: openai.OpenAI) -> None:
+def test_stop_strings_end_an_answer_before_them(
+    server: tuple[str, Backwards], ai: openai.OpenAI
+) -> None:
     before = server[1].cancelled
     asked = {"model": "backwards", "prompt": "edcba!", "max_tokens": 400, "logprobs": 0}
     said = ai.completions.create(**asked, stop=["xx", "cd", "bcdef"])
     assert (said.choices[0].text, said.choices[0].finish_reason) == ("!ab", "stop")
     assert said.choices[0].logprobs.tokens == ["!", "a", "b"]
     streamed = list(ai.completions.create(**asked, stop="e!", stream=True))
-    assert "".join(c.choices[0].text for c in streamed) == "!abcd" and streamed[-1].choices[0].finish_reason == "stop"
+    assert (
+        "".join(c.choices[0].text for c in streamed) == "!abcd"
+        and streamed[-1].choices[0].finish_reason == "stop"
+    )
     until(lambda: server[1].cancelled == before + 2)
     text = Text(Bytes().decode, ["stop"])
-    assert "".join(map(text.add, b"a sto sto")) == "a sto " and text.end() == "sto" and not text.stopped
+    assert (
+        "".join(map(text.add, b"a sto sto")) == "a sto "
+        and text.end() == "sto"
+        and not text.stopped
+    )
     assert "".join(map(Text(Bytes().decode).add, "añ€𝄞b".encode())) == "añ€𝄞b"
 
 
@@ -125,18 +175,26 @@ WRONG = [
 ]
 
 
-def test_errors_have_their_status_and_name_the_field(server: tuple[str, Backwards], ai: openai.OpenAI) -> None:
+def test_errors_have_their_status_and_name_the_field(
+    server: tuple[str, Backwards], ai: openai.OpenAI
+) -> None:
     for body, status, param in WRONG:
         path = "chat/completions" if "messages" in body else "completions"
         for extra in ({}, {"stream": True}):
             got, said = ask(server[0], f"/v1/{path}", {"model": "backwards", **body, **extra})
             error = said["error"]
             assert got == status and error["type"] == "invalid_request_error", body
-            assert param is None or (error["param"] or "").startswith(param) or param in error["message"], (body, error)
+            assert (
+                param is None
+                or (error["param"] or "").startswith(param)
+                or param in error["message"]
+            ), (body, error)
     with pytest.raises(openai.NotFoundError, match="it has 'backwards'"):
         ai.chat.completions.create(model="gpt-4", messages=USER)
     with pytest.raises(openai.BadRequestError, match="600 tokens at most"):
-        ai.chat.completions.create(model="backwards", messages=[{"role": "user", "content": "a" * 700}])
+        ai.chat.completions.create(
+            model="backwards", messages=[{"role": "user", "content": "a" * 700}]
+        )
     assert ask(server[0], "/v2")[1]["error"]["message"] == "there is nothing at this address"
     assert ask(server[0], "/v1/completions")[0] == 405
 
@@ -199,19 +257,28 @@ def test_a_full_queue_time_limits_and_clients_that_leave(client: Connect) -> Non
         assert 'dscore_serve_requests_total{path="/v1/completions",status="429"} 1.0' in shown
         assert "dscore_serve_cancelled_total 1.0" in shown
         until(lambda: "\ndscore_serve_requests_waiting 1.0\n" in ask(address, "/metrics")[1])
-        server._worker.fail_all(openai.OpenAIError())  # what any failure of the server's own looks like
+        # what any failure of the server's own looks like
+        server._worker.fail_all(openai.OpenAIError())
         for thread in waiting:
             thread.join(20)
         until(lambda: generator.open == [])
 
 
 def test_what_prometheus_reads(client: Connect) -> None:
-    with serving(Backwards()) as (address, _), serving(Backwards()) as (other, _):  # two registries in one process
+    # two registries in one process
+    with serving(Backwards()) as (address, _), serving(Backwards()) as (other, _):
         client(address).completions.create(model="backwards", prompt="abc", max_tokens=2)
         until(lambda: samples(address)["dscore_serve_request_seconds_count"] == 1)
         found = samples(address)
-        assert found["dscore_serve_prompt_tokens_total"] == 3 and found["dscore_serve_completion_tokens_total"] == 2
-        assert found["dscore_serve_first_token_seconds_bucket", "+Inf"] == found["dscore_serve_requests_total"] == 1
+        assert (
+            found["dscore_serve_prompt_tokens_total"] == 3
+            and found["dscore_serve_completion_tokens_total"] == 2
+        )
+        assert (
+            found["dscore_serve_first_token_seconds_bucket", "+Inf"]
+            == found["dscore_serve_requests_total"]
+            == 1
+        )
         assert found["dscore_serve_cache_blocks"] > found["dscore_serve_cache_blocks_used"] == 0
         assert samples(other)["dscore_serve_completion_tokens_total"] == 0
         head = b"GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\naccept: "
@@ -221,7 +288,10 @@ def test_what_prometheus_reads(client: Connect) -> None:
 
 
 def samples(address: str) -> dict[str | tuple[str, str], float]:
-    """What /metrics says, as Prometheus understands it. By name, buckets by name and bound; of answers only."""
+    """What /metrics says, as Prometheus understands it.
+
+    By name, buckets by name and bound; of answers only.
+    """
     families = text_string_to_metric_families(ask(address, "/metrics")[1])
     return {
         (s.name, s.labels["le"]) if "le" in s.labels else s.name: s.value
@@ -253,7 +323,14 @@ def test_answers_that_take_too_long_end(client: Connect) -> None:
 
 def test_a_client_that_does_not_read_loses_its_connection() -> None:
     generator = Backwards(most_running=40)
-    asked = {"model": "backwards", "prompt": "abc", "max_tokens": 500, "n": 39, "logprobs": 20, "stream": True}
+    asked = {
+        "model": "backwards",
+        "prompt": "abc",
+        "max_tokens": 500,
+        "n": 39,
+        "logprobs": 20,
+        "stream": True,
+    }
     with serving(generator, patience=0.3) as (address, server):
         with slow_reader(address, post(json.dumps(asked).encode())):
             until(lambda: len(generator.open) == 39)
@@ -282,11 +359,17 @@ def test_a_generator_that_fails_ends_the_server_and_tells_nothing_of_prompts(
     generator = Backwards()
     caplog.set_level(logging.INFO)
     with serving(generator) as (address, _):
-        client(address).completions.create(model="backwards", prompt="a private matter", user="someone")
+        client(address).completions.create(
+            model="backwards", prompt="a private matter", user="someone"
+        )
         generator.broken = True
         with pytest.raises(openai.InternalServerError, match="see the server's log"):
             client(address).completions.create(model="backwards", prompt="a private matter")
-    shown = "\n".join(record.getMessage() for record in caplog.records if record.name.startswith(("ds_", "uvicorn")))
+    shown = "\n".join(
+        record.getMessage()
+        for record in caplog.records
+        if record.name.startswith(("ds_", "uvicorn"))
+    )
     assert "127.0.0.1 POST /v1/completions 200" in shown and "16+16 tokens" in shown
     assert "the generator failed: RuntimeError" in shown and "in step" in shown
     assert not re.search("private|someone", shown)
@@ -294,7 +377,9 @@ def test_a_generator_that_fails_ends_the_server_and_tells_nothing_of_prompts(
 
 def unfinished(server: Server) -> int:
     """Connections that are not merely kept for another request."""
-    return sum(c.cycle is None or not c.cycle.response_complete for c in server.server_state.connections)
+    return sum(
+        c.cycle is None or not c.cycle.response_complete for c in server.server_state.connections
+    )
 
 
 def test_hostile_requests_change_nothing(client: Connect, caplog: pytest.LogCaptureFixture) -> None:
@@ -302,10 +387,16 @@ def test_hostile_requests_change_nothing(client: Connect, caplog: pytest.LogCapt
     caplog.set_level(logging.CRITICAL)
     generator = Backwards(most_running=8)
     limits = Limits(body=1 << 20, body_seconds=0.5, seconds=30.0, tokens=500)
-    with serving(generator, patience=0.3, limits=limits) as (address, server), ThreadPoolExecutor(6) as strangers:
+    with (
+        serving(generator, patience=0.3, limits=limits) as (address, server),
+        ThreadPoolExecutor(6) as strangers,
+    ):
         said = list(strangers.map(lambda n: attack(address, n), range(100)))
         assert not any(answer.startswith(b"HTTP/1.1 500") for answer in said)
         until(lambda: not generator.open and server._worker.active == 0 == unfinished(server))
         answer = client(address).completions.create(model="backwards", prompt="abc", max_tokens=3)
-        assert answer.choices[0].text == "cba" and ask(address, "/health") == (200, {"status": "ok"})
+        assert answer.choices[0].text == "cba" and ask(address, "/health") == (
+            200,
+            {"status": "ok"},
+        )
         assert not server._worker.waiting and not server._worker._tickets

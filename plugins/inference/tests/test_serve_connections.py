@@ -42,11 +42,16 @@ def test_a_client_that_half_closes_gets_its_answer_and_one_that_left_is_noticed(
     generator = Backwards(pace=0.05)
     with serving(generator) as (address, server):
         kept = post(json.dumps(ASKED).encode()).replace(b"connection: close\r\n", b"")
-        for whole in (post(json.dumps(ASKED).encode()), kept, post(json.dumps(ASKED | {"stream": True}).encode())):
+        for whole in (
+            post(json.dumps(ASKED).encode()),
+            kept,
+            post(json.dumps(ASKED | {"stream": True}).encode()),
+        ):
             said = raw(address, whole, shut=True)
             assert said.startswith(b"HTTP/1.1 100") and b"\r\n\r\nHTTP/1.1 200 OK" in said
             assert (b'"text":"cbacb"' in said) != (b"data: [DONE]" in said)
-        assert raw(address, kept.replace(b"HTTP/1.1", b"HTTP/1.0"), shut=True) == b""  # knows no 100
+        # knows no 100
+        assert raw(address, kept.replace(b"HTTP/1.1", b"HTTP/1.0"), shut=True) == b""
         assert raw(address, kept[:-5], shut=True) == b""  # a request that is not whole
         host, port = address.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:

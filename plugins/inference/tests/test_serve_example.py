@@ -25,10 +25,15 @@ def test_it_is_the_same_model() -> None:
     gpt = example.GPT().eval()
     tokens = torch.randint(256, (2, 64))
     with torch.no_grad():
-        torch.testing.assert_close(example.as_gpt2(gpt.state_dict())(tokens).logits, gpt.logits(tokens))
+        torch.testing.assert_close(
+            example.as_gpt2(gpt.state_dict())(tokens).logits, gpt.logits(tokens)
+        )
     every = bytes(range(128)).decode() + "añ€𝄞"
     tokenizer = example.byte_tokenizer()
-    assert tokenizer.encode(every) == list(every.encode()) and tokenizer.decode(list(every.encode())) == every
+    assert (
+        tokenizer.encode(every) == list(every.encode())
+        and tokenizer.decode(list(every.encode())) == every
+    )
 
 
 @pytest.mark.slow
@@ -39,9 +44,16 @@ def test_its_three_commands(tmp_path: Path) -> None:
     train, serve, talk = block[1].replace("examples/", f"{EXAMPLES}/").splitlines()
     env = clean_environment()
     dscore = f"{sys.executable} -m ds_cli"
-    run([*train.replace("dscore", dscore).split(), "--steps", "4"], cwd=tmp_path, env=env, timeout=300)
+    run(
+        [*train.replace("dscore", dscore).split(), "--steps", "4"],
+        cwd=tmp_path,
+        env=env,
+        timeout=300,
+    )
     words = serve.replace("python", sys.executable).removesuffix(" &").split()
-    with subprocess.Popen([*words, "--port", "0"], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(
+        [*words, "--port", "0"], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True
+    ) as server:
         try:
             assert server.stdout is not None
             address = server.stdout.readline().split()[2]

@@ -1,4 +1,6 @@
-"""Requests made from numbers, against the application and a tiny random model in this process: it outlives them all."""
+"""Requests made from numbers, against the application and a tiny random model in this process: it
+outlives them all.
+"""
 
 from __future__ import annotations
 
@@ -27,25 +29,64 @@ NUMBERS = [
     0.0, -0.0, 5e-324, 1e-40, 1e-7, 0.01, 0.5, 0.999999, 1.0, 1.5, 2.0, -2.0, 10.0, 1e38, 1e308,
 ]  # fmt: skip
 COUNTED = (
-    "max_tokens", "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "seed", "logprobs", "best_of", "max_completion_tokens", "top_logprobs",
-)  # fmt: skip
+    "max_tokens",
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "logprobs",
+    "best_of",
+    "max_completion_tokens",
+    "top_logprobs",
+)
 RIGHT: dict[str, list[Any]] = {
     "n": [1, 2, 5], "temperature": [0, 5e-324, 1e-40, 0.7, 2.0], "top_p": [5e-324, 0.3, 1.0], "top_k": [1, 2**31 - 1],
     "min_p": [5e-324, 0.1, 1.0], "repetition_penalty": [0.01, 1.2, 10.0], "logprobs": [0, 3], "seed": [-(2**63)],
     "presence_penalty": [-2.0, 2.0], "frequency_penalty": [-2.0, 1e-40],
 }  # fmt: skip
 """Also what is just within bounds, which must work in a step beside other requests."""
-TEXTS = ["", "a", "abc", "é💥\u0000", "</s><s>", "\ud800", "\ufffd", "{{ 1/0 }}", " " * 90, "x" * 5_000]
+TEXTS = [
+    "",
+    "a",
+    "abc",
+    "é💥\u0000",
+    "</s><s>",
+    "\ud800",
+    "\ufffd",
+    "{{ 1/0 }}",
+    " " * 90,
+    "x" * 5_000,
+]
 OTHER: list[Any] = [
     None, True, False, [], {}, [[]], [0], [257], [258], [2**31], [1.5], ["a", 1], [[1], []], {"a": 1}, [None] * 17,
     [["a"] * 3] * 3, {"type": "text"}, {"include_usage": True}, [{"role": "user", "content": "a"}],
     [{"role": "assistant", "content": "a"}], [{"role": "user", "content": [{"type": "text", "text": "b"}]}],
 ]  # fmt: skip
 FIELDS = (
-    *COUNTED, "model", "prompt", "messages", "stop", "stream", "stream_options", "user", "echo", "suffix", "logit_bias",
-    "tools", "tool_choice", "response_format", "modalities", "metadata", "x", "__proto__",
-)  # fmt: skip
+    *COUNTED,
+    "model",
+    "prompt",
+    "messages",
+    "stop",
+    "stream",
+    "stream_options",
+    "user",
+    "echo",
+    "suffix",
+    "logit_bias",
+    "tools",
+    "tool_choice",
+    "response_format",
+    "modalities",
+    "metadata",
+    "x",
+    "__proto__",
+)
 REPORTED = [
     {"top_k": 2**63}, {"top_k": 2**63 - 1}, {"repetition_penalty": 5e-324}, {"temperature": 1e-320}, {"n": 10**30},
 ]  # fmt: skip
@@ -56,10 +97,14 @@ KNOWN = {200, 400, 404, 413, 415, 429}
 def request(number: int) -> tuple[str, bytes]:
     """Path and body of request `number`: about half of them can be answered."""
     if number < len(REPORTED):
-        return PATHS[0], json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 2} | REPORTED[number]).encode()
+        return PATHS[0], json.dumps(
+            {"model": "tiny", "prompt": "hi", "max_tokens": 2} | REPORTED[number]
+        ).encode()
     chance = random.Random(number)
     path = chance.choice(PATHS)
-    prompt: dict[str, Any] = {"prompt": chance.choice([*TEXTS[1:5], [0, 1, 2], [[3], [4, 5]], ["a", "bc"]])}
+    prompt: dict[str, Any] = {
+        "prompt": chance.choice([*TEXTS[1:5], [0, 1, 2], [[3], [4, 5]], ["a", "bc"]])
+    }
     chat = {"messages": [{"role": "user", "content": chance.choice(TEXTS[1:5])}]}
     body: dict[str, Any] = {"model": "tiny", "max_tokens": chance.randint(1, 6)}
     body |= prompt if path == PATHS[0] else chat
@@ -78,7 +123,9 @@ def request(number: int) -> tuple[str, bytes]:
 
 
 async def call(gate: Gate, path: str, body: bytes, patience: int | None) -> tuple[int, bytes]:
-    """Status and answer of one request. patience: messages after which the client leaves; None: it stays."""
+    """Status and answer of one request. patience: messages after which the client leaves; None: it
+    stays.
+    """
     said: list[dict[str, Any]] = []
     left = asyncio.Event()
     unread = [{"type": "http.request", "body": body, "more_body": False}]
@@ -97,9 +144,19 @@ async def call(gate: Gate, path: str, body: bytes, patience: int | None) -> tupl
             left.set()
 
     headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
-    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
-             "headers": headers, "http_version": "1.1", "scheme": "http", "root_path": "",
-             "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 1)}  # fmt: skip
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": headers,
+        "http_version": "1.1",
+        "scheme": "http",
+        "root_path": "",
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 1),
+    }
     if patience == 0:
         left.set()
     await gate(scope, receive, send)
@@ -113,7 +170,9 @@ def memory() -> int:
 
 
 async def fuzz(served: Served, count: int) -> tuple[Counter[int], list[int]]:
-    """Send `count` requests, some at a time; their statuses, and the memory after each tenth of them."""
+    """Send `count` requests, some at a time; their statuses, and the memory after each tenth of
+    them.
+    """
     worker = Worker(served.generator, most_waiting=64)
     gate = make_app(served, worker, Limits(body=1 << 20, body_seconds=30, seconds=60, tokens=None))
     worker.start()
@@ -124,7 +183,9 @@ async def fuzz(served: Served, count: int) -> tuple[Counter[int], list[int]]:
     async def client() -> None:
         for number in numbers:
             leaves = number % 7 == 3
-            status, answer = await call(gate, *request(number), patience=number % 4 if leaves else None)
+            status, answer = await call(
+                gate, *request(number), patience=number % 4 if leaves else None
+            )
             statuses[status] += 1
             assert status in KNOWN or (leaves and status == 499), (number, status, request(number))
             assert b"server_error" not in answer or status == 429, (number, answer, request(number))
@@ -150,7 +211,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 def test_some_hundred_requests_change_nothing(served: Served) -> None:
     statuses, _ = asyncio.run(fuzz(served, 300))
-    assert statuses[200] > 60 and statuses[400] > 60, statuses  # both what is answered and what is refused
+    # both what is answered and what is refused
+    assert statuses[200] > 60 and statuses[400] > 60, statuses
 
 
 @pytest.mark.slow

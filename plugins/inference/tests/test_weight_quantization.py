@@ -1,4 +1,6 @@
-"""The section ``weight_quantization``: a run's linear layers in 8 or 4 bits, also with weights sharded or on disk."""
+"""The section ``weight_quantization``: a run's linear layers in 8 or 4 bits, also with weights
+sharded or on disk.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,21 @@ def llama() -> Any:
     import transformers as hf
 
     torch.manual_seed(2)
-    sizes: dict[str, Any] = {"vocab_size": WORDS, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
-    sizes |= {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "vocab_size": WORDS,
+        "bos_token_id": 0,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    sizes |= {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     model = hf.LlamaForCausalLM(hf.LlamaConfig(max_position_embeddings=32, **sizes))
-    for param in model.parameters():  # values that a fixed seed gives also where weights are made one at a time
+    # values that a fixed seed gives also where weights are made one at a time
+    for param in model.parameters():
         param.data.normal_(0, 0.1)
     return model
 
@@ -50,7 +63,9 @@ def test_all_layers(bits: Any) -> None:
 
     wanted = llama().eval()
     quantise_model(wanted, bits=bits, group=LayerQuantization(num_bits=bits).group, symmetric=True)
-    engine, *_ = ds_core.initialize(model=llama(), config=run({"num_bits": bits, "q_type": "symmetric"}))
+    engine, *_ = ds_core.initialize(
+        model=llama(), config=run({"num_bits": bits, "q_type": "symmetric"})
+    )
     assert layers(engine.module) == layers(wanted) and len(layers(wanted)) == 15
     with torch.no_grad():
         assert torch.equal(engine.eval()(prompt()).logits, wanted(prompt()).logits)
@@ -60,13 +75,18 @@ def test_all_layers(bits: Any) -> None:
 def test_layers_by_name() -> None:
     import ds_core
 
-    named = {"mlp": {"num_bits": 4, "group_size": 16, "group_dim": 1, "symmetric": False}, "*.q_proj": {"num_bits": 8}}
+    named = {
+        "mlp": {"num_bits": 4, "group_size": 16, "group_dim": 1, "symmetric": False},
+        "*.q_proj": {"num_bits": 8},
+    }
     engine, *_ = ds_core.initialize(model=llama(), config=run({"post_init_quant": named}))
     found = {name.split(".")[-1]: bits for name, bits in layers(engine.module).items()}
     assert found == {"gate_proj": 4, "up_proj": 4, "down_proj": 4, "q_proj": 8}
     engine.destroy()
     with pytest.raises(ConfigError, match="no layer of LlamaForCausalLM is called 'attn_fc'"):
-        ds_core.initialize(model=llama(), config=run({"post_init_quant": {"attn_fc": {"num_bits": 8}}}))
+        ds_core.initialize(
+            model=llama(), config=run({"post_init_quant": {"attn_fc": {"num_bits": 8}}})
+        )
     off, *_ = ds_core.initialize(model=llama(), config=run({"enabled": False}))
     assert not layers(off.module)
     with pytest.raises(ConfigError, match=r"weight_quantization\.num_bits"):

@@ -1,7 +1,7 @@
 """One mpiexec for all hosts: Hydra, which MPICH has, and Intel MPI and MVAPICH have from it.
 
-Settings travel in a variable that Hydra forwards. When mpiexec is killed, its proxies on the hosts end the agents.
-Hydra waits forever where ssh fails, so `reach` stands between the two and says so.
+Settings travel in a variable that Hydra forwards. When mpiexec is killed, its proxies on the hosts
+end the agents. Hydra waits forever where ssh fails, so `reach` stands between the two and says so.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def mvapich(request: LaunchRequest) -> int:
 def launch(request: LaunchRequest, launcher: str, programs: tuple[str, ...]) -> int:
     """Run the first of `programs` that there is."""
     words = command(request, launcher, next(filter(shutil.which, programs), programs[0]))
-    return run_tool(request, words, environment=dict([settings_variable(request)]), explain=explain, ends=ends)
+    return run_tool(
+        request, words, environment=dict([settings_variable(request)]), explain=explain, ends=ends
+    )
 
 
 def command(request: LaunchRequest, launcher: str, program: str) -> list[str]:

@@ -13,6 +13,8 @@ def ds_launchers() -> Mapping[str, LauncherEntry]:
     """The hosts of a hostfile, by the mpiexec of MPICH and of those that come from it."""
     makers = {"mpich": "MPICH", "impi": "Intel MPI", "mvapich": "MVAPICH"}
     return {
-        name: LauncherEntry(f"ds_launcher_mpich.hydra:{name}", f"the hosts of --hostfile, by the mpiexec of {maker}")
+        name: LauncherEntry(
+            f"ds_launcher_mpich.hydra:{name}", f"the hosts of --hostfile, by the mpiexec of {maker}"
+        )
         for name, maker in makers.items()
     }

@@ -1,5 +1,7 @@
-# Hydra's first word is ssh's -x (no X11). Python takes it too: it leaves out a file's first line, which is this one.
-"""Runs ssh for Hydra and says on stderr when it ends badly: ``python reach.py [OPTIONS...] HOST COMMAND...``.
+# Hydra's first word is ssh's -x (no X11). Python takes it too: it leaves out a file's first line,
+# which is this one.
+"""Runs ssh for Hydra and says on stderr when it ends badly: ``python reach.py [OPTIONS...] HOST
+COMMAND...``.
 
 Standard library only: it runs once per host. It ends when Hydra does, and ssh with it.
 """
@@ -33,7 +35,10 @@ def main() -> None:
     words = sys.argv[1:]
     code = subprocess.call(["ssh", "-x", *words], preexec_fn=_end_with_parent)
     if code != 0:
-        print(f"reach: ssh to {host_of(words)} ended with {code if code > 0 else 128 - code}", file=sys.stderr)
+        print(
+            f"reach: ssh to {host_of(words)} ended with {code if code > 0 else 128 - code}",
+            file=sys.stderr,
+        )
     sys.exit(code if code > 0 else 128 - code if code else 0)
 
 

@@ -15,7 +15,11 @@ from ds_cli.show import CommandError
 from ds_launcher_mpich.hydra import REACH, ends, explain, impi, mpich, mvapich
 
 REQUEST = LaunchRequest(
-    "train.py", hosts=(Host("h0", (0, 1)), Host("h1", (1,))), min_nodes=2, max_nodes=2, exported=(("KEY", "secret"),)
+    "train.py",
+    hosts=(Host("h0", (0, 1)), Host("h1", (1,))),
+    min_nodes=2,
+    max_nodes=2,
+    exported=(("KEY", "secret"),),
 )
 
 
@@ -29,9 +33,12 @@ def test_words(capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "executable", "/python")
     said = shown(mpich, capsys, ssh_port=2222, launcher_args=("-iface", "eth1"))
     assert said.splitlines()[0] == (
-        f"env 'HYDRA_LAUNCHER_EXTRA_ARGS=-I -S {REACH} -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 "
-        "-o ServerAliveCountMax=3 -p 2222' mpiexec -launcher ssh -launcher-exec /python -genvlist DSCORE_AGENT -n 2 "
-        "-ppn 1 -hosts h0,h1 -iface eth1 /python -m ds_cli.hosts.agent --number-from PMI_RANK --settings-by-variable"
+        f"env 'HYDRA_LAUNCHER_EXTRA_ARGS=-I -S {REACH} -o BatchMode=yes -o ConnectTimeout=10 -o "
+        "ServerAliveInterval=5 "
+        "-o ServerAliveCountMax=3 -p 2222' mpiexec -launcher ssh -launcher-exec /python -genvlist "
+        "DSCORE_AGENT -n 2 "
+        "-ppn 1 -hosts h0,h1 -iface eth1 /python -m ds_cli.hosts.agent --number-from PMI_RANK "
+        "--settings-by-variable"
     )
     assert "secret" not in said
 
@@ -53,8 +60,23 @@ def test_reach_tells_of_a_bad_end(tmp_path: Path) -> None:
     ssh = tmp_path / "ssh"
     ssh.write_text('#!/bin/sh\necho "$@"\nexit 255\n')
     ssh.chmod(0o755)
-    words = [sys.executable, "-x", "-I", "-S", REACH, "-o", "BatchMode=yes", "-p", "22", "h7", "proxy", "a b"]
-    ended = subprocess.run(words, env={"PATH": f"{tmp_path}:/bin:/usr/bin"}, capture_output=True, check=False)
+    words = [
+        sys.executable,
+        "-x",
+        "-I",
+        "-S",
+        REACH,
+        "-o",
+        "BatchMode=yes",
+        "-p",
+        "22",
+        "h7",
+        "proxy",
+        "a b",
+    ]
+    ended = subprocess.run(
+        words, env={"PATH": f"{tmp_path}:/bin:/usr/bin"}, capture_output=True, check=False
+    )
     assert ended.stdout == b"-x -o BatchMode=yes -p 22 h7 proxy a b\n"
     assert ended.returncode == 255
     assert ends(ended.stderr) == ("h7", 255)

@@ -11,5 +11,7 @@ __all__ = ["ds_launchers"]
 
 def ds_launchers() -> Mapping[str, LauncherEntry]:
     """The hosts of a hostfile, by mpirun."""
-    offer = LauncherEntry("ds_launcher_openmpi.openmpi:launch", "the hosts of --hostfile, by Open MPI's mpirun")
+    offer = LauncherEntry(
+        "ds_launcher_openmpi.openmpi:launch", "the hosts of --hostfile, by Open MPI's mpirun"
+    )
     return {"openmpi": offer}

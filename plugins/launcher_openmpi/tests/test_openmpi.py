@@ -13,13 +13,21 @@ from ds_cli.show import CommandError
 from ds_launcher_openmpi.openmpi import command, launch
 
 REQUEST = LaunchRequest(
-    "train.py", hosts=(Host("h0", (0, 1)), Host("h1", (1,))), min_nodes=2, max_nodes=2, exported=(("KEY", "secret"),)
+    "train.py",
+    hosts=(Host("h0", (0, 1)), Host("h1", (1,))),
+    min_nodes=2,
+    max_nodes=2,
+    exported=(("KEY", "secret"),),
 )
 
 
 def test_words(monkeypatch: Any) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/mpirun" if name == "mpirun" else None)
-    words = command(dataclasses.replace(REQUEST, ssh_port=2222, launcher_args=("--allow-run-as-root",)))
+    monkeypatch.setattr(
+        "shutil.which", lambda name: "/usr/bin/mpirun" if name == "mpirun" else None
+    )
+    words = command(
+        dataclasses.replace(REQUEST, ssh_port=2222, launcher_args=("--allow-run-as-root",))
+    )
     agent = [sys.executable, *["-m", "ds_cli.hosts.agent", "--number"]]
     assert words == [
         "env",
@@ -47,7 +55,11 @@ def test_show_starts_nothing(capsys: Any, monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({"hosts": ()}, "--hostfile"), ({"min_nodes": 1}, "elastic"), ({"hosts": (Host("me@h0", (0,)),)}, "'me@h0'")],
+    [
+        ({"hosts": ()}, "--hostfile"),
+        ({"min_nodes": 1}, "elastic"),
+        ({"hosts": (Host("me@h0", (0,)),)}, "'me@h0'"),
+    ],
 )
 def test_what_it_cannot_do(change: dict[str, Any], said: str) -> None:
     with pytest.raises(CommandError, match=said):

@@ -1,4 +1,5 @@
-"""One pdsh for all hosts. It carries no input, so settings are an argument, which `ps` shows on the hosts.
+"""One pdsh for all hosts. It carries no input, so settings are an argument, which `ps` shows on the
+hosts.
 
 What it does give: standard input of an agent ends when pdsh does, however that ends.
 """
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["launch"]
 
-# ssh takes the first value that it gets for an option, so the user's own (PDSH_SSH_ARGS_APPEND) come before these.
+# ssh takes the first value that it gets for an option, so the user's own (PDSH_SSH_ARGS_APPEND)
+# come before these.
 OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
 NUMBER = "%n"  # pdsh puts a host's place in the list there
 SSH_FAILED = 255
@@ -38,7 +40,19 @@ def command(request: LaunchRequest) -> list[str]:
     port = [] if request.ssh_port is None else ["-p", str(request.ssh_port)]
     ssh = " ".join(filter(None, [os.environ.get("PDSH_SSH_ARGS_APPEND", ""), *options, *port]))
     names = ",".join(host.name for host in hosts)
-    pdsh = ["pdsh", "-R", "ssh", "-S", "-N", "-b", "-f", str(len(hosts)), "-w", names, *request.launcher_args]
+    pdsh = [
+        "pdsh",
+        "-R",
+        "ssh",
+        "-S",
+        "-N",
+        "-b",
+        "-f",
+        str(len(hosts)),
+        "-w",
+        names,
+        *request.launcher_args,
+    ]
     return ["env", f"PDSH_SSH_ARGS_APPEND={ssh}", *pdsh, remote]
 
 
@@ -51,9 +65,17 @@ def ends(line: bytes) -> tuple[str, int] | None:
 def explain(host: str, code: int) -> str:
     """What to say of an end that the agent itself does not tell of."""
     if not host:
-        return f"pdsh ended with exit code {code} (what it says is above)" if code > 0 else f"pdsh was killed ({-code})"
+        return (
+            f"pdsh ended with exit code {code} (what it says is above)"
+            if code > 0
+            else f"pdsh was killed ({-code})"
+        )
     if code == SSH_FAILED:
         return f"lost host {host}, or ssh could not reach it (what ssh says is above)"
     if code in (126, 127):
-        return f"host {host} cannot run this Python (above); the same path must lead to it on every host"
+        return (
+            f"host {host} cannot run this Python (above); the same path must lead to it on "
+            "every "
+            "host"
+        )
     return ""

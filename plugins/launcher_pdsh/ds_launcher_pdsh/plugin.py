@@ -11,4 +11,8 @@ __all__ = ["ds_launchers"]
 
 def ds_launchers() -> Mapping[str, LauncherEntry]:
     """The hosts of a hostfile, by pdsh."""
-    return {"pdsh": LauncherEntry("ds_launcher_pdsh.pdsh:launch", "the hosts of --hostfile, reached with pdsh and ssh")}
+    return {
+        "pdsh": LauncherEntry(
+            "ds_launcher_pdsh.pdsh:launch", "the hosts of --hostfile, reached with pdsh and ssh"
+        )
+    }

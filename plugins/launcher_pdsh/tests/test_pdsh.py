@@ -13,7 +13,11 @@ from ds_cli.show import CommandError
 from ds_launcher_pdsh.pdsh import command, ends, explain, launch
 
 REQUEST = LaunchRequest(
-    "train.py", hosts=(Host("h0", (0, 1)), Host("h1", (1,))), min_nodes=2, max_nodes=2, exported=(("KEY", "secret"),)
+    "train.py",
+    hosts=(Host("h0", (0, 1)), Host("h1", (1,))),
+    min_nodes=2,
+    max_nodes=2,
+    exported=(("KEY", "secret"),),
 )
 
 
@@ -26,7 +30,8 @@ def test_words(monkeypatch: Any) -> None:
     name, _, ssh = variable.partition("=")
     assert name == "PDSH_SSH_ARGS_APPEND"
     assert ssh == (
-        "-o StrictHostKeyChecking=no -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 "
+        "-o StrictHostKeyChecking=no -o BatchMode=yes -o ConnectTimeout=10 -o "
+        "ServerAliveInterval=5 "
         "-o ServerAliveCountMax=3 -p 2222"
     )
     assert pdsh == ["pdsh", "-R", "ssh", "-S", "-N", "-b", "-f", "2", "-w", "h0,h1", "-t", "5"]
@@ -54,7 +59,9 @@ def test_ends_of_single_hosts() -> None:
     assert explain("gpu-1", 3) == ""
 
 
-@pytest.mark.parametrize(("change", "said"), [({"hosts": ()}, "--hostfile"), ({"min_nodes": 1}, "elastic")])
+@pytest.mark.parametrize(
+    ("change", "said"), [({"hosts": ()}, "--hostfile"), ({"min_nodes": 1}, "elastic")]
+)
 def test_what_it_cannot_do(change: dict[str, Any], said: str) -> None:
     with pytest.raises(CommandError, match=said):
         command(dataclasses.replace(REQUEST, **change))

@@ -1,4 +1,6 @@
-"""Which nodes of a cluster a run takes, and what it asks of each: the bundles of its placement group."""
+"""Which nodes of a cluster a run takes, and what it asks of each: the bundles of its placement
+group.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ DEVICES = ("GPU", "TPU", "NPU", "HPU", "neuron_cores")  # as Ray names them
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a run asks for. hosts: (name, slots, or 0: not told) of a hostfile. count: of hosts; 0: all there are.
+    """What a run asks for. hosts: (name, slots, or 0: not told) of a hostfile. count: of hosts; 0:
+    all there are.
 
-    nproc: processes on each host; 0: one per device. cpus: of Ray's CPUs on each host. resources: more of each node.
+    nproc: processes on each host; 0: one per device. cpus: of Ray's CPUs on each host. resources:
+    more of each node.
     """
 
     hosts: tuple[tuple[str, int], ...] = ()
@@ -31,11 +35,18 @@ class Wanted:
 def bundles(nodes: Sequence[Mapping[str, Any]], wanted: Wanted) -> list[dict[str, float]]:
     """What to reserve, host by host; nodes are as `ray.nodes()` has them. Raises CommandError."""
     alive = [node for node in nodes if node["Alive"]]
-    device = next((name for name in DEVICES if any(name in node["Resources"] for node in alive)), "")
+    device = next(
+        (name for name in DEVICES if any(name in node["Resources"] for node in alive)), ""
+    )
     basic = {"CPU": wanted.cpus, **(wanted.resources or {})}
     if wanted.hosts:
-        return [_at(_find(alive, host), slots or wanted.nproc, basic, device) for host, slots in wanted.hosts]
-    usable = [node for node in alive if _has(node, basic) and (not device or device in node["Resources"])]
+        return [
+            _at(_find(alive, host), slots or wanted.nproc, basic, device)
+            for host, slots in wanted.hosts
+        ]
+    usable = [
+        node for node in alive if _has(node, basic) and (not device or device in node["Resources"])
+    ]
     count = wanted.count or len(usable)
     if count == 0:
         raise CommandError(f"no node of the cluster has {_text(basic)}; its nodes: {_named(alive)}")
@@ -44,7 +55,8 @@ def bundles(nodes: Sequence[Mapping[str, Any]], wanted: Wanted) -> list[dict[str
     there = sorted((float(node["Resources"][device]) for node in usable), reverse=True)
     if not wanted.nproc and count > len(there):
         raise CommandError(
-            f"{count} hosts with a {device} are asked for, and the cluster has {len(there)}; give --nproc"
+            f"{count} hosts with a {device} are asked for, and the cluster has {len(there)}; give "
+            "--nproc"
         )
     return [{**basic, device: wanted.nproc or there[count - 1]} for _ in range(count)]
 
@@ -54,7 +66,9 @@ def devices(bundle: Mapping[str, float]) -> int:
     return next((int(bundle[name]) for name in DEVICES if name in bundle), 0)
 
 
-def _at(node: Mapping[str, Any], slots: int, basic: Mapping[str, float], device: str) -> dict[str, float]:
+def _at(
+    node: Mapping[str, Any], slots: int, basic: Mapping[str, float], device: str
+) -> dict[str, float]:
     bundle = {**basic, f"node:{node['NodeManagerAddress']}": 0.001}
     if device in node["Resources"]:
         bundle[device] = slots or float(node["Resources"][device])
@@ -71,7 +85,9 @@ def _find(nodes: Sequence[Mapping[str, Any]], host: str) -> Mapping[str, Any]:
         names = {node["NodeManagerHostname"], node["NodeManagerHostname"].partition(".")[0]}
         if host in names or node["NodeManagerAddress"] in addresses | {host}:
             return node
-    raise CommandError(f"host {host!r} is not a node of the Ray cluster; its nodes: {_named(nodes)}")
+    raise CommandError(
+        f"host {host!r} is not a node of the Ray cluster; its nodes: {_named(nodes)}"
+    )
 
 
 def _has(node: Mapping[str, Any], resources: Mapping[str, float]) -> bool:
@@ -79,7 +95,10 @@ def _has(node: Mapping[str, Any], resources: Mapping[str, float]) -> bool:
 
 
 def _named(nodes: Sequence[Mapping[str, Any]]) -> str:
-    return ", ".join(f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})" for node in nodes) or "none"
+    return (
+        ", ".join(f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})" for node in nodes)
+        or "none"
+    )
 
 
 def _text(resources: Mapping[str, float]) -> str:

@@ -1,7 +1,9 @@
-"""``python -m ds_launcher_ray.driver``: places one agent on each node, and brings what they write until all have ended.
+"""``python -m ds_launcher_ray.driver``: places one agent on each node, and brings what they write
+until all have ended.
 
-The settings come on standard input, which stays open as long as the launcher lives. When this process ends, however it
-does, Ray ends its actors; their agents then hear no more and end their ranks.
+The settings come on standard input, which stays open as long as the launcher lives. When this
+process ends, however it does, Ray ends its actors; their agents then hear no more and end their
+ranks.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ __all__ = ["main"]
 
 POLL_SECONDS = 2.0
 PATIENCE = 5.0  # after so many seconds of waiting for nodes, say so
-SILENCE_SECONDS = 16.0  # as the agents among themselves: a host that does not answer for so long is lost
-OTHERS_SECONDS = 20.0  # after the first bad end: how long the other agents may take to hear of it by themselves
+# as the agents among themselves: a host that does not answer for so long is lost
+SILENCE_SECONDS = 16.0
+# after the first bad end: how long the other agents may take to hear of it by themselves
+OTHERS_SECONDS = 20.0
 
 
 def main() -> None:
@@ -48,12 +52,24 @@ def main() -> None:
 def _words(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="--launcher-args of the launcher ray", allow_abbrev=False)
     parser.add_argument("--host", action="append", default=[], help=argparse.SUPPRESS)
-    parser.add_argument("--address", default="", help="of the cluster; else RAY_ADDRESS, else the one of this machine")
-    parser.add_argument("--cpus", type=float, default=1.0, help="Ray's CPUs to reserve on each host")
     parser.add_argument(
-        "--resource", action="append", default=[], metavar="NAME=AMOUNT", help="more to reserve on each host"
+        "--address",
+        default="",
+        help="of the cluster; else RAY_ADDRESS, else the one of this machine",
     )
-    parser.add_argument("--wait", type=float, default=60.0, metavar="SECONDS", help="for nodes that are taken")
+    parser.add_argument(
+        "--cpus", type=float, default=1.0, help="Ray's CPUs to reserve on each host"
+    )
+    parser.add_argument(
+        "--resource",
+        action="append",
+        default=[],
+        metavar="NAME=AMOUNT",
+        help="more to reserve on each host",
+    )
+    parser.add_argument(
+        "--wait", type=float, default=60.0, metavar="SECONDS", help="for nodes that are taken"
+    )
     return parser.parse_args(args)
 
 
@@ -90,7 +106,9 @@ def _connect(address: str) -> Any:
         ray.init(address=place, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         fix = "run this on a node of a cluster (`ray start`), or set RAY_ADDRESS"
-        raise CommError(f"no Ray cluster can be reached at {place!r}: {_line(error)}; {fix}") from error
+        raise CommError(
+            f"no Ray cluster can be reached at {place!r}: {_line(error)}; {fix}"
+        ) from error
     return ray
 
 
@@ -108,22 +126,28 @@ def _wanted(words: argparse.Namespace, settings: Settings) -> Wanted:
             resources[name] = float(amount)
         except ValueError:
             raise CommandError(f"--resource {text!r} is not NAME=AMOUNT") from None
-    hosts = tuple((name, int(slots or 0)) for name, _, slots in (text.rpartition("=") for text in words.host))
+    hosts = tuple(
+        (name, int(slots or 0)) for name, _, slots in (text.rpartition("=") for text in words.host)
+    )
     return Wanted(hosts, request.min_nodes, request.nproc or 0, words.cpus, resources)
 
 
-def _place(ray: Any, asked: list[dict[str, float]], wait: float, gone: threading.Event) -> list[Any]:
+def _place(
+    ray: Any, asked: list[dict[str, float]], wait: float, gone: threading.Event
+) -> list[Any]:
     """An actor in each bundle, each on a node of its own."""
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     group = placement_group(asked, strategy="STRICT_SPREAD")
-    start, told = time.monotonic(), False
+    start = time.monotonic()
+    told = False
     while not group.wait(1):
         waited = time.monotonic() - start
         if waited > wait or gone.is_set():
             raise CommError(
-                f"the Ray cluster had no {len(asked)} nodes free with {asked[0]} within {wait:g} s; `ray status` shows "
+                f"the Ray cluster had no {len(asked)} nodes free with {asked[0]} within {wait:g} "
+                "s; `ray status` shows "
                 "what is taken; --launcher-args '--wait SECONDS' waits longer"
             )
         if waited > PATIENCE and not told:
@@ -135,14 +159,20 @@ def _place(ray: Any, asked: list[dict[str, float]], wait: float, gone: threading
         kind.options(
             num_cpus=bundle["CPU"],
             num_gpus=bundle.get("GPU", 0),
-            resources={name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")},
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            resources={
+                name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")
+            },
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=index
+            ),
         ).remote()
         for index, bundle in enumerate(asked)
     ]
 
 
-def _start(ray: Any, nodes: list[Any], settings: Settings, wanted: Wanted, asked: list[dict[str, float]]) -> list[str]:
+def _start(
+    ray: Any, nodes: list[Any], settings: Settings, wanted: Wanted, asked: list[dict[str, float]]
+) -> list[str]:
     """Start the agents; gives the names of their hosts."""
     places: list[tuple[str, str]] = ray.get([one.place.remote() for one in nodes])
     request = dataclasses.replace(
@@ -162,7 +192,8 @@ def _start(ray: Any, nodes: list[Any], settings: Settings, wanted: Wanted, asked
     for (name, address), why in zip(places, ray.get(started), strict=True):
         if why:
             raise CommError(
-                f"host {name} ({address}) cannot run this Python: {why}; the same path must lead to it there"
+                f"host {name} ({address}) cannot run this Python: {why}; the same path must lead "
+                "to it there"
             )
     return [f"{name} ({address})" for name, address in places]
 
@@ -170,8 +201,14 @@ def _start(ray: Any, nodes: list[Any], settings: Settings, wanted: Wanted, asked
 class _Watch:
     """Brings the output of all agents until they have ended. names: of their hosts."""
 
-    def __init__(self, ray: Any, nodes: list[Any], names: list[str], grace: float, gone: threading.Event) -> None:
-        self.ray, self.nodes, self.names, self.grace, self.gone = ray, nodes, names, grace, gone
+    def __init__(
+        self, ray: Any, nodes: list[Any], names: list[str], grace: float, gone: threading.Event
+    ) -> None:
+        self.ray = ray
+        self.nodes = nodes
+        self.names = names
+        self.grace = grace
+        self.gone = gone
         self.waiting: dict[Any, tuple[int, float]] = {}  # an answer to come -> whose, asked for at
         self.code = 0  # of the first that ended badly
         self.lost: list[str] = []
@@ -196,7 +233,8 @@ class _Watch:
             if now > self.deadline or (self.gone.is_set() and not asked):
                 for at, _ in self.waiting.values():
                     self._ask(self.nodes[at], by_force=asked)
-                asked, self.deadline = True, now + self.grace + 10.0
+                asked = True
+                self.deadline = now + self.grace + 10.0
         if self.lost and not self.told:
             say_error("; ".join(self.lost))
         return self.code

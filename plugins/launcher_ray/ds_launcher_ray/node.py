@@ -1,6 +1,7 @@
 """The actor on one node: it runs the agent, and holds the ends of its pipes.
 
-Standard library and ray only, and sent to the node by value: Ray's workers need nothing of ds_core where they run from.
+Standard library and ray only, and sent to the node by value: Ray's workers need nothing of ds_core
+where they run from.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ BEAT_SECONDS = 4.0
 
 
 class Node:
-    """One agent. The driver asks `read` again and again; when it no longer does, the agent ends by itself."""
+    """One agent.
+
+    The driver asks `read` again and again; when it no longer does, the agent ends by itself.
+    """
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -36,8 +40,11 @@ class Node:
 
     def start(self, argv: list[str], feed: bytes) -> str:
         """Run the agent and give it its settings; "" or why it cannot be run."""
-        # Ray sets it to the actor's share of the cores, which says nothing of the ranks; the settings bring the user's.
-        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        # Ray sets it to the actor's share of the cores, which says nothing of the ranks; the
+        # settings bring the user's.
+        environment = {
+            name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"
+        }
         pipe = subprocess.PIPE
         try:
             self.process = subprocess.Popen(
@@ -51,7 +58,9 @@ class Node:
         return ""
 
     def read(self, seconds: float) -> tuple[list[tuple[int, bytes]], int | None]:
-        """What has been written since, as (1 or 2, whole lines), as soon as there is any; the exit code at the end."""
+        """What has been written since, as (1 or 2, whole lines), as soon as there is any; the exit
+        code at the end.
+        """
         if time.monotonic() > self.beat + BEAT_SECONDS:
             self._write(b"\n")
             self.beat = time.monotonic()

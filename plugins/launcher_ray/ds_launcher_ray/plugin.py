@@ -12,5 +12,7 @@ __all__ = ["ds_launchers"]
 def ds_launchers() -> Mapping[str, LauncherEntry]:
     """The nodes of a Ray cluster."""
     return {
-        "ray": LauncherEntry("ds_launcher_ray.launcher:launch", "nodes of a running Ray cluster, one agent on each")
+        "ray": LauncherEntry(
+            "ds_launcher_ray.launcher:launch", "nodes of a running Ray cluster, one agent on each"
+        )
     }

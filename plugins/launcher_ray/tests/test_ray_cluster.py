@@ -1,4 +1,6 @@
-"""The launcher on a real Ray cluster of three nodes: output, failures, and nothing left when anything is killed."""
+"""The launcher on a real Ray cluster of three nodes: output, failures, and nothing left when
+anything is killed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from ds_testing.hosts_ray import start_ray
 
 pytestmark = [
     pytest.mark.hosts,
-    pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed; make test-hosts brings it"),
+    pytest.mark.skipif(
+        find_spec("ray") is None, reason="ray is not installed; make test-hosts brings it"
+    ),
 ]
 
 SCRIPT = """
@@ -41,8 +45,22 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Lab, Pat
         yield lab, folder
 
 
-def words(folder: Path, *arguments: str, options: tuple[str, ...] = ("--nnodes", "2", "--nproc", "2")) -> list[str]:
-    run = [sys.executable, "-m", "ds_cli", "run", "--launcher", "ray", "--grace", "2", "--notice", "2", *options]
+def words(
+    folder: Path, *arguments: str, options: tuple[str, ...] = ("--nnodes", "2", "--nproc", "2")
+) -> list[str]:
+    run = [
+        sys.executable,
+        "-m",
+        "ds_cli",
+        "run",
+        "--launcher",
+        "ray",
+        "--grace",
+        "2",
+        "--notice",
+        "2",
+        *options,
+    ]
     return [*run, str(folder / "script.py"), *arguments]
 
 
@@ -75,7 +93,11 @@ def test_hosts_of_a_hostfile_in_its_order(cluster: tuple[Lab, Path]) -> None:
     lab, folder = cluster
     (folder / "hosts").write_text(f"c slots=1\n{lab.host('a').address} slots=2\n")
     options = ("--hostfile", str(folder / "hosts"))
-    lines = sorted(line for line in lab.head.run(words(folder, "end", options=options)).splitlines() if "rank" in line)
+    lines = sorted(
+        line
+        for line in lab.head.run(words(folder, "end", options=options)).splitlines()
+        if "rank" in line
+    )
     assert [line.split()[5] for line in lines] == ["c", "a", "a"]
     (folder / "hosts").write_text("c slots=1\nz slots=1\n")
     said = lab.head.run(words(folder, "end", options=options), status=2)
@@ -88,17 +110,25 @@ def test_one_that_fails_ends_all_with_its_traceback_and_code(cluster: tuple[Lab,
     said = lab.head.run(words(folder, "fail"), status=1)
     assert time.monotonic() - start < 30
     assert said.count("ValueError: rank three is tired") >= 1 and said.count("Traceback") == 1
-    (line,) = (line for line in said.splitlines() if line.startswith("dscore: rank 3 of 4 failed with exit code 1"))
+    (line,) = (
+        line
+        for line in said.splitlines()
+        if line.startswith("dscore: rank 3 of 4 failed with exit code 1")
+    )
     assert any(f"on {host.name})" in line for host in lab.hosts)
     assert not ranks(lab)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("whom", ["launcher", "driver"])
-def test_nothing_is_left_when_the_launcher_is_killed(cluster: tuple[Lab, Path], whom: str, number: int) -> None:
+def test_nothing_is_left_when_the_launcher_is_killed(
+    cluster: tuple[Lab, Path], whom: str, number: int
+) -> None:
     lab, folder = cluster
     run = lab.head.popen(words(folder, "wait"))
-    wait_until(lambda: sum("wait" in p.words for p in ranks(lab)) >= 4, 60, "the ranks did not start")
+    wait_until(
+        lambda: sum("wait" in p.words for p in ranks(lab)) >= 4, 60, "the ranks did not start"
+    )
     if whom == "launcher":
         run.send_signal(number)
     else:
@@ -116,7 +146,9 @@ def test_a_node_that_dies_is_named(cluster: tuple[Lab, Path]) -> None:
     lab, folder = cluster
     (folder / "hosts").write_text("a slots=1\nb slots=1\n")
     run = lab.head.popen(words(folder, "wait", options=("--hostfile", str(folder / "hosts"))))
-    wait_until(lambda: sum("wait" in p.words for p in ranks(lab)) >= 2, 60, "the ranks did not start")
+    wait_until(
+        lambda: sum("wait" in p.words for p in ranks(lab)) >= 2, 60, "the ranks did not start"
+    )
     start = time.monotonic()
     lab.host("b").crash()
     said = run.communicate(timeout=90)[0]

@@ -11,4 +11,8 @@ __all__ = ["ds_launchers"]
 
 def ds_launchers() -> Mapping[str, LauncherEntry]:
     """The nodes of an allocation, by srun."""
-    return {"slurm": LauncherEntry("ds_launcher_slurm.slurm:launch", "the nodes of a Slurm allocation, by srun")}
+    return {
+        "slurm": LauncherEntry(
+            "ds_launcher_slurm.slurm:launch", "the nodes of a Slurm allocation, by srun"
+        )
+    }

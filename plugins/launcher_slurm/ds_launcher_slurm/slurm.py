@@ -1,7 +1,7 @@
 """One srun for all nodes of an allocation; no ssh. Its standard input reaches every agent.
 
-It carries the settings and then the sign that the launcher is there. SIGTERM at srun would kill agents and ranks at
-once; the end of its input lets them end by themselves.
+It carries the settings and then the sign that the launcher is there. SIGTERM at srun would kill
+agents and ranks at once; the end of its input lets them end by themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["launch"]
 
-NODE = FromVariable("SLURM_NODEID")  # the node's place in the step's list, which has the allocation's order
+# the node's place in the step's list, which has the allocation's order
+NODE = FromVariable("SLURM_NODEID")
 _ENDED = re.compile(rb"srun: error: ([^:]+): tasks? [^:]+: Exited with exit code ([0-9]+)\s*")
 
 
@@ -28,7 +29,9 @@ def launch(request: LaunchRequest) -> int:
     """Start the agents of all nodes and wait for them; the run's exit code."""
     request = in_allocation(request, nodes())
     settings = settings_line(request)
-    return run_tool(request, command(request), feed=settings, lifeline=True, explain=explain, ends=ends)
+    return run_tool(
+        request, command(request), feed=settings, lifeline=True, explain=explain, ends=ends
+    )
 
 
 def nodes() -> list[str]:
@@ -36,26 +39,41 @@ def nodes() -> list[str]:
     listed = os.environ.get("SLURM_JOB_NODELIST") or os.environ.get("SLURM_NODELIST")
     if not listed:
         raise CommandError(
-            "the launcher slurm needs an allocation: `salloc -N 2 dscore run --launcher slurm ...`, or the same "
+            "the launcher slurm needs an allocation: `salloc -N 2 dscore run --launcher slurm "
+            "...`, or the same "
             "`dscore run` in a script for sbatch"
         )
     try:
-        said = subprocess.run(["scontrol", "show", "hostnames", listed], capture_output=True, text=True, check=True)
+        said = subprocess.run(
+            ["scontrol", "show", "hostnames", listed], capture_output=True, text=True, check=True
+        )
     except OSError as error:
-        raise CommandError(f"scontrol cannot be run: {error.strerror}; is Slurm installed here?") from error
+        raise CommandError(
+            f"scontrol cannot be run: {error.strerror}; is Slurm installed here?"
+        ) from error
     except subprocess.CalledProcessError as error:
-        raise CommandError(f"scontrol does not understand the nodes {listed!r}: {error.stderr.strip()}") from error
+        raise CommandError(
+            f"scontrol does not understand the nodes {listed!r}: {error.stderr.strip()}"
+        ) from error
     return said.stdout.split()
 
 
 def in_allocation(request: LaunchRequest, found: list[str]) -> LaunchRequest:
-    """The request with its hosts in the allocation's order: those of the hostfile, or the first so many nodes."""
+    """The request with its hosts in the allocation's order: those of the hostfile, or the first so
+    many nodes.
+    """
     if request.min_nodes != request.max_nodes:
-        raise CommandError("the launcher slurm cannot start a node again; elastic runs need --launcher ssh")
+        raise CommandError(
+            "the launcher slurm cannot start a node again; elastic runs need --launcher ssh"
+        )
     if strangers := [host.name for host in request.hosts if host.name not in found]:
-        raise CommandError(f"host {strangers[0]!r} of the hostfile is not in the allocation: {', '.join(found)}")
+        raise CommandError(
+            f"host {strangers[0]!r} of the hostfile is not in the allocation: {', '.join(found)}"
+        )
     if request.max_nodes > len(found):
-        raise CommandError(f"{request.max_nodes} machines are asked for, but the allocation has {len(found)} nodes")
+        raise CommandError(
+            f"{request.max_nodes} machines are asked for, but the allocation has {len(found)} nodes"
+        )
     chosen = {host.name: host for host in request.hosts} or {
         name: Host(name) for name in found[: request.max_nodes or None]
     }

@@ -18,13 +18,17 @@ NODES = ["n1", "n2", "n3"]
 
 
 def names(**changes: Any) -> list[str]:
-    return [host.name for host in in_allocation(dataclasses.replace(REQUEST, **changes), NODES).hosts]
+    return [
+        host.name for host in in_allocation(dataclasses.replace(REQUEST, **changes), NODES).hosts
+    ]
 
 
 def test_nodes() -> None:
     assert names() == NODES
     assert names(min_nodes=2, max_nodes=2) == ["n1", "n2"]
-    chosen = in_allocation(dataclasses.replace(REQUEST, hosts=(Host("n3", (1,)), Host("n1", (0, 1)))), NODES)
+    chosen = in_allocation(
+        dataclasses.replace(REQUEST, hosts=(Host("n3", (1,)), Host("n1", (0, 1)))), NODES
+    )
     assert chosen.hosts == (Host("n1", (0, 1)), Host("n3", (1,)))  # as srun numbers them
     assert chosen.min_nodes == chosen.max_nodes == 2
 
@@ -32,8 +36,14 @@ def test_nodes() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"hosts": (Host("login", (0,)),)}, "'login' of the hostfile is not in the allocation: n1, n2, n3"),
-        ({"min_nodes": 4, "max_nodes": 4}, "4 machines are asked for, but the allocation has 3 nodes"),
+        (
+            {"hosts": (Host("login", (0,)),)},
+            "'login' of the hostfile is not in the allocation: n1, n2, n3",
+        ),
+        (
+            {"min_nodes": 4, "max_nodes": 4},
+            "4 machines are asked for, but the allocation has 3 nodes",
+        ),
         ({"min_nodes": 1, "max_nodes": 3}, "elastic"),
     ],
 )
@@ -45,8 +55,25 @@ def test_what_it_cannot_do(change: dict[str, Any], said: str) -> None:
 def test_words() -> None:
     request = in_allocation(dataclasses.replace(REQUEST, launcher_args=("--gpu-bind=none",)), NODES)
     assert command(request) == [
-        *["srun", "--nodes", "3", "--ntasks", "3", "--ntasks-per-node", "1", "--nodelist", "n1,n2,n3"],
-        *["--export=ALL", "--mpi=none", "--cpu-bind=none", "--overlap", "--kill-on-bad-exit=0", "--gpu-bind=none"],
+        *[
+            "srun",
+            "--nodes",
+            "3",
+            "--ntasks",
+            "3",
+            "--ntasks-per-node",
+            "1",
+            "--nodelist",
+            "n1,n2,n3",
+        ],
+        *[
+            "--export=ALL",
+            "--mpi=none",
+            "--cpu-bind=none",
+            "--overlap",
+            "--kill-on-bad-exit=0",
+            "--gpu-bind=none",
+        ],
         *(sys.executable, "-m", "ds_cli.hosts.agent"),
         *["--number-from", "SLURM_NODEID", "--settings-by-stdin", "--lifeline", "beats"],
     ]

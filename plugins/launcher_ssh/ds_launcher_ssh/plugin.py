@@ -11,4 +11,8 @@ __all__ = ["ds_launchers"]
 
 def ds_launchers() -> Mapping[str, LauncherEntry]:
     """The hosts of a hostfile, by ssh."""
-    return {"ssh": LauncherEntry("ds_launcher_ssh.ssh:launch", "the hosts of --hostfile, each reached with OpenSSH")}
+    return {
+        "ssh": LauncherEntry(
+            "ds_launcher_ssh.ssh:launch", "the hosts of --hostfile, each reached with OpenSSH"
+        )
+    }

@@ -1,7 +1,9 @@
-"""The schedules as arithmetic: plain functions of the step index, without an optimizer and without torch.
+"""The schedules as arithmetic: plain functions of the step index, without an optimizer and without
+torch.
 
-``t`` is the index of the last step taken: -1 before the first, 0 after it. What depends on integers only
-(the place in a cycle, the stair) is computed with integers, so that rounding errors never move a stair.
+``t`` is the index of the last step taken: -1 before the first, 0 after it. What depends on integers
+only (the place in a cycle, the stair) is computed with integers, so that rounding errors never move
+a stair.
 """
 
 from __future__ import annotations
@@ -13,18 +15,23 @@ __all__ = ["Cycle", "cosine_ratio", "linear_decay", "range_test", "warmup", "war
 
 
 def range_test(t: int, step_size: int, step_rate: float, staircase: bool) -> float:
-    """How much the minimum learning rate is multiplied by: 1 at the start, `step_rate` more every `step_size` steps."""
+    """How much the minimum learning rate is multiplied by: 1 at the start, `step_rate` more every
+    `step_size` steps.
+    """
     intervals = (t + 1) // step_size if staircase else (t + 1) / step_size
     return 1.0 + step_rate * intervals
 
 
 def warmup_steps(num_steps: int) -> int:
-    """The length of a warm-up that is used: none, or at least 2, since the logarithm of 1 divides by zero."""
+    """The length of a warm-up that is used: none, or at least 2, since the logarithm of 1 divides
+    by zero.
+    """
     return max(2, num_steps) if num_steps else 0
 
 
 def warmup(t: int, num_steps: int, kind: str) -> float:
-    """Progress of the warm-up, in [0, 1]; 1 from step `num_steps` on and 0 before the first step; without one 1.
+    """Progress of the warm-up, in [0, 1]; 1 from step `num_steps` on and 0 before the first step;
+    without one 1.
 
     num_steps: as `warmup_steps` gives it. kind: ``"log"`` or ``"linear"``.
     """
@@ -38,12 +45,16 @@ def warmup(t: int, num_steps: int, kind: str) -> float:
 
 
 def linear_decay(t: int, total: int, num_steps: int) -> float:
-    """The share that is left after the warm-up of `num_steps`: from 1 down to 0 at step `total`, and 0 after it."""
+    """The share that is left after the warm-up of `num_steps`: from 1 down to 0 at step `total`,
+    and 0 after it.
+    """
     return max(0.0, (total - t) / max(1, total - num_steps))
 
 
 def cosine_ratio(t: int, total: int, num_steps: int, final: float) -> float:
-    """Half a cosine after the warm-up of `num_steps`: from 1 to `final` at step ``total - 1``, `final` after it."""
+    """Half a cosine after the warm-up of `num_steps`: from 1 to `final` at step ``total - 1``,
+    `final` after it.
+    """
     progress = min(1.0, (t - num_steps + 1) / max(1, total - num_steps))
     return max(0.0, final + (1.0 - final) * (1.0 + math.cos(math.pi * progress)) / 2.0)
 
@@ -52,7 +63,8 @@ def cosine_ratio(t: int, total: int, num_steps: int, final: float) -> float:
 class Cycle:
     """One cycle up and down, then a decay.
 
-    first, second: steps of the two halves. first_stairs, second_stairs: stairs in each half, 0 for a straight line.
+    first, second: steps of the two halves. first_stairs, second_stairs: stairs in each half, 0 for
+        a straight line.
     decay_step_size: steps per unit of decay after the cycle, 0 for none.
     """
 
@@ -77,7 +89,9 @@ class Cycle:
         return _stair(self.total - step, self.second, self.second_stairs)
 
     def decay(self, t: int) -> float | None:
-        """How many decay intervals have passed after the cycle; None while step `t` is still in the cycle."""
+        """How many decay intervals have passed after the cycle; None while step `t` is still in the
+        cycle.
+        """
         if t < self.total:
             return None
         return (t - self.total + 1) / self.decay_step_size if self.decay_step_size else 0.0

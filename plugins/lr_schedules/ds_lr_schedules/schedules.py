@@ -1,8 +1,9 @@
 """The schedules of the documents, each writing a curve of `curves` into the groups of an optimizer.
 
-A schedule's state is one number, the index of the last step taken; learning rates and momenta follow from it,
-the arguments and the groups' learning rates at the start. They are written when the schedule is made, at every
-`step` and when a state is loaded, so that a resumed run continues exactly like one that was not interrupted.
+A schedule's state is one number, the index of the last step taken; learning rates and momenta
+follow from it, the arguments and the groups' learning rates at the start. They are written when the
+schedule is made, at every `step` and when a state is loaded, so that a resumed run continues
+exactly like one that was not interrupted.
 """
 
 from __future__ import annotations
@@ -29,17 +30,23 @@ WARMUP_TYPES = ("log", "linear")
 
 
 class Schedule(ABC):
-    """What the schedules share: the step counter, and writing learning rates into ``optimizer.param_groups``.
+    """What the schedules share: the step counter, and writing learning rates into
+    ``optimizer.param_groups``.
 
-    A subclass sets its arguments and then calls `_write`. Raises TypeError for an optimizer without groups and
-    ValueError for a counter below -1.
+    A subclass sets its arguments and then calls `_write`. Raises TypeError for an optimizer without
+    groups and ValueError for a counter below -1.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
         if not hasattr(optimizer, "param_groups"):
-            raise TypeError(f"{type(self).__name__} needs a torch.optim.Optimizer, not {type(optimizer).__name__}")
+            raise TypeError(
+                f"{type(self).__name__} needs a torch.optim.Optimizer, not "
+                f"{type(optimizer).__name__}"
+            )
         self.optimizer = optimizer
-        self.last_batch_iteration = _whole("last_batch_iteration", last_batch_iteration, at_least=-1)
+        self.last_batch_iteration = _whole(
+            "last_batch_iteration", last_batch_iteration, at_least=-1
+        )
         self._num_groups = len(optimizer.param_groups)
 
     @abstractmethod
@@ -59,7 +66,9 @@ class Schedule(ABC):
 
         Raises RuntimeError when groups were added to the optimizer since the schedule was made.
         """
-        go_to = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        go_to = (
+            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        )
         self.last_batch_iteration = _whole("last_batch_iteration", go_to, at_least=-1)
         self._write()
 
@@ -74,14 +83,17 @@ class Schedule(ABC):
         """
         if "last_batch_iteration" not in state_dict:
             keys = ", ".join(map(str, state_dict)) or "nothing"
-            raise ValueError(f"{type(self).__name__}: a state has 'last_batch_iteration', this one has {keys}")
+            raise ValueError(
+                f"{type(self).__name__}: a state has 'last_batch_iteration', this one has {keys}"
+            )
         self.step(state_dict["last_batch_iteration"])
 
     def _write(self) -> None:
         groups = self.optimizer.param_groups
         if len(groups) != self._num_groups:
             raise RuntimeError(
-                f"{type(self).__name__} was made for {self._num_groups} parameter groups and the optimizer now has "
+                f"{type(self).__name__} was made for {self._num_groups} parameter groups and the "
+                "optimizer now has "
                 f"{len(groups)}; add every group before making the schedule"
             )
         self._last_lrs = self.get_lr()
@@ -94,7 +106,8 @@ class Schedule(ABC):
             return [float(value)] * self._num_groups
         if len(value) != self._num_groups:
             raise ValueError(
-                f"{name} has {len(value)} entries and the optimizer has {self._num_groups} parameter groups; "
+                f"{name} has {len(value)} entries and the optimizer has {self._num_groups} "
+                "parameter groups; "
                 "give one number, or one per group"
             )
         return [float(v) for v in value]
@@ -102,8 +115,8 @@ class Schedule(ABC):
     def _base_lrs(self) -> list[float]:
         """The groups' learning rates from before any schedule touched them.
 
-        They stay in the group as ``initial_lr`` (torch's name), so that a schedule made for an optimizer whose
-        state was loaded finds them again.
+        They stay in the group as ``initial_lr`` (torch's name), so that a schedule made for an
+        optimizer whose state was loaded finds them again.
         """
         for group in self.optimizer.param_groups:
             if self.last_batch_iteration < 0 or "initial_lr" not in group:
@@ -114,9 +127,10 @@ class Schedule(ABC):
 class LRRangeTest(Schedule):
     """Raises the learning rate at a constant rate, to find the largest that does not diverge.
 
-    lr_range_test_min_lr: where it starts, one number or one per group. lr_range_test_step_size: steps in which it
-    grows by `lr_range_test_step_rate` times the start. lr_range_test_staircase: only at the end of each interval.
-    Raises ValueError for a list of another length than the groups, and a step size that is no positive integer.
+    lr_range_test_min_lr: where it starts, one number or one per group. lr_range_test_step_size:
+    steps in which it grows by `lr_range_test_step_rate` times the start. lr_range_test_staircase:
+    only at the end of each interval. Raises ValueError for a list of another length than the
+    groups, and a step size that is no positive integer.
     """
 
     def __init__(
@@ -141,14 +155,18 @@ class LRRangeTest(Schedule):
 
 
 class OneCycle(Schedule):
-    """One cycle of the learning rate from low to high and back, the momentum mirrored, and then a decay.
+    """One cycle of the learning rate from low to high and back, the momentum mirrored, and then a
+    decay.
 
-    cycle_min_lr, cycle_max_lr, cycle_min_mom, cycle_max_mom: boundaries, one number or one per group.
-    cycle_first_step_size, cycle_second_step_size: steps up and down (the second defaults to the first).
-    cycle_first_stair_count, cycle_second_stair_count: stairs in each half, 0 for none (the second defaults to the
-    first). decay_step_size: steps per unit of decay after the cycle, 0 for none; decay_lr_rate, decay_mom_rate: the
-    decay per unit. cycle_momentum: write ``betas = (momentum, 0.99)`` too; off, with a warning, for an optimizer
-    without betas. Raises ValueError for wrong lengths, sizes and counts.
+    cycle_min_lr, cycle_max_lr, cycle_min_mom, cycle_max_mom: boundaries, one number or one per
+        group.
+    cycle_first_step_size, cycle_second_step_size: steps up and down (the second defaults to the
+        first).
+    cycle_first_stair_count, cycle_second_stair_count: stairs in each half, 0 for none (the second
+        defaults to the first). decay_step_size: steps per unit of decay after the cycle, 0 for
+        none; decay_lr_rate, decay_mom_rate: the decay per unit. cycle_momentum: write ``betas =
+        (momentum, 0.99)`` too; off, with a warning, for an optimizer without betas. Raises
+        ValueError for wrong lengths, sizes and counts.
     """
 
     def __init__(
@@ -175,19 +193,24 @@ class OneCycle(Schedule):
             first=first,
             second=_whole("cycle_second_step_size", _or(cycle_second_step_size, first), at_least=0),
             first_stairs=stairs,
-            second_stairs=_whole("cycle_second_stair_count", _or(cycle_second_stair_count, stairs), at_least=0),
+            second_stairs=_whole(
+                "cycle_second_stair_count", _or(cycle_second_stair_count, stairs), at_least=0
+            ),
             decay_step_size=_whole("decay_step_size", decay_step_size, at_least=0),
         )
         self.min_lrs = self._per_group("cycle_min_lr", cycle_min_lr)
         self.max_lrs = self._per_group("cycle_max_lr", cycle_max_lr)
         self.min_moms = self._per_group("cycle_min_mom", cycle_min_mom)
         self.max_moms = self._per_group("cycle_max_mom", cycle_max_mom)
-        self.decay_lr_rate, self.decay_mom_rate = decay_lr_rate, decay_mom_rate
+        self.decay_lr_rate = decay_lr_rate
+        self.decay_mom_rate = decay_mom_rate
         self.cycle_momentum = cycle_momentum and self._has_betas()
         self._write()
 
     def get_mom(self) -> list[float]:
-        """The momentum (first beta) of each group for the steps taken so far; empty when it is not cycled."""
+        """The momentum (first beta) of each group for the steps taken so far; empty when it is not
+        cycled.
+        """
         return self._moms(self.last_batch_iteration) if self.cycle_momentum else []
 
     def _lrs(self, t: int) -> list[float]:
@@ -197,7 +220,8 @@ class OneCycle(Schedule):
         return _between(self.min_lrs, self.max_lrs, self.cycle.height(t))
 
     def _moms(self, t: int) -> list[float]:
-        if t < 0:  # the documents start at the lower boundary, although the mirrored curve starts at the upper
+        # the documents start at the lower boundary, although the mirrored curve starts at the upper
+        if t < 0:
             return list(self.min_moms)
         decay = self.cycle.decay(t)
         if decay is not None:
@@ -225,17 +249,24 @@ class _Warmup(Schedule):
     """What the three warm-up schedules share: the length and the shape of the warm-up."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, num_steps: int, warmup_type: str, last_batch_iteration: int
+        self,
+        optimizer: torch.optim.Optimizer,
+        num_steps: int,
+        warmup_type: str,
+        last_batch_iteration: int,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        self.warmup_num_steps = curves.warmup_steps(_whole("warmup_num_steps", num_steps, at_least=0))
+        self.warmup_num_steps = curves.warmup_steps(
+            _whole("warmup_num_steps", num_steps, at_least=0)
+        )
         self.warmup_type = warmup_type
         if warmup_type not in WARMUP_TYPES:
             self.warmup_type = "log"
             log.warning(
                 "%s: warmup_type %r is not known and 'log' is used; choose 'log' or 'linear'",
-                type(self).__name__, warmup_type,
-            )  # fmt: skip
+                type(self).__name__,
+                warmup_type,
+            )
 
     def _warmup(self, t: int) -> float:
         return curves.warmup(t, self.warmup_num_steps, self.warmup_type)
@@ -249,18 +280,22 @@ class _Warmup(Schedule):
         total = _whole("total_num_steps", total_num_steps, at_least=1)
         if total < self.warmup_num_steps:
             log.warning(
-                "%s: total_num_steps %d is less than the %d steps of the warm-up, so nothing is left to decay over",
-                type(self).__name__, total, self.warmup_num_steps,
-            )  # fmt: skip
+                "%s: total_num_steps %d is less than the %d steps of the warm-up, so nothing is "
+                "left to decay over",
+                type(self).__name__,
+                total,
+                self.warmup_num_steps,
+            )
         return total
 
 
 class WarmupLR(_Warmup):
     """Raises the learning rate from a minimum to a maximum and keeps it there.
 
-    warmup_min_lr, warmup_max_lr: one number or one per group; a maximum of None takes each group's own learning
-    rate. warmup_num_steps: length of the warm-up, at least 2; 0: none. warmup_type: ``"log"`` or ``"linear"``.
-    Raises ValueError for wrong lengths and a length of warm-up that is no positive integer.
+    warmup_min_lr, warmup_max_lr: one number or one per group; a maximum of None takes each group's
+    own learning rate. warmup_num_steps: length of the warm-up, at least 2; 0: none. warmup_type:
+    ``"log"`` or ``"linear"``. Raises ValueError for wrong lengths and a length of warm-up that is
+    no positive integer.
     """
 
     def __init__(
@@ -281,9 +316,11 @@ class WarmupLR(_Warmup):
 
 
 class WarmupDecayLR(_Warmup):
-    """Raises the learning rate as `WarmupLR` does, then lowers it linearly to the minimum at `total_num_steps`.
+    """Raises the learning rate as `WarmupLR` does, then lowers it linearly to the minimum at
+    `total_num_steps`.
 
-    total_num_steps: steps of the schedule, warm-up included. The other arguments are those of `WarmupLR`.
+    total_num_steps: steps of the schedule, warm-up included. The other arguments are those of
+    `WarmupLR`.
     """
 
     def __init__(
@@ -303,16 +340,22 @@ class WarmupDecayLR(_Warmup):
 
     def _lrs(self, t: int) -> list[float]:
         rising = t < self.warmup_num_steps
-        share = self._warmup(t) if rising else curves.linear_decay(t, self.total_num_steps, self.warmup_num_steps)
+        share = (
+            self._warmup(t)
+            if rising
+            else curves.linear_decay(t, self.total_num_steps, self.warmup_num_steps)
+        )
         return _between(self.min_lrs, self.max_lrs, share)
 
 
 class WarmupCosineLR(_Warmup):
-    """Scales each group's own learning rate: up from a ratio to 1, then down half a cosine to another ratio.
+    """Scales each group's own learning rate: up from a ratio to 1, then down half a cosine to
+    another ratio.
 
-    total_num_steps: steps of the schedule, warm-up included. warmup_min_ratio: where the warm-up starts, one
-    number or one per group. warmup_num_steps, warmup_type: as for `WarmupLR`. cos_min_ratio: where the cosine ends.
-    Before the first step the learning rate is 0. Raises ValueError for wrong lengths and step counts.
+    total_num_steps: steps of the schedule, warm-up included. warmup_min_ratio: where the warm-up
+    starts, one number or one per group. warmup_num_steps, warmup_type: as for `WarmupLR`.
+    cos_min_ratio: where the cosine ends. Before the first step the learning rate is 0. Raises
+    ValueError for wrong lengths and step counts.
     """
 
     def __init__(
@@ -333,14 +376,19 @@ class WarmupCosineLR(_Warmup):
         self._write()
 
     def _lrs(self, t: int) -> list[float]:
-        return [base * self._ratio(t, low) for base, low in zip(self.base_lrs, self.min_ratios, strict=True)]
+        return [
+            base * self._ratio(t, low)
+            for base, low in zip(self.base_lrs, self.min_ratios, strict=True)
+        ]
 
     def _ratio(self, t: int, low: float) -> float:
         if t < 0 and self.warmup_num_steps:
             return 0.0
         if t < self.warmup_num_steps:
             return low + (1.0 - low) * self._warmup(t)
-        return curves.cosine_ratio(t, self.total_num_steps, self.warmup_num_steps, self.cos_min_ratio)
+        return curves.cosine_ratio(
+            t, self.total_num_steps, self.warmup_num_steps, self.cos_min_ratio
+        )
 
 
 def _between(starts: list[float], ends: list[float], share: float) -> list[float]:
@@ -349,7 +397,9 @@ def _between(starts: list[float], ends: list[float], share: float) -> list[float
 
 
 def _put(old: Any, value: float) -> Any:
-    """`value` in place of `old`: a tensor stays the same tensor, since a captured graph or a compiled step reads it."""
+    """`value` in place of `old`: a tensor stays the same tensor, since a captured graph or a
+    compiled step reads it.
+    """
     if not isinstance(old, torch.Tensor):
         return value
     with torch.no_grad():
@@ -358,7 +408,9 @@ def _put(old: Any, value: float) -> Any:
 
 def _whole(name: str, value: Any, at_least: int) -> int:
     """`value` as an integer of at least `at_least`, or a ValueError that names it."""
-    kind = {1: "a positive integer", 0: "an integer of at least 0"}.get(at_least, f"an integer of at least {at_least}")
+    kind = {1: "a positive integer", 0: "an integer of at least 0"}.get(
+        at_least, f"an integer of at least {at_least}"
+    )
     try:
         number = operator.index(value)
     except TypeError:

@@ -8,9 +8,18 @@ import pytest
 import torch
 from ds_lr_schedules import schedules
 
-CYCLE = {"cycle_first_step_size": 4, "cycle_second_step_size": 6, "decay_lr_rate": 0.1, "decay_step_size": 2}
+CYCLE = {
+    "cycle_first_step_size": 4,
+    "cycle_second_step_size": 6,
+    "decay_lr_rate": 0.1,
+    "decay_step_size": 2,
+}
 WARM_UP = {"warmup_max_lr": 0.1, "warmup_num_steps": 4}
-RANGE = {"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 3, "lr_range_test_step_rate": 1.0}
+RANGE = {
+    "lr_range_test_min_lr": 0.001,
+    "lr_range_test_step_size": 3,
+    "lr_range_test_step_rate": 1.0,
+}
 COSINE = {"total_num_steps": 10, "warmup_num_steps": 4, "cos_min_ratio": 0.0}
 
 GOLDEN: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -27,7 +36,12 @@ GOLDEN: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "one cycle, stairs": (
         "OneCycle",
-        {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 4, "cycle_first_stair_count": 2},
+        {
+            "cycle_min_lr": 0,
+            "cycle_max_lr": 1,
+            "cycle_first_step_size": 4,
+            "cycle_first_stair_count": 2,
+        },
         "0 0 .5 .5 1 .5 .5 0 0 0",
     ),
     "warm-up, log": ("WarmupLR", WARM_UP, "0 0 .05 .079248 .1 .1 .1"),
@@ -37,7 +51,11 @@ GOLDEN: dict[str, tuple[str, dict[str, Any], str]] = {
         WARM_UP | {"total_num_steps": 10},
         "0 0 .05 .079248 .1 .1 .083333 .066667 .05 .033333 .016667 0 0",
     ),
-    "warm-up and cosine": ("WarmupCosineLR", COSINE, "0 0 .5 .792481 1 .933013 .75 .5 .25 .066987 0 0 0"),
+    "warm-up and cosine": (
+        "WarmupCosineLR",
+        COSINE,
+        "0 0 .5 .792481 1 .933013 .75 .5 .25 .066987 0 0 0",
+    ),
 }
 
 

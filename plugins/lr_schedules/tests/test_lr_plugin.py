@@ -70,7 +70,10 @@ def test_the_core_builds_what_the_config_names() -> None:
         ("WarmupLR", {"warmup_max_lr": float("nan")}),
         ("WarmupLR", {"warmup_min_lr": "0"}),
         ("WarmupLR", {"warmup_type": 3}),
-        *((n, {"warmup_type": "cubic", "total_num_steps": 9}) for n in ("WarmupDecayLR", "WarmupCosineLR")),
+        *(
+            (n, {"warmup_type": "cubic", "total_num_steps": 9})
+            for n in ("WarmupDecayLR", "WarmupCosineLR")
+        ),
         ("WarmupLR", {"warmup_type": "cubic"}),
         ("WarmupDecayLR", {}),
         ("WarmupCosineLR", {"total_num_steps": 10, "cos_min_ratio": [0.1]}),
@@ -88,7 +91,12 @@ def test_bad_params_are_refused(name: str, params: dict[str, Any]) -> None:
 
 def test_whole_numbers_may_be_written_as_floats() -> None:
     checked = config.OneCycleParams.model_validate(
-        {"cycle_min_lr": [1, 0.5], "cycle_max_lr": 1, "cycle_first_step_size": 1e3, "cycle_second_step_size": 2e3}
+        {
+            "cycle_min_lr": [1, 0.5],
+            "cycle_max_lr": 1,
+            "cycle_first_step_size": 1e3,
+            "cycle_second_step_size": 2e3,
+        }
     )
     assert (checked.cycle_first_step_size, checked.cycle_second_step_size) == (1000, 2000)
     assert checked.cycle_min_lr == [1, 0.5]

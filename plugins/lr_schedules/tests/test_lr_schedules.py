@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from ds_lr_schedules.schedules import LRRangeTest, OneCycle, Schedule, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from ds_lr_schedules.schedules import (
+    LRRangeTest,
+    OneCycle,
+    Schedule,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+)
 
 EVERY: list[tuple[type[Schedule], dict[str, Any]]] = [
     (LRRangeTest, {"lr_range_test_min_lr": 0.01, "lr_range_test_step_size": 3}),
@@ -44,7 +51,7 @@ def train(optimizer: torch.optim.Optimizer, schedule: Schedule, steps: int) -> l
     return trace
 
 
-# -- groups --------------------------------------------------------------------------------------------------------
+# -- groups ----------------------------------------------------------------------------------------
 
 
 def test_a_scalar_serves_every_group() -> None:
@@ -61,7 +68,9 @@ def test_without_a_maximum_each_group_keeps_its_own() -> None:
 
 def test_cosine_scales_each_group() -> None:
     optimizer = make_optimizer(0.1, 0.2)
-    schedule = WarmupCosineLR(optimizer, 10, warmup_min_ratio=[0.0, 0.5], warmup_num_steps=4, cos_min_ratio=0.25)
+    schedule = WarmupCosineLR(
+        optimizer, 10, warmup_min_ratio=[0.0, 0.5], warmup_num_steps=4, cos_min_ratio=0.25
+    )
     assert [g["lr"] for g in optimizer.param_groups] == [0.0, 0.0]
     schedule.step(0)
     assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.0, 0.1])
@@ -73,13 +82,34 @@ def test_cosine_scales_each_group() -> None:
     ("cls", "arguments", "at", "expected"),
     [
         (LRRangeTest, {"lr_range_test_min_lr": [1, 2], "lr_range_test_step_size": 1}, 0, [2, 4]),
-        (OneCycle, {"cycle_min_lr": [0, 1], "cycle_max_lr": [1, 3], "cycle_first_step_size": 2}, 0, [0.5, 2]),
-        (WarmupLR, {"warmup_min_lr": (0, 1), "warmup_max_lr": (2, 3), "warmup_num_steps": 4}, 1, [1, 2]),
-        (WarmupDecayLR, {"total_num_steps": 4, "warmup_min_lr": [0, 1], "warmup_max_lr": [2, 3],
-                         "warmup_num_steps": 2}, 3, [1, 2]),
+        (
+            OneCycle,
+            {"cycle_min_lr": [0, 1], "cycle_max_lr": [1, 3], "cycle_first_step_size": 2},
+            0,
+            [0.5, 2],
+        ),
+        (
+            WarmupLR,
+            {"warmup_min_lr": (0, 1), "warmup_max_lr": (2, 3), "warmup_num_steps": 4},
+            1,
+            [1, 2],
+        ),
+        (
+            WarmupDecayLR,
+            {
+                "total_num_steps": 4,
+                "warmup_min_lr": [0, 1],
+                "warmup_max_lr": [2, 3],
+                "warmup_num_steps": 2,
+            },
+            3,
+            [1, 2],
+        ),
     ],
-)  # fmt: skip
-def test_lists_have_one_entry_per_group(cls: Any, arguments: dict[str, Any], at: int, expected: list[float]) -> None:
+)
+def test_lists_have_one_entry_per_group(
+    cls: Any, arguments: dict[str, Any], at: int, expected: list[float]
+) -> None:
     optimizer = make_optimizer(0.1, 0.2)
     cls(optimizer, **arguments).step(at)
     assert [g["lr"] for g in optimizer.param_groups] == pytest.approx(expected)
@@ -87,7 +117,9 @@ def test_lists_have_one_entry_per_group(cls: Any, arguments: dict[str, Any], at:
 
 def test_momenta_per_group() -> None:
     optimizer = make_optimizer(0.1, 0.2)
-    schedule = OneCycle(optimizer, 0, 1, cycle_first_step_size=2, cycle_min_mom=[0.5, 0.6], cycle_max_mom=[0.9, 1.0])
+    schedule = OneCycle(
+        optimizer, 0, 1, cycle_first_step_size=2, cycle_min_mom=[0.5, 0.6], cycle_max_mom=[0.9, 1.0]
+    )
     assert [g["betas"] for g in optimizer.param_groups] == [(0.5, 0.99), (0.6, 0.99)]
     schedule.step()
     assert [g["betas"][0] for g in optimizer.param_groups] == pytest.approx([0.7, 0.8])
@@ -99,7 +131,11 @@ def test_momenta_per_group() -> None:
         (LRRangeTest, {"lr_range_test_min_lr": [1.0]}, "lr_range_test_min_lr"),
         (OneCycle, {"cycle_min_lr": [0.1, 0.1, 0.1], "cycle_max_lr": 1}, "cycle_min_lr"),
         (OneCycle, {"cycle_min_lr": 0.1, "cycle_max_lr": [1]}, "cycle_max_lr"),
-        (OneCycle, {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_min_mom": [0.8]}, "cycle_min_mom"),
+        (
+            OneCycle,
+            {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_min_mom": [0.8]},
+            "cycle_min_mom",
+        ),
         (OneCycle, {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_max_mom": []}, "cycle_max_mom"),
         (WarmupLR, {"warmup_min_lr": [0.1]}, "warmup_min_lr"),
         (WarmupLR, {"warmup_max_lr": [0.1]}, "warmup_max_lr"),
@@ -107,8 +143,12 @@ def test_momenta_per_group() -> None:
         (WarmupCosineLR, {"total_num_steps": 2000, "warmup_min_ratio": [0.1]}, "warmup_min_ratio"),
     ],
 )
-def test_a_list_of_another_length_is_refused(cls: Any, arguments: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} has [013] entries and the optimizer has 2 parameter groups"):
+def test_a_list_of_another_length_is_refused(
+    cls: Any, arguments: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(
+        ValueError, match=f"{name} has [013] entries and the optimizer has 2 parameter groups"
+    ):
         cls(make_optimizer(0.1, 0.2), **arguments)
 
 
@@ -116,11 +156,13 @@ def test_a_group_added_later_is_refused() -> None:
     optimizer = make_optimizer(0.1)
     schedule = WarmupLR(optimizer)
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
-    with pytest.raises(RuntimeError, match=r"WarmupLR was made for 1 parameter groups and the optimizer now has 2"):
+    with pytest.raises(
+        RuntimeError, match=r"WarmupLR was made for 1 parameter groups and the optimizer now has 2"
+    ):
         schedule.step()
 
 
-# -- errors and warnings -------------------------------------------------------------------------------------------
+# -- errors and warnings ---------------------------------------------------------------------------
 
 CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}
 
@@ -138,15 +180,25 @@ CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}
         (WarmupCosineLR, "total_num_steps", {}),
     ],
 )
-def test_counts_are_positive_integers(cls: Any, name: str, others: dict[str, Any], value: Any) -> None:
+def test_counts_are_positive_integers(
+    cls: Any, name: str, others: dict[str, Any], value: Any
+) -> None:
     if name == "warmup_num_steps" and value == 0:
         value = -1  # 0 is no warm-up
-    with pytest.raises(ValueError, match=f"{name} must be (a positive integer|an integer of at least 0), not "):
+    with pytest.raises(
+        ValueError, match=f"{name} must be (a positive integer|an integer of at least 0), not "
+    ):
         cls(make_optimizer(), **{name: value}, **others)
 
 
 @pytest.mark.parametrize(
-    "name", ["cycle_second_step_size", "cycle_first_stair_count", "cycle_second_stair_count", "decay_step_size"]
+    "name",
+    [
+        "cycle_second_step_size",
+        "cycle_first_stair_count",
+        "cycle_second_stair_count",
+        "decay_step_size",
+    ],
 )
 def test_optional_counts_are_not_negative(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be an integer of at least 0, not -1"):
@@ -157,12 +209,15 @@ def test_optional_counts_are_not_negative(name: str) -> None:
 def test_what_is_no_optimizer_is_refused(cls: Any, arguments: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=f"{cls.__name__} needs a torch.optim.Optimizer, not list"):
         cls([], **arguments)
-    with pytest.raises(ValueError, match="last_batch_iteration must be an integer of at least -1, not -2"):
+    with pytest.raises(
+        ValueError, match="last_batch_iteration must be an integer of at least -1, not -2"
+    ):
         cls(make_optimizer(), **arguments, last_batch_iteration=-2)
 
 
 def test_unknown_warm_up_type_is_log(caplog: pytest.LogCaptureFixture) -> None:
-    odd, plain = make_optimizer(), make_optimizer()
+    odd = make_optimizer()
+    plain = make_optimizer()
     with caplog.at_level(logging.WARNING):
         schedule = WarmupLR(odd, warmup_num_steps=9, warmup_type="cubic")
     assert [r.getMessage() for r in caplog.records] == [
@@ -203,11 +258,12 @@ def test_momentum_cycling_can_be_off() -> None:
     assert optimizer.param_groups[0]["betas"] == (0.7, 0.8)
 
 
-# -- cycle details -------------------------------------------------------------------------------------------------
+# -- cycle details ---------------------------------------------------------------------------------
 
 
 def test_second_half_defaults_to_the_first() -> None:
-    given, default = make_optimizer(), make_optimizer()
+    given = make_optimizer()
+    default = make_optimizer()
     arguments = {"cycle_first_step_size": 6, "cycle_first_stair_count": 3}
     one = OneCycle(given, 0, 1, cycle_second_step_size=6, cycle_second_stair_count=3, **arguments)  # type: ignore[arg-type]
     two = OneCycle(default, 0, 1, **arguments)  # type: ignore[arg-type]
@@ -216,13 +272,22 @@ def test_second_half_defaults_to_the_first() -> None:
 
 def test_stairs_differ_between_the_halves() -> None:
     optimizer = make_optimizer()
-    schedule = OneCycle(optimizer, 0, 1, cycle_first_step_size=4, cycle_first_stair_count=4, cycle_second_stair_count=1)
+    schedule = OneCycle(
+        optimizer,
+        0,
+        1,
+        cycle_first_step_size=4,
+        cycle_first_stair_count=4,
+        cycle_second_stair_count=1,
+    )
     assert [row[0][0] for row in train(optimizer, schedule, 8)] == [0.25, 0.5, 0.75, 1, 0, 0, 0, 0]
 
 
 def test_without_a_decay_step_size_both_stay() -> None:
     optimizer = make_optimizer()
-    schedule = OneCycle(optimizer, 0.1, 1, decay_lr_rate=5.0, decay_mom_rate=5.0, cycle_first_step_size=2)
+    schedule = OneCycle(
+        optimizer, 0.1, 1, decay_lr_rate=5.0, decay_mom_rate=5.0, cycle_first_step_size=2
+    )
     schedule.step(100)
     assert settings(optimizer) == [(0.1, (0.9, 0.99))]
 
@@ -230,13 +295,15 @@ def test_without_a_decay_step_size_both_stay() -> None:
 @pytest.mark.parametrize("length", [3, 7, 10, 49, 1000])
 def test_stairs_are_never_missed_by_rounding(length: int) -> None:
     optimizer = make_optimizer()
-    schedule = OneCycle(optimizer, 0, 1, cycle_first_step_size=length, cycle_first_stair_count=length)
+    schedule = OneCycle(
+        optimizer, 0, 1, cycle_first_step_size=length, cycle_first_stair_count=length
+    )
     for step in range(1, length + 1):
         schedule.step()
         assert optimizer.param_groups[0]["lr"] == pytest.approx(step / length, abs=1e-12)
 
 
-# -- state and resuming --------------------------------------------------------------------------------------------
+# -- state and resuming ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("cls", "arguments"), EVERY, ids=LABELS)
@@ -257,7 +324,8 @@ def test_resuming_equals_going_on(cls: Any, arguments: dict[str, Any], stop: int
     first = make_optimizer(0.5, 0.25)
     schedule = cls(first, **arguments)
     seen = train(first, schedule, stop)
-    kept, counter = first.state_dict(), schedule.state_dict()
+    kept = first.state_dict()
+    counter = schedule.state_dict()
 
     second = make_optimizer(0.5, 0.25)
     resumed = cls(second, **arguments)
@@ -272,7 +340,9 @@ def test_resuming_equals_going_on(cls: Any, arguments: dict[str, Any], stop: int
 
 
 @pytest.mark.parametrize(("cls", "arguments"), EVERY, ids=LABELS)
-def test_resuming_by_argument_after_the_optimizer_was_loaded(cls: Any, arguments: dict[str, Any]) -> None:
+def test_resuming_by_argument_after_the_optimizer_was_loaded(
+    cls: Any, arguments: dict[str, Any]
+) -> None:
     first = make_optimizer(0.5, 0.25)
     schedule = cls(first, **arguments)
     train(first, schedule, 9)
@@ -285,9 +355,13 @@ def test_resuming_by_argument_after_the_optimizer_was_loaded(cls: Any, arguments
 
 def test_a_foreign_state_is_refused() -> None:
     schedule = WarmupLR(make_optimizer())
-    with pytest.raises(ValueError, match="WarmupLR: a state has 'last_batch_iteration', this one has last_epoch"):
+    with pytest.raises(
+        ValueError, match="WarmupLR: a state has 'last_batch_iteration', this one has last_epoch"
+    ):
         schedule.load_state_dict({"last_epoch": 3})
-    with pytest.raises(ValueError, match="last_batch_iteration must be an integer of at least -1, not 'x'"):
+    with pytest.raises(
+        ValueError, match="last_batch_iteration must be an integer of at least -1, not 'x'"
+    ):
         schedule.load_state_dict({"last_batch_iteration": "x"})
     assert schedule.last_batch_iteration == -1
 
@@ -300,7 +374,7 @@ def test_a_new_schedule_takes_the_learning_rate_of_now() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.125
 
 
-# -- tensors -------------------------------------------------------------------------------------------------------
+# -- tensors ---------------------------------------------------------------------------------------
 
 
 def test_a_tensor_stays_the_same_tensor() -> None:
@@ -333,7 +407,12 @@ def test_no_warm_up_begins_at_the_full_rate(cls: Any) -> None:
     optimizer = make_optimizer()
     full = optimizer.param_groups[0]["lr"]
     given = {} if cls is WarmupLR else {"total_num_steps": 10}
-    schedule = cls(optimizer, warmup_num_steps=0, **given, **({} if cls is WarmupCosineLR else {"warmup_max_lr": full}))
+    schedule = cls(
+        optimizer,
+        warmup_num_steps=0,
+        **given,
+        **({} if cls is WarmupCosineLR else {"warmup_max_lr": full}),
+    )
     assert optimizer.param_groups[0]["lr"] == full
     schedule.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(full, rel=0.05)

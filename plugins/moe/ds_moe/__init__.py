@@ -1,4 +1,7 @@
-"""Mixture of experts for ds_core. Names load on first use, so that importing the package brings in no torch."""
+"""Mixture of experts for ds_core.
+
+Names load on first use, so that importing the package brings in no torch.
+"""
 
 from __future__ import annotations
 

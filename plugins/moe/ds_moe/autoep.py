@@ -1,13 +1,14 @@
-"""AutoEP: find the MoE blocks of a model, leave each rank its share of their experts, and send tokens to them.
+"""AutoEP: find the MoE blocks of a model, leave each rank its share of their experts, and send
+tokens to them.
 
-[Note: what is replaced] Where a block hands tokens, chosen experts and scores to a child that holds all experts (as
-the transformers library's do), only that child is replaced; the model's own router and block go on running. Where the
-config routes otherwise, or the block loops over a list of experts, the block is replaced as well, by one with
-the same children. Either way names stay, and stacked experts keep their very `nn.Parameter` objects, cut to this rank's
-rows.
+[Note: what is replaced] Where a block hands tokens, chosen experts and scores to a child that holds
+all experts (as the transformers library's do), only that child is replaced; the model's own router
+and block go on running. Where the config routes otherwise, or the block loops over a list of
+experts, the block is replaced as well, by one with the same children. Either way names stay, and
+stacked experts keep their very `nn.Parameter` objects, cut to this rank's rows.
 
-[Note: whose weights] Data parallelism starts from the first rank's weights. So do experts: they are sent from there
-before they are cut.
+[Note: whose weights] Data parallelism starts from the first rank's weights. So do experts: they are
+sent from there before they are cut.
 """
 
 from __future__ import annotations
@@ -46,7 +47,12 @@ def replace(model: nn.Module, ctx: Context) -> nn.Module:
     section = ctx.config.section(ExpertParallelConfig)
     assert section is not None
     if not ctx.mesh.has("ep") or ctx.mesh.size("ep") != section.autoep_size:
-        raise config_error(ctx, "autoep_size", f"{section.autoep_size} needs a mesh axis of that size", "leave out mpu")
+        raise config_error(
+            ctx,
+            "autoep_size",
+            f"{section.autoep_size} needs a mesh axis of that size",
+            "leave out mpu",
+        )
     if ctx.mesh.has("tp") and ctx.mesh.size("tp") > 1:
         raise config_error(
             ctx,
@@ -58,7 +64,9 @@ def replace(model: nn.Module, ctx: Context) -> nn.Module:
     preset = _with_overrides(_preset(section, model, ctx), section)
     blocks = _find(model, preset)
     _check_found(blocks, preset, ctx)
-    plans = [BlockPlan(name, block, preset, section, model_config, ctx) for name, block in blocks.items()]
+    plans = [
+        BlockPlan(name, block, preset, section, model_config, ctx) for name, block in blocks.items()
+    ]
     # Blocks of one class and one way to route are alike.
     for plan in {(type(p.block), type(p.experts), p.how): p for p in reversed(plans)}.values():
         try_out(plan)
@@ -76,7 +84,7 @@ def replace(model: nn.Module, ctx: Context) -> nn.Module:
     return model
 
 
-# -- what to look for ----------------------------------------------------------------------------------------------
+# -- what to look for ------------------------------------------------------------------------------
 
 
 def _model_config(model: nn.Module) -> Any:
@@ -87,21 +95,30 @@ def _model_config(model: nn.Module) -> Any:
 
 
 def _preset(section: ExpertParallelConfig, model: nn.Module, ctx: Context) -> Preset:
-    """The preset that the config names, else that of the model type, else an empty one if patterns are given."""
+    """The preset that the config names, else that of the model type, else an empty one if patterns
+    are given.
+    """
     if section.preset_model is not None:
         named = presets.find(section.preset_model)
         assert named is not None  # the section was checked
         return named
     configs = (getattr(model, "config", None), _model_config(model))
-    types = [t for t in (getattr(c, "model_type", None) for c in configs) if isinstance(t, str) and t]
+    types = [
+        t for t in (getattr(c, "model_type", None) for c in configs) if isinstance(t, str) and t
+    ]
     found = presets.for_model_type(types)
     if found is None and section.moe_layer_pattern is None:
-        kind = f"model type {types[0]!r}" if types else f"a {type(model).__name__} without config.model_type"
+        kind = (
+            f"model type {types[0]!r}"
+            if types
+            else f"a {type(model).__name__} without config.model_type"
+        )
         raise config_error(
             ctx,
             "preset_model",
             f"there is no preset for {kind}",
-            f"name one ({', '.join(presets.names())}), or describe the blocks with moe_layer_pattern, router_pattern, "
+            f"name one ({', '.join(presets.names())}), or describe the blocks with "
+            "moe_layer_pattern, router_pattern, "
             "expert_pattern, expert_w1 and expert_w2",
         )
     return found or Preset("custom")
@@ -153,7 +170,9 @@ def _check_found(blocks: Mapping[str, nn.Module], preset: Preset, ctx: Context) 
         raise config_error(
             ctx,
             "moe_layer_pattern",
-            f"no module matches {preset.layers!r} and has children {preset.router!r} and {preset.experts!r} (preset "
+            f"no module matches {preset.layers!r} and has children {preset.router!r} and "
+            f"{preset.experts!r} (preset "
             f"{preset.name})",
-            "compare with model.named_modules(), and set moe_layer_pattern, router_pattern and expert_pattern",
+            "compare with model.named_modules(), and set moe_layer_pattern, router_pattern and "
+            "expert_pattern",
         )

@@ -1,4 +1,6 @@
-"""Replacement of a full MoE block, for models that call experts one by one, or configs that change the routing."""
+"""Replacement of a full MoE block, for models that call experts one by one, or configs that change
+the routing.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,11 @@ __all__ = ["AutoEPMoELayer"]
 
 
 class AutoEPMoELayer(nn.Module):
-    """Router, experts and, where there are any, shared experts: the model's own children under their own names.
+    """Router, experts and, where there are any, shared experts: the model's own children under
+    their own names.
 
-    plan: of the block; experts: what runs them. Takes [..., hidden] and returns its like, or a pair with the router's
-    logits [tokens, experts].
+    plan: of the block; experts: what runs them. Takes [..., hidden] and returns its like, or a pair
+    with the router's logits [tokens, experts].
     """
 
     def __init__(self, plan: BlockPlan, experts: nn.Module) -> None:
@@ -34,7 +37,9 @@ class AutoEPMoELayer(nn.Module):
         for name, buffer in block.named_buffers(recurse=False):
             self.register_buffer(name, buffer, persistent=name in kept)
         assert plan.how is not None
-        self._names, self._how, self._bias = plan.children, plan.how, plan.preset.bias
+        self._names = plan.children
+        self._how = plan.how
+        self._bias = plan.preset.bias
         self._pair = plan.preset.returns_logits
         self.training = block.training
 
@@ -45,7 +50,9 @@ class AutoEPMoELayer(nn.Module):
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = self.logits(router, tokens, experts.num_experts)
         bias = getattr(router, self._bias, None)
-        index, scores = route(logits, self._how, getattr(self, self._bias, None) if bias is None else bias)
+        index, scores = route(
+            logits, self._how, getattr(self, self._bias, None) if bias is None else bias
+        )
         out = experts(tokens, index, scores)
         if shared is not None:
             more = shared(tokens)
@@ -54,7 +61,10 @@ class AutoEPMoELayer(nn.Module):
         return (out, logits) if self._pair else out
 
     def logits(self, router: nn.Module, tokens: Tensor, experts: int) -> Tensor:
-        """[tokens, experts]. A router that keeps its logits to itself and has a weight alone is a linear layer."""
+        """[tokens, experts].
+
+        A router that keeps its logits to itself and has a weight alone is a linear layer.
+        """
         given = router(tokens)
         out: Tensor = given[0] if isinstance(given, tuple) else given
         if out.is_floating_point() and out.shape == (tokens.shape[0], experts):
@@ -63,8 +73,10 @@ class AutoEPMoELayer(nn.Module):
         weight: Any = router.weight if names == ["weight"] else None
         if weight is None or weight.shape != (experts, tokens.shape[1]):
             raise UsageError(
-                f"router {self._names[0]!r} gave a {out.dtype} tensor of shape {tuple(out.shape)}; AutoEP needs logits "
-                f"of shape {(tokens.shape[0], experts)}, [tokens, experts], or a router that has a weight alone"
+                f"router {self._names[0]!r} gave a {out.dtype} tensor of shape {tuple(out.shape)}; "
+                "AutoEP needs logits "
+                f"of shape {(tokens.shape[0], experts)}, [tokens, experts], or a router that has a "
+                "weight alone"
             )
         wide = torch.promote_types(weight.dtype, torch.float32)
         return nn.functional.linear(tokens.to(wide), weight.to(wide))

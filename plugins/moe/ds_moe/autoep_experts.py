@@ -1,7 +1,7 @@
 """This rank's experts of one MoE block: the modules by which AutoEP replaces the model's own.
 
-Both kinds are called as fused experts of the transformers library are: (tokens [n, hidden], experts [n, k], their
-scores [n, k]) -> [n, hidden]. Parameters keep the names that they have in the model.
+Both kinds are called as fused experts of the transformers library are: (tokens [n, hidden], experts
+[n, k], their scores [n, k]) -> [n, hidden]. Parameters keep the names that they have in the model.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ Act = Callable[[Tensor], Tensor]
 class ExpertShare:
     """Which experts of a layer are here, and how they are run.
 
-    name: of the experts in the model. count: all experts of the layer. size, index, group: ranks that share them, this
-    one's place among them. apply: scores multiply the output ("post") or the input ("pre"). combine: how a token's
-    experts are added up. grouped: as one product; else one expert after the other. check: look at every exchange.
+    name: of the experts in the model. count: all experts of the layer. size, index, group: ranks
+    that share them, this one's place among them. apply: scores multiply the output ("post") or the
+    input ("pre"). combine: how a token's experts are added up. grouped: as one product; else one
+    expert after the other. check: look at every exchange.
     """
 
     name: str
@@ -76,7 +77,8 @@ class _Experts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """See the module."""
-        share, tokens = self.share, hidden_states.reshape(-1, hidden_states.shape[-1])
+        share = self.share
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         if share.check:
             _check_routing(share, tokens, top_k_index, top_k_weights)
         if self.load is not None and self.load.watched and self.training:
@@ -100,11 +102,17 @@ class _Experts(nn.Module):
             out = self._combine_by_product(tokens, top_k_index, top_k_weights, run)
         return out.to(hidden_states.dtype).view_as(hidden_states)
 
-    def _combine_by_product(self, tokens: Tensor, index: Tensor, scores: Tensor, run: Run) -> Tensor:
+    def _combine_by_product(
+        self, tokens: Tensor, index: Tensor, scores: Tensor, run: Run
+    ) -> Tensor:
         """Each token as often as it has experts, so that what they give can be a matrix."""
-        share, (count, k) = self.share, index.shape
-        spread, ones = tokens.repeat_interleave(k, dim=0), torch.ones_like(scores).view(-1, 1)
-        done = dispatch(spread, index.reshape(-1, 1), ones, run, num_experts=share.count, group=share.group)
+        share = self.share
+        (count, k) = index.shape
+        spread = tokens.repeat_interleave(k, dim=0)
+        ones = torch.ones_like(scores).view(-1, 1)
+        done = dispatch(
+            spread, index.reshape(-1, 1), ones, run, num_experts=share.count, group=share.group
+        )
         return torch.bmm(scores.to(done.dtype).unsqueeze(1), done.view(count, k, -1)).squeeze(1)
 
     def compute(self, rows: Tensor, groups: Groups) -> Tensor:
@@ -118,7 +126,8 @@ class _Experts(nn.Module):
 
 
 class FusedExperts(_Experts):
-    """Experts whose weights are stacked: parameters of [local experts, ...], under the names they have in the model.
+    """Experts whose weights are stacked: parameters of [local experts, ...], under the names they
+    have in the model.
 
     roles: name of a parameter -> what the arithmetic calls it.
     """
@@ -134,20 +143,27 @@ class FusedExperts(_Experts):
         super().__init__(share)
         for name, param in params.items():
             self.register_parameter(name, param)
-        self._roles, self._arithmetic = dict(roles), arithmetic
+        self._roles = dict(roles)
+        self._arithmetic = arithmetic
         self.act_fn = act  # a module as a rule, so that it moves and prints with the model
 
     def compute(self, rows: Tensor, groups: Groups) -> Tensor:
         """See `_Experts`."""
-        weights = {self._roles.get(name, name): param for name, param in self.named_parameters(recurse=False)}
-        out: Tensor = self._arithmetic(rows, weights, self.act_fn, _Product(groups, self.share.grouped))
+        weights = {
+            self._roles.get(name, name): param
+            for name, param in self.named_parameters(recurse=False)
+        }
+        out: Tensor = self._arithmetic(
+            rows, weights, self.act_fn, _Product(groups, self.share.grouped)
+        )
         return out
 
 
 class ListedExperts(_Experts):
     """Experts that are separate modules: those of this rank, under their numbers in the full layer.
 
-    roles: name of an expert's linear child -> what the arithmetic calls it; for the grouped product, which stacks them.
+    roles: name of an expert's linear child -> what the arithmetic calls it; for the grouped
+    product, which stacks them.
     """
 
     def __init__(
@@ -162,13 +178,22 @@ class ListedExperts(_Experts):
         for number, expert in experts.items():
             self.add_module(str(number), expert)
         self._local = list(experts)
-        self._roles, self._arithmetic, self._act = dict(roles), arithmetic, (act,)
+        self._roles = dict(roles)
+        self._arithmetic = arithmetic
+        self._act = (act,)
 
     def compute(self, rows: Tensor, groups: Groups) -> Tensor:
-        """See `_Experts`; every local expert is called, with no rows if need be, so that ranks do the same."""
+        """See `_Experts`; every local expert is called, with no rows if need be, so that ranks do
+        the same.
+        """
         experts: list[Any] = [getattr(self, str(number)) for number in self._local]
         if not self.share.grouped:
-            return torch.cat([expert(part) for expert, part in zip(experts, rows.split(groups.sizes), strict=True)])
+            return torch.cat(
+                [
+                    expert(part)
+                    for expert, part in zip(experts, rows.split(groups.sizes), strict=True)
+                ]
+            )
         weights = {
             role: torch.stack([getattr(expert, name).weight for expert in experts])
             for name, role in self._roles.items()
@@ -181,7 +206,8 @@ class _Product:
     """See `ds_moe.expert_fn.Product`."""
 
     def __init__(self, groups: Groups, grouped: bool) -> None:
-        self._groups, self._grouped = groups, grouped
+        self._groups = groups
+        self._grouped = grouped
 
     def __call__(self, rows: Tensor, weight: Tensor) -> Tensor:
         if self._grouped:
@@ -194,19 +220,25 @@ class _Product:
 
 
 def _check_routing(share: ExpertShare, tokens: Tensor, index: Tensor, scores: Tensor) -> None:
-    """UsageError unless every token has experts that there are, with finite scores, in the same layer on all ranks."""
+    """UsageError unless every token has experts that there are, with finite scores, in the same
+    layer on all ranks.
+    """
     if index.dim() != 2 or index.shape != scores.shape or index.shape[0] != tokens.shape[0]:
         raise UsageError(
-            f"{share.name}: {tokens.shape[0]} tokens, but experts of shape {tuple(index.shape)} and scores of shape "
+            f"{share.name}: {tokens.shape[0]} tokens, but experts of shape {tuple(index.shape)} "
+            "and scores of shape "
             f"{tuple(scores.shape)}; both must be [tokens, k]"
         )
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < share.count:
         raise UsageError(
-            f"{share.name}: the router chose experts {int(index.min())} to {int(index.max())}; there are 0 to "
+            f"{share.name}: the router chose experts {int(index.min())} to {int(index.max())}; "
+            "there are 0 to "
             f"{share.count - 1}"
         )
     if not bool(torch.isfinite(scores).all()):
-        raise UsageError(f"{share.name}: {int((~torch.isfinite(scores)).sum())} scores are not finite")
+        raise UsageError(
+            f"{share.name}: {int((~torch.isfinite(scores)).sum())} scores are not finite"
+        )
     layers = comm.all_gather_json(share.name, share.group) if share.size > 1 else [share.name]
     if set(layers) != {share.name}:
         raise UsageError(f"ranks that share experts are in different layers: {', '.join(layers)}")
@@ -219,4 +251,7 @@ def _check_arrival(share: ExpertShare, index: Tensor, groups: Groups) -> None:
         comm.all_reduce(sent, group=share.group)
     wanted = sent[share.first : share.first + share.rows].tolist()
     if wanted != groups.sizes:
-        raise UsageError(f"{share.name}: {wanted} rows were sent to experts {share.first} and on, {groups.sizes} came")
+        raise UsageError(
+            f"{share.name}: {wanted} rows were sent to experts {share.first} and on, "
+            f"{groups.sizes} came"
+        )

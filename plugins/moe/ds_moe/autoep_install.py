@@ -1,4 +1,6 @@
-"""AutoEP changes a model: each rank keeps its share of a block's experts, and the block is made to use it."""
+"""AutoEP changes a model: each rank keeps its share of a block's experts, and the block is made to
+use it.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,13 @@ __all__ = ["install"]
 
 
 def install(plan: BlockPlan, model: nn.Module, undo: Undo) -> None:
-    """Cut the experts of the block to this rank's, and put what runs them in the place of what did. Collective.
+    """Cut the experts of the block to this rank's, and put what runs them in the place of what did.
+    Collective.
 
     undo: takes what makes the experts' weights whole again on every rank. It talks to other ranks.
     """
-    ctx, share = plan.ctx, plan.share
+    ctx = plan.ctx
+    share = plan.share
     if plan.listed:
         _give_out(plan, undo)
     else:
@@ -59,7 +63,8 @@ def install(plan: BlockPlan, model: nn.Module, undo: Undo) -> None:
 
 
 def _give_out(plan: BlockPlan, undo: Undo) -> None:
-    """Experts of a list belong to one rank along ep each, under names that the others do not have."""
+    """Experts of a list belong to one rank along ep each, under names that the others do not
+    have."""
     before = plan.ctx.stash.get(EXPERT_PARALLEL)
     names = set(before) if before is not None else set()
     share = plan.share
@@ -72,7 +77,8 @@ def _give_out(plan: BlockPlan, undo: Undo) -> None:
             named = (*expert.named_parameters(), *expert.named_buffers())
             names |= {f"{plan.prefix}.{number}.{name}" for name, _ in named}
         else:
-            # The model's own list keeps these modules until it is given back, and shall not hold memory for them.
+            # The model's own list keeps these modules until it is given back, and shall not hold
+            # memory for them.
             away[number] = {name: param.shape for name, param in expert.named_parameters()}
             for param in expert.parameters():
                 reshape(param, param.data.new_empty(0))
@@ -82,7 +88,8 @@ def _give_out(plan: BlockPlan, undo: Undo) -> None:
 @torch.no_grad()
 def _cut(param: nn.Parameter, plan: BlockPlan) -> None:
     """Leave this rank's rows of `param`, which stays the object it is."""
-    full, share = _send(param, plan.ctx), plan.share
+    full = _send(param, plan.ctx)
+    share = plan.share
     param.grad = None
     param.data = full[share.first : share.first + share.rows].clone()
 
@@ -98,7 +105,7 @@ def _send(param: nn.Parameter, ctx: Context) -> Tensor:
     return full
 
 
-# -- giving back ---------------------------------------------------------------------------------------------------
+# -- giving back -----------------------------------------------------------------------------------
 
 
 def _join(done: dict[nn.Parameter, Slice], plan: BlockPlan) -> None:
@@ -113,17 +120,21 @@ def _fetch(away: dict[int, dict[str, torch.Size]], plan: BlockPlan) -> None:
 
     away: of each such expert, the shapes of its parameters.
     """
-    share, mesh = plan.share, plan.ctx.mesh
+    share = plan.share
+    mesh = plan.ctx.mesh
     if share.size == 1 or _on_meta(p for expert in plan.listed for p in expert.parameters()):
         return
-    ranks, group = mesh.ranks("ep"), mesh.group("ep")
+    ranks = mesh.ranks("ep")
+    group = mesh.group("ep")
     # The engine may have changed dtypes, alike for all experts.
     dtypes = {name: param.dtype for name, param in plan.listed[share.first].named_parameters()}
     for number, expert in enumerate(plan.listed):
         owner = ranks[number // share.rows]
         for name, param in expert.named_parameters():
             if number in away:
-                reshape(param, torch.empty(away[number][name], dtype=dtypes[name], device=param.device))
+                reshape(
+                    param, torch.empty(away[number][name], dtype=dtypes[name], device=param.device)
+                )
             comm.broadcast(param.data, src=owner, group=group)
         for buffer in expert.buffers():
             comm.broadcast(buffer, src=owner, group=group)

@@ -1,7 +1,7 @@
 """Trying out whether AutoEP computes what the model's own block does, before anything is changed.
 
-A name or a preset that is a little wrong would train a model that is a little wrong. So random tokens go through the
-model's block, and through its replacement, with all experts on this rank.
+A name or a preset that is a little wrong would train a model that is a little wrong. So random
+tokens go through the model's block, and through its replacement, with all experts on this rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ TOKENS = 16
 def try_out(plan: BlockPlan) -> None:
     """ConfigError when results differ and no key of the config changes the routing.
 
-    A block that cannot be run here and now (its kernels are for another device, say) is not compared, with a warning.
+    A block that cannot be run here and now (its kernels are for another device, say) is not
+    compared, with a warning.
     """
     tensor = next(plan.experts.parameters())
     if tensor.is_meta:
@@ -44,19 +45,30 @@ def try_out(plan: BlockPlan) -> None:
             if not bool(torch.isfinite(theirs).all()):
                 raise ValueError("with these weights it gives numbers that are not finite")
         except Exception as error:  # any error of the model's code
-            log.warning("AutoEP could not try %s out: %s: %s", plan.name, type(error).__name__, error)
+            log.warning(
+                "AutoEP could not try %s out: %s: %s", plan.name, type(error).__name__, error
+            )
             return
-    off, size = float((theirs - ours).abs().max()), float(theirs.abs().max())
+    off = float((theirs - ours).abs().max())
+    size = float(theirs.abs().max())
     if off <= _within(tensor.dtype) * max(size, 1e-30):
         return
-    problem = f"on random tokens AutoEP gives other numbers than the model (they differ by {off:.2g} of {size:.2g})"
-    keys = [*plan.section.reroutes, *(("score_apply",) if plan.section.score_apply != "auto" else ())]
+    problem = (
+        "on random tokens AutoEP gives other numbers than the model (they differ by "
+        f"{off:.2g} of "
+        f"{size:.2g})"
+    )
+    keys = [
+        *plan.section.reroutes,
+        *(("score_apply",) if plan.section.score_apply != "auto" else ()),
+    ]
     keys += ["top_k_attr"] if plan.hands_over and plan.section.top_k_attr is not None else []
     if plan.how is None or not keys:
         raise plan.error(
             "preset_model" if plan.section.moe_layer_pattern is None else "moe_layer_pattern",
             problem,
-            "say what the block does: expert_w1, expert_w2 and expert_w3, score_func, score_apply, route_norm, "
+            "say what the block does: expert_w1, expert_w2 and expert_w3, score_func, score_apply, "
+            "route_norm, "
             "route_scale, num_expert_groups; or use a preset with an arithmetic of its own",
         )
     if plan.ctx.rank == 0:
@@ -67,7 +79,9 @@ def _pair(plan: BlockPlan, share: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """What the model gives for `tokens`, and what AutoEP will."""
     flat = tokens.flatten(0, 1)
     if plan.how is None:  # the block stays, and with it the routing
-        index = torch.rand(TOKENS, plan.count, device=tokens.device).argsort(-1)[:, : min(2, plan.count)]
+        index = torch.rand(TOKENS, plan.count, device=tokens.device).argsort(-1)[
+            :, : min(2, plan.count)
+        ]
         scores = torch.rand(index.shape, dtype=tokens.dtype, device=tokens.device)
         trial = plan.make_experts(dataclasses.replace(share, apply="post"))
         return plan.experts(flat, index, scores).double(), trial(flat, index, scores).double()
@@ -75,7 +89,8 @@ def _pair(plan: BlockPlan, share: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
     logits = layer.logits(getattr(plan.block, plan.preset.router), flat, plan.count)
     if float(logits.std(dim=-1).min()) < 1e-6:
         raise ValueError("with these weights the router finds all experts equally good")
-    theirs, ours = plan.block(tokens), layer(tokens)
+    theirs = plan.block(tokens)
+    ours = layer(tokens)
     firsts = [out[0] if isinstance(out, tuple) else out for out in (theirs, ours)]
     return firsts[0].double(), firsts[1].double()
 
@@ -93,7 +108,8 @@ def _within(dtype: torch.dtype) -> float:
 
 @contextmanager
 def _aside(block: nn.Module, device: torch.device) -> Iterator[None]:
-    """No gradients, no noise, and nothing is left behind: modes and random states are as they were."""
+    """No gradients, no noise, and nothing is left behind: modes and random states are as they
+    were."""
     modes: list[tuple[nn.Module, bool]] = [(m, m.training) for m in block.modules()]
     block.eval()
     try:

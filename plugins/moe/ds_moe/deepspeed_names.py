@@ -1,4 +1,5 @@
-"""Functions of ``deepspeed.moe`` that other layers are built of: gating as dense tensors, and exchange of tokens.
+"""Functions of ``deepspeed.moe`` that other layers are built of: gating as dense tensors, and
+exchange of tokens.
 
 `MoE` uses none of it: `ds_moe.gating` decides the same in memory that is linear in tokens.
 """
@@ -46,10 +47,14 @@ def gumbel_rsample(shape: Any, device: torch.device | str) -> Tensor:
 
 def multiplicative_jitter(x: Tensor, device: torch.device | str, epsilon: float = JITTER) -> Tensor:
     """`x` times random numbers between 1 - epsilon and 1 + epsilon."""
-    return x * torch.empty(x.shape, device=device).uniform_(1.0 - epsilon, 1.0 + epsilon) if epsilon else x
+    return (
+        x * torch.empty(x.shape, device=device).uniform_(1.0 - epsilon, 1.0 + epsilon)
+        if epsilon
+        else x
+    )
 
 
-# -- gating ----------------------------------------------------------------------------------------------------
+# -- gating ----------------------------------------------------------------------------------------
 
 
 def _capacity(gates: Tensor, capacity_factor: Any, min_capacity: Any) -> Tensor:
@@ -73,9 +78,15 @@ def top1gating(
     sparse_routes: bool = False,
     use_tutel: bool = False,
 ) -> tuple[Any, ...]:
-    """Each token to its best expert, as `topkgating` gives it. Raises UsageError for fewer tokens than min_capacity."""
+    """Each token to its best expert, as `topkgating` gives it.
+
+    Raises UsageError for fewer tokens than min_capacity.
+    """
     if drop_tokens and len(logits) < min_capacity:
-        raise UsageError(f"top-1 gating got {len(logits)} tokens, fewer than min_capacity {min_capacity}; lower it")
+        raise UsageError(
+            f"top-1 gating got {len(logits)} tokens, fewer than min_capacity {min_capacity}; "
+            "lower it"
+        )
     capacity = _places(logits, capacity_factor, min_capacity) if drop_tokens else None
     gumbel = gumbel_rsample(logits.shape, logits.device) if noisy_gate_policy == "RSample" else None
     priority = torch.rand(len(logits), device=logits.device) if use_rts and drop_tokens else None
@@ -95,7 +106,9 @@ def top2gating(
     """Each token to two experts, as `topkgating` gives it."""
     capacity = _places(logits, 2 * capacity_factor, min_capacity) if drop_tokens else None
     gumbel = gumbel_rsample(logits.shape, logits.device) if top2_2nd_expert_sampling else None
-    return _dense(top2(logits, capacity, gumbel=gumbel), capacity, ep_group, sparse_routes, by_choice=True)
+    return _dense(
+        top2(logits, capacity, gumbel=gumbel), capacity, ep_group, sparse_routes, by_choice=True
+    )
 
 
 def topkgating(
@@ -110,9 +123,10 @@ def topkgating(
 ) -> tuple[Any, ...]:
     """Each token to its `k` best experts.
 
-    Returns (auxiliary loss, combine weights [tokens, experts, capacity], where they are not 0, choices of each expert
-    before dropping); with sparse_routes (auxiliary loss, capacity, experts, their indices, -1 for none, places and
-    weights, each [k, tokens], choices). ep_group: without dropping, experts' places are as many on all its ranks.
+    Returns (auxiliary loss, combine weights [tokens, experts, capacity], where they are not 0,
+    choices of each expert before dropping); with sparse_routes (auxiliary loss, capacity, experts,
+    their indices, -1 for none, places and weights, each [k, tokens], choices). ep_group: without
+    dropping, experts' places are as many on all its ranks.
     """
     capacity = _places(logits, k * capacity_factor, min_capacity) if drop_tokens else None
     routing = topk(logits, k, capacity, policy=drop_policy)
@@ -120,9 +134,16 @@ def topkgating(
 
 
 def _dense(
-    routing: Routing, capacity: int | None, group: ProcessGroup | None, sparse: bool, *, by_choice: bool
+    routing: Routing,
+    capacity: int | None,
+    group: ProcessGroup | None,
+    sparse: bool,
+    *,
+    by_choice: bool,
 ) -> tuple[Any, ...]:
-    """by_choice: all first choices come before all second ones in an expert's places, else tokens in their order."""
+    """by_choice: all first choices come before all second ones in an expert's places, else tokens
+    in their order.
+    """
     experts = len(routing.counts)
     if capacity is None:
         largest = routing.counts.max()
@@ -138,18 +159,27 @@ def _dense(
     places = flat.t() if by_choice else flat
     if sparse:
         routes = (routing.experts.int(), places.int(), weights)
-        return (routing.l_aux, capacity, experts, *(r.t().contiguous() for r in routes), routing.counts)
+        return (
+            routing.l_aux,
+            capacity,
+            experts,
+            *(r.t().contiguous() for r in routes),
+            routing.counts,
+        )
     combine = weights.new_zeros(len(kept), experts * capacity + 1)
-    slots = torch.where(kept, routing.experts * capacity + places, experts * capacity)  # the last one is of no expert
+    # the last one is of no expert
+    slots = torch.where(kept, routing.experts * capacity + places, experts * capacity)
     combine = combine.scatter_add(1, slots, weights)[:, :-1].view(len(kept), experts, capacity)
     return routing.l_aux, combine, combine.bool(), routing.counts
 
 
-# -- exchange ----------------------------------------------------------------------------------------------------
+# -- exchange --------------------------------------------------------------------------------------
 
 
 class _AllToAll(torch.autograd.Function):
-    """``_AllToAll.apply(group, input)``: the i-th part of `input` goes to rank i; gradients go back."""
+    """``_AllToAll.apply(group, input)``: the i-th part of `input` goes to rank i; gradients go
+    back.
+    """
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup | None, input: Tensor) -> Tensor:
@@ -166,13 +196,17 @@ class _AllToAll(torch.autograd.Function):
 
 
 def gather_tokens(input_: Tensor, dim: int = 0) -> Tensor:
-    """The tokens of all tensor-parallel ranks of the newest engine, along `dim`; as given without such ranks."""
+    """The tokens of all tensor-parallel ranks of the newest engine, along `dim`; as given without
+    such ranks.
+    """
     group = _tensor_group()
     return input_ if group is None else _applied(_GatherTokens, input_, dim, group)
 
 
 def drop_tokens(input_: Tensor, dim: int = 0) -> Tensor:
-    """This tensor-parallel rank's equal part of the tokens along `dim`; as given without such ranks."""
+    """This tensor-parallel rank's equal part of the tokens along `dim`; as given without such
+    ranks.
+    """
     group = _tensor_group()
     if group is None:
         return input_

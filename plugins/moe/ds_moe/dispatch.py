@@ -1,7 +1,8 @@
 """Tokens to their experts and back: one permutation, one all-to-all each way, one weighted sum.
 
-[Note: who calls collectives] Over an expert-parallel group every rank takes part in every exchange, also one that has
-no token, or whose experts have none. So the order of collectives depends on the model alone, never on the routing.
+[Note: who calls collectives] Over an expert-parallel group every rank takes part in every exchange,
+also one that has no token, or whose experts have none. So the order of collectives depends on the
+model alone, never on the routing.
 """
 
 from __future__ import annotations
@@ -46,16 +47,17 @@ def dispatch(
 ) -> Tensor:
     """Send each token to its experts, run them, and sum what comes back: ``[N, H']``.
 
-    tokens: [N, H]. experts: int64 [N, k], global numbers in 0 .. num_experts - 1, or -1: this choice was dropped, and
-    adds nothing. weights: [N, k], of any float dtype; those of dropped choices are never used. run: see `Run`; it is
-    called once, also with no rows, and its output must keep the order of rows. group: the expert-parallel ranks, of
-    which rank i has experts i * num_experts / size and following; None (or `ALONE`): all experts are here. weigh:
-    whether weights multiply what experts give, or what they get. kernels: whose `plan`, `sums` and `weigh_back` are
-    used; None: these. meanwhile: called once, before `run`; what it does, and its way back, overlaps with rows that
-    travel.
+    tokens: [N, H]. experts: int64 [N, k], global numbers in 0 .. num_experts - 1, or -1: this
+    choice was dropped, and adds nothing. weights: [N, k], of any float dtype; those of dropped
+    choices are never used. run: see `Run`; it is called once, also with no rows, and its output
+    must keep the order of rows. group: the expert-parallel ranks, of which rank i has experts i *
+    num_experts / size and following; None (or `ALONE`): all experts are here. weigh: whether
+    weights multiply what experts give, or what they get. kernels: whose `plan`, `sums` and
+    `weigh_back` are used; None: these. meanwhile: called once, before `run`; what it does, and its
+    way back, overlaps with rows that travel.
 
-    Differentiable in tokens, weights, and what `run` uses. Collective over `group`, forward and backward; each rank
-    may have another N, also 0.
+    Differentiable in tokens, weights, and what `run` uses. Collective over `group`, forward and
+    backward; each rank may have another N, also 0.
     """
     there = _serving("expert_plan", plan, kernels, experts)(experts, num_experts)
     flat = weights.to(tokens.dtype).reshape(-1)
@@ -72,9 +74,10 @@ def dispatch(
 class DispatchPlan:
     """The permutation of M choices that were not dropped, of N tokens with k choices each.
 
-    order: [M], the choices, as places in ``experts.view(-1)``, sorted by expert. rows: [M], their tokens. counts:
-    choices per global expert. choices: [M], the choices again, in order of tokens; None: none was dropped. places: [M],
-    where each of them stands in `order`. begins: [N], where each token's begin among them; None: each has just one.
+    order: [M], the choices, as places in ``experts.view(-1)``, sorted by expert. rows: [M], their
+    tokens. counts: choices per global expert. choices: [M], the choices again, in order of tokens;
+    None: none was dropped. places: [M], where each of them stands in `order`. begins: [N], where
+    each token's begin among them; None: each has just one.
     """
 
     order: Tensor
@@ -87,24 +90,31 @@ class DispatchPlan:
 
 def plan(experts: Tensor, num_experts: int) -> DispatchPlan:
     """experts: [N, k], see `dispatch`. Kernel ``expert_plan``."""
-    k, flat, device = experts.shape[1], experts.reshape(-1), experts.device
+    k = experts.shape[1]
+    flat = experts.reshape(-1)
+    device = experts.device
     counts = torch.bincount(flat + 1, minlength=num_experts + 1)
     order = torch.sort(flat, stable=True).indices
     everything = torch.arange(len(flat), device=device)
-    choices, begins = None, everything[::k] if k > 1 else None
+    choices = None
+    begins = everything[::k] if k > 1 else None
     if len(flat) and int(counts[0]):  # some were dropped, and come first
         order = order[int(counts[0]) :]
         here = experts >= 0
-        choices, begins = everything[here.view(-1)], here.sum(1).cumsum(0)
+        choices = everything[here.view(-1)]
+        begins = here.sum(1).cumsum(0)
         begins = torch.cat([begins.new_zeros(1), begins[:-1]])
     places = torch.empty_like(flat)
     places[order] = everything[: len(order)]
     rows = order if k == 1 else torch.div(order, k, rounding_mode="floor")
-    return DispatchPlan(order, rows, counts[1:], choices, places if choices is None else places[choices], begins)
+    return DispatchPlan(
+        order, rows, counts[1:], choices, places if choices is None else places[choices], begins
+    )
 
 
 def sums(y: Tensor, plan: DispatchPlan, weights: Tensor | None) -> Tensor:
-    """Of each token, the sum over its choices of rows of y [M, H], times weights [M] in the order of tokens: [N, H].
+    """Of each token, the sum over its choices of rows of y [M, H], times weights [M] in the order
+    of tokens: [N, H].
 
     Kernel ``expert_sums``; all of one dtype.
     """
@@ -121,7 +131,8 @@ class _PermuteTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, plan: DispatchPlan, kernels: Kernels | None) -> Tensor:
-        ctx.plan, ctx.kernels = plan, kernels
+        ctx.plan = plan
+        ctx.kernels = kernels
         return tokens.index_select(0, plan.rows)
 
     @staticmethod
@@ -133,8 +144,11 @@ class _CombineTokens(torch.autograd.Function):
     """The way back: each token's rows, times its weights (None: 1), summed."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, weights: Tensor | None, plan: DispatchPlan, kernels: Kernels | None) -> Tensor:
-        ctx.plan, ctx.kernels = plan, kernels
+    def forward(
+        ctx: Any, y: Tensor, weights: Tensor | None, plan: DispatchPlan, kernels: Kernels | None
+    ) -> Tensor:
+        ctx.plan = plan
+        ctx.kernels = kernels
         ctx.save_for_backward(y, weights)
         if weights is not None and plan.choices is not None:
             weights = weights[plan.choices]
@@ -143,17 +157,27 @@ class _CombineTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        (y, weights), plan, kernels = ctx.saved_tensors, ctx.plan, ctx.kernels
+        plan = ctx.plan
+        kernels = ctx.kernels
+        (y, weights) = ctx.saved_tensors
         if weights is None:
             return grad.index_select(0, plan.rows), None, None, None
-        return *_serving("expert_weigh_back", weigh_back, kernels, y)(grad, y, weights, plan), None, None
+        return (
+            *_serving("expert_weigh_back", weigh_back, kernels, y)(grad, y, weights, plan),
+            None,
+            None,
+        )
 
 
-def _serving(op: str, reference: Callable[..., Any], kernels: Kernels | None, like: Tensor) -> Callable[..., Any]:
+def _serving(
+    op: str, reference: Callable[..., Any], kernels: Kernels | None, like: Tensor
+) -> Callable[..., Any]:
     return reference if kernels is None else kernels.serving(op, like)
 
 
-def weigh_back(grad: Tensor, y: Tensor, weights: Tensor, plan: DispatchPlan) -> tuple[Tensor, Tensor]:
+def weigh_back(
+    grad: Tensor, y: Tensor, weights: Tensor, plan: DispatchPlan
+) -> tuple[Tensor, Tensor]:
     """The gradients of y [M, H] and of weights [N * k], from that of the tokens' sums [N, H].
 
     Kernel ``expert_weigh_back``; all of one dtype. Weights of choices that were dropped get 0.
@@ -169,8 +193,8 @@ def to_experts(
 ) -> tuple[Tensor, Groups, Callable[[Tensor], Tensor]]:
     """Rows that are sorted by global expert, to the ranks that have the experts.
 
-    counts: rows per global expert. meanwhile: see `dispatch`. Returns this rank's experts' rows, sorted by expert,
-    their groups, and the way back.
+    counts: rows per global expert. meanwhile: see `dispatch`. Returns this rank's experts' rows,
+    sorted by expert, their groups, and the way back.
     """
     size = comm.world_size(group) if group is not None else 1
     if size == 1:
@@ -188,7 +212,9 @@ def to_experts(
         nonlocal order, inverse
         meanwhile()
         if here > 1:
-            label = torch.repeat_interleave(torch.arange(here, device=x.device).repeat(size), theirs.reshape(-1))
+            label = torch.repeat_interleave(
+                torch.arange(here, device=x.device).repeat(size), theirs.reshape(-1)
+            )
             order = torch.sort(label, stable=True).indices
             inverse = torch.empty_like(order)
             inverse[order] = torch.arange(len(order), device=x.device)
@@ -209,10 +235,12 @@ def exchange(
     group: ProcessGroup | None,
     meanwhile: Callable[[], object] = _nothing,
 ) -> Tensor:
-    """Rows to the other ranks, `given[i]` to rank i; `taken[i]` come from it. Differentiable; collective.
+    """Rows to the other ranks, `given[i]` to rank i; `taken[i]` come from it. Differentiable;
+    collective.
 
-    meanwhile: called while they travel. Its way back runs while the gradients of rows travel: autograd takes nodes that
-    are ready in the reverse of the order in which they were made, and both ends of the exchange are nodes.
+    meanwhile: called while they travel. Its way back runs while the gradients of rows travel:
+    autograd takes nodes that are ready in the reverse of the order in which they were made, and
+    both ends of the exchange are nodes.
     """
     exchange = _Exchange(given, taken, group)
     out: Tensor = _SendTokens.apply(x, exchange)  # type: ignore[no-untyped-call]
@@ -223,7 +251,9 @@ def exchange(
 
 @dataclass(slots=True)
 class _Exchange:
-    """Rows on their way, or their gradients on their way back. sent, out: what must live until they have come."""
+    """Rows on their way, or their gradients on their way back. sent, out: what must live until they
+    have come.
+    """
 
     given: list[int]
     taken: list[int]
@@ -234,8 +264,11 @@ class _Exchange:
 
     def begin(self, x: Tensor, given: list[int], taken: list[int]) -> Tensor:
         """Send rows of `x`; what comes is in the answer once `end` was called."""
-        self.sent, self.out = x.contiguous(), x.new_empty(sum(taken), *x.shape[1:])
-        self.work = comm.all_to_all_single(self.out, self.sent, taken, given, group=self.group, async_op=True)
+        self.sent = x.contiguous()
+        self.out = x.new_empty(sum(taken), *x.shape[1:])
+        self.work = comm.all_to_all_single(
+            self.out, self.sent, taken, given, group=self.group, async_op=True
+        )
         return self.out
 
     def end(self) -> Tensor:
@@ -271,4 +304,5 @@ class _ReceiveTokens(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         exchange = ctx.exchange
         exchange.begin(grad, exchange.taken, exchange.given)
-        return grad, None  # what `_SendTokens` is to give is of another size, and comes by the exchange
+        # what `_SendTokens` is to give is of another size, and comes by the exchange
+        return grad, None

@@ -1,10 +1,12 @@
-"""What one expert computes, for all local experts at once; a preset names one of these functions, or its own.
+"""What one expert computes, for all local experts at once; a preset names one of these functions,
+or its own.
 
-``function(rows, weights, act, product)`` gets the rows of all local experts, those of one expert together: [rows,
-hidden]. weights: ``w1``, ``w2`` and, where gate and up are apart, ``w3``; other parameters of the experts under their
-own names; each [local experts, ...]. act: the activation. ``product(rows, weight)``, with a weight of [local experts,
-out, in], multiplies each row by its expert's; ``product.spread(values)`` gives each row its expert's, from [local
-experts, out]. It returns [rows, hidden].
+``function(rows, weights, act, product)`` gets the rows of all local experts, those of one expert
+together: [rows, hidden]. weights: ``w1``, ``w2`` and, where gate and up are apart, ``w3``; other
+parameters of the experts under their own names; each [local experts, ...]. act: the activation.
+``product(rows, weight)``, with a weight of [local experts, out, in], multiplies each row by its
+expert's; ``product.spread(values)`` gives each row its expert's, from [local experts, out]. It
+returns [rows, hidden].
 """
 
 from __future__ import annotations
@@ -27,10 +29,13 @@ class Product(Protocol):
         """[local experts, out] -> [rows, out]."""
 
 
-def gated(rows: Tensor, weights: Mapping[str, Tensor], act: Callable[[Tensor], Tensor], product: Product) -> Tensor:
+def gated(
+    rows: Tensor, weights: Mapping[str, Tensor], act: Callable[[Tensor], Tensor], product: Product
+) -> Tensor:
     """``down(act(gate(x)) * up(x))``, the expert of every family that has a preset here."""
     if "w3" in weights:
-        gate, up = product(rows, weights["w1"]), product(rows, weights["w3"])
+        gate = product(rows, weights["w1"])
+        up = product(rows, weights["w3"])
     else:
         gate, up = product(rows, weights["w1"]).chunk(2, dim=-1)
     return product(act(gate) * up, weights["w2"])

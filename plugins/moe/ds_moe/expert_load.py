@@ -22,7 +22,8 @@ __all__ = ["EXPERT_LOADS", "ExpertLoad", "loads_of_step", "stop_counting"]
 class ExpertLoad:
     """What one layer has counted in training since the last step.
 
-    totals: choices of each expert, then dropped choices, the sum of auxiliary losses, and how many those were; fp64.
+    totals: choices of each expert, then dropped choices, the sum of auxiliary losses, and how many
+    those were; fp64.
     """
 
     def __init__(self, num_experts: int) -> None:
@@ -32,8 +33,11 @@ class ExpertLoad:
 
     @torch.no_grad()
     def add(self, counts: Tensor, dropped: Tensor, l_aux: Tensor | None = None) -> None:
-        """One forward: choices of each expert before dropping, [experts]; how many were dropped; its auxiliary loss."""
-        if torch._C._current_graph_task_id() != -1:  # a forward that backward computes again: it was counted
+        """One forward: choices of each expert before dropping, [experts]; how many were dropped;
+        its auxiliary loss.
+        """
+        # a forward that backward computes again: it was counted
+        if torch._C._current_graph_task_id() != -1:
             return
         aux = counts.new_zeros(2, dtype=torch.float64)
         if l_aux is not None:
@@ -51,16 +55,19 @@ _LAYOUT: StashKey[dict[str, int]] = StashKey("ds-moe layout")
 def stop_counting(ctx: Context) -> None:
     """Nobody reads: forget what was counted, and count no more."""
     for load in (ctx.stash.get(EXPERT_LOADS) or {}).values():
-        load.watched, load.totals = False, None
+        load.watched = False
+        load.totals = None
 
 
 def loads_of_step(ctx: Context) -> dict[str, float]:
     """The metrics of the step, the same on all ranks. Collective; called at the end of each step.
 
-    ``Train/MoE/<layer>/``: ``expert_load_<expert>``, its share of all choices times the number of experts (1: even);
-    ``load_max``; ``dropped``, the share of choices that were; ``aux_loss``, the mean.
+    ``Train/MoE/<layer>/``: ``expert_load_<expert>``, its share of all choices times the number of
+    experts (1: even); ``load_max``; ``dropped``, the share of choices that were; ``aux_loss``, the
+    mean.
     """
-    loads, layout = ctx.stash.get(EXPERT_LOADS) or {}, ctx.stash.get(_LAYOUT)
+    loads = ctx.stash.get(EXPERT_LOADS) or {}
+    layout = ctx.stash.get(_LAYOUT)
     if layout is None:  # ranks may have different layers
         everyone = comm.all_gather_json({name: load.num_experts for name, load in loads.items()})
         layout = {name: size for layers in everyone for name, size in layers.items()}
@@ -68,7 +75,10 @@ def loads_of_step(ctx: Context) -> dict[str, float]:
     if not layout:
         return {}
     device = ctx.accelerator.current_device()
-    parts = {n: torch.zeros(size + 3, dtype=torch.float64, device=device) for n, size in sorted(layout.items())}
+    parts = {
+        n: torch.zeros(size + 3, dtype=torch.float64, device=device)
+        for n, size in sorted(layout.items())
+    }
     for name, load in loads.items():
         if load.totals is not None:
             parts[name] = load.totals.to(device)
@@ -76,11 +86,16 @@ def loads_of_step(ctx: Context) -> dict[str, float]:
     flat = torch.cat(list(parts.values()))
     comm.all_reduce(flat)
     totals = zip(parts, flat.cpu().split([len(p) for p in parts.values()]), strict=True)
-    return {f"Train/MoE/{name or 'model'}/{key}": value for name, values in totals for key, value in _events(values)}
+    return {
+        f"Train/MoE/{name or 'model'}/{key}": value
+        for name, values in totals
+        for key, value in _events(values)
+    }
 
 
 def _events(totals: Tensor) -> list[tuple[str, float]]:
-    counts, (dropped, aux, times) = totals[:-3], totals[-3:].tolist()
+    counts = totals[:-3]
+    (dropped, aux, times) = totals[-3:].tolist()
     choices = float(counts.sum())
     if choices == 0:  # no micro-batch came through, or no token
         return []

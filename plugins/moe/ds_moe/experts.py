@@ -1,15 +1,16 @@
-"""The experts of one rank: deep copies of a module, whose parameters are stacked, run without a loop where possible.
+"""The experts of one rank: deep copies of a module, whose parameters are stacked, run without a
+loop where possible.
 
 Three ways, the first that fits:
 
 - ``ffn``: the expert is a feed-forward network that `ds_moe.ffn` knows;
-- ``grouped``: all its parameters belong to linear layers; each becomes a grouped one, and the module's own forward runs
-  once on all rows. That this gives what the module gives is tried out on a few rows when the layer is built, so that
-  a module that mixes rows is found out;
+- ``grouped``: all its parameters belong to linear layers; each becomes a grouped one, and the
+  module's own forward runs once on all rows. That this gives what the module gives is tried out on
+  a few rows when the layer is built, so that a module that mixes rows is found out;
 - ``loop``: anything else runs expert by expert.
 
-[Note: lending] A partitioner may give a module its weights only while its forward runs (ZeRO-3). So code that uses the
-weights of a `Stack` does so in a function that it is called with.
+[Note: lending] A partitioner may give a module its weights only while its forward runs (ZeRO-3). So
+code that uses the weights of a `Stack` does so in a function that it is called with.
 """
 
 from __future__ import annotations
@@ -33,16 +34,22 @@ __all__ = ["Experts", "GroupedLinear", "Stack", "partition_dim"]
 
 
 class Stack(nn.Module):
-    """The parameters and buffers of `count` copies of a module, in the same tree, with a first dimension for copies."""
+    """The parameters and buffers of `count` copies of a module, in the same tree, with a first
+    dimension for copies.
+    """
 
-    def __init__(self, module: nn.Module, count: int, known: dict[nn.Parameter, nn.Parameter] | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, count: int, known: dict[nn.Parameter, nn.Parameter] | None = None
+    ) -> None:
         super().__init__()
         known = {} if known is None else known
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             self.register_parameter(name, _stacked(param, count, known))
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             kept = name not in module._non_persistent_buffers_set
-            self.register_buffer(name, buffer.detach().expand(count, *buffer.shape).clone(), persistent=kept)
+            self.register_buffer(
+                name, buffer.detach().expand(count, *buffer.shape).clone(), persistent=kept
+            )
         for name, child in module.named_children():
             self.add_module(name, Stack(child, count, known))
 
@@ -54,9 +61,12 @@ class Stack(nn.Module):
 class GroupedLinear(nn.Module):
     """`count` copies of a linear layer; `groups` must be set before it is called."""
 
-    def __init__(self, linear: nn.Linear, count: int, known: dict[nn.Parameter, nn.Parameter]) -> None:
+    def __init__(
+        self, linear: nn.Linear, count: int, known: dict[nn.Parameter, nn.Parameter]
+    ) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
         bias = linear._parameters["bias"]
         self.weight = _stacked(cast(nn.Parameter, linear.weight), count, known)
         self.bias = None if bias is None else _stacked(bias, count, known)
@@ -68,11 +78,14 @@ class GroupedLinear(nn.Module):
         return grouped_linear(x, self.weight, self.bias, self.groups)
 
 
-def _stacked(param: nn.Parameter, count: int, known: dict[nn.Parameter, nn.Parameter]) -> nn.Parameter:
+def _stacked(
+    param: nn.Parameter, count: int, known: dict[nn.Parameter, nn.Parameter]
+) -> nn.Parameter:
     if param not in known:
         if param.dim() and param.numel() == 0:
             raise UsageError(
-                f"a parameter of the expert has shape {tuple(param.shape)}, so its values are not here; build the "
+                f"a parameter of the expert has shape {tuple(param.shape)}, so its values are not "
+                "here; build the "
                 "MoE layer where its expert has them (outside of ds_zero.Init)"
             )
         values = param.detach().expand(count, *param.shape).clone()
@@ -83,19 +96,21 @@ def _stacked(param: nn.Parameter, count: int, known: dict[nn.Parameter, nn.Param
 
 
 def partition_dim(tensor: Tensor) -> int | None:
-    """The dimension along which tensor-parallel ranks have cut a parameter, under the name that Megatron-LM gave it.
+    """The dimension along which tensor-parallel ranks have cut a parameter, under the name that
+    Megatron-LM gave it.
 
     -1: it is the same on all of them; None: unknown, or sharded in stripes (``partition_stride``).
     """
-    dim, stride = getattr(tensor, "partition_dim", None), getattr(tensor, "partition_stride", 1)
+    dim = getattr(tensor, "partition_dim", None)
+    stride = getattr(tensor, "partition_stride", 1)
     return dim if isinstance(dim, int) and stride == 1 else None
 
 
 class Experts(nn.Module):
     """`count` deep copies of `expert`, a module of one argument ``[rows, hidden]``.
 
-    way: "ffn", "grouped" or "loop", see the module's docstring. Its parameters have the expert's names below
-    ``stacked``, and one more dimension, the first, for the copies.
+    way: "ffn", "grouped" or "loop", see the module's docstring. Its parameters have the expert's
+    names below ``stacked``, and one more dimension, the first, for the copies.
     """
 
     def __init__(self, expert: nn.Module, count: int, hidden_size: int) -> None:
@@ -109,7 +124,8 @@ class Experts(nn.Module):
         if self.what is None:
             grouped = _grouped(expert, count)
             if grouped is not None and _agree(expert, hidden_size):
-                self.way, self.stacked = "grouped", grouped
+                self.way = "grouped"
+                self.stacked = grouped
             else:
                 self._plain = [copy.deepcopy(expert).to("meta")]
 
@@ -118,7 +134,9 @@ class Experts(nn.Module):
         if self.way == "grouped":
             return _first(_run_grouped(self.stacked, rows, groups))
         owners = [m for m in self.stacked.modules() if m._parameters]
-        use: Callable[[], Tensor] = functools.partial(self._ffn if self.what is not None else self._loop, rows, groups)
+        use: Callable[[], Tensor] = functools.partial(
+            self._ffn if self.what is not None else self._loop, rows, groups
+        )
         for owner in owners:
             use = functools.partial(owner, use)
         return use()
@@ -129,7 +147,8 @@ class Experts(nn.Module):
         names = [n for n in (what.up, what.gate, what.down) if n is not None]
         linears = [(n, self.stacked.get_submodule(n)) for n in names]
         weights = {f"{n}.{p}": getattr(m, p, None) for n, m in linears for p in ("weight", "bias")}
-        if self.kernels is None or torch.is_autocast_enabled(rows.device.type):  # which the reference knows about
+        # which the reference knows about
+        if self.kernels is None or torch.is_autocast_enabled(rows.device.type):
             return ffn(rows, what, weights, groups)
         done: Tensor = self.kernels.serving("expert_ffn", rows)(rows, what, weights, groups)
         return done
@@ -167,13 +186,21 @@ def _first(out: Any) -> Tensor:
 
 def _grouped(expert: nn.Module, count: int) -> nn.Module | None:
     """`expert` with grouped linear layers; None if it has parameters or buffers elsewhere."""
-    owned = {p for m in expert.modules() if type(m) is nn.Linear for p in m._parameters.values() if p is not None}
+    owned = {
+        p
+        for m in expert.modules()
+        if type(m) is nn.Linear
+        for p in m._parameters.values()
+        if p is not None
+    }
     if not owned or any(p not in owned for p in expert.parameters()) or list(expert.buffers()):
         return None
     if isinstance(expert, nn.Linear):
         return GroupedLinear(expert, count, {})
     known: dict[nn.Parameter, nn.Parameter] = {}
-    memo: dict[int, Any] = {id(m): GroupedLinear(m, count, known) for m in expert.modules() if type(m) is nn.Linear}
+    memo: dict[int, Any] = {
+        id(m): GroupedLinear(m, count, known) for m in expert.modules() if type(m) is nn.Linear
+    }
     return copy.deepcopy(expert, memo)
 
 
@@ -189,7 +216,9 @@ def _run_grouped(module: nn.Module, rows: Tensor, groups: Groups) -> Any:
 
 
 def _agree(expert: nn.Module, hidden_size: int) -> bool:
-    """Whether grouped linear layers give, on a few rows of two different experts, what the module gives for each."""
+    """Whether grouped linear layers give, on a few rows of two different experts, what the module
+    gives for each.
+    """
     first = next(expert.parameters())
     if first.device.type == "meta":
         return False
@@ -201,13 +230,17 @@ def _agree(expert: nn.Module, hidden_size: int) -> bool:
             param.add_(torch.randn_like(param), alpha=0.1)
         pair = _grouped(twins[0], 2)
         assert pair is not None
-        for (_, both), *each in zip(pair.named_parameters(), *(t.parameters() for t in twins), strict=True):
+        for (_, both), *each in zip(
+            pair.named_parameters(), *(t.parameters() for t in twins), strict=True
+        ):
             both.copy_(torch.stack(each))
         rows = torch.randn(7, hidden_size, dtype=torch.float64, device=first.device)
         groups = Groups(torch.tensor([4, 3], device=first.device))
         try:
             ours = _first(_run_grouped(pair.eval(), rows, groups))
-            theirs = torch.cat([_first(t(x)) for t, x in zip(twins, rows.split([4, 3]), strict=True)])
+            theirs = torch.cat(
+                [_first(t(x)) for t, x in zip(twins, rows.split([4, 3]), strict=True)]
+            )
         except Exception:  # its forward does more with linear layers than to call them
             return False
         return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-9, atol=1e-12)

@@ -9,14 +9,24 @@ from ds_kernel_kit.build import Extension, Unit
 
 __all__ = ["EXTENSION"]
 
-_OPENMP = () if sys.platform == "darwin" else ("-fopenmp",)  # Apple's compiler has none: one thread there
+# Apple's compiler has none: one thread there
+_OPENMP = () if sys.platform == "darwin" else ("-fopenmp",)
 
 EXTENSION = Extension(
     name="ds-moe",
     module="_ds_moe",
     folder=Path(__file__).parent / "cpp",
     units=(Unit("ffn.cpp", _OPENMP),),
-    # Sums and products may be one instruction: nothing here promises the bits of another implementation.
-    flags=("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"),
+    # Sums and products may be one instruction: nothing here promises the bits of another
+    # implementation.
+    flags=(
+        "-std=c++17",
+        "-O3",
+        "-fPIC",
+        "-fvisibility=hidden",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-Wno-psabi",
+    ),
     link=("-shared", *_OPENMP),
 )

@@ -1,7 +1,9 @@
-"""Feed-forward experts that can be computed directly from their weights, without calling the module.
+"""Feed-forward experts that can be computed directly from their weights, without calling the
+module.
 
-Most experts are ``down(act(up(x)))`` or ``down(act(gate(x)) * up(x))`` with linear layers. `match` finds out from the
-module itself, by tracing it; all else runs in another way (see `ds_moe.experts`).
+Most experts are ``down(act(up(x)))`` or ``down(act(gate(x)) * up(x))`` with linear layers. `match`
+finds out from the module itself, by tracing it; all else runs in another way (see
+`ds_moe.experts`).
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ _FUNCTIONS = ((F.relu, "relu"), (torch.relu, "relu"), (F.silu, "silu"))
 
 @dataclass(frozen=True, slots=True)
 class FFN:
-    """Names, within the expert, of its linear layers, and its activation; gate: None where there is none."""
+    """Names, within the expert, of its linear layers, and its activation; gate: None where there is
+    none.
+    """
 
     up: str
     down: str
@@ -48,7 +52,8 @@ class FFN:
 def ffn(x: Tensor, what: FFN, weights: Mapping[str, Tensor | None], groups: Groups) -> Tensor:
     """The experts on rows sorted by expert.
 
-    x: [M, hidden]. weights: "<linear>.weight" [experts, out, in] and "<linear>.bias" [experts, out] or None.
+    x: [M, hidden]. weights: "<linear>.weight" [experts, out, in] and "<linear>.bias" [experts, out]
+    or None.
     """
 
     def linear(name: str, rows: Tensor) -> Tensor:
@@ -78,7 +83,9 @@ def match(expert: nn.Module) -> FFN | None:
         return None
     linears = {found.up, found.down, found.gate} - {None}
     owned = {f"{name}.{p}" for name in linears for p in ("weight", "bias")}
-    if len(linears) != (2 if found.gate is None else 3) or any(n not in owned for n, _ in expert.named_parameters()):
+    if len(linears) != (2 if found.gate is None else 3) or any(
+        n not in owned for n, _ in expert.named_parameters()
+    ):
         return None
     return found if not list(expert.named_buffers()) else None
 
@@ -112,7 +119,12 @@ def _read(node: Any, graph: fx.GraphModule) -> FFN:
 def _linear(node: Any, graph: fx.GraphModule) -> tuple[str, Any]:
     """The name and the input of a linear layer that is called once."""
     node = _skip(node, graph)
-    if not isinstance(node, fx.Node) or node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+    if (
+        not isinstance(node, fx.Node)
+        or node.op != "call_module"
+        or len(node.args) != 1
+        or node.kwargs
+    ):
         raise _OtherError
     if type(graph.get_submodule(str(node.target))) is not nn.Linear:
         raise _OtherError
@@ -129,7 +141,9 @@ def _activation(node: Any, graph: fx.GraphModule) -> str | None:
             return {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate)
         return {nn.ReLU: "relu", nn.SiLU: "silu"}.get(type(module))
     if node.op == "call_function" and node.target is F.gelu:
-        return {"none": "gelu", "tanh": "gelu_tanh"}.get(str(node.kwargs.get("approximate", "none")))
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(
+            str(node.kwargs.get("approximate", "none"))
+        )
     if node.op == "call_function" and set(node.kwargs) <= {"inplace"}:
         return next((name for f, name in _FUNCTIONS if f is node.target), None)
     return "relu" if node.op == "call_method" and node.target == "relu" else None

@@ -1,10 +1,12 @@
-"""Which experts a token goes to, and with what weight: top-1, top-2 and top-k gating, capacity, the auxiliary loss.
+"""Which experts a token goes to, and with what weight: top-1, top-2 and top-k gating, capacity, the
+auxiliary loss.
 
-Everything here is linear in tokens: no tensor of tokens x experts x capacity. Randomness is given, so that the
-functions are pure; `TopKGate` draws it.
+Everything here is linear in tokens: no tensor of tokens x experts x capacity. Randomness is given,
+so that the functions are pure; `TopKGate` draws it.
 
-[Note: capacity] Each expert takes at most C = max(ceil(tokens / experts x factor), min_capacity) choices of this rank's
-tokens. Which ones is decided by sorting: by expert, and within an expert by priority.
+[Note: capacity] Each expert takes at most C = max(ceil(tokens / experts x factor), min_capacity)
+choices of this rank's tokens. Which ones is decided by sorting: by expert, and within an expert by
+priority.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ JITTER = 0.01
 class Routing:
     """What a gate decides about N tokens.
 
-    experts: int64 [N, k], -1 for a choice that was dropped. weights: [N, k], at least fp32. l_aux: 0-d, the loss that
-    evens out the load. counts: int64 [experts], choices of each before dropping.
+    experts: int64 [N, k], -1 for a choice that was dropped. weights: [N, k], at least fp32. l_aux:
+    0-d, the loss that evens out the load. counts: int64 [experts], choices of each before dropping.
     """
 
     experts: Tensor
@@ -47,11 +49,13 @@ def capacity_of(tokens: int, experts: int, factor: float, min_capacity: int) -> 
     return max(math.ceil(tokens / experts * factor), min_capacity)
 
 
-def within_capacity(experts: Tensor, counts: Tensor, capacity: int, priority: Tensor | None = None) -> Tensor:
+def within_capacity(
+    experts: Tensor, counts: Tensor, capacity: int, priority: Tensor | None = None
+) -> Tensor:
     """Which choices find room: bool, as long as `experts`.
 
-    experts: int64 [L], -1 for none. counts: int64 [experts], how often each occurs. priority: [L], the larger the
-    earlier; None: in the order of places.
+    experts: int64 [L], -1 for none. counts: int64 [experts], how often each occurs. priority: [L],
+    the larger the earlier; None: in the order of places.
     """
     if experts.device.type == "cpu" and not bool((counts > capacity).any()):
         return experts >= 0
@@ -77,8 +81,9 @@ def top1(
 ) -> Routing:
     """Each token to its best expert, with the gate's value as its weight.
 
-    logits: [N, experts]. capacity: None drops nothing. used: [N], tokens where it is 0 go nowhere. gumbel: noise to
-    add for choosing. priority: [N], who stays where an expert is full; None: who comes first.
+    logits: [N, experts]. capacity: None drops nothing. used: [N], tokens where it is 0 go nowhere.
+    gumbel: noise to add for choosing. priority: [N], who stays where an expert is full; None: who
+    comes first.
     """
     gates = _softmax(logits)
     if gumbel is None:
@@ -96,10 +101,11 @@ def top1(
 
 
 def top2(logits: Tensor, capacity: int | None, *, gumbel: Tensor | None = None) -> Routing:
-    """Each token to its best expert and to the best other one (after adding `gumbel`), weights summing to 1.
+    """Each token to its best expert and to the best other one (after adding `gumbel`), weights
+    summing to 1.
 
-    A full expert takes first choices before second ones, and earlier tokens before later ones. Raises UsageError for
-    fewer than two experts.
+    A full expert takes first choices before second ones, and earlier tokens before later ones.
+    Raises UsageError for fewer than two experts.
     """
     if logits.shape[1] < 2:
         raise UsageError(f"top-2 gating needs at least 2 experts, not {logits.shape[1]}; use k=1")
@@ -113,14 +119,16 @@ def top2(logits: Tensor, capacity: int | None, *, gumbel: Tensor | None = None) 
     if capacity is not None:
         found = within_capacity(experts.t().reshape(-1), counts, capacity).view(2, -1).t()
         experts = experts.masked_fill(~found, -1)
-    return Routing(experts, _renormalised(gates, first, second, experts), _balance(gates, firsts), counts)
+    return Routing(
+        experts, _renormalised(gates, first, second, experts), _balance(gates, firsts), counts
+    )
 
 
 def topk(logits: Tensor, k: int, capacity: int | None, *, policy: str = "probs") -> Routing:
     """Each token to its `k` best experts, weights summing to 1 over those that took it.
 
-    policy: where an expert is full it keeps the tokens with the largest gates ("probs"), or the earliest ("position").
-    Raises UsageError for another policy, or more choices than experts.
+    policy: where an expert is full it keeps the tokens with the largest gates ("probs"), or the
+    earliest ("position"). Raises UsageError for another policy, or more choices than experts.
     """
     if policy not in ("probs", "position"):
         raise UsageError(f"drop_policy {policy!r} is unknown; use 'probs' or 'position'")
@@ -134,7 +142,9 @@ def topk(logits: Tensor, k: int, capacity: int | None, *, policy: str = "probs")
         priority = values.reshape(-1) if policy == "probs" else None
         found = within_capacity(experts.reshape(-1), counts, capacity, priority).view_as(experts)
         experts = experts.masked_fill(~found, -1)
-    return Routing(experts, _renormalised(gates, chosen, None, experts), _balance(gates, counts) / k, counts)
+    return Routing(
+        experts, _renormalised(gates, chosen, None, experts), _balance(gates, counts) / k, counts
+    )
 
 
 def _softmax(logits: Tensor) -> Tensor:
@@ -197,17 +207,27 @@ class TopKGate(nn.Module):
     ) -> None:
         super().__init__()
         if noisy_gate_policy not in NOISES:
-            raise UsageError(f"noisy_gate_policy {noisy_gate_policy!r} is unknown; use 'Jitter', 'RSample' or None")
+            raise UsageError(
+                f"noisy_gate_policy {noisy_gate_policy!r} is unknown; use 'Jitter', 'RSample' or "
+                "None"
+            )
         if not 1 <= k <= num_experts:
-            raise UsageError(f"k is {k}, and there are {num_experts} experts; use 1 to {num_experts}")
+            raise UsageError(
+                f"k is {k}, and there are {num_experts} experts; use 1 to {num_experts}"
+            )
         if drop_policy not in ("probs", "position"):
             raise UsageError(f"drop_policy {drop_policy!r} is unknown; use 'probs' or 'position'")
         self.wg = _Router(hidden_size, num_experts, bias=False)
-        self.num_experts, self.k = num_experts, k
-        self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
-        self.min_capacity, self.drop_tokens, self.use_rts = min_capacity, drop_tokens, use_rts
+        self.num_experts = num_experts
+        self.k = k
+        self.capacity_factor = capacity_factor
+        self.eval_capacity_factor = eval_capacity_factor
+        self.min_capacity = min_capacity
+        self.drop_tokens = drop_tokens
+        self.use_rts = use_rts
         self.noise = noisy_gate_policy if noisy_gate_policy != "None" else None
-        self.sample_second, self.drop_policy = top2_2nd_expert_sampling, drop_policy
+        self.sample_second = top2_2nd_expert_sampling
+        self.drop_policy = drop_policy
 
     def forward(self, x: Tensor, used_token: Tensor | None = None) -> Routing:
         """x: [N, hidden]. used_token: [N], 0 where a token is not to be looked at (top-1 only).
@@ -222,7 +242,11 @@ class TopKGate(nn.Module):
         capacity = self.capacity(len(x))
         if self.k == 1:
             gumbel = _gumbel(logits) if self.noise == "RSample" and self.training else None
-            priority = torch.rand(len(x), device=x.device) if self.use_rts and capacity is not None else None
+            priority = (
+                torch.rand(len(x), device=x.device)
+                if self.use_rts and capacity is not None
+                else None
+            )
             used = None if used_token is None else used_token.reshape(-1)
             return top1(logits, capacity, used=used, gumbel=gumbel, priority=priority)
         if self.k == 2:
@@ -230,12 +254,16 @@ class TopKGate(nn.Module):
         return topk(logits, self.k, capacity, policy=self.drop_policy)
 
     def capacity(self, tokens: int) -> int | None:
-        """The most choices an expert takes of so many tokens; None: all. Raises UsageError for too few tokens."""
+        """The most choices an expert takes of so many tokens; None: all.
+
+        Raises UsageError for too few tokens.
+        """
         if not self.drop_tokens:
             return None
         if self.k == 1 and tokens < self.min_capacity:
             raise UsageError(
-                f"top-1 gating got {tokens} tokens, fewer than min_capacity {self.min_capacity}; give larger "
+                f"top-1 gating got {tokens} tokens, fewer than min_capacity {self.min_capacity}; "
+                "give larger "
                 "micro-batches, a smaller min_capacity, or drop_tokens=False"
             )
         factor = self.capacity_factor if self.training else self.eval_capacity_factor

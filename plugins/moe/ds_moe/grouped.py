@@ -17,9 +17,11 @@ __all__ = ["Groups", "grouped_linear"]
 
 @dataclass(eq=False)
 class Groups:
-    """Which rows belong to which of the experts on this rank: expert i has the next ``counts[i]`` rows.
+    """Which rows belong to which of the experts on this rank: expert i has the next ``counts[i]``
+    rows.
 
-    counts: int64 ``[local experts]``, on the tokens' device. `sizes` and `ends` are made when first asked for.
+    counts: int64 ``[local experts]``, on the tokens' device. `sizes` and `ends` are made when first
+    asked for.
     """
 
     counts: Tensor
@@ -43,13 +45,16 @@ class Groups:
 def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
     """``F.linear`` of each row of `x` with the weights of its expert.
 
-    x: [M, in], sorted by expert. weight: [experts, out, in], bias: [experts, out] or None. Returns [M, out].
-    An expert without rows gets a gradient of zeros. Under autocast all are cast as for `F.linear`.
+    x: [M, in], sorted by expert. weight: [experts, out, in], bias: [experts, out] or None. Returns
+    [M, out]. An expert without rows gets a gradient of zeros. Under autocast all are cast as for
+    `F.linear`.
     """
     device = x.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        x = x.to(dtype)
+        weight = weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
     y: Tensor = _GroupedLinear.apply(x, weight, bias, groups)  # type: ignore[no-untyped-call]
     return y
 
@@ -62,9 +67,12 @@ class _GroupedLinear(torch.autograd.Function):
         return _product(x, weight.transpose(1, 2), bias, groups)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        grad, groups = grad.contiguous(), ctx.groups
+        grad = grad.contiguous()
+        groups = ctx.groups
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         return (
             _product(grad, weight, None, groups) if needs_x else None,
@@ -75,7 +83,9 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
-    """Rows of x [M, in] times their expert's weight [experts, in, out], plus its bias [experts, out]."""
+    """Rows of x [M, in] times their expert's weight [experts, in, out], plus its bias [experts,
+    out].
+    """
     if _on_device(x, weight):
         out: Tensor = torch._grouped_mm(x, weight, offs=groups.ends)
         return out if bias is None else out + bias.index_select(0, groups.expert_of_row)
@@ -104,14 +114,23 @@ def _outer(grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
 def _sums(grad: Tensor, groups: Groups) -> Tensor:
     """Per expert, the sum over its rows: [experts, out]."""
     if grad.device.type != "cpu":
-        out = grad.new_zeros(len(groups.counts), grad.shape[1], dtype=torch.promote_types(grad.dtype, torch.float32))
+        out = grad.new_zeros(
+            len(groups.counts), grad.shape[1], dtype=torch.promote_types(grad.dtype, torch.float32)
+        )
         return out.index_add_(0, groups.expert_of_row, grad.to(out.dtype)).to(grad.dtype)
     return torch.stack([g.sum(0) for g in grad.split(groups.sizes)])
 
 
 def _on_device(a: Tensor, b: Tensor) -> bool:
-    """Whether torch has one launch for all experts: bf16 on a GPU, rows of 16 bytes, a GPU that knows how."""
-    if a.device.type != "cuda" or a.dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm") or not len(a):
+    """Whether torch has one launch for all experts: bf16 on a GPU, rows of 16 bytes, a GPU that
+    knows how.
+    """
+    if (
+        a.device.type != "cuda"
+        or a.dtype != torch.bfloat16
+        or not hasattr(torch, "_grouped_mm")
+        or not len(a)
+    ):
         return False
     wide = a.shape[-1] % 8 == 0 and b.shape[-1] % 8 == 0
     return wide and torch.cuda.get_device_capability(a.device) >= (9, 0)

@@ -28,18 +28,23 @@ __all__ = ["MoE"]
 class MoE(nn.Module):
     """A mixture of experts in the place of a feed-forward layer.
 
-    hidden_size: of tokens. expert: a module of one argument ``[rows, hidden]``; each expert is a deep copy of it.
-    num_experts: over all ranks. ep_size: over how many neighbouring data-parallel ranks they are divided; it must
-    divide num_experts. k: experts per token. capacity_factor, eval_capacity_factor, min_capacity: see
-    `ds_moe.gating`; drop_tokens=False: experts take all that comes. use_rts: in top-1 gating a random choice of tokens
-    stays where an expert is full, else the earliest. noisy_gate_policy: "RSample" or "Jitter", in training.
-    top2_2nd_expert_sampling: noise for the second choice of top-2. drop_policy: of k > 2, see `ds_moe.gating.topk`.
-    use_residual: Residual MoE; every token also goes through one more copy of `expert`, and a learned weight mixes.
-    enable_expert_tensor_parallelism: `expert` is itself cut over the mesh axis ``tp``. A parameter's attribute
-    ``partition_dim`` says along which dimension, evenly and in one piece (-1: not at all), as Megatron-LM's layers have
-    it; without one (or with a ``partition_stride``) it can be saved, but not loaded with another size of ``tp``. A
-    weight of which ranks hold a piece of each half, gate and up, must not have one. use_tutel: without effect, which a
-    warning says.
+    hidden_size: of tokens. expert: a module of one argument ``[rows, hidden]``; each expert is a
+        deep copy of it.
+    num_experts: over all ranks. ep_size: over how many neighbouring data-parallel ranks they are
+        divided; it must divide num_experts. k: experts per token. capacity_factor,
+        eval_capacity_factor, min_capacity: see `ds_moe.gating`; drop_tokens=False: experts take all
+        that comes. use_rts: in top-1 gating a random choice of tokens stays where an expert is
+        full, else the earliest. noisy_gate_policy: "RSample" or "Jitter", in training.
+    top2_2nd_expert_sampling: noise for the second choice of top-2. drop_policy: of k > 2, see
+        `ds_moe.gating.topk`.
+    use_residual: Residual MoE; every token also goes through one more copy of `expert`, and a
+        learned weight mixes.
+    enable_expert_tensor_parallelism: `expert` is itself cut over the mesh axis ``tp``. A
+        parameter's attribute ``partition_dim`` says along which dimension, evenly and in one piece
+        (-1: not at all), as Megatron-LM's layers have it; without one (or with a
+        ``partition_stride``) it can be saved, but not loaded with another size of ``tp``. A weight
+        of which ranks hold a piece of each half, gate and up, must not have one. use_tutel: without
+        effect, which a warning says.
 
     Raises UsageError for numbers that do not fit.
     """
@@ -67,12 +72,19 @@ class MoE(nn.Module):
         super().__init__()
         if ep_size < 1 or num_experts % ep_size:
             good = ", ".join(str(d) for d in range(1, num_experts + 1) if num_experts % d == 0)
-            raise UsageError(f"ep_size {ep_size} does not divide num_experts {num_experts}; use {good}")
+            raise UsageError(
+                f"ep_size {ep_size} does not divide num_experts {num_experts}; use {good}"
+            )
         if use_tutel and comm.rank() == 0:
-            warnings.warn("MoE: use_tutel has no effect: the layer dispatches tokens itself", stacklevel=2)
-        self.hidden_size, self.num_experts, self.ep_size = hidden_size, num_experts, ep_size
+            warnings.warn(
+                "MoE: use_tutel has no effect: the layer dispatches tokens itself", stacklevel=2
+            )
+        self.hidden_size = hidden_size
+        self.num_experts = num_experts
+        self.ep_size = ep_size
         self.num_local_experts = num_experts // ep_size
-        self.use_residual, self.expert_tensor_parallel = use_residual, enable_expert_tensor_parallelism
+        self.use_residual = use_residual
+        self.expert_tensor_parallel = enable_expert_tensor_parallelism
         self.gate = TopKGate(
             hidden_size,
             num_experts,
@@ -101,18 +113,28 @@ class MoE(nn.Module):
         return {"expert_parallel": {"autoep_size": self.ep_size} if self.ep_size > 1 else {}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
-        """A copy belongs to the same run: it shares the process group and the kernels, which cannot be copied."""
-        memo |= {id(shared): shared for shared in (self.group, self.experts.kernels) if shared is not None}
+        """A copy belongs to the same run: it shares the process group and the kernels, which cannot
+        be copied.
+        """
+        memo |= {
+            id(shared): shared
+            for shared in (self.group, self.experts.kernels)
+            if shared is not None
+        }
         copied = memo[id(self)] = type(self).__new__(type(self))
-        copied.__dict__.update(copy.deepcopy({k: v for k, v in vars(self).items() if k != "_compiled_call_impl"}, memo))
+        copied.__dict__.update(
+            copy.deepcopy({k: v for k, v in vars(self).items() if k != "_compiled_call_impl"}, memo)
+        )
         return copied
 
     def bind(self, group: ProcessGroup | None, kernels: Kernels) -> ExpertLoad:
-        """Take the expert-parallel group and the kernels of this run; called by `ds_core.initialize`.
+        """Take the expert-parallel group and the kernels of this run; called by
+        `ds_core.initialize`.
 
         Returns where the layer takes note of its experts' load.
         """
-        self.group, self.experts.kernels = group, kernels
+        self.group = group
+        self.experts.kernels = kernels
         self.load = ExpertLoad(self.num_experts)
         return self.load
 
@@ -120,15 +142,20 @@ class MoE(nn.Module):
         """The engine ends."""
         self.group = self.load = self.experts.kernels = None
 
-    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden_states: [..., hidden]. used_token: one value per token, 0 for tokens that go nowhere (k=1).
+    def forward(
+        self, hidden_states: Tensor, used_token: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden_states: [..., hidden]. used_token: one value per token, 0 for tokens that go
+        nowhere (k=1).
 
-        Returns (output, of hidden_states' shape; the auxiliary loss, 0-d, to be added to the loss with a small factor;
-        int64 [num_experts], choices of this rank's tokens before dropping). Collective over the expert-parallel ranks.
+        Returns (output, of hidden_states' shape; the auxiliary loss, 0-d, to be added to the loss
+        with a small factor; int64 [num_experts], choices of this rank's tokens before dropping).
+        Collective over the expert-parallel ranks.
         """
         if self.ep_size > 1 and (self.group is None or comm.world_size(self.group) != self.ep_size):
             raise UsageError(
-                f"this MoE layer has 1/{self.ep_size} of {self.num_experts} experts; give the model to "
+                f"this MoE layer has 1/{self.ep_size} of {self.num_experts} experts; give the "
+                "model to "
                 "ds_core.initialize, which connects the ranks, before its forward"
             )
         tokens = hidden_states.reshape(-1, self.hidden_size)
@@ -156,15 +183,22 @@ class MoE(nn.Module):
         return out.view(hidden_states.shape), routing.l_aux, routing.counts
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Weights may have the names that DeepSpeed's layer gives them; the layers below find ours."""
+        """Weights may have the names that DeepSpeed's layer gives them; the layers below find
+        ours."""
         index = 0 if self.group is None else comm.rank(self.group)
         take_deepspeed_names(
-            state_dict, prefix, self.num_experts, index * self.num_local_experts, self.num_local_experts
+            state_dict,
+            prefix,
+            self.num_experts,
+            index * self.num_local_experts,
+            self.num_local_experts,
         )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _dense(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Residual MoE: what the expert that all tokens go through gives, and how much of each counts."""
+        """Residual MoE: what the expert that all tokens go through gives, and how much of each
+        counts.
+        """
         mixing = torch.softmax(self.coefficient(tokens), dim=-1)
         residual = self.mlp(tokens)
         return residual[0] if isinstance(residual, tuple) else residual, mixing
@@ -176,16 +210,19 @@ def mark_expert(param: nn.Parameter, ep_size: int) -> None:
     param.group_name = f"ep_size_{ep_size}"  # type: ignore[attr-defined]
 
 
-def take_deepspeed_names(state_dict: dict[str, Any], prefix: str, experts: int, first: int, count: int) -> None:
+def take_deepspeed_names(
+    state_dict: dict[str, Any], prefix: str, experts: int, first: int, count: int
+) -> None:
     """Give what is named ``deepspeed_moe.*`` below `prefix` the names that it has here.
 
-    experts: of all ranks; first, count: those of this rank. ``deepspeed_experts.N`` counts either all of them, or this
-    rank's.
+    experts: of all ranks; first, count: those of this rank. ``deepspeed_experts.N`` counts either
+    all of them, or this rank's.
     """
     begin = f"{prefix}deepspeed_moe."
     stacks: dict[str, dict[int, Tensor]] = {}
     for key in [k for k in state_dict if k.startswith(begin)]:
-        rest, value = key.removeprefix(begin), state_dict.pop(key)
+        rest = key.removeprefix(begin)
+        value = state_dict.pop(key)
         number, _, name = rest.removeprefix("experts.deepspeed_experts.").partition(".")
         if rest.startswith("experts.deepspeed_experts.") and number.isdigit():
             stacks.setdefault(name, {})[int(number)] = value
@@ -195,4 +232,6 @@ def take_deepspeed_names(state_dict: dict[str, Any], prefix: str, experts: int, 
         begin_at = first if len(rows) == experts else 0
         wanted = range(begin_at, begin_at + count)
         if all(row in rows for row in wanted):  # else it stays missing, which load_state_dict tells
-            state_dict[f"{prefix}experts.stacked.{name}"] = torch.stack([rows[row] for row in wanted])
+            state_dict[f"{prefix}experts.stacked.{name}"] = torch.stack(
+                [rows[row] for row in wanted]
+            )

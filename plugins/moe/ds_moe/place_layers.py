@@ -1,4 +1,6 @@
-"""The transform of MoE layers: bind them to the mesh, and declare which slices of parameters this rank has."""
+"""The transform of MoE layers: bind them to the mesh, and declare which slices of parameters this
+rank has.
+"""
 
 from __future__ import annotations
 
@@ -21,27 +23,37 @@ if TYPE_CHECKING:
 
 __all__ = ["EXPERT_PARALLEL", "TENSOR_PARALLEL", "bind_layers"]
 
-EXPERT_PARALLEL: StashKey[Collection[str]] = StashKey("ds-moe expert-parallel parameters and buffers")
-"""Names of parameters and buffers that exist on some ranks along ``ep`` only, because they are named by expert. Stacked
-experts, of which each rank has a slice (`ds_run_state.slices`), are not listed."""
+EXPERT_PARALLEL: StashKey[Collection[str]] = StashKey(
+    "ds-moe expert-parallel parameters and buffers"
+)
+"""Names of parameters and buffers that exist on some ranks along ``ep`` only, because they are
+named by expert. Stacked experts, of which each rank has a slice (`ds_run_state.slices`), are not
+listed."""
 
 TENSOR_PARALLEL: StashKey[set[str]] = StashKey("ds-moe tensor-parallel experts")
-"""Names of expert parameters and buffers that are sharded over ``tp`` too, in a way that is not declared."""
+"""Names of expert parameters and buffers that are sharded over ``tp`` too, in a way that is not
+declared.
+"""
 
 
 def bind_layers(model: nn.Module, ctx: Context) -> nn.Module:
-    """Bind each MoE layer to its group; the model does not change. Raises UsageError for an ep_size without an axis."""
+    """Bind each MoE layer to its group; the model does not change.
+
+    Raises UsageError for an ep_size without an axis.
+    """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     known = ctx.stash.get(SLICES)
     slices = dict(known) if known is not None else {}
     cut = set(ctx.stash.get(TENSOR_PARALLEL) or ())
-    others, size = ctx.stash.get(EXPERT_LOADS), ctx.mesh.size("ep")
+    others = ctx.stash.get(EXPERT_LOADS)
+    size = ctx.mesh.size("ep")
     loads = dict(others) if others is not None else {}
     for name, layer in layers.items():
         ctx.undo(layer.unbind)
         if layer.ep_size not in (1, size):
             raise UsageError(
-                f"MoE layer {name!r} has ep_size {layer.ep_size}, and the mesh {ctx.mesh.describe()} has ep {size}; "
+                f"MoE layer {name!r} has ep_size {layer.ep_size}, and the mesh "
+                f"{ctx.mesh.describe()} has ep {size}; "
                 f"use 1 or one size for all layers (expert_parallel.autoep_size is {size})"
             )
         loads[name] = layer.bind(ctx.mesh.group("ep") if layer.ep_size > 1 else None, ctx.kernels)
@@ -53,7 +65,8 @@ def bind_layers(model: nn.Module, ctx: Context) -> nn.Module:
                 slices[prefix + key] = piece
             if dim is None:
                 cut.add(prefix + key)
-    ctx.stash[SLICES], ctx.stash[TENSOR_PARALLEL] = slices, cut
+    ctx.stash[SLICES] = slices
+    ctx.stash[TENSOR_PARALLEL] = cut
     ctx.stash[EXPERT_LOADS] = loads
     return model
 
@@ -65,7 +78,9 @@ def _piece(layer: MoE, tensor: Tensor, dim: int, mesh: Mesh) -> Slice:
     shape[dim] *= tp
     piece = Slice.of(shape)
     if layer.ep_size > 1:
-        piece = piece.cut("ep", 0, mesh.index("ep") * layer.num_local_experts, layer.num_local_experts)
+        piece = piece.cut(
+            "ep", 0, mesh.index("ep") * layer.num_local_experts, layer.num_local_experts
+        )
     if tp > 1:
         piece = piece.cut("tp", dim, mesh.index("tp") * tensor.shape[dim], tensor.shape[dim])
     return piece

@@ -1,4 +1,6 @@
-"""What this distribution offers to ds_core: the section ``expert_parallel``, its axis, its transform (torch-free)."""
+"""What this distribution offers to ds_core: the section ``expert_parallel``, its axis, its
+transform (torch-free).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.context import Context
 
-__all__ = ["ds_config", "ds_kernels", "ds_mesh_axes", "ds_metrics", "ds_param_axes", "ds_step_begin", "ds_transforms"]
+__all__ = [
+    "ds_config",
+    "ds_kernels",
+    "ds_mesh_axes",
+    "ds_metrics",
+    "ds_param_axes",
+    "ds_step_begin",
+    "ds_transforms",
+]
 
 
 def ds_config() -> type[BaseModel]:
@@ -24,11 +34,13 @@ def ds_config() -> type[BaseModel]:
 
 
 def ds_kernels() -> Iterable[KernelEntry]:
-    """Feed-forward experts in one piece: ``(rows, FFN, weights, groups) -> rows``, see `ds_moe.ffn.ffn`; who goes
-    where, weighted sums and their way back, see `plan`, `sums` and `weigh_back` of `ds_moe.dispatch`."""
+    """Feed-forward experts in one piece: ``(rows, FFN, weights, groups) -> rows``, see
+    `ds_moe.ffn.ffn`; who goes where, weighted sums and their way back, see `plan`, `sums` and
+    `weigh_back` of `ds_moe.dispatch`."""
 
     for function in ("ffn", "plan", "sums", "weigh_back"):
-        op, module = f"expert_{function}", "ds_moe.ffn" if function == "ffn" else "ds_moe.dispatch"
+        op = f"expert_{function}"
+        module = "ds_moe.ffn" if function == "ffn" else "ds_moe.dispatch"
         yield KernelEntry(op, "reference", f"{module}:{function}", 0, check=f"ds_moe.checks:{op}")
         yield KernelEntry(
             op,
@@ -52,7 +64,9 @@ def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
 
 
 def ds_param_axes(name: str, ctx: Context) -> Collection[str]:
-    """``ep`` for parameters of which each rank has a slice, or only some ranks have; ``tp`` for sharded experts."""
+    """``ep`` for parameters of which each rank has a slice, or only some ranks have; ``tp`` for
+    sharded experts.
+    """
     from ds_run_state.slices import SLICES
 
     from ds_moe.place_layers import EXPERT_PARALLEL, TENSOR_PARALLEL

@@ -1,12 +1,14 @@
 """What AutoEP knows of model families, as data; how a distribution adds one (torch-free).
 
-A preset names attributes and states facts; no code of it runs. Another distribution adds one with an entry point of the
-group ``ds_moe.presets``, whose name is the preset's and whose value names a `Preset`:
+A preset names attributes and states facts; no code of it runs. Another distribution adds one with
+an entry point of the group ``ds_moe.presets``, whose name is the preset's and whose value names a
+`Preset`:
 
     [project.entry-points."ds_moe.presets"]
     my_family = "my_package.moe:PRESET"
 
-One that is not installed can be named by ``expert_parallel.preset_model`` itself, as ``"my_package.moe:PRESET"``.
+One that is not installed can be named by ``expert_parallel.preset_model`` itself, as
+``"my_package.moe:PRESET"``.
 """
 
 from __future__ import annotations
@@ -33,23 +35,28 @@ GROUP = "ds_moe.presets"
 class Preset:
     """A family of models whose MoE blocks look alike.
 
-    model_types: ``model_type`` of the model configs it is for. layers: a regular expression that matches the full name
-    of a MoE block (layers without router and experts are passed over). router, experts, shared, shared_gate: names of
-    the block's children; the last two count where the block has them.
+    model_types: ``model_type`` of the model configs it is for. layers: a regular expression that
+    matches the full name of a MoE block (layers without router and experts are passed over).
+    router, experts, shared, shared_gate: names of the block's children; the last two count where
+    the block has them.
 
-    Experts in one module are 3-d parameters of shape [experts, ...]: w1 (gate, or gate and up stacked), w2 (down), w3
-    (up; None: w1 holds both). Experts in a list of modules have linear children: listed, as (gate, down, up; None:
-    the first is gate and up in one).
+    Experts in one module are 3-d parameters of shape [experts, ...]: w1 (gate, or gate and up
+    stacked), w2 (down), w3 (up; None: w1 holds both). Experts in a list of modules have linear
+    children: listed, as (gate, down, up; None: the first is gate and up in one).
     arithmetic: what an expert computes, see `ds_moe.expert_fn`.
 
-    num_experts, top_k, scale: attributes of the model config (scale: what combined scores are multiplied by). score:
-    of router logits. normalise: divide the chosen scores by their sum: yes, no, or an attribute that says. groups:
-    attributes for (number of groups, groups kept) in group-limited routing; groups_if: (attribute, value) without which
-    there are none; group_score: how a group is rated: its best expert, or its two best together.
-    apply: whether scores multiply the experts' output ("post") or input ("pre"). activation: attribute of the experts.
-    bias: attribute of the router, or the block, that is added to scores for the choice alone, where there is one.
-    returns_logits: the block returns (output, router logits) and not just the output. These two, score, normalise,
-    scale and groups matter where AutoEP replaces the block, see `ds_moe.autoep`.
+    num_experts, top_k, scale: attributes of the model config (scale: what combined scores are
+        multiplied by). score: of router logits. normalise: divide the chosen scores by their sum:
+        yes, no, or an attribute that says. groups: attributes for (number of groups, groups kept)
+        in group-limited routing; groups_if: (attribute, value) without which there are none;
+        group_score: how a group is rated: its best expert, or its two best together.
+    apply: whether scores multiply the experts' output ("post") or input ("pre"). activation:
+        attribute of the experts.
+    bias: attribute of the router, or the block, that is added to scores for the choice alone, where
+        there is one.
+    returns_logits: the block returns (output, router logits) and not just the output. These two,
+        score, normalise, scale and groups matter where AutoEP replaces the block, see
+        `ds_moe.autoep`.
     """
 
     name: str
@@ -128,7 +135,8 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Preset | None:
-    """The preset called `name`, or that a reference ``"package.module:attribute"`` means; None: there is none.
+    """The preset called `name`, or that a reference ``"package.module:attribute"`` means; None:
+    there is none.
 
     Raises PluginError when the entry point is not a preset, or two distributions offer it.
     """
@@ -140,17 +148,20 @@ def find(name: str) -> Preset | None:
     if name in BUILT_IN or len(offers) > 1:
         who = [f"{dist} ({ref})" for dist, ref in offers] + (["ds-moe"] if name in BUILT_IN else [])
         raise PluginError(
-            f"MoE preset {name!r} is offered by {' and '.join(who)}; uninstall one, or name yours otherwise"
+            f"MoE preset {name!r} is offered by {' and '.join(who)}; uninstall one, or name yours "
+            "otherwise"
         )
     return _load(offers[0][1], name)
 
 
 def for_model_type(model_types: Iterable[str]) -> Preset | None:
-    """The preset for one of these model types; None if there is none. Raises PluginError when there are two.
+    """The preset for one of these model types; None if there is none. Raises PluginError when there
+    are two.
 
     A preset that cannot be loaded is skipped with a warning, since the config does not name it.
     """
-    wanted, found = set(model_types), []
+    wanted = set(model_types)
+    found = []
     for name in names():
         try:
             preset = find(name)
@@ -182,5 +193,7 @@ def _installed() -> dict[str, list[tuple[str, str]]]:
 def _load(ref: str, name: str) -> Preset:
     preset = resolve(ref)
     if not isinstance(preset, Preset):
-        raise PluginError(f"MoE preset {name!r}: {ref} is a {type(preset).__name__}, not a ds_moe.presets.Preset")
+        raise PluginError(
+            f"MoE preset {name!r}: {ref} is a {type(preset).__name__}, not a ds_moe.presets.Preset"
+        )
     return preset

@@ -1,4 +1,6 @@
-"""From router logits to experts and their scores: what AutoEP does where the model's own router shall not decide."""
+"""From router logits to experts and their scores: what AutoEP does where the model's own router
+shall not decide.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ __all__ = ["RouterRule", "route"]
 class RouterRule:
     """How tokens find their experts.
 
-    top_k: experts per token. score: of logits. normalise: divide the chosen scores by their sum. scale: they are
-    multiplied by this. groups: (number of groups of experts, groups that a token may use), None: any expert.
+    top_k: experts per token. score: of logits. normalise: divide the chosen scores by their sum.
+        scale: they are multiplied by this. groups: (number of groups of experts, groups that a
+        token may use), None: any expert.
     group_score: how a group is rated: by its best expert, or its two best together.
     """
 
@@ -31,8 +34,8 @@ class RouterRule:
 def route(logits: Tensor, how: RouterRule, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The experts of each token and their scores: int64 and floating, both [tokens, top_k].
 
-    logits: [tokens, experts]. bias: [experts], added to scores for the choice alone. Scores are fp32, or fp64 when the
-    logits are.
+    logits: [tokens, experts]. bias: [experts], added to scores for the choice alone. Scores are
+    fp32, or fp64 when the logits are.
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     scores = wide.softmax(dim=-1) if how.score == "softmax" else wide.sigmoid()
@@ -50,6 +53,10 @@ def _allowed(choice: Tensor, count: int, kept: int, rated: str) -> Tensor:
     """Which experts are in the `kept` best of `count` groups, token by token."""
     tokens, experts = choice.shape
     members = choice.detach().view(tokens, count, experts // count)
-    best = members.topk(min(2 if rated == "top2" else 1, experts // count), dim=-1).values.sum(dim=-1)
-    mask = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(kept, dim=-1).indices, True)
+    best = members.topk(min(2 if rated == "top2" else 1, experts // count), dim=-1).values.sum(
+        dim=-1
+    )
+    mask = torch.zeros_like(best, dtype=torch.bool).scatter_(
+        -1, best.topk(kept, dim=-1).indices, True
+    )
     return mask.unsqueeze(-1).expand_as(members).reshape(tokens, experts)

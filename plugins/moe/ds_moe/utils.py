@@ -39,33 +39,43 @@ def is_moe_param(param: Tensor) -> bool:
 
 
 def is_moe_param_group(group: Group) -> bool:
-    """Whether `split_params_into_different_moe_groups_for_optimizer` made `group` of experts' parameters."""
+    """Whether `split_params_into_different_moe_groups_for_optimizer` made `group` of experts'
+    parameters.
+    """
     return bool(group.get("moe", False))
 
 
-def split_params_into_shared_and_expert_params(params: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def split_params_into_shared_and_expert_params(
+    params: Iterable[Tensor],
+) -> tuple[list[Tensor], list[Tensor]]:
     """(all others, experts')."""
     params = list(params)
     return [p for p in params if not is_moe_param(p)], [p for p in params if is_moe_param(p)]
 
 
-def split_params_grads_into_shared_and_expert_params(group: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def split_params_grads_into_shared_and_expert_params(
+    group: Iterable[Tensor],
+) -> tuple[list[Tensor], list[Tensor]]:
     """The gradients of (all others, experts'), in their parameters' dtypes."""
     both = split_params_into_shared_and_expert_params(p for p in group if p.grad is not None)
-    shared, experts = ([p.grad.to(p.dtype) for p in params if p.grad is not None] for params in both)
+    shared, experts = (
+        [p.grad.to(p.dtype) for p in params if p.grad is not None] for params in both
+    )
     return shared, experts
 
 
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Group | Iterable[Group], max_group_size: int | None = 178956971
 ) -> list[Group]:
-    """Parameter groups in which expert parameters are separate, with the hyperparameters of their former group.
+    """Parameter groups in which expert parameters are separate, with the hyperparameters of their
+    former group.
 
-    max_group_size: elements; experts' groups that would be larger are divided. None: never. Accepted by
-    `ds_core.initialize` as any other groups are.
+    max_group_size: elements; experts' groups that would be larger are divided. None: never.
+    Accepted by `ds_core.initialize` as any other groups are.
     """
     groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
-    shared, experts = [], []
+    shared = []
+    experts = []
     for group in groups:
         others, theirs = split_params_into_shared_and_expert_params(group["params"])
         shared.append({**group, "params": others})
@@ -82,7 +92,9 @@ def configure_moe_param_groups(model_parameters: Iterable[Any]) -> list[Any]:
     """Parameters, or groups, as groups with separate expert parameters; unchanged without any."""
     items = list(model_parameters)
     groups = items if items and isinstance(items[0], dict) else [{"params": items}]
-    if not any(is_moe_param(p) for g in groups for p in g["params"]) or any(is_moe_param_group(g) for g in groups):
+    if not any(is_moe_param(p) for g in groups for p in g["params"]) or any(
+        is_moe_param_group(g) for g in groups
+    ):
         return items
     return split_params_into_different_moe_groups_for_optimizer(groups)
 
@@ -90,7 +102,11 @@ def configure_moe_param_groups(model_parameters: Iterable[Any]) -> list[Any]:
 def _divided(params: list[Tensor], most: int | None) -> list[list[Tensor]]:
     parts: list[list[Tensor]] = [[]]
     for param in params:
-        if most is not None and parts[-1] and sum(p.numel() for p in parts[-1]) + param.numel() > most:
+        if (
+            most is not None
+            and parts[-1]
+            and sum(p.numel() for p in parts[-1]) + param.numel() > most
+        ):
             parts.append([])
         parts[-1].append(param)
     return parts

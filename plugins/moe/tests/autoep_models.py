@@ -1,4 +1,6 @@
-"""Small models with MoE blocks for the tests of AutoEP: five families of transformers, and two of our own."""
+"""Small models with MoE blocks for the tests of AutoEP: five families of transformers, and two of
+our own.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,16 @@ from ds_moe.presets import Preset
 from torch import Tensor, nn
 
 FAMILIES = ("mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3")
-BATCH, LENGTH, VOCABULARY, EXPERTS = 2, 8, 48, 8
+BATCH = 2
+LENGTH = 8
+VOCABULARY = 48
+EXPERTS = 8
 
 
 def hugging_face(kind: str, **more: Any) -> Any:
-    """A model of the transformers library in fp64, with random weights that are the same in every process."""
+    """A model of the transformers library in fp64, with random weights that are the same in every
+    process.
+    """
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers as hf
 
@@ -62,16 +69,26 @@ def hugging_face(kind: str, **more: Any) -> Any:
         shared = {"shared_expert_intermediate_size": 12, "num_experts": EXPERTS}
         config = hf.Qwen2MoeConfig(**llama | inner | shared | more)
     elif kind == "qwen3_moe":
-        config = hf.Qwen3MoeConfig(**llama | inner | {"num_experts": EXPERTS, "norm_topk_prob": True} | more)
+        config = hf.Qwen3MoeConfig(
+            **llama | inner | {"num_experts": EXPERTS, "norm_topk_prob": True} | more
+        )
     elif kind == "qwen3_5_moe":
         from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
 
         config = Qwen3_5MoeTextConfig(**llama | inner | linear | {"num_experts": EXPERTS} | more)
     elif kind == "deepseek_v2":
-        grouped = {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5, "n_shared_experts": 1}
-        config = hf.DeepseekV2Config(**llama | latent | grouped | {"first_k_dense_replace": 1} | more)
+        grouped = {
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 1.5,
+            "n_shared_experts": 1,
+        }
+        config = hf.DeepseekV2Config(
+            **llama | latent | grouped | {"first_k_dense_replace": 1} | more
+        )
     else:
-        config = hf.DeepseekV3Config(**llama | latent | {"n_shared_experts": 1, "first_k_dense_replace": 1} | more)
+        config = hf.DeepseekV3Config(
+            **llama | latent | {"n_shared_experts": 1, "first_k_dense_replace": 1} | more
+        )
     config._experts_implementation = "eager"  # the library's fast kernel takes no fp64
     model: Any = hf.AutoModelForCausalLM.from_config(config).double().train()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -86,7 +103,9 @@ class OldRouter(nn.Module):
     def __init__(self, router: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(router.weight.detach().clone())
-        self.register_buffer("e_score_correction_bias", router.e_score_correction_bias.detach().clone())
+        self.register_buffer(
+            "e_score_correction_bias", router.e_score_correction_bias.detach().clone()
+        )
         self._now = (router,)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,11 +118,18 @@ class OldBlock(nn.Module):
 
     def __init__(self, block: Any) -> None:
         super().__init__()
-        self.gate, self.shared_experts = OldRouter(block.gate), block.shared_experts
+        self.gate = OldRouter(block.gate)
+        self.shared_experts = block.shared_experts
         self.experts = nn.ModuleList()
-        for w1, w2 in zip(block.experts.gate_up_proj.detach(), block.experts.down_proj.detach(), strict=True):
-            expert = type(block.shared_experts)(block.config, intermediate_size=w2.shape[1]).double()
-            expert.gate_proj.weight.data, expert.up_proj.weight.data = (w.clone() for w in w1.chunk(2))
+        for w1, w2 in zip(
+            block.experts.gate_up_proj.detach(), block.experts.down_proj.detach(), strict=True
+        ):
+            expert = type(block.shared_experts)(
+                block.config, intermediate_size=w2.shape[1]
+            ).double()
+            expert.gate_proj.weight.data, expert.up_proj.weight.data = (
+                w.clone() for w in w1.chunk(2)
+            )
             expert.down_proj.weight.data = w2.clone()
             self.experts.append(expert)
 
@@ -114,7 +140,7 @@ def ids(step: int, rank: int) -> Tensor:
     return torch.randint(6 * rank, 6 * rank + 8, (BATCH, LENGTH))
 
 
-# -- our own -------------------------------------------------------------------------------------------------------
+# -- our own ---------------------------------------------------------------------------------------
 
 
 class Expert(nn.Module):
@@ -122,7 +148,8 @@ class Expert(nn.Module):
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
-        self.opening, self.raising = nn.Linear(hidden, inner, bias=False), nn.Linear(hidden, inner, bias=False)
+        self.opening = nn.Linear(hidden, inner, bias=False)
+        self.raising = nn.Linear(hidden, inner, bias=False)
         self.lowering = nn.Linear(inner, hidden, bias=False)
         self.act_fn = nn.SiLU()
 
@@ -141,7 +168,8 @@ class Stacked(nn.Module):
         self.lowering = nn.Parameter(torch.randn(experts, hidden, inner) / inner**0.5)
 
     def one(self, number: int, x: Tensor) -> Tensor:
-        gate, up = x @ self.opening[number].T, x @ self.raising[number].T
+        gate = x @ self.opening[number].T
+        up = x @ self.raising[number].T
         return (nn.functional.silu(gate) * up) @ self.lowering[number].T
 
 
@@ -150,14 +178,16 @@ class Mixture(nn.Module):
 
     def __init__(self, config: Any, listed: bool) -> None:
         super().__init__()
-        hidden, inner = config.hidden, config.inner
+        hidden = config.hidden
+        inner = config.inner
         self.chooser = nn.Linear(hidden, config.how_many, bias=False)
         self.pool: Any = (
             nn.ModuleList([Expert(hidden, inner) for _ in range(config.how_many)])
             if listed
             else Stacked(config.how_many, hidden, inner)
         )
-        self.common, self.common_gate = Expert(hidden, inner), nn.Linear(hidden, 1, bias=False)
+        self.common = Expert(hidden, inner)
+        self.common_gate = nn.Linear(hidden, 1, bias=False)
         self.config = config
 
     def forward(self, x: Tensor) -> Tensor:
@@ -177,29 +207,45 @@ class Mixture(nn.Module):
         out = self.common(flat) * self.common_gate(flat).sigmoid()
         for number in range(how.how_many):
             token, place = (index == number).nonzero(as_tuple=True)
-            rows, weight = flat[token], chosen[token, place].unsqueeze(-1)
+            rows = flat[token]
+            weight = chosen[token, place].unsqueeze(-1)
             given = rows * weight if how.before else rows
-            done = self.pool.one(number, given) if isinstance(self.pool, Stacked) else self.pool[number](given)
+            done = (
+                self.pool.one(number, given)
+                if isinstance(self.pool, Stacked)
+                else self.pool[number](given)
+            )
             out = out.index_add(0, token, done if how.before else done * weight)
         return out.view_as(x)
 
 
 def own_config(**how: Any) -> SimpleNamespace:
     """The config of such a block. how: what shall be otherwise."""
-    plain = {"hidden": 16, "inner": 12, "how_many": EXPERTS, "each": 2, "hidden_act": "silu", "model_type": "own"}
+    plain = {
+        "hidden": 16,
+        "inner": 12,
+        "how_many": EXPERTS,
+        "each": 2,
+        "hidden_act": "silu",
+        "model_type": "own",
+    }
     asked = {"sigmoid": False, "norm": True, "scale": 1.0, "groups": None, "before": False}
     return SimpleNamespace(**plain | asked | how)
 
 
 class Own(nn.Module):
-    """A language model of our own with two such blocks. how: attributes of its config, see `Mixture`."""
+    """A language model of our own with two such blocks. how: attributes of its config, see
+    `Mixture`.
+    """
 
     def __init__(self, listed: bool, **how: Any) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.config = own_config(**how)
         self.embed = nn.Embedding(VOCABULARY, 16)
-        self.stack = nn.ModuleList([nn.ModuleDict({"moe": Mixture(self.config, listed)}) for _ in range(2)])
+        self.stack = nn.ModuleList(
+            [nn.ModuleDict({"moe": Mixture(self.config, listed)}) for _ in range(2)]
+        )
         self.norms = nn.ModuleList([nn.LayerNorm(16) for _ in range(2)])
         self.head = nn.Linear(16, VOCABULARY, bias=False)
         self.double()
@@ -248,7 +294,7 @@ PRESET = Preset(
 """What a plugin would offer for `Own`."""
 
 
-# -- training ------------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 STEPS = 10
 ADAM = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-6}
@@ -274,7 +320,9 @@ def plain(model: Any, world: int, steps: int = STEPS) -> list[float]:
 
 
 def unless_installed(**sections: str) -> list[str]:
-    """Section -> its declaration module, as ``plugins.load`` has it, of those that no installed distribution owns."""
+    """Section -> its declaration module, as ``plugins.load`` has it, of those that no installed
+    distribution owns.
+    """
     owned = {entry.name for entry in metadata.entry_points(group="ds_core.plugins")}
     return [f"{section}={module}" for section, module in sections.items() if section not in owned]
 

@@ -1,4 +1,6 @@
-"""A model with two MoE layers for the conformance kits, and the same written plainly in one process."""
+"""A model with two MoE layers for the conformance kits, and the same written plainly in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from moe_reference import masks_top1, masks_top2, masks_topk
 
 from ds_core import comm
 
-HIDDEN, NUM, WIDE = 6, 4, 9
+HIDDEN = 6
+NUM = 4
+WIDE = 9
 QUIET = {"use_rts": False, "top2_2nd_expert_sampling": False, "min_capacity": 0}
 
 
@@ -26,7 +30,10 @@ class Net(nn.Module):
 
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()
-        self.inp, self.first, self.second, self.out = nn.Linear(5, HIDDEN), first, second, nn.Linear(HIDDEN, 3)
+        self.inp = nn.Linear(5, HIDDEN)
+        self.first = first
+        self.second = second
+        self.out = nn.Linear(HIDDEN, 3)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = torch.tanh(self.inp(x))
@@ -54,7 +61,8 @@ class PlainExperts(nn.Module):
 
     def forward(self, buffers: Tensor) -> Tensor:
         """buffers: [E, C, hidden]."""
-        up, down = self.stacked.get_submodule("0"), self.stacked.get_submodule("2")
+        up = self.stacked.get_submodule("0")
+        down = self.stacked.get_submodule("2")
         h = torch.einsum("ecm,ehm->ech", buffers, up.weight) + up.bias[:, None]
         return torch.einsum("ech,emh->ecm", nn.functional.silu(h), down.weight) + down.bias[:, None]
 
@@ -66,9 +74,12 @@ class PlainMoE(nn.Module):
         super().__init__()
         self.gate = nn.Module()
         self.gate.wg = nn.Linear(HIDDEN, NUM, bias=False)
-        self.experts, self.k, self.factor = PlainExperts(), k, factor
+        self.experts = PlainExperts()
+        self.k = k
+        self.factor = factor
         if residual:
-            self.mlp, self.coefficient = expert(), nn.Linear(HIDDEN, 2)
+            self.mlp = expert()
+            self.coefficient = nn.Linear(HIDDEN, 2)
 
     def forward(self, x: Tensor) -> Any:
         import math
@@ -76,7 +87,11 @@ class PlainMoE(nn.Module):
         logits = self.gate.wg(x)
         room = None if self.factor is None else math.ceil(len(x) / NUM * self.k * self.factor)
         if not len(x):
-            return self.experts(x.expand(NUM, 0, HIDDEN)).sum(0) + 0 * logits.sum(), logits.sum(), None
+            return (
+                self.experts(x.expand(NUM, 0, HIDDEN)).sum(0) + 0 * logits.sum(),
+                logits.sum(),
+                None,
+            )
         masks = {1: masks_top1, 2: masks_top2}.get(self.k, lambda a, b: masks_topk(a, self.k, b))
         combine, aux, counts = masks(logits, room)
         out = self.experts(torch.einsum("sec,sm->ecm", (combine != 0).to(x.dtype), x))
@@ -181,7 +196,9 @@ def plain_top4() -> nn.Module:
 
 FACTORS = {1: 1.0, 2: 0.75, 4: 0.5}
 WHOLE = list(itertools.product((1, 2, 4), (1, 2, 4), (False, True)))
-"""ep, k, whether tokens are dropped; of each, functions ``ep{ep}_top{k}_{drop}`` and ``plain_top{k}_{drop}``."""
+"""ep, k, whether tokens are dropped; of each, functions ``ep{ep}_top{k}_{drop}`` and
+``plain_top{k}_{drop}``.
+"""
 
 
 def _add(name: str, function: Any) -> None:

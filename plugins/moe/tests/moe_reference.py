@@ -1,4 +1,5 @@
-"""A mixture of experts written plainly: dense [tokens, experts, capacity] masks, einsum, a loop over experts.
+"""A mixture of experts written plainly: dense [tokens, experts, capacity] masks, einsum, a loop
+over experts.
 
 Slow and large on purpose. What tests compare with.
 """
@@ -13,20 +14,30 @@ import torch
 from torch import Tensor, nn
 
 
-def masks_top1(logits: Tensor, capacity: int | None, gumbel: Any = None, used: Any = None, priority: Any = None) -> Any:
+def masks_top1(
+    logits: Tensor, capacity: int | None, gumbel: Any = None, used: Any = None, priority: Any = None
+) -> Any:
     """(combine [s, E, C], l_aux, counts [E])."""
     s, num = logits.shape
     gates = logits.softmax(1)
-    mask = nn.functional.one_hot((gates if gumbel is None else logits + gumbel).argmax(1), num).to(gates.dtype)
+    mask = nn.functional.one_hot((gates if gumbel is None else logits + gumbel).argmax(1), num).to(
+        gates.dtype
+    )
     if used is not None:
         mask = mask * used[:, None]
     counts = mask.sum(0)
     l_aux = num * (gates.mean(0) * mask.mean(0)).sum()
     room = s if capacity is None else capacity
-    order = torch.ones(s, num, dtype=gates.dtype) if priority is None else priority[:, None].to(gates.dtype) + 1e-9
+    order = (
+        torch.ones(s, num, dtype=gates.dtype)
+        if priority is None
+        else priority[:, None].to(gates.dtype) + 1e-9
+    )
     kept = torch.zeros_like(mask)
     for e in range(num):
-        waiting = sorted((i for i in range(s) if mask[i, e]), key=lambda i: (-float(order[i].max()), i))
+        waiting = sorted(
+            (i for i in range(s) if mask[i, e]), key=lambda i: (-float(order[i].max()), i)
+        )
         for i in waiting[:room]:
             kept[i, e] = 1
     place = (kept.cumsum(0) - 1) * kept
@@ -46,8 +57,10 @@ def masks_top2(logits: Tensor, capacity: int | None, gumbel: Any = None) -> Any:
     counts = (first + second).sum(0)
     l_aux = num * num * (gates.mean(0) * first.to(gates.dtype).mean(0)).mean()
     room = 2 * s if capacity is None else capacity
-    first, second = first * (place1 < room), second * (place2 < room)
-    g1, g2 = (gates * first).sum(1), (gates * second).sum(1)
+    first = first * (place1 < room)
+    second = second * (place2 < room)
+    g1 = (gates * first).sum(1)
+    g2 = (gates * second).sum(1)
     total = (g1 + g2).clamp(min=torch.finfo(gates.dtype).eps)
     out = torch.zeros(s, num, room, dtype=gates.dtype)
     for g, mask, place in ((g1 / total, first, place1), (g2 / total, second, place2)):
@@ -70,40 +83,60 @@ def masks_topk(logits: Tensor, k: int, capacity: int | None, policy: str = "prob
     else:
         mask = mask * ((mask.cumsum(0) - 1) < room)
     place = ((mask.cumsum(0) - 1) * mask).long()
-    shares = gates * mask / (gates * mask).sum(1, keepdim=True).clamp(min=torch.finfo(gates.dtype).eps)
+    shares = (
+        gates * mask / (gates * mask).sum(1, keepdim=True).clamp(min=torch.finfo(gates.dtype).eps)
+    )
     slots = nn.functional.one_hot(place, room).to(gates.dtype) * mask[..., None]
     return shares[..., None] * slots, l_aux, counts
 
 
 class ReferenceMoE(nn.Module):
-    """The layer on one process, for one rank's tokens at a time. Randomness is switched off or given."""
+    """The layer on one process, for one rank's tokens at a time.
+
+    Randomness is switched off or given.
+    """
 
     def __init__(
-        self, hidden: int, expert: nn.Module, num: int, k: int, *, residual: bool = False, **gate: Any
+        self,
+        hidden: int,
+        expert: nn.Module,
+        num: int,
+        k: int,
+        *,
+        residual: bool = False,
+        **gate: Any,
     ) -> None:
         super().__init__()
         self.wg = nn.Linear(hidden, num, bias=False)
         self.experts = nn.ModuleList(copy.deepcopy(expert) for _ in range(num))
-        self.k, self.gate = k, gate
+        self.k = k
+        self.gate = gate
         if residual:
-            self.mlp, self.coefficient = copy.deepcopy(expert), nn.Linear(hidden, 2)
+            self.mlp = copy.deepcopy(expert)
+            self.coefficient = nn.Linear(hidden, 2)
 
     def capacity(self, tokens: int) -> int | None:
         """As documented."""
         if not self.gate.get("drop_tokens", True):
             return None
         factor = self.gate.get("capacity_factor" if self.training else "eval_capacity_factor", 1.0)
-        return max(math.ceil(tokens / len(self.experts) * self.k * factor), self.gate.get("min_capacity", 4))
+        return max(
+            math.ceil(tokens / len(self.experts) * self.k * factor),
+            self.gate.get("min_capacity", 4),
+        )
 
     def forward(self, x: Tensor, used: Any = None) -> Any:
         """x: [s, hidden]."""
-        logits, room = self.wg(x), self.capacity(len(x))
+        logits = self.wg(x)
+        room = self.capacity(len(x))
         if self.k == 1:
             combine, l_aux, counts = masks_top1(logits, room, used=used)
         elif self.k == 2:
             combine, l_aux, counts = masks_top2(logits, room)
         else:
-            combine, l_aux, counts = masks_topk(logits, self.k, room, self.gate.get("drop_policy", "probs"))
+            combine, l_aux, counts = masks_topk(
+                logits, self.k, room, self.gate.get("drop_policy", "probs")
+            )
         buffers = torch.einsum("sec,sm->ecm", (combine != 0).to(x.dtype), x)
         outs = [expert(b) for expert, b in zip(self.experts, buffers, strict=True)]
         done = torch.stack([o[0] if isinstance(o, tuple) else o for o in outs])

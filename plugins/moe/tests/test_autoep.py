@@ -1,4 +1,6 @@
-"""Models with AutoEP against the same models in one process of plain torch: logits, losses, weights."""
+"""Models with AutoEP against the same models in one process of plain torch: logits, losses,
+weights.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def compare(kind: str, world: int, cases: list[tuple[int, int]]) -> dict[str, di
     losses = plain(truth, world)
     with torch.no_grad():
         wanted = truth(input_ids=ids(99, 0), labels=ids(99, 0), output_router_logits=True)
-        generated = truth.eval().generate(ids(99, 1), max_new_tokens=4, do_sample=False, use_cache=True)
+        generated = truth.eval().generate(
+            ids(99, 1), max_new_tokens=4, do_sample=False, use_cache=True
+        )
     found = {}
     for ep, stage in cases:
         model = hugging_face(kind)
@@ -33,7 +37,9 @@ def compare(kind: str, world: int, cases: list[tuple[int, int]]) -> dict[str, di
         got = train(engine, range(STEPS))
         with torch.no_grad():
             out = engine(input_ids=ids(99, 0), labels=ids(99, 0), output_router_logits=True)
-            tokens = engine.eval().generate(ids(99, 1), max_new_tokens=4, do_sample=False, use_cache=True)
+            tokens = engine.eval().generate(
+                ids(99, 1), max_new_tokens=4, do_sample=False, use_cache=True
+            )
         engine.destroy()  # weights are whole again
         found[f"ep {ep}, stage {stage}"] = {
             "losses": max(abs(a - b) for a, b in zip(got, losses, strict=True)),
@@ -49,7 +55,11 @@ WITH_AUX = ("mixtral", "qwen3_moe", "qwen3_5_moe")
 """Families whose output has the auxiliary loss."""
 CASES = {1: [(1, 0)], 2: [(2, 1), (2, 3)], 4: [(4, 0), (2, 2)]}
 """(ep, stage) for each number of ranks."""
-EVERY = {1: [(1, 1), (1, 3)], 2: [(2, 0), (2, 2), (1, 2)], 4: [(4, 1), (4, 2), (4, 3), (2, 0), (2, 3), (1, 1)]}
+EVERY = {
+    1: [(1, 1), (1, 3)],
+    2: [(2, 0), (2, 2), (1, 2)],
+    4: [(4, 1), (4, 2), (4, 3), (2, 0), (2, 3), (1, 1)],
+}
 """The rest of the product, but for what says nothing new."""
 
 
@@ -57,17 +67,29 @@ def check(kind: str, world: int, cases: list[tuple[int, int]]) -> None:
     for rank, found in enumerate(run_ranks(world, compare, kind, world, cases)):
         for case, off in found.items():
             # The library adds up losses, norms and scores in fp32, whatever the model's dtype.
-            within = {"losses": 1e-6, "logits": 1e-9, "weights": 1e-9, "router": 1e-9, "generated": 0}
+            within = {
+                "losses": 1e-6,
+                "logits": 1e-9,
+                "weights": 1e-9,
+                "router": 1e-9,
+                "generated": 0,
+            }
             assert all(off[what] <= within[what] for what in within), f"rank {rank}, {case}: {off}"
 
 
-@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 4))])
+@pytest.mark.parametrize(
+    "world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 4))]
+)
 @pytest.mark.parametrize(
     "kind",
     [
         "mixtral",
         "deepseek_v3",
-        *(pytest.param(k, marks=pytest.mark.slow) for k in FAMILIES if k not in ("mixtral", "deepseek_v3")),
+        *(
+            pytest.param(k, marks=pytest.mark.slow)
+            for k in FAMILIES
+            if k not in ("mixtral", "deepseek_v3")
+        ),
     ],
 )
 def test_trains_as_plain_transformers(kind: str, world: int) -> None:
@@ -81,11 +103,13 @@ def test_trains_as_plain_transformers_in_every_other_case(kind: str, world: int)
     check(kind, world, EVERY[world])
 
 
-# -- other ways to run ---------------------------------------------------------------------------------------------
+# -- other ways to run -----------------------------------------------------------------------------
 
 
 def variants(world: int) -> dict[str, float]:
-    """How far losses are from those of data parallelism alone, in ways that plain torch has no one answer for."""
+    """How far losses are from those of data parallelism alone, in ways that plain torch has no one
+    answer for.
+    """
     import ds_core
 
     ways: dict[str, dict[str, Any]] = {
@@ -96,7 +120,9 @@ def variants(world: int) -> dict[str, float]:
         "accumulated": {"gradient_accumulation_steps": 2},
         "recomputed": {},
         "recomputed, re-entrant": {},
-        "module by module": {"expert_parallel": {"enabled": True, "autoep_size": world, "use_grouped_mm": False}},
+        "module by module": {
+            "expert_parallel": {"enabled": True, "autoep_size": world, "use_grouped_mm": False}
+        },
     }
     found = {}
     for name, keys in ways.items():
@@ -105,12 +131,16 @@ def variants(world: int) -> dict[str, float]:
             model = hugging_face("deepseek_v3").float()
             if name.startswith("recomputed"):
                 model.gradient_checkpointing_enable({"use_reentrant": name.endswith("entrant")})
-            config = settings(ep, stage) | {k: v for k, v in keys.items() if ep or k != "expert_parallel"}
+            config = settings(ep, stage) | {
+                k: v for k, v in keys.items() if ep or k != "expert_parallel"
+            }
             engine, *_ = ds_core.initialize(model=model, config=config)
             losses.append(train(engine, range(3), keys.get("gradient_accumulation_steps", 1)))
             engine.destroy()
         for stage, got in ((1, losses[1]), (3, losses[2])):
-            found[f"{name}, stage {stage}"] = max(abs(a - b) for a, b in zip(got, losses[0], strict=True))
+            found[f"{name}, stage {stage}"] = max(
+                abs(a - b) for a, b in zip(got, losses[0], strict=True)
+            )
     return found
 
 
@@ -118,17 +148,21 @@ def variants(world: int) -> dict[str, float]:
 def test_other_precisions_and_recomputation_agree_with_data_parallelism() -> None:
     for found in run_ranks(2, variants, 2):
         for name, off in found.items():
-            assert off < (2e-2 if name[:2] in ("bf", "fp", "au") and "32" not in name else 2e-6), f"{name}: {off}"
+            assert off < (2e-2 if name[:2] in ("bf", "fp", "au") and "32" not in name else 2e-6), (
+                f"{name}: {off}"
+            )
 
 
 def memory(ep: int, stage: int) -> dict[str, int]:
-    """Bytes of experts' weights, and of all tensors that this has made and are alive, after a step."""
+    """Bytes of experts' weights, and of all tensors that this has made and are alive, after a
+    step."""
     import gc
 
     import ds_core
 
     gc.collect()
-    others = {t.untyped_storage().data_ptr() for t in live()}  # what earlier tests have left in this process
+    # what earlier tests have left in this process
+    others = {t.untyped_storage().data_ptr() for t in live()}
     model = hugging_face("qwen3_moe", moe_intermediate_size=512)
     engine, *_ = ds_core.initialize(model=model, config=settings(ep, stage))
     del model
@@ -164,13 +198,16 @@ def test_each_rank_holds_only_its_share_of_experts() -> None:
 
 
 def events() -> list[Any]:
-    """What monitors are told on rank 0 after one step, and how often this rank's routers chose each expert."""
+    """What monitors are told on rank 0 after one step, and how often this rank's routers chose each
+    expert.
+    """
     import ds_core
 
     told: list[tuple[str, float]] = []
 
     class Recorder:
-        name, enabled = "recorder", True
+        name = "recorder"
+        enabled = True
 
         def write_events(self, events: Any) -> None:
             told.extend((e[0], e[1]) for e in events)
@@ -198,6 +235,11 @@ def test_load_of_experts_goes_to_monitors() -> None:
     (told, first), (nothing, second) = run_ranks(2, events)
     chosen = [a + b for a, b in zip(first, second, strict=True)]
     shares = [8 * c / sum(chosen) for c in chosen]
-    wanted = {f"expert_load_{i}": share for i, share in enumerate(shares)} | {"load_max": max(shares), "dropped": 0.0}
+    wanted = {f"expert_load_{i}": share for i, share in enumerate(shares)} | {
+        "load_max": max(shares),
+        "dropped": 0.0,
+    }
     assert nothing == {}
-    assert told == pytest.approx({f"Train/MoE/model.layers.1.mlp/{key}": value for key, value in wanted.items()})
+    assert told == pytest.approx(
+        {f"Train/MoE/model.layers.1.mlp/{key}": value for key, value in wanted.items()}
+    )

@@ -1,4 +1,6 @@
-"""Checkpoints of models with AutoEP: experts are stored whole, so any expert-parallel size, or none, reads them."""
+"""Checkpoints of models with AutoEP: experts are stored whole, so any expert-parallel size, or
+none, reads them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from autoep_models import OWN_PATTERNS, Own, hugging_face, ids, plain, settings, train, weights_off
 from ds_testing import run_ranks
 
-HALF, ALL = 3, 6
+HALF = 3
+ALL = 6
 
 
 def build(kind: str) -> Any:
@@ -38,7 +41,9 @@ def first_half(kind: str, stage: int, folder: str) -> list[float]:
     return losses
 
 
-def second_half(kind: str, world: int, runs: list[tuple[int, int]], folder: str) -> dict[str, dict[str, float]]:
+def second_half(
+    kind: str, world: int, runs: list[tuple[int, int]], folder: str
+) -> dict[str, dict[str, float]]:
     """Resume with each (ep, stage) and train on; ep 0: the unmodified model without AutoEP."""
     import ds_core
 
@@ -77,7 +82,9 @@ def test_resumes_with_another_expert_parallel_size(kind: str, stage: int, tmp_pa
     for world, cases in runs.items():
         for rank, found in enumerate(run_ranks(world, second_half, kind, world, cases, folder)):
             for case, off in found.items():
-                assert off["losses"] < 1e-6 and off["weights"] < 1e-9, f"rank {rank} of {world}, {case}: {off}"
+                assert off["losses"] < 1e-6 and off["weights"] < 1e-9, (
+                    f"rank {rank} of {world}, {case}: {off}"
+                )
     check_files(tmp_path, truth)
     if kind != "own":
         check_hugging_face(tmp_path, truth)
@@ -95,7 +102,9 @@ def check_files(folder: Path, truth: Any) -> None:
 
 
 def check_hugging_face(folder: Path, truth: Any) -> None:
-    """The library itself reads what was saved and what is exported, into the model that it always was."""
+    """The library itself reads what was saved and what is exported, into the model that it always
+    was.
+    """
     import transformers as hf
     from ds_checkpoint import export_weights, open_saved
 
@@ -106,11 +115,16 @@ def check_hugging_face(folder: Path, truth: Any) -> None:
         model, info = hf.AutoModelForCausalLM.from_pretrained(
             folder / name, dtype=torch.float64, attn_implementation="sdpa", output_loading_info=True
         )
-        assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+        assert not any(
+            info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        ), info
         model.config._experts_implementation = "eager"
-        for (one, mine), (two, theirs) in zip(model.named_parameters(), truth.named_parameters(), strict=True):
+        for (one, mine), (two, theirs) in zip(
+            model.named_parameters(), truth.named_parameters(), strict=True
+        ):
             assert one == two
-            off, size = float((mine - theirs).detach().abs().max()), float(theirs.detach().abs().max())
+            off = float((mine - theirs).detach().abs().max())
+            size = float(theirs.detach().abs().max())
             assert off < within * max(1.0, size), one
         with torch.no_grad():
             mine, theirs = (m.eval()(input_ids=ids(0, 0)).logits for m in (model, truth))

@@ -1,4 +1,5 @@
-"""After `destroy` a model that AutoEP divided is what it was, on every rank, with all its experts."""
+"""After `destroy` a model that AutoEP divided is what it was, on every rank, with all its
+experts."""
 
 from __future__ import annotations
 
@@ -52,11 +53,14 @@ def give_back(kind: str, world: int, stage: int) -> dict[str, float]:
     """One step with AutoEP, one without, one with; after each the model is that of plain torch."""
     import ds_core
 
-    model, truth = build(kind), build(kind)
+    model = build(kind)
+    truth = build(kind)
     before = Structure(model)
     found = {}
     for turn, ep in enumerate((world, 0, world)):
-        engine, *_ = ds_core.initialize(model=model, config=settings(ep, stage, **(KINDS[kind] if ep else {})))
+        engine, *_ = ds_core.initialize(
+            model=model, config=settings(ep, stage, **(KINDS[kind] if ep else {}))
+        )
         got = train(engine, range(turn, turn + 1))[0]
         engine.destroy()
         assert not (left := before.differences(model)), left[:5]
@@ -94,7 +98,9 @@ def all_alike(listed: bool, dtype: str) -> float:
     model = Own(listed).float()
     for param in model.parameters():
         param.data += comm.rank()
-    config = settings(2, 2, **OWN_PATTERNS) | ({"bf16": {"enabled": True}} if dtype == "bf16" else {})
+    config = settings(2, 2, **OWN_PATTERNS) | (
+        {"bf16": {"enabled": True}} if dtype == "bf16" else {}
+    )
     engine, *_ = ds_core.initialize(model=model, config=config)
     train(engine, range(2))
     engine.destroy()

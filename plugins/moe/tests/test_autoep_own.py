@@ -1,4 +1,6 @@
-"""AutoEP by patterns, and by a preset of somebody else's, on blocks of our own: every key that says how to route."""
+"""AutoEP by patterns, and by a preset of somebody else's, on blocks of our own: every key that says
+how to route.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,12 @@ CASES: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
     "sigmoid": (
         {"sigmoid": True, "norm": False, "scale": 1.5},
         False,
-        {"score_func": "sigmoid", "route_norm": False, "route_scale": 3.0, "routed_scaling_factor": 0.5},
+        {
+            "score_func": "sigmoid",
+            "route_norm": False,
+            "route_scale": 3.0,
+            "routed_scaling_factor": 0.5,
+        },
     ),
     "groups": ({"groups": (4, 2)}, True, {"num_expert_groups": 4, "num_limited_groups": 2}),
     "before": ({"before": True}, False, {"score_apply": "pre", "validate_folding_routing": True}),
@@ -50,7 +57,9 @@ CASES: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
 }
 
 
-def compare(world: int, names: list[str], runs: list[tuple[int, int]]) -> dict[str, dict[str, float]]:
+def compare(
+    world: int, names: list[str], runs: list[tuple[int, int]]
+) -> dict[str, dict[str, float]]:
     import ds_core
 
     found = {}
@@ -58,13 +67,19 @@ def compare(world: int, names: list[str], runs: list[tuple[int, int]]) -> dict[s
         how, listed, keys = CASES[name]
         truth = Own(listed, **how)
         losses = plain(truth, world, SHORT)
-        patterns = {k: v for k, v in OWN_PATTERNS.items() if k != "top_k_attr" or "top_k" not in keys}
+        patterns = {
+            k: v for k, v in OWN_PATTERNS.items() if k != "top_k_attr" or "top_k" not in keys
+        }
         for ep, stage in runs:
             model = Own(listed, **how)
             model.config.each = 2  # the section's top_k says otherwise
-            engine, *_ = ds_core.initialize(model=model, config=settings(ep, stage, **patterns, **keys))
+            engine, *_ = ds_core.initialize(
+                model=model, config=settings(ep, stage, **patterns, **keys)
+            )
             got = train(engine, range(SHORT))
-            assert sum("pool" in n for n, _ in model.named_parameters()) == (2 * 3 * (8 // ep if listed else 1))
+            assert sum("pool" in n for n, _ in model.named_parameters()) == (
+                2 * 3 * (8 // ep if listed else 1)
+            )
             engine.destroy()
             found[f"{name}, ep {ep}, stage {stage}"] = {
                 "losses": max(abs(a - b) for a, b in zip(got, losses, strict=True)),
@@ -75,11 +90,17 @@ def compare(world: int, names: list[str], runs: list[tuple[int, int]]) -> dict[s
 
 @pytest.mark.parametrize(
     ("world", "runs"),
-    [(1, [(1, 0)]), (2, [(2, 0), (2, 3), (1, 1)]), pytest.param(4, [(4, 2), (2, 3)], marks=pytest.mark.slow)],
+    [
+        (1, [(1, 0)]),
+        (2, [(2, 0), (2, 3), (1, 1)]),
+        pytest.param(4, [(4, 2), (2, 3)], marks=pytest.mark.slow),
+    ],
     ids=["1", "2", "4"],
 )
 @pytest.mark.slow
-def test_blocks_found_by_patterns_train_as_in_plain_torch(world: int, runs: list[tuple[int, int]]) -> None:
+def test_blocks_found_by_patterns_train_as_in_plain_torch(
+    world: int, runs: list[tuple[int, int]]
+) -> None:
     names = list(CASES) if world < 4 else ["stacked", "listed", "listed, one by one"]
     for rank, found in enumerate(run_ranks(world, compare, world, names, runs)):
         for case, off in found.items():
@@ -120,7 +141,8 @@ def test_presets_say_what_the_models_routers_do(kind: str) -> None:
 def old_style(stage: int, keys: dict[str, Any]) -> float:
     import ds_core
 
-    truth, model = hugging_face("deepseek_v3"), hugging_face("deepseek_v3")
+    truth = hugging_face("deepseek_v3")
+    model = hugging_face("deepseek_v3")
     model.model.layers[1].mlp = OldBlock(model.model.layers[1].mlp)
     engine, *_ = ds_core.initialize(model=model, config=settings(2, stage, **keys))
     batch = ids(1, 0)
@@ -128,7 +150,9 @@ def old_style(stage: int, keys: dict[str, Any]) -> float:
         off = engine(input_ids=batch).logits - truth(input_ids=batch).logits
     names = [name for name, _ in model.named_parameters() if ".experts." in name]
     first = 4 * engine.ctx.mesh.index("ep")
-    assert names[0] == f"model.layers.1.mlp.experts.{first}.gate_proj.weight" and len(names) == 4 * 3
+    assert (
+        names[0] == f"model.layers.1.mlp.experts.{first}.gate_proj.weight" and len(names) == 4 * 3
+    )
     engine.destroy()
     return float(off.abs().max())
 
@@ -155,7 +179,7 @@ def test_top_k_overrides_the_models() -> None:
         assert off["off"] < 2e-6 < off["moved"], off
 
 
-# -- whose weights -------------------------------------------------------------------------------------------------
+# -- whose weights ---------------------------------------------------------------------------------
 
 
 def differing(listed: bool, stage: int) -> dict[str, float]:
@@ -164,7 +188,8 @@ def differing(listed: bool, stage: int) -> dict[str, float]:
     import ds_core
     from ds_core import comm
 
-    truth, model = Own(listed), Own(listed)
+    truth = Own(listed)
+    model = Own(listed)
     for param in model.parameters():
         param.data += comm.rank()
     before = dict(model.named_parameters())
@@ -189,7 +214,8 @@ def lengths() -> bool:
     import ds_core
     from ds_core import comm
 
-    truth, count = hugging_face("mixtral").eval(), 3 + 4 * comm.rank()
+    truth = hugging_face("mixtral").eval()
+    count = 3 + 4 * comm.rank()
     engine, *_ = ds_core.initialize(model=hugging_face("mixtral"), config=settings(2, 0))
     how = {"max_new_tokens": count, "do_sample": False, "use_cache": True}
     mine = engine.eval().generate(ids(3, 0), synced_gpus=True, **how)
@@ -201,13 +227,14 @@ def test_ranks_generate_as_much_as_each_wants() -> None:
     assert run_ranks(2, lengths) == [True, True]
 
 
-# -- in a pipeline -------------------------------------------------------------------------------------------------
+# -- in a pipeline ---------------------------------------------------------------------------------
 
 
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.moe = nn.LayerNorm(16), Mixture(own_config(), listed=False)
+        self.norm = nn.LayerNorm(16)
+        self.moe = Mixture(own_config(), listed=False)
         self.moe.pool.act_fn = nn.SiLU()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -225,7 +252,9 @@ def loss_of(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def in_stages(stages: int, ep: int) -> float:
-    """How far weights of this stage are from those of plain torch; each stage has other blocks, or none."""
+    """How far weights of this stage are from those of plain torch; each stage has other blocks, or
+    none.
+    """
     from ds_pipeline import PipelineModule
 
     import ds_core

@@ -1,4 +1,6 @@
-"""The compiled kernel against the reference: every activation, biases or none, gates, uneven loads, threads."""
+"""The compiled kernel against the reference: every activation, biases or none, gates, uneven loads,
+threads.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,20 @@ def test_any_number_of_threads(threads: int) -> None:
 
 
 def test_the_whole_range_of_activations() -> None:
-    """From far below 0, where results vanish, to far above, as exact as fp32 allows; no NaN from overflow."""
-    x = torch.cat([torch.linspace(-12, 12, 100_001), torch.tensor([-1e38, -200.0, -90.0, 90.0, 200.0, 1e38])])[:, None]
-    eye, groups = torch.ones(1, 1, 1), Groups(torch.tensor([len(x)]))
-    weights: dict[str, Tensor | None] = {"u.weight": eye, "u.bias": None, "d.weight": eye, "d.bias": None}
+    """From far below 0, where results vanish, to far above, as exact as fp32 allows; no NaN from
+    overflow.
+    """
+    x = torch.cat(
+        [torch.linspace(-12, 12, 100_001), torch.tensor([-1e38, -200.0, -90.0, 90.0, 200.0, 1e38])]
+    )[:, None]
+    eye = torch.ones(1, 1, 1)
+    groups = Groups(torch.tensor([len(x)]))
+    weights: dict[str, Tensor | None] = {
+        "u.weight": eye,
+        "u.bias": None,
+        "d.weight": eye,
+        "d.bias": None,
+    }
     for act in ("relu", "silu", "gelu"):
         mine = x.clone().requires_grad_()
         y = compiled.ffn(mine, FFN("u", "d", act), weights, groups)
@@ -62,14 +74,24 @@ def test_the_whole_range_of_activations() -> None:
 
 
 def test_frozen_parts_get_no_gradient() -> None:
-    what, groups = FFN("u", "d", "gelu"), Groups(torch.tensor([3, 2, 4]))
+    what = FFN("u", "d", "gelu")
+    groups = Groups(torch.tensor([3, 2, 4]))
     torch.manual_seed(0)
-    exact = {n: t.float() if t is not None else None for n, t in random_weights(what, True, (6, 8, 6)).items()}
+    exact = {
+        n: t.float() if t is not None else None
+        for n, t in random_weights(what, True, (6, 8, 6)).items()
+    }
     x = torch.randn(9, 6)
     for frozen in exact:
-        weights = {n: None if t is None else t.clone().requires_grad_(n != frozen) for n, t in exact.items()}
+        weights = {
+            n: None if t is None else t.clone().requires_grad_(n != frozen)
+            for n, t in exact.items()
+        }
         compiled.ffn(x, what, weights, groups).square().sum().backward()
-        reference = {n: None if t is None else t.clone().requires_grad_(n != frozen) for n, t in exact.items()}
+        reference = {
+            n: None if t is None else t.clone().requires_grad_(n != frozen)
+            for n, t in exact.items()
+        }
         ffn(x, what, reference, groups).square().sum().backward()
         for name, t in weights.items():
             other = reference[name]
@@ -82,7 +104,9 @@ def test_frozen_parts_get_no_gradient() -> None:
 def test_other_dtypes_are_refused() -> None:
     what = FFN("u", "d", "gelu")
     weights = random_weights(what, False, (6, 8, 6))
-    with pytest.raises(TypeError, match=r"tokens are torch\.float32, but experts have weights of torch\.float64"):
+    with pytest.raises(
+        TypeError, match=r"tokens are torch\.float32, but experts have weights of torch\.float64"
+    ):
         compiled.ffn(torch.randn(9, 6), what, weights, Groups(torch.tensor([3, 2, 4])))
 
 
@@ -90,13 +114,17 @@ def test_the_way_back_takes_one_dtype() -> None:
     where = compiled.plan(torch.tensor([[0], [1]]), 2)
     with pytest.raises(TypeError, match=r"its gradient torch\.float64"):
         compiled.weigh_back(torch.ones(2, 3).double(), torch.ones(2, 3), torch.ones(2), where)
-    with pytest.raises(TypeError, match=r"output is torch\.float32, its weights are torch\.float64"):
+    with pytest.raises(
+        TypeError, match=r"output is torch\.float32, its weights are torch\.float64"
+    ):
         compiled.sums(torch.ones(2, 3), where, torch.ones(2).double())
 
 
 @pytest.mark.parametrize("wrong", [2, -2, 10**12])
 def test_an_expert_that_there_is_not_is_refused(wrong: int) -> None:
-    with pytest.raises(ValueError, match=f"experts are 0 to 1, or -1 for none, but here they are .*{wrong}"):
+    with pytest.raises(
+        ValueError, match=f"experts are 0 to 1, or -1 for none, but here they are .*{wrong}"
+    ):
         compiled.plan(torch.tensor([[0, 1], [wrong, 1]]), 2)
 
 
@@ -112,9 +140,13 @@ def test_dscore_ops_knows_them_without_a_config() -> None:
 @pytest.mark.parametrize("wants_x", [True, False])
 def test_its_products_are_counted_as_the_references(gate: str | None, wants_x: bool) -> None:
     """By torch's counter, in forward and backward; experts get 5, 0 and 2 rows."""
-    groups, what = Groups(torch.tensor([5, 0, 2])), FFN("u", "d", "silu", gate)
+    groups = Groups(torch.tensor([5, 0, 2]))
+    what = FFN("u", "d", "silu", gate)
     weights: dict[str, Tensor | None] = {f"{n}.bias": None for n in "ugd"}
-    weights |= {f"{n}.weight": torch.ones(3, *shape, requires_grad=True) for n, shape in (("u", (6, 4)), ("d", (4, 6)))}
+    weights |= {
+        f"{n}.weight": torch.ones(3, *shape, requires_grad=True)
+        for n, shape in (("u", (6, 4)), ("d", (4, 6)))
+    }
     weights["g.weight"] = torch.ones(3, 6, 4, requires_grad=True)
     found = []
     for function in (compiled.ffn, ffn):

@@ -1,4 +1,6 @@
-"""Gating against the plainly written masks, capacities against golden values, and what each option changes."""
+"""Gating against the plainly written masks, capacities against golden values, and what each option
+changes.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,16 @@ CAPACITIES = [None, 1, 2, 5, 100]
 
 
 def _logits(tokens: int = 23, experts: int = 5, seed: int = 0) -> torch.Tensor:
-    values = torch.randn(tokens, experts, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    values = torch.randn(
+        tokens, experts, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
     values[:, 0] += 0.8  # one expert that is liked more than the others
     return values.requires_grad_()
 
 
-def _same(routing: Routing, combine: torch.Tensor, l_aux: torch.Tensor, counts: torch.Tensor, logits: Any) -> None:
+def _same(
+    routing: Routing, combine: torch.Tensor, l_aux: torch.Tensor, counts: torch.Tensor, logits: Any
+) -> None:
     """Weights per token and expert, loss, counts and gradients are the masks'."""
     shares = torch.zeros_like(logits).scatter_add(
         1, routing.experts.clamp(min=0), routing.weights * (routing.experts >= 0)
@@ -36,16 +42,26 @@ def _same(routing: Routing, combine: torch.Tensor, l_aux: torch.Tensor, counts: 
     kept = (combine.detach() != 0).sum()
     assert int(routing.counts.sum() - routing.dropped()) == int(kept)
     factors = torch.randn_like(shares)
-    ours = torch.autograd.grad((shares * factors).sum() + routing.l_aux, logits, retain_graph=True)[0]
+    ours = torch.autograd.grad((shares * factors).sum() + routing.l_aux, logits, retain_graph=True)[
+        0
+    ]
     theirs = torch.autograd.grad((combine.sum(2) * factors).sum() + l_aux, logits)[0]
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
 
 
 @pytest.mark.parametrize(
     ("tokens", "experts", "factor", "least", "answer"),
-    [(10, 4, 1.0, 4, 4), (100, 4, 1.0, 4, 25), (100, 8, 1.25, 4, 16), (7, 4, 1.0, 1, 2), (7, 4, 1.0, 4, 4)],
+    [
+        (10, 4, 1.0, 4, 4),
+        (100, 4, 1.0, 4, 25),
+        (100, 8, 1.25, 4, 16),
+        (7, 4, 1.0, 1, 2),
+        (7, 4, 1.0, 4, 4),
+    ],
 )
-def test_capacity_golden_values(tokens: int, experts: int, factor: float, least: int, answer: int) -> None:
+def test_capacity_golden_values(
+    tokens: int, experts: int, factor: float, least: int, answer: int
+) -> None:
     assert capacity_of(tokens, experts, factor, least) == answer
 
 
@@ -75,7 +91,9 @@ def test_top2_is_the_masks(capacity: int | None, noisy: bool) -> None:
 @pytest.mark.parametrize("k", [3, 4])
 def test_topk_is_the_masks(k: int, capacity: int | None, policy: str) -> None:
     logits = _logits()
-    _same(topk(logits, k, capacity, policy=policy), *masks_topk(logits, k, capacity, policy), logits)
+    _same(
+        topk(logits, k, capacity, policy=policy), *masks_topk(logits, k, capacity, policy), logits
+    )
 
 
 def test_no_tokens_at_all() -> None:
@@ -136,7 +154,10 @@ def test_the_gate_computes_in_fp32() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"noisy_gate_policy": "loud"}, "noisy_gate_policy 'loud' is unknown; use 'Jitter', 'RSample' or None"),
+        (
+            {"noisy_gate_policy": "loud"},
+            "noisy_gate_policy 'loud' is unknown; use 'Jitter', 'RSample' or None",
+        ),
         ({"k": 5}, "k is 5, and there are 4 experts; use 1 to 4"),
         ({"drop_policy": "luck"}, "drop_policy 'luck' is unknown; use 'probs' or 'position'"),
     ],

@@ -1,4 +1,6 @@
-"""The layer on one process against the plainly written one, and the three ways in which experts run."""
+"""The layer on one process against the plainly written one, and the three ways in which experts
+run.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ class Gated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.w1, self.w3 = nn.Linear(HIDDEN, 10, bias=False), nn.Linear(HIDDEN, 10, bias=False)
+        self.w1 = nn.Linear(HIDDEN, 10, bias=False)
+        self.w3 = nn.Linear(HIDDEN, 10, bias=False)
         self.w2 = nn.Linear(10, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,7 +45,8 @@ class Branching(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(HIDDEN, 9), nn.Linear(9, HIDDEN)
+        self.a = nn.Linear(HIDDEN, 9)
+        self.b = nn.Linear(9, HIDDEN)
 
     def forward(self, x: Tensor) -> Any:
         if x.shape[0] > -1:
@@ -66,7 +70,9 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.a, self.b = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.a = nn.Linear(HIDDEN, HIDDEN)
+        self.b = nn.Linear(HIDDEN, HIDDEN)
         self.b.weight = self.a.weight
         self.register_buffer("shift", torch.full((HIDDEN,), 0.5))
 
@@ -75,7 +81,9 @@ class Normed(nn.Module):
 
 
 def _mlp(act: nn.Module | None = None) -> nn.Module:
-    return nn.Sequential(nn.Linear(HIDDEN, 11), act or nn.GELU(), nn.Dropout(0.0), nn.Linear(11, HIDDEN))
+    return nn.Sequential(
+        nn.Linear(HIDDEN, 11), act or nn.GELU(), nn.Dropout(0.0), nn.Linear(11, HIDDEN)
+    )
 
 
 EXPERTS: dict[str, tuple[Any, str]] = {
@@ -148,7 +156,9 @@ def _compare(ours: MoE, theirs: ReferenceMoE, x: Tensor, used: Any = None) -> No
 
 @pytest.mark.parametrize("name", list(EXPERTS))
 def test_every_kind_of_expert(name: str) -> None:
-    """No dropping: the buffers of the plain layer hold rows of zeros else, which a module that mixes rows sees."""
+    """No dropping: the buffers of the plain layer hold rows of zeros else, which a module that
+    mixes rows sees.
+    """
     ours, theirs = _pair(name, drop_tokens=False)
     assert ours.experts.way == EXPERTS[name][1]
     x = _tokens(37)
@@ -167,7 +177,9 @@ def test_every_kind_of_expert(name: str) -> None:
 @pytest.mark.parametrize("drop", [True, False])
 def test_the_layer_is_the_plain_one(k: int, drop: bool) -> None:
     for factor, least in itertools.product((0.5, 1.0, 3.0), (1, 4)):
-        ours, theirs = _pair(num=5, k=k, drop_tokens=drop, capacity_factor=factor, min_capacity=least)
+        ours, theirs = _pair(
+            num=5, k=k, drop_tokens=drop, capacity_factor=factor, min_capacity=least
+        )
         _compare(ours, theirs, _tokens(3, 11))
         ours.eval(), theirs.eval()
         _compare(ours, theirs, _tokens(3, 11))
@@ -228,7 +240,8 @@ def test_dropout_in_an_expert_is_dropout() -> None:
     expert = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 6))
     ours = Experts(expert, 2, 6)
     assert ours.way == "grouped"
-    rows, groups = torch.randn(9, 6), Groups(torch.tensor([5, 4]))
+    rows = torch.randn(9, 6)
+    groups = Groups(torch.tensor([5, 4]))
     assert not torch.equal(ours(rows, groups), ours(rows, groups))
     ours.eval()
     torch.testing.assert_close(ours(rows, groups), expert.eval()(rows))
@@ -238,16 +251,21 @@ def test_dispatch_by_hand() -> None:
     """Dropped choices add nothing, weights act before or after, and all gradients are right."""
     torch.manual_seed(0)
     experts = torch.tensor([[0, 2], [1, -1], [-1, -1], [2, 0], [2, 1]])
-    x, w = torch.randn(5, 3, dtype=torch.float64), torch.rand(5, 2, dtype=torch.float64)
+    x = torch.randn(5, 3, dtype=torch.float64)
+    w = torch.rand(5, 2, dtype=torch.float64)
     factors = torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64)
 
     def run(rows: Tensor, groups: Groups) -> Tensor:
         return rows.square() * factors[groups.expert_of_row, None]
 
-    shares = torch.zeros(5, 3, dtype=torch.float64).scatter_add(1, experts.clamp(min=0), w * (experts >= 0))
+    shares = torch.zeros(5, 3, dtype=torch.float64).scatter_add(
+        1, experts.clamp(min=0), w * (experts >= 0)
+    )
     after = (shares @ factors)[:, None] * x.square()
     torch.testing.assert_close(dispatch(x, experts, w, run, num_experts=3), after)
-    squares = torch.zeros(5, 3, dtype=torch.float64).scatter_add(1, experts.clamp(min=0), w.square() * (experts >= 0))
+    squares = torch.zeros(5, 3, dtype=torch.float64).scatter_add(
+        1, experts.clamp(min=0), w.square() * (experts >= 0)
+    )
     before = (squares @ factors)[:, None] * x.square()
     torch.testing.assert_close(dispatch(x, experts, w, run, num_experts=3, weigh="before"), before)
     for weigh in ("after", "before"):
@@ -260,7 +278,9 @@ def test_dispatch_by_hand() -> None:
 def test_wrong_arguments() -> None:
     with pytest.raises(UsageError, match="ep_size 3 does not divide num_experts 4; use 1, 2, 4"):
         MoE(HIDDEN, _mlp(), 4, 3)
-    with pytest.raises(UsageError, match="has 1/2 of 4 experts; give the model to ds_core.initialize"):
+    with pytest.raises(
+        UsageError, match="has 1/2 of 4 experts; give the model to ds_core.initialize"
+    ):
         MoE(HIDDEN, _mlp(), 4, 2)(torch.randn(8, HIDDEN))
     with pytest.raises(UsageError, match=r"has shape \(0,\), so its values are not here"):
         MoE(HIDDEN, nn.Sequential(nn.Linear(6, 6), nn.PReLU(0)), 4)
@@ -270,19 +290,23 @@ def test_memory_is_linear_in_tokens() -> None:
     """What is kept for backward, per token, does not grow with tokens or experts."""
     kept: dict[tuple[int, int], float] = {}
     for tokens, num in ((256, 4), (1024, 4), (1024, 16)):
-        layer, total = MoE(HIDDEN, _mlp(), num, drop_tokens=False), 0
+        layer = MoE(HIDDEN, _mlp(), num, drop_tokens=False)
+        total = 0
         weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}
 
         def pack(t: Tensor, weights: set[int] = weights) -> Tensor:
             nonlocal total
-            total += 0 if t.untyped_storage().data_ptr() in weights else t.numel() * t.element_size()
+            total += (
+                0 if t.untyped_storage().data_ptr() in weights else t.numel() * t.element_size()
+            )
             return t
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             layer(torch.randn(tokens, HIDDEN, requires_grad=True))
         kept[tokens, num] = total / tokens
     assert kept[1024, 4] <= kept[256, 4] * 1.02
-    assert kept[1024, 16] <= kept[1024, 4] + 12 * 4 * 6  # a few [tokens, experts] tensors of the gate
+    # a few [tokens, experts] tensors of the gate
+    assert kept[1024, 16] <= kept[1024, 4] + 12 * 4 * 6
 
 
 def test_tutel_is_told_to_have_no_effect() -> None:
@@ -293,7 +317,8 @@ def test_tutel_is_told_to_have_no_effect() -> None:
 class Between(nn.Module):
     def __init__(self, ep_size: int) -> None:
         super().__init__()
-        self.inp, self.moe = nn.Linear(4, 4), MoE(4, nn.Linear(4, 4), 4, ep_size, drop_tokens=False)
+        self.inp = nn.Linear(4, 4)
+        self.moe = MoE(4, nn.Linear(4, 4), 4, ep_size, drop_tokens=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.moe(self.inp(x))[0]

@@ -1,4 +1,5 @@
-"""The conformance kit: experts over 1, 2 and 4 ranks x ZeRO 0-3 x top-1, 2 and 4 x dropping x accumulation, clipping.
+"""The conformance kit: experts over 1, 2 and 4 ranks x ZeRO 0-3 x top-1, 2 and 4 x dropping x
+accumulation, clipping.
 
 Batches are uneven: in some steps a rank has no token, or an expert none.
 """
@@ -33,64 +34,79 @@ class _Conformance(RunnerConformance):
     @classmethod
     def cases(cls, world: int) -> list[tuple[str, int, str]]:
         """Each stage with and without accumulation, in turn in either dtype."""
-        return [(v, g, cls.dtypes[(i + j) % 2]) for i, v in enumerate(cls.variants) for j, g in enumerate(cls.gas)]
+        return [
+            (v, g, cls.dtypes[(i + j) % 2])
+            for i, v in enumerate(cls.variants)
+            for j, g in enumerate(cls.gas)
+        ]
 
 
 class TestEp1Top1(_Conformance):
     worlds = (1, 2)
-    make_model, make_truth = staticmethod(m.one_top1), staticmethod(m.plain_top1)
+    make_model = staticmethod(m.one_top1)
+    make_truth = staticmethod(m.plain_top1)
 
 
 class TestEp2Top1(_Conformance):
     worlds = (2, 4)
-    make_model, make_truth = staticmethod(m.two_top1), staticmethod(m.plain_top1)
+    make_model = staticmethod(m.two_top1)
+    make_truth = staticmethod(m.plain_top1)
 
 
 @pytest.mark.slow
 class TestEp4Top1(_Conformance):
     worlds = (4,)
-    make_model, make_truth = staticmethod(m.four_top1), staticmethod(m.plain_top1)
+    make_model = staticmethod(m.four_top1)
+    make_truth = staticmethod(m.plain_top1)
 
 
 @pytest.mark.slow
 class TestEp2Top1Dropping(_Conformance):
     worlds = (4,)
-    make_model, make_truth = staticmethod(m.two_top1_drop), staticmethod(m.plain_top1_drop)
+    make_model = staticmethod(m.two_top1_drop)
+    make_truth = staticmethod(m.plain_top1_drop)
 
 
 @pytest.mark.slow
 class TestEp1Top2Residual(_Conformance):
     worlds = (1, 4)
-    make_model, make_truth = staticmethod(m.one_top2), staticmethod(m.plain_top2)
+    make_model = staticmethod(m.one_top2)
+    make_truth = staticmethod(m.plain_top2)
 
 
 class TestEp2Top2Residual(_Conformance):
     worlds = (2,)
-    make_model, make_truth = staticmethod(m.two_top2), staticmethod(m.plain_top2)
+    make_model = staticmethod(m.two_top2)
+    make_truth = staticmethod(m.plain_top2)
 
 
 @pytest.mark.slow
 class TestEp4Top2Residual(_Conformance):
     worlds = (4,)
-    make_model, make_truth = staticmethod(m.four_top2), staticmethod(m.plain_top2)
+    make_model = staticmethod(m.four_top2)
+    make_truth = staticmethod(m.plain_top2)
 
 
 @pytest.mark.slow
 class TestEp2Top4(_Conformance):
     worlds = (2, 4)
-    make_model, make_truth = staticmethod(m.two_top4), staticmethod(m.plain_top4)
+    make_model = staticmethod(m.two_top4)
+    make_truth = staticmethod(m.plain_top4)
 
 
 @pytest.mark.slow
 class TestEp4Top4(_Conformance):
     worlds = (4,)
-    make_model, make_truth = staticmethod(m.four_top4), staticmethod(m.plain_top4)
+    make_model = staticmethod(m.four_top4)
+    make_truth = staticmethod(m.plain_top4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ep", "k", "drop"), m.WHOLE)
 def test_the_whole_product(ep: int, k: int, drop: bool) -> None:
-    """On every number of ranks that `ep` divides, every stage, with and without accumulation, clipped."""
+    """On every number of ranks that `ep` divides, every stage, with and without accumulation,
+    clipped.
+    """
     members = {
         "worlds": tuple(world for world in (1, 2, 4) if world >= ep),
         "make_model": staticmethod(getattr(m, f"ep{ep}_top{k}_{drop}")),

@@ -1,4 +1,6 @@
-"""Names of `deepspeed.moe` that layers of a script's own use: gating as dense tensors, and exchange of tokens."""
+"""Names of `deepspeed.moe` that layers of a script's own use: gating as dense tensors, and exchange
+of tokens.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,11 @@ LOGITS = torch.tensor([[4.0, 1, 0], [3, 2, 0], [5, 0, 1], [0, 1, 4], [6, 3, 0], 
 
 
 def by_hand(experts: list[list[int]], capacity: int, weights: Tensor, order: str) -> Tensor:
-    """Combine weights: each expert's places are taken one after the other, what finds none is dropped."""
-    combine, taken = torch.zeros(len(experts), 3, capacity), [0, 0, 0]
+    """Combine weights: each expert's places are taken one after the other, what finds none is
+    dropped.
+    """
+    combine = torch.zeros(len(experts), 3, capacity)
+    taken = [0, 0, 0]
     k = len(experts[0])
     places = [(t, c) for t in range(len(experts)) for c in range(k)]
     for token, choice in sorted(places, key=(lambda p: p[::-1]) if order == "choice" else None):
@@ -55,7 +60,9 @@ def test_topk_without_dropping_and_sparse() -> None:
     _, combine, mask, counts = names.topkgating(LOGITS, 2, 1.0, 0, drop_tokens=False)
     assert combine.shape == (6, 3, int(counts.max()))
     assert torch.allclose(combine.sum((1, 2)), torch.ones(6)) and int(mask.sum()) == 12
-    _, capacity, experts, indices, places, weights, _ = names.topkgating(LOGITS, 2, 0.5, 0, sparse_routes=True)
+    _, capacity, experts, indices, places, weights, _ = names.topkgating(
+        LOGITS, 2, 0.5, 0, sparse_routes=True
+    )
     _, dense, _, _ = names.topkgating(LOGITS, 2, 0.5, 0)
     again = torch.zeros(6, experts, capacity)
     for choice in range(2):
@@ -105,7 +112,11 @@ def exchange() -> dict[str, Any]:
     out = names._AllToAll.apply(None, x)
     (out * (rank + 1)).sum().backward()
     assert x.grad is not None
-    found = {"out": out.tolist(), "grad": x.grad.tolist(), "same": names.gather_tokens(names.drop_tokens(x)) is x}
+    found = {
+        "out": out.tolist(),
+        "grad": x.grad.tolist(),
+        "same": names.gather_tokens(names.drop_tokens(x)) is x,
+    }
     with pytest.MonkeyPatch.context() as patch:
         engine = SimpleNamespace(ctx=SimpleNamespace(mesh=TensorParallel()))
         patch.setattr(names, "STATE", SimpleNamespace(engines=[engine]))

@@ -16,7 +16,15 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "moe" / "gpt.py"
 def run(folder: Path, *words: str, nproc: int = 2) -> str:
     command = [sys.executable, "-m", "ds_cli", "run", "--nproc", str(nproc), str(EXAMPLE), *words]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=one_thread, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=one_thread,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

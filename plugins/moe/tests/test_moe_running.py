@@ -32,17 +32,23 @@ def start(ep: int, stage: int = 0, k: int = 2, **config: Any) -> Any:
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1}},
     }
-    return ds_core.initialize(model=m.build(ep, k, None), config={**base, **zero(stage), **config})[0]
+    return ds_core.initialize(model=m.build(ep, k, None), config={**base, **zero(stage), **config})[
+        0
+    ]
 
 
 def steps(engine: Any, begin: int, end: int) -> list[float]:
     """Losses over all ranks, of the same samples whatever the number of ranks."""
     from ds_core import comm
 
-    dp, index = engine.ctx.mesh.size("dp"), engine.ctx.mesh.index("dp")
+    dp = engine.ctx.mesh.size("dp")
+    index = engine.ctx.mesh.index("dp")
     losses = []
     for step in range(begin, end):
-        parts = [engine(**m.batch(step, 0, i)) for i in range(index * WORLD // dp, (index + 1) * WORLD // dp)]
+        parts = [
+            engine(**m.batch(step, 0, i))
+            for i in range(index * WORLD // dp, (index + 1) * WORLD // dp)
+        ]
         loss = sum(parts) / len(parts)
         engine.backward(loss)
         engine.step()
@@ -76,14 +82,23 @@ def goes_on(folder: Path, ep: int, stage: int) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("ep", "stage"), [pytest.param(4, 0, marks=pytest.mark.slow), (4, 3), pytest.param(2, 1, marks=pytest.mark.slow)]
+    ("ep", "stage"),
+    [
+        pytest.param(4, 0, marks=pytest.mark.slow),
+        (4, 3),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_checkpoints_move_between_ep_sizes(tmp_path: Path, ep: int, stage: int) -> None:
-    """Each expert is stored once, under its global number; with another ep, world or stage training goes on alike."""
+    """Each expert is stored once, under its global number; with another ep, world or stage training
+    goes on alike.
+    """
     losses = run_ranks(WORLD, saves, tmp_path, ep, stage)[0]
     with open_saved(tmp_path / "here") as saved:
         assert not saved.split  # nothing differs along an axis
-        states = [s for s in saved.manifest.states if s.name.endswith("first.experts.stacked.0.weight")]
+        states = [
+            s for s in saved.manifest.states if s.name.endswith("first.experts.stacked.0.weight")
+        ]
     # The weight, two moments, and one counter of steps.
     assert sorted((s.shape for s in states), key=len) == [(), *[(m.NUM, m.WIDE, m.HIDDEN)] * 3]
     assert all(sum(c.stop - c.start for c in s.chunks) == math.prod(s.shape) for s in states)
@@ -92,13 +107,16 @@ def test_checkpoints_move_between_ep_sizes(tmp_path: Path, ep: int, stage: int) 
         for again, whole in run_ranks(world, goes_on, tmp_path, other, to):
             assert again == pytest.approx(losses[2:], rel=1e-10)
             assert set(whole) == set(end)
-            assert max(relative(torch.tensor(whole[n]), end[n].double()) for n in end) < 1e-6  # `end` is in fp32
+            # `end` is in fp32
+            assert max(relative(torch.tensor(whole[n]), end[n].double()) for n in end) < 1e-6
 
 
 def overflows(ep: int, stage: int) -> list[Any]:
     from ds_core import comm
 
-    engine = start(ep, stage, k=1, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1})
+    engine = start(
+        ep, stage, k=1, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
+    )
     answers = []
     for step in range(4):
         batch = m.batch(0, 0, 1)
@@ -118,7 +136,7 @@ def test_all_ranks_agree_on_an_overflow(stage: int) -> None:
         assert answer == [[True, 256.0], [False, 128.0], [True, 128.0], [True, 128.0], True]
 
 
-# -- pipelines ----------------------------------------------------------------------------------------------------
+# -- pipelines -------------------------------------------------------------------------------------
 
 
 class Stage(nn.Module):
@@ -126,7 +144,15 @@ class Stage(nn.Module):
 
     def __init__(self, ep: int) -> None:
         super().__init__()
-        self.moe = MoE(m.HIDDEN, m.expert(), m.NUM, ep_size=ep, k=2, drop_tokens=False, top2_2nd_expert_sampling=False)
+        self.moe = MoE(
+            m.HIDDEN,
+            m.expert(),
+            m.NUM,
+            ep_size=ep,
+            k=2,
+            drop_tokens=False,
+            top2_2nd_expert_sampling=False,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.moe(x)[0]
@@ -146,7 +172,9 @@ def piped(ep: int) -> nn.Module:
     from ds_pipeline import PipelineModule
 
     layers = [nn.Linear(5, m.HIDDEN), Stage(ep), nn.Tanh(), Stage(ep), nn.Linear(m.HIDDEN, 3)]
-    return m.fill(PipelineModule(layers, num_stages=2, loss_fn=square, partition_method="uniform").double())
+    return m.fill(
+        PipelineModule(layers, num_stages=2, loss_fn=square, partition_method="uniform").double()
+    )
 
 
 def piped_one() -> nn.Module:
@@ -160,7 +188,13 @@ def piped_two() -> nn.Module:
 class PlainPiped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        layers = [nn.Linear(5, m.HIDDEN), PlainStage(), nn.Tanh(), PlainStage(), nn.Linear(m.HIDDEN, 3)]
+        layers = [
+            nn.Linear(5, m.HIDDEN),
+            PlainStage(),
+            nn.Tanh(),
+            PlainStage(),
+            nn.Linear(m.HIDDEN, 3),
+        ]
         self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(layers)})
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -185,7 +219,9 @@ class TestPipelineEp1(RunnerConformance):
     worlds = (2,)
     config = {"expert_parallel": {}}
     variants = {"zero1": zero(1)}
-    make_model, make_truth, make_batch = staticmethod(piped_one), staticmethod(plain_piped), staticmethod(pair)
+    make_model = staticmethod(piped_one)
+    make_truth = staticmethod(plain_piped)
+    make_batch = staticmethod(pair)
 
 
 @pytest.mark.slow
@@ -193,10 +229,12 @@ class TestPipelineEp2(RunnerConformance):
     worlds = (4,)
     config = {"expert_parallel": {"autoep_size": 2}}
     variants = {"zero0": {}, "zero1": zero(1), "zero2": zero(2), "zero3": zero(3)}
-    make_model, make_truth, make_batch = staticmethod(piped_two), staticmethod(plain_piped), staticmethod(pair)
+    make_model = staticmethod(piped_two)
+    make_truth = staticmethod(plain_piped)
+    make_batch = staticmethod(pair)
 
 
-# -- the rest --------------------------------------------------------------------------------------------------------
+# -- the rest --------------------------------------------------------------------------------------
 
 
 def monitored(watch: bool) -> Any:
@@ -221,7 +259,9 @@ def monitored(watch: bool) -> Any:
     engine = ds_core.initialize(model=model, config={"train_micro_batch_size_per_gpu": 4})[0]
     if watch and comm.rank() == 0:
         engine.monitor.monitors.append(Recorder())
-    counts, dropped, aux = torch.zeros(m.NUM), 0.0, []
+    counts = torch.zeros(m.NUM)
+    dropped = 0.0
+    aux = []
     for step in range(2):
         h = torch.tanh(model.inp(m.batch(step, 0, comm.rank())["x"]))
         with torch.no_grad():
@@ -259,7 +299,8 @@ def test_load_dropped_tokens_and_losses_go_to_monitors() -> None:
     assert any("/second/" in n for n in told)
     assert not answers[1][0]  # rank 0 writes
     assert all(a[4] and a[5] for a in answers)
-    for told_none, *_, watched, nothing in run_ranks(2, monitored, False):  # nobody listens: nothing is collected
+    # nobody listens: nothing is collected
+    for told_none, *_, watched, nothing in run_ranks(2, monitored, False):
         assert (told_none, watched, nothing) == ([], False, True)
 
 
@@ -271,7 +312,11 @@ def with_groups() -> list[Any]:
     for split in (False, True):
         model = m.build(2, 1, None)
         groups: Any = {"params": [*model.parameters()], "name": "all", "weight_decay": 0.2}
-        given = utils.split_params_into_different_moe_groups_for_optimizer(groups) if split else [groups]
+        given = (
+            utils.split_params_into_different_moe_groups_for_optimizer(groups)
+            if split
+            else [groups]
+        )
         config = {
             "train_micro_batch_size_per_gpu": 4,
             "gradient_clipping": 0.1,
@@ -306,7 +351,9 @@ def test_helpers() -> None:
     assert sum(len(g["params"]) for g in groups) == len(shared) + 8
     assert utils.configure_moe_param_groups(groups) == groups
     most = max(p.numel() for p in experts)
-    parts = utils.split_params_into_different_moe_groups_for_optimizer({"params": experts}, max_group_size=most)
+    parts = utils.split_params_into_different_moe_groups_for_optimizer(
+        {"params": experts}, max_group_size=most
+    )
     assert all(sum(p.numel() for p in g["params"]) <= most for g in parts)
     assert sum(len(g["params"]) for g in parts) == 8
     plain = [nn.Parameter(torch.ones(2))]
@@ -320,7 +367,10 @@ def mixed(config: dict[str, Any]) -> bool:
     losses = []
     for extra in ({}, config):
         model = m.build(2, 2, None).float()
-        base = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.02}}}
+        base = {
+            "train_micro_batch_size_per_gpu": 4,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
+        }
         engine = ds_core.initialize(model=model, config={**base, **extra})[0]
         kind = next(model.parameters()).dtype
         rows = []
@@ -418,18 +468,24 @@ class ToAll(torch.autograd.Function):
 
 
 class CutExpert(nn.Module):
-    """A feed-forward network of which tensor-parallel ranks hold columns of the one and rows of the other weight."""
+    """A feed-forward network of which tensor-parallel ranks hold columns of the one and rows of the
+    other weight.
+    """
 
     mesh: Any = None
 
     def __init__(self, index: int, size: int) -> None:
         super().__init__()
         torch.manual_seed(7)
-        one, two, wide = torch.randn(12, m.HIDDEN), torch.randn(m.HIDDEN, 12), 12 // size
+        one = torch.randn(12, m.HIDDEN)
+        two = torch.randn(m.HIDDEN, 12)
+        wide = 12 // size
         self.one = nn.Parameter(one[index * wide : (index + 1) * wide].clone())
         self.two = nn.Parameter(two[:, index * wide : (index + 1) * wide].clone())
         self.bias = nn.Parameter(torch.randn(m.HIDDEN))
-        self.one.partition_dim, self.two.partition_dim, self.bias.partition_dim = 0, 1, -1
+        self.one.partition_dim = 0
+        self.two.partition_dim = 1
+        self.bias.partition_dim = -1
 
     def forward(self, x: Tensor) -> Tensor:
         group = CutExpert.mesh.group("tp")
@@ -444,7 +500,16 @@ def tensor_parallel(ep: int, tp: int, stage: int, folder: str, first: bool) -> d
 
     expert = CutExpert(comm.rank() % tp, tp)
     torch.manual_seed(3)
-    layer = MoE(m.HIDDEN, expert, m.NUM, ep, k=2, enable_expert_tensor_parallelism=True, drop_tokens=False, **m.QUIET)
+    layer = MoE(
+        m.HIDDEN,
+        expert,
+        m.NUM,
+        ep,
+        k=2,
+        enable_expert_tensor_parallelism=True,
+        drop_tokens=False,
+        **m.QUIET,
+    )
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_clipping": 0.5,
@@ -456,10 +521,13 @@ def tensor_parallel(ep: int, tp: int, stage: int, folder: str, first: bool) -> d
     CutExpert.mesh = engine.ctx.mesh
     if not first:
         engine.load_checkpoint(folder)
-    dp, index = engine.ctx.mesh.size("dp"), engine.ctx.mesh.index("dp")
+    dp = engine.ctx.mesh.size("dp")
+    index = engine.ctx.mesh.index("dp")
     for _ in range(1):
         torch.manual_seed(50 + engine.global_steps)
-        x = torch.randn(16, m.HIDDEN, dtype=torch.float64)[index * 16 // dp : (index + 1) * 16 // dp]
+        x = torch.randn(16, m.HIDDEN, dtype=torch.float64)[
+            index * 16 // dp : (index + 1) * 16 // dp
+        ]
         out, _, _ = engine(x)
         engine.backward((out * out).mean())
         engine.step()
@@ -471,12 +539,17 @@ def tensor_parallel(ep: int, tp: int, stage: int, folder: str, first: bool) -> d
 
 
 @pytest.mark.parametrize(("ep", "tp", "stage"), [(1, 2, 0), (2, 2, 2)])
-def test_checkpoints_of_experts_cut_over_tp_load_at_any_size(ep: int, tp: int, stage: int, tmp_path: Path) -> None:
+def test_checkpoints_of_experts_cut_over_tp_load_at_any_size(
+    ep: int, tp: int, stage: int, tmp_path: Path
+) -> None:
     truth = run_ranks(1, tensor_parallel, 1, 1, 0, str(tmp_path / "alone"), True)[0]
     after = run_ranks(1, tensor_parallel, 1, 1, 0, str(tmp_path / "alone"), False)[0]
     saved = run_ranks(ep * tp, tensor_parallel, ep, tp, stage, str(tmp_path / "cut"), True)
     runs = [(1, 1, 1, 0), (2, 1, 2, 3), (4, 2, 2, 1), (4, 4, 1, 0)]
-    resumed = [(w, e, t, run_ranks(w, tensor_parallel, e, t, z, str(tmp_path / "cut"), False)) for w, e, t, z in runs]
+    resumed = [
+        (w, e, t, run_ranks(w, tensor_parallel, e, t, z, str(tmp_path / "cut"), False))
+        for w, e, t, z in runs
+    ]
     for what, ranks, right in [("saved", saved, truth), *((r[:3], r[3], after) for r in resumed)]:
         for rank, whole in enumerate(ranks):
             for name, value in right.items():
@@ -491,7 +564,8 @@ def overlapping() -> tuple[list[str], list[str]]:
 
     told: list[str] = []
     layer = MoE(m.HIDDEN, m.expert(), m.NUM, ep_size=2, k=2, use_residual=True, drop_tokens=False)
-    begin, end = module._Exchange.begin, module._Exchange.end
+    begin = module._Exchange.begin
+    end = module._Exchange.end
 
     def noted_begin(self: Any, *arguments: Any) -> Tensor:
         told.append("depart")
@@ -506,14 +580,16 @@ def overlapping() -> tuple[list[str], list[str]]:
     layer.experts.register_forward_hook(lambda *_: told.append("experts"))
     layer.mlp.register_full_backward_hook(lambda *_: told.append("dense"))
     layer.experts.register_full_backward_pre_hook(lambda *_: told.append("experts"))
-    module._Exchange.begin, module._Exchange.end = noted_begin, noted_end  # type: ignore[method-assign]
+    module._Exchange.begin = noted_begin  # type: ignore[method-assign]
+    module._Exchange.end = noted_end  # type: ignore[method-assign]
     try:
         out = engine(torch.randn(8, m.HIDDEN, requires_grad=True))[0]
         forward = told.copy()
         told.clear()
         engine.backward(out.sum())
     finally:
-        module._Exchange.begin, module._Exchange.end = begin, end  # type: ignore[method-assign]
+        module._Exchange.begin = begin  # type: ignore[method-assign]
+        module._Exchange.end = end  # type: ignore[method-assign]
     engine.destroy()
     return forward, told
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.moe = nn.Linear(4, 8), MoE(8, nn.Linear(8, 8), 4, k=2, use_rts=False)
+        self.first = nn.Linear(4, 8)
+        self.moe = MoE(8, nn.Linear(8, 8), 4, k=2, use_rts=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.moe(self.first(x))[0]

@@ -26,8 +26,12 @@ def _group() -> None:
 @app.command()
 def plugin(
     name: Annotated[str, typer.Argument(help="What pip will call it, such as my-lines.")],
-    kind: Annotated[str, typer.Option(help="What it is; without it the kinds are listed.", metavar="KIND")] = "",
-    folder: Annotated[Path | None, typer.Option(help="The folder to make; ./NAME when left out.")] = None,
+    kind: Annotated[
+        str, typer.Option(help="What it is; without it the kinds are listed.", metavar="KIND")
+    ] = "",
+    folder: Annotated[
+        Path | None, typer.Option(help="The folder to make; ./NAME when left out.")
+    ] = None,
 ) -> None:
     """Write a new plugin: a distribution that can be installed, and whose tests pass, as it is."""
     from ds_new.naming import names_of
@@ -38,7 +42,9 @@ def plugin(
     names = names_of(name, kind)
     target = Path(names.name) if folder is None else folder
     if target.exists() or target.is_symlink():
-        raise CommandError(f"{target} is there already, and nothing is overwritten; give another --folder")
+        raise CommandError(
+            f"{target} is there already, and nothing is overwritten; give another --folder"
+        )
     for path, text in render(kind, names).items():
         file = target / path
         try:

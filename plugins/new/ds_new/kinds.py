@@ -9,10 +9,11 @@ __all__ = ["KINDS", "Kind"]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """meaning: for the list, one line. hooks: what such a plugin implements. section: whether it owns a config section.
+    """meaning: for the list, one line. hooks: what such a plugin implements. section: whether it
+    owns a config section.
 
-    title: of its part in docs/plugins.md. needs, test_needs: distributions besides ds-core, and for its tests; ours
-    have no bound here.
+    title: of its part in docs/plugins.md. needs, test_needs: distributions besides ds-core, and for
+    its tests; ours have no bound here.
     """
 
     meaning: str
@@ -29,7 +30,9 @@ OBSERVERS = (
 )
 
 KINDS: dict[str, Kind] = {
-    "config-format": Kind("a format of config files", ("ds_config_formats",), False, "A format of config files"),
+    "config-format": Kind(
+        "a format of config files", ("ds_config_formats",), False, "A format of config files"
+    ),
     "rendezvous": Kind("how ranks find each other", ("ds_rendezvous",), False, "A rendezvous"),
     "optimizer": Kind("an optimizer, by name", ("ds_optimizers",), False, "An optimizer"),
     "scheduler": Kind("a learning-rate schedule, by name", ("ds_schedulers",), False, "A schedule"),
@@ -40,7 +43,9 @@ KINDS: dict[str, Kind] = {
         "A monitor",
         needs=("ds-monitor-kit",),
     ),
-    "interceptor": Kind("called around every collective", ("ds_interceptors",), True, "An interceptor"),
+    "interceptor": Kind(
+        "called around every collective", ("ds_interceptors",), True, "An interceptor"
+    ),
     "gradients": Kind("changes the gradients of a step", ("ds_gradients",), True, "Gradients"),
     "observer": Kind(
         "watches a run; may ask it to stop or to save",
@@ -50,7 +55,9 @@ KINDS: dict[str, Kind] = {
     ),
     "accelerator": Kind("a type of device", ("ds_accelerators",), False, "An accelerator"),
     "metrics": Kind("numbers of a step, for monitors", ("ds_metrics",), True, "Metrics"),
-    "engine-methods": Kind("methods for the engine", ("ds_engine_methods",), True, "Methods for the engine"),
+    "engine-methods": Kind(
+        "methods for the engine", ("ds_engine_methods",), True, "Methods for the engine"
+    ),
     "mesh-axis": Kind(
         "an axis along which parameters differ",
         ("ds_mesh_axes", "ds_param_axes"),
@@ -64,7 +71,11 @@ KINDS: dict[str, Kind] = {
         "A mesh over groups that the user has",
     ),
     "transform": Kind(
-        "changes the model before training", ("ds_transforms",), True, "A transform", needs=("ds-run-state",)
+        "changes the model before training",
+        ("ds_transforms",),
+        True,
+        "A transform",
+        needs=("ds-run-state",),
     ),
     "divided-layers": Kind(
         "divides layers among ranks",
@@ -99,7 +110,9 @@ KINDS: dict[str, Kind] = {
     "loader": Kind("turns a dataset into batches", ("ds_loader",), True, "A loader"),
     "precision": Kind("dtypes, loss scaling, layers", ("ds_precision",), True, "A precision mode"),
     "kernel": Kind("serves a named operation", ("ds_kernels",), False, "A kernel"),
-    "collectives": Kind("serves all-reduce and others", ("ds_collectives",), False, "A provider of collectives"),
+    "collectives": Kind(
+        "serves all-reduce and others", ("ds_collectives",), False, "A provider of collectives"
+    ),
     "launcher": Kind(
         "starts processes for dscore run",
         ("ds_launchers",),
@@ -107,7 +120,9 @@ KINDS: dict[str, Kind] = {
         "A launcher",
         needs=("ds-cli",),
     ),
-    "command": Kind("a command of dscore", ("ds_commands",), False, "A command", needs=("ds-cli", "typer>=0.12")),
+    "command": Kind(
+        "a command of dscore", ("ds_commands",), False, "A command", needs=("ds-cli", "typer>=0.12")
+    ),
     "compile-pass": Kind(
         "changes the graphs of torch.compile",
         ("ds_compile_passes",),
@@ -124,6 +139,8 @@ KINDS: dict[str, Kind] = {
     ),
     "check": Kind("rules that span a config's sections", ("ds_check",), True, "A check"),
     "chart": Kind("what dscore plan shows of a config", ("ds_charts",), True, "A chart"),
-    "memory": Kind("how much memory it keeps", ("ds_memory",), True, "What a plugin keeps in memory"),
+    "memory": Kind(
+        "how much memory it keeps", ("ds_memory",), True, "What a plugin keeps in memory"
+    ),
 }
 """By the name that ``--kind`` takes; in the order of docs/plugins.md."""

@@ -1,4 +1,6 @@
-"""The name of a new plugin: what it is called as distribution, package and class, and whether it is free."""
+"""The name of a new plugin: what it is called as distribution, package and class, and whether it is
+free.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ __all__ = ["Names", "forms_of", "names_of"]
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """A name in its forms: ``my-lines`` is pip's, ``my_lines`` Python's and the config's, ``MyLines`` a class."""
+    """A name in its forms: ``my-lines`` is pip's, ``my_lines`` Python's and the config's,
+    ``MyLines`` a class.
+    """
 
     name: str
     package: str
@@ -27,7 +31,8 @@ class Names:
 
 
 def names_of(name: str, kind: str = "") -> Names:
-    """The forms of `name`. Raises CommandError for one that cannot be used, and says why and what could.
+    """The forms of `name`. Raises CommandError for one that cannot be used, and says why and what
+    could.
 
     kind: of `KINDS`; what configs and commands name it by must be free too.
     """
@@ -35,19 +40,24 @@ def names_of(name: str, kind: str = "") -> Names:
         words = "-".join(re.findall(r"[a-z0-9]+", name.lower())).lstrip("-0123456789")
         fix = f"; {words!r} would do" if words else ""
         raise CommandError(
-            f"{name!r} is no name for a plugin: letters and digits, with single dashes between, and a letter first{fix}"
+            f"{name!r} is no name for a plugin: letters and digits, with single dashes between, "
+            f"and a letter first{fix}"
         )
     made = forms_of(name)
     if why := _taken(made) or _offered(made, kind):
         other = f"{made.name}-2" if made.name.startswith("my-") else f"my-{made.name}"
-        raise CommandError(f"{name!r} cannot be used: {why}; choose another name, such as {other!r}")
+        raise CommandError(
+            f"{name!r} cannot be used: {why}; choose another name, such as {other!r}"
+        )
     return made
 
 
 def forms_of(name: str) -> Names:
     """The forms of a name, free or not."""
     dist = re.sub(r"[-_.]+", "-", name).lower()
-    return Names(dist, dist.replace("-", "_"), "".join(part.capitalize() for part in dist.split("-")))
+    return Names(
+        dist, dist.replace("-", "_"), "".join(part.capitalize() for part in dist.split("-"))
+    )
 
 
 def _taken(names: Names) -> str:
@@ -57,7 +67,10 @@ def _taken(names: Names) -> str:
     if names.package in sys.stdlib_module_names:
         return f"{names.package!r} is a module of Python's standard library"
     for found in discover():
-        if names.package in (found.name, found.module.partition(".")[0]) or names.name == found.dist:
+        if (
+            names.package in (found.name, found.module.partition(".")[0])
+            or names.name == found.dist
+        ):
             return f"{found.dist} {found.version} is installed and has the plugin {found.name!r}"
     if names.package in documented():
         return f"{names.package!r} is a section of ds_core's documents"

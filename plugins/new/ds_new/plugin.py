@@ -11,4 +11,8 @@ __all__ = ["ds_commands"]
 
 def ds_commands() -> Mapping[str, CommandEntry]:
     """One group, which other packages may add to."""
-    return {"new": CommandEntry("ds_new.command:app", "Write a new plugin, with its tests, README and CI file.")}
+    return {
+        "new": CommandEntry(
+            "ds_new.command:app", "Write a new plugin, with its tests, README and CI file."
+        )
+    }

@@ -1,7 +1,7 @@
 """From a kind and a name to the files of a distribution.
 
-[Note: one template library] jinja2, which torch brings: nothing more is installed. copier would add a dozen packages
-and needs git for what it is made for, updating a project from a newer template.
+[Note: one template library] jinja2, which torch brings: nothing more is installed. copier would add
+a dozen packages and needs git for what it is made for, updating a project from a newer template.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ BASE = {
 
 def render(kind: str, names: Names) -> dict[str, str]:
     """The text of every file of a new distribution, by its path."""
-    environment, given = _environment(), _variables(kind, names)
+    environment = _environment()
+    given = _variables(kind, names)
     config = environment.get_template(f"{kind}/config.json.jinja").render(given)
     own: dict[str, Any] = json.loads(config)
     given["config"] = _pretty(own) if own else ""
@@ -61,7 +62,9 @@ def render(kind: str, names: Names) -> dict[str, str]:
 
 def modules(kind: str) -> Iterator[str]:
     """The Python files of a kind: its modules, the declaration first, and ``test.py``."""
-    found = sorted(file.name.removesuffix(".jinja") for file in (TEMPLATES / kind).glob("*.py.jinja"))
+    found = sorted(
+        file.name.removesuffix(".jinja") for file in (TEMPLATES / kind).glob("*.py.jinja")
+    )
     yield "plugin.py"
     yield from (file for file in found if file != "plugin.py")
 

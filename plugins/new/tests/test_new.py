@@ -1,4 +1,6 @@
-"""``dscore new plugin``: what it writes, what it refuses, and that a new plugin passes its own tests."""
+"""``dscore new plugin``: what it writes, what it refuses, and that a new plugin passes its own
+tests.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ def test_every_kind_has_its_templates() -> None:
     for kind, about in KINDS.items():
         assert "test.py" in modules(kind)
         declaration = (TEMPLATES / kind / "plugin.py.jinja").read_text()
-        assert set(re.findall(r"def (ds_\w+)", declaration)) - {"ds_config"} <= set(about.hooks) <= set(HOOKS), kind
+        assert (
+            set(re.findall(r"def (ds_\w+)", declaration)) - {"ds_config"}
+            <= set(about.hooks)
+            <= set(HOOKS)
+        ), kind
         assert ("def ds_config()" in declaration) is about.section, kind
 
 
@@ -65,19 +71,30 @@ wrong = [r.why for r in plugins.examine() if r.state is not PluginState.LOADED]
 assert not wrong and "torch" not in sys.modules, wrong
 """
     packages = {kind: f"kind_{kind.replace('-', '_')}" for kind in KINDS}
-    load = [f"{p}={p}.plugin" if KINDS[kind].section else f"{p}.plugin" for kind, p in packages.items()]
+    load = [
+        f"{p}={p}.plugin" if KINDS[kind].section else f"{p}.plugin" for kind, p in packages.items()
+    ]
     run([sys.executable, "-c", code, *load], env=clean_environment(PYTHONPATH=str(tmp_path)))
 
 
 @pytest.mark.slow
-def test_its_tests_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_its_tests_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     code, said, _ = dscore("my-events", "--kind", "monitor", capfd=capfd)
     assert code == 0 and "pip install -e my-events" in said
     folder = tmp_path / "my-events"
-    write_metadata(folder, "my-events", entry_points={"ds_core.plugins": {"my_events": "my_events.plugin"}})
+    write_metadata(
+        folder, "my-events", entry_points={"ds_core.plugins": {"my_events": "my_events.plugin"}}
+    )
     env = clean_environment(PYTHONPATH=str(folder))
-    run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=folder, env=env, timeout=300)
+    run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        cwd=folder,
+        env=env,
+        timeout=300,
+    )
     run([sys.executable, "example/train.py"], cwd=folder, env=env)
     assert "Train/Samples/train_loss" in (folder / "events.jsonl").read_text()
 
@@ -98,7 +115,9 @@ def test_its_tests_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: 
         ("nebula", "a section of ds_core's documents"),
     ],
 )
-def test_a_name_that_cannot_be_used(name: str, why: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_cannot_be_used(
+    name: str, why: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "out"
     code, _, error = dscore("--kind", "monitor", "--folder", str(folder), "--", name, capfd=capfd)
     assert code == 2 and why in error and not folder.exists()
@@ -130,12 +149,15 @@ def test_a_kind_that_there_is_not(capfd: pytest.CaptureFixture[str]) -> None:
     code, _, error = dscore("my-x", capfd=capfd)
     assert code == 2 and "--kind is missing" in error
     assert all(
-        re.search(rf"^  {kind} +{re.escape(about.meaning)}$", error, re.MULTILINE) for kind, about in KINDS.items()
+        re.search(rf"^  {kind} +{re.escape(about.meaning)}$", error, re.MULTILINE)
+        for kind, about in KINDS.items()
     )
 
 
 def test_nothing_is_overwritten(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").write_text("precious")
-    code, _, error = dscore("my-x", "--kind", "monitor", "--folder", str(tmp_path / "mine"), capfd=capfd)
+    code, _, error = dscore(
+        "my-x", "--kind", "monitor", "--folder", str(tmp_path / "mine"), capfd=capfd
+    )
     assert code == 2 and "nothing is overwritten" in error
     assert (tmp_path / "mine").read_text() == "precious"

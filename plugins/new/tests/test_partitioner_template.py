@@ -1,4 +1,6 @@
-"""The checkpoints of the template for partitioners are the core's; its kit is run with those of all kinds."""
+"""The checkpoints of the template for partitioners are the core's; its kit is run with those of all
+kinds.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tensors on files: the state store ``nvme``, the section ``aio``, and `aio_handle` (names load on first use)."""
+"""Tensors on files: the state store ``nvme``, the section ``aio``, and `aio_handle` (names load on
+first use).
+"""
 
 from __future__ import annotations
 

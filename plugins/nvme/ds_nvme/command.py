@@ -21,10 +21,14 @@ from ds_nvme.probe import direct, open_engine, probe
 __all__ = ["app"]
 
 MIB = 1 << 20
-BLOCKS, DEPTHS, THREADS = (MIB, MIB // 4, MIB // 2, 4 * MIB, 8 * MIB), (8, 2, 4, 16, 32), (1, 2, 4)
+BLOCKS = (MIB, MIB // 4, MIB // 2, 4 * MIB, 8 * MIB)
+DEPTHS = (8, 2, 4, 16, 32)
+THREADS = (1, 2, 4)
 """What is tried, the defaults first: another value must be faster by a twentieth to be taken."""
 
-app = typer.Typer(help="Measure a disk, and find the settings of the section aio for it.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure a disk, and find the settings of the section aio for it.", no_args_is_help=True
+)
 """The group ``dscore io``."""
 
 
@@ -48,18 +52,25 @@ class _Row:
 
 @app.command("bench")
 def bench(
-    folder: Annotated[Path, typer.Argument(help="A folder on the disk, as for nvme_path.")] = Path(),
-    size: Annotated[int, typer.Option(help="MiB of the file that is written and read.", min=1)] = 256,
+    folder: Annotated[
+        Path, typer.Argument(help="A folder on the disk, as for nvme_path.")
+    ] = Path(),
+    size: Annotated[
+        int, typer.Option(help="MiB of the file that is written and read.", min=1)
+    ] = 256,
     seconds: Annotated[float, typer.Option(help="About how long all of it may take.", min=1)] = 30,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> None:
-    """Measure engines, block sizes, queue depths and numbers of threads; print the best ones for the config."""
+    """Measure engines, block sizes, queue depths and numbers of threads; print the best ones for
+    the config.
+    """
     own = None
     try:
         own = RunFolder(folder)
         if own.free() < 2 * size * MIB:
             raise CommandError(
-                f"{folder} has {own.free() // MIB} MiB free; --size {size} needs twice as much as it says"
+                f"{folder} has {own.free() // MIB} MiB free; --size {size} needs twice as much as "
+                "it says"
             )
         rows = list(_search(own.path, size * MIB, seconds))
         by_cache = not direct(own.path)
@@ -74,20 +85,30 @@ def bench(
         "block_size": found.block_size,
         "queue_depth": found.queue_depth,
         "intra_op_parallelism": found.threads,
-        **({"engine": best.engine} if best.engine != next(r.engine for r in rows if r.speed) else {}),
+        **(
+            {"engine": best.engine}
+            if best.engine != next(r.engine for r in rows if r.speed)
+            else {}
+        ),
     }
     if as_json:
         show_json({"direct": not by_cache, "aio": section, "measured": [_json(r) for r in rows]})
         return
-    show_table(("engine", "block_size", "queue_depth", "threads", "write MB/s", "read MB/s"), [_cells(r) for r in rows])
+    show_table(
+        ("engine", "block_size", "queue_depth", "threads", "write MB/s", "read MB/s"),
+        [_cells(r) for r in rows],
+    )
     if by_cache:
         typer.echo("the file system has no direct I/O: these are speeds of the page cache too")
     typer.echo(f'\n"aio": {json.dumps(section)}')
 
 
 def _search(folder: Path, nbytes: int, seconds: float) -> Iterator[_Row]:
-    """First the engines with the defaults, then one setting after the other with the best engine so far."""
-    start, rows = time.monotonic(), []
+    """First the engines with the defaults, then one setting after the other with the best engine so
+    far.
+    """
+    start = time.monotonic()
+    rows = []
     each = max(0.05, min(1.0, seconds / 40))
     for found in probe(folder, Settings()):
         speed = None
@@ -103,14 +124,20 @@ def _search(folder: Path, nbytes: int, seconds: float) -> Iterator[_Row]:
                 return
             wanted = _with(best.settings, key, value)
             engine = open_engine(best.engine, wanted)
-            rows.append(_Row(best.engine, wanted, measure(folder, engine, nbytes=nbytes, seconds=each)))
+            rows.append(
+                _Row(best.engine, wanted, measure(folder, engine, nbytes=nbytes, seconds=each))
+            )
             engine.close()
             yield rows[-1]
 
 
 def _with(settings: Settings, key: str, value: int) -> Settings:
     """`settings` with another value of a number."""
-    numbers = {"block_size": settings.block_size, "queue_depth": settings.queue_depth, "threads": settings.threads}
+    numbers = {
+        "block_size": settings.block_size,
+        "queue_depth": settings.queue_depth,
+        "threads": settings.threads,
+    }
     numbers[key] = value
     return Settings(numbers["block_size"], numbers["queue_depth"], numbers["threads"])
 
@@ -140,5 +167,9 @@ def _json(row: _Row) -> dict[str, object]:
         "block_size": s.block_size,
         "queue_depth": s.queue_depth,
         "threads": s.threads,
-        **({"write": row.speed.write, "read": row.speed.read} if row.speed is not None else {"why": row.why}),
+        **(
+            {"write": row.speed.write, "read": row.speed.read}
+            if row.speed is not None
+            else {"why": row.why}
+        ),
     }

@@ -1,7 +1,9 @@
-"""Who moves bytes between memory and files: the contract of engines, and the one in Python (torch-free).
+"""Who moves bytes between memory and files: the contract of engines, and the one in Python
+(torch-free).
 
-A transfer is one read or write of a range of a file. It is cut into blocks of ``block_size``; at most ``queue_depth``
-of them are under way at a time. What the operating system moved only in part is continued.
+A transfer is one read or write of a range of a file. It is cut into blocks of ``block_size``; at
+most ``queue_depth`` of them are under way at a time. What the operating system moved only in part
+is continued.
 """
 
 from __future__ import annotations
@@ -38,10 +40,16 @@ class Settings:
 
 
 class Transfer(ABC):
-    """A read or write that is under way. The memory must stay where it is until `wait` has returned or raised."""
+    """A read or write that is under way.
+
+    The memory must stay where it is until `wait` has returned or raised.
+    """
 
     def __init__(self, file: Opened, *, write: bool, offset: int, nbytes: int) -> None:
-        self.file, self.write, self.offset, self.nbytes = file, write, offset, nbytes
+        self.file = file
+        self.write = write
+        self.offset = offset
+        self.nbytes = nbytes
         self._over = False
         self._error: DiskError | None = None
 
@@ -67,12 +75,16 @@ class Transfer(ABC):
         """Raise DiskError if it has failed."""
 
     def wait(self) -> None:
-        """Wait until it is done; says so in the log when that takes long. Raises DiskError, each time it is called."""
+        """Wait until it is done; says so in the log when that takes long.
+
+        Raises DiskError, each time it is called.
+        """
         waited = 0.0
         while not self._over and not self._wait(SLOW):
             waited += SLOW
             log.warning(
-                "the %s of %s (%d bytes) has been under way for %.0f s: the disk is slow, or does not answer",
+                "the %s of %s (%d bytes) has been under way for %.0f s: the disk is slow, or does "
+                "not answer",
                 *(self.doing, self.file.path, self.nbytes, waited),
             )
         if not self._over:
@@ -96,12 +108,21 @@ class Engine(ABC):
 
     @abstractmethod
     def start(
-        self, file: Opened, *, write: bool, offset: int, address: int, nbytes: int, sums: bytes | None = None
+        self,
+        file: Opened,
+        *,
+        write: bool,
+        offset: int,
+        address: int,
+        nbytes: int,
+        sums: bytes | None = None,
     ) -> Transfer:
-        """Start to move `nbytes` between memory at `address` and `file`, which is closed in the end.
+        """Start to move `nbytes` between memory at `address` and `file`, which is closed in the
+        end.
 
-        Of a file that is open for direct I/O, all three numbers are multiples of ALIGNMENT. sums: with b"" a write
-        makes checksums (see `Transfer.sums`), with those a read compares them; None: neither.
+        Of a file that is open for direct I/O, all three numbers are multiples of ALIGNMENT. sums:
+        with b"" a write makes checksums (see `Transfer.sums`), with those a read compares them;
+        None: neither.
         """
 
     @abstractmethod
@@ -120,7 +141,14 @@ class ThreadsEngine(Engine):
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="ds_nvme")
 
     def start(
-        self, file: Opened, *, write: bool, offset: int, address: int, nbytes: int, sums: bytes | None = None
+        self,
+        file: Opened,
+        *,
+        write: bool,
+        offset: int,
+        address: int,
+        nbytes: int,
+        sums: bytes | None = None,
     ) -> Transfer:
         """See `Engine`."""
         step = self.settings.block_size
@@ -149,7 +177,9 @@ class ThreadsEngine(Engine):
 
 
 class _Futures(Transfer):
-    def __init__(self, file: Opened, blocks: list[Future[int]], *, write: bool, offset: int, nbytes: int) -> None:
+    def __init__(
+        self, file: Opened, blocks: list[Future[int]], *, write: bool, offset: int, nbytes: int
+    ) -> None:
         super().__init__(file, write=write, offset=offset, nbytes=nbytes)
         self._blocks = blocks
 
@@ -168,7 +198,8 @@ class _Futures(Transfer):
         return b"".join(_SUM.pack(block.result()) for block in self._blocks)
 
 
-_SUM = struct.Struct("<I")  # CRC-32: of what Python brings, the fastest sum that releases the interpreter's lock
+# CRC-32: of what Python brings, the fastest sum that releases the interpreter's lock
+_SUM = struct.Struct("<I")
 
 
 def _unpacked(sums: bytes, blocks: int) -> list[int | None]:
@@ -188,7 +219,9 @@ def _move(
     checks: bool,
     expected: int | None,
 ) -> int:
-    """Move one block; its checksum where `checks`, else 0. expected: what the sum of a block that is read must be."""
+    """Move one block; its checksum where `checks`, else 0. expected: what the sum of a block that
+    is read must be.
+    """
     memory = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
     call = os.pwritev if write else os.preadv
     done = 0
@@ -198,7 +231,9 @@ def _move(
         except InterruptedError:
             continue
         except OSError as error:
-            raise disk_error("write" if write else "read", file.path, error.errno or 0, f"at {offset + done}") from None
+            raise disk_error(
+                "write" if write else "read", file.path, error.errno or 0, f"at {offset + done}"
+            ) from None
         before, done = done, done + moved
         if file.direct and done < nbytes:
             done -= done % ALIGNMENT  # direct I/O goes on at a multiple
@@ -213,7 +248,8 @@ def _move(
 def changed(path: str, offset: int) -> DiskError:
     """What is read is not what was written."""
     return DiskError(
-        f"{path} has other contents at {offset} than were written: the disk has changed them, or another program has; "
+        f"{path} has other contents at {offset} than were written: the disk has changed them, or "
+        "another program has; "
         "the run cannot go on from there: load a checkpoint, and look at `dmesg`",
         path,
     )
@@ -224,7 +260,8 @@ def ended(path: str, write: bool, offset: int) -> DiskError:
     if write:
         return disk_error("write", path, errno.ENOSPC, f"at {offset}")
     return DiskError(
-        f"cannot read {path} at {offset}: the file ends there, and more was written to it; something else has "
+        f"cannot read {path} at {offset}: the file ends there, and more was written to it; "
+        "something else has "
         "shortened it",
         path,
     )

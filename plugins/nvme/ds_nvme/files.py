@@ -1,4 +1,5 @@
-"""Files that hold tensors: opening them for direct I/O, their errors, and the folder of a run (torch-free).
+"""Files that hold tensors: opening them for direct I/O, their errors, and the folder of a run
+(torch-free).
 
 [Note: folders and locks] Each process has a folder of its own below ``nvme_path/ds_nvme-UID``, with
 a file ``lock`` that it holds locked. The operating system gives the lock up when the process ends,
@@ -40,11 +41,15 @@ LOCK_LIMIT = 60.0
 _FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW
 
 _ADVICE = {
-    errno.ENOSPC: "the disk is full; free some space, or set nvme_path to a folder on a larger disk",
-    errno.EDQUOT: "the quota is used up; free some space, or set nvme_path to a folder on another disk",
+    errno.ENOSPC: "the disk is full; free some space, or set nvme_path to a folder on a larger "
+    "disk",
+    errno.EDQUOT: "the quota is used up; free some space, or set nvme_path to a folder on another "
+    "disk",
     errno.EFBIG: "the file system or `ulimit -f` does not allow files of this size",
-    errno.EIO: "the device reported an I/O error; look at `dmesg`, and set nvme_path to a folder on another disk",
-    errno.EROFS: "the file system is read-only; look at `dmesg`, or set nvme_path to another folder",
+    errno.EIO: "the device reported an I/O error; look at `dmesg`, and set nvme_path to a folder "
+    "on another disk",
+    errno.EROFS: "the file system is read-only; look at `dmesg`, or set nvme_path to another "
+    "folder",
     errno.EACCES: "the folder must be writable by this user",
     errno.EPERM: "the folder must be writable by this user",
     errno.ENOENT: "the file or its folder was removed while the run used it",
@@ -55,25 +60,34 @@ _ADVICE = {
     errno.ENXIO: "the device is gone; look at `dmesg`",
     errno.ESTALE: "the network file system has lost the file",
     errno.ETIMEDOUT: "the device or its server does not answer",
-    errno.EINVAL: "the file system refuses this request; `dscore io bench` on the folder shows what it supports",
+    errno.EINVAL: "the file system refuses this request; `dscore io bench` on the folder shows "
+    "what it supports",
 }
 
 
 class DiskError(DSError, RuntimeError):
-    """A file of offloaded tensors cannot be written or read, or has other contents than were written.
+    """A file of offloaded tensors cannot be written or read, or has other contents than were
+    written.
 
     path: the file. errno: the operating system's number of the error; None where there is none.
     """
 
     def __init__(self, message: str, path: str = "", number: int | None = None) -> None:
         super().__init__(message)
-        self.path, self.errno = path, number
+        self.path = path
+        self.errno = number
 
 
 def disk_error(doing: str, path: str | Path, number: int, at: str = "") -> DiskError:
-    """The error for errno `number`. doing: "write", "read", "open" and so on. at: which part of the file."""
+    """The error for errno `number`. doing: "write", "read", "open" and so on. at: which part of the
+    file.
+    """
     advice = _ADVICE.get(number, "look at `dmesg` and at the folder")
-    return DiskError(f"cannot {doing} {path}{at and ' ' + at}: {os.strerror(number)}; {advice}", str(path), number)
+    return DiskError(
+        f"cannot {doing} {path}{at and ' ' + at}: {os.strerror(number)}; {advice}",
+        str(path),
+        number,
+    )
 
 
 def padded(nbytes: int) -> int:
@@ -85,7 +99,9 @@ class Opened:
     """An open file. direct: whether it bypasses the page cache."""
 
     def __init__(self, path: str, descriptor: int, direct: bool) -> None:
-        self.path, self.descriptor, self.direct = path, descriptor, direct
+        self.path = path
+        self.descriptor = descriptor
+        self.direct = direct
 
     def close(self) -> None:
         """May be called again."""
@@ -97,7 +113,9 @@ class Opened:
         self.close()
 
 
-def open_file(path: str | Path, *, write: bool, direct: bool = True, create: bool = False) -> Opened:
+def open_file(
+    path: str | Path, *, write: bool, direct: bool = True, create: bool = False
+) -> Opened:
     """Open `path`; without direct I/O where the file system has none."""
     flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | (os.O_CREAT if create else 0)
     o_direct: int = getattr(os, "O_DIRECT", 0) if direct else 0
@@ -158,7 +176,8 @@ class RunFolder:
             log.info("removed what runs that were killed have left in %s: %s", self.root, names)
 
     def _make(self) -> list[tuple[str, int]]:
-        """Make and lock the folder; the leftovers beside it, and descriptors that hold their locks."""
+        """Make and lock the folder; the leftovers beside it, and descriptors that hold their
+        locks."""
         with contextlib.suppress(FileExistsError):
             self.root.mkdir(mode=0o700, parents=True)
         with _own_folder(self.root) as root:
@@ -171,7 +190,8 @@ class RunFolder:
             return list(self._leftovers(root))
 
     def _leftovers(self, root: int) -> Iterator[tuple[str, int]]:
-        """Folders whose owner is gone, and the descriptors that hold their locks; `root` is locked."""
+        """Folders whose owner is gone, and the descriptors that hold their locks; `root` is
+        locked."""
         for name in sorted(os.listdir(root)):
             if name == self.path.name or not self._ours.fullmatch(name):
                 continue
@@ -181,7 +201,8 @@ class RunFolder:
                         continue
                     lock = os.open("lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
             except FileNotFoundError:
-                with contextlib.suppress(OSError):  # its owner ended before it made the lock, or any file
+                # its owner ended before it made the lock, or any file
+                with contextlib.suppress(OSError):
                     os.rmdir(name, dir_fd=root)
                     self.swept.append(self.root / name)
                 continue
@@ -194,7 +215,9 @@ class RunFolder:
                 os.close(lock)
 
     def _remove(self, name: str) -> None:
-        """Remove a folder of ours, by way of a descriptor: `root` may have been exchanged for a link meanwhile."""
+        """Remove a folder of ours, by way of a descriptor: `root` may have been exchanged for a
+        link meanwhile.
+        """
         with contextlib.suppress(OSError, DiskError), _own_folder(self.root) as root:
             _remove_tree(root, name)
 
@@ -238,7 +261,9 @@ def _own_folder(path: Path) -> Iterator[int]:
         found = os.fstat(descriptor)
         if found.st_uid != os.geteuid():
             raise DiskError(
-                f"nvme_path: {path} belongs to user {found.st_uid}; set nvme_path to another folder", str(path)
+                f"nvme_path: {path} belongs to user {found.st_uid}; set nvme_path to another "
+                "folder",
+                str(path),
             )
         yield descriptor
     finally:
@@ -257,7 +282,9 @@ def _remove_tree(folder: int, name: str) -> None:
 
 
 def _take_lock(descriptor: int, path: Path) -> None:
-    """Lock an open folder, which takes other runs an instant; DiskError that names who has held it for LOCK_LIMIT."""
+    """Lock an open folder, which takes other runs an instant; DiskError that names who has held it
+    for LOCK_LIMIT.
+    """
     begin = time.monotonic()
     told = False
     while True:
@@ -268,13 +295,16 @@ def _take_lock(descriptor: int, path: Path) -> None:
             waited = time.monotonic() - begin
         if waited > LOCK_LIMIT:
             raise DiskError(
-                f"nvme_path: {path} has been locked for {waited:.0f} s by {_holder(descriptor)}; end that process, or "
+                f"nvme_path: {path} has been locked for {waited:.0f} s by {_holder(descriptor)}; "
+                "end that process, or "
                 "set nvme_path to another folder",
                 str(path),
             )
         if waited > LOCK_LIMIT / 6 and not told:
             told = True
-            log.warning("waiting for the lock of %s, which is held by %s", path, _holder(descriptor))
+            log.warning(
+                "waiting for the lock of %s, which is held by %s", path, _holder(descriptor)
+            )
         time.sleep(0.02)
 
 
@@ -284,7 +314,8 @@ def _holder(descriptor: int) -> str:
     place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
     with contextlib.suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():
-            words = line.split()  # "1: FLOCK ADVISORY WRITE 4711 00:1f:1234 0 EOF"; waiting ones have "->"
+            # "1: FLOCK ADVISORY WRITE 4711 00:1f:1234 0 EOF"; waiting ones have "->"
+            words = line.split()
             if len(words) > 5 and words[1] == "FLOCK" and words[5] == place:
                 name = ""
                 with contextlib.suppress(OSError):

@@ -1,8 +1,9 @@
 """`aio_handle`: asynchronous reads and writes of tensors, with the signatures of DeepSpeed's.
 
-[Note: what is not aligned] Direct I/O moves multiples of 4096 bytes between memory and a file at multiples of 4096. So
-the last bytes of a tensor go through the page cache, and so does all of it where the offset in the file is no multiple.
-A tensor that lies elsewhere than at a multiple, has gaps or is on a device is copied through aligned memory.
+[Note: what is not aligned] Direct I/O moves multiples of 4096 bytes between memory and a file at
+multiples of 4096. So the last bytes of a tensor go through the page cache, and so does all of it
+where the offset in the file is no multiple. A tensor that lies elsewhere than at a multiple, has
+gaps or is on a device is copied through aligned memory.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ log = logging.getLogger("ds_nvme")
 
 @dataclass(slots=True)
 class _Operation:
-    """One read or write of a tensor. memory: what the engine moves; not the tensor's own where it is copied."""
+    """One read or write of a tensor. memory: what the engine moves; not the tensor's own where it
+    is copied.
+    """
 
     tensor: Tensor
     memory: Tensor
@@ -66,16 +69,22 @@ class _Operation:
             file.seek(self.offset)
             found = file.read(self.memory.numel())
         wanted = bytearray(self.memory.numel())
-        ctypes.memmove((ctypes.c_char * len(wanted)).from_buffer(wanted), self.memory.data_ptr(), len(wanted))
+        ctypes.memmove(
+            (ctypes.c_char * len(wanted)).from_buffer(wanted), self.memory.data_ptr(), len(wanted)
+        )
         if found != wanted:
-            raise DiskError(f"{self.path} has other contents at {self.offset} than the tensor", self.path)
+            raise DiskError(
+                f"{self.path} has other contents at {self.offset} than the tensor", self.path
+            )
 
 
 class aio_handle:
-    """Reads and writes tensors; `wait` ends what was started asynchronously. Errors are raised, as DiskError.
+    """Reads and writes tensors; `wait` ends what was started asynchronously. Errors are raised, as
+    DiskError.
 
-    block_size: bytes per request. queue_depth: requests under way, of each thread. single_submit: one request per
-    system call. overlap_events: begin a request as soon as another one is done, not when all are.
+    block_size: bytes per request. queue_depth: requests under way, of each thread. single_submit:
+        one request per system call. overlap_events: begin a request as soon as another one is done,
+        not when all are.
     intra_op_parallelism: threads.
     """
 
@@ -91,12 +100,14 @@ class aio_handle:
             raise UsageError(f"block_size {block_size}: must be a multiple of {ALIGNMENT}")
         if queue_depth < 1 or intra_op_parallelism < 1:
             raise UsageError("queue_depth and intra_op_parallelism must be at least 1")
-        self._settings = Settings(block_size, queue_depth, intra_op_parallelism, single_submit, overlap_events)
+        self._settings = Settings(
+            block_size, queue_depth, intra_op_parallelism, single_submit, overlap_events
+        )
         self._engine = _first_engine(self._settings)
         self._pending: list[_Operation] = []
         self._locked: dict[int, Tensor] = {}
 
-    # -- settings ----------------------------------------------------------------------------------------------------
+    # -- settings ----------------------------------------------------------------------------------
 
     def get_block_size(self) -> int:
         """Bytes per request."""
@@ -122,7 +133,7 @@ class aio_handle:
         """Tensors whose size is a multiple of it move fastest; any size works."""
         return self._settings.threads * ALIGNMENT
 
-    # -- reads and writes ----------------------------------------------------------------------------------------------
+    # -- reads and writes --------------------------------------------------------------------------
 
     def read(self, buffer: Tensor, filename: str, validate: bool, file_offset: int = 0) -> int:
         """Fill a tensor from a file, and wait; 0."""
@@ -134,11 +145,15 @@ class aio_handle:
         self._start(buffer, filename, True, validate, file_offset).finish()
         return 0
 
-    def pread(self, buffer: Tensor, filename: str, validate: bool, async_: bool, file_offset: int = 0) -> int:
+    def pread(
+        self, buffer: Tensor, filename: str, validate: bool, async_: bool, file_offset: int = 0
+    ) -> int:
         """Fill a tensor from a file: the number of operations done; asynchronously: 0."""
         return self._operate(buffer, filename, False, validate, async_, file_offset)
 
-    def pwrite(self, buffer: Tensor, filename: str, validate: bool, async_: bool, file_offset: int = 0) -> int:
+    def pwrite(
+        self, buffer: Tensor, filename: str, validate: bool, async_: bool, file_offset: int = 0
+    ) -> int:
         """Write a tensor to a file: the number of operations done; asynchronously: 0."""
         return self._operate(buffer, filename, True, validate, async_, file_offset)
 
@@ -155,7 +170,10 @@ class aio_handle:
         return self.pread(buffer, filename, False, True, file_offset)
 
     def async_pwrite(self, buffer: Tensor, filename: str | int, file_offset: int = 0) -> int:
-        """Start to write a tensor to a file, or to an open one by its number; 0. It must not change before `wait`."""
+        """Start to write a tensor to a file, or to an open one by its number; 0.
+
+        It must not change before `wait`.
+        """
         return self._operate(buffer, filename, True, False, True, file_offset)
 
     def wait(self) -> int:
@@ -171,10 +189,12 @@ class aio_handle:
             raise errors[0]
         return len(pending)
 
-    # -- memory --------------------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: Tensor) -> Tensor:
-        """A tensor of zeros in aligned, page-locked host memory, with the dtype of `example_tensor`."""
+        """A tensor of zeros in aligned, page-locked host memory, with the dtype of
+        `example_tensor`.
+        """
         host = aligned(num_elem * example_tensor.element_size(), get_accelerator().pin)
         if host.numel() and not host.is_pinned():
             _lock(host)
@@ -186,20 +206,31 @@ class aio_handle:
         """Give the memory of `new_cpu_locked_tensor` up; False for another tensor."""
         return self._locked.pop(tensor.data_ptr(), None) is not None
 
-    # -- one operation -------------------------------------------------------------------------------------------------
+    # -- one operation -----------------------------------------------------------------------------
 
     def _operate(
-        self, tensor: Tensor, filename: str | int, write: bool, validate: bool, asynchronous: bool, offset: int
+        self,
+        tensor: Tensor,
+        filename: str | int,
+        write: bool,
+        validate: bool,
+        asynchronous: bool,
+        offset: int,
     ) -> int:
         self._pending.append(self._start(tensor, filename, write, validate, offset))
         return 0 if asynchronous else self.wait()
 
     @torch.no_grad()
-    def _start(self, tensor: Tensor, filename: str | int, write: bool, validate: bool, offset: int) -> _Operation:
+    def _start(
+        self, tensor: Tensor, filename: str | int, write: bool, validate: bool, offset: int
+    ) -> _Operation:
         if offset < 0:
             raise UsageError(f"file_offset {offset}: must not be negative")
-        operation = _Operation(tensor, _memory_for(tensor, write), write, str(filename), offset, validate)
-        nbytes, address = operation.memory.numel(), operation.memory.data_ptr()
+        operation = _Operation(
+            tensor, _memory_for(tensor, write), write, str(filename), offset, validate
+        )
+        nbytes = operation.memory.numel()
+        address = operation.memory.data_ptr()
         if not write:
             _check_size(str(filename), offset, nbytes)
         main = nbytes // ALIGNMENT * ALIGNMENT if offset % ALIGNMENT == 0 else 0
@@ -207,7 +238,13 @@ class aio_handle:
             if size:
                 file = _opened(filename, write, direct)
                 operation.transfers.append(
-                    self._engine.start(file, write=write, offset=offset + begin, address=address + begin, nbytes=size)
+                    self._engine.start(
+                        file,
+                        write=write,
+                        offset=offset + begin,
+                        address=address + begin,
+                        nbytes=size,
+                    )
                 )
         return operation
 
@@ -222,7 +259,9 @@ def aio_read(
     validate: bool,
 ) -> int:
     """`aio_handle.read` of a handle with these settings."""
-    return aio_handle(block_size, queue_depth, single_submit, overlap_events).read(buffer, filename, validate)
+    return aio_handle(block_size, queue_depth, single_submit, overlap_events).read(
+        buffer, filename, validate
+    )
 
 
 def aio_write(
@@ -235,7 +274,9 @@ def aio_write(
     validate: bool,
 ) -> int:
     """`aio_handle.write` of a handle with these settings."""
-    return aio_handle(block_size, queue_depth, single_submit, overlap_events).write(buffer, filename, validate)
+    return aio_handle(block_size, queue_depth, single_submit, overlap_events).write(
+        buffer, filename, validate
+    )
 
 
 class AsyncIOBuilder:
@@ -279,7 +320,11 @@ def _first_engine(wanted: Settings) -> Engine:
 def _memory_for(tensor: Tensor, write: bool) -> Tensor:
     """The bytes of a tensor that can be moved, or a copy; for a read, room for it."""
     on_host = tensor.device.type == "cpu"
-    if on_host and tensor.is_contiguous() and (tensor.data_ptr() % ALIGNMENT == 0 or tensor.nbytes < ALIGNMENT):
+    if (
+        on_host
+        and tensor.is_contiguous()
+        and (tensor.data_ptr() % ALIGNMENT == 0 or tensor.nbytes < ALIGNMENT)
+    ):
         return tensor.detach().reshape(-1).view(torch.uint8)
     copy = aligned(tensor.nbytes)
     if write:
@@ -293,14 +338,19 @@ def _check_size(path: str, offset: int, nbytes: int) -> None:
     except OSError:
         return  # opening it says why
     if offset + nbytes > size:
-        raise DiskError(f"{path} has {size} bytes, and {nbytes} at {offset} are to be read; it was cut off", path)
+        raise DiskError(
+            f"{path} has {size} bytes, and {nbytes} at {offset} are to be read; it was cut off",
+            path,
+        )
 
 
 def _opened(filename: str | int, write: bool, direct: bool) -> Opened:
     if isinstance(filename, str | os.PathLike):
         return open_file(filename, write=write, direct=direct, create=write)
     descriptor = os.dup(filename)
-    return Opened(f"file {filename}", descriptor, bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT))
+    return Opened(
+        f"file {filename}", descriptor, bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+    )
 
 
 def _lock(host: Tensor) -> None:

@@ -24,17 +24,25 @@ class Speed:
     read: float
 
 
-def measure(folder: str | Path, engine: Engine, *, nbytes: int, seconds: float = 0.5, checks: bool = False) -> Speed:
-    """Write and read a file of `nbytes` over and over, each for about `seconds`. checks: with checksums."""
-    path, nbytes = Path(folder) / f"bench-{os.getpid()}", nbytes // ALIGNMENT * ALIGNMENT
+def measure(
+    folder: str | Path, engine: Engine, *, nbytes: int, seconds: float = 0.5, checks: bool = False
+) -> Speed:
+    """Write and read a file of `nbytes` over and over, each for about `seconds`. checks: with
+    checksums.
+    """
+    path = Path(folder) / f"bench-{os.getpid()}"
+    nbytes = nbytes // ALIGNMENT * ALIGNMENT
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory[:] = (os.urandom(1 << 20) * (nbytes // (1 << 20) + 1))[:nbytes]  # no disk can compress it
+    # no disk can compress it
+    memory[:] = (os.urandom(1 << 20) * (nbytes // (1 << 20) + 1))[:nbytes]
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     sums: bytes | None = b"" if checks else None
 
     def move(write: bool) -> bytes:
         file = open_file(path, write=write)
-        transfer = engine.start(file, write=write, offset=0, address=address, nbytes=nbytes, sums=sums)
+        transfer = engine.start(
+            file, write=write, offset=0, address=address, nbytes=nbytes, sums=sums
+        )
         transfer.wait()
         return transfer.sums()
 
@@ -44,7 +52,8 @@ def measure(folder: str | Path, engine: Engine, *, nbytes: int, seconds: float =
             os.posix_fallocate(file.descriptor, 0, nbytes)
         except OSError as error:
             raise disk_error("create", path, error.errno or 0, f"({nbytes:,} bytes)") from error
-        made = move(True)  # the first write takes longer: the file system notes that there is something now
+        # the first write takes longer: the file system notes that there is something now
+        made = move(True)
         write = _rate(lambda: move(True), nbytes, seconds)
         sums = made if checks else None
         return Speed(write, _rate(lambda: move(False), nbytes, seconds))
@@ -54,7 +63,8 @@ def measure(folder: str | Path, engine: Engine, *, nbytes: int, seconds: float =
 
 def _rate(move: Callable[[], object], nbytes: int, seconds: float) -> float:
     """Bytes per second of a call that moves `nbytes`."""
-    begin, moved = time.perf_counter(), 0
+    begin = time.perf_counter()
+    moved = 0
     while (took := time.perf_counter() - begin) < seconds or not moved:
         move()
         moved += nbytes

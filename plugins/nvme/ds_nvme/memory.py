@@ -1,8 +1,8 @@
 """Page-aligned host memory that is used again, and how it becomes the memory of a tensor's storage.
 
-All I/O is between files and buffers of the pool. A tensor's storage gives its memory up as a buffer, and gets it back
-from one. Where `ds_nvme.native.swapping` can be built, a buffer simply becomes the storage's memory, and is taken out
-of it again; else both are copies.
+All I/O is between files and buffers of the pool. A tensor's storage gives its memory up as a
+buffer, and gets it back from one. Where `ds_nvme.native.swapping` can be built, a buffer simply
+becomes the storage's memory, and is taken out of it again; else both are copies.
 """
 
 from __future__ import annotations
@@ -64,13 +64,14 @@ class _Lease:
 class Pool:
     """Hands out buffers, and takes them back.
 
-    pin: page-locks memory, or gives it back as it is. swap: the module that exchanges a storage's memory; None: memory
-    is copied. held: bytes in all buffers. peak: of `used`, the bytes that were handed out at a time; free buffers are
-    kept as long as `held` stays below it.
+    pin: page-locks memory, or gives it back as it is. swap: the module that exchanges a storage's
+    memory; None: memory is copied. held: bytes in all buffers. peak: of `used`, the bytes that were
+    handed out at a time; free buffers are kept as long as `held` stays below it.
     """
 
     def __init__(self, pin: Callable[[Tensor], Tensor], swap: Any = None) -> None:
-        self._pin, self._swap = pin, swap
+        self._pin = pin
+        self._swap = swap
         self._free: list[Buffer] = []
         self.held = self.used = self.peak = 0
 
@@ -98,14 +99,16 @@ class Pool:
     def _new(self, nbytes: int) -> Buffer:
         return Buffer(aligned(nbytes, self._pin))
 
-    # -- storages --------------------------------------------------------------------------------------------------
+    # -- storages ----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def detach(self, storage: torch.UntypedStorage) -> Buffer:
         """Take the contents of a storage, which is empty then."""
         nbytes = storage.nbytes()
         try:
-            if self._swap is not None and isinstance(lease := self._swap.owner(storage._cdata), _Lease):
+            if self._swap is not None and isinstance(
+                lease := self._swap.owner(storage._cdata), _Lease
+            ):
                 if lease.pool is self:
                     self._swap.take(storage._cdata)
                     return lease.take()
@@ -119,14 +122,17 @@ class Pool:
                 raise
         except (RuntimeError, ValueError) as error:
             raise UsageError(
-                f"the memory of a tensor of {nbytes} bytes cannot be freed: {error} (torch refuses that for memory "
+                f"the memory of a tensor of {nbytes} bytes cannot be freed: {error} (torch refuses "
+                "that for memory "
                 "that was shared with numpy); offload a copy of it"
             ) from error
         return buffer
 
     @torch.no_grad()
     def attach(self, storage: torch.UntypedStorage, buffer: Buffer, nbytes: int) -> None:
-        """Make the first `nbytes` of a buffer the contents of a storage, which is empty; the buffer is given up."""
+        """Make the first `nbytes` of a buffer the contents of a storage, which is empty; the buffer
+        is given up.
+        """
         if self._swap is not None:
             self._swap.put(storage._cdata, buffer.address, nbytes, _Lease(self, buffer))
             return
@@ -148,18 +154,25 @@ class Pool:
 
 
 def aligned(nbytes: int, pin: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """Uninitialized bytes at a multiple of ALIGNMENT; `pin` page-locks them, or gives them back as they are.
+    """Uninitialized bytes at a multiple of ALIGNMENT; `pin` page-locks them, or gives them back as
+    they are.
 
-    Large ones are in huge pages where the kernel has them to give: a disk takes a block in one piece then, and not in
-    one for each 4 KiB, of which it takes a limited number at a time (writing gains a quarter, reading a third).
+    Large ones are in huge pages where the kernel has them to give: a disk takes a block in one
+    piece then, and not in one for each 4 KiB, of which it takes a limited number at a time (writing
+    gains a quarter, reading a third).
     """
     step = _HUGE if nbytes >= _HUGE else ALIGNMENT
     room: Tensor = torch.empty(nbytes + step, dtype=torch.uint8)
     room = room if pin is None else pin(room)
     skip = -room.data_ptr() % step
     found = room[skip : skip + nbytes]
-    if step == _HUGE and (advise := _madvise()) is not None:  # of the rest, pages are taken one by one, as used
-        advise(ctypes.c_void_p(found.data_ptr()), ctypes.c_size_t(nbytes - nbytes % _HUGE), _MADV_HUGEPAGE)
+    # of the rest, pages are taken one by one, as used
+    if step == _HUGE and (advise := _madvise()) is not None:
+        advise(
+            ctypes.c_void_p(found.data_ptr()),
+            ctypes.c_size_t(nbytes - nbytes % _HUGE),
+            _MADV_HUGEPAGE,
+        )
     return found
 
 

@@ -1,4 +1,6 @@
-"""The engines in C++: ``io_uring``, ``kernel aio`` and ``threads``; and what is compiled (torch-free at import)."""
+"""The engines in C++: ``io_uring``, ``kernel aio`` and ``threads``; and what is compiled
+(torch-free at import).
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ def available() -> str | None:
 
 @functools.cache
 def swapping() -> Any:
-    """The module that exchanges a storage's memory; None where it cannot be built. It is built for one torch."""
+    """The module that exchanges a storage's memory; None where it cannot be built.
+
+    It is built for one torch.
+    """
     import torch
 
     extension = _swap_extension(torch)
@@ -62,14 +67,23 @@ def _swap_extension(torch: Any) -> Extension:
         module="_ds_nvme_swap",
         folder=_FOLDER,
         units=(Unit("swap.cpp"),),
-        flags=("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"),
+        flags=(
+            "-std=c++17",
+            "-O2",
+            "-fPIC",
+            "-fvisibility=hidden",
+            f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
+        ),
         link=("-shared", f"-L'{libraries}'", "-lc10"),
         torch_headers=True,
     )
 
 
 class NativeEngine(Engine):
-    """An engine in C++. Raises RuntimeError with the reason where the kernel has none of this kind."""
+    """An engine in C++.
+
+    Raises RuntimeError with the reason where the kernel has none of this kind.
+    """
 
     def __init__(self, kind: str, settings: Settings) -> None:
         super().__init__(settings)
@@ -80,11 +94,26 @@ class NativeEngine(Engine):
         )
 
     def start(
-        self, file: Opened, *, write: bool, offset: int, address: int, nbytes: int, sums: bytes | None = None
+        self,
+        file: Opened,
+        *,
+        write: bool,
+        offset: int,
+        address: int,
+        nbytes: int,
+        sums: bytes | None = None,
     ) -> Transfer:
         """See `Engine`."""
         under_way = self._engine.start(
-            *(self.settings.block_size, file.descriptor, write, file.direct, offset, address, nbytes),
+            *(
+                self.settings.block_size,
+                file.descriptor,
+                write,
+                file.direct,
+                offset,
+                address,
+                nbytes,
+            ),
             *(sums is not None, sums or b""),
         )
         return _NativeTransfer(file, under_way, write=write, offset=offset, nbytes=nbytes)
@@ -95,7 +124,9 @@ class NativeEngine(Engine):
 
 
 class _NativeTransfer(Transfer):
-    def __init__(self, file: Opened, under_way: Any, *, write: bool, offset: int, nbytes: int) -> None:
+    def __init__(
+        self, file: Opened, under_way: Any, *, write: bool, offset: int, nbytes: int
+    ) -> None:
         super().__init__(file, write=write, offset=offset, nbytes=nbytes)
         self._under_way = under_way
 

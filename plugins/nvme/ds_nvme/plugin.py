@@ -11,7 +11,11 @@ __all__ = ["ds_commands", "ds_state_stores"]
 
 def ds_commands() -> Mapping[str, CommandEntry]:
     """``dscore io``."""
-    return {"io": CommandEntry("ds_nvme.command:app", "Measure a disk, and find the settings of aio for it.")}
+    return {
+        "io": CommandEntry(
+            "ds_nvme.command:app", "Measure a disk, and find the settings of aio for it."
+        )
+    }
 
 
 def ds_state_stores() -> Mapping[str, StateStoreEntry]:

@@ -1,4 +1,5 @@
-"""Which engine serves a folder: the first that really writes and reads a file there (torch-free)."""
+"""Which engine serves a folder: the first that really writes and reads a file there
+(torch-free)."""
 
 from __future__ import annotations
 
@@ -37,7 +38,13 @@ class Probed:
 
 def settings(aio: AsyncIO) -> Settings:
     """What the section ``aio`` says of engines."""
-    return Settings(aio.block_size, aio.queue_depth, aio.intra_op_parallelism, aio.single_submit, aio.overlap_events)
+    return Settings(
+        aio.block_size,
+        aio.queue_depth,
+        aio.intra_op_parallelism,
+        aio.single_submit,
+        aio.overlap_events,
+    )
 
 
 def open_engine(name: str, wanted: Settings) -> Engine:
@@ -50,7 +57,9 @@ def open_engine(name: str, wanted: Settings) -> Engine:
 
 
 def probe(folder: str | Path, wanted: Settings) -> Iterator[Probed]:
-    """All engines in order, each tried with a file in `folder`; who asks for the next one closes the last one."""
+    """All engines in order, each tried with a file in `folder`; who asks for the next one closes
+    the last one.
+    """
     for name in ENGINES:
         try:
             engine = open_engine(name, wanted)
@@ -67,18 +76,31 @@ def probe(folder: str | Path, wanted: Settings) -> Iterator[Probed]:
 
 
 def choose(folder: str | Path, wanted: Settings, name: str | None = None) -> Engine:
-    """The best engine for `folder`, or the one called `name`; says in the log which one, and why not the others."""
+    """The best engine for `folder`, or the one called `name`; says in the log which one, and why
+    not the others.
+    """
     passed: list[str] = []
     for found in probe(folder, wanted):
         if found.engine is not None and name in (None, found.name):
-            how = "direct I/O" if direct(folder) else "through the page cache: the file system has no direct I/O"
-            log.info("%s is served by %s, %s%s", folder, found.name, how, "".join(f"; not by {p}" for p in passed))
+            how = (
+                "direct I/O"
+                if direct(folder)
+                else "through the page cache: the file system has no direct I/O"
+            )
+            log.info(
+                "%s is served by %s, %s%s",
+                folder,
+                found.name,
+                how,
+                "".join(f"; not by {p}" for p in passed),
+            )
             return found.engine
         if found.engine is not None:
             found.engine.close()
         elif name == found.name:
             raise UsageError(
-                f"aio.engine: {name!r} does not work in {folder}: {found.why}; leave it out, or take another"
+                f"aio.engine: {name!r} does not work in {folder}: {found.why}; leave it out, or "
+                "take another"
             )
         passed.append(f"{found.name}: {found.why or 'not asked for'}")
     raise UsageError(f"no engine can write and read in {folder}: {'; '.join(passed)}")
@@ -98,7 +120,8 @@ def direct(folder: str | Path) -> bool:
 def _try(engine: Engine, folder: Path) -> None:
     """Write a file and read it back. Raises DiskError."""
     path = folder / f"probe-{os.getpid()}"
-    out, back = mmap.mmap(-1, 2 * ALIGNMENT), mmap.mmap(-1, 2 * ALIGNMENT)
+    out = mmap.mmap(-1, 2 * ALIGNMENT)
+    back = mmap.mmap(-1, 2 * ALIGNMENT)
     out[:] = os.urandom(2 * ALIGNMENT)
     try:
         for memory, write in ((out, True), (back, False)):

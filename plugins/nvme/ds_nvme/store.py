@@ -1,9 +1,10 @@
 """The state store ``nvme``: one file per storage, read ahead of use and written behind it.
 
-[Note: a storage's way] `evict` takes the memory of a storage away as a buffer, starts to write it, and returns.
-`fetch` starts a read into a new buffer, and `wait` makes that the memory of the storage. A storage that is fetched
-while its buffer is still being written gets it back without a read. What was not changed is not written again. With
-``max_in_cpu`` the buffers of the first storages stay in memory, and are neither written nor read.
+[Note: a storage's way] `evict` takes the memory of a storage away as a buffer, starts to write it,
+and returns. `fetch` starts a read into a new buffer, and `wait` makes that the memory of the
+storage. A storage that is fetched while its buffer is still being written gets it back without a
+read. What was not changed is not written again. With ``max_in_cpu`` the buffers of the first
+storages stay in memory, and are neither written nor read.
 """
 
 from __future__ import annotations
@@ -51,10 +52,11 @@ class Moved:
 class _Rest:
     """A storage that the store manages.
 
-    ref: to the storage; as long as there is one, no other storage has its address. nbytes: of the storage when it is in
-    memory. path: its file. made: whether it exists. rests: whether it has the storage's values. kept: in memory, never
-    written. wanted: fetched, and not waited for. sums: checksums of the file. buffer: its contents, while they are
-    read, written, or kept in memory. transfer: what is under way between both.
+    ref: to the storage; as long as there is one, no other storage has its address. nbytes: of the
+    storage when it is in memory. path: its file. made: whether it exists. rests: whether it has the
+    storage's values. kept: in memory, never written. wanted: fetched, and not waited for. sums:
+    checksums of the file. buffer: its contents, while they are read, written, or kept in memory.
+    transfer: what is under way between both.
     """
 
     ref: StorageWeakRef
@@ -77,7 +79,9 @@ class NvmeStore(StateStore):
     def __init__(self, ctx: Context, options: Mapping[str, Any]) -> None:
         super().__init__(ctx, options)
         if not options.get("nvme_path"):
-            raise UsageError('nvme_path is missing: device "nvme" needs a folder on the NVMe device')
+            raise UsageError(
+                'nvme_path is missing: device "nvme" needs a folder on the NVMe device'
+            )
         self._behind = bool(options.get("pipeline_write", True))
         self._in_flight = max(1, int(options.get("buffer_count", 4)))
         self._room = int(options.get("max_in_cpu", 0))
@@ -96,11 +100,15 @@ class NvmeStore(StateStore):
         """See `StateStore`; memory that needs no copy when it is evicted."""
         return self._pool.tensor(numel, dtype)
 
-    # -- the contract ------------------------------------------------------------------------------------------------
+    # -- the contract ------------------------------------------------------------------------------
 
     def fetch(self, tensors: Sequence[Tensor]) -> None:
         """See `StateStore`."""
-        wanted = [self._rests.get(storage._cdata) for storage, _ in _storages(tensors) if storage.nbytes() == 0]
+        wanted = [
+            self._rests.get(storage._cdata)
+            for storage, _ in _storages(tensors)
+            if storage.nbytes() == 0
+        ]
         fresh = [rest for rest in wanted if rest is not None and not rest.wanted]
         for rest in fresh:
             rest.wanted = True  # what is still being written is not given up
@@ -121,7 +129,9 @@ class NvmeStore(StateStore):
                 continue
             rest = self._rests.get(storage._cdata)
             if rest is None or not rest.wanted:
-                raise UsageError("wait() for a tensor that was not fetched from this store; call fetch() first")
+                raise UsageError(
+                    "wait() for a tensor that was not fetched from this store; call fetch() first"
+                )
             self._attach(storage, rest)
 
     def allocate(self, tensors: Sequence[Tensor]) -> None:
@@ -147,7 +157,8 @@ class NvmeStore(StateStore):
             write = not rest.kept and (changed or not rest.rests)
             while write and len(self._writing) >= self._in_flight:
                 self._finish(self._writing[0])
-            file = self._open_to_write(rest) if write else None  # a full disk leaves the tensor as it is
+            # a full disk leaves the tensor as it is
+            file = self._open_to_write(rest) if write else None
             rest.buffer = self._pool.detach(storage)
             if file is not None:
                 rest.rests = False
@@ -163,7 +174,7 @@ class NvmeStore(StateStore):
         for storage, _ in _storages(tensors):
             self._forget(self._rests.pop(storage._cdata, None))
 
-    # -- beyond it ---------------------------------------------------------------------------------------------------
+    # -- beyond it ---------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Wait until all is written."""
@@ -178,7 +189,7 @@ class NvmeStore(StateStore):
         self._engine.close()
         self.folder.close()
 
-    # -- one storage -------------------------------------------------------------------------------------------------
+    # -- one storage -------------------------------------------------------------------------------
 
     def _new(self, storage: torch.UntypedStorage, itemsize: int) -> _Rest:
         """Begin to manage a storage, which is in memory; the first ones are kept there."""
@@ -186,15 +197,23 @@ class NvmeStore(StateStore):
         if self._made % 256 == 0:
             for key in [k for k, r in self._rests.items() if r.ref.expired()]:
                 self._forget(self._rests.pop(key))
-        rest = _Rest(StorageWeakRef(storage), storage.nbytes(), str(self.folder.path / f"{self._made:06d}.bin"))
+        rest = _Rest(
+            StorageWeakRef(storage),
+            storage.nbytes(),
+            str(self.folder.path / f"{self._made:06d}.bin"),
+        )
         if rest.nbytes <= self._room * itemsize:
             self._room -= rest.nbytes // itemsize
             rest.kept = True
         return rest
 
     def _open_to_write(self, rest: _Rest) -> Opened:
-        """The file of a storage. When it is new its space is set aside: a full disk is an error now, not in a step."""
-        file, nbytes = open_file(rest.path, write=True, create=not rest.made), padded(rest.nbytes)
+        """The file of a storage.
+
+        When it is new its space is set aside: a full disk is an error now, not in a step.
+        """
+        file = open_file(rest.path, write=True, create=not rest.made)
+        nbytes = padded(rest.nbytes)
         if not rest.made:
             try:
                 if self._claims:
@@ -242,7 +261,11 @@ class NvmeStore(StateStore):
 
     def _reap(self) -> None:
         """Free the buffers that are written."""
-        while self._writing and (transfer := self._writing[0].transfer) is not None and transfer.done():
+        while (
+            self._writing
+            and (transfer := self._writing[0].transfer) is not None
+            and transfer.done()
+        ):
             self._finish(self._writing[0])
 
     def _attach(self, storage: torch.UntypedStorage, rest: _Rest) -> None:

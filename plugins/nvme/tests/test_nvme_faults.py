@@ -1,4 +1,6 @@
-"""What happens to files below a store: each fault is an error that names the file, and no value is ever wrong."""
+"""What happens to files below a store: each fault is an error that names the file, and no value is
+ever wrong.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ def test_a_changed_byte_is_seen(store: NvmeStore) -> None:
 
 def test_a_flipped_bit_changes_the_checksum() -> None:
     checksum = load(EXTENSION).checksum
-    data = torch.randint(0, 256, (600,), dtype=torch.uint8)  # two rows of the widest sum, one of the other, and bytes
+    # two rows of the widest sum, one of the other, and bytes
+    data = torch.randint(0, 256, (600,), dtype=torch.uint8)
     before = checksum(data.data_ptr(), data.numel())
     for index in range(data.numel()):
         for bit in range(8):
@@ -73,10 +76,14 @@ def test_a_cut_file_a_removed_one_and_a_vanished_folder(store: NvmeStore) -> Non
     store.discard([tensor])
     tensor, file = rest(store)
     file.unlink()
-    with pytest.raises(DiskError, match=f"cannot open {file}: No such file .*was removed while the run used it"):
+    with pytest.raises(
+        DiskError, match=f"cannot open {file}: No such file .*was removed while the run used it"
+    ):
         store.fetch([tensor])
     shutil.rmtree(store.folder.path)
-    with pytest.raises(DiskError, match=r"cannot create .*: No such file .*was removed while the run used it"):
+    with pytest.raises(
+        DiskError, match=r"cannot create .*: No such file .*was removed while the run used it"
+    ):
         store.evict([torch.zeros(5)])
 
 
@@ -85,17 +92,21 @@ def test_a_full_disk_is_an_error_before_anything_is_lost(tmp_path: Path) -> None
     if os.geteuid() == 0:
         folder = tmp_path / "small"
         folder.mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(folder)], check=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(folder)], check=True
+        )
         told = r"cannot create .*000002.bin \(81,920 .*No space left.*the disk is full"
     else:
         import resource
 
-        folder, before = tmp_path, resource.getrlimit(resource.RLIMIT_FSIZE)
+        folder = tmp_path
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
         told = r"cannot create .*000002.bin \(81,920 .*`ulimit -f` does not allow"
     try:
         store = open_store(folder)
-        kept, tensor = store.copy_in(torch.arange(10_000.0)), store.copy_in(torch.arange(20_000.0))
+        kept = store.copy_in(torch.arange(10_000.0))
+        tensor = store.copy_in(torch.arange(20_000.0))
         store.evict([kept])
         with pytest.raises(DiskError, match=told):
             store.evict([tensor])
@@ -122,9 +133,14 @@ sys.stdin.read()
 """
 
 
-def test_leftovers_of_a_killed_run_are_removed_and_another_job_is_left_alone(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_run_are_removed_and_another_job_is_left_alone(
+    tmp_path: Path,
+) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", KILLED, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as other:
         assert other.stdout is not None
         theirs = Path(other.stdout.readline().strip())
@@ -212,7 +228,9 @@ def test_who_holds_the_lock_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     root.mkdir(0o700)
     held = os.open(root, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
-    with pytest.raises(DiskError, match=rf"{root} has been locked for \d+ s by process {os.getpid()} \("):
+    with pytest.raises(
+        DiskError, match=rf"{root} has been locked for \d+ s by process {os.getpid()} \("
+    ):
         RunFolder(tmp_path)
     os.close(held)
     RunFolder(tmp_path).close()
@@ -275,7 +293,8 @@ def test_what_stays_in_memory_is_never_written(tmp_path: Path) -> None:
     store.allocate(tensors)
     for t in tensors:
         t.fill_(7)
-    store.evict(tensors, changed=False)  # the files hold older values: they are written all the same
+    # the files hold older values: they are written all the same
+    store.evict(tensors, changed=False)
     store.fetch(tensors)
     store.wait(tensors)
     assert all(t.tolist() == [7] * 1000 for t in tensors)

@@ -25,7 +25,8 @@ class TestStore(StateStoreConformance):
 
 @pytest.mark.parametrize("engine", ["kernel aio", "threads", "python threads"])
 class TestOtherEngines(StateStoreConformance):
-    """And with small blocks, deep queues, several threads; and copies instead of exchanged memory."""
+    """And with small blocks, deep queues, several threads; and copies instead of exchanged
+    memory."""
 
     @pytest.fixture(autouse=True)
     def _chosen(self, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,18 +47,36 @@ class TestPlugin(PluginConformance):
 class TestSection(PluginConformance):
     entry_point = "ds_nvme.aio"
     section = "aio"
-    good_config: ClassVar[Any] = {"block_size": 8192, "thread_count": 2, "engine": "threads", "checksum": False}
-    bad_configs: ClassVar[Any] = [{"block_size": 0}, {"queue_depth": 0}, {"thread_count": 1, "intra_op_parallelism": 1}]
+    good_config: ClassVar[Any] = {
+        "block_size": 8192,
+        "thread_count": 2,
+        "engine": "threads",
+        "checksum": False,
+    }
+    bad_configs: ClassVar[Any] = [
+        {"block_size": 0},
+        {"queue_depth": 0},
+        {"thread_count": 1, "intra_op_parallelism": 1},
+    ]
 
 
-def test_the_section_alone_is_idle_and_gds_is_refused_where_it_would_count(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_section_alone_is_idle_and_gds_is_refused_where_it_would_count(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.INFO, "ds_nvme"):
         assert compose({"aio": {"use_gds": True}}).config.section("aio") is not None
     assert "section aio has no effect: nothing is offloaded to NVMe" in caplog.text
-    with pytest.raises(ConfigError, match=r"aio.block_size: .*must be a multiple of 4096, as 4096 is"):
+    with pytest.raises(
+        ConfigError, match=r"aio.block_size: .*must be a multiple of 4096, as 4096 is"
+    ):
         compose({"aio": {"block_size": 1000}})
     pytest.importorskip("ds_zero")
-    offload = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}}
+    offload = {
+        "zero_optimization": {
+            "stage": 1,
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/x"},
+        }
+    }
     with pytest.raises(ConfigError, match=r"aio.use_gds: GPUDirect storage is not supported"):
         compose({"aio": {"use_gds": True}, **offload})
 

@@ -15,8 +15,8 @@ __all__ = ["Adagrad", "CPUAdagrad", "DeepSpeedCPUAdagrad"]
 class Adagrad(KernelOptimizer):
     """Adagrad with torch's parameters; state ``sum``.
 
-    lr_decay: update t (from 0) uses lr / (1 + t * lr_decay). initial_accumulator_value: where sums of squares
-    begin. fp32_optimizer_states: sums of 16-bit parameters in fp32.
+    lr_decay: update t (from 0) uses lr / (1 + t * lr_decay). initial_accumulator_value: where sums
+    of squares begin. fp32_optimizer_states: sums of 16-bit parameters in fp32.
     """
 
     op: ClassVar[str] = "adagrad"
@@ -37,7 +37,9 @@ class Adagrad(KernelOptimizer):
     ) -> None:
         check_common(lr=lr, eps=eps, weight_decay=weight_decay)
         if lr_decay < 0 or initial_accumulator_value < 0:
-            raise ValueError(f"lr_decay {lr_decay} and initial_accumulator_value must not be negative")
+            raise ValueError(
+                f"lr_decay {lr_decay} and initial_accumulator_value must not be negative"
+            )
         defaults = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
         start = {"initial_accumulator_value": initial_accumulator_value}
         super().__init__(params, {**defaults, **start}, fp32_states=fp32_optimizer_states)
@@ -53,7 +55,14 @@ class Adagrad(KernelOptimizer):
         run = self.kernel(batch.params[0])
         lr = group["lr"] / (1 + (batch.step - 1) * group["lr_decay"])
         options = {"lr": lr, "eps": group["eps"], "weight_decay": group["weight_decay"]}
-        run(batch.params, batch.grads, *batch.states, **options, scale=batch.scale, copies=batch.copies)
+        run(
+            batch.params,
+            batch.grads,
+            *batch.states,
+            **options,
+            scale=batch.scale,
+            copies=batch.copies,
+        )
 
 
 class CPUAdagrad(Adagrad):
@@ -75,6 +84,10 @@ class DeepSpeedCPUAdagrad(Adagrad):
         if amsgrad:
             raise RuntimeError("DeepSpeedCPUAdagrad has no AMSGrad variant; leave amsgrad out")
         super().__init__(
-            model_params, lr, weight_decay=weight_decay, eps=eps, fp32_optimizer_states=fp32_optimizer_states
+            model_params,
+            lr,
+            weight_decay=weight_decay,
+            eps=eps,
+            fp32_optimizer_states=fp32_optimizer_states,
         )
         require_cpu(self)

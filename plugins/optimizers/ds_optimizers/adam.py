@@ -1,4 +1,6 @@
-"""Adam and AdamW under their documented names; all are one update, on the best kernel for where parameters are."""
+"""Adam and AdamW under their documented names; all are one update, on the best kernel for where
+parameters are.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ __all__ = ["Adam", "AdamW", "CPUAdam", "DeepSpeedCPUAdam", "FusedAdam", "make_ad
 class FusedAdam(KernelOptimizer):
     """Adam, decoupled (AdamW) unless `adam_w_mode` is false.
 
-    bias_correction: whether the moments are. amsgrad: not offered (RuntimeError). set_grad_none: what `zero_grad` does
-    by default: drop gradients, or fill them with zeros. fp32_optimizer_states: moments of 16-bit parameters in fp32.
+    bias_correction: whether the moments are. amsgrad: not offered (RuntimeError). set_grad_none:
+    what `zero_grad` does by default: drop gradients, or fill them with zeros.
+    fp32_optimizer_states: moments of 16-bit parameters in fp32.
     """
 
     op: ClassVar[str] = "adam"
@@ -38,7 +41,10 @@ class FusedAdam(KernelOptimizer):
         fp32_optimizer_states: bool = True,
     ) -> None:
         if amsgrad:
-            raise RuntimeError(f"{type(self).__name__} has no AMSGrad variant; use torch_adam, or torch.optim.AdamW")
+            raise RuntimeError(
+                f"{type(self).__name__} has no AMSGrad variant; use torch_adam, or "
+                "torch.optim.AdamW"
+            )
         check_common(lr=lr, eps=eps, betas=betas, weight_decay=weight_decay)
         self.set_grad_none = set_grad_none
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
@@ -79,7 +85,9 @@ class AdamW(FusedAdam):
 
 
 class DeepSpeedCPUAdam(FusedAdam):
-    """The same for parameters on the CPU (UsageError elsewhere); the argument is spelt `adamw_mode` here."""
+    """The same for parameters on the CPU (UsageError elsewhere); the argument is spelt `adamw_mode`
+    here.
+    """
 
     def __init__(
         self,
@@ -111,23 +119,33 @@ class CPUAdam(FusedAdam):
     """The same; a name that says where it mostly works."""
 
 
-def make_adam(groups: Any, *, torch_adam: bool = False, amsgrad: bool = False, **params: Any) -> Optimizer:
+def make_adam(
+    groups: Any, *, torch_adam: bool = False, amsgrad: bool = False, **params: Any
+) -> Optimizer:
     """`Adam`; torch's own when the config insists on it, or wants AMSGrad."""
     return _choose(Adam, groups, torch_adam, amsgrad, params)
 
 
-def make_adamw(groups: Any, *, torch_adam: bool = False, amsgrad: bool = False, **params: Any) -> Optimizer:
+def make_adamw(
+    groups: Any, *, torch_adam: bool = False, amsgrad: bool = False, **params: Any
+) -> Optimizer:
     """`AdamW`, with the same exceptions."""
     return _choose(AdamW, groups, torch_adam, amsgrad, params)
 
 
-def _choose(cls: type[FusedAdam], groups: Any, torch_adam: bool, amsgrad: bool, params: dict[str, Any]) -> Optimizer:
+def _choose(
+    cls: type[FusedAdam], groups: Any, torch_adam: bool, amsgrad: bool, params: dict[str, Any]
+) -> Optimizer:
     if not (torch_adam or amsgrad):
         return cls(groups, **params)
     from ds_core.optim import make_adam as make_torch
 
     if not params.pop("bias_correction", True):
-        raise ValueError("bias_correction false: torch's Adam always corrects; leave torch_adam and amsgrad out")
+        raise ValueError(
+            "bias_correction false: torch's Adam always corrects; leave torch_adam and amsgrad out"
+        )
     if not params.pop("fp32_optimizer_states", True):
-        raise ValueError("fp32_optimizer_states: torch's moments have the parameters' dtype; leave it out")
+        raise ValueError(
+            "fp32_optimizer_states: torch's moments have the parameters' dtype; leave it out"
+        )
     return make_torch(groups, amsgrad=amsgrad, **params)

@@ -1,8 +1,10 @@
-"""What the optimizers on kernels share: states, a clock, and one call for all tensors of a group that are alike.
+"""What the optimizers on kernels share: states, a clock, and one call for all tensors of a group
+that are alike.
 
-[Note: the clock] Every parameter has its own count of updates (``step``, a 0-d fp32 CPU tensor, as in torch), since one
-without a gradient is left out of a step. All of them are views of one tensor, so that a thousand counters are advanced
-by one operation and read by another. A counter that a checkpoint has put in a view's place is taken over.
+[Note: the clock] Every parameter has its own count of updates (``step``, a 0-d fp32 CPU tensor, as
+in torch), since one without a gradient is left out of a step. All of them are views of one tensor,
+so that a thousand counters are advanced by one operation and read by another. A counter that a
+checkpoint has put in a view's place is taken over.
 """
 
 from __future__ import annotations
@@ -36,16 +38,20 @@ __all__ = ["StepBatch", "KernelOptimizer", "check_common", "require_cpu"]
 
 
 MANY = 128
-"""From so many parameters on it is worth it to let the kernel begin with some while others are prepared."""
+"""From so many parameters on it is worth it to let the kernel begin with some while others are
+prepared.
+"""
 
 _layout = attrgetter("layout")
 
 
 @dataclass(slots=True)
 class StepBatch:
-    """Parameters of one dtype, device and count of updates. states: one list per name in `KernelOptimizer.states`.
+    """Parameters of one dtype, device and count of updates. states: one list per name in
+    `KernelOptimizer.states`.
 
-    owners: the parameters; params: what is updated of them: for complex ones real views, as are grads and states then.
+    owners: the parameters; params: what is updated of them: for complex ones real views, as are
+        grads and states then.
     scale, copies: as in `ds_core.stepping.StepInputs`, for the kernel; copies None: there are none.
     """
 
@@ -67,11 +73,12 @@ def _installed() -> Kernels:
 class KernelOptimizer(Optimizer):
     """Base: subclasses say which states they keep and update a `StepBatch`.
 
-    states: names of those that are shaped like the parameter. They have the parameter's dtype, but are fp32 for 16-bit
-    parameters unless `fp32_states` is false. counts: whether the update depends on its number. kept: attributes of its
-    own that a copy (`copy.deepcopy`) is to have; all else is found anew. in_portions: whether `update` of this very
-    class is nothing but calls of the kernel, so that they may overlap (see `_together`). scales: whether it heeds the
-    batch's `scale` and `copies`.
+    states: names of those that are shaped like the parameter. They have the parameter's dtype, but
+    are fp32 for 16-bit parameters unless `fp32_states` is false. counts: whether the update depends
+    on its number. kept: attributes of its own that a copy (`copy.deepcopy`) is to have; all else is
+    found anew. in_portions: whether `update` of this very class is nothing but calls of the kernel,
+    so that they may overlap (see `_together`). scales: whether it heeds the batch's `scale` and
+    `copies`.
     """
 
     op: ClassVar[str]
@@ -103,7 +110,8 @@ class KernelOptimizer(Optimizer):
             self._find_anew()
 
     def narrow_states(self) -> None:
-        """Keep the states of 16-bit parameters in their dtype from now on; before the first step."""
+        """Keep the states of 16-bit parameters in their dtype from now on; before the first
+        step."""
         self._fp32_states = False
 
     def use_kernels(self, kernels: Kernels) -> None:
@@ -112,11 +120,15 @@ class KernelOptimizer(Optimizer):
 
     def kernel(self, like: Tensor) -> Callable[..., Any]:
         """Who serves `op` for tensors like this (`ds_kernel_kit.references` says what it does)."""
-        return (self._table or _installed()).serving(self.op, like, getattr(references, self.op, None))
+        return (self._table or _installed()).serving(
+            self.op, like, getattr(references, self.op, None)
+        )
 
     @property
     def takes_inputs(self) -> bool:
-        """Whether `step` can be given `inputs`: not where a subclass or a hook would miss gradients in ``.grad``."""
+        """Whether `step` can be given `inputs`: not where a subclass or a hook would miss gradients
+        in ``.grad``.
+        """
         hooked = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
         hooked = hooked or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
         return not hooked and self._says("scales") and inspect.unwrap(self.step) is _STEP
@@ -127,11 +139,13 @@ class KernelOptimizer(Optimizer):
         return _says(kind, flag)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, inputs: StepInputs | None = None) -> Any:
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, inputs: StepInputs | None = None
+    ) -> Any:
         """One update of every parameter that has a gradient; `closure` as in torch.
 
-        inputs: gradients in other dtypes than their parameters', what to multiply them by, and what gets the new
-        values in 16 bits; all in the same pass. See `ds_core.stepping`.
+        inputs: gradients in other dtypes than their parameters', what to multiply them by, and what
+        gets the new values in 16 bits; all in the same pass. See `ds_core.stepping`.
         """
         loss = None
         if closure is not None:
@@ -146,9 +160,15 @@ class KernelOptimizer(Optimizer):
         return loss
 
     def _together(self) -> Callable[[Callable[[], None]], None] | None:
-        """What lets the kernel begin before all tensors are prepared; None where it has none, or it would not pay."""
+        """What lets the kernel begin before all tensors are prepared; None where it has none, or it
+        would not pay.
+        """
         lists = [g["params"] for g in self.param_groups if g["params"]]
-        if not self._says("in_portions") or sum(map(len, lists)) < MANY or torch.get_num_threads() == 1:
+        if (
+            not self._says("in_portions")
+            or sum(map(len, lists)) < MANY
+            or torch.get_num_threads() == 1
+        ):
             return None
         if not self.state:  # the first step makes them, which torch does on all threads
             return None
@@ -186,7 +206,10 @@ class KernelOptimizer(Optimizer):
         half = param.dtype in (torch.float16, torch.bfloat16)
         dtype = torch.float32 if half and self._fp32_states else param.dtype
         names = self.states_of(group)
-        return {n: torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format) for n in names}
+        return {
+            n: torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+            for n in names
+        }
 
     def _batches(
         self,
@@ -196,20 +219,25 @@ class KernelOptimizer(Optimizer):
         place: int,
         inputs: StepInputs,
     ) -> Iterator[StepBatch]:
-        """Those of `params` that have gradients, by what one kernel call can take. See [Note: the clock].
+        """Those of `params` that have gradients, by what one kernel call can take. See [Note: the
+        clock].
 
-        params: some of `group`, the first at `place` among all parameters. known: their states, if they all have one.
+        params: some of `group`, the first at `place` among all parameters. known: their states, if
+        they all have one.
         """
         names = self.states_of(group)
-        # A thousand tensors pass here in every step, most of them no longer in any cache: each question costs.
+        # A thousand tensors pass here in every step, most of them no longer in any cache: each
+        # question costs.
         places: Sequence[int] = range(place, place + len(params))
         some = slice(place, place + len(params))
         found = [p.grad for p in params] if inputs.grads is None else inputs.grads[some]
         copies = None if inputs.copies is None else inputs.copies[some]
-        live, grads = params, cast("list[Tensor]", found)
+        live = params
+        grads = cast("list[Tensor]", found)
         if any(map(is_, found, itertools.repeat(None))):
             places = [i for i, grad in zip(places, found, strict=True) if grad is not None]
-            live, grads = [params[i - place] for i in places], [grads[i - place] for i in places]
+            live = [params[i - place] for i in places]
+            grads = [grads[i - place] for i in places]
             copies = None if copies is None else [copies[i - place] for i in places]
             known = None
         if not live:
@@ -224,7 +252,13 @@ class KernelOptimizer(Optimizer):
             rows = [[state[name] for state in states] for name in names]
         steps: Sequence[float] = (0,)
         if self.counts:
-            if not all(map(is_, [state.get("step") for state in states], map(self._ticks.__getitem__, places))):
+            if not all(
+                map(
+                    is_,
+                    [state.get("step") for state in states],
+                    map(self._ticks.__getitem__, places),
+                )
+            ):
                 for i, state in zip(places, states, strict=True):
                     if state.get("step") is not self._ticks[i]:
                         self._adopt(i, state)
@@ -238,12 +272,15 @@ class KernelOptimizer(Optimizer):
             return iter([StepBatch(live, live, grads, rows, int(steps[0]), copies=full)])
         columns = zip(*rows, strict=True) if rows else ([] for _ in live)
         copies = [None] * len(live) if copies is None else copies
-        return self._sorted_out(live, grads, columns, steps if self.counts else [0] * len(live), copies)
+        return self._sorted_out(
+            live, grads, columns, steps if self.counts else [0] * len(live), copies
+        )
 
     def _alike(self, live: list[Tensor], place: int) -> bool:
         """Whether all have one dtype and device, and are real; not asked again of the same tensors.
 
-        Where ``param.data = ...`` has changed some since, kernels find it out: they look at every tensor.
+        Where ``param.data = ...`` has changed some since, kernels find it out: they look at every
+        tensor.
         """
         known = self._known.get(place, [])
         if len(known) == len(live) and all(map(is_, known, live)):
@@ -263,7 +300,13 @@ class KernelOptimizer(Optimizer):
     ) -> Iterator[StepBatch]:
         batches: dict[Any, StepBatch] = {}
         for param, grad, row, step, copy in zip(live, grads, states, steps, copies, strict=True):
-            key = (param.dtype, param.device, grad.dtype, step, None if copy is None else copy.dtype)
+            key = (
+                param.dtype,
+                param.device,
+                grad.dtype,
+                step,
+                None if copy is None else copy.dtype,
+            )
             if key not in batches:
                 batches[key] = StepBatch(states=[[] for _ in row], step=int(step))
             batch = batches[key]
@@ -282,7 +325,8 @@ class KernelOptimizer(Optimizer):
         for param, grad in zip(live, grads, strict=True):
             if grad.layout is not torch.strided:
                 raise UsageError(
-                    f"{type(self).__name__}: a parameter of shape {tuple(param.shape)} has a sparse gradient; use "
+                    f"{type(self).__name__}: a parameter of shape {tuple(param.shape)} has a "
+                    "sparse gradient; use "
                     "nn.Embedding(sparse=False)"
                 )
 
@@ -329,13 +373,18 @@ def require_cpu(optimizer: Optimizer) -> None:
         for param in group["params"]:
             if param.device.type != "cpu":
                 raise UsageError(
-                    f"{type(optimizer).__name__} updates parameters on the CPU, but one of shape {tuple(param.shape)} "
-                    f"in group {index} is on {param.device}; offload it (zero_optimization.offload_optimizer), or use "
-                    "the optimizer's plain name, which takes the best kernel for where parameters are"
+                    f"{type(optimizer).__name__} updates parameters on the CPU, but one of shape "
+                    f"{tuple(param.shape)} "
+                    f"in group {index} is on {param.device}; offload it "
+                    "(zero_optimization.offload_optimizer), or use "
+                    "the optimizer's plain name, which takes the best kernel for where "
+                    "parameters are"
                 )
 
 
-def check_common(*, lr: float, eps: float = 0.0, betas: Sequence[float] = (), weight_decay: float = 0.0) -> None:
+def check_common(
+    *, lr: float, eps: float = 0.0, betas: Sequence[float] = (), weight_decay: float = 0.0
+) -> None:
     """Refuse numbers that no optimizer can mean (ValueError)."""
     if lr < 0 or eps < 0 or weight_decay < 0:
         raise ValueError(f"lr {lr}, eps {eps} and weight_decay {weight_decay} must not be negative")

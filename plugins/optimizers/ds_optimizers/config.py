@@ -51,7 +51,9 @@ class FusedAdamParams(_Moments):
     bias_correction: bool = option(True, "Correct the moments for having begun at zero.")
     adam_w_mode: bool = option(True, "Decoupled weight decay (AdamW).")
     amsgrad: Literal[False] = option(False, _AMSGRAD)
-    set_grad_none: bool = option(True, "The optimizer's own zero_grad drops gradients; false: fills them with zeros.")
+    set_grad_none: bool = option(
+        True, "The optimizer's own zero_grad drops gradients; false: fills them with zeros."
+    )
     fp32_optimizer_states: bool = option(True, _FP32)
 
 
@@ -60,7 +62,9 @@ class AdamParams(_Moments):
 
     bias_correction: bool = option(True, "Correct the moments for having begun at zero.")
     adam_w_mode: bool = option(True, "Decoupled weight decay (AdamW).")
-    amsgrad: bool = option(False, "Keep the maximum of the second moment; torch's Adam serves then.")
+    amsgrad: bool = option(
+        False, "Keep the maximum of the second moment; torch's Adam serves then."
+    )
     torch_adam: bool = option(False, "Insist on torch's own Adam.")
     fp32_optimizer_states: bool = option(True, _FP32)
 
@@ -115,21 +119,27 @@ class DeepSpeedCPUAdagradParams(_OptimizerParams):
 class CPULionParams(_OptimizerParams):
     """``optimizer.params`` of DeepSpeedCPULion."""
 
-    betas: Betas = option((0.9, 0.999), "Weight of the momentum in the update, and its decay rate, per step.")
+    betas: Betas = option(
+        (0.9, 0.999), "Weight of the momentum in the update, and its decay rate, per step."
+    )
     fp32_optimizer_states: bool = option(True, _FP32)
 
 
 class LionParams(CPULionParams):
     """``optimizer.params`` of Lion, FusedLion and CPULion."""
 
-    set_grad_none: bool = option(True, "The optimizer's own zero_grad drops gradients; false: fills them with zeros.")
+    set_grad_none: bool = option(
+        True, "The optimizer's own zero_grad drops gradients; false: fills them with zeros."
+    )
 
 
 class LambParams(_Moments):
     """``optimizer.params`` of Lamb and FusedLamb."""
 
     bias_correction: bool = option(True, "Correct the step size for moments that begin at zero.")
-    eps_inside_sqrt: bool = option(False, "Divide by the root of (v + eps) instead of the root of v, plus eps.")
+    eps_inside_sqrt: bool = option(
+        False, "Divide by the root of (v + eps) instead of the root of v, plus eps."
+    )
     max_coeff: float = option(10.0, "Largest trust ratio.", ge=0)
     min_coeff: float = option(0.01, "Smallest trust ratio.", ge=0)
     amsgrad: Literal[False] = option(False, _AMSGRAD)
@@ -143,11 +153,14 @@ class MuonParams(_OptimizerParams):
     adam_lr: float | None = option(None, "Learning rate of all other parameters; null: lr.", ge=0)
     betas: Betas = option((0.9, 0.95), "AdamW's decay rates, for all other parameters.")
     eps: float = option(1e-10, "AdamW's addition to the denominator.", ge=0)
-    ns_method: Literal["gram", "standard"] = option("gram", "How matrices are orthogonalised; they differ by rounding.")
+    ns_method: Literal["gram", "standard"] = option(
+        "gram", "How matrices are orthogonalised; they differ by rounding."
+    )
 
 
 class MuAdamParams(_Moments):
-    """``optimizer.params`` of MuAdam and MuAdamW; lr and weight_decay are those of the base model."""
+    """``optimizer.params`` of MuAdam and MuAdamW; lr and weight_decay are those of the base
+    model."""
 
     bias_correction: bool = option(True, "Correct the moments for having begun at zero.")
     amsgrad: Literal[False] = option(False, _AMSGRAD)
@@ -166,13 +179,19 @@ class _OneBitParams(_Moments):
     """What the 1-bit family shares."""
 
     bias_correction: bool = option(
-        True, "As in DeepSpeed.", without_effect="the 1-bit family corrects no bias, whatever this says"
+        True,
+        "As in DeepSpeed.",
+        without_effect="the 1-bit family corrects no bias, whatever this says",
     )
-    eps_inside_sqrt: bool = option(False, "Divide by the root of (v + eps) instead of the root of v, plus eps.")
+    eps_inside_sqrt: bool = option(
+        False, "Divide by the root of (v + eps) instead of the root of v, plus eps."
+    )
     amsgrad: Literal[False] = option(False, _AMSGRAD)
     cuda_aware: Literal[False] = option(False, "For MPI, which is not used, so only false.")
     comm_backend_name: Literal["nccl", "hccl", "compressed"] = option(
-        "nccl", "DeepSpeed's transport.", without_effect="messages go over the run's own process groups"
+        "nccl",
+        "DeepSpeed's transport.",
+        without_effect="messages go over the run's own process groups",
     )
 
 
@@ -185,9 +204,15 @@ class OneBitAdamParams(_OneBitParams):
 class ZeroOneAdamParams(_OneBitParams):
     """``optimizer.params`` of ZeroOneAdam."""
 
-    var_freeze_step: int = option(100_000, "Steps before the variance is frozen and local steps begin.", ge=0)
-    var_update_scaler: int = option(16, "Updates of the variance after which the interval between them doubles.", gt=0)
-    local_step_scaler: int = option(32_678, "Steps after which the interval of local steps doubles.", gt=0)
+    var_freeze_step: int = option(
+        100_000, "Steps before the variance is frozen and local steps begin.", ge=0
+    )
+    var_update_scaler: int = option(
+        16, "Updates of the variance after which the interval between them doubles.", gt=0
+    )
+    local_step_scaler: int = option(
+        32_678, "Steps after which the interval of local steps doubles.", gt=0
+    )
     local_step_clipper: int = option(16, "Most steps that a rank takes by itself.", gt=0)
 
 
@@ -196,7 +221,11 @@ class OneBitLambParams(OneBitAdamParams):
 
     max_coeff: float = option(10.0, "Largest trust ratio in the warm-up.", ge=0)
     min_coeff: float = option(0.01, "Smallest trust ratio in the warm-up.", ge=0)
-    coeff_beta: float = option(0.9, "Decay rate of the trust ratios' running mean, per step.", ge=0, lt=1)
+    coeff_beta: float = option(
+        0.9, "Decay rate of the trust ratios' running mean, per step.", ge=0, lt=1
+    )
     factor_max: float = option(4.0, "Largest factor on the frozen trust ratio.", gt=0)
     factor_min: float = option(0.5, "Smallest factor on the frozen trust ratio.", gt=0)
-    factor_threshold: float = option(0.1, "Most that the factor changes per step, as a share of it.", ge=0)
+    factor_threshold: float = option(
+        0.1, "Most that the factor changes per step, as a share of it.", ge=0
+    )

@@ -1,4 +1,7 @@
-"""LAMB under its documented names. Its trust ratios are norms of whole tensors, so a partitioner must not cut them."""
+"""LAMB under its documented names.
+
+Its trust ratios are norms of whole tensors, so a partitioner must not cut them.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,11 @@ __all__ = ["FusedLamb", "Lamb"]
 
 
 class FusedLamb(KernelOptimizer):
-    """LAMB: u = m / (√v + eps) + wd * p; p -= step * c * u, c = ‖p‖ / ‖u‖ in [min_coeff, max_coeff], 1 if a norm is 0.
+    """LAMB: u = m / (√v + eps) + wd * p; p -= step * c * u, c = ‖p‖ / ‖u‖ in [min_coeff,
+    max_coeff], 1 if a norm is 0.
 
-    bias_correction: step = lr * √(1-β2^t) / (1-β1^t), else lr. eps_inside_sqrt: m / √(v + eps). max_grad_norm: 0 only;
-    clipping is the engine's. amsgrad: not offered (RuntimeError).
+    bias_correction: step = lr * √(1-β2^t) / (1-β1^t), else lr. eps_inside_sqrt: m / √(v + eps).
+    max_grad_norm: 0 only; clipping is the engine's. amsgrad: not offered (RuntimeError).
     """
 
     op: ClassVar[str] = "lamb"
@@ -41,24 +45,41 @@ class FusedLamb(KernelOptimizer):
         if amsgrad:
             raise RuntimeError(f"{type(self).__name__} has no AMSGrad variant; leave amsgrad out")
         if max_grad_norm:
-            raise ValueError(f"max_grad_norm {max_grad_norm}: clipping is the engine's; set gradient_clipping")
+            raise ValueError(
+                f"max_grad_norm {max_grad_norm}: clipping is the engine's; set gradient_clipping"
+            )
         if not 0 <= min_coeff <= max_coeff:
-            raise ValueError(f"min_coeff {min_coeff} and max_coeff {max_coeff}: 0 <= min_coeff <= max_coeff is needed")
+            raise ValueError(
+                f"min_coeff {min_coeff} and max_coeff {max_coeff}: 0 <= min_coeff <= max_coeff is "
+                "needed"
+            )
         check_common(lr=lr, eps=eps, betas=betas, weight_decay=weight_decay)
         self._coeffs: dict[Tensor, float] = {}
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         modes = {"bias_correction": bias_correction, "eps_inside_sqrt": eps_inside_sqrt}
-        super().__init__(params, {**defaults, **modes, "max_coeff": max_coeff, "min_coeff": min_coeff})
+        super().__init__(
+            params, {**defaults, **modes, "max_coeff": max_coeff, "min_coeff": min_coeff}
+        )
 
     def get_lamb_coeffs(self) -> list[float]:
         """The trust ratio of each parameter that this rank updated, in the order of parameters."""
-        return [self._coeffs[p] for g in self.param_groups for p in g["params"] if p in self._coeffs]
+        return [
+            self._coeffs[p] for g in self.param_groups for p in g["params"] if p in self._coeffs
+        ]
 
     def update(self, group: dict[str, Any], batch: StepBatch) -> None:
         """See `KernelOptimizer.update`."""
         beta1, beta2 = group["betas"]
         run = self.kernel(batch.params[0])
-        same = ("lr", "eps", "weight_decay", "bias_correction", "eps_inside_sqrt", "min_coeff", "max_coeff")
+        same = (
+            "lr",
+            "eps",
+            "weight_decay",
+            "bias_correction",
+            "eps_inside_sqrt",
+            "min_coeff",
+            "max_coeff",
+        )
         coeffs = run(
             batch.params,
             batch.grads,

@@ -10,7 +10,10 @@ __all__ = ["CPULion", "DeepSpeedCPULion", "FusedLion", "Lion"]
 
 
 class Lion(KernelOptimizer):
-    """Lion (Chen et al. 2023): p -= lr * (sign(β1 m + (1-β1) g) + wd * p); m = β2 m + (1-β2) g. State ``exp_avg``."""
+    """Lion (Chen et al. 2023): p -= lr * (sign(β1 m + (1-β1) g) + wd * p); m = β2 m + (1-β2) g.
+
+    State ``exp_avg``.
+    """
 
     op: ClassVar[str] = "lion"
     in_portions: ClassVar[bool] = True
@@ -39,8 +42,20 @@ class Lion(KernelOptimizer):
         """See `KernelOptimizer.update`."""
         beta1, beta2 = group["betas"]
         run = self.kernel(batch.params[0])
-        options = {"lr": group["lr"], "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"]}
-        run(batch.params, batch.grads, *batch.states, **options, scale=batch.scale, copies=batch.copies)
+        options = {
+            "lr": group["lr"],
+            "beta1": beta1,
+            "beta2": beta2,
+            "weight_decay": group["weight_decay"],
+        }
+        run(
+            batch.params,
+            batch.grads,
+            *batch.states,
+            **options,
+            scale=batch.scale,
+            copies=batch.copies,
+        )
 
 
 class FusedLion(Lion):
@@ -62,5 +77,7 @@ class DeepSpeedCPULion(Lion):
         weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        super().__init__(model_params, lr, betas, weight_decay, fp32_optimizer_states=fp32_optimizer_states)
+        super().__init__(
+            model_params, lr, betas, weight_decay, fp32_optimizer_states=fp32_optimizer_states
+        )
         require_cpu(self)

@@ -1,7 +1,8 @@
 """Muon: momentum whose matrices are orthogonalised, and AdamW for whatever is no hidden matrix.
 
-A parameter is a matrix for Muon when it has two dimensions or more and its name holds neither "embed" nor "lm_head"; or
-when its attribute ``use_muon`` says so. Kernels of convolutions count as (output channels, all the rest).
+A parameter is a matrix for Muon when it has two dimensions or more and its name holds neither
+"embed" nor "lm_head"; or when its attribute ``use_muon`` says so. Kernels of convolutions count as
+(output channels, all the rest).
 """
 
 from __future__ import annotations
@@ -20,18 +21,21 @@ __all__ = ["Muon", "orthogonalize", "split_groups"]
 METHODS = ("gram", "standard")
 _NOT_HIDDEN = ("embed", "lm_head")
 # Chosen by Jordan et al. (2024) for a steep start: singular values end between about 0.7 and 1.2.
-_A, _B, _C = 3.4445, -4.7750, 2.0315
+_A = 3.4445
+_B = -4.7750
+_C = 2.0315
 _ITERATIONS = 5
 
 
 class Muon(KernelOptimizer):
     """Muon (Jordan et al. 2024) for groups with ``use_muon`` true, AdamW for the others.
 
-    params: group dicts with ``use_muon``, or parameters (groups of them) that carry it as an attribute. From the config
-    the split is made by name, see `split_groups`. lr: the default of muon_lr and adam_lr. momentum: of Muon.
-    weight_decay: decoupled, of both. betas, eps: AdamW's. ns_method: how matrices are orthogonalised, "gram" (less
-    work for wide or tall matrices) or "standard"; results differ by rounding. States: ``momentum_buffer``, or
-    ``exp_avg`` and ``exp_avg_sq``.
+    params: group dicts with ``use_muon``, or parameters (groups of them) that carry it as an
+        attribute. From the config the split is made by name, see `split_groups`. lr: the default of
+        muon_lr and adam_lr. momentum: of Muon.
+    weight_decay: decoupled, of both. betas, eps: AdamW's. ns_method: how matrices are
+        orthogonalised, "gram" (less work for wide or tall matrices) or "standard"; results differ
+        by rounding. States: ``momentum_buffer``, or ``exp_avg`` and ``exp_avg_sq``.
     """
 
     op: ClassVar[str] = "adam"
@@ -59,13 +63,22 @@ class Muon(KernelOptimizer):
         items = list(params)
         given = items if items and isinstance(items[0], dict) else [{"params": items}]
         groups = split_groups(given, None, lr=lr, muon_lr=muon_lr, adam_lr=adam_lr)
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "betas": tuple(betas), "eps": eps}
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "betas": tuple(betas),
+            "eps": eps,
+        }
         super().__init__(groups, {**defaults, "ns_method": ns_method})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """torch's; the group must say ``use_muon``."""
         if "use_muon" not in param_group:
-            raise UsageError("a group of Muon needs use_muon: true for hidden matrices, false for what AdamW updates")
+            raise UsageError(
+                "a group of Muon needs use_muon: true for hidden matrices, false for what AdamW "
+                "updates"
+            )
         super().add_param_group(param_group)
 
     def states_of(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -78,10 +91,13 @@ class Muon(KernelOptimizer):
             for param in batch.owners:
                 if param.dim() < 2 or param.is_complex():
                     raise UsageError(
-                        f"Muon is for real matrices; a parameter of shape {tuple(param.shape)}, {param.dtype}, stands "
+                        f"Muon is for real matrices; a parameter of shape {tuple(param.shape)}, "
+                        f"{param.dtype}, stands "
                         "in a use_muon group"
                     )
-            for param, grad, momentum in zip(batch.params, batch.grads, batch.states[0], strict=True):
+            for param, grad, momentum in zip(
+                batch.params, batch.grads, batch.states[0], strict=True
+            ):
                 _step(param, grad, momentum, group, batch.scale)
             if batch.copies is not None:
                 torch._foreach_copy_(batch.copies, batch.params)
@@ -93,20 +109,26 @@ class Muon(KernelOptimizer):
         run(batch.params, batch.grads, *batch.states, step=batch.step, **options)
 
 
-def _step(param: Tensor, grad: Tensor, momentum: Tensor, group: Mapping[str, Any], scale: float) -> None:
-    mu, lr = group["momentum"], group["lr"]
+def _step(
+    param: Tensor, grad: Tensor, momentum: Tensor, group: Mapping[str, Any], scale: float
+) -> None:
+    mu = group["momentum"]
+    lr = group["lr"]
     grad = grad.to(momentum.dtype) if scale == 1 else grad.to(momentum.dtype) * scale
     momentum.lerp_(grad, 1 - mu)
     ahead = grad.lerp(momentum, mu).flatten(1)
     found = orthogonalize(ahead, group["ns_method"])
     size = max(1.0, ahead.shape[0] / max(ahead.shape[1], 1)) ** 0.5
-    param.mul_(1 - lr * group["weight_decay"]).add_(found.view(param.shape).to(param.dtype), alpha=-lr * size)
+    param.mul_(1 - lr * group["weight_decay"]).add_(
+        found.view(param.shape).to(param.dtype), alpha=-lr * size
+    )
 
 
 def orthogonalize(matrix: Tensor, method: str = "gram") -> Tensor:
     """About the nearest matrix with orthogonal rows (or columns), by five Newton-Schulz iterations.
 
-    matrix: (rows, columns), fp32 or fp64. "gram" iterates on the small square of it and multiplies once at the end.
+    matrix: (rows, columns), fp32 or fp64. "gram" iterates on the small square of it and multiplies
+    once at the end.
     """
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.mT if tall else matrix
@@ -139,16 +161,20 @@ def split_groups(
     adam_lr: float | None = None,
     **others: Any,
 ) -> list[dict[str, Any]]:
-    """Each group as one of hidden matrices and one of the rest, empty ones left out, each with its learning rate.
+    """Each group as one of hidden matrices and one of the rest, empty ones left out, each with its
+    learning rate.
 
-    names: of parameters; None: they must all say ``use_muon`` themselves (UsageError). A group's own ``use_muon`` and
-    ``lr`` are kept. others: parameters of the optimizer that do not matter here.
+    names: of parameters; None: they must all say ``use_muon`` themselves (UsageError). A group's
+    own ``use_muon`` and ``lr`` are kept. others: parameters of the optimizer that do not matter
+    here.
     """
     rates = {True: lr if muon_lr is None else muon_lr, False: lr if adam_lr is None else adam_lr}
     found = []
     for group in groups:
         params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        wanted = {p: bool(group["use_muon"]) if "use_muon" in group else _hidden(p, names) for p in params}
+        wanted = {
+            p: bool(group["use_muon"]) if "use_muon" in group else _hidden(p, names) for p in params
+        }
         for use in (True, False):
             members = [p for p in params if wanted[p] is use]
             if members:
@@ -162,9 +188,13 @@ def _hidden(param: Any, names: Mapping[Any, str] | None) -> bool:
         return bool(said)
     if names is None:
         raise UsageError(
-            f"Muon: a parameter of shape {tuple(param.shape)} does not say whether it is a hidden matrix; set its "
-            "attribute use_muon, give groups with use_muon, or name Muon in the config, which splits by name"
+            f"Muon: a parameter of shape {tuple(param.shape)} does not say whether it is a hidden "
+            "matrix; set its "
+            "attribute use_muon, give groups with use_muon, or name Muon in the config, which "
+            "splits by name"
         )
     name = names.get(param, "")
     shape = getattr(param, "ds_shape", param.shape)  # what a partitioned parameter would have
-    return len(shape) >= 2 and not param.is_complex() and not any(word in name for word in _NOT_HIDDEN)
+    return (
+        len(shape) >= 2 and not param.is_complex() and not any(word in name for word in _NOT_HIDDEN)
+    )

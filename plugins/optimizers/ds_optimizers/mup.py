@@ -1,9 +1,11 @@
-"""Adam, AdamW and SGD for models in maximal update parametrisation, whose best learning rate is that of a small one.
+"""Adam, AdamW and SGD for models in maximal update parametrisation, whose best learning rate is
+that of a small one.
 
-Each group is split by how the dimensions of its parameters grew beside the base model's; learning rate and weight decay
-of each part follow (Yang et al. 2022, "Tensor Programs V", table 8; api.md section 16). Parameters say how they grew by
-``infshape``, which ``mup.set_base_shapes`` of the package ``mup`` sets; only its methods ``ninf``, ``width_mult`` and
-``fanin_fanout_mult_ratio`` are used, so the package itself is not needed here.
+Each group is split by how the dimensions of its parameters grew beside the base model's; learning
+rate and weight decay of each part follow (Yang et al. 2022, "Tensor Programs V", table 8; api.md
+section 16). Parameters say how they grew by ``infshape``, which ``mup.set_base_shapes`` of the
+package ``mup`` sets; only its methods ``ninf``, ``width_mult`` and ``fanin_fanout_mult_ratio`` are
+used, so the package itself is not needed here.
 """
 
 from __future__ import annotations
@@ -20,25 +22,32 @@ from ds_optimizers.sgd import SGD
 __all__ = ["MuAdam", "MuAdamW", "MuSGD", "split_like_adam", "split_like_sgd"]
 
 MARK = "mup_lr_factor"
-"""Of a group: what its learning rate was multiplied by. Groups that have it are not scaled again."""
+"""Of a group: what its learning rate was multiplied by.
+
+Groups that have it are not scaled again.
+"""
 
 
 def split_like_adam(
     groups: Iterable[Mapping[str, Any]], names: Mapping[Any, str] | None = None, **params: Any
 ) -> list[dict[str, Any]]:
-    """Groups for optimizers whose update does not grow with the gradient: matrices by 1 / width, the rest as they are.
+    """Groups for optimizers whose update does not grow with the gradient: matrices by 1 / width,
+    the rest as they are.
 
-    A matrix has two dimensions that grew. names: of parameters, for errors. params: of the optimizer; ``lr`` and
-    ``weight_decay`` are for groups without their own. Raises ConfigError (UsageError without names) for a parameter
-    without ``infshape``.
+    A matrix has two dimensions that grew. names: of parameters, for errors. params: of the
+    optimizer; ``lr`` and ``weight_decay`` are for groups without their own. Raises ConfigError
+    (UsageError without names) for a parameter without ``infshape``.
     """
-    return _split(groups, names, params, lambda shape: 1 / shape.width_mult() if shape.ninf() == 2 else 1.0)
+    return _split(
+        groups, names, params, lambda shape: 1 / shape.width_mult() if shape.ninf() == 2 else 1.0
+    )
 
 
 def split_like_sgd(
     groups: Iterable[Mapping[str, Any]], names: Mapping[Any, str] | None = None, **params: Any
 ) -> list[dict[str, Any]]:
-    """Groups for optimizers whose update is as large as the gradient: matrices by fan-out / fan-in, vectors by width.
+    """Groups for optimizers whose update is as large as the gradient: matrices by fan-out / fan-in,
+    vectors by width.
 
     Fans are beside the base model's. Otherwise as `split_like_adam`.
     """
@@ -59,8 +68,8 @@ def _split(
 ) -> list[dict[str, Any]]:
     """Each group by `factor` of its parameters: learning rate times it, weight decay divided by it.
 
-    Parts come in the order of their first parameters, on every rank alike. Their product stays, so that weights shrink
-    per step as fast at every width.
+    Parts come in the order of their first parameters, on every rank alike. Their product stays, so
+    that weights shrink per step as fast at every width.
     """
     found: list[dict[str, Any]] = []
     for group in groups:
@@ -68,19 +77,25 @@ def _split(
             found.append(dict(group))
             continue
         parts: dict[float, list[Tensor]] = {}
-        members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        members = (
+            [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        )
         for param in members:
             parts.setdefault(factor(_grown(param, names)), []).append(param)
-        lr, decay = group.get("lr", params.get("lr", 1e-3)), group.get("weight_decay", params.get("weight_decay", 0.0))
+        lr = group.get("lr", params.get("lr", 1e-3))
+        decay = group.get("weight_decay", params.get("weight_decay", 0.0))
         for by, part in parts.items():
-            found.append({**group, "params": part, "lr": lr * by, "weight_decay": decay / by, MARK: by})
+            found.append(
+                {**group, "params": part, "lr": lr * by, "weight_decay": decay / by, MARK: by}
+            )
     return found
 
 
 def _grown(param: Tensor, names: Mapping[Any, str] | None) -> Any:
     """How `param` grew; an error where it does not say, or in a way that no rule is known for.
 
-    The error is a ConfigError where `names` tells that the config chose the optimizer, else a UsageError.
+    The error is a ConfigError where `names` tells that the config chose the optimizer, else a
+    UsageError.
     """
     shape = getattr(param, "infshape", None)
     if shape is not None and shape.ninf() <= 2:
@@ -88,16 +103,22 @@ def _grown(param: Tensor, names: Mapping[Any, str] | None) -> Any:
     what = f"a parameter of shape {tuple(getattr(param, 'ds_shape', param.shape))}"
     if shape is None:
         why = f"{what} has no infshape, which says how it grew beside the base model"
-        fix = "call mup.set_base_shapes(model, base, delta=...) of the package mup before, or use the name without Mu"
+        fix = (
+            "call mup.set_base_shapes(model, base, delta=...) of the package mup before, or use "
+            "the name without Mu"
+        )
     else:
-        why, fix = f"{what} has {shape.ninf()} dimensions that grew, and mup has rules for two", "fix its base shape"
+        why = f"{what} has {shape.ninf()} dimensions that grew, and mup has rules for two"
+        fix = "fix its base shape"
     if names is None:
         raise UsageError(f"{why}; {fix}")
     raise ConfigError([Problem("optimizer.type", f"{names.get(param, '?')!r}: {why}", fix)])
 
 
 class MuAdam(FusedAdam):
-    """Adam with L2 decay, over groups as `split_like_adam` makes them; ``mup.MuAdam``, on the best kernel."""
+    """Adam with L2 decay, over groups as `split_like_adam` makes them; ``mup.MuAdam``, on the best
+    kernel.
+    """
 
     decoupled: ClassVar[bool] = False
 

@@ -1,4 +1,6 @@
-"""What this distribution offers to ds_core: optimizers by name (torch-free; nothing is imported until chosen)."""
+"""What this distribution offers to ds_core: optimizers by name (torch-free; nothing is imported
+until chosen).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ __all__ = ["ds_check", "ds_open", "ds_optimizers", "ds_step_begin"]
 
 
 def _entry(load: str, params: str, **declared: object) -> OptimizerEntry:
-    return OptimizerEntry(f"ds_optimizers.{load}", f"ds_optimizers.config:{params}Params", **declared)  # type: ignore[arg-type]
+    where = f"ds_optimizers.config:{params}Params"
+    return OptimizerEntry(f"ds_optimizers.{load}", where, **declared)  # type: ignore[arg-type]
 
 
 SELF_REDUCED = "ds_optimizers.onebit.partitioner:OptimizerReduced"
@@ -44,7 +47,9 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
     "MuSGD": _entry("mup:MuSGD", "SGD", groups="ds_optimizers.mup:split_like_sgd"),
     "OneBitAdam": _entry("onebit.adam:OneBitAdam", "OneBitAdam", partitioner=SELF_REDUCED),
     "ZeroOneAdam": _entry("onebit.zero_one:ZeroOneAdam", "ZeroOneAdam", partitioner=SELF_REDUCED),
-    "OneBitLamb": _entry("onebit.lamb:OneBitLamb", "OneBitLamb", grain="model", partitioner=SELF_REDUCED),
+    "OneBitLamb": _entry(
+        "onebit.lamb:OneBitLamb", "OneBitLamb", grain="model", partitioner=SELF_REDUCED
+    ),
 }
 LAMB_FORMS = ("lamb", "fusedlamb", "onebitlamb")
 MU_FORMS = ("muadam", "muadamw", "musgd")
@@ -53,7 +58,9 @@ ONE_RATE = ("lrrangetest", "onecycle", "warmuplr", "warmupdecaylr")
 
 
 def ds_optimizers() -> Mapping[str, OptimizerEntry]:
-    """The optimizers that ``optimizer.type`` may name, with the models of their ``optimizer.params``."""
+    """The optimizers that ``optimizer.type`` may name, with the models of their
+    ``optimizer.params``.
+    """
     return OPTIMIZERS
 
 
@@ -64,7 +71,9 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
     answer = plugins.named("ds_optimizers", "optimizer").get(name)
     if answer is None or answer.value not in OPTIMIZERS.values():
         return ()  # somebody else's
-    problems = _loss_scale(config) if name in LAMB_FORMS else _one_rate(config) if name in MU_FORMS else []
+    problems = (
+        _loss_scale(config) if name in LAMB_FORMS else _one_rate(config) if name in MU_FORMS else []
+    )
     return [*problems, *_narrow_states(config, name)]
 
 
@@ -75,10 +84,17 @@ def _narrow_states(config: RunConfig, name: str) -> list[Problem]:
     if not (config.core.bf16.enabled and config.core.bf16.bf16_optimizer_states):
         return []
     entry = next(entry for known, entry in OPTIMIZERS.items() if known.lower() == name)
-    if "fp32_optimizer_states" in getattr(models, str(entry.params).rpartition(":")[2]).model_fields:
+    if (
+        "fp32_optimizer_states"
+        in getattr(models, str(entry.params).rpartition(":")[2]).model_fields
+    ):
         return []
     why = f"{name!r} keeps its states in fp32"
-    return [Problem("bf16.bf16_optimizer_states", why, "use Adam, Adagrad or Lion, or leave the key out")]
+    return [
+        Problem(
+            "bf16.bf16_optimizer_states", why, "use Adam, Adagrad or Lion, or leave the key out"
+        )
+    ]
 
 
 def _one_rate(config: RunConfig) -> list[Problem]:
@@ -88,12 +104,24 @@ def _one_rate(config: RunConfig) -> list[Problem]:
         return []
     if any(isinstance(value, list) for value in scheduler.params.values()):
         return []  # one for each group
-    why = f"{scheduler.type!r} sets one learning rate for all groups, and optimizers of mup need one for each width"
-    return [Problem("scheduler.type", why, "use WarmupCosineLR or torch's LambdaLR, which multiply each group's own")]
+    why = (
+        f"{scheduler.type!r} sets one learning rate for all groups, and optimizers of mup need "
+        "one "
+        "for each width"
+    )
+    return [
+        Problem(
+            "scheduler.type",
+            why,
+            "use WarmupCosineLR or torch's LambdaLR, which multiply each group's own",
+        )
+    ]
 
 
 def _loss_scale(config: RunConfig) -> list[Problem]:
-    """LAMB adapts to the size of its updates, which a loss scale that never gives way can make infinite."""
+    """LAMB adapts to the size of its updates, which a loss scale that never gives way can make
+    infinite.
+    """
     fp16 = config.core.fp16
     if not fp16.enabled or not fp16.loss_scale:
         return []

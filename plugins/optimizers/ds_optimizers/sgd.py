@@ -12,7 +12,9 @@ __all__ = ["SGD"]
 
 
 class SGD(KernelOptimizer):
-    """torch's SGD; state ``momentum_buffer``, with momentum only, which begins as the first gradient."""
+    """torch's SGD; state ``momentum_buffer``, with momentum only, which begins as the first
+    gradient.
+    """
 
     op: ClassVar[str] = "sgd"
     in_portions: ClassVar[bool] = True
@@ -33,7 +35,9 @@ class SGD(KernelOptimizer):
         if momentum < 0:
             raise ValueError(f"momentum {momentum} must not be negative")
         if nesterov and (momentum == 0 or dampening != 0):
-            raise ValueError(f"nesterov needs momentum and no dampening; they are {momentum} and {dampening}")
+            raise ValueError(
+                f"nesterov needs momentum and no dampening; they are {momentum} and {dampening}"
+            )
         self._fresh: set[Tensor] = set()
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening}
         super().__init__(params, {**defaults, "weight_decay": weight_decay, "nesterov": nesterov})
@@ -55,7 +59,12 @@ class SGD(KernelOptimizer):
         if not group["momentum"]:
             run(batch.params, batch.grads, None, first=False, **options, copies=batch.copies)
             return
-        lists = [batch.params, batch.grads, batch.states[0], *([] if batch.copies is None else [batch.copies])]
+        lists = [
+            batch.params,
+            batch.grads,
+            batch.states[0],
+            *([] if batch.copies is None else [batch.copies]),
+        ]
         rows = list(zip(batch.owners, *lists, strict=True))
         for first in (True, False):
             chosen = [row[1:] for row in rows if (row[0] in self._fresh) is first]

@@ -1,4 +1,6 @@
-"""The equations of the papers and documents in plain torch, one parameter and one rank after the other."""
+"""The equations of the papers and documents in plain torch, one parameter and one rank after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from torch import Tensor
 State = dict[str, Any]
 
 
-def adam(p: Tensor, g: Tensor, s: State, *, lr: float, wd: float, decoupled: bool, correct: bool = True) -> None:
+def adam(
+    p: Tensor, g: Tensor, s: State, *, lr: float, wd: float, decoupled: bool, correct: bool = True
+) -> None:
     s["t"] = t = s.get("t", 0) + 1
     if not decoupled:
         g = g + wd * p
@@ -29,12 +33,22 @@ def lion(p: Tensor, g: Tensor, s: State, *, lr: float, wd: float) -> None:
     s["m"] = 0.999 * m + 0.001 * g
 
 
-def lamb(p: Tensor, g: Tensor, s: State, *, lr: float, wd: float, inside: bool = False, correct: bool = True) -> None:
+def lamb(
+    p: Tensor,
+    g: Tensor,
+    s: State,
+    *,
+    lr: float,
+    wd: float,
+    inside: bool = False,
+    correct: bool = True,
+) -> None:
     s["t"] = t = s.get("t", 0) + 1
     s["m"] = 0.9 * s.get("m", 0) + 0.1 * g
     s["v"] = 0.999 * s.get("v", 0) + 0.001 * g * g
     u = s["m"] / ((s["v"] + 1e-8).sqrt() if inside else s["v"].sqrt() + 1e-8) + wd * p
-    a, b = float(p.norm()), float(u.norm())
+    a = float(p.norm())
+    b = float(u.norm())
     c = min(max(a / b, 0.01), 10.0) if a and b else 1.0
     step = lr * math.sqrt(1 - 0.999**t) / (1 - 0.9**t) if correct else lr
     p -= step * c * u
@@ -62,7 +76,7 @@ def muon_adam(p: Tensor, g: Tensor, s: State, *, lr: float, wd: float) -> None:
     p -= lr * (s["m"] / (1 - 0.9**t)) / ((s["v"] / (1 - 0.95**t)).sqrt() + 1e-10)
 
 
-# -- the 1-bit family, all ranks in one process -------------------------------------------------------------------
+# -- the 1-bit family, all ranks in one process ----------------------------------------------------
 
 
 class Wire:
@@ -77,7 +91,8 @@ class Wire:
         self.server.clear()
 
     def __call__(self, key: Any, xs: Sequence[Tensor]) -> Tensor:
-        ranks, n = len(xs), xs[0].numel()
+        ranks = len(xs)
+        n = xs[0].numel()
         unit = ranks * (8 * ranks // math.gcd(ranks, 8))
         size = math.ceil(n / unit) * unit
         chunk = size // ranks
@@ -103,9 +118,12 @@ class Wire:
 class Ranks:
     """Several ranks' weights, and gradients from `grad_of(rank, weights) -> gradients`."""
 
-    def __init__(self, weights: Sequence[Tensor], ranks: int, grad_of: Callable[..., list[Tensor]]) -> None:
+    def __init__(
+        self, weights: Sequence[Tensor], ranks: int, grad_of: Callable[..., list[Tensor]]
+    ) -> None:
         self.p = [[w.detach().clone() for w in weights] for _ in range(ranks)]
-        self.grad_of, self.wire = grad_of, Wire()
+        self.grad_of = grad_of
+        self.wire = Wire()
         self.m = [[torch.zeros_like(w) for w in weights] for _ in range(ranks)]
         self.v = [torch.zeros_like(w) for w in weights]
         self.t = 0
@@ -149,7 +167,11 @@ class OneBitAdam(Ranks):
 
 
 class ZeroOneAdam(Ranks):
-    interval, counter, local, local_counter, rates = 1, 0, 1, 0, 0.0
+    interval = 1
+    counter = 0
+    local = 1
+    local_counter = 0
+    rates = 0.0
 
     def bring(self, exact: bool) -> None:
         for i in self:
@@ -164,7 +186,9 @@ class ZeroOneAdam(Ranks):
                 a[i] = torch.zeros_like(a[i])
         self.rates = 0.0
 
-    def step(self, step: int, *, lr: float, wd: float, freeze: int, every: int, steps: int, most: int) -> None:
+    def step(
+        self, step: int, *, lr: float, wd: float, freeze: int, every: int, steps: int, most: int
+    ) -> None:
         frozen = self.t > freeze
         self.a = getattr(self, "a", [[torch.zeros_like(w) for w in p] for p in self.p])
         grads = self.grads(step)
@@ -191,11 +215,13 @@ class ZeroOneAdam(Ranks):
                 self.bring(exact=False)
             self.local_counter += 1
             if self.local_counter == steps:
-                self.local_counter, self.local = 0, min(most, 2 * self.local)
+                self.local = min(most, 2 * self.local)
+                self.local_counter = 0
         elif full:
             self.counter += 1
             if self.counter == every:
-                self.counter, self.interval = 0, 2 * self.interval
+                self.counter = 0
+                self.interval = 2 * self.interval
         if not frozen and self.t > freeze:
             self.wire.reset()
 
@@ -213,7 +239,8 @@ class OneBitLamb(Ranks):
                 self.v[i] = 0.999 * self.v[i] + 0.001 * g * g
                 p = self.p[0][i]
                 u = m / (self.v[i].sqrt() + 1e-8) + wd * p
-                a, b = float(p.norm()), float(u.norm())
+                a = float(p.norm())
+                b = float(u.norm())
                 c = min(max(a / b, 0.01), 10.0) if a and b else 1.0
                 self.c[i] = 0.9 * self.c[i] + 0.1 * c if c != 1 else self.c[i]
                 for rank in range(len(self.p)):

@@ -1,4 +1,6 @@
-"""The 1-bit family: the exchange, the rules of warm-up and freezing, several ranks against a simulation of them."""
+"""The 1-bit family: the exchange, the rules of warm-up and freezing, several ranks against a
+simulation of them.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,17 @@ import ds_optimizers
 import papers
 import pytest
 import torch
-from ds_optimizers.onebit.compress import Errors, compressed_allreduce, pack_signs, padded, unpack_signs
+from ds_optimizers.onebit.compress import (
+    Errors,
+    compressed_allreduce,
+    pack_signs,
+    padded,
+    unpack_signs,
+)
 from ds_testing import Traffic, run_ranks
 from torch import Tensor, nn
 
-# -- the exchange --------------------------------------------------------------------------------------------------
+# -- the exchange ----------------------------------------------------------------------------------
 
 
 def test_golden_values_of_the_compression() -> None:
@@ -34,7 +42,9 @@ def test_signs_are_packed_eight_to_a_byte() -> None:
     assert packed.dtype == torch.uint8 and packed.tolist() == [0b10111001, 1]
     assert unpack_signs(packed, torch.float32).tolist() == [1.0 if v >= 0 else -1.0 for v in values]
     wide = torch.randn(3, 5, 64)
-    assert torch.equal(unpack_signs(pack_signs(wide), wide.dtype), torch.where(wide >= 0, 1.0, -1.0))
+    assert torch.equal(
+        unpack_signs(pack_signs(wide), wide.dtype), torch.where(wide >= 0, 1.0, -1.0)
+    )
 
 
 def test_padding_makes_whole_bytes_for_every_rank() -> None:
@@ -59,7 +69,8 @@ def exchange(turns: int) -> dict[str, Any]:
 
     from ds_core import comm
 
-    link, ranks = Exchange(), comm.world_size()
+    link = Exchange()
+    ranks = comm.world_size()
     errors = [Errors.of(t, ranks) for t in inputs(0, 0)]
     wire = papers.Wire()
     worst = 0.0
@@ -80,10 +91,12 @@ def test_many_tensors_in_one_message_are_each_compressed_alone(world: int) -> No
     for found in run_ranks(world, exchange, 5):
         assert found["worst"] <= 1e-12
         assert found["sent"] == 5 * ((bits // world + scales) * (world - 1) * 2)
-        assert found["full"] == 5 * (2 * 8 * sum(math.prod(s) for s in SHAPES) * (world - 1) // world)
+        assert found["full"] == 5 * (
+            2 * 8 * sum(math.prod(s) for s in SHAPES) * (world - 1) // world
+        )
 
 
-# -- training on several ranks ---------------------------------------------------------------------------------------
+# -- training on several ranks ---------------------------------------------------------------------
 
 WORLD = 2
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -106,7 +119,8 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(6, 11), nn.Linear(11, 3, bias=False)
+        self.first = nn.Linear(6, 11)
+        self.last = nn.Linear(11, 3, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.last(torch.tanh(self.first(x))) - x[:, :3]).square().mean()
@@ -172,7 +186,12 @@ def against_simulation(kind: str, steps: int, clip: float, gas: int, plain: bool
     params, rules = KINDS[kind]
     engine = start(kind, gas, gradient_clipping=clip)
     go(engine, range(steps), plain)
-    fixed = {"lr": params["lr"], "wd": params["weight_decay"], **rules, **({"clip": clip} if clip else {})}
+    fixed = {
+        "lr": params["lr"],
+        "wd": params["weight_decay"],
+        **rules,
+        **({"clip": clip} if clip else {}),
+    }
     weights = [p.detach() for p in build().parameters()]
     simulated = getattr(papers, kind)(weights, WORLD, lambda r, s, w: gradient(r, s, w, gas))
     for step in range(steps):
@@ -237,7 +256,9 @@ def resumed(kind: str, folder: str, at: int, steps: int) -> dict[str, Any]:
         ("ZeroOneAdam", 35),
     ],
 )
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(kind: str, at: int, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
+    kind: str, at: int, tmp_path: Path
+) -> None:
     for found in run_ranks(WORLD, resumed, kind, str(tmp_path), at, 50):
         assert found["worst"] <= 1e-9
         assert found["same"]
@@ -278,7 +299,11 @@ def converges(kind: str) -> dict[str, float]:
     target = torch.randn(40, 40) / 5
     model = nn.Linear(40, 40, bias=False)
     speed = {"OneBitAdam": 3e-3, "ZeroOneAdam": 3e-3, "OneBitLamb": 3e-2}[kind]
-    warm = {"var_freeze_step": 100, "local_step_scaler": 60} if kind == "ZeroOneAdam" else {"freeze_step": 60}
+    warm = (
+        {"var_freeze_step": 100, "local_step_scaler": 60}
+        if kind == "ZeroOneAdam"
+        else {"freeze_step": 60}
+    )
     engine, *_ = ds_core.initialize(
         model=model,
         config={
@@ -307,7 +332,11 @@ def converges(kind: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["OneBitLamb", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "OneBitLamb")]
+    "kind",
+    [
+        "OneBitLamb",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "OneBitLamb"),
+    ],
 )
 def test_it_converges_on_a_thirtieth_of_the_bytes(kind: str) -> None:
     for found in run_ranks(WORLD, converges, kind):
@@ -316,7 +345,7 @@ def test_it_converges_on_a_thirtieth_of_the_bytes(kind: str) -> None:
         assert found["logged"] == found["sent"]
 
 
-# -- rules ---------------------------------------------------------------------------------------------------------
+# -- rules -----------------------------------------------------------------------------------------
 
 
 def parameters(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
@@ -340,7 +369,9 @@ def test_the_first_step_of_1bit_adam_counts_but_changes_nothing() -> None:
 
 def test_the_variance_is_frozen_but_not_in_groups_that_are_not() -> None:
     a, b = parameters((4,), (4,))
-    optimizer = ds_optimizers.OneBitAdam([{"params": [a]}, {"params": [b], "non_freeze": True}], freeze_step=2)
+    optimizer = ds_optimizers.OneBitAdam(
+        [{"params": [a]}, {"params": [b], "non_freeze": True}], freeze_step=2
+    )
     seen = []
     for turn in range(4):
         for param in (a, b):
@@ -372,7 +403,9 @@ def masked() -> dict[str, Any]:
     late = nn.Parameter(torch.ones(3))
     mask = torch.tensor([1.0, 1, 0, 1, 1])
     optimizer = ds_optimizers.OneBitAdam(
-        [{"params": [table]}, {"params": [given], "exp_avg_mask": mask}, {"params": [late]}], lr=1e-3, freeze_step=4
+        [{"params": [table]}, {"params": [given], "exp_avg_mask": mask}, {"params": [late]}],
+        lr=1e-3,
+        freeze_step=4,
     )
     late_before = late.detach().clone()
     for turn in range(12):
@@ -400,7 +433,9 @@ def test_what_has_no_variance_or_is_masked_stays_where_it_is() -> None:
     a, b = run_ranks(WORLD, masked)
     assert torch.equal(a["table"], b["table"])
     assert torch.equal(a["table"][3:], torch.ones(3, 4))
-    assert bool(((a["table"][:3] - 1).abs() > 1e-3).all()) and bool(((a["table"][:3] - 1).abs() < 1).all())
+    assert bool(((a["table"][:3] - 1).abs() > 1e-3).all()) and bool(
+        ((a["table"][:3] - 1).abs() < 1).all()
+    )
     for found in (a, b):
         assert found["still"] and found["moved"] and found["late"] and found["json"]
 
@@ -436,7 +471,9 @@ def overflow() -> dict[str, Any]:
         },
     )
     for step in range(6):
-        x = torch.ones(2, 4, dtype=torch.float16) * (float("inf") if step == 4 and comm.rank() == 1 else 1)
+        x = torch.ones(2, 4, dtype=torch.float16) * (
+            float("inf") if step == 4 and comm.rank() == 1 else 1
+        )
         engine.backward(engine(x).float().square().mean())
         engine.step()
     weights = torch.cat([p.detach().float().reshape(-1) for p in engine.module.parameters()])

@@ -1,4 +1,6 @@
-"""Optimizers that reduce gradients by themselves: what they are asked, what they are given, and the norm."""
+"""Optimizers that reduce gradients by themselves: what they are asked, what they are given, and the
+norm.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Local(torch.optim.SGD):
         return self.count % 2 == 0
 
     def connect(self, group_of: Any) -> None:
-        self.group_of, self.seen, self.events = group_of, [], []
+        self.group_of = group_of
+        self.seen = []
+        self.events = []
 
     def synchronize(self) -> None:
         self.events.append("synchronize")
@@ -84,7 +88,9 @@ def train(folder: str, plain: bool, clip: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("clip", [0.0, 1.0])
-def test_gradients_are_averaged_when_the_optimizer_wants_that(tmp_path: Any, plain: bool, clip: float) -> None:
+def test_gradients_are_averaged_when_the_optimizer_wants_that(
+    tmp_path: Any, plain: bool, clip: float
+) -> None:
     for rank, found in enumerate(run_ranks(2, train, str(tmp_path), plain, clip)):
         root = ((9 + 16) / 2) ** 0.5  # of the mean square of 3 and 4
         assert found["norms"] == pytest.approx([3.5, root, 3.5, root])

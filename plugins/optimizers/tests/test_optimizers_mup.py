@@ -1,4 +1,6 @@
-"""MuAdam, MuAdamW and MuSGD: torch's optimizers over groups that are scaled by hand, alone and on ranks under ZeRO."""
+"""MuAdam, MuAdamW and MuSGD: torch's optimizers over groups that are scaled by hand, alone and on
+ranks under ZeRO.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from torch import Tensor, nn
 import ds_core
 from ds_core.errors import ConfigError, UsageError
 
-BASE, WIDTH = 4, 16
+BASE = 4
+WIDTH = 16
 KINDS: dict[str, dict[str, Any]] = {
     "MuAdam": {"lr": 0.02, "weight_decay": 0.1},
     "MuAdamW": {"lr": 0.02, "weight_decay": 0.1},
@@ -24,7 +27,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Grown:
-    """What ``mup.InfShape`` says of a parameter: per dimension its size beside the base model's, None if fixed."""
+    """What ``mup.InfShape`` says of a parameter: per dimension its size beside the base model's,
+    None if fixed.
+    """
 
     dims: tuple[float | None, ...]
 
@@ -40,7 +45,13 @@ class Grown:
 
 def build(width: int = WIDTH) -> nn.Sequential:
     torch.manual_seed(3)
-    layers = [nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width // 2)]
+    layers = [
+        nn.Linear(6, width),
+        nn.Tanh(),
+        nn.Linear(width, 2 * width),
+        nn.Tanh(),
+        nn.Linear(2 * width, width // 2),
+    ]
     return nn.Sequential(*layers, nn.Tanh(), nn.Linear(width // 2, 3)).double()
 
 
@@ -54,7 +65,9 @@ def model() -> nn.Sequential:
 
 
 def batch(step: int, rank: int) -> Tensor:
-    return torch.randn(2, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+    return torch.randn(
+        2, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64
+    )
 
 
 def loss_of(out: Tensor) -> Tensor:
@@ -62,16 +75,24 @@ def loss_of(out: Tensor) -> Tensor:
 
 
 def by_hand(made: nn.Sequential, kind: str) -> list[dict[str, Any]]:
-    """Every parameter as a group of its own: all widths grew by 4, and so did both sides of the hidden matrices."""
-    params, rate = KINDS[kind], WIDTH // BASE
+    """Every parameter as a group of its own: all widths grew by 4, and so did both sides of the
+    hidden matrices.
+    """
+    params = KINDS[kind]
+    rate = WIDTH // BASE
     names = dict(made.named_parameters())
     factors = dict.fromkeys(names, 1.0)
-    if kind == "MuSGD":  # hidden matrices: fan-in and fan-out grew alike; vectors, inputs and outputs by the width
+    # hidden matrices: fan-in and fan-out grew alike; vectors, inputs and outputs by the width
+    if kind == "MuSGD":
         factors |= {n: float(rate) for n in names if n not in ("2.weight", "4.weight", "6.bias")}
     else:
         factors |= dict.fromkeys(("2.weight", "4.weight"), 1 / rate)
     return [
-        {"params": [p], "lr": params["lr"] * factors[n], "weight_decay": params["weight_decay"] / factors[n]}
+        {
+            "params": [p],
+            "lr": params["lr"] * factors[n],
+            "weight_decay": params["weight_decay"] / factors[n],
+        }
         for n, p in names.items()
     ]
 
@@ -93,7 +114,11 @@ def start(kind: str, stage: int, made: nn.Module | None = None, **config: Any) -
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0,
         "optimizer": {"type": kind, "params": KINDS[kind]},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 90, "param_persistence_threshold": 5},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 90,
+            "param_persistence_threshold": 5,
+        },
         **config,
     }
     return ds_core.initialize(model=model() if made is None else made, config=config)[0]
@@ -121,7 +146,8 @@ def test_each_part_has_its_own_rate_and_decay(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_classes_split_by_themselves(kind: str) -> None:
-    made, params = model(), KINDS[kind]
+    made = model()
+    params = KINDS[kind]
     optimizer = getattr(ds_optimizers, kind)(made.parameters(), **params)
     for step in range(5):
         optimizer.zero_grad()
@@ -133,7 +159,9 @@ def test_the_classes_split_by_themselves(kind: str) -> None:
     assert [g["lr"] for g in again.param_groups] == [g["lr"] for g in optimizer.param_groups]
 
 
-@pytest.mark.parametrize("stage", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 2))])
+@pytest.mark.parametrize(
+    "stage", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 2))]
+)
 def test_two_ranks_do_what_one_does(stage: int) -> None:
     for errors in run_ranks(2, train, stage, "MuAdamW", 10):
         assert len(errors) == 8 and max(errors.values()) <= 1e-10
@@ -141,14 +169,20 @@ def test_two_ranks_do_what_one_does(stage: int) -> None:
 
 def test_groups_keep_what_is_theirs() -> None:
     made = model()
-    groups = [{"params": made[2].parameters(), "lr": 1.0, "name": "hidden"}, {"params": made[0].bias}]
+    groups = [
+        {"params": made[2].parameters(), "lr": 1.0, "name": "hidden"},
+        {"params": made[0].bias},
+    ]
     optimizer = ds_optimizers.MuAdam(groups, lr=0.5, weight_decay=0.2)
     found = [(g.get("name"), g["lr"], g["weight_decay"]) for g in optimizer.param_groups]
     assert found == [("hidden", 0.25, 0.8), ("hidden", 1.0, 0.2), (None, 0.5, 0.2)]
 
 
 def test_a_parameter_without_base_shape_is_an_error_that_names_it() -> None:
-    with pytest.raises(ConfigError, match=r"type: '0.weight': .* of shape \(16, 6\) has no infshape.*set_base_shapes"):
+    with pytest.raises(
+        ConfigError,
+        match=r"type: '0.weight': .* of shape \(16, 6\) has no infshape.*set_base_shapes",
+    ):
         start("MuAdam", 0, build())
     with pytest.raises(UsageError, match="has no infshape"):
         ds_optimizers.MuSGD(build().parameters())
@@ -159,7 +193,9 @@ def test_a_parameter_without_base_shape_is_an_error_that_names_it() -> None:
 
 
 def test_a_schedule_must_leave_the_widths_their_rates() -> None:
-    with pytest.raises(ConfigError, match=r"scheduler.type: 'WarmupLR' sets one learning rate.*WarmupCosineLR"):
+    with pytest.raises(
+        ConfigError, match=r"scheduler.type: 'WarmupLR' sets one learning rate.*WarmupCosineLR"
+    ):
         start("MuAdam", 0, scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}})
     rates = {"warmup_min_lr": 0, "warmup_max_lr": [0.1, 0.2]}
     start("MuAdam", 0, scheduler={"type": "WarmupLR", "params": rates})

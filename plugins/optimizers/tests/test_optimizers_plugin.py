@@ -1,4 +1,5 @@
-"""The declaration, the models of ``optimizer.params``, and what is refused before anything starts."""
+"""The declaration, the models of ``optimizer.params``, and what is refused before anything
+starts."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def start(type_: str, params: Any = None, **config: Any) -> Any:
 
 def test_every_documented_name_is_there() -> None:
     documented = (
-        "Adam, AdamW, FusedAdam, CPUAdam, DeepSpeedCPUAdam, Adagrad, CPUAdagrad, Lion, CPULion, FusedLion, Lamb, "
+        "Adam, AdamW, FusedAdam, CPUAdam, DeepSpeedCPUAdam, Adagrad, CPUAdagrad, Lion, CPULion, "
+        "FusedLion, Lamb, "
         "FusedLamb, Muon, MuAdam, MuAdamW, MuSGD, OneBitAdam, ZeroOneAdam, OneBitLamb, SGD"
     )
     assert set(documented.split(", ")) <= set(OPTIMIZERS)
@@ -67,7 +69,11 @@ def test_every_documented_name_is_there() -> None:
     assert {n for n in OPTIMIZERS if OPTIMIZERS[n].grain == "tensor"} == {"Lamb", "FusedLamb"}
     assert {n for n in OPTIMIZERS if OPTIMIZERS[n].grain == "matrix"} == {"Muon"}
     assert {n for n in OPTIMIZERS if OPTIMIZERS[n].grain == "model"} == {"OneBitLamb"}
-    assert {n for n in OPTIMIZERS if OPTIMIZERS[n].partitioner} == {"OneBitAdam", "ZeroOneAdam", "OneBitLamb"}
+    assert {n for n in OPTIMIZERS if OPTIMIZERS[n].partitioner} == {
+        "OneBitAdam",
+        "ZeroOneAdam",
+        "OneBitLamb",
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -94,7 +100,9 @@ def test_each_trains_from_the_config_and_unknown_parameters_are_refused(name: st
     assert losses[-1] < 0.9 * losses[0]
     if name not in ("Adam", "AdamW"):
         assert type(engine.optimizer).__name__ == name
-    with pytest.raises(ConfigError, match=r"optimizer.params.lrr.*did you mean 'optimizer.params.lr'"):
+    with pytest.raises(
+        ConfigError, match=r"optimizer.params.lrr.*did you mean 'optimizer.params.lr'"
+    ):
         start(name, {"lrr": 1})
     with pytest.raises(ConfigError, match="max_grad_norm.*gradient_clipping"):
         start(name, {"max_grad_norm": 1.0})
@@ -128,7 +136,9 @@ def test_the_transport_of_the_1_bit_family_is_noted() -> None:
 
 
 @pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"])
-def test_arguments_of_deepspeed_s_without_effect(name: str, caplog: pytest.LogCaptureFixture, clean_ds: None) -> None:
+def test_arguments_of_deepspeed_s_without_effect(
+    name: str, caplog: pytest.LogCaptureFixture, clean_ds: None
+) -> None:
     assert not compose({"optimizer": {"type": name, "params": {"bias_correction": True}}}).notes
     (note,) = compose({"optimizer": {"type": name, "params": {"bias_correction": False}}}).notes
     assert str(note).startswith("optimizer.params.bias_correction: has no effect: ")
@@ -136,13 +146,17 @@ def test_arguments_of_deepspeed_s_without_effect(name: str, caplog: pytest.LogCa
     with caplog.at_level("INFO", "ds_optimizers"):
         for _ in range(2):
             optimizer = getattr(ds_optimizers, name)(given, object(), 0.5)
-    assert caplog.messages == ["deepspeed= of a 1-bit optimizer has no effect: the engine connects by itself"]
+    assert caplog.messages == [
+        "deepspeed= of a 1-bit optimizer has no effect: the engine connects by itself"
+    ]
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 def test_torch_serves_where_it_is_asked_for() -> None:
     assert type(start("Adam", {"torch_adam": True}).optimizer) is torch.optim.AdamW
-    assert type(start("Adam", {"amsgrad": True, "adam_w_mode": False}).optimizer) is torch.optim.Adam
+    assert (
+        type(start("Adam", {"amsgrad": True, "adam_w_mode": False}).optimizer) is torch.optim.Adam
+    )
     assert type(start("torch.optim.RMSprop", {"alpha": 0.9}).optimizer) is torch.optim.RMSprop
     assert type(start("nadam").optimizer) is torch.optim.NAdam
 
@@ -166,7 +180,9 @@ def test_classes_refuse_what_the_documents_say() -> None:
             make(sparse.parameters()).step()
 
 
-@pytest.mark.parametrize("name", ["AdamW", "DeepSpeedCPUAdam", "Adagrad", "Lion", "FusedLamb", "SGD", "Muon"])
+@pytest.mark.parametrize(
+    "name", ["AdamW", "DeepSpeedCPUAdam", "Adagrad", "Lion", "FusedLamb", "SGD", "Muon"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_copy_goes_on_as_the_original_does(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -187,7 +203,9 @@ def test_a_copy_goes_on_as_the_original_does(name: str, dtype: torch.dtype) -> N
     others, other = copy.deepcopy((params, optimizer))
     for seed in (1, 2):
         step(params, optimizer, seed)
-        assert not all(torch.equal(a, b) for a, b in zip(params, others, strict=True)), "the copy is the original"
+        assert not all(torch.equal(a, b) for a, b in zip(params, others, strict=True)), (
+            "the copy is the original"
+        )
         step(others, other, seed)
         for a, b in zip(params, others, strict=True):
             assert torch.equal(a, b)

@@ -1,4 +1,6 @@
-"""Optimizers on two ranks, plain and under ZeRO: as one process with the whole batch, through a checkpoint."""
+"""Optimizers on two ranks, plain and under ZeRO: as one process with the whole batch, through a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.out(torch.tanh(self.mid(torch.tanh(self.embed(x))))) * self.scale - 0.3).square().mean()
+        return (
+            (self.out(torch.tanh(self.mid(torch.tanh(self.embed(x))))) * self.scale - 0.3)
+            .square()
+            .mean()
+        )
 
 
 def build() -> Net:
@@ -52,11 +58,14 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 def alone(kind: str, steps: int) -> dict[str, Tensor]:
-    """One process with plain torch around the optimizer's class, which other tests hold against its reference."""
+    """One process with plain torch around the optimizer's class, which other tests hold against its
+    reference.
+    """
     import ds_optimizers
     from ds_optimizers.muon import split_groups
 
-    model, params = build(), dict(KINDS[kind])
+    model = build()
+    params = dict(KINDS[kind])
     names = {p: n for n, p in model.named_parameters()}
     wanted = split_groups(groups(model), names, **params) if kind == "Muon" else groups(model)
     optimizer = getattr(ds_optimizers, kind)(wanted, **params)
@@ -111,7 +120,9 @@ def train(stage: int, steps: int, folder: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("steps", [20, pytest.param(100, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stage", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
+@pytest.mark.parametrize(
+    "stage", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3]
+)
 def test_two_ranks_do_what_one_does(stage: int, steps: int, tmp_path: Path) -> None:
     for errors in run_ranks(WORLD, train, stage, steps, str(tmp_path)):
         assert len(errors) == len(KINDS) * 8
@@ -134,6 +145,10 @@ def across(folder: str, stage: int, other: int, kind: str) -> float:
     return max(relative(found[n], w) for n, w in alone(kind, 12).items())
 
 
-@pytest.mark.parametrize(("kind", "stage", "other"), [("Lamb", 0, 3), ("Muon", 3, 0), ("FusedAdam", 2, 0)])
-def test_a_checkpoint_of_one_stage_goes_on_under_another(kind: str, stage: int, other: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "stage", "other"), [("Lamb", 0, 3), ("Muon", 3, 0), ("FusedAdam", 2, 0)]
+)
+def test_a_checkpoint_of_one_stage_goes_on_under_another(
+    kind: str, stage: int, other: int, tmp_path: Path
+) -> None:
     assert max(run_ranks(WORLD, across, str(tmp_path), stage, other, kind)) <= 1e-10

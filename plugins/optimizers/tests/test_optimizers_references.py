@@ -1,4 +1,6 @@
-"""Each optimizer against torch's own, or the papers' equations, over 100 steps with its state saved and loaded."""
+"""Each optimizer against torch's own, or the papers' equations, over 100 steps with its state saved
+and loaded.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ Maker = Callable[[Any], torch.optim.Optimizer]
 
 def weights(dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[nn.Parameter]:
     make = torch.Generator().manual_seed(3)
-    found = [nn.Parameter(torch.randn(s, generator=make, dtype=torch.float64).to(dtype)) for s in shapes]
+    found = [
+        nn.Parameter(torch.randn(s, generator=make, dtype=torch.float64).to(dtype)) for s in shapes
+    ]
     found[0] = nn.Parameter(found[0].detach().t().contiguous().t())  # columns first in memory
     return found
 
@@ -43,11 +47,14 @@ def groups(params: Sequence[nn.Parameter], **extra: Any) -> list[dict[str, Any]]
     cut = len(params) // 2
     rows = (params[:cut], params[cut:])
     return [
-        {"params": list(p), "lr": lr, "weight_decay": wd, **extra} for p, lr, wd in zip(rows, RATES, DECAY, strict=True)
+        {"params": list(p), "lr": lr, "weight_decay": wd, **extra}
+        for p, lr, wd in zip(rows, RATES, DECAY, strict=True)
     ]
 
 
-def train(make: Maker, dtype: torch.dtype, steps: int = 100, shapes: Any = SHAPES, reload: bool = True) -> list[Tensor]:
+def train(
+    make: Maker, dtype: torch.dtype, steps: int = 100, shapes: Any = SHAPES, reload: bool = True
+) -> list[Tensor]:
     params = weights(dtype, shapes)
     optimizer = make(groups(params))
     for step in range(steps):
@@ -61,7 +68,9 @@ def train(make: Maker, dtype: torch.dtype, steps: int = 100, shapes: Any = SHAPE
     return [p.detach() for p in params]
 
 
-def by_hand(update: Callable[..., None], dtype: torch.dtype, steps: int = 100, shapes: Any = SHAPES) -> list[Tensor]:
+def by_hand(
+    update: Callable[..., None], dtype: torch.dtype, steps: int = 100, shapes: Any = SHAPES
+) -> list[Tensor]:
     params = [p.detach().clone().to(torch.float64) for p in weights(dtype, shapes)]
     states: list[dict[str, Any]] = [{} for _ in params]
     for step in range(steps):
@@ -75,14 +84,19 @@ def by_hand(update: Callable[..., None], dtype: torch.dtype, steps: int = 100, s
 def check(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> None:
     for a, b in zip(found, expected, strict=True):
         if a.numel():
-            error = float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-3))
+            error = float(
+                (a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-3)
+            )
             assert error <= tolerance, f"off by {error:.3g} at shape {tuple(a.shape)}"
 
 
 TORCH: dict[str, tuple[Maker, Maker]] = {
     "adamw": (lambda g: ours.AdamW(g), lambda g: torch.optim.AdamW(g, weight_decay=0)),
     "fused": (lambda g: ours.FusedAdam(g), lambda g: torch.optim.AdamW(g, weight_decay=0)),
-    "cpu": (lambda g: ours.DeepSpeedCPUAdam(g, betas=(0.8, 0.9)), lambda g: torch.optim.AdamW(g, betas=(0.8, 0.9))),
+    "cpu": (
+        lambda g: ours.DeepSpeedCPUAdam(g, betas=(0.8, 0.9)),
+        lambda g: torch.optim.AdamW(g, betas=(0.8, 0.9)),
+    ),
     "adam": (lambda g: ours.Adam(g, adam_w_mode=False), lambda g: torch.optim.Adam(g)),
     "adagrad": (
         lambda g: ours.Adagrad(g, lr_decay=0.02, initial_accumulator_value=0.3, eps=1e-8),
@@ -105,7 +119,11 @@ TORCH: dict[str, tuple[Maker, Maker]] = {
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
 def test_equals_torchs_own(name: str, dtype: torch.dtype, tolerance: float) -> None:
     make, reference = TORCH[name]
-    check(train(make, dtype), train(reference, torch.float64 if dtype is torch.float64 else dtype), tolerance)
+    check(
+        train(make, dtype),
+        train(reference, torch.float64 if dtype is torch.float64 else dtype),
+        tolerance,
+    )
 
 
 PAPERS: dict[str, tuple[Maker, Callable[..., None]]] = {
@@ -152,7 +170,7 @@ def test_states_of_16_bit_parameters_are_fp32_unless_told_otherwise() -> None:
             assert kinds == {torch.float32 if wide else torch.bfloat16}
 
 
-# -- Muon --------------------------------------------------------------------------------------------------------
+# -- Muon ------------------------------------------------------------------------------------------
 
 MATRICES = ((5, 3), (3, 8), (4, 4), (4, 6), (2, 3, 2, 2), (9, 2))
 
@@ -161,7 +179,9 @@ MATRICES = ((5, 3), (3, 8), (4, 4), (4, 6), (2, 3, 2, 2), (9, 2))
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-3)])
 def test_muon_equals_the_paper(method: str, dtype: torch.dtype, tolerance: float) -> None:
     def make(given: Any) -> torch.optim.Optimizer:
-        rows = [{**g, "use_muon": True} for g in given[:1]] + [{**g, "use_muon": False} for g in given[1:]]
+        rows = [{**g, "use_muon": True} for g in given[:1]] + [
+            {**g, "use_muon": False} for g in given[1:]
+        ]
         return ours.Muon(rows, ns_method=method)
 
     def update(p: Tensor, g: Tensor, s: dict[str, Any], *, lr: float, wd: float) -> None:
@@ -182,8 +202,11 @@ def test_groups_are_split_by_name_shape_and_mark() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embed_tokens, self.lm_head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
-            self.hidden, self.other, self.conv = nn.Linear(3, 3), nn.Linear(3, 3), nn.Conv2d(1, 2, 2)
+            self.embed_tokens = nn.Embedding(4, 3)
+            self.lm_head = nn.Linear(3, 4, bias=False)
+            self.hidden = nn.Linear(3, 3)
+            self.other = nn.Linear(3, 3)
+            self.conv = nn.Conv2d(1, 2, 2)
 
     net = Net()
     net.other.weight.use_muon = False  # type: ignore[assignment]
@@ -193,7 +216,10 @@ def test_groups_are_split_by_name_shape_and_mark() -> None:
         {"params": list(net.parameters())[4:], "lr": 7},
     ]
     found = split_groups(rows, names, lr=1.0, muon_lr=2.0)
-    told = [([names[p] for p in g["params"]], g["use_muon"], g["lr"], g.get("weight_decay")) for g in found]
+    told = [
+        ([names[p] for p in g["params"]], g["use_muon"], g["lr"], g.get("weight_decay"))
+        for g in found
+    ]
     assert told == [
         (["hidden.weight"], True, 2.0, 0.5),
         (["embed_tokens.weight", "lm_head.weight", "hidden.bias"], False, 1.0, 0.5),
@@ -202,7 +228,7 @@ def test_groups_are_split_by_name_shape_and_mark() -> None:
     ]
 
 
-# -- what kernels are given, and the clock -------------------------------------------------------------------------
+# -- what kernels are given, and the clock ---------------------------------------------------------
 
 
 def test_kernels_come_from_the_table_and_are_called_once_per_kind() -> None:
@@ -219,11 +245,15 @@ def test_kernels_come_from_the_table_and_are_called_once_per_kind() -> None:
         def ops(self) -> list[str]:
             return ["adam"]
 
-        def get(self, op: str, device: str = "cpu", dtype: str = "float32", default: Any = None) -> Any:
+        def get(
+            self, op: str, device: str = "cpu", dtype: str = "float32", default: Any = None
+        ) -> Any:
             assert (op, device) == ("adam", "cpu") and dtype in ("float32", "float64")
             return kernel
 
-    params = [nn.Parameter(torch.ones(3)) for _ in range(4)] + [nn.Parameter(torch.ones(2, dtype=torch.float64))]
+    params = [nn.Parameter(torch.ones(3)) for _ in range(4)] + [
+        nn.Parameter(torch.ones(2, dtype=torch.float64))
+    ]
     optimizer = ours.AdamW(params)
     optimizer.use_kernels(Table())
     for param in params[1:]:
@@ -236,7 +266,8 @@ def test_kernels_come_from_the_table_and_are_called_once_per_kind() -> None:
 
 
 class Postponing(Kernels):
-    """Serves references; what is asked for within `together` is done at its end, as a kernel may."""
+    """Serves references; what is asked for within `together` is done at its end, as a kernel
+    may."""
 
     def __init__(self) -> None:
         super().__init__(Plugins(PluginSettings()))
@@ -265,7 +296,9 @@ class Postponing(Kernels):
 
 @pytest.mark.parametrize("name", ["Adam", "Adagrad", "Lion", "SGD", "Lamb", "Muon"])
 def test_many_parameters_are_handed_out_in_portions(name: str) -> None:
-    """Where the kernel can begin with some while others are prepared, and an update is nothing but such calls."""
+    """Where the kernel can begin with some while others are prepared, and an update is nothing but
+    such calls.
+    """
     before = torch.get_num_threads()
     shapes = [(i % 5 + 1, 3) for i in range(300)]
     found = []
@@ -286,7 +319,11 @@ def test_many_parameters_are_handed_out_in_portions(name: str) -> None:
             portions = name not in ("Lamb", "Muon") and threads > 1
             assert bool(table.asked) is portions
             if portions:  # of 150 parameters in each group, a seventh without a gradient
-                assert table.asked[0] <= 32 and 64 < max(table.asked) < 150 and len(table.asked) >= 11 * 4
+                assert (
+                    table.asked[0] <= 32
+                    and 64 < max(table.asked) < 150
+                    and len(table.asked) >= 11 * 4
+                )
     finally:
         torch.set_num_threads(before)
     for one, two in zip(*found, strict=True):
@@ -301,7 +338,8 @@ def test_a_subclass_that_does_more_is_not_handed_out_in_portions() -> None:
                 param.clamp_(min=0.5)
 
     before = torch.get_num_threads()
-    table, params = Postponing(), [nn.Parameter(torch.ones(3)) for _ in range(300)]
+    table = Postponing()
+    params = [nn.Parameter(torch.ones(3)) for _ in range(300)]
     optimizer = Clamped(params, lr=0.3)
     optimizer.use_kernels(table)
     try:
@@ -363,7 +401,9 @@ def test_zero_grad_follows_the_flag_and_closures_run() -> None:
 def test_complex_parameters_are_pairs_of_real_ones(name: str) -> None:
     found = []
     for make in TORCH[name]:
-        param = nn.Parameter(torch.arange(6, dtype=torch.float64).view(2, 3).to(torch.complex128) * (1 + 2j))
+        param = nn.Parameter(
+            torch.arange(6, dtype=torch.float64).view(2, 3).to(torch.complex128) * (1 + 2j)
+        )
         optimizer = make([{"params": [param], "lr": 0.1}])
         for _ in range(5):
             param.grad = param.detach() * (1 - 1j)

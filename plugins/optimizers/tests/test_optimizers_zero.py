@@ -1,4 +1,6 @@
-"""Optimizers under ZeRO: which go with it, and what it knows of an optimizer that is given by its path."""
+"""Optimizers under ZeRO: which go with it, and what it knows of an optimizer that is given by its
+path.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,25 @@ def start(type_: str, stage: int, **params: Any) -> Any:
     torch.manual_seed(0)
     optimizer = {"type": type_, "params": params}
     config = {"train_batch_size": 2, "optimizer": optimizer, "zero_optimization": {"stage": stage}}
-    return ds_core.initialize(model=nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), config=config)[0]
+    return ds_core.initialize(model=nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), config=config)[
+        0
+    ]
 
 
 @pytest.mark.parametrize("name", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
 def test_the_1bit_family_does_not_go_with_zero(name: str) -> None:
     for stage in (1, 2, 3):
-        with pytest.raises(ConfigError, match=r"optimizer.type: .*reduces gradients by itself.*set stage 0"):
+        with pytest.raises(
+            ConfigError, match=r"optimizer.type: .*reduces gradients by itself.*set stage 0"
+        ):
             start(name, stage)
     start(name, 0)
     model = nn.Linear(2, 2)
     config = {"train_batch_size": 1, "zero_optimization": {"stage": 1}}
     with pytest.raises(UsageError, match="reduces gradients by itself"):
-        ds_core.initialize(model=model, optimizer=getattr(ds_optimizers, name)(model.parameters()), config=config)
+        ds_core.initialize(
+            model=model, optimizer=getattr(ds_optimizers, name)(model.parameters()), config=config
+        )
 
 
 def test_an_optimizer_by_dotted_path_is_known_to_zero_if_it_is_a_known_one() -> None:

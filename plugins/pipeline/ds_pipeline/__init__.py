@@ -1,4 +1,7 @@
-"""Pipeline parallelism for ds_core. Names load on first use, so that importing the package brings in no torch."""
+"""Pipeline parallelism for ds_core.
+
+Names load on first use, so that importing the package brings in no torch.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,7 @@ __getattr__, __dir__ = names_on_first_use(
     __name__,
     {
         "module": "LayerSpec PipelineModule TiedLayerSpec",
-        "topology": "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology",
+        "topology": "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid "
+        "ProcessTopology",
     },
 )

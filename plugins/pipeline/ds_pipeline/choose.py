@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from ds_core.entries import resolve
 from ds_core.errors import UsageError, did_you_mean
-from ds_pipeline.planned import InterleavedInferenceSchedule, InterleavedSchedule, ZeroBubbleSchedule
+from ds_pipeline.planned import (
+    InterleavedInferenceSchedule,
+    InterleavedSchedule,
+    ZeroBubbleSchedule,
+)
 from ds_pipeline.schedule import InferenceSchedule, PipeSchedule, TrainSchedule
 
 if TYPE_CHECKING:
@@ -20,7 +24,8 @@ OWN = ("auto", "1f1b", "interleaved", "zero_bubble")
 
 
 def find_schedule(name: str, plugins: Plugins) -> Callable[..., Any] | None:
-    """What makes the schedule `name` for one stage; None for those of `OWN`. The plugin that offers it takes part.
+    """What makes the schedule `name` for one stage; None for those of `OWN`. The plugin that offers
+    it takes part.
 
     Raises UsageError for a name that nobody offers.
     """
@@ -33,7 +38,8 @@ def find_schedule(name: str, plugins: Plugins) -> Callable[..., Any] | None:
     if (answer := offers.get(name.lower())) is None:
         known = [*OWN, *sorted(offers)]
         raise UsageError(
-            f"no pipeline schedule is called {name!r}; {did_you_mean(name, known)} there are {', '.join(known)}, and "
+            f"no pipeline schedule is called {name!r}; {did_you_mean(name, known)} there are "
+            f"{', '.join(known)}, and "
             f"'package.module:Class'{plugins.quarantined()}"
         )
     plugins.join(answer.plugin)
@@ -51,7 +57,8 @@ def make_schedule(
     train: bool = True,
     make: Callable[..., Any] | None = None,
 ) -> PipeSchedule:
-    """The schedule of one stage. name: of ``pipeline.schedule``; only training asks for it. make: see `find_schedule`.
+    """The schedule of one stage. name: of ``pipeline.schedule``; only training asks for it. make:
+    see `find_schedule`.
 
     Raises UsageError for one that does not fit the chunks, or is no schedule.
     """
@@ -63,7 +70,9 @@ def make_schedule(
     if make is not None:
         made = make(micro_batches, stages, stage)
         if not isinstance(made, PipeSchedule):
-            raise UsageError(f"pipeline.schedule: {name} gives a {type(made).__name__}, not a PipeSchedule")
+            raise UsageError(
+                f"pipeline.schedule: {name} gives a {type(made).__name__}, not a PipeSchedule"
+            )
     elif name == "interleaved" or (name == "auto" and chunks > 1):
         return InterleavedSchedule(micro_batches, stages, stage, chunks)
     elif name == "zero_bubble":
@@ -72,7 +81,8 @@ def make_schedule(
         made = TrainSchedule(micro_batches, stages, stage)
     if made.chunks != chunks:
         raise UsageError(
-            f"pipeline.schedule: {type(made).__name__} is for {made.chunks} chunks per stage, the PipelineModule has "
+            f"pipeline.schedule: {type(made).__name__} is for {made.chunks} chunks per stage, the "
+            "PipelineModule has "
             f"{chunks}"
         )
     return made

@@ -20,13 +20,22 @@ def pipeline() -> None:
 @app.command()
 def draw(
     schedule: Annotated[
-        str, typer.Argument(help="1f1b, interleaved, zero_bubble, inference or package.module:Class.")
+        str,
+        typer.Argument(help="1f1b, interleaved, zero_bubble, inference or package.module:Class."),
     ] = "1f1b",
     stages: Annotated[int, typer.Option("--stages", "-s", min=1, help="Pipeline stages.")] = 4,
-    micro_batches: Annotated[int, typer.Option("--micro-batches", "-m", min=1, help="Per batch.")] = 8,
-    chunks: Annotated[int, typer.Option("--chunks", "-c", min=1, help="Parts of the model per stage.")] = 1,
-    forward: Annotated[float, typer.Option(min=0.1, help="Time of one forward of one chunk.")] = 1.0,
-    backward: Annotated[float, typer.Option(min=0.1, help="Time of one backward; each half takes half.")] = 2.0,
+    micro_batches: Annotated[
+        int, typer.Option("--micro-batches", "-m", min=1, help="Per batch.")
+    ] = 8,
+    chunks: Annotated[
+        int, typer.Option("--chunks", "-c", min=1, help="Parts of the model per stage.")
+    ] = 1,
+    forward: Annotated[
+        float, typer.Option(min=0.1, help="Time of one forward of one chunk.")
+    ] = 1.0,
+    backward: Annotated[
+        float, typer.Option(min=0.1, help="Time of one backward; each half takes half.")
+    ] = 2.0,
     svg: Annotated[Path | None, typer.Option(help="Write a drawing to this file as well.")] = None,
 ) -> None:
     """Check a schedule, and draw what each stage does when."""
@@ -44,7 +53,9 @@ def draw(
     try:
         make = find_schedule(schedule, Plugins()) if train else None
         proof = check(
-            lambda stage: make_schedule(schedule, micro_batches, stages, stage, chunks, train=train, make=make),
+            lambda stage: make_schedule(
+                schedule, micro_batches, stages, stage, chunks, train=train, make=make
+            ),
             train=train,
             forward=forward,
             backward=backward,

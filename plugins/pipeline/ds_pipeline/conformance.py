@@ -1,4 +1,7 @@
-"""The conformance kit of pipeline schedules: the hook `ds_pipeline_schedules`. It needs ds-testing."""
+"""The conformance kit of pipeline schedules: the hook `ds_pipeline_schedules`.
+
+It needs ds-testing.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +20,33 @@ if TYPE_CHECKING:
 
 __all__ = ["PipelineScheduleConformance"]
 
-WIDTH, LAYERS, MICRO, STEPS = 6, 5, 2, 3
+WIDTH = 6
+LAYERS = 5
+MICRO = 2
+STEPS = 3
 TOLERANCE = 1e-12  # in fp64, where micro-batches are summed in another order
 
 
 class PipelineScheduleConformance:
     """Inherit, and set `name` and `plugin`; the class's name must start with Test.
 
-    name: what configs call the schedule. plugin: its declaration module, where that is not installed. chunks: parts of
-    the model on each stage. shapes: (stages, micro-batches) that it must serve.
+    name: what configs call the schedule. plugin: its declaration module, where that is not
+    installed. chunks: parts of the model on each stage. shapes: (stages, micro-batches) that it
+    must serve.
     """
 
     name: str = ""
     plugin: str = ""
     chunks: ClassVar[int] = 1
-    shapes: ClassVar[Sequence[tuple[int, int]]] = ((1, 1), (1, 4), (2, 1), (2, 4), (3, 5), (4, 8), (8, 8))
+    shapes: ClassVar[Sequence[tuple[int, int]]] = (
+        (1, 1),
+        (1, 4),
+        (2, 1),
+        (2, 4),
+        (3, 5),
+        (4, 8),
+        (8, 8),
+    )
     timeout: ClassVar[float] = 300.0
 
     def make(self) -> Callable[[int, int, int], PipeSchedule]:
@@ -68,10 +83,14 @@ class PipelineScheduleConformance:
         truth = run_ranks(1, _train_plainly, timeout=self.timeout)[0]
         for rank, (losses, weights) in enumerate(answers):
             for step, (ours, theirs) in enumerate(zip(losses, truth[0], strict=True)):
-                assert abs(ours - theirs) <= TOLERANCE, f"rank {rank}: the loss of step {step} is {ours}, not {theirs}"
+                assert abs(ours - theirs) <= TOLERANCE, (
+                    f"rank {rank}: the loss of step {step} is {ours}, not {theirs}"
+                )
             for index, total in weights.items():
                 wanted = truth[1][index]
-                assert abs(total - wanted) <= TOLERANCE * abs(wanted), f"the weights of layer {index} differ"
+                assert abs(total - wanted) <= TOLERANCE * abs(wanted), (
+                    f"the weights of layer {index} differ"
+                )
 
 
 def _layers() -> list[Any]:
@@ -85,7 +104,12 @@ def _layers() -> list[Any]:
 def _batch(step: int, micro: int) -> Any:
     import torch
 
-    rows = torch.randn(MICRO, WIDTH, generator=torch.Generator().manual_seed(100 * step + micro), dtype=torch.float64)
+    rows = torch.randn(
+        MICRO,
+        WIDTH,
+        generator=torch.Generator().manual_seed(100 * step + micro),
+        dtype=torch.float64,
+    )
     return rows, rows.roll(1, -1)
 
 
@@ -107,13 +131,21 @@ def _train(name: str, plugin: str, chunks: int) -> tuple[list[float], dict[str, 
     }
     given = _layers()
     model: PipelineModule = PipelineModule(
-        given, num_stages=2, loss_fn=nn.functional.mse_loss, chunks=chunks, partition_method="uniform"
+        given,
+        num_stages=2,
+        loss_fn=nn.functional.mse_loss,
+        chunks=chunks,
+        partition_method="uniform",
     )
     engine, *_ = ds_core.initialize(model=model, config=config)
-    losses = [engine.train_batch(iter([_batch(s, m) for m in range(COUNT)])).item() for s in range(STEPS)]
+    losses = [
+        engine.train_batch(iter([_batch(s, m) for m in range(COUNT)])).item() for s in range(STEPS)
+    ]
     mine = {id(p) for p in engine.module.parameters()}
     weights = {
-        str(i): float(layer.weight.detach().abs().sum()) for i, layer in enumerate(given) if id(layer.weight) in mine
+        str(i): float(layer.weight.detach().abs().sum())
+        for i, layer in enumerate(given)
+        if id(layer.weight) in mine
     }
     engine.destroy()
     return losses, weights
@@ -137,4 +169,6 @@ def _train_plainly() -> tuple[list[float], dict[str, float]]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
-    return losses, {str(i): float(layer.weight.detach().abs().sum()) for i, layer in enumerate(layers)}
+    return losses, {
+        str(i): float(layer.weight.detach().abs().sum()) for i, layer in enumerate(layers)
+    }

@@ -24,15 +24,17 @@ Made = tuple[Callable[[Any], Any], nn.Module | None]
 def measure(makers: Sequence[Callable[[], Made]], example: Any) -> list[float]:
     """Seconds of forward and backward of each layer on the accelerator, the least of several runs.
 
-    makers: each builds one layer, and returns its callable and the module behind it, if any. Layers are built and moved
-    to the device one at a time. example: the first layer's input.
+    makers: each builds one layer, and returns its callable and the module behind it, if any. Layers
+    are built and moved to the device one at a time. example: the first layer's input.
     """
     accelerator = get_accelerator()
     device = accelerator.device(accelerator.local_index(comm.local_rank()))
-    value, times = to_device(example, device), []
+    value = to_device(example, device)
+    times = []
     with torch.random.fork_rng(), torch.enable_grad():
         for make in makers:
-            (call, module), given = make(), value
+            given = value
+            (call, module) = make()
             if module is not None:
                 module.to(device)
             best = float("inf")

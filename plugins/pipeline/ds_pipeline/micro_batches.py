@@ -1,4 +1,5 @@
-"""A pipeline's micro-batches: read from the iterator before any work, and agreed on by all ranks."""
+"""A pipeline's micro-batches: read from the iterator before any work, and agreed on by all
+ranks."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ def take_micro_batches(
 ) -> list[tuple[Any, Any]]:
     """Read `count` pairs (inputs, labels) from `batches`; `fn` is applied to each first.
 
-    Raises StopIteration when there are fewer, UsageError when one is not a pair, or when the iterator has written to
-    tensors that it returned before.
+    Raises StopIteration when there are fewer, UsageError when one is not a pair, or when the
+    iterator has written to tensors that it returned before.
     """
     given: list[tuple[Any, Any]] = []
     versions: list[tuple[Tensor, int]] = []
@@ -46,7 +47,8 @@ def take_micro_batches(
         versions += [(t, t._version) for t in tensors_in(given[-1]) if not t.is_inference()]
     if any(tensor._version != version for tensor, version in versions):
         raise UsageError(
-            "the iterator changed the tensors of a micro-batch after returning it; a pipeline reads a batch "
+            "the iterator changed the tensors of a micro-batch after returning it; a pipeline "
+            "reads a batch "
             "before it begins, so each needs its own tensors (clone them)"
         )
     return given
@@ -56,27 +58,41 @@ def _pair(batch: Any, needs_labels: bool) -> tuple[Any, Any]:
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         inputs, labels = batch
     elif needs_labels or isinstance(batch, list):
-        shown = f"{type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else type(batch).__name__
+        shown = (
+            f"{type(batch).__name__} of {len(batch)}"
+            if hasattr(batch, "__len__")
+            else type(batch).__name__
+        )
         raise UsageError(
-            f"a pipeline's micro-batch is (inputs, labels), got a {shown}; bring it into that form with "
+            f"a pipeline's micro-batch is (inputs, labels), got a {shown}; bring it into that form "
+            "with "
             "engine.set_batch_fn(function)"
         )
     else:
-        inputs, labels = batch, None
+        inputs = batch
+        labels = None
     return tuple(inputs) if isinstance(inputs, list) else inputs, labels
 
 
 def agree(ctx: Context, work: BatchRequest, flags: list[bool]) -> list[bool]:
-    """Each flag, true if any rank has set it. Raises UsageError on all ranks when their calls differ."""
+    """Each flag, true if any rank has set it.
+
+    Raises UsageError on all ranks when their calls differ.
+    """
     if ctx.world_size == 1:
         return flags
     mine = [work.micros, int(work.train), int(work.with_loss)]
-    sent = torch.tensor([*map(int, flags), *mine, *(-x for x in mine)], device=ctx.accelerator.current_device())
+    sent = torch.tensor(
+        [*map(int, flags), *mine, *(-x for x in mine)], device=ctx.accelerator.current_device()
+    )
     comm.all_reduce(sent, op=torch.distributed.ReduceOp.MAX)
     numbers: list[int] = sent.tolist()
-    most, least = numbers[-6:-3], [-x for x in numbers[-3:]]
+    most = numbers[-6:-3]
+    least = [-x for x in numbers[-3:]]
     if most != least:
-        other = [low if high == own else high for own, low, high in zip(mine, least, most, strict=True)]
+        other = [
+            low if high == own else high for own, low, high in zip(mine, least, most, strict=True)
+        ]
         raise UsageError(
             f"ranks do not make the same call: this one is in {work}, another in "
             f"{BatchRequest(other[0], bool(other[1]), bool(other[2]))}; all call "
@@ -93,5 +109,9 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def signature(inputs: Any) -> Any:
-    """Structure, shapes and dtypes of `inputs`: equal for two micro-batches whose activations have the same shapes."""
-    return map_leaves(lambda x: (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x), inputs)
+    """Structure, shapes and dtypes of `inputs`: equal for two micro-batches whose activations have
+    the same shapes.
+    """
+    return map_leaves(
+        lambda x: (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x), inputs
+    )

@@ -1,7 +1,7 @@
 """Interleaved 1F1B and zero bubble, for any number of micro-batches, stages and chunks.
 
-Each schedule gives the order of a stage's forwards and backwards (`_Planned.ops`); transfers and buffers follow from
-it. `validate.check` proves the orders.
+Each schedule gives the order of a stage's forwards and backwards (`_Planned.ops`); transfers and
+buffers follow from it. `validate.check` proves the orders.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ __all__ = ["InterleavedInferenceSchedule", "InterleavedSchedule", "Op", "ZeroBub
 
 
 class Op(NamedTuple):
-    """BatchRequest of one stage. kind: "F", "B" (with the weights' part unless the plan splits it) or "W"."""
+    """BatchRequest of one stage. kind: "F", "B" (with the weights' part unless the plan splits it)
+    or "W".
+    """
 
     kind: str
     micro: int
@@ -49,7 +51,8 @@ class _PlannedSchedule(PipeSchedule):
         """One step per piece of work, with what must come before and after it."""
         buffers = _Buffers(self.chunks)
         kinds = self.ops()
-        split, train = any(op.kind == "W" for op in kinds), any(op.kind == "B" for op in kinds)
+        split = any(op.kind == "W" for op in kinds)
+        train = any(op.kind == "B" for op in kinds)
         for index, op in enumerate(kinds):
             commands = self._commands(op, buffers, split)
             if not train:
@@ -60,7 +63,8 @@ class _PlannedSchedule(PipeSchedule):
 
     def _commands(self, op: Op, buffers: _Buffers, split: bool) -> list[PipeInstruction]:
         part = op.chunk * self.stages + self.stage_id
-        first, last = part == 0, part == self.stages * self.chunks - 1
+        first = part == 0
+        last = part == self.stages * self.chunks - 1
         place = {"chunk": op.chunk} if self.chunks > 1 else {}
         if op.kind == "F":
             buffer = buffers.take(op.micro, op.chunk)
@@ -116,9 +120,11 @@ class _Buffers:
 
 
 class InterleavedSchedule(_PlannedSchedule):
-    """1F1B over several chunks per stage, which divides the bubble by their number (Narayanan et al. 2021, 2.2).
+    """1F1B over several chunks per stage, which divides the bubble by their number (Narayanan et
+    al. 2021, 2.2).
 
-    The bubble is that small when micro-batches are a multiple of the stages; any other number works too.
+    The bubble is that small when micro-batches are a multiple of the stages; any other number works
+    too.
     """
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int, chunks: int = 2) -> None:
@@ -129,18 +135,23 @@ class InterleavedSchedule(_PlannedSchedule):
 
     def ops(self) -> Sequence[Op]:
         """Forwards until the first gradient can be there, then one of each in turn."""
-        # Planned for a multiple of the stages; leaving out all work of a micro-batch cannot block the others.
+        # Planned for a multiple of the stages; leaving out all work of a micro-batch cannot block
+        # the others.
         padded = -(-self.micro_batches // self.stages) * self.stages
         forwards = [Op("F", m, c) for m, c in self._order(padded, range(self.chunks))]
         backwards = [Op("B", m, c) for m, c in self._order(padded, range(self.chunks - 1, -1, -1))]
         ahead = self.stages - self.stage_id - 1
-        warm = min(len(forwards), ahead if self.chunks == 1 else 2 * ahead + (self.chunks - 1) * self.stages)
+        warm = min(
+            len(forwards),
+            ahead if self.chunks == 1 else 2 * ahead + (self.chunks - 1) * self.stages,
+        )
         turns = [op for pair in zip(forwards[warm:], backwards, strict=False) for op in pair]
         ops = (*forwards[:warm], *turns, *backwards[len(forwards) - warm :])
         return [op for op in ops if op.micro < self.micro_batches]
 
     def _order(self, micro_batches: int, chunks: range) -> Iterator[tuple[int, int]]:
-        """(micro-batch, chunk): S micro-batches through one chunk, then the same through the next."""
+        """(micro-batch, chunk): S micro-batches through one chunk, then the same through the
+        next."""
         for begin in range(0, micro_batches, self.stages):
             for chunk in chunks:
                 for micro in range(begin, begin + self.stages):
@@ -148,12 +159,13 @@ class InterleavedSchedule(_PlannedSchedule):
 
 
 class ZeroBubbleSchedule(_PlannedSchedule):
-    """Backward in two halves; gradients of weights fill what would be idle (Qi et al. 2023, "Zero Bubble Pipeline
-    Parallelism", ZB-H1).
+    """Backward in two halves; gradients of weights fill what would be idle (Qi et al. 2023, "Zero
+    Bubble Pipeline Parallelism", ZB-H1).
 
-    1F1B, with the weights' half of stage s delayed by s micro-batches: so the other half, which the stage before waits
-    for, begins earlier, and the end, which was idle, has something to do. The bubble is a third of 1F1B's when all
-    three parts take equally long; a stage keeps what belongs to up to S + 1 micro-batches.
+    1F1B, with the weights' half of stage s delayed by s micro-batches: so the other half, which the
+    stage before waits for, begins earlier, and the end, which was idle, has something to do. The
+    bubble is a third of 1F1B's when all three parts take equally long; a stage keeps what belongs
+    to up to S + 1 micro-batches.
     """
 
     def ops(self) -> Sequence[Op]:

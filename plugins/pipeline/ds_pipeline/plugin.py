@@ -1,4 +1,6 @@
-"""What this distribution offers to ds_core: the section ``pipeline``, its axis, its runner (torch-free)."""
+"""What this distribution offers to ds_core: the section ``pipeline``, its axis, its runner
+(torch-free).
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def ds_config() -> type[BaseModel]:
 
 def ds_commands() -> Mapping[str, CommandEntry]:
     """``dscore pipeline``."""
-    return {"pipeline": CommandEntry("ds_pipeline.command:app", "Prove and draw pipeline schedules.")}
+    return {
+        "pipeline": CommandEntry("ds_pipeline.command:app", "Prove and draw pipeline schedules.")
+    }
 
 
 def ds_charts(config: RunConfig, plugins: Plugins) -> Iterable[Chart]:
@@ -48,7 +52,8 @@ def ds_charts(config: RunConfig, plugins: Plugins) -> Iterable[Chart]:
 
 
 def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
-    """The schedule is offered by somebody; and the caller cannot place the boundaries of a batch."""
+    """The schedule is offered by somebody; and the caller cannot place the boundaries of a
+    batch."""
     from ds_core.errors import UsageError
     from ds_pipeline.choose import OWN, find_schedule
     from ds_pipeline.config import PipelineConfig
@@ -57,7 +62,11 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
     if section is None:
         return
     if not config.core.managed_gradient_accumulation:
-        why = "false is not possible with a pipeline: train_batch runs every micro-batch of a batch and then steps"
+        why = (
+            "false is not possible with a pipeline: train_batch runs every micro-batch of a "
+            "batch "
+            "and then steps"
+        )
         yield Problem("managed_gradient_accumulation", why, "leave it out")
     if section.schedule not in OWN and ":" not in section.schedule:
         try:

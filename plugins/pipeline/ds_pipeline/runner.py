@@ -34,10 +34,13 @@ if TYPE_CHECKING:
 
 __all__ = ["PipelineRunner", "prepare"]
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
+# of <malloc.h>
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
 
 BY_HAND = (
-    "the micro-batches of a pipeline run at the same time on its stages; use engine.train_batch(iterator) and "
+    "the micro-batches of a pipeline run at the same time on its stages; use "
+    "engine.train_batch(iterator) and "
     "engine.eval_batch(iterator)"
 )
 
@@ -52,7 +55,8 @@ def prepare(model: nn.Module, ctx: Context) -> nn.Module:
     """Check that `model` was built for this run, and apply the config section to it."""
     if not isinstance(model, PipelineModule):
         raise UsageError(
-            f"the config has a section pipeline, but the model is a {type(model).__name__}; give a PipelineModule"
+            f"the config has a section pipeline, but the model is a {type(model).__name__}; give a "
+            "PipelineModule"
         )
     section = _section(ctx)
     own = ("_grid", "activation_checkpoint_interval", "use_reentrant", "shapes_known")
@@ -63,7 +67,10 @@ def prepare(model: nn.Module, ctx: Context) -> nn.Module:
     if section.activation_checkpoint_interval:
         model.activation_checkpoint_interval = section.activation_checkpoint_interval
     model.use_reentrant = section.use_reentrant
-    ctx.stash[COUNTED_ELSEWHERE] = {*(ctx.stash.get(COUNTED_ELSEWHERE) or ()), *copies_elsewhere(model)}
+    ctx.stash[COUNTED_ELSEWHERE] = {
+        *(ctx.stash.get(COUNTED_ELSEWHERE) or ()),
+        *copies_elsewhere(model),
+    }
     return model
 
 
@@ -71,8 +78,9 @@ def prepare(model: nn.Module, ctx: Context) -> nn.Module:
 class _PipeBuffer:
     """A pipeline buffer: one micro-batch in one chunk.
 
-    leaves: inputs from another stage, as autograd leaves. outputs: of the chunk. root_grads: the received gradients of
-    those outputs that have one. input_grads: gradients to send. later, deferred: what is left of a split backward.
+    leaves: inputs from another stage, as autograd leaves. outputs: of the chunk. root_grads: the
+    received gradients of those outputs that have one. input_grads: gradients to send. later,
+    deferred: what is left of a split backward.
     """
 
     micro: int = -1
@@ -94,16 +102,24 @@ class PipelineRunner(Runner):
     additional_losses: on the last stage, means of `get_additional_losses` over the last batch.
     """
 
-    manual, manual_reason = False, BY_HAND
+    manual = False
+    manual_reason = BY_HAND
 
     def __init__(self, ctx: Context) -> None:
         assert isinstance(ctx.module, PipelineModule)
-        self.ctx, self.module = ctx, ctx.module
+        self.ctx = ctx
+        self.module = ctx.module
         self.section = _section(ctx)
-        self.stages, self.stage, self.chunks = self.module.num_stages, self.module.stage_id, self.module.chunks
+        self.stages = self.module.num_stages
+        self.stage = self.module.stage_id
+        self.chunks = self.module.chunks
         self.parts = self.stages * self.chunks
-        split = (self.section.pipe_partitioned, self.section.pipe_partitioned and self.section.grad_partitioned)
-        self._make_own = find_schedule(self.section.schedule, ctx.plugins)  # None: one of ds-pipeline's
+        split = (
+            self.section.pipe_partitioned,
+            self.section.pipe_partitioned and self.section.grad_partitioned,
+        )
+        # None: one of ds-pipeline's
+        self._make_own = find_schedule(self.section.schedule, ctx.plugins)
         self.transport = StageTransport(ctx, self.stages, self.stage, self.chunks, split)
         self.ties = Ties(ctx, self.module)
         if ctx.accelerator.device_type == "cpu":
@@ -111,8 +127,11 @@ class PipelineRunner(Runner):
         self.makes_loss = self._has_last
         self.additional_losses: dict[str, float] = {}
         self._failed = False
-        self._keep_local = False  # partitioned gradients stay with their rank until the batch is over
-        self._plans: dict[tuple[int, bool], tuple[list[s.PipeInstruction], list[Incoming], int]] = {}
+        # partitioned gradients stay with their rank until the batch is over
+        self._keep_local = False
+        self._plans: dict[
+            tuple[int, bool], tuple[list[s.PipeInstruction], list[Incoming], int]
+        ] = {}
         self._signatures: dict[bool, Any] = {}
         self._handlers = {
             s.LoadMicroBatch: self._load,
@@ -129,12 +148,17 @@ class PipelineRunner(Runner):
             s.OptimizerStep: lambda what: None,  # the engine's, once `train` has returned
         }
 
-    # -- batches ---------------------------------------------------------------------------------------------
+    # -- batches -----------------------------------------------------------------------------------
 
     def train(self, engine: RunningEngine, batches: Iterator[Any], count: int) -> Tensor:
         """See `Runner.train`."""
-        self._engine, self._count, self._train, self._with_loss = engine, count, True, True
-        self._keep_local = engine.partitioner.partitions_gradients and self.section.reduce == "batch"
+        self._engine = engine
+        self._count = count
+        self._train = True
+        self._with_loss = True
+        self._keep_local = (
+            engine.partitioner.partitions_gradients and self.section.reduce == "batch"
+        )
         self._execute(batches, return_logits=False)
         loss = self._shared_loss()
         assert loss is not None
@@ -150,7 +174,10 @@ class PipelineRunner(Runner):
         compute_loss: bool = True,
     ) -> tuple[Tensor | None, Any]:
         """See `Runner.evaluate`; the outputs are on the last stage, the loss everywhere."""
-        self._engine, self._count, self._train, self._with_loss = engine, count, False, compute_loss
+        self._engine = engine
+        self._count = count
+        self._train = False
+        self._with_loss = compute_loss
         self._execute(batches, return_logits=return_logits)
         outputs: Any = None
         if return_logits and self._has_last:
@@ -184,28 +211,36 @@ class PipelineRunner(Runner):
         for kind in type(what).__mro__:
             if kind in self._handlers:
                 return self._handlers[kind]
-        raise UsageError(f"the schedule has an instruction {what!r}, which this runner does not support")
+        raise UsageError(
+            f"the schedule has an instruction {what!r}, which this runner does not support"
+        )
 
     @property
     def _has_last(self) -> bool:
         return self.stage == self.stages - 1
 
     def _pull(self, batches: Iterator[Any]) -> tuple[list[Any], str, Any]:
-        """All micro-batches, before any work: (they, which headers are due, the shapes of the inputs).
+        """All micro-batches, before any work: (they, which headers are due, the shapes of the
+        inputs).
 
         Raises StopIteration on every rank when any has too few.
         """
         if self._failed:
             raise UsageError(
-                "an earlier batch failed in its middle on this rank, and messages of it may still be under way; start "
+                "an earlier batch failed in its middle on this rank, and messages of it may still "
+                "be under way; start "
                 "the processes again, from a checkpoint"
             )
         micros: list[tuple[Any, Any]] = []
-        short, trouble = False, None
+        short = False
+        trouble = None
         try:
             if self.stage == 0 or self._has_last:
                 micros = take_micro_batches(
-                    batches, self._count, self.module.batch_fn, self._with_loss and self.module.has_loss
+                    batches,
+                    self._count,
+                    self.module.batch_fn,
+                    self._with_loss and self.module.has_loss,
                 )
                 if (cut := self.module.cut_batch) is not None:
                     micros = [cut(*pair) for pair in micros]
@@ -215,14 +250,22 @@ class PipelineRunner(Runner):
             trouble = error
         shapes = [signature(inputs) for inputs, _ in micros] if self.stage == 0 else []
         mixed = self.module.dynamic_shape or any(x != shapes[0] for x in shapes)
-        known = self.module.shapes_known and self._signatures.get(self._train) == (shapes[0] if shapes else None)
+        known = self.module.shapes_known and self._signatures.get(self._train) == (
+            shapes[0] if shapes else None
+        )
         work = BatchRequest(self._count, self._train, self._with_loss)
         thawed = self._train and self.ties.changed
-        word = agree(self.ctx, work, [short, mixed, not known and self.stage == 0, trouble is not None, thawed])
+        word = agree(
+            self.ctx,
+            work,
+            [short, mixed, not known and self.stage == 0, trouble is not None, thawed],
+        )
         if trouble is not None:
             raise trouble
         if word[3]:
-            raise UsageError("lost this batch: a peer failed while it read its micro-batches; see its error")
+            raise UsageError(
+                "lost this batch: a peer failed while it read its micro-batches; see its error"
+            )
         if word[0]:
             raise StopIteration
         if word[4]:
@@ -236,31 +279,45 @@ class PipelineRunner(Runner):
         loss = torch.zeros(2, dtype=torch.float64, device=device)
         if self._has_last:
             assert self._loss is not None
-            loss[0], loss[1] = self._loss.double() / self._count, float(DTYPES.index(self._loss.dtype))
+            loss[0], loss[1] = (
+                self._loss.double() / self._count,
+                float(DTYPES.index(self._loss.dtype)),
+            )
         if self.stages > 1:
             mesh = self.ctx.mesh
             comm.label("loss")
             comm.broadcast(loss, src=mesh.ranks("pp")[-1], group=mesh.group("pp"))
         return loss[0].to(DTYPES[int(loss[1].item())])
 
-    # -- plans -----------------------------------------------------------------------------------------------
+    # -- plans -------------------------------------------------------------------------------------
 
     def _make(self, count: int, train: bool, stage: int) -> s.PipeSchedule:
         name = self.section.schedule
-        return make_schedule(name, count, self.stages, stage, self.chunks, train=train, make=self._make_own)
+        return make_schedule(
+            name, count, self.stages, stage, self.chunks, train=train, make=self._make_own
+        )
 
     def _plan(self, count: int, train: bool) -> tuple[list[s.PipeInstruction], list[Incoming], int]:
-        """This stage's instructions, the messages it receives, and how many sends may be in flight; checked once."""
+        """This stage's instructions, the messages it receives, and how many sends may be in flight;
+        checked once.
+        """
         if (count, train) not in self._plans:
             mine = self._make(count, train, self.stage)
-            most = self._prove(lambda stage: self._make(count, train, stage), type(mine).__name__, count, train)
+            most = self._prove(
+                lambda stage: self._make(count, train, stage), type(mine).__name__, count, train
+            )
             commands = [what for step in mine for what in step]
-            incoming = [self._incoming(w) for w in commands if isinstance(w, (s.RecvActivation, s.RecvGrad))]
+            incoming = [
+                self._incoming(w) for w in commands if isinstance(w, (s.RecvActivation, s.RecvGrad))
+            ]
             self._plans[count, train] = commands, incoming, most
         return self._plans[count, train]
 
-    def _prove(self, make: Callable[[int], s.PipeSchedule], name: str, count: int, train: bool) -> int:
-        """How many messages may be under way from a stage; UsageError for a schedule that is wrong."""
+    def _prove(
+        self, make: Callable[[int], s.PipeSchedule], name: str, count: int, train: bool
+    ) -> int:
+        """How many messages may be under way from a stage; UsageError for a schedule that is
+        wrong."""
         try:
             most = max(check(make, train=train).activations) + 1
             while most < count * self.chunks:
@@ -282,13 +339,14 @@ class PipelineRunner(Runner):
     def _buffer(self, what: s.BufferOpInstruction) -> _PipeBuffer:
         return self._buffers.setdefault((what.chunk, what.buffer_id), _PipeBuffer())
 
-    # -- instructions ----------------------------------------------------------------------------------------
+    # -- instructions ------------------------------------------------------------------------------
 
     def _load(self, what: s.BufferOpInstruction) -> None:
         micro = self._loaded[what.chunk]
         self._loaded[what.chunk] += 1
         inputs, labels = self._micros[micro]
-        part, device = self._part(what), self.ctx.accelerator.current_device()
+        part = self._part(what)
+        device = self.ctx.accelerator.current_device()
         if part == 0:
             inputs = to_device(inputs, device)
             if (dtype := self.ctx.precision.cast_inputs) is not None:
@@ -299,19 +357,26 @@ class PipelineRunner(Runner):
 
     def _receive_activation(self, what: s.BufferOpInstruction) -> None:
         meta, tensors = self.transport.receive_activation(self._part(what))
-        buffer = self._buffers[what.chunk, what.buffer_id] = _PipeBuffer(labels=self._buffer(what).labels)
+        buffer = self._buffers[what.chunk, what.buffer_id] = _PipeBuffer(
+            labels=self._buffer(what).labels
+        )
         if self._train:
             buffer.leaves = [
-                t.requires_grad_() for t, (_, _, incoming) in zip(tensors, meta.tensors, strict=True) if incoming
+                t.requires_grad_()
+                for t, (_, _, incoming) in zip(tensors, meta.tensors, strict=True)
+                if incoming
             ]
         buffer.inputs = tuple(tensors) if meta.is_tuple else tensors[0]
 
     def _forward(self, what: s.BufferOpInstruction) -> None:
-        buffer, last = self._buffer(what), self._part(what) == self.parts - 1
+        buffer = self._buffer(what)
+        last = self._part(what) == self.parts - 1
         inputs = buffer.inputs
         if buffer.leaves and self.module.changes_inputs(what.chunk):
             # A leaf cannot be changed in place.
-            inputs = inputs.clone() if isinstance(inputs, Tensor) else tuple(t.clone() for t in inputs)
+            inputs = (
+                inputs.clone() if isinstance(inputs, Tensor) else tuple(t.clone() for t in inputs)
+            )
         context = forward_context(self.ctx.precision, self.ctx.accelerator)
         given: Any = ((inputs,), {}) if self._part(what) == 0 else None
         with self._engine.telemetry.phase("forward", given), context or contextlib.nullcontext():
@@ -325,7 +390,8 @@ class PipelineRunner(Runner):
             buffer.outputs = list(out) if isinstance(out, tuple) else [out]
             if wrong := [type(t).__name__ for t in buffer.outputs if not isinstance(t, Tensor)]:
                 raise UsageError(
-                    f"stage {self.stage} gives a {wrong[0]}; a layer's outputs are a tensor or a tuple of tensors"
+                    f"stage {self.stage} gives a {wrong[0]}; a layer's outputs are a tensor or a "
+                    "tuple of tensors"
                 )
             return
         if self._keep:
@@ -345,7 +411,9 @@ class PipelineRunner(Runner):
 
     def _send_activation(self, what: s.BufferOpInstruction) -> None:
         buffer = self._buffer(what)
-        buffer.meta = self.transport.send_activation(self._part(what) + 1, buffer.outputs, buffer.is_tuple)
+        buffer.meta = self.transport.send_activation(
+            self._part(what) + 1, buffer.outputs, buffer.is_tuple
+        )
         if not self._train:
             buffer.outputs = []
 
@@ -363,7 +431,8 @@ class PipelineRunner(Runner):
         """The outputs to start backward from, and their gradients; the buffer lets go of them."""
         roots = [t for t in buffer.outputs if t.requires_grad]
         grads = buffer.root_grads or [torch.ones_like(t) for t in roots]
-        buffer.outputs, buffer.root_grads = [], []
+        buffer.outputs = []
+        buffer.root_grads = []
         return roots, grads
 
     def _backward(self, what: s.BufferOpInstruction) -> None:
@@ -373,16 +442,22 @@ class PipelineRunner(Runner):
 
     def _run_backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         self._engine.run_backward(
-            lambda: torch.autograd.backward(roots, grads) if roots else None, keep_local=self._keep_local
+            lambda: torch.autograd.backward(roots, grads) if roots else None,
+            keep_local=self._keep_local,
         )
 
     def _collect(self, buffer: _PipeBuffer) -> None:
         """The inputs' gradients; zeros for one that was not used."""
-        buffer.input_grads = [t.grad if t.grad is not None else torch.zeros_like(t) for t in buffer.leaves]
+        buffer.input_grads = [
+            t.grad if t.grad is not None else torch.zeros_like(t) for t in buffer.leaves
+        ]
         buffer.leaves = []
 
     def _backward_input(self, what: s.BufferOpInstruction) -> None:
-        """The first half. Nobody waits for a first part, which does all in the second; some graphs cannot be cut."""
+        """The first half.
+
+        Nobody waits for a first part, which does all in the second; some graphs cannot be cut.
+        """
         buffer = self._buffer(what)
         roots, grads = self._take_roots(buffer)
         if not buffer.leaves:
@@ -400,7 +475,9 @@ class PipelineRunner(Runner):
         self._collect(buffer)
 
     def _can_cut(self, roots: Sequence[Tensor]) -> bool:
-        """Whether backward can be split: not if activations are recomputed or weights are released after forward."""
+        """Whether backward can be split: not if activations are recomputed or weights are released
+        after forward.
+        """
         if self.module.activation_checkpoint_interval or self._engine.partitioner.releases_weights:
             return False
         return bool(roots) and all(t.grad_fn is not None for t in roots)
@@ -422,12 +499,16 @@ class PipelineRunner(Runner):
 
 
 def _tune_malloc() -> None:
-    """Let glibc keep up to 1 GB of freed memory, instead of paging it in anew for every micro-batch.
+    """Let glibc keep up to 1 GB of freed memory, instead of paging it in anew for every
+    micro-batch.
 
-    By itself it gives back what lies idle beyond 128 KB to 64 MB (mallopt(3)). Left alone where the environment says
-    what to keep. Measured: 5 % of a step of 200 ms with 64 MB, another 1 to 2 % with this.
+    By itself it gives back what lies idle beyond 128 KB to 64 MB (mallopt(3)). Left alone where the
+    environment says what to keep. Measured: 5 % of a step of 200 ms with 64 MB, another 1 to 2 %
+    with this.
     """
     keep = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if keep is not None and not any(n.startswith(("MALLOC_", "GLIBC_TUNABLES")) for n in os.environ):
+    if keep is not None and not any(
+        n.startswith(("MALLOC_", "GLIBC_TUNABLES")) for n in os.environ
+    ):
         for parameter, size in ((_MMAP_THRESHOLD, 32 << 20), (_TRIM_THRESHOLD, 1 << 30)):
             keep(ctypes.c_int(parameter), ctypes.c_int(size))

@@ -1,8 +1,9 @@
 """Pipeline schedules as data: what each stage does, step by step (no torch, no communication).
 
-A schedule belongs to one stage and yields lists of instructions. `TrainSchedule`, `InferenceSchedule` and
-`DataParallelSchedule` are the documented ones, in the documented order; `planned.py` has the others.
-Anybody may write another: subclass `PipeSchedule`, implement `steps`, and let `validate.check` prove it.
+A schedule belongs to one stage and yields lists of instructions. `TrainSchedule`,
+`InferenceSchedule` and `DataParallelSchedule` are the documented ones, in the documented order;
+`planned.py` has the others. Anybody may write another: subclass `PipeSchedule`, implement `steps`,
+and let `validate.check` prove it.
 """
 
 from __future__ import annotations
@@ -32,11 +33,14 @@ __all__ = [
     "TrainSchedule",
 ]
 
-# -- instructions --------------------------------------------------------------------------------------------------
+# -- instructions ----------------------------------------------------------------------------------
 
 
 class PipeInstruction:
-    """One thing that a stage does. Keyword arguments become attributes; equal when name and arguments are."""
+    """One thing that a stage does.
+
+    Keyword arguments become attributes; equal when name and arguments are.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         self.name = type(self).__name__
@@ -45,7 +49,10 @@ class PipeInstruction:
             setattr(self, key, value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PipeInstruction) and (self.name, self.kwargs) == (other.name, other.kwargs)
+        return isinstance(other, PipeInstruction) and (self.name, self.kwargs) == (
+            other.name,
+            other.kwargs,
+        )
 
     def __hash__(self) -> int:
         return hash((self.name, tuple(sorted(self.kwargs.items()))))
@@ -67,7 +74,9 @@ class ReduceTiedGrads(PipeInstruction):
 
 
 class BufferOpInstruction(PipeInstruction):
-    """Something done to pipeline buffer `buffer_id`, of model chunk `chunk` where a stage has several (default 0)."""
+    """Something done to pipeline buffer `buffer_id`, of model chunk `chunk` where a stage has
+    several (default 0).
+    """
 
     buffer_id: int
     chunk: int = 0
@@ -89,7 +98,8 @@ class BackwardPass(BufferOpInstruction):
 
 
 class BackwardInput(BufferOpInstruction):
-    """The first half of `BackwardPass`: gradients of the inputs, which the stage before waits for."""
+    """The first half of `BackwardPass`: gradients of the inputs, which the stage before waits
+    for."""
 
 
 class BackwardWeight(BufferOpInstruction):
@@ -112,27 +122,35 @@ class RecvGrad(BufferOpInstruction):
     """Receive the gradients of the outputs from the next stage."""
 
 
-# -- schedules -----------------------------------------------------------------------------------------------------
+# -- schedules -------------------------------------------------------------------------------------
 
 
 class PipeSchedule(ABC):
     """The work of one stage on one batch.
 
-    micro_batches: M of them. stages: S. stage_id: which of 0 .. S - 1. chunks: parts of the model that each stage has;
-    part c of stage s is number c * S + s in the order of the model.
+    micro_batches: M of them. stages: S. stage_id: which of 0 .. S - 1. chunks: parts of the model
+    that each stage has; part c of stage s is number c * S + s in the order of the model.
     """
 
     chunks = 1
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
         if micro_batches < 1 or stages < 1 or not 0 <= stage_id < stages:
-            raise ValueError(f"no schedule for stage {stage_id} of {stages} with {micro_batches} micro-batches")
-        self.micro_batches, self.stages, self.stage_id = micro_batches, stages, stage_id
-        self.prev_stage, self.next_stage = stage_id - 1, stage_id + 1
+            raise ValueError(
+                f"no schedule for stage {stage_id} of {stages} with {micro_batches} micro-batches"
+            )
+        self.micro_batches = micro_batches
+        self.stages = stages
+        self.stage_id = stage_id
+        self.prev_stage = stage_id - 1
+        self.next_stage = stage_id + 1
 
     @abstractmethod
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Lists of instructions. Each is atomic: with a barrier between them nothing can deadlock."""
+        """Lists of instructions.
+
+        Each is atomic: with a barrier between them nothing can deadlock.
+        """
 
     def __iter__(self) -> Iterator[list[PipeInstruction]]:
         return self.steps()
@@ -195,14 +213,17 @@ class DataParallelSchedule(PipeSchedule):
 
 
 class InferenceSchedule(PipeSchedule):
-    """Forward only, M + S - 1 steps; two buffers take turns: a stage sends the last while it receives the next."""
+    """Forward only, M + S - 1 steps; two buffers take turns: a stage sends the last while it
+    receives the next.
+    """
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """See `PipeSchedule.steps`."""
         for step in range(self.micro_batches + self.stages - 1):
             micro = step - self.stage_id
             turn = step % 2 if self.stage_id % 2 == 0 else (step + 1) % 2
-            receives, sends = turn, (turn + 1) % 2
+            receives = turn
+            sends = (turn + 1) % 2
             commands: list[PipeInstruction] = []
             ends = self.is_first_stage or self.is_last_stage
             if ends and self._valid_micro_batch(micro):
@@ -223,7 +244,9 @@ class InferenceSchedule(PipeSchedule):
 
 
 class TrainSchedule(PipeSchedule):
-    """1F1B: one forward, one backward, in turn (Narayanan et al., "PipeDream", section 3; with a flush per batch)."""
+    """1F1B: one forward, one backward, in turn (Narayanan et al., "PipeDream", section 3; with a
+    flush per batch).
+    """
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """See `PipeSchedule.steps`."""
@@ -232,7 +255,11 @@ class TrainSchedule(PipeSchedule):
         for step in range(total):
             micro, forward = self._work(step)
             commands = self._transfers(micro, previous, forward)
-            if forward and (self.is_first_stage or self.is_last_stage) and self._valid_micro_batch(micro):
+            if (
+                forward
+                and (self.is_first_stage or self.is_last_stage)
+                and self._valid_micro_batch(micro)
+            ):
                 commands.append(LoadMicroBatch(self._buffer_idx(micro)))
             if self._valid_micro_batch(micro):
                 buffer = self._buffer_idx(micro)
@@ -243,8 +270,10 @@ class TrainSchedule(PipeSchedule):
             yield commands
 
     def _transfers(self, micro: int, previous: int, forward: bool) -> list[PipeInstruction]:
-        before, after = self._valid_stage(self.prev_stage), self._valid_stage(self.next_stage)
-        now, then = self._valid_micro_batch(micro), self._valid_micro_batch(previous)
+        before = self._valid_stage(self.prev_stage)
+        after = self._valid_stage(self.next_stage)
+        now = self._valid_micro_batch(micro)
+        then = self._valid_micro_batch(previous)
         commands: list[PipeInstruction] = []
         if forward:
             if then and before:
@@ -260,7 +289,8 @@ class TrainSchedule(PipeSchedule):
 
     def _work(self, step: int) -> tuple[int, bool]:
         """(micro-batch, whether it is a forward) at `step`; an id out of range means idle."""
-        stage, stages = self.stage_id, self.stages
+        stage = self.stage_id
+        stages = self.stages
         if step % 2 == stage % 2:
             return step // 2 - stage // 2, True
         if step % 2 == 0:

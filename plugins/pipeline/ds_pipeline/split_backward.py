@@ -1,9 +1,11 @@
-"""A backward in two halves: gradients of a stage's inputs first, those of its weights later, without repeated work.
+"""A backward in two halves: gradients of a stage's inputs first, those of its weights later,
+without repeated work.
 
-[Note: cuts] The graph's nodes that lead to an input must run first. Where such a node also has an edge that leads only
-to weights (a matrix product does), that side waits: the node's incoming gradient is kept, and the node runs again
-later, computing the other edge alone. A weight that waits must be reached through one such node only; those that are
-used twice, and those below a function written in Python (which would do everything twice), do not wait.
+[Note: cuts] The graph's nodes that lead to an input must run first. Where such a node also has an
+edge that leads only to weights (a matrix product does), that side waits: the node's incoming
+gradient is kept, and the node runs again later, computing the other edge alone. A weight that waits
+must be reached through one such node only; those that are used twice, and those below a function
+written in Python (which would do everything twice), do not wait.
 """
 
 from __future__ import annotations
@@ -30,24 +32,39 @@ class WeightBackward:
     def run(self) -> None:
         """Compute the gradients of the weights; they accumulate as in any backward."""
         for node, weights in self.cuts.items():
-            edges = [(GradientEdge(node, k), g) for k, g in enumerate(self.caught.pop(node, ())) if g is not None]
+            edges = [
+                (GradientEdge(node, k), g)
+                for k, g in enumerate(self.caught.pop(node, ()))
+                if g is not None
+            ]
             if edges:
-                torch.autograd.backward([e for e, _ in edges], [g for _, g in edges], inputs=weights)
+                torch.autograd.backward(
+                    [e for e, _ in edges], [g for _, g in edges], inputs=weights
+                )
         self.cuts.clear()
 
 
-def backward_inputs(outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> WeightBackward:
+def backward_inputs(
+    outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> WeightBackward:
     """Accumulate the gradients of `inputs` (leaves that require them); returns the second half.
 
-    outputs: tensors with a graph. grads: their gradients. Gradients of weights that cannot wait accumulate as well.
+    outputs: tensors with a graph. grads: their gradients. Gradients of weights that cannot wait
+    accumulate as well.
     """
     now, cuts, alive = _cut([t.grad_fn for t in outputs], inputs)
-    if any(isinstance(node, BackwardCFunction) and "Checkpoint" in type(node).__name__ for node in alive):
-        torch.autograd.backward(outputs, grads)  # re-entrant recomputation refuses to be asked for some gradients only
+    if any(
+        isinstance(node, BackwardCFunction) and "Checkpoint" in type(node).__name__
+        for node in alive
+    ):
+        # re-entrant recomputation refuses to be asked for some gradients only
+        torch.autograd.backward(outputs, grads)
         return WeightBackward()
     later = WeightBackward(cuts)
     handles = [
-        node.register_prehook(lambda incoming, node=node: later.caught.__setitem__(node, tuple(incoming)))
+        node.register_prehook(
+            lambda incoming, node=node: later.caught.__setitem__(node, tuple(incoming))
+        )
         for node in cuts
     ]
     try:
@@ -59,8 +76,12 @@ def backward_inputs(outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: 
     return later
 
 
-def _cut(roots: Sequence[Any], inputs: Sequence[Tensor]) -> tuple[list[Tensor], dict[Any, list[Tensor]], list[Any]]:
-    """(weights that cannot wait, node -> weights that wait there, all nodes: their identity holds while they live)."""
+def _cut(
+    roots: Sequence[Any], inputs: Sequence[Tensor]
+) -> tuple[list[Tensor], dict[Any, list[Tensor]], list[Any]]:
+    """(weights that cannot wait, node -> weights that wait there, all nodes: their identity holds
+    while they live).
+    """
     order = _children_first(roots)
     wanted = {id(t) for t in inputs}
     leads: dict[Any, bool] = {}
@@ -80,7 +101,9 @@ def _cut(roots: Sequence[Any], inputs: Sequence[Tensor]) -> tuple[list[Tensor], 
         elif aside:
             cuts[node] = aside
             for weight in aside:
-                times[weight] = times.get(weight, 0) + (2 if isinstance(node, BackwardCFunction) else 1)
+                times[weight] = times.get(weight, 0) + (
+                    2 if isinstance(node, BackwardCFunction) else 1
+                )
     for root in dict.fromkeys(roots):
         if not leads[root]:
             times.update(dict.fromkeys(below[root], 2))
@@ -100,5 +123,9 @@ def _children_first(roots: Sequence[Any]) -> list[Any]:
         elif node not in seen:
             seen.add(node)
             stack.append((node, True))
-            stack += [(child, False) for child, _ in node.next_functions if child is not None and child not in seen]
+            stack += [
+                (child, False)
+                for child, _ in node.next_functions
+                if child is not None and child not in seen
+            ]
     return order

@@ -1,13 +1,14 @@
 """Tied weights: copies on several stages that are, and stay, equal.
 
-[Note: diverted gradients] A tie's gradients are summed over stages before they are averaged over dp. So during a batch
-a hook keeps them from the partitioner, which sees zeros; the sums are handed to it at the batch's end. It need not
-know of ties, and a partitioner that reduces after each micro-batch stays right. The hook is the first of those that run
-when a gradient is complete, so it sees what all hooks of the user's have made of the gradient, also later ones.
+[Note: diverted gradients] A tie's gradients are summed over stages before they are averaged over
+dp. So during a batch a hook keeps them from the partitioner, which sees zeros; the sums are handed
+to it at the batch's end. It need not know of ties, and a partitioner that reduces after each
+micro-batch stays right. The hook is the first of those that run when a gradient is complete, so it
+sees what all hooks of the user's have made of the gradient, also later ones.
 
-[Note: frozen copies] Weights may be frozen and unfrozen between batches. Which are trained is looked up at the begin of
-each, and where that changed on any rank, ranks compare: a copy that is trained on one stage and frozen on another is an
-error on all of them.
+[Note: frozen copies] Weights may be frozen and unfrozen between batches. Which are trained is
+looked up at the begin of each, and where that changed on any rank, ranks compare: a copy that is
+trained on one stage and frozen on another is an error on all of them.
 """
 
 from __future__ import annotations
@@ -30,13 +31,21 @@ if TYPE_CHECKING:
 __all__ = ["Ties", "copies_elsewhere"]
 
 log = logging.getLogger("ds_pipeline")
-ONE_MODULE = "layers of one key are one module, so that results do not depend on the stages that they fall on"
+ONE_MODULE = (
+    "layers of one key are one module, so that results do not depend on the stages that "
+    "they "
+    "fall on"
+)
 
 
 def copies_elsewhere(module: PipelineModule) -> set[str]:
     """Names of tied parameters and buffers of which an earlier stage has the copy that counts."""
     keys = [k for k, stages in module.tied_stages.items() if module.stage_id in stages[1:]]
-    tensors = [(k, n) for k in keys for n, _ in (*module.tied[k].named_parameters(), *module.tied[k].named_buffers())]
+    tensors = [
+        (k, n)
+        for k in keys
+        for n, _ in (*module.tied[k].named_parameters(), *module.tied[k].named_buffers())
+    ]
     return {f"tied.{key}.{name}" for key, name in tensors}
 
 
@@ -44,8 +53,10 @@ class Ties:
     """This rank's tied parameters. Made on all ranks together, once the module is on its device."""
 
     def __init__(self, ctx: Context, module: PipelineModule) -> None:
-        self._ctx, self._any = ctx, bool(module.tied_stages)
-        self._params: dict[str, list[tuple[str, nn.Parameter]]] = {}  # by key: all that can have gradients
+        self._ctx = ctx
+        self._any = bool(module.tied_stages)
+        # by key: all that can have gradients
+        self._params: dict[str, list[tuple[str, nn.Parameter]]] = {}
         self._groups: dict[str, Any] = {}
         self._sums: dict[Tensor, Tensor] = {}
         self._shapes: dict[Tensor, torch.Size] = {}
@@ -59,20 +70,31 @@ class Ties:
         for key, stages in module.tied_stages.items():
             if module.stage_id not in stages:
                 continue
-            tied, group = module.tied[key], groups[tuple(stages)]
+            tied = module.tied[key]
+            group = groups[tuple(stages)]
             self._groups[key] = group
             for tensor in (*tied.parameters(), *tied.buffers()):
                 comm.broadcast(tensor.data, src=column[stages[0]], group=group)
-            self._params[key] = [(n, p) for n, p in tied.named_parameters() if p.is_floating_point() or p.is_complex()]
+            self._params[key] = [
+                (n, p)
+                for n, p in tied.named_parameters()
+                if p.is_floating_point() or p.is_complex()
+            ]
             for _, param in self._params[key]:
                 self._shapes[param] = param.shape
                 self._watch(param)
             more = [n for n, _ in tied.named_parameters() if n not in module.tied_attrs[key]]
             if more and module.stage_id == stages[0] and ctx.mesh.index("dp") == 0:
-                log_once(log, logging.INFO, f"TiedLayerSpec {key!r}: {', '.join(more)} are tied too; {ONE_MODULE}")
+                log_once(
+                    log,
+                    logging.INFO,
+                    f"TiedLayerSpec {key!r}: {', '.join(more)} are tied too; {ONE_MODULE}",
+                )
 
     def _watch(self, param: nn.Parameter) -> None:
-        """Hook it now, before the core's hooks; torch hooks no parameter that is frozen, though it may be thawed."""
+        """Hook it now, before the core's hooks; torch hooks no parameter that is frozen, though it
+        may be thawed.
+        """
         frozen = not param.requires_grad
         param.requires_grad_(True)
         self._ctx.undo(param.register_post_accumulate_grad_hook(self._divert).remove)
@@ -81,7 +103,7 @@ class Ties:
     def __contains__(self, param: object) -> bool:
         return param in self._shapes
 
-    # -- which are trained -----------------------------------------------------------------------------------
+    # -- which are trained -------------------------------------------------------------------------
 
     def _told(self) -> dict[str, str]:
         """How each parameter is trained now, by its name in the model."""
@@ -89,7 +111,11 @@ class Ties:
             self._given = self._shapes.keys() & set(self._ctx.trained)
         named = {f"tied.{key}.{n}": p for key, params in self._params.items() for n, p in params}
         return {
-            name: "left out of the optimizer" if p not in self._given else "trained" if p.requires_grad else "frozen"
+            name: "left out of the optimizer"
+            if p not in self._given
+            else "trained"
+            if p.requires_grad
+            else "frozen"
             for name, p in named.items()
         }
 
@@ -99,7 +125,9 @@ class Ties:
         return self._any and self._told() != self._agreed
 
     def agree(self) -> None:
-        """Compare with the other stages which are trained; UsageError on all ranks if copies differ. Collective."""
+        """Compare with the other stages which are trained; UsageError on all ranks if copies
+        differ. Collective.
+        """
         mine = self._told()
         stages: dict[str, dict[str, set[int]]] = {}
         for stage, told in comm.all_gather_json([self._ctx.mesh.coord["pp"], mine]):
@@ -107,14 +135,18 @@ class Ties:
                 stages.setdefault(name, {}).setdefault(how, set()).add(stage)
         for name, ways in stages.items():
             if len(ways) > 1:
-                shown = ", ".join(f"{how} on stage {', '.join(map(str, sorted(on)))}" for how, on in ways.items())
+                shown = ", ".join(
+                    f"{how} on stage {', '.join(map(str, sorted(on)))}" for how, on in ways.items()
+                )
                 raise UsageError(
-                    f"copies of the tied weight {name!r} are {shown}, so they would drift apart; freeze or thaw it, "
+                    f"copies of the tied weight {name!r} are {shown}, so they would drift apart; "
+                    "freeze or thaw it, "
                     "and list it in model_parameters, on every stage alike"
                 )
-        self._agreed, self._members = mine, {p for p in self._given or () if p.requires_grad}
+        self._agreed = mine
+        self._members = {p for p in self._given or () if p.requires_grad}
 
-    # -- a batch ---------------------------------------------------------------------------------------------
+    # -- a batch -----------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """A batch begins, and ranks agree on what is trained."""
@@ -158,6 +190,8 @@ def _groups(ctx: Context, wanted: set[tuple[int, ...]]) -> dict[tuple[int, ...],
     """A process group for each set of stages, of this rank's column. Collective over all ranks."""
     mesh = ctx.mesh
     return {
-        stages: mesh.group("pp") if len(stages) == mesh.size("pp") else mesh.own_group("pp", only=stages)
+        stages: mesh.group("pp")
+        if len(stages) == mesh.size("pp")
+        else mesh.own_group("pp", only=stages)
         for stages in sorted(wanted)
     }

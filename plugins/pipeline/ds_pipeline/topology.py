@@ -1,7 +1,7 @@
 """Named coordinates of ranks (torch-free), and the grid that serves as a Megatron-style mpu.
 
-`ProcessTopology` is arithmetic alone. `PipelineParallelGrid` takes its groups from the core's mesh once
-`ds_core.initialize` has made it.
+`ProcessTopology` is arithmetic alone. `PipelineParallelGrid` takes its groups from the core's mesh
+once `ds_core.initialize` has made it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from ds_core.errors import UsageError
 if TYPE_CHECKING:
     from ds_core.mesh import Mesh
 
-__all__ = ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "PipelineParallelGrid", "ProcessTopology"]
+__all__ = [
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
+    "PipelineParallelGrid",
+    "ProcessTopology",
+]
 
 
 class ProcessTopology:
@@ -26,8 +31,12 @@ class ProcessTopology:
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         if len(axes) != len(dims) or len(set(axes)) != len(axes) or any(d < 1 for d in dims):
-            raise ValueError(f"axes {list(axes)} with sizes {list(dims)}: one size of at least 1 for each, names once")
-        self.axes, self.dims = list(axes), list(dims)
+            raise ValueError(
+                f"axes {list(axes)} with sizes {list(dims)}: one size of at least 1 for each, "
+                "names once"
+            )
+        self.axes = list(axes)
+        self.dims = list(dims)
         self.ProcessCoord = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
         places = itertools.product(*map(range, self.dims))
         coords = (self.ProcessCoord(**dict(zip(self.axes, place, strict=True))) for place in places)
@@ -36,10 +45,16 @@ class ProcessTopology:
     def get_rank(self, **coords: int) -> int:
         """The rank at `coords`, which name every axis; ValueError else."""
         if set(coords) != set(self.axes):
-            raise ValueError(f"get_rank needs each of {self.axes} once, got {sorted(coords)}; filter_match takes some")
+            raise ValueError(
+                f"get_rank needs each of {self.axes} once, got {sorted(coords)}; filter_match "
+                "takes some"
+            )
         key = self.ProcessCoord(**coords)
         if key not in self.mapping:
-            raise ValueError(f"there is no rank at {key}; the sizes are {dict(zip(self.axes, self.dims, strict=True))}")
+            raise ValueError(
+                f"there is no rank at {key}; the sizes are "
+                f"{dict(zip(self.axes, self.dims, strict=True))}"
+            )
         return self.mapping[key]
 
     def get_axis_names(self) -> list[str]:
@@ -82,7 +97,11 @@ class ProcessTopology:
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
         """The ranks with the given coordinates, in order."""
-        return [r for c, r in self.mapping.items() if all(getattr(c, k) == v for k, v in filter_kwargs.items())]
+        return [
+            r
+            for c, r in self.mapping.items()
+            if all(getattr(c, k) == v for k, v in filter_kwargs.items())
+        ]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
         """The ranks with coordinate `idx` on `axis`, in order."""
@@ -104,32 +123,42 @@ class PipeDataParallelTopology(ProcessTopology):
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Pipeline, data and model parallelism; ranks of a model-parallel group are next to each other."""
+    """Pipeline, data and model parallelism; ranks of a model-parallel group are next to each
+    other."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
 
 
 class PipelineParallelGrid:
-    """Coordinates of this rank, and the mpu getters. Groups exist once `ds_core.initialize` has bound it to the mesh.
+    """Coordinates of this rank, and the mpu getters. Groups exist once `ds_core.initialize` has
+    bound it to the mesh.
 
-    topology: None is data parallelism alone. process_group: the ranks that the topology numbers; None is the world.
+    topology: None is data parallelism alone. process_group: the ranks that the topology numbers;
+        None is the world.
     rank: None is this process's.
     """
 
     def __init__(
-        self, topology: ProcessTopology | None = None, process_group: Any = None, *, rank: int | None = None
+        self,
+        topology: ProcessTopology | None = None,
+        process_group: Any = None,
+        *,
+        rank: int | None = None,
     ) -> None:
         self._ranks: list[int] | None = None  # of the group: global ranks
         if topology is None or rank is None or process_group is not None:
             from ds_core import comm
 
-            rank, size = comm.rank() if rank is None else rank, comm.world_size()
+            rank = comm.rank() if rank is None else rank
+            size = comm.world_size()
             if process_group is not None:
                 rank, size = self._place_in(process_group, rank)
             topology = PipeDataParallelTopology(1, size) if topology is None else topology
             if process_group is not None and topology.world_size() != size:
-                raise UsageError(f"the topology has {topology.world_size()} ranks, process_group {size}")
+                raise UsageError(
+                    f"the topology has {topology.world_size()} ranks, process_group {size}"
+                )
         self._topo = topology
         self.global_rank = self._ranks[rank] if self._ranks is not None else rank
         self.world_size = topology.world_size()
@@ -149,7 +178,10 @@ class PipelineParallelGrid:
 
         self._ranks = list(get_process_group_ranks(group))
         if rank not in self._ranks:
-            raise UsageError(f"PipelineParallelGrid: rank {rank} is not in process_group, which has {self._ranks}")
+            raise UsageError(
+                f"PipelineParallelGrid: rank {rank} is not in process_group, which has "
+                f"{self._ranks}"
+            )
         return self._ranks.index(rank), len(self._ranks)
 
     def bind(self, mesh: Mesh | None) -> None:
@@ -163,7 +195,8 @@ class PipelineParallelGrid:
     def _group(self, *axes: str) -> Any:
         if self._mesh is None:
             raise UsageError(
-                "the grid has process groups once ds_core.initialize has been called with the module, without mpu="
+                "the grid has process groups once ds_core.initialize has been called with the "
+                "module, without mpu="
             )
         return self._mesh.group(*(a for a in axes if self._mesh.has(a)))
 
@@ -185,7 +218,7 @@ class PipelineParallelGrid:
         rank: int = self._topo.get_rank(**{**self._coord._asdict(), "pipe": stage_id, **kwargs})
         return self._ranks[rank] if self._ranks is not None else rank
 
-    # -- the mpu contract ------------------------------------------------------------------------------------
+    # -- the mpu contract --------------------------------------------------------------------------
 
     def get_global_rank(self) -> int:
         """This process's rank."""
@@ -229,5 +262,7 @@ class PipelineParallelGrid:
 
     # Tensor slicing is what the model axis is for; these are its names in later Megatron versions.
     get_slice_parallel_rank = get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_slice_parallel_world_size = get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_slice_parallel_world_size = get_tensor_model_parallel_world_size = (
+        get_model_parallel_world_size
+    )
     get_slice_parallel_group = get_tensor_model_parallel_group = get_model_parallel_group

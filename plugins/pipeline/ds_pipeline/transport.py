@@ -1,11 +1,14 @@
-"""Sends activations and gradients between stages, asynchronously; shapes are sent only when they are new.
+"""Sends activations and gradients between stages, asynchronously; shapes are sent only when they
+are new.
 
-[Note: channels] Messages are sent over several groups along pp, chosen so that on each of them a rank only sends to one
-peer or only receives from one. So messages are received in the order in which they were sent, whatever else is under
-way, and no backend can block one behind another (NCCL carries out what is asked of a group one after the other).
+[Note: channels] Messages are sent over several groups along pp, chosen so that on each of them a
+rank only sends to one peer or only receives from one. So messages are received in the order in
+which they were sent, whatever else is under way, and no backend can block one behind another (NCCL
+carries out what is asked of a group one after the other).
 
-[Note: shapes] A stage's outputs have the shapes of the last batch unless the model's inputs have changed. Only then,
-and always for models with ``dynamic_shape``, a header is sent before the message.
+[Note: shapes] A stage's outputs have the shapes of the last batch unless the model's inputs have
+changed. Only then, and always for models with ``dynamic_shape``, a header is sent before the
+message.
 """
 
 from __future__ import annotations
@@ -44,14 +47,18 @@ DTYPES = (
 
 
 class Meta(NamedTuple):
-    """Description of a message: per tensor (shape, dtype, whether its gradient is sent back); whether it is a tuple."""
+    """Description of a message: per tensor (shape, dtype, whether its gradient is sent back);
+    whether it is a tuple.
+    """
 
     tensors: tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
     is_tuple: bool
 
 
 class Incoming(NamedTuple):
-    """A message that will be received. kind: "act" or "grad"; part: the part of the model that it is for."""
+    """A message that will be received. kind: "act" or "grad"; part: the part of the model that it
+    is for.
+    """
 
     kind: str
     part: int
@@ -65,11 +72,16 @@ def describe(tensors: Sequence[Tensor], is_tuple: bool) -> Meta:
 class StageTransport:
     """This stage's messages. Made on all ranks together.
 
-    stages, chunks: of the pipeline. split: whether tensor-parallel ranks send shares of activations, of gradients.
+    stages, chunks: of the pipeline. split: whether tensor-parallel ranks send shares of
+    activations, of gradients.
     """
 
-    def __init__(self, ctx: Context, stages: int, stage: int, chunks: int, split: tuple[bool, bool]) -> None:
-        self._stages, self._stage, self._device = stages, stage, ctx.accelerator.current_device()
+    def __init__(
+        self, ctx: Context, stages: int, stage: int, chunks: int, split: tuple[bool, bool]
+    ) -> None:
+        self._stages = stages
+        self._stage = stage
+        self._device = ctx.accelerator.current_device()
         mesh = ctx.mesh
         self._column = mesh.ranks("pp")
         self._tp = mesh.group("tp") if mesh.has("tp") else None
@@ -77,33 +89,44 @@ class StageTransport:
         self._share = {"act": split[0] and count > 1, "grad": split[1] and count > 1}
         self._tp_place = (mesh.index("tp"), count) if count > 1 else (0, 1)
         self._groups = _channels(ctx, stages, chunks)
-        self._known: dict[tuple[bool, int], Meta] = {}  # of what comes into a part, by whether gradients are wanted
+        # of what comes into a part, by whether gradients are wanted
+        self._known: dict[tuple[bool, int], Meta] = {}
         self._local: dict[str, deque[tuple[Meta, list[Tensor]]]] = {"act": deque(), "grad": deque()}
         self.begin((), train=True, headers="none", most=1)
 
     def begin(self, incoming: Iterable[Incoming], *, train: bool, headers: str, most: int) -> None:
-        """A batch begins. incoming: what will be received, in order. headers: "none", "first" (per part) or "each".
+        """A batch begins. incoming: what will be received, in order. headers: "none", "first" (per
+        part) or "each".
 
         most: messages of a kind that may be under way at a time.
         """
-        self._train, self._headers, self._most = train, headers, most
+        self._train = train
+        self._headers = headers
+        self._most = most
         self._wants: dict[str, deque[Incoming]] = {"act": deque(), "grad": deque()}
         for want in incoming:
             self._wants[want.kind].append(want)
         self._told: set[int] = set()
         self._heard: set[int] = set()
-        self._sending: dict[str, deque[list[tuple[Any, Tensor]]]] = {"act": deque(), "grad": deque()}
-        self._posted: dict[str, deque[tuple[Meta, list[_Arriving]]]] = {"act": deque(), "grad": deque()}
+        self._sending: dict[str, deque[list[tuple[Any, Tensor]]]] = {
+            "act": deque(),
+            "grad": deque(),
+        }
+        self._posted: dict[str, deque[tuple[Meta, list[_Arriving]]]] = {
+            "act": deque(),
+            "grad": deque(),
+        }
         for queue in self._local.values():
             queue.clear()
         for kind in ("act", "grad"):
             self._post(kind)
 
-    # -- sending ---------------------------------------------------------------------------------------------
+    # -- sending -----------------------------------------------------------------------------------
 
     def send_activation(self, part: int, tensors: Sequence[Tensor], is_tuple: bool) -> Meta:
         """Send the outputs that are the input of `part`; their meta."""
-        meta, key = describe(tensors, is_tuple), (self._train, part)
+        meta = describe(tensors, is_tuple)
+        key = (self._train, part)
         if self._stages == 1:
             self._local["act"].append((meta, [t.detach() for t in tensors]))
             return meta
@@ -114,9 +137,12 @@ class StageTransport:
             self._told.add(part)
         elif self._known[key] != meta:
             raise UsageError(
-                f"stage {self._stage} gives {_shown(meta)}, and gave {_shown(self._known[key])} before, for inputs "
-                "of the same shapes; call engine.reset_activation_shape() before the batch on every rank when the "
-                "model has changed, build the PipelineModule with dynamic_shape=True when the shapes depend on values"
+                f"stage {self._stage} gives {_shown(meta)}, and gave {_shown(self._known[key])} "
+                "before, for inputs "
+                "of the same shapes; call engine.reset_activation_shape() before the batch on "
+                "every rank when the "
+                "model has changed, build the PipelineModule with dynamic_shape=True when the "
+                "shapes depend on values"
             )
         self._send(flat, "act", part)
         return meta
@@ -136,10 +162,20 @@ class StageTransport:
         return flat
 
     def _send(self, message: Sequence[Tensor], kind: str, part: int) -> None:
-        """Begin to send. Tensors are kept until they have gone, which waits for the oldest when there are many."""
-        target, group = self._column[part % self._stages], self._groups[_channel(kind, self._stage, self._stages)]
+        """Begin to send.
+
+        Tensors are kept until they have gone, which waits for the oldest when there are many.
+        """
+        target = self._column[part % self._stages]
+        group = self._groups[_channel(kind, self._stage, self._stages)]
         sending = self._sending[kind]
-        sending.append([(_named(kind, comm.isend, flat, target, group), flat) for flat in message if flat.numel()])
+        sending.append(
+            [
+                (_named(kind, comm.isend, flat, target, group), flat)
+                for flat in message
+                if flat.numel()
+            ]
+        )
         while len(sending) > self._most:  # proved not to deadlock, see `PipelineRunner._prove`
             _wait(sending.popleft())
 
@@ -149,7 +185,7 @@ class StageTransport:
             while sending:
                 _wait(sending.popleft())
 
-    # -- receiving -------------------------------------------------------------------------------------------
+    # -- receiving ---------------------------------------------------------------------------------
 
     def receive_activation(self, part: int) -> tuple[Meta, list[Tensor]]:
         """The input of `part`, in schedule order."""
@@ -217,7 +253,13 @@ class _Arriving:
     """A tensor on its way here."""
 
     def __init__(
-        self, owner: StageTransport, kind: str, shape: tuple[int, ...], dtype: torch.dtype, source: int, group: Any
+        self,
+        owner: StageTransport,
+        kind: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        source: int,
+        group: Any,
     ) -> None:
         self._whole = torch.empty(shape, dtype=dtype, device=owner._device)
         place, count = owner._tp_place
@@ -231,7 +273,9 @@ class _Arriving:
         if self._work is not None:
             self._work.wait()
             if self._group is not None:
-                comm.all_gather_into_tensor(self._whole.view(-1).view(torch.uint8), self._into, group=self._group)
+                comm.all_gather_into_tensor(
+                    self._whole.view(-1).view(torch.uint8), self._into, group=self._group
+                )
         return self._whole
 
 
@@ -247,7 +291,9 @@ def _wait(message: Iterable[tuple[Any, Tensor]]) -> None:
 
 
 def _channel(kind: str, source: int, stages: int) -> str:
-    """The group over which stage `source` sends; even and odd stages have different ones, the way round the end too."""
+    """The group over which stage `source` sends; even and odd stages have different ones, the way
+    round the end too.
+    """
     wraps = source == (stages - 1 if kind == "act" else 0)
     return f"{kind} wrap" if wraps else f"{kind} {source % 2}"
 
@@ -278,12 +324,19 @@ def _header(meta: Meta) -> Tensor:
     for shape, dtype, wants_grad in meta.tensors:
         numbers += [DTYPES.index(dtype), int(wants_grad), len(shape), *shape]
     if len(numbers) > HEADER:
-        raise UsageError(f"a stage gives {len(meta.tensors)} tensors, too many to describe; pack some into one")
-    return torch.tensor(numbers + [0] * (HEADER - len(numbers)), dtype=torch.int64).view(torch.uint8)
+        raise UsageError(
+            f"a stage gives {len(meta.tensors)} tensors, too many to describe; pack some into one"
+        )
+    return torch.tensor(numbers + [0] * (HEADER - len(numbers)), dtype=torch.int64).view(
+        torch.uint8
+    )
 
 
 def _read_header(numbers: list[int]) -> Meta:
-    count, is_tuple, at, tensors = numbers[0], bool(numbers[1]), 2, []
+    count = numbers[0]
+    is_tuple = bool(numbers[1])
+    at = 2
+    tensors = []
     for _ in range(count):
         dtype, wants_grad, dims = numbers[at : at + 3]
         tensors.append((tuple(numbers[at + 3 : at + 3 + dims]), DTYPES[dtype], bool(wants_grad)))
@@ -293,4 +346,7 @@ def _read_header(numbers: list[int]) -> Meta:
 
 def _shown(meta: Meta) -> str:
     """For messages; a star where the gradient is wanted."""
-    return ", ".join(f"{str(d).removeprefix('torch.')}{list(s)}{'*' * w}" for s, d, w in meta.tensors) or "nothing"
+    return (
+        ", ".join(f"{str(d).removeprefix('torch.')}{list(s)}{'*' * w}" for s, d, w in meta.tensors)
+        or "nothing"
+    )

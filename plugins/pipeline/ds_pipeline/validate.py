@@ -1,8 +1,9 @@
 """Proves a schedule: complete, free of deadlock, and how large its bubble and its activations are.
 
-All stages' instructions are carried out on counters instead of tensors, over one of three kinds of transport: sends
-that never wait, those that wait when so many messages are under way (as on the engine), and sends that wait for their
-receive (the weakest promise of any backend, for schedules whose steps are atomic).
+All stages' instructions are carried out on counters instead of tensors, over one of three kinds of
+transport: sends that never wait, those that wait when so many messages are under way (as on the
+engine), and sends that wait for their receive (the weakest promise of any backend, for schedules
+whose steps are atomic).
 """
 
 from __future__ import annotations
@@ -33,12 +34,16 @@ __all__ = ["ScheduleProof", "ScheduleError", "Busy", "check"]
 
 
 class ScheduleError(ValueError):
-    """A schedule that would deadlock, leave work out, or mix up micro-batches; names stage and instruction."""
+    """A schedule that would deadlock, leave work out, or mix up micro-batches; names stage and
+    instruction.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """Time in which a stage computes. kind: "F", "B" (full backward), "I" (inputs' half) or "W" (weights' half)."""
+    """Time in which a stage computes. kind: "F", "B" (full backward), "I" (inputs' half) or "W"
+    (weights' half).
+    """
 
     kind: str
     micro: int
@@ -51,8 +56,9 @@ class Busy:
 class ScheduleProof:
     """What a run of a schedule is like, in units of one forward of one chunk.
 
-    makespan: from the first to the last work. bubble: share of all stages' time in which they wait. activations: per
-    stage the most micro-batch chunks whose activations it keeps. spans: per stage, in order.
+    makespan: from the first to the last work. bubble: share of all stages' time in which they wait.
+    activations: per stage the most micro-batch chunks whose activations it keeps. spans: per stage,
+    in order.
     """
 
     makespan: float
@@ -107,10 +113,13 @@ def check(
     forward: float = 1.0,
     backward: float = 2.0,
 ) -> ScheduleProof:
-    """Carry out the schedules ``make(0) .. make(stages - 1)``; ScheduleError when they do not do their work.
+    """Carry out the schedules ``make(0) .. make(stages - 1)``; ScheduleError when they do not do
+    their work.
 
-    train: whether every micro-batch must also go backward, be reduced and stepped. waiting: sends wait for receives.
-    capacity: a send waits while so many messages of its kind from its stage are not received yet (None: never).
+    train: whether every micro-batch must also go backward, be reduced and stepped. waiting: sends
+        wait for receives.
+    capacity: a send waits while so many messages of its kind from its stage are not received yet
+        (None: never).
     forward, backward: time of one chunk's passes; each half of a split backward takes half.
     """
     schedules = [make(0)]
@@ -133,13 +142,20 @@ class _Simulation:
         waiting: bool,
         capacity: int | None,
     ) -> None:
-        self.schedules, self.cost, self.train = schedules, costs, train
-        self.waiting, self.capacity = waiting, capacity
-        self.count, self.chunks = len(schedules), schedules[0].chunks
+        self.schedules = schedules
+        self.cost = costs
+        self.train = train
+        self.waiting = waiting
+        self.capacity = capacity
+        self.count = len(schedules)
+        self.chunks = schedules[0].chunks
         self.parts = self.count * self.chunks
-        self.stages = [_Stage(deque(i for step in s.steps() for i in step), s.chunks) for s in schedules]
-        # Activations and gradients use separate channels. On each, messages from one stage to another arrive in the
-        # order in which they were sent (the engine's transport promises no more, since NCCL does not).
+        self.stages = [
+            _Stage(deque(i for step in s.steps() for i in step), s.chunks) for s in schedules
+        ]
+        # Activations and gradients use separate channels. On each, messages from one stage to
+        # another arrive in the order in which they were sent (the engine's transport promises no
+        # more, since NCCL does not).
         self.wires: dict[tuple[int, int, str], deque[Message]] = {}
 
     def go(self) -> None:
@@ -151,7 +167,9 @@ class _Simulation:
                     stage.todo.popleft()
                     moved = True
             if not moved:
-                waits = [f"stage {n} waits in {s.todo[0]}" for n, s in enumerate(self.stages) if s.todo]
+                waits = [
+                    f"stage {n} waits in {s.todo[0]}" for n, s in enumerate(self.stages) if s.todo
+                ]
                 raise ScheduleError(f"deadlock: {'; '.join(waits)}")
         self._complete()
 
@@ -177,7 +195,9 @@ class _Simulation:
             return self._receive(number, stage, what, buffer, part)
         return self._compute(number, stage, what, buffer, part)
 
-    def _load(self, number: int, stage: _Stage, what: BufferOpInstruction, buffer: _Buffer, part: int) -> bool:
+    def _load(
+        self, number: int, stage: _Stage, what: BufferOpInstruction, buffer: _Buffer, part: int
+    ) -> bool:
         micro = stage.loaded.get(what.chunk, 0)
         stage.loaded[what.chunk] = micro + 1
         if micro >= self.schedules[number].num_micro_batches:
@@ -185,7 +205,9 @@ class _Simulation:
         if part == 0:
             self._begin(number, what, buffer, micro)
         elif part != self.parts - 1:
-            raise self._wrong(number, what, "only the first and the last part of the model take data")
+            raise self._wrong(
+                number, what, "only the first and the last part of the model take data"
+            )
         if part == self.parts - 1:
             buffer.labels = micro  # they may come before the inputs do
         return True
@@ -193,10 +215,13 @@ class _Simulation:
     def _begin(self, number: int, what: PipeInstruction, buffer: _Buffer, micro: int) -> None:
         if buffer.weight_due or (self.train and buffer.outputs):
             raise self._wrong(number, what, f"micro-batch {buffer.micro} still needs the buffer")
-        buffer.micro, buffer.inputs = micro, True
+        buffer.micro = micro
+        buffer.inputs = True
         buffer.outputs = buffer.grad = buffer.input_grad = False
 
-    def _send(self, number: int, stage: _Stage, what: BufferOpInstruction, buffer: _Buffer, part: int) -> bool:
+    def _send(
+        self, number: int, stage: _Stage, what: BufferOpInstruction, buffer: _Buffer, part: int
+    ) -> bool:
         forward = isinstance(what, SendActivation)
         there = buffer.outputs if forward else buffer.input_grad
         if not there or buffer.micro is None:
@@ -209,17 +234,26 @@ class _Simulation:
         if self.waiting:
             peer = self.stages[target % self.count]
             wanted = RecvActivation if forward else RecvGrad
-            if not (peer.todo and isinstance(peer.todo[0], wanted)) and target % self.count != number:
+            if (
+                not (peer.todo and isinstance(peer.todo[0], wanted))
+                and target % self.count != number
+            ):
                 return False
             stage.clock = max(stage.clock, peer.clock)
-        elif self.capacity is not None and len(wire) >= self.capacity and target % self.count != number:
+        elif (
+            self.capacity is not None
+            and len(wire) >= self.capacity
+            and target % self.count != number
+        ):
             return False
         wire.append((buffer.micro, target, stage.clock))
         if not forward:
             buffer.input_grad = False
         return True
 
-    def _receive(self, number: int, stage: _Stage, what: BufferOpInstruction, buffer: _Buffer, part: int) -> bool:
+    def _receive(
+        self, number: int, stage: _Stage, what: BufferOpInstruction, buffer: _Buffer, part: int
+    ) -> bool:
         forward = isinstance(what, RecvActivation)
         source = part - 1 if forward else part + 1
         if not 0 <= source < self.parts:
@@ -229,47 +263,68 @@ class _Simulation:
             return False
         micro, target, when = wire[0]
         if target != part:
-            raise self._wrong(number, what, f"what comes is of micro-batch {micro} for part {target}")
+            raise self._wrong(
+                number, what, f"what comes is of micro-batch {micro} for part {target}"
+            )
         wire.popleft()
         stage.clock = max(stage.clock, when)
         if forward:
             self._begin(number, what, buffer, micro)
         elif buffer.micro != micro:
-            raise self._wrong(number, what, f"a gradient of micro-batch {micro} for micro-batch {buffer.micro}")
+            raise self._wrong(
+                number, what, f"a gradient of micro-batch {micro} for micro-batch {buffer.micro}"
+            )
         else:
             buffer.grad = True
         return True
 
-    def _compute(self, number: int, stage: _Stage, what: BufferOpInstruction, buffer: _Buffer, part: int) -> bool:
+    def _compute(
+        self, number: int, stage: _Stage, what: BufferOpInstruction, buffer: _Buffer, part: int
+    ) -> bool:
         if isinstance(what, ForwardPass):
-            kind, ready = "F", buffer.inputs
+            kind = "F"
+            ready = buffer.inputs
         elif isinstance(what, (BackwardPass, BackwardInput)):
             kind = "B" if isinstance(what, BackwardPass) else "I"
             ready = buffer.outputs and (buffer.grad or part == self.parts - 1)
         elif isinstance(what, BackwardWeight):
-            kind, ready = "W", buffer.weight_due
+            kind = "W"
+            ready = buffer.weight_due
         else:
             return True
         if not ready or buffer.micro is None:
             raise self._wrong(number, what, f"its buffer does not hold what it needs ({buffer})")
         if kind == "F" and part == self.parts - 1 and buffer.labels != buffer.micro:
-            raise self._wrong(number, what, f"labels of micro-batch {buffer.labels} for micro-batch {buffer.micro}")
+            raise self._wrong(
+                number,
+                what,
+                f"labels of micro-batch {buffer.labels} for micro-batch {buffer.micro}",
+            )
         if stage.ended:
             raise self._wrong(number, what, f"it comes after {stage.ended[-1]}")
-        done = {"F": stage.forwards, "B": stage.backwards, "I": stage.backwards, "W": stage.weights}[kind]
+        done = {
+            "F": stage.forwards,
+            "B": stage.backwards,
+            "I": stage.backwards,
+            "W": stage.weights,
+        }[kind]
         if (buffer.micro, what.chunk) in done:
             raise self._wrong(number, what, f"micro-batch {buffer.micro} was there before")
         done.add((buffer.micro, what.chunk))
-        stage.spans.append(Busy(kind, buffer.micro, what.chunk, stage.clock, stage.clock + self.cost[kind]))
+        stage.spans.append(
+            Busy(kind, buffer.micro, what.chunk, stage.clock, stage.clock + self.cost[kind])
+        )
         stage.clock += self.cost[kind]
         if kind == "F":
-            buffer.inputs, buffer.outputs = self.train, True
+            buffer.inputs = self.train
+            buffer.outputs = True
             stage.live += 1
             stage.most = max(stage.most, stage.live)
             return True
         if kind in "BI":
             buffer.outputs = buffer.grad = buffer.inputs = False
-            buffer.input_grad, buffer.weight_due = part > 0, kind == "I"
+            buffer.input_grad = part > 0
+            buffer.weight_due = kind == "I"
         else:
             buffer.weight_due = False
         if kind in "BW":
@@ -281,23 +336,32 @@ class _Simulation:
         everything = {(m, c) for m in range(micro_batches) for c in range(self.chunks)}
         for number, stage in enumerate(self.stages):
             halves = {(s.micro, s.chunk) for s in stage.spans if s.kind == "I"}
-            kinds = [("forward", stage.forwards, everything), ("weights' backward", stage.weights, halves)]
+            kinds = [
+                ("forward", stage.forwards, everything),
+                ("weights' backward", stage.weights, halves),
+            ]
             if self.train:
                 kinds.insert(1, ("backward", stage.backwards, everything))
             for name, done, wanted in kinds:
                 if missing := sorted(wanted - done):
                     raise ScheduleError(
-                        f"stage {number}: no {name} of micro-batch {missing[0][0]}, chunk {missing[0][1]}"
+                        f"stage {number}: no {name} of micro-batch {missing[0][0]}, chunk "
+                        f"{missing[0][1]}"
                     )
             if self.train and stage.ended != ["ReduceTiedGrads", "ReduceGrads", "OptimizerStep"]:
                 one = self.count == 1 and stage.ended == ["ReduceGrads", "OptimizerStep"]
                 if not one:
-                    raise ScheduleError(f"stage {number} ends with {stage.ended}, not two reductions and a step")
+                    raise ScheduleError(
+                        f"stage {number} ends with {stage.ended}, not two reductions and a step"
+                    )
             if self.train and stage.spans and stage.ended and stage.live:
-                raise ScheduleError(f"stage {number} keeps the activations of {stage.live} micro-batches")
+                raise ScheduleError(
+                    f"stage {number} keeps the activations of {stage.live} micro-batches"
+                )
         if left := [(wire, list(messages)) for wire, messages in self.wires.items() if messages]:
             raise ScheduleError(
-                f"sent from stage {left[0][0][0]} to {left[0][0][1]} and never received: {left[0][1][0]}"
+                f"sent from stage {left[0][0][0]} to {left[0][0][1]} and never received: "
+                f"{left[0][1][0]}"
             )
 
     def _wrong(self, number: int, what: PipeInstruction, why: str) -> ScheduleError:

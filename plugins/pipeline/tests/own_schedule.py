@@ -27,6 +27,8 @@ class Forgetful(GPipe):
 
     def steps(self) -> Iterator[list[s.PipeInstruction]]:
         forwards = [
-            step for step in super().steps() if not any(w.name.endswith(("BackwardPass", "Grad")) for w in step)
+            step
+            for step in super().steps()
+            if not any(w.name.endswith(("BackwardPass", "Grad")) for w in step)
         ]
         yield from forwards

@@ -1,4 +1,6 @@
-"""Models of the tests: lists of layers, and the same as one plain module, which knows nothing of pipelines."""
+"""Models of the tests: lists of layers, and the same as one plain module, which knows nothing of
+pipelines.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,11 @@ import torch
 from ds_pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
-VOCAB, WIDTH, LENGTH, MICRO, SEED = 11, 6, 5, 2, 77
+VOCAB = 11
+WIDTH = 6
+LENGTH = 5
+MICRO = 2
+SEED = 77
 
 
 class Block(nn.Module):
@@ -17,12 +23,15 @@ class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 9), nn.Linear(9, width, bias=False)
+        self.up = nn.Linear(width, 9)
+        self.down = nn.Linear(9, width, bias=False)
         self.register_buffer("shift", torch.full((width,), 0.1))
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         hidden, mask = inputs
-        out = self.down(torch.tanh(self.up(self.norm(hidden)))) + self.get_buffer("shift").to(hidden.dtype)
+        out = self.down(torch.tanh(self.up(self.norm(hidden)))) + self.get_buffer("shift").to(
+            hidden.dtype
+        )
         return hidden + out * mask.unsqueeze(-1), mask
 
 
@@ -56,7 +65,9 @@ def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
 def pipeline(stages: int, chunks: int = 1, **options: Any) -> PipelineModule:
     """`specs` in stages, with the weights of `Plain`, in fp64."""
     options = {"partition_method": "uniform", "seed_layers": True, "base_seed": SEED, **options}
-    model = PipelineModule(specs(), num_stages=stages, loss_fn=loss_fn, chunks=chunks, **options).double()
+    model = PipelineModule(
+        specs(), num_stages=stages, loss_fn=loss_fn, chunks=chunks, **options
+    ).double()
     model.seed_layers = False  # nothing in forward is random
     return model
 
@@ -82,7 +93,8 @@ class Plain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.tied = nn.ModuleDict(), nn.ModuleDict()
+        self.layers = nn.ModuleDict()
+        self.tied = nn.ModuleDict()
         self.calls: list[Any] = []
         for index, spec in enumerate(specs()):
             torch.manual_seed(SEED + index)

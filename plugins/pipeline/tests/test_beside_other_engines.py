@@ -27,7 +27,9 @@ def _config(stage: int = 0, gas: int = 1) -> dict[str, Any]:
 def _pipe(stage: int) -> Any:
     torch.manual_seed(0)
     specs = [LayerSpec(nn.Linear, 3, 3) for _ in range(4)]
-    model = PipelineModule(specs, num_stages=2, loss_fn=nn.functional.mse_loss, seed_layers=True).double()
+    model = PipelineModule(
+        specs, num_stages=2, loss_fn=nn.functional.mse_loss, seed_layers=True
+    ).double()
     return ds_core.initialize(model=model, config=_config(stage, GAS))[0]
 
 
@@ -37,7 +39,9 @@ def _plain(stage: int) -> Any:
 
 
 def _data(step: int, index: int) -> Tensor:
-    return torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + index))
+    return torch.randn(
+        2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + index)
+    )
 
 
 def _step(engine: Any, step: int) -> float:
@@ -59,7 +63,9 @@ def _alone(make: Any, stage: int) -> list[float]:
 
 
 def _beside(order: str, stage: int) -> bool:
-    """Whether each of the engines trains as it does alone. order: "p" a pipeline, "e" another engine."""
+    """Whether each of the engines trains as it does alone. order: "p" a pipeline, "e" another
+    engine.
+    """
     makers = [{"p": _pipe, "e": _plain}[kind] for kind in order]
     expected = [_alone(make, stage) for make in makers]
     engines: list[Any] = []
@@ -80,7 +86,12 @@ def _beside(order: str, stage: int) -> bool:
     [
         ("pee", 2, 0),
         ("eep", 2, 1),
-        *(pytest.param(o, w, s, marks=pytest.mark.slow) for o in ("pe", "ep", "ppe") for w in (2, 4) for s in (0, 1)),
+        *(
+            pytest.param(o, w, s, marks=pytest.mark.slow)
+            for o in ("pe", "ep", "ppe")
+            for w in (2, 4)
+            for s in (0, 1)
+        ),
         pytest.param("eep", 2, 3, marks=pytest.mark.slow),
         pytest.param("ep", 4, 3, marks=pytest.mark.slow),
     ],

@@ -29,8 +29,16 @@ def half(x: Tensor) -> Tensor:
 
 
 def built(stage: int = 0) -> Any:
-    specs = [LayerSpec(nn.Linear, WIDTH, WIDTH), half, *(LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(2))]
-    options: Any = {"loss_fn": nn.functional.mse_loss, "partition_method": "uniform", "seed_layers": True}
+    specs = [
+        LayerSpec(nn.Linear, WIDTH, WIDTH),
+        half,
+        *(LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(2)),
+    ]
+    options: Any = {
+        "loss_fn": nn.functional.mse_loss,
+        "partition_method": "uniform",
+        "seed_layers": True,
+    }
     model = PipelineModule(specs, num_stages=2, **options)
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -57,8 +65,12 @@ def writes(folder: str) -> tuple[str, list[str], dict[str, list[Any]]]:
 
 def test_each_layer_has_a_file(tmp_path: Path) -> None:
     told = run_ranks(4, writes, str(tmp_path))
-    assert [prefix for prefix, _, _ in told] == [f"{tmp_path}/step5/module-pipe_0{stage}" for stage in (0, 0, 1, 1)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"layer_0{i}-model_states.pt" for i in (0, 2, 3)]
+    assert [prefix for prefix, _, _ in told] == [
+        f"{tmp_path}/step5/module-pipe_0{stage}" for stage in (0, 0, 1, 1)
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"layer_0{i}-model_states.pt" for i in (0, 2, 3)
+    ]
     assert told[0][1] == [f"{tmp_path}/layer_00-model_states.pt"]
     assert told[2][1] == [f"{tmp_path}/layer_0{i}-model_states.pt" for i in (2, 3)]
     for _, _, weights in told:

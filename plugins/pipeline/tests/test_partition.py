@@ -17,7 +17,8 @@ from ds_core.errors import UsageError
 
 
 @pytest.mark.parametrize(
-    ("count", "parts", "bounds"), [(10, 4, [0, 3, 6, 8, 10]), (7, 3, [0, 3, 5, 7]), (3, 5, [0, 1, 2, 3, 3, 3])]
+    ("count", "parts", "bounds"),
+    [(10, 4, [0, 3, 6, 8, 10]), (7, 3, [0, 3, 5, 7]), (3, 5, [0, 1, 2, 3, 3, 3])],
 )
 def test_uniform(count: int, parts: int, bounds: list[int]) -> None:
     assert uniform(count, parts) == bounds
@@ -55,8 +56,12 @@ def test_methods() -> None:
     assert partition("TYPE:linear", names, 2, never, never) == balanced([1, 0, 1, 0, 1, 1], 2)
     assert partition("type:lin|relu", names, 2, never, never) == balanced([1, 1, 1, 0, 1, 1], 2)
     assert partition("Uniform", names, 2, never, never) == [0, 3, 6]
-    assert partition("parameters", names, 2, lambda: [9, 0, 1, 1, 1, 1], never) == balanced([9, 0, 1, 1, 1, 1], 2)
-    assert partition("profile", names, 2, never, lambda: [1, 1, 1, 1, 1, 9]) == balanced([1, 1, 1, 1, 1, 9], 2)
+    assert partition("parameters", names, 2, lambda: [9, 0, 1, 1, 1, 1], never) == balanced(
+        [9, 0, 1, 1, 1, 1], 2
+    )
+    assert partition("profile", names, 2, never, lambda: [1, 1, 1, 1, 1, 9]) == balanced(
+        [1, 1, 1, 1, 1, 9], 2
+    )
     with pytest.raises(ValueError, match="matches no layer; there are <lambda>, Linear, ReLU"):
         partition("type:Conv", names, 2, never, never)
     with pytest.raises(ValueError, match="unknown; use 'uniform'"):
@@ -73,7 +78,11 @@ def test_topology_is_row_major() -> None:
     assert topology.filter_match(y=2) == [2, 5]
     assert topology.get_axis_comm_lists("z") == []
     assert topology.get_rank_repr(4, omit_axes=[]) == "x_01-y_01"
-    for wrong in (lambda: topology.get_rank(x=0), lambda: topology.get_rank(x=0, y=3), lambda: topology.get_coord(6)):
+    for wrong in (
+        lambda: topology.get_rank(x=0),
+        lambda: topology.get_rank(x=0, y=3),
+        lambda: topology.get_coord(6),
+    ):
         with pytest.raises(ValueError, match="rank"):
             wrong()
     with pytest.raises(ValueError, match="names once"):
@@ -91,7 +100,11 @@ def test_topology_golden() -> None:
 
 def test_grid_answers_as_an_mpu() -> None:
     grid = PipelineParallelGrid(PipeModelDataParallelTopology(2, 2, 2), rank=5)
-    assert (grid.get_pipe_parallel_rank(), grid.get_data_parallel_rank(), grid.get_model_parallel_rank()) == (1, 0, 1)
+    assert (
+        grid.get_pipe_parallel_rank(),
+        grid.get_data_parallel_rank(),
+        grid.get_model_parallel_rank(),
+    ) == (1, 0, 1)
     sizes = (grid.get_pipe_parallel_world_size(), grid.get_data_parallel_world_size())
     assert (*sizes, grid.get_slice_parallel_world_size()) == (2, 2, 2)
     assert grid.stage_to_global(0) == 1

@@ -27,7 +27,11 @@ def start(stages: int | None, chunks: int, zero: int) -> Any:
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": GAS,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
-        "zero_optimization": {"stage": zero, "reduce_bucket_size": 300, "param_persistence_threshold": 8},
+        "zero_optimization": {
+            "stage": zero,
+            "reduce_bucket_size": 300,
+            "param_persistence_threshold": 8,
+        },
     }
     model = Plain() if stages is None else pipeline(stages, chunks)
     with torch.no_grad():  # what is loaded must not have been there before
@@ -37,10 +41,13 @@ def start(stages: int | None, chunks: int, zero: int) -> Any:
 
 
 def steps(engine: Any, begin: int, end: int) -> list[float]:
-    dp, index = engine.ctx.mesh.size("dp"), engine.ctx.mesh.index("dp")
+    dp = engine.ctx.mesh.size("dp")
+    index = engine.ctx.mesh.index("dp")
     micros = GAS // dp  # the same samples, whatever the number of data ranks
     engine.set_train_batch_size(MICRO * micros * dp)
-    rows = [[batch(step, index * micros + m, 0) for m in range(micros)] for step in range(begin, end)]
+    rows = [
+        [batch(step, index * micros + m, 0) for m in range(micros)] for step in range(begin, end)
+    ]
     return [engine.train_batch(iter(row)).item() for row in rows]
 
 
@@ -69,7 +76,8 @@ def truth() -> tuple[list[float], dict[str, torch.Tensor]]:
     with torch.no_grad():
         for param in model.parameters():
             param.add_(1.0)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    losses = []
     for step in range(4):
         parts = [model(*batch(step, m, 0)) / GAS for m in range(GAS)]
         sum(parts).backward()  # type: ignore[union-attr]
@@ -89,14 +97,25 @@ def truth() -> tuple[list[float], dict[str, torch.Tensor]]:
         ((4, 2, 2), 3),
     ],
 )
-def test_a_checkpoint_goes_on_with_any_number_of_stages(first: tuple[int, int, int], zero: int, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_with_any_number_of_stages(
+    first: tuple[int, int, int], zero: int, tmp_path: Path
+) -> None:
     losses, weights = truth()
     world, stages, chunks = first
     for told in run_ranks(world, saves, tmp_path, stages, chunks, zero):
         assert told == pytest.approx(losses, rel=1e-12)
-    targets = [(2, 2, 1, 1), (4, 2, 2, 0), (4, 4, 1, 3), (1, 1, 1, 0), (1, None, 1, 2), (2, None, 1, 3)]
+    targets = [
+        (2, 2, 1, 1),
+        (4, 2, 2, 0),
+        (4, 4, 1, 3),
+        (1, 1, 1, 0),
+        (1, None, 1, 2),
+        (2, None, 1, 3),
+    ]
     for number, (ranks, stage_count, parts, target) in enumerate(targets):
-        for told in run_ranks(ranks, goes_on, tmp_path, stage_count, parts, target, f"again{number}"):
+        for told in run_ranks(
+            ranks, goes_on, tmp_path, stage_count, parts, target, f"again{number}"
+        ):
             assert told == pytest.approx(losses[2:], rel=1e-12), (ranks, stage_count, parts, target)
         whole = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag=f"again{number}")
         assert set(whole) == set(weights)
@@ -107,7 +126,8 @@ def test_a_checkpoint_goes_on_with_any_number_of_stages(first: tuple[int, int, i
 
 def test_plain_torch_takes_the_weights(tmp_path: Path) -> None:
     run_ranks(4, saves, tmp_path, 4, 1, 0)
-    model, (_, weights) = Plain(), truth()
+    model = Plain()
+    (_, weights) = truth()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="end"))
     for name, value in model.state_dict().items():
         assert torch.allclose(value, weights[name], rtol=1e-6), name

@@ -1,7 +1,8 @@
-"""The conformance kit of runners: 2 and 4 stages x 1 and 2 data ranks x ZeRO 0-3 x schedules x micro-batches.
+"""The conformance kit of runners: 2 and 4 stages x 1 and 2 data ranks x ZeRO 0-3 x schedules x
+micro-batches.
 
-Each normal run takes a part of the product: every schedule with every stage of ZeRO, each with two of the numbers of
-micro-batches, one in each dtype. The slow one takes all of it.
+Each normal run takes a part of the product: every schedule with every stage of ZeRO, each with two
+of the numbers of micro-batches, one in each dtype. The slow one takes all of it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from pipe_models import Plain, batch, four, four_chunked, two, two_chunked
 def variant(schedule: str, zero: int) -> dict[str, Any]:
     config: dict[str, Any] = {"pipeline": {"schedule": schedule}}
     if zero:
-        config["zero_optimization"] = {"stage": zero, "reduce_bucket_size": 300, "param_persistence_threshold": 8}
+        config["zero_optimization"] = {
+            "stage": zero,
+            "reduce_bucket_size": 300,
+            "param_persistence_threshold": 8,
+        }
     return config
 
 
@@ -45,7 +50,8 @@ class Pipeline(RunnerConformance):
         found = super().cases(world)
         if cls.everything:
             return found
-        names, chosen = list(cls.variants), []
+        names = list(cls.variants)
+        chosen = []
         for name, gas, dtype in found:
             turn = names.index(name) + world // 2 + 2 * (dtype == "float32")
             if gas == cls.gas[turn % len(cls.gas)]:
@@ -92,25 +98,29 @@ class TestFourStagesInterleaved(Pipeline):
 class TestAllOfTwoStages(TestTwoStages):
     """The whole product."""
 
-    everything, timeout = True, 900.0
+    everything = True
+    timeout = 900.0
 
 
 @pytest.mark.slow
 class TestAllOfTwoStagesInterleaved(TestTwoStagesInterleaved):
     """The whole product."""
 
-    everything, timeout = True, 900.0
+    everything = True
+    timeout = 900.0
 
 
 @pytest.mark.slow
 class TestAllOfFourStages(TestFourStages):
     """The whole product."""
 
-    everything, timeout = True, 900.0
+    everything = True
+    timeout = 900.0
 
 
 @pytest.mark.slow
 class TestAllOfFourStagesInterleaved(TestFourStagesInterleaved):
     """The whole product."""
 
-    everything, timeout = True, 900.0
+    everything = True
+    timeout = 900.0

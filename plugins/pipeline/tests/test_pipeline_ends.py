@@ -1,4 +1,6 @@
-"""The end of a run with a pipeline: each rank's module is what it was, can be copied, and trains again."""
+"""The end of a run with a pipeline: each rank's module is what it was, can be copied, and trains
+again.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ def gives_back() -> None:
     for step in range(2):
         engine = ds_core.initialize(model=model, config=config)[0]
         engine.train_batch(iter([m.batch(step, 0, 0)]))
-        assert copy.deepcopy(engine.module).mpu().get_pipe_parallel_group() is model.mpu().get_pipe_parallel_group()
+        assert (
+            copy.deepcopy(engine.module).mpu().get_pipe_parallel_group()
+            is model.mpu().get_pipe_parallel_group()
+        )
         engine.destroy()
         assert not before.differences(model)
         with pytest.raises(UsageError, match="has process groups once"):

@@ -22,9 +22,26 @@ EXAMPLES = Path(__file__).parents[3] / "examples" / "pipeline"
 
 
 def run(folder: Path, script: str, *words: str, nproc: int = 2) -> str:
-    command = [sys.executable, "-m", "ds_cli", "run", "--nproc", str(nproc), str(EXAMPLES / script), *words]
+    command = [
+        sys.executable,
+        "-m",
+        "ds_cli",
+        "run",
+        "--nproc",
+        str(nproc),
+        str(EXAMPLES / script),
+        *words,
+    ]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=one_thread, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=one_thread,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -46,7 +63,16 @@ def test_alexnet_learns(tmp_path: Path) -> None:
 
 
 def gpt(folder: Path, steps: int, stages: int) -> tuple[str, float]:
-    words = ["--width", "32", "--run", str(folder / "run"), "--steps", str(steps), "--stages", str(stages)]
+    words = [
+        "--width",
+        "32",
+        "--run",
+        str(folder / "run"),
+        "--steps",
+        str(steps),
+        "--stages",
+        str(stages),
+    ]
     told = run(folder, "gpt.py", *words, nproc=stages)
     found = re.search(rf"step {steps}: loss ([\d.]+)", told)
     assert found is not None, told
@@ -79,18 +105,27 @@ def test_schedules_are_drawn_as_text() -> None:
         "stage 0  F0 F1 ...I0 F2 W0 I1 W1 I2 W2",
         "stage 1  ...F0 I0 F1 I1 F2 W0 I2 W1 W2",
     ]
-    assert "makespan 10 forwards, bubble 10.0 %, speed-up 1.80 of 2, micro-batches kept per stage: 3, 3" in lines
-    assert draw("inference", "-s", "2", "-m", "2")[1].startswith("stage 0  F0 F1 ...\nstage 1  ...F0 F1 \n")
+    assert (
+        "makespan 10 forwards, bubble 10.0 %, speed-up 1.80 of 2, micro-batches kept per stage: "
+        "3, 3" in lines
+    )
+    assert draw("inference", "-s", "2", "-m", "2")[1].startswith(
+        "stage 0  F0 F1 ...\nstage 1  ...F0 F1 \n"
+    )
 
 
 def test_schedules_are_drawn_as_svg(tmp_path: Path) -> None:
-    code, told = draw("interleaved", "-s", "2", "-m", "4", "-c", "2", "--svg", str(tmp_path / "a.svg"))
+    code, told = draw(
+        "interleaved", "-s", "2", "-m", "4", "-c", "2", "--svg", str(tmp_path / "a.svg")
+    )
     assert code == 0, told
     tree = ElementTree.parse(tmp_path / "a.svg")
     kind = "{http://www.w3.org/2000/svg}"
     texts = [t.text for t in tree.iter(f"{kind}text")]
     assert texts[0] == "interleaved: 2 stages, 2 chunks, 4 micro-batches"
-    assert len([t for t in texts if t in "0123"]) == 2 * 2 * 2 * 4, "a forward and a backward per stage and chunk"
+    assert len([t for t in texts if t in "0123"]) == 2 * 2 * 2 * 4, (
+        "a forward and a backward per stage and chunk"
+    )
 
 
 def test_a_schedule_that_is_wrong_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,13 +139,24 @@ def test_a_schedule_that_is_wrong_is_not_drawn(monkeypatch: pytest.MonkeyPatch) 
 def plan(folder: Path, *words: str, **section: object) -> tuple[int, str, str]:
     config = {"gradient_accumulation_steps": 4, "bf16": {"enabled": True}, "pipeline": section}
     (folder / "config.json").write_text(json.dumps(config))
-    words = ("plan", "--world", "2", "--params", "1M", "--config", str(folder / "config.json"), *words)
+    words = (
+        "plan",
+        "--world",
+        "2",
+        "--params",
+        "1M",
+        "--config",
+        str(folder / "config.json"),
+        *words,
+    )
     done = CliRunner().invoke(make_app(), words)
     return done.exit_code, done.stdout, done.stderr
 
 
 def test_dscore_plan_shows_the_configs_schedule(tmp_path: Path) -> None:
-    code, told, where = plan(tmp_path, "--svg", str(tmp_path / "drawn"), stages=2, schedule="zero_bubble")
+    code, told, where = plan(
+        tmp_path, "--svg", str(tmp_path / "drawn"), stages=2, schedule="zero_bubble"
+    )
     assert code == 0, where
     proof = check(lambda stage: ZeroBubbleSchedule(4, 2, stage))
     assert f"pipeline, zero_bubble: 2 stages, 4 micro-batches\n{as_text(proof)}" in told
@@ -124,7 +170,9 @@ def test_dscore_plan_shows_the_configs_schedule(tmp_path: Path) -> None:
     assert "no plugin draws anything" in why.replace("\n", " ")
 
 
-def test_dscore_plan_refuses_a_wrong_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dscore_plan_refuses_a_wrong_schedule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     code, _, why = plan(tmp_path, stages=2, schedule="own_schedule:Forgetful")
     assert code == 1

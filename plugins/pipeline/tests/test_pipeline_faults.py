@@ -1,4 +1,6 @@
-"""A stage that raises, or a rank that is killed in mid-batch, ends the run at once and is named first."""
+"""A stage that raises, or a rank that is killed in mid-batch, ends the run at once and is named
+first.
+"""
 
 from __future__ import annotations
 
@@ -59,17 +61,36 @@ for _ in range(100):
         pytest.param("kill", 4, 1, "1f1b", marks=pytest.mark.slow),
     ],
 )
-def test_one_rank_that_fails_ends_all(how: str, nproc: int, zero: int, schedule: str, tmp_path: Path) -> None:
+def test_one_rank_that_fails_ends_all(
+    how: str, nproc: int, zero: int, schedule: str, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "ds_cli", "run", "--nproc", str(nproc), "train.py", how, str(zero), schedule]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "ds_cli",
+        "run",
+        "--nproc",
+        str(nproc),
+        "train.py",
+        how,
+        str(zero),
+        schedule,
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
     print(f"{time.time() - float((tmp_path / 'failed').read_text()):.1f} s after it failed")
     assert done.returncode == (137 if how == "kill" else 1), done.stderr
     told = [line for line in done.stderr.splitlines() if line.startswith("dscore: rank")]
     rank = 0 if how == "data" else nproc - 1
     if how == "kill":
-        assert told[0].startswith(f"dscore: rank {rank} of {nproc} was killed by SIGKILL"), done.stderr
+        assert told[0].startswith(f"dscore: rank {rank} of {nproc} was killed by SIGKILL"), (
+            done.stderr
+        )
     else:
-        assert told[0].startswith(f"dscore: rank {rank} of {nproc} failed with exit code 1"), done.stderr
+        assert told[0].startswith(f"dscore: rank {rank} of {nproc} failed with exit code 1"), (
+            done.stderr
+        )
         assert "KeyError: 'what stage 1 says'" in told[0]
         assert done.stderr.count("Traceback (most recent call last)") == 1, "the cause's, once"

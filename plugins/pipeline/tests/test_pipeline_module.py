@@ -46,7 +46,9 @@ def mean(x: Tensor) -> Tensor:
 
 
 def rows(count: int, step: int = 0, width: int = W) -> list[tuple[Tensor, Tensor]]:
-    x = torch.randn(count, 2, 3, width, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    x = torch.randn(
+        count, 2, 3, width, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+    )
     return [(a, b) for a, b in x]
 
 
@@ -55,9 +57,17 @@ def linears(count: int, seed: int = 5) -> list[nn.Module]:
     return [nn.Linear(W, W).double() for _ in range(count)]
 
 
-def plain_step(layers: list[Any], given: list[tuple[Tensor, Tensor]], loss_fn: Any = squares) -> float:
+def plain_step(
+    layers: list[Any], given: list[tuple[Tensor, Tensor]], loss_fn: Any = squares
+) -> float:
     """One SGD step of plain torch over `layers`; the mean loss."""
-    params = [p for layer in layers if isinstance(layer, nn.Module) for p in layer.parameters() if p.requires_grad]
+    params = [
+        p
+        for layer in layers
+        if isinstance(layer, nn.Module)
+        for p in layer.parameters()
+        if p.requires_grad
+    ]
     total = 0.0
     for x, y in given:
         for layer in layers:
@@ -75,10 +85,12 @@ def plain_step(layers: list[Any], given: list[tuple[Tensor, Tensor]], loss_fn: A
 def trains_like(engine: Any, layers: list[Any], loss_fn: Any = squares, steps: int = 2) -> None:
     for step in range(steps):
         given = rows(engine.gradient_accumulation_steps(), step)
-        assert engine.train_batch(iter(given)).item() == pytest.approx(plain_step(layers, given, loss_fn), rel=1e-12)
+        assert engine.train_batch(iter(given)).item() == pytest.approx(
+            plain_step(layers, given, loss_fn), rel=1e-12
+        )
 
 
-# -- what a module is made of --------------------------------------------------------------------------------------
+# -- what a module is made of ----------------------------------------------------------------------
 
 
 def takes_every_kind_of_layers() -> None:
@@ -102,9 +114,12 @@ def takes_every_kind_of_layers() -> None:
     trains_like(engine, [truth[0], torch.relu, truth[1], mean], None)
     engine.destroy()
 
-    # Specs are built under their own seeds; a stage needs no weights, and none are optimized by name.
+    # Specs are built under their own seeds; a stage needs no weights, and none are optimized by
+    # name.
     specs = [LayerSpec(nn.Linear, W, W), LayerSpec(nn.ReLU, inplace=True)]
-    model = PipelineModule(specs, num_stages=2, loss_fn=squares, seed_layers=True, base_seed=3).double()
+    model = PipelineModule(
+        specs, num_stages=2, loss_fn=squares, seed_layers=True, base_seed=3
+    ).double()
     model.seed_layers = False
     torch.manual_seed(3)
     truth = [nn.Linear(W, W).double(), torch.relu]
@@ -156,7 +171,9 @@ def recomputes() -> None:
     def model(**options: Any) -> Any:
         torch.manual_seed(5)
         layers = [kind(W, W).double() for kind in (Told, nn.Linear, Told, nn.Linear)]
-        return PipelineModule(layers, num_stages=2, loss_fn=squares, partition_method="uniform", **options)
+        return PipelineModule(
+            layers, num_stages=2, loss_fn=squares, partition_method="uniform", **options
+        )
 
     truth = linears(4)
     cases: list[tuple[dict[str, Any], dict[str, Any], int, int]] = [
@@ -184,7 +201,8 @@ class Inside(nn.Module):
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
-        self.reentrant, self.layers = reentrant, nn.Sequential(*linears(2))
+        self.reentrant = reentrant
+        self.layers = nn.Sequential(*linears(2))
 
     def forward(self, x: Tensor) -> Tensor:
         from torch.utils.checkpoint import checkpoint
@@ -214,8 +232,17 @@ def seeds() -> None:
         told.append(seed)
         torch.manual_seed(seed)
 
-    layers = [LayerSpec(nn.Linear, W, W), LayerSpec(nn.Dropout, 0.5), TiedLayerSpec("t", nn.Linear, W, W)]
-    options: dict[str, Any] = {"loss_fn": squares, "seed_layers": True, "seed_fn": seed_fn, "base_seed": 50}
+    layers = [
+        LayerSpec(nn.Linear, W, W),
+        LayerSpec(nn.Dropout, 0.5),
+        TiedLayerSpec("t", nn.Linear, W, W),
+    ]
+    options: dict[str, Any] = {
+        "loss_fn": squares,
+        "seed_layers": True,
+        "seed_fn": seed_fn,
+        "base_seed": 50,
+    }
     model = PipelineModule(layers, num_stages=2, partition_method="uniform", **options).double()
     mine = [0, 1] if model.is_first_stage() else [2]
     assert told == [50 + i for i in mine]
@@ -227,7 +254,9 @@ def seeds() -> None:
 
 
 def balances() -> None:
-    """partition_method "profile" and its kin, with ties, functions and modules that remember what they saw."""
+    """partition_method "profile" and its kin, with ties, functions and modules that remember what
+    they saw.
+    """
     import time
 
     from ds_pipeline import LayerSpec, PipelineModule, TiedLayerSpec
@@ -247,12 +276,18 @@ def balances() -> None:
         LayerSpec(Slow, W, W),
         TiedLayerSpec("e", nn.Embedding, 11, W, forward_fn=lambda m, x: x @ m.weight.t()),
     ]
-    model = PipelineModule(layers, num_stages=2, partition_method="profile", example=torch.zeros(3, 4).long())
+    model = PipelineModule(
+        layers, num_stages=2, partition_method="profile", example=torch.zeros(3, 4).long()
+    )
     assert model.partitions() in ([0, 4, 6], [0, 5, 6])
-    assert all(torch.equal(a, b) for a, b in zip(before.values(), norm.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before.values(), norm.state_dict().values(), strict=True)
+    )
     weights = PipelineModule(layers, num_stages=2, partition_method="Parameters").partitions()
     assert weights == [0, 4, 6]  # 66 + 12 + 42 | 42 + 66
-    assert PipelineModule(layers, num_stages=2, partition_method="type:slow|linear").partitions() == [0, 4, 6]
+    assert PipelineModule(
+        layers, num_stages=2, partition_method="type:slow|linear"
+    ).partitions() == [0, 4, 6]
     assert [model.stage_owner(i) for i in (0, 5)] == [0, 1]
     with pytest.raises(UsageError, match="no layer 6; the last is 5"):
         model.stage_owner(6)
@@ -284,7 +319,7 @@ def test_partition_methods() -> None:
     run_ranks(2, balances)
 
 
-# -- replicas and ties without seeds -------------------------------------------------------------------------------
+# -- replicas and ties without seeds ---------------------------------------------------------------
 
 
 def starts_unseeded(zero: int) -> list[Any]:
@@ -295,7 +330,8 @@ def starts_unseeded(zero: int) -> list[Any]:
     torch.manual_seed(comm.rank())  # every process its own weights
     model = pipeline(2, seed_layers=False)
     engine = start(model, config={"zero_optimization": {"stage": zero, "reduce_bucket_size": 300}})
-    dp, index = engine.ctx.mesh.size("dp"), engine.ctx.mesh.index("dp")
+    dp = engine.ctx.mesh.size("dp")
+    index = engine.ctx.mesh.index("dp")
     first = whole_weights(engine)
     for step in range(2):
         engine.train_batch(iter([batch(step, m, index) for m in range(2)]))
@@ -316,7 +352,7 @@ def test_replicas_and_ties_are_equal_from_the_start(zero: int) -> None:
         assert all(torch.equal(tied[0], t) for t in tied)
 
 
-# -- topologies and the mpu ----------------------------------------------------------------------------------------
+# -- topologies and the mpu ------------------------------------------------------------------------
 
 
 def has_a_topology() -> None:
@@ -331,7 +367,10 @@ def has_a_topology() -> None:
     from ds_core import comm
 
     alone = PipelineParallelGrid()
-    assert (alone.get_data_parallel_world_size(), alone.get_data_parallel_rank()) == (4, comm.rank())
+    assert (alone.get_data_parallel_world_size(), alone.get_data_parallel_rank()) == (
+        4,
+        comm.rank(),
+    )
     halves = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     half, other = halves[:: 1 if comm.rank() < 2 else -1]
     inner = PipelineParallelGrid(PipeDataParallelTopology(2, 1), half)
@@ -343,10 +382,13 @@ def has_a_topology() -> None:
     with pytest.raises(UsageError, match=f"rank {comm.rank()} is not in process_group"):
         PipelineParallelGrid(process_group=other)
     model = PipelineModule(linears(4), topology=PipeDataParallelTopology(2, 2), loss_fn=squares)
-    with pytest.raises(UsageError, match="once ds_core.initialize has been called with the module, without mpu="):
+    with pytest.raises(
+        UsageError, match="once ds_core.initialize has been called with the module, without mpu="
+    ):
         model.mpu().get_pipe_parallel_group()
     engine = start(model)
-    mpu, rank = engine.mpu(), comm.rank()
+    mpu = engine.mpu()
+    rank = comm.rank()
     assert engine.topology().get_axis_names() == ["pipe", "data"]
     assert engine.num_pipeline_stages() == mpu.get_pipe_parallel_world_size() == 2
     assert (mpu.get_global_rank(), mpu.get_pipe_parallel_rank(), mpu.get_data_parallel_rank()) == (
@@ -358,7 +400,9 @@ def has_a_topology() -> None:
     for axis, group in groups.items():
         mine = next(r for r in engine.topology().get_axis_comm_lists(axis) if rank in r)
         assert torch.distributed.get_process_group_ranks(group) == mine
-    assert comm.world_size(mpu.get_model_parallel_group() if engine.ctx.mesh.has("tp") else None) in (1, 4)
+    assert comm.world_size(
+        mpu.get_model_parallel_group() if engine.ctx.mesh.has("tp") else None
+    ) in (1, 4)
     assert mpu.stage_to_global(1) == 2 + rank % 2
     assert engine.is_first_stage() == mpu.is_first_stage == (rank < 2)
     engine.destroy()
@@ -388,11 +432,17 @@ def has_a_topology() -> None:
 
 def stands_beside_another_axis() -> list[Any]:
     """An axis that the documents do not know is in the topology too."""
-    config = {"fake_axes": {"axes": {"cp": 2}}, "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]}}
-    engine, truth = start(pipeline(2), config=config), Plain()
+    config = {
+        "fake_axes": {"axes": {"cp": 2}},
+        "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]},
+    }
+    engine = start(pipeline(2), config=config)
+    truth = Plain()
     assert set(engine.topology().get_axis_names()) == {"pipe", "cp", "data"}
     ours = engine.train_batch(iter([batch(0, m, 0) for m in range(2)])).item()
-    assert ours == pytest.approx(sum(truth(*batch(0, m, 0)).item() for m in range(2)) / 2, rel=1e-12)
+    assert ours == pytest.approx(
+        sum(truth(*batch(0, m, 0)).item() for m in range(2)) / 2, rel=1e-12
+    )
     answer = [engine.mpu().get_global_rank(), engine.mpu().stage_to_global(1)]
     engine.destroy()
     return answer
@@ -411,7 +461,9 @@ def test_names_of_deepspeed_s_module_say_what_there_is_instead() -> None:
     with pytest.raises(AttributeError, match="^'PipelineModule' object has no attribute 'other'$"):
         _ = model.other
     engine = start(model)
-    with pytest.raises(AttributeError, match="^a PipelineModule has no allreduce_tied_weight_gradients"):
+    with pytest.raises(
+        AttributeError, match="^a PipelineModule has no allreduce_tied_weight_gradients"
+    ):
         _ = engine.allreduce_tied_weight_gradients
 
 
@@ -421,7 +473,7 @@ def test_other_axes() -> None:
     assert [t[1] for t in told] == [2, 3, 2, 3]
 
 
-# -- the engine ----------------------------------------------------------------------------------------------------
+# -- the engine ------------------------------------------------------------------------------------
 
 
 def reports(folder: Path) -> None:
@@ -430,17 +482,25 @@ def reports(folder: Path) -> None:
 
     class Tells(PipelineModule):
         def get_additional_losses(self) -> dict[str, Tensor] | None:
-            return {"micro": torch.tensor(float(self._micro_offsets[0]))} if self.is_last_stage() else None
+            return (
+                {"micro": torch.tensor(float(self._micro_offsets[0]))}
+                if self.is_last_stage()
+                else None
+            )
 
     layers = linears(4)
     truth = copy.deepcopy(layers)
     monitor = {"enabled": True, "output_path": str(folder), "job_name": "job"}
     model = Tells(layers, num_stages=2, loss_fn=squares, partition_method="uniform")
     engine = start(
-        model, gas=3, config={"csv_monitor": monitor, "steps_per_print": 1, "comms_guard": {"enabled": True}}
+        model,
+        gas=3,
+        config={"csv_monitor": monitor, "steps_per_print": 1, "comms_guard": {"enabled": True}},
     )
     engine.compile(backend="eager")
-    assert engine.train_batch(iter(rows(3, 9))).item() == pytest.approx(plain_step(truth, rows(3, 9)), rel=1e-12)
+    assert engine.train_batch(iter(rows(3, 9))).item() == pytest.approx(
+        plain_step(truth, rows(3, 9)), rel=1e-12
+    )
     trains_like(engine, truth)
     assert engine.runner.additional_losses == ({"micro": 8.0} if engine.is_last_stage() else {})
     assert engine.was_step_applied()
@@ -461,7 +521,8 @@ def only_evaluates(zero: int) -> None:
     wanted = sum(truth(*batch(0, m, 0)).item() for m in range(2)) / 2
     if zero == 0:
         engine, optimizer, *_ = ds_core.initialize(
-            model=pipeline(2), config={"train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": 2}
+            model=pipeline(2),
+            config={"train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": 2},
         )
         assert optimizer is None
         for _ in range(2):
@@ -473,7 +534,8 @@ def only_evaluates(zero: int) -> None:
         engine.destroy()
     for chunks in (1, 2):
         section = {"stage": zero, "reduce_bucket_size": 300, "param_persistence_threshold": 8}
-        engine, truth = start(pipeline(2, chunks), config={"zero_optimization": section}), Plain()
+        engine = start(pipeline(2, chunks), config={"zero_optimization": section})
+        truth = Plain()
         for step in range(2):
             given = [batch(step, m, 0) for m in range(2)]
             params = list(truth.parameters())
@@ -487,18 +549,25 @@ def only_evaluates(zero: int) -> None:
 
 
 def misuses() -> None:
-    """Ranks that are not at the same work all say so, and can go on; buffers that are filled again are noticed."""
+    """Ranks that are not at the same work all say so, and can go on; buffers that are filled again
+    are noticed.
+    """
     from ds_core import comm
 
     engine = start(pipeline(2))
     first = comm.rank() == 0
     pattern = "ranks do not make the same call: this one is in "
     given = [batch(0, m, 0) for m in range(3)]
-    with pytest.raises(UsageError, match=pattern + f"eval_batch of {2 + first} micro-batches, another in eval_batch"):
+    with pytest.raises(
+        UsageError,
+        match=pattern + f"eval_batch of {2 + first} micro-batches, another in eval_batch",
+    ):
         engine.eval_batch(iter(given), num_micro_batches=2 + first)
     with pytest.raises(UsageError, match=pattern + ("train" if first else "eval")):
         (engine.train_batch if first else engine.eval_batch)(iter(given))
-    with pytest.raises(UsageError, match=pattern + "eval_batch of 2 micro-batches" + (" without" if first else ",")):
+    with pytest.raises(
+        UsageError, match=pattern + "eval_batch of 2 micro-batches" + (" without" if first else ",")
+    ):
         engine.eval_batch(iter(given), compute_loss=not first)
     with pytest.raises(StopIteration):
         engine.train_batch(iter(given[:1]))
@@ -535,7 +604,9 @@ def test_specs_say_what_they_build() -> None:
 
 
 def test_keys_that_a_pipeline_has_no_use_for_are_told() -> None:
-    with pytest.raises(ConfigError, match="managed_gradient_accumulation: false is not possible with a pipeline"):
+    with pytest.raises(
+        ConfigError, match="managed_gradient_accumulation: false is not possible with a pipeline"
+    ):
         compose({"pipeline": {"stages": 2}, "managed_gradient_accumulation": False})
     (note,) = compose({"pipeline": {"partition": "type:Block"}}).notes
     assert str(note).startswith("pipeline.partition: has no effect: ")

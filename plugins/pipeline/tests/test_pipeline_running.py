@@ -1,4 +1,5 @@
-"""What `train_batch` and `eval_batch` of a pipeline take and give, beyond numbers of plain batches."""
+"""What `train_batch` and `eval_batch` of a pipeline take and give, beyond numbers of plain
+batches."""
 
 from __future__ import annotations
 
@@ -48,27 +49,44 @@ def plain_loss(truth: Plain, count: int, step: int = 0, length: int = 5) -> floa
 
 
 def close(ours: Any, theirs: Any) -> bool:
-    a, b = (x.double() if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in (ours, theirs))
+    a, b = (
+        x.double() if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
+        for x in (ours, theirs)
+    )
     return bool(torch.allclose(a, b, rtol=1e-12, atol=1e-14))
 
 
-# -- evaluation ----------------------------------------------------------------------------------------------------
+# -- evaluation ------------------------------------------------------------------------------------
 
 
 def evaluates(chunks: int) -> None:
-    engine, truth = start(pipeline(2, chunks)), Plain()
+    engine = start(pipeline(2, chunks))
+    truth = Plain()
     last = engine.is_last_stage()
     assert close(engine.eval_batch(batches(2)), plain_loss(truth, 2))
-    assert close(engine.eval_batch(batches(5), num_micro_batches=5, reduce_output=None), plain_loss(truth, 5))
+    assert close(
+        engine.eval_batch(batches(5), num_micro_batches=5, reduce_output=None), plain_loss(truth, 5)
+    )
     for block in (engine.no_sync, engine.coalesce_grad_reduction):
-        with pytest.raises(UsageError, match=r"cannot be called explicitly: .* use engine\.train_batch"), block():
+        with (
+            pytest.raises(
+                UsageError, match=r"cannot be called explicitly: .* use engine\.train_batch"
+            ),
+            block(),
+        ):
             pass
     loss, logits = engine.eval_batch(batches(3), return_logits=True, num_micro_batches=3)
     assert close(loss, plain_loss(truth, 3))
     wanted = [truth.outputs(inputs).detach() for inputs, _ in batches(3)]
-    assert [close(a, b) for a, b in zip(logits, wanted, strict=True)] == [True] * 3 if last else logits is None
+    assert (
+        [close(a, b) for a, b in zip(logits, wanted, strict=True)] == [True] * 3
+        if last
+        else logits is None
+    )
     unlabelled = iter([inputs for inputs, _ in batches(1)])
-    outputs = engine.eval_batch(iter([(b, None) for b in unlabelled]), compute_loss=False, num_micro_batches=1)
+    outputs = engine.eval_batch(
+        iter([(b, None) for b in unlabelled]), compute_loss=False, num_micro_batches=1
+    )
     assert close(outputs, wanted[0]) if last else outputs is None
     assert close(engine.eval_batch(batches(1), num_micro_batches=1), plain_loss(truth, 1))
     kept = engine.eval_batch(batches(2), bcast_loss=False)
@@ -86,7 +104,7 @@ def test_evaluation(chunks: int) -> None:
     run_ranks(2, evaluates, chunks)
 
 
-# -- data ----------------------------------------------------------------------------------------------------------
+# -- data ------------------------------------------------------------------------------------------
 
 
 class Numbers(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -105,7 +123,8 @@ def arranged(row: dict[str, Tensor]) -> Any:
 
 
 def takes_data() -> None:
-    engine, truth = start(pipeline(2)), Plain()
+    engine = start(pipeline(2))
+    truth = Plain()
     engine.set_dataiterator(batches(4))
     assert close(engine.train_batch(), plain_loss(truth, 2))
     engine.train_batch()
@@ -127,7 +146,9 @@ def takes_data() -> None:
         engine.train_batch()
     assert engine.global_steps == 1
     engine.set_batch_fn(arranged if engine.is_first_stage() else None)
-    with pytest.raises(UsageError, match="a peer failed" if engine.is_first_stage() else "got a dict of 3"):
+    with pytest.raises(
+        UsageError, match="a peer failed" if engine.is_first_stage() else "got a dict of 3"
+    ):
         engine.train_batch()
     engine.set_batch_fn(arranged)
     engine.train_batch()
@@ -144,7 +165,9 @@ def fails_half_way() -> None:
 
     from ds_core import comm
 
-    engine = start(PipelineModule([nn.Linear(6, 6), Explodes()], num_stages=2, loss_fn=squares).double(), gas=1)
+    engine = start(
+        PipelineModule([nn.Linear(6, 6), Explodes()], num_stages=2, loss_fn=squares).double(), gas=1
+    )
     if engine.is_last_stage():
         with pytest.raises(RuntimeError, match="boom"):
             engine.train_batch(iter([numbers(0, 0)]))
@@ -179,7 +202,7 @@ def test_when_one_rank_runs_out_all_stop() -> None:
     run_ranks(4, runs_out_on_one)
 
 
-# -- shapes --------------------------------------------------------------------------------------------------------
+# -- shapes ----------------------------------------------------------------------------------------
 
 
 class Shorten(nn.Module):
@@ -203,23 +226,31 @@ def squares(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def numbers(step: int, micro: int, rows: int = 2) -> tuple[Tensor, Tensor]:
-    x = torch.randn(2, rows, 6, generator=torch.Generator().manual_seed(100 * step + micro), dtype=torch.float64)
+    x = torch.randn(
+        2, rows, 6, generator=torch.Generator().manual_seed(100 * step + micro), dtype=torch.float64
+    )
     return x[0], x[1]
 
 
 def trains_with_shapes(schedule: str, chunks: int) -> None:
     from ds_pipeline import PipelineModule
 
-    layers = [Shorten(), widen, nn.Linear(6, 6), nn.Linear(6, 6)] if chunks > 1 else [Shorten(), widen]
+    layers = (
+        [Shorten(), widen, nn.Linear(6, 6), nn.Linear(6, 6)] if chunks > 1 else [Shorten(), widen]
+    )
     torch.manual_seed(5)
     for layer in layers[2:]:
         nn.init.normal_(layer.weight)  # type: ignore[union-attr, arg-type]
         nn.init.zeros_(layer.bias)  # type: ignore[union-attr, arg-type]
-    truth = [copy.deepcopy(layer).double() if isinstance(layer, nn.Module) else layer for layer in layers]
+    truth = [
+        copy.deepcopy(layer).double() if isinstance(layer, nn.Module) else layer for layer in layers
+    ]
     options: dict[str, Any] = {"loss_fn": squares, "partition_method": "uniform", "chunks": chunks}
     model = PipelineModule(layers, num_stages=2, dynamic_shape=True, **options).double()
     engine = start(model, gas=4, schedule=schedule)
-    optimizer = torch.optim.AdamW([p for t in truth if isinstance(t, nn.Module) for p in t.parameters()], lr=0.01)
+    optimizer = torch.optim.AdamW(
+        [p for t in truth if isinstance(t, nn.Module) for p in t.parameters()], lr=0.01
+    )
     for step in range(2):
         rows = [2, 3, 2, 4]  # and inputs whose shapes differ inside a batch
         ours = engine.train_batch(iter([numbers(step, m, rows[m]) for m in range(4)]))
@@ -246,19 +277,25 @@ def test_shapes_that_depend_on_values(schedule: str, chunks: int) -> None:
 def shapes_change_unasked() -> None:
     from ds_pipeline import PipelineModule
 
-    model = PipelineModule([Shorten(), widen], num_stages=2, loss_fn=squares, partition_method="uniform").double()
+    model = PipelineModule(
+        [Shorten(), widen], num_stages=2, loss_fn=squares, partition_method="uniform"
+    ).double()
     engine = start(model, gas=1)
-    inputs, labels = torch.ones(2, 6).double(), torch.zeros(2, 6).double()
+    inputs = torch.ones(2, 6).double()
+    labels = torch.zeros(2, 6).double()
     engine.train_batch(iter([(inputs * 0.1, labels)]))
     engine.train_batch(iter([(inputs * 0.3, labels)]))
 
 
 def test_a_shape_that_changes_unasked_is_an_error() -> None:
-    with pytest.raises(Exception, match=r"gives float64\[2, 4\]\*, int64\[\], and gave float64\[2, 2\]\*, int64\[\]"):
+    with pytest.raises(
+        Exception,
+        match=r"gives float64\[2, 4\]\*, int64\[\], and gave float64\[2, 2\]\*, int64\[\]",
+    ):
         run_ranks(2, shapes_change_unasked)
 
 
-# -- precision -----------------------------------------------------------------------------------------------------
+# -- precision -------------------------------------------------------------------------------------
 
 
 def trains_in(name: str, schedule: str, stages: int, chunks: int, zero: int) -> list[Any]:
@@ -285,9 +322,13 @@ def trains_in(name: str, schedule: str, stages: int, chunks: int, zero: int) -> 
     return answer
 
 
-@pytest.mark.parametrize(("schedule", "chunks", "zero"), [("1f1b", 1, 0), ("zero_bubble", 1, 2), ("interleaved", 2, 1)])
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "zero"), [("1f1b", 1, 0), ("zero_bubble", 1, 2), ("interleaved", 2, 1)]
+)
 @pytest.mark.parametrize("name", ["fp16", "bf16", "autocast"])
-def test_sixteen_bits_are_as_in_one_process(name: str, schedule: str, chunks: int, zero: int) -> None:
+def test_sixteen_bits_are_as_in_one_process(
+    name: str, schedule: str, chunks: int, zero: int
+) -> None:
     (losses, weights, skipped), *_ = run_ranks(1, trains_in, name, schedule, 1, chunks, zero)
     assert skipped == (name == "fp16")
     seen = set()
@@ -300,7 +341,7 @@ def test_sixteen_bits_are_as_in_one_process(name: str, schedule: str, chunks: in
     assert seen == set(weights)
 
 
-# -- many stages, other axes ---------------------------------------------------------------------------------------
+# -- many stages, other axes -----------------------------------------------------------------------
 
 
 def trains_few_layers() -> None:
@@ -319,7 +360,9 @@ def trains_few_layers() -> None:
         optimizer = torch.optim.AdamW(truth.parameters(), lr=0.01)
         for step in range(2):
             ours = engine.train_batch(iter([numbers(step, m) for m in range(2)]))
-            losses = [squares(truth(numbers(step, m)[0]), numbers(step, m)[1]) / 2 for m in range(2)]
+            losses = [
+                squares(truth(numbers(step, m)[0]), numbers(step, m)[1]) / 2 for m in range(2)
+            ]
             sum(losses).backward()  # type: ignore[union-attr]
             torch.nn.utils.clip_grad_norm_(truth.parameters(), 0.4)
             optimizer.step()
@@ -349,7 +392,8 @@ def trains_beside_tp(pipe_partitioned: bool) -> int:
             "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]},
             "pipeline": {"pipe_partitioned": pipe_partitioned, "schedule": "zero_bubble"},
         }
-        engine, truth = start(pipeline(2), gas=3, config=config), Plain()
+        engine = start(pipeline(2), gas=3, config=config)
+        truth = Plain()
         optimizer = torch.optim.AdamW(truth.parameters(), lr=0.01)
         assert engine.mpu().get_model_parallel_world_size() == 2
         for step in range(2):
@@ -378,7 +422,9 @@ class Seeded(nn.Linear):
 
 
 def ties_all() -> tuple[list[Tensor], list[str]]:
-    """Weights of a tied layer with a bias after two steps, on one stage and over two; and what the log says."""
+    """Weights of a tied layer with a bias after two steps, on one stage and over two; and what the
+    log says.
+    """
     import logging
 
     from ds_pipeline import PipelineModule, TiedLayerSpec
@@ -416,7 +462,7 @@ def test_ties_are_of_whole_modules_and_the_log_says_so() -> None:
     assert [t for t in told if t.startswith("TiedLayerSpec 't': bias are tied too")]
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
 def refuses() -> list[str]:
@@ -426,7 +472,9 @@ def refuses() -> list[str]:
     attempts = [
         lambda: PipelineModule([linear]),
         lambda: PipelineModule([], num_stages=2),
-        lambda: PipelineModule([linear, torch.tanh, linear], num_stages=2, partition_method="uniform"),
+        lambda: PipelineModule(
+            [linear, torch.tanh, linear], num_stages=2, partition_method="uniform"
+        ),
         lambda: PipelineModule([linear], num_stages=2, chunks=2),
         lambda: LayerSpec(torch.tanh),  # type: ignore[arg-type]
         lambda: PipelineModule([linear, torch.tanh], num_stages=2, partition_method="type:Conv"),

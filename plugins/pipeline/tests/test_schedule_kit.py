@@ -1,4 +1,6 @@
-"""Schedules that plugins offer by name, and their kit: what is right passes, what is wrong does not."""
+"""Schedules that plugins offer by name, and their kit: what is right passes, what is wrong does
+not.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ def test_a_wrong_one_does_not() -> None:
 
 def test_a_name_that_nobody_offers() -> None:
     plugins = Plugins(PluginSettings(load=["offers_schedules"]))
-    with pytest.raises(UsageError, match=r"no pipeline schedule is called 'wavs'; did you mean 'waves'\?.*zero_bubble"):
+    with pytest.raises(
+        UsageError,
+        match=r"no pipeline schedule is called 'wavs'; did you mean 'waves'\?.*zero_bubble",
+    ):
         find_schedule("wavs", plugins)
     assert find_schedule("waves", plugins) is not None
     assert "offers_schedules" in plugins.members()

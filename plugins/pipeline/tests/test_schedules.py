@@ -55,8 +55,30 @@ def text(schedule: PipeSchedule) -> list[str]:
 
 GOLDEN = {
     (4, 2): [
-        ["L0 F0", "SA0", "L1 F1", "RG0 SA1 B0", "L0 F0", "RG1 SA0 B1", "L1 F1", "RG0 SA1 B0", "", "RG1 B1 R"],
-        ["", "RA0 L0 F0", "B0", "SG0 RA1 L1 F1", "B1", "SG1 RA0 L0 F0", "B0", "SG0 RA1 L1 F1", "B1", "SG1 R"],
+        [
+            "L0 F0",
+            "SA0",
+            "L1 F1",
+            "RG0 SA1 B0",
+            "L0 F0",
+            "RG1 SA0 B1",
+            "L1 F1",
+            "RG0 SA1 B0",
+            "",
+            "RG1 B1 R",
+        ],
+        [
+            "",
+            "RA0 L0 F0",
+            "B0",
+            "SG0 RA1 L1 F1",
+            "B1",
+            "SG1 RA0 L0 F0",
+            "B0",
+            "SG0 RA1 L1 F1",
+            "B1",
+            "SG1 R",
+        ],
     ],
     (2, 3): [
         ["L0 F0", "SA0", "L1 F1", "SA1", "", "RG0 B0", "", "RG1 B1 R"],
@@ -97,7 +119,9 @@ def test_instructions_compare_by_name_and_arguments() -> None:
     assert len({ForwardPass(1), ForwardPass(1), ForwardPass(2)}) == 2
 
 
-micro, stages, chunks = st.integers(1, 14), st.integers(1, 6), st.integers(1, 4)
+micro = st.integers(1, 14)
+stages = st.integers(1, 6)
+chunks = st.integers(1, 4)
 
 
 @given(micro, stages, st.booleans())
@@ -110,7 +134,10 @@ def test_1f1b_is_proven(m: int, s: int, waiting: bool) -> None:
 
 @given(micro, stages, st.booleans())
 def test_inference_is_proven(m: int, s: int, waiting: bool) -> None:
-    assert check(lambda i: InferenceSchedule(m, s, i), train=False, waiting=waiting).makespan == m + s - 1
+    assert (
+        check(lambda i: InferenceSchedule(m, s, i), train=False, waiting=waiting).makespan
+        == m + s - 1
+    )
 
 
 @settings(deadline=None, max_examples=50)
@@ -121,7 +148,9 @@ def test_interleaved_is_proven(m: int, s: int, c: int) -> None:
         assert proof.makespan == 3 * c * m + 3 * (s - 1)
     most = 3 * (c * -(-m // s) * s + s - 1)
     assert proof.makespan <= most, "never more than the next multiple of the stages would take"
-    assert all(a <= 2 * (s - i - 1) + (c - 1) * s + 1 for i, a in enumerate(proof.activations) if c > 1)
+    assert all(
+        a <= 2 * (s - i - 1) + (c - 1) * s + 1 for i, a in enumerate(proof.activations) if c > 1
+    )
 
 
 @settings(deadline=None)
@@ -140,7 +169,7 @@ def test_the_issues_ideals() -> None:
     assert check(lambda i: ZeroBubbleSchedule(8, 2, i)).speedup > 1.9
 
 
-# -- schedules that are wrong --------------------------------------------------------------------------------------
+# -- schedules that are wrong ----------------------------------------------------------------------
 
 
 class Broken(TrainSchedule):

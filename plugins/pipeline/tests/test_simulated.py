@@ -1,7 +1,9 @@
-"""The validator against a simulated run: it accepts a schedule if and only if carrying it out gives the right weights.
+"""The validator against a simulated run: it accepts a schedule if and only if carrying it out gives
+the right weights.
 
-The simulation knows nothing of the validator. It does what the runner does, with numbers in the place of tensors: part
-p of the model multiplies by w_p, the loss of micro-batch m is label_m times the last output.
+The simulation knows nothing of the validator. It does what the runner does, with numbers in the
+place of tensors: part p of the model multiplies by w_p, the loss of micro-batch m is label_m times
+the last output.
 """
 
 from __future__ import annotations
@@ -31,8 +33,11 @@ class Stage:
     """One stage, as a generator that yields while it waits."""
 
     def __init__(self, schedule: PipeSchedule, wires: dict[Any, deque[Any]]) -> None:
-        self.schedule, self.wires, self.me = schedule, wires, schedule.stage_id
-        self.stages, self.chunks = schedule.num_stages, schedule.chunks
+        self.schedule = schedule
+        self.wires = wires
+        self.me = schedule.stage_id
+        self.stages = schedule.num_stages
+        self.chunks = schedule.chunks
         self.parts = self.stages * self.chunks
         self.grads = dict.fromkeys(range(self.me, self.parts, self.stages), 0.0)
         self.used = dict.fromkeys(self.grads, 0)
@@ -109,13 +114,19 @@ class Stage:
             buffer["g"] = self.take(buffer, "label", keep=True)
 
     def SendActivation(self, what: Any, part: int, buffer: dict[str, Any]) -> None:
-        self.send(part + 1, self.take(buffer, "micro", keep=True), self.take(buffer, "out", keep=True), act=True)
+        self.send(
+            part + 1,
+            self.take(buffer, "micro", keep=True),
+            self.take(buffer, "out", keep=True),
+            act=True,
+        )
 
     def BackwardInput(self, what: Any, part: int, buffer: dict[str, Any]) -> None:
         if self.ends:
             raise Wrong
         self.take(buffer, "out")
-        g, saved = self.take(buffer, "g"), self.take(buffer, "saved")
+        g = self.take(buffer, "g")
+        saved = self.take(buffer, "saved")
         buffer["later"] = g * saved
         if part > 0:
             buffer["dx"] = g * (2.0 + part)
@@ -131,12 +142,16 @@ class Stage:
         self.BackwardWeight(what, part, buffer)
 
     def SendGrad(self, what: Any, part: int, buffer: dict[str, Any]) -> None:
-        self.send(part - 1, self.take(buffer, "micro", keep=True), self.take(buffer, "dx"), act=False)
+        self.send(
+            part - 1, self.take(buffer, "micro", keep=True), self.take(buffer, "dx"), act=False
+        )
 
     def send(self, target: int, micro: int, value: float, *, act: bool) -> None:
         if not 0 <= target < self.parts:
             raise Wrong
-        self.wires.setdefault((self.me, target % self.stages, act), deque()).append((target, micro, value))
+        self.wires.setdefault((self.me, target % self.stages, act), deque()).append(
+            (target, micro, value)
+        )
 
 
 def simulate(make: Callable[[int], PipeSchedule]) -> bool:
@@ -157,16 +172,19 @@ def simulate(make: Callable[[int], PipeSchedule]) -> bool:
                 raise Stuck
     except (Wrong, Stuck):
         return False
-    micros, parts = stages[0].schedule.num_micro_batches, stages[0].parts
+    micros = stages[0].schedule.num_micro_batches
+    parts = stages[0].parts
     product = math.prod(2.0 + p for p in range(parts))
     total = sum((1.0 + m) * 10.0**m for m in range(micros))
     done = all(
-        math.isclose(grad, total * product / (2.0 + part), rel_tol=1e-9) and stage.used[part] == micros
+        math.isclose(grad, total * product / (2.0 + part), rel_tol=1e-9)
+        and stage.used[part] == micros
         for stage in stages
         for part, grad in stage.grads.items()
     )
     ends = ["ReduceTiedGrads", "ReduceGrads", "OptimizerStep"]
-    ended = all(s.ends in ([ends, ends[1:]] if count == 1 else [ends]) for s in stages)  # one stage ties to nobody
+    # one stage ties to nobody
+    ended = all(s.ends in ([ends, ends[1:]] if count == 1 else [ends]) for s in stages)
     return done and ended and not any(wires.values())
 
 
@@ -179,11 +197,16 @@ def accepts(make: Callable[[int], PipeSchedule]) -> bool:
 
 
 class Changed(PipeSchedule):
-    """A schedule in one of whose stages one instruction is left out, doubled, or changes places with the next."""
+    """A schedule in one of whose stages one instruction is left out, doubled, or changes places
+    with the next.
+    """
 
     def __init__(self, base: PipeSchedule, how: str, at: int) -> None:
         super().__init__(base.micro_batches, base.stages, base.stage_id)
-        self.base, self.chunks, self.how, self.at = base, base.chunks, how, at
+        self.base = base
+        self.chunks = base.chunks
+        self.how = how
+        self.at = at
 
     def num_pipe_buffers(self) -> int:
         return self.base.num_pipe_buffers()
@@ -201,7 +224,9 @@ class Changed(PipeSchedule):
 
 
 names = st.sampled_from(["1f1b", "interleaved", "zero_bubble"])
-micros, stages, chunks = st.integers(1, 9), st.integers(1, 6), st.integers(1, 4)
+micros = st.integers(1, 9)
+stages = st.integers(1, 6)
+chunks = st.integers(1, 4)
 
 
 @settings(deadline=None)

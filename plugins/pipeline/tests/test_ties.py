@@ -14,7 +14,9 @@ import ds_core
 from ds_core import comm
 from ds_core.errors import UsageError
 
-WORDS, WIDTH, LR = 11, 6, 0.1
+WORDS = 11
+WIDTH = 6
+LR = 0.1
 CASES = ["plain", "hook before", "hook after", "thawed", "frozen and thawed"]
 
 
@@ -79,11 +81,14 @@ def _trains(case: str, stage: int) -> tuple[float, Tensor]:
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "SGD", "params": {"lr": LR, "momentum": 0.9}},
     }
-    engine, *_ = ds_core.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    engine, *_ = ds_core.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config
+    )
     optimizer = torch.optim.SGD(truth.parameters(), lr=LR, momentum=0.9)
     for copy in (weight, truth.embed):
         _prepare(case, copy, begun=True)
-    ranks, index = engine.ctx.mesh.size("dp"), engine.ctx.mesh.index("dp")
+    ranks = engine.ctx.mesh.size("dp")
+    index = engine.ctx.mesh.index("dp")
     for step in range(3):
         for copy in (weight, truth.embed):
             copy.requires_grad_(case != "frozen and thawed" or step != 1)
@@ -111,7 +116,8 @@ def trains(stage: int) -> list[tuple[float, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("world", "stage"), [(2, 0), (4, 0), (2, 3), *(pytest.param(4, s, marks=pytest.mark.slow) for s in (1, 2, 3))]
+    ("world", "stage"),
+    [(2, 0), (4, 0), (2, 3), *(pytest.param(4, s, marks=pytest.mark.slow) for s in (1, 2, 3))],
 )
 def test_ties_train_as_one_weight(world: int, stage: int) -> None:
     ranks = run_ranks(world, trains, stage)
@@ -122,11 +128,19 @@ def test_ties_train_as_one_weight(world: int, stage: int) -> None:
 
 
 def thaws_on_one_stage() -> list[str]:
-    """What each rank says: thawed on the last stage alone; then the weight in the optimizer of one stage alone."""
+    """What each rank says: thawed on the last stage alone; then the weight in the optimizer of one
+    stage alone.
+    """
     said = []
     for case in ("thawed", "left out"):
-        specs = [TiedLayerSpec("e", nn.Linear, 3, 3), LayerSpec(nn.Linear, 3, 3), TiedLayerSpec("e", nn.Linear, 3, 3)]
-        model = PipelineModule(specs, num_stages=3, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+        specs = [
+            TiedLayerSpec("e", nn.Linear, 3, 3),
+            LayerSpec(nn.Linear, 3, 3),
+            TiedLayerSpec("e", nn.Linear, 3, 3),
+        ]
+        model = PipelineModule(
+            specs, num_stages=3, loss_fn=nn.functional.mse_loss, partition_method="uniform"
+        )
         tied = "e" in model.tied
         if tied and case == "thawed":
             model.tied["e"].weight.requires_grad_(False)
@@ -148,4 +162,7 @@ def test_copies_that_would_drift_apart_are_refused_on_every_rank() -> None:
     """Also on the stage between, which has no copy, and would wait for the others."""
     for thawed, left_out in run_ranks(3, thaws_on_one_stage, timeout=60.0):
         assert "'tied.e.weight' are frozen on stage 0, trained on stage 2" in thawed
-        assert "'tied.e.weight' are left out of the optimizer on stage 0, trained on stage 2" in left_out
+        assert (
+            "'tied.e.weight' are left out of the optimizer on stage 0, trained on stage 2"
+            in left_out
+        )

@@ -1,4 +1,6 @@
-"""Pipelines train exactly as one process of plain torch: schedules x ZeRO x micro-batches x stages x data ranks."""
+"""Pipelines train exactly as one process of plain torch: schedules x ZeRO x micro-batches x stages
+x data ranks.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ def make_config(schedule: str, zero: int, gas: int, **more: Any) -> dict[str, An
         **more,
     }
     if zero:
-        config["zero_optimization"] = {"stage": zero, "reduce_bucket_size": 300, "param_persistence_threshold": 8}
+        config["zero_optimization"] = {
+            "stage": zero,
+            "reduce_bucket_size": 300,
+            "param_persistence_threshold": 8,
+        }
     return config
 
 
@@ -39,17 +45,22 @@ def make_engine(stages: int, chunks: int, config: dict[str, Any], **more: Any) -
 
 
 def compare(stages: int, cases: list[list[Any]]) -> list[list[Any]]:
-    """Per case (schedule, chunks, zero, gas, reduce, interval): the worst errors of losses and weights."""
+    """Per case (schedule, chunks, zero, gas, reduce, interval): the worst errors of losses and
+    weights.
+    """
     return [[*case, *_compare(stages, *case)] for case in cases]
 
 
-def _compare(stages: int, schedule: str, chunks: int, zero: int, gas: int, reduce: str, interval: int) -> list[float]:
+def _compare(
+    stages: int, schedule: str, chunks: int, zero: int, gas: int, reduce: str, interval: int
+) -> list[float]:
     from ds_testing.partitioner import relative, whole_weights
 
     section = {"reduce": reduce, "activation_checkpoint_interval": interval}
     engine = make_engine(stages, chunks, make_config(schedule, zero, gas, pipeline=section))
     mesh = engine.ctx.mesh
-    dp, index = mesh.size("dp"), mesh.index("dp")
+    dp = mesh.size("dp")
+    index = mesh.index("dp")
     truth = Plain()
     optimizer = torch.optim.AdamW(truth.parameters(), lr=0.01, weight_decay=0.1)
     worst = norms = 0.0
@@ -69,7 +80,11 @@ def _compare(stages: int, schedule: str, chunks: int, zero: int, gas: int, reduc
         norms = max(norms, abs(engine.get_global_grad_norm() - norm) / norm)
     mine = whole_weights(engine)
     weights = dict(truth.named_parameters())
-    answer = [worst, norms, max([relative(mine[n], weights[n].detach()) for n in mine], default=0.0)]
+    answer = [
+        worst,
+        norms,
+        max([relative(mine[n], weights[n].detach()) for n in mine], default=0.0),
+    ]
     engine.destroy()
     return answer
 
@@ -77,19 +92,32 @@ def _compare(stages: int, schedule: str, chunks: int, zero: int, gas: int, reduc
 def check(answers: list[list[list[Any]]]) -> None:
     for rank, rows in enumerate(answers):
         for *case, loss, norm, weight in rows:
-            assert max(loss, norm, weight) <= 1e-12, f"rank {rank}, {case}: loss {loss}, norm {norm}, weights {weight}"
+            assert max(loss, norm, weight) <= 1e-12, (
+                f"rank {rank}, {case}: loss {loss}, norm {norm}, weights {weight}"
+            )
 
 
 @pytest.mark.parametrize(
     ("world", "stages"),
-    [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow), pytest.param(4, 4, marks=pytest.mark.slow)],
+    [
+        (2, 2),
+        pytest.param(4, 2, marks=pytest.mark.slow),
+        pytest.param(4, 4, marks=pytest.mark.slow),
+    ],
 )
 def test_adamw_recompute_and_early_reduction(world: int, stages: int) -> None:
-    """What the conformance kit does not vary: the optimizer, `reduce`, recomputation, shapes that change."""
+    """What the conformance kit does not vary: the optimizer, `reduce`, recomputation, shapes that
+    change.
+    """
     cases = [
         [name, chunks, zero, 3, reduce, interval]
         for name, chunks in SCHEDULES
-        for zero, reduce, interval in [(0, "batch", 1), (1, "batch", 0), (2, "micro_batch", 2), (3, "micro_batch", 0)]
+        for zero, reduce, interval in [
+            (0, "batch", 1),
+            (1, "batch", 0),
+            (2, "micro_batch", 2),
+            (3, "micro_batch", 0),
+        ]
         if stages < world or zero in (0, 3)  # with one data rank there is little to reduce
     ]
     check(run_ranks(world, compare, stages, cases))
@@ -108,20 +136,25 @@ def runs_a_wrong_schedule() -> None:
 
 def test_a_wrong_schedule_does_not_run() -> None:
     with pytest.raises(
-        RemoteError, match=r"pipeline.schedule: Forgetful is wrong: stage 0: no backward of micro-batch 0"
+        RemoteError,
+        match=r"pipeline.schedule: Forgetful is wrong: stage 0: no backward of micro-batch 0",
     ):
         run_ranks(2, runs_a_wrong_schedule)
 
 
 def sends(zero: int, reduce: str, gas: int, section: dict[str, Any]) -> float:
-    """Elements that this rank sends to its replicas per batch, in units of P(W-1)/W (README, ZeRO inside stages)."""
+    """Elements that this rank sends to its replicas per batch, in units of P(W-1)/W (README, ZeRO
+    inside stages).
+    """
     from ds_pipeline import PipelineModule
 
     import ds_core
 
     torch.manual_seed(0)
     layers = [torch.nn.Linear(16, 16, bias=False) for _ in range(4)]
-    model = PipelineModule(layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss, partition_method="uniform")
+    model = PipelineModule(
+        layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss, partition_method="uniform"
+    )
     config = make_config("1f1b", zero, gas, pipeline={"reduce": reduce})
     config["zero_optimization"] = {"stage": zero, "param_persistence_threshold": 0, **section}
     engine = ds_core.initialize(model=model, config=config)[0]
@@ -148,9 +181,12 @@ def test_what_zero_sends_inside_stages() -> None:
         (1, "batch", 2, 2),
         (2, "batch", 2, 2),
         (2, "micro_batch", m + 1, m + 1),
-        (3, "batch", 1.5 * m + 1, 2 * m + 1),  # of two layers, the one that is used twice in a row stays
+        # of two layers, the one that is used twice in a row stays
+        (3, "batch", 1.5 * m + 1, 2 * m + 1),
         (3, "micro_batch", 2.5 * m, 3 * m),
     ]
-    for told in run_ranks(4, sends_all, [[*case[:2], m, {"max_reuse_distance": 0}] for case in cases]):
+    for told in run_ranks(
+        4, sends_all, [[*case[:2], m, {"max_reuse_distance": 0}] for case in cases]
+    ):
         for sent, (zero, reduce, least, most) in zip(told, cases, strict=True):
             assert least <= sent <= most + 0.01, (zero, reduce, sent)

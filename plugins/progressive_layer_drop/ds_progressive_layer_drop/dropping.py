@@ -1,7 +1,7 @@
 """A model whose forward is told theta, or whose layers are skipped from outside.
 
-A skipped layer hands its input on. One that runs adds what it would, divided by its probability to run, so that the
-expected sum is that of all layers.
+A skipped layer hands its input on. One that runs adds what it would, divided by its probability to
+run, so that the expected sum is that of all layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["drop_layers"]
 
-FLAG, THETA = "progressive_layer_drop", "pld_theta"
+FLAG = "progressive_layer_drop"
+THETA = "pld_theta"
 _KEY = "progressive_layer_drop"
 
 
@@ -37,10 +38,15 @@ def drop_layers(model: nn.Module, ctx: Context, section: ProgressiveLayerDropCon
         with changing(model, ctx.undo):
             _tell(model, ctx, section, parameters)
         return model
-    layers = chosen(model, section.layers, f"{_KEY}.layers") if section.layers else repeated_blocks(model)
+    layers = (
+        chosen(model, section.layers, f"{_KEY}.layers")
+        if section.layers
+        else repeated_blocks(model)
+    )
     if len(layers) < 2:
         raise UsageError(
-            f"{_KEY}: {type(model).__name__} has no repeated layers; name them by {_KEY}.layers, or let its forward "
+            f"{_KEY}: {type(model).__name__} has no repeated layers; name them by {_KEY}.layers, "
+            "or let its forward "
             f"take {THETA}"
         )
     known: dict[type, Any] = {}
@@ -50,17 +56,21 @@ def drop_layers(model: nn.Module, ctx: Context, section: ProgressiveLayerDropCon
     return model
 
 
-def _tell(model: nn.Module, ctx: Context, section: ProgressiveLayerDropConfig, parameters: Any) -> None:
+def _tell(
+    model: nn.Module, ctx: Context, section: ProgressiveLayerDropConfig, parameters: Any
+) -> None:
     """Give forward the documented arguments, as far as it takes them."""
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     taken = [name for name in (FLAG, THETA) if anything or name in parameters]
     if THETA not in taken:
         raise UsageError(
-            f'{_KEY}.apply_to is "forward", but the forward of {type(model).__name__} takes no {THETA}; use "layers"'
+            f'{_KEY}.apply_to is "forward", but the forward of {type(model).__name__} takes no '
+            f'{THETA}; use "layers"'
         )
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if (engine := ctx.engine_ref()) is None:  # forgotten, not destroyed: nobody trains the module
+        # forgotten, not destroyed: nobody trains the module
+        if (engine := ctx.engine_ref()) is None:
             return None
         theta = theta_at(engine.global_steps, section.theta, section.gamma)
         told = {FLAG: module.training, THETA: theta}
@@ -86,15 +96,21 @@ class Skipped(StandIn):
         known: dict[type, Any],
     ) -> None:
         super().__init__(module)
-        self.name, self.index, self.count = name, index, count
-        self.ctx, self.section, self.known = ctx, section, known
+        self.name = name
+        self.index = index
+        self.count = count
+        self.ctx = ctx
+        self.section = section
+        self.known = known
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's output, or its input in the form of an output."""
         engine = self.ctx.engine_ref()
-        if engine is None or not self.module.training:  # None: it was forgotten, so nobody trains the module
+        # None: it was forgotten, so nobody trains the module
+        if engine is None or not self.module.training:
             return self.forward(*args, **kwargs)
-        section, step = self.section, engine.global_steps
+        section = self.section
+        step = engine.global_steps
         theta = theta_at(step, section.theta, section.gamma)
         probability = keep_probability(self.index, self.count, theta)
         hidden = self._hidden(args, kwargs)
@@ -108,9 +124,15 @@ class Skipped(StandIn):
 
     def _hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The hidden states among the inputs: the first tensor, or the one of that name."""
-        found = kwargs.get("hidden_states", next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None))
+        found = kwargs.get(
+            "hidden_states",
+            next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None),
+        )
         if not isinstance(found, Tensor):
-            raise UsageError(f"{_KEY}: layer {self.name!r} is given no tensor; name other modules by {_KEY}.layers")
+            raise UsageError(
+                f"{_KEY}: layer {self.name!r} is given no tensor; name other modules by "
+                f"{_KEY}.layers"
+            )
         return found
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> Any:
@@ -119,7 +141,8 @@ class Skipped(StandIn):
         new = out[0] if isinstance(out, tuple) else out
         if not isinstance(new, Tensor) or new.shape != hidden.shape:
             raise UsageError(
-                f"{_KEY}: layer {self.name!r} cannot be skipped: its output does not have the shape of its input, "
+                f"{_KEY}: layer {self.name!r} cannot be skipped: its output does not have the "
+                "shape of its input, "
                 f"{tuple(hidden.shape)}; name other modules by {_KEY}.layers"
             )
         self.known[type(self.module)] = len(out) if isinstance(out, tuple) else 0
@@ -127,7 +150,8 @@ class Skipped(StandIn):
 
     def _around(self, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> Any:
         """`hidden` as an output of this class: alone, or in a tuple whose other places are None."""
-        if type(self.module) not in self.known:  # a resumed run may begin with a layer that is skipped
+        # a resumed run may begin with a layer that is skipped
+        if type(self.module) not in self.known:
             devices = [] if hidden.device.type == "cpu" else [hidden.device]
             with torch.no_grad(), torch.random.fork_rng(devices=devices):
                 self._run(args, kwargs, hidden)

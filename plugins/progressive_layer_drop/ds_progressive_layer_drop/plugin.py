@@ -1,4 +1,6 @@
-"""What this distribution offers to ds_core: the section ``progressive_layer_drop`` and its transform (torch-free)."""
+"""What this distribution offers to ds_core: the section ``progressive_layer_drop`` and its
+transform (torch-free).
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,17 @@ def ds_check(config: RunConfig) -> Iterable[Problem]:
     """A stage of a pipeline knows only its own layers."""
     if _section(config) is None or not config.has(Trait.DIVIDES_DEPTH):
         return []
-    why = "does not go with pipelines: a stage does not know how deep its layers are, and its forward is not called"
-    return [Problem("progressive_layer_drop.enabled", why, "switch it off, or train without a PipelineModule")]
+    why = (
+        "does not go with pipelines: a stage does not know how deep its layers are, and its "
+        "forward is not called"
+    )
+    return [
+        Problem(
+            "progressive_layer_drop.enabled",
+            why,
+            "switch it off, or train without a PipelineModule",
+        )
+    ]
 
 
 def ds_transforms(ctx: Context) -> Iterable[Transform]:

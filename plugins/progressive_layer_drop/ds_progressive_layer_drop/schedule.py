@@ -1,5 +1,6 @@
-"""How likely a layer is to run, by step and depth (Zhang and He 2020, "Accelerating training of transformer-based
-language models with progressive layer dropping"), and DeepSpeed's class of it; torch-free.
+"""How likely a layer is to run, by step and depth (Zhang and He 2020, "Accelerating training of
+transformer-based language models with progressive layer dropping"), and DeepSpeed's class of it;
+torch-free.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ def theta_at(step: int, theta: float, gamma: float) -> float:
 
 
 def keep_probability(index: int, count: int, theta: float) -> float:
-    """How likely layer `index` of `count`, from 0, is to run: from nearly 1 for the first down to `theta` for the last.
+    """How likely layer `index` of `count`, from 0, is to run: from nearly 1 for the first down to
+    `theta` for the last.
 
     It is 1 - (index + 1) / count * (1 - theta), the paper's equation 6.
     """
@@ -27,7 +29,8 @@ def keep_probability(index: int, count: int, theta: float) -> float:
 def runs(seed: int, step: int, index: int, probability: float) -> bool:
     """Whether layer `index` runs in this optimizer step.
 
-    It depends on nothing else: ranks, micro-batches, recomputation in backward and a resumed run all agree.
+    It depends on nothing else: ranks, micro-batches, recomputation in backward and a resumed run
+    all agree.
     """
     return random.Random(f"progressive layer drop {seed} {step} {index}").random() < probability
 
@@ -36,7 +39,9 @@ class ProgressiveLayerDrop:
     """DeepSpeed's class: theta by step, and what forward is given."""
 
     def __init__(self, theta: float = 0.5, gamma: float = 0.001) -> None:
-        self.theta, self.gamma, self.current_theta = theta, gamma, 1.0
+        self.theta = theta
+        self.gamma = gamma
+        self.current_theta = 1.0
 
     def get_state(self) -> dict[str, Any]:
         """The keyword arguments of forward."""

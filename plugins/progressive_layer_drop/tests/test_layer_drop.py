@@ -1,4 +1,6 @@
-"""Layers that are skipped: how many, the same on all ranks and after a resume, and as plain torch computes them."""
+"""Layers that are skipped: how many, the same on all ranks and after a resume, and as plain torch
+computes them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ import ds_pipeline  # noqa: F401
 import ds_zero  # noqa: F401
 import pytest
 import torch
-from ds_progressive_layer_drop.schedule import ProgressiveLayerDrop, keep_probability, runs, theta_at
+from ds_progressive_layer_drop.schedule import (
+    ProgressiveLayerDrop,
+    keep_probability,
+    runs,
+    theta_at,
+)
 from ds_testing import run_ranks
 from torch import Tensor, nn
 
@@ -24,13 +31,16 @@ from ds_core.errors import ConfigError, UsageError
 
 PLD = {"enabled": True, "theta": 0.3, "gamma": 0.5}
 SMALL = {"reduce_bucket_size": 100, "param_persistence_threshold": 5}
-LAYERS, GLOBAL = 4, 8
+LAYERS = 4
+GLOBAL = 8
 
 
 class Layer(nn.Module):
     def __init__(self, width: int, pair: bool) -> None:
         super().__init__()
-        self.inner, self.pair, self.calls = nn.Sequential(nn.Linear(width, width), nn.Tanh()), pair, 0
+        self.inner = nn.Sequential(nn.Linear(width, width), nn.Tanh())
+        self.pair = pair
+        self.calls = 0
 
     def forward(self, hidden_states: Tensor, scale: float = 1.0) -> Any:
         self.calls += 1
@@ -42,7 +52,8 @@ class Net(nn.Module):
     def __init__(self, pair: bool = False) -> None:
         super().__init__()
         torch.manual_seed(7)
-        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 2)
+        self.first = nn.Linear(5, 6)
+        self.last = nn.Linear(6, 2)
         self.layers = nn.ModuleList(Layer(6, pair) for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,13 +66,16 @@ class Net(nn.Module):
 
 
 def samples(step: int) -> Tensor:
-    return torch.randn(GLOBAL, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    return torch.randn(
+        GLOBAL, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+    )
 
 
 def alone(steps: int) -> tuple[dict[str, Tensor], list[float]]:
     """Plain torch: the layers of each step chosen and rescaled here."""
     model = Net().double()
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
+    losses = []
     for step in range(steps):
         theta = (1 - 0.3) * math.exp(-0.5 * step) + 0.3
         x = model.first(samples(step))
@@ -77,7 +91,9 @@ def alone(steps: int) -> tuple[dict[str, Tensor], list[float]]:
     return {n: p.detach() for n, p in model.named_parameters()}, losses
 
 
-def start(model: nn.Module | None = None, gas: int = 1, world: int = 1, pld: Any = None, **config: Any) -> Any:
+def start(
+    model: nn.Module | None = None, gas: int = 1, world: int = 1, pld: Any = None, **config: Any
+) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": GLOBAL // gas // world,
         "gradient_accumulation_steps": gas,
@@ -92,7 +108,8 @@ def start(model: nn.Module | None = None, gas: int = 1, world: int = 1, pld: Any
 def go(engine: Any, steps: range) -> list[float]:
     from ds_core import comm
 
-    losses, world = [], comm.world_size()
+    losses = []
+    world = comm.world_size()
     for step in steps:
         mine = samples(step).chunk(world)[comm.rank()]
         total = 0.0
@@ -106,12 +123,15 @@ def go(engine: Any, steps: range) -> list[float]:
 
 
 def train(stage: int, gas: int, folder: str, recompute: bool = False) -> float:
-    """The largest difference of losses and weights from plain torch, through a checkpoint in the middle."""
+    """The largest difference of losses and weights from plain torch, through a checkpoint in the
+    middle.
+    """
     from ds_testing.partitioner import whole_weights
 
     from ds_core import comm
 
-    world, steps = comm.world_size(), 8
+    world = comm.world_size()
+    steps = 8
     config: dict[str, Any] = {"zero_optimization": {"stage": stage, **SMALL}} if stage else {}
     if recompute:
         config["activation_checkpointing"] = {"modules": "auto"}
@@ -135,13 +155,22 @@ def train(stage: int, gas: int, folder: str, recompute: bool = False) -> float:
 def test_one_rank_does_what_plain_torch_does(gas: int, tmp_path: Path) -> None:
     assert train(0, gas, str(tmp_path)) < 1e-10
     thetas = [theta_at(step, 0.3, 0.5) for step in range(8)]
-    ran = [runs(1234, s, i, keep_probability(i, 4, theta)) for s, theta in enumerate(thetas) for i in range(4)]
+    ran = [
+        runs(1234, s, i, keep_probability(i, 4, theta))
+        for s, theta in enumerate(thetas)
+        for i in range(4)
+    ]
     assert ran.count(False) > 6
 
 
 @pytest.mark.parametrize(
     ("world", "stage"),
-    [(2, 0), (2, 3), *(pytest.param(w, s, marks=pytest.mark.slow) for w in (2, 4) for s in (1, 2)), (4, 3)],
+    [
+        (2, 0),
+        (2, 3),
+        *(pytest.param(w, s, marks=pytest.mark.slow) for w in (2, 4) for s in (1, 2)),
+        (4, 3),
+    ],
 )
 def test_ranks_skip_the_same_layers(world: int, stage: int, tmp_path: Path) -> None:
     assert max(run_ranks(world, train, stage, 1, str(tmp_path))) < 1e-10
@@ -155,14 +184,19 @@ def test_the_schedule_is_the_documented_one() -> None:
     told = ProgressiveLayerDrop(theta=0.5, gamma=0.001)
     assert told.get_theta() == 1.0
     told.update_state(1000)
-    assert told.get_state() == {"progressive_layer_drop": True, "pld_theta": 0.5 * math.exp(-1) + 0.5}
+    assert told.get_state() == {
+        "progressive_layer_drop": True,
+        "pld_theta": 0.5 * math.exp(-1) + 0.5,
+    }
     assert [keep_probability(i, 4, 0.5) for i in range(4)] == [0.875, 0.75, 0.625, 0.5]
     often = sum(runs(0, step, 3, 0.5) for step in range(4000)) / 4000
     assert often == pytest.approx(0.5, abs=0.04)
 
 
 class Told(Net):
-    def forward(self, x: Tensor, progressive_layer_drop: bool = False, pld_theta: float = 0.0) -> Tensor:  # type: ignore[override]
+    def forward(
+        self, x: Tensor, progressive_layer_drop: bool = False, pld_theta: float = 0.0
+    ) -> Tensor:  # type: ignore[override]
         self.seen = (progressive_layer_drop, pld_theta)
         return super().forward(x)
 
@@ -180,7 +214,9 @@ def test_a_forward_that_asks_for_theta_is_told() -> None:
 
 
 def test_outputs_keep_their_form_and_evaluation_runs_all() -> None:
-    engine = start(Net(pair=True).double(), pld={"enabled": True, "theta": 0.01, "gamma": 100.0, "seed": 3})
+    engine = start(
+        Net(pair=True).double(), pld={"enabled": True, "theta": 0.01, "gamma": 100.0, "seed": 3}
+    )
     layers: Any = engine.module.layers
     go(engine, range(6))
     assert sum(layer.calls for layer in layers) < 6 * LAYERS - 6
@@ -190,7 +226,9 @@ def test_outputs_keep_their_form_and_evaluation_runs_all() -> None:
     assert [layer.calls for layer in layers] == [n + 1 for n in before]
 
 
-def test_a_run_that_begins_with_a_skipped_layer_learns_its_form(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_begins_with_a_skipped_layer_learns_its_form(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = start(Net(pair=True).double())
     monkeypatch.setattr("ds_progressive_layer_drop.dropping.runs", lambda *_: False)
     engine.global_steps = 5
@@ -210,11 +248,18 @@ def test_signatures_and_copies_stay() -> None:
 def test_layers_of_transformers_are_skipped() -> None:
     transformers = pytest.importorskip("transformers")
     made = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, vocab_size=32
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        vocab_size=32,
     )
     torch.manual_seed(0)
-    engine = start(transformers.LlamaForCausalLM(made), pld={"enabled": True, "theta": 0.2, "gamma": 1.0})
-    ids, losses = torch.randint(0, 32, (8, 9)), []
+    engine = start(
+        transformers.LlamaForCausalLM(made), pld={"enabled": True, "theta": 0.2, "gamma": 1.0}
+    )
+    ids = torch.randint(0, 32, (8, 9))
+    losses = []
     for _ in range(12):
         loss = engine(input_ids=ids, labels=ids).loss
         engine.backward(loss)
@@ -240,7 +285,8 @@ def test_what_cannot_be_meant_is_an_error(pld: dict[str, Any], words: str) -> No
 def test_a_layer_of_another_shape_is_named() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(5, 6)), nn.Sequential(nn.Linear(6, 2))).double()
     engine = start(model)
-    with pytest.raises(UsageError, match="layer '0' cannot be skipped"):  # at once, not when it is to be skipped
+    # at once, not when it is to be skipped
+    with pytest.raises(UsageError, match="layer '0' cannot be skipped"):
         engine(samples(0))
 
 

@@ -16,7 +16,10 @@ import ds_core
 from ds_core.errors import UsageError
 
 DROPS = {"progressive_layer_drop": {"enabled": True, "theta": 0.01, "gamma": 100.0}}
-TRAINS: dict[str, Any] = {"train_batch_size": 3, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+TRAINS: dict[str, Any] = {
+    "train_batch_size": 3,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+}
 
 
 class Block(nn.Module):
@@ -53,7 +56,8 @@ class TestForward(TestLayers):
 
 
 def test_an_engine_that_was_forgotten_leaves_all_layers() -> None:
-    model, x = TestLayers().model(), torch.ones(3, 4)
+    model = TestLayers().model()
+    x = torch.ones(3, 4)
     wanted = copy.deepcopy(model)(x)
     engine = ds_core.initialize(model=model, config=TRAINS | DROPS)[0]
     del engine
@@ -97,4 +101,9 @@ def test_it_stands_before_tokens_that_are_dropped_and_blocks_that_are_recomputed
     with one_process_engine(model, config):
         outer: Any = model[0].forward
         chain = [outer, outer.forward, outer.forward.forward, outer.forward.forward.forward]
-        assert [type(part).__name__ for part in chain] == ["Skipped", "SomeTokens", "Block", "method"]
+        assert [type(part).__name__ for part in chain] == [
+            "Skipped",
+            "SomeTokens",
+            "Block",
+            "method",
+        ]

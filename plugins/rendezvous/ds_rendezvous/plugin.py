@@ -19,4 +19,6 @@ LOCAL_RANKS = (
 
 def ds_rendezvous() -> RendezvousEntry:
     """Jobs of MPI, Slurm, SageMaker and AzureML; ranks compare notes at rank 0's store."""
-    return RendezvousEntry("ds_rendezvous.jobs:find", "ds_rendezvous.jobs:open_store", (*RANKS, *LOCAL_RANKS))
+    return RendezvousEntry(
+        "ds_rendezvous.jobs:find", "ds_rendezvous.jobs:open_store", (*RANKS, *LOCAL_RANKS)
+    )

@@ -15,14 +15,18 @@ TOLD_AFTER = 60.0
 
 
 class Waiting:
-    """A wait that begins now. number: whose; 0 and 1 tell of it first, since one is enough for all to read."""
+    """A wait that begins now. number: whose; 0 and 1 tell of it first, since one is enough for all
+    to read.
+    """
 
     def __init__(self, number: int) -> None:
         self._start = time.monotonic()
         self._next = TOLD_AFTER * (1 if number < 2 else 3)
 
     def tell(self, text: Callable[[], str]) -> None:
-        """Log `text` ("rank 0 waits for ...") if the wait has lasted for so long; called again and again."""
+        """Log `text` ("rank 0 waits for ...") if the wait has lasted for so long; called again and
+        again.
+        """
         waited = time.monotonic() - self._start
         if waited >= self._next:
             self._next = 2 * waited

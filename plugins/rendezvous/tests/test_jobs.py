@@ -18,7 +18,13 @@ from ds_testing.rendezvous import start_rank
 from ds_core.comm import Rendezvous, find_rendezvous, local_rank
 from ds_core.errors import CommError
 
-ENV = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"}
+ENV = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "4000",
+}
 OMPI = {
     "OMPI_COMM_WORLD_RANK": "3",
     "OMPI_COMM_WORLD_SIZE": "8",
@@ -82,7 +88,15 @@ def test_first_host_of_a_slurm_list() -> None:
 @pytest.mark.parametrize(
     ("env", "named"),
     [
-        (OMPI, ["MASTER_ADDR missing", "Open MPI's variables", "set MASTER_ADDR to rank 0's host", "install mpi4py"]),
+        (
+            OMPI,
+            [
+                "MASTER_ADDR missing",
+                "Open MPI's variables",
+                "set MASTER_ADDR to rank 0's host",
+                "install mpi4py",
+            ],
+        ),
         ({**SLURM, "SLURM_NTASKS": ""}, ["WORLD_SIZE, MASTER_ADDR missing", "Slurm's variables"]),
         ({**OMPI, "SM_HOSTS": "algo-1"}, ["SM_HOSTS is 'algo-1', not a JSON list"]),
     ],
@@ -107,7 +121,10 @@ def test_an_mpi_job_over_hosts_asks_rank_0(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(jobs, "address_by_mpi", ask)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    for env in (OMPI, {"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "8", "MV2_COMM_WORLD_LOCAL_RANK": "1"}):
+    for env in (
+        OMPI,
+        {"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "8", "MV2_COMM_WORLD_LOCAL_RANK": "1"},
+    ):
         found = find_rendezvous(env, collective=True)
         assert found is not None
         assert (found.rank, found.address) == (3, "10.0.0.9")
@@ -122,7 +139,9 @@ def test_an_mpi_job_over_hosts_asks_rank_0(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_discovery_can_be_switched_off() -> None:
     assert find_rendezvous({**OMPI, "MASTER_ADDR": "h"}, discover=False) is None
-    with pytest.raises(CommError, match="WORLD_SIZE, LOCAL_RANK missing.*auto_mpi_discovery is off"):
+    with pytest.raises(
+        CommError, match="WORLD_SIZE, LOCAL_RANK missing.*auto_mpi_discovery is off"
+    ):
         find_rendezvous({**OMPI, "MASTER_ADDR": "h", "RANK": "1"}, discover=False)
 
 
@@ -175,8 +194,14 @@ def over_two_hosts(folder: Path, size: str) -> list[str]:
     (folder / "mpi4py" / "MPI.py").write_text(MPI4PY)
     code = f"import sys; sys.path.insert(0, {str(folder)!r})\n"
     code += SAYS.format(port=free_port())
-    envs = [{**OMPI, "OMPI_COMM_WORLD_RANK": str(r), "OMPI_COMM_WORLD_SIZE": "2", "FAKE_SIZE": size} for r in range(2)]
-    envs = [{**env, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"} for env in envs]
+    envs = [
+        {**OMPI, "OMPI_COMM_WORLD_RANK": str(r), "OMPI_COMM_WORLD_SIZE": "2", "FAKE_SIZE": size}
+        for r in range(2)
+    ]
+    envs = [
+        {**env, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+        for env in envs
+    ]
     return [output(p) for p in [start(code, **env) for env in envs]]
 
 
@@ -198,7 +223,9 @@ except CommError as error:
 
 
 def test_rank_0_broadcasts_its_address_by_mpi4py(tmp_path: Path) -> None:
-    """Two processes that look to Open MPI as if each had a host of its own; the address is this machine's real one."""
+    """Two processes that look to Open MPI as if each had a host of its own; the address is this
+    machine's real one.
+    """
     assert over_two_hosts(tmp_path, "2") == ["True 3.0", "True 3.0"]
 
 
@@ -209,12 +236,21 @@ def test_an_mpi4py_of_another_mpi_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(
-    not shutil.which("mpirun") or not importlib.util.find_spec("mpi4py"), reason="needs mpirun and mpi4py"
+    not shutil.which("mpirun") or not importlib.util.find_spec("mpi4py"),
+    reason="needs mpirun and mpi4py",
 )
 def test_under_mpirun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SAYS.format(port=free_port()))
-    words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", "env", "OMPI_COMM_WORLD_LOCAL_SIZE=1"]
+    words = [
+        "mpirun",
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "-np",
+        "2",
+        "env",
+        "OMPI_COMM_WORLD_LOCAL_SIZE=1",
+    ]
     assert run([*words, sys.executable, str(script)]).splitlines() == ["True 3.0"] * 2
 
 
@@ -229,7 +265,16 @@ def test_a_tcp_address_is_met_at_in_our_way() -> None:
 
 def test_nobody_there_is_a_clear_error() -> None:
     port = free_port()
-    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     said = output(start_rank(env, dist_backend="gloo", timeout=timedelta(seconds=1)))
-    assert f"rank 1 of 2 expected the store of rank 0 at 127.0.0.1:{port}, but nothing can be reached there" in said
+    assert (
+        f"rank 1 of 2 expected the store of rank 0 at 127.0.0.1:{port}, but nothing can be reached "
+        "there" in said
+    )
     assert "(the place is from the launcher's variables)" in said

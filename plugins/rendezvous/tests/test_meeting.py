@@ -1,4 +1,5 @@
-"""Ranks that meet at a store: who belongs together, who does not, and what else may be at the port."""
+"""Ranks that meet at a store: who belongs together, who does not, and what else may be at the
+port."""
 
 from __future__ import annotations
 
@@ -12,17 +13,32 @@ from typing import Any
 
 import pytest
 from ds_rendezvous import meeting, stores, waiting
-from ds_rendezvous.meeting import Participant, host_store, is_loopback, listen, meet, meet_at_store, reach_store, within
+from ds_rendezvous.meeting import (
+    Participant,
+    host_store,
+    is_loopback,
+    listen,
+    meet,
+    meet_at_store,
+    reach_store,
+    within,
+)
 
 from ds_core.errors import CommError
 
 LOOPBACK = "127.0.0.1"
-LONG, SHORT = timedelta(seconds=60), timedelta(seconds=1)
+LONG = timedelta(seconds=60)
+SHORT = timedelta(seconds=1)
 
 
 @pytest.fixture(autouse=True)
 def no_job_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"):
+    for name in (
+        "TORCHELASTIC_RUN_ID",
+        "SLURM_JOB_ID",
+        "PMIX_NAMESPACE",
+        "OMPI_MCA_ess_base_jobid",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -37,8 +53,12 @@ def listener() -> Iterator[socket.socket]:
         yield server
 
 
-def come(store: Any, *processes: tuple[int, int], limit: timedelta = LONG, **options: Any) -> list[str]:
-    """What becomes of processes (rank, world size), each on a thread of its own with a connection of its own."""
+def come(
+    store: Any, *processes: tuple[int, int], limit: timedelta = LONG, **options: Any
+) -> list[str]:
+    """What becomes of processes (rank, world size), each on a thread of its own with a connection
+    of its own.
+    """
     said = [""] * len(processes)
 
     def one(at: int) -> None:
@@ -56,7 +76,7 @@ def come(store: Any, *processes: tuple[int, int], limit: timedelta = LONG, **opt
     return said
 
 
-# -- who belongs together ------------------------------------------------------------------------------------------
+# -- who belongs together --------------------------------------------------------------------------
 
 
 def test_all_come_and_agree_on_a_prefix_that_is_new_each_time(store: Any) -> None:
@@ -86,7 +106,10 @@ def test_a_rank_that_comes_when_all_are_there(store: Any) -> None:
     come(store, (0, 2), (1, 2))
     (said,) = come(store, (1, 2), limit=SHORT)
     assert f"the job at 127.0.0.1:{store.port} (2 ranks, rank 0 is pid " in said
-    assert "has begun with all its ranks; this process, rank 1 of 2, is one too many or belongs to another job" in said
+    assert (
+        "has begun with all its ranks; this process, rank 1 of 2, is one too many or belongs to "
+        "another job" in said
+    )
 
 
 def test_a_rank_that_comes_when_all_are_there_and_stays_till_they_end() -> None:
@@ -111,14 +134,18 @@ def test_a_rank_that_comes_when_all_are_there_and_stays_till_they_end() -> None:
                 raise RuntimeError("Connection reset by peer")
             return keys == ["ds_core/begun"]
 
-    with pytest.raises(CommError, match="has begun with all its ranks; this process, rank 1 of 2, is one too many"):
+    with pytest.raises(
+        CommError, match="has begun with all its ranks; this process, rank 1 of 2, is one too many"
+    ):
         meet(Ending(), Participant(1, 2, LOOPBACK, 1), LONG)  # type: ignore[arg-type]
 
 
 def test_a_rank_that_does_not_come_is_named_on_all(
     store: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also before the time is over: once here, since the second time would come after twice as long."""
+    """Also before the time is over: once here, since the second time would come after twice as
+    long.
+    """
     monkeypatch.setattr(waiting, "TOLD_AFTER", 0.6)
     said: list[str] = []
     waits = threading.Thread(target=lambda: said.extend(come(store, (2, 4))))
@@ -131,13 +158,17 @@ def test_a_rank_that_does_not_come_is_named_on_all(
         assert each.startswith(f"rank 1, 3 of 4 did not reach 127.0.0.1:{store.port} within 1 s")
     assert len(said) == 2
     told = [message for message in caplog.messages if message.startswith("rank 0 of 4")]
-    assert len(told) == 1 and told[0].startswith(f"rank 0 of 4 waits at 127.0.0.1:{store.port} for rank 1, 3, since ")
+    assert len(told) == 1 and told[0].startswith(
+        f"rank 0 of 4 waits at 127.0.0.1:{store.port} for rank 1, 3, since "
+    )
 
 
 def test_another_job_is_refused_and_this_one_goes_on(store: Any) -> None:
     answers: dict[str, list[str]] = {}
     threads = [
-        threading.Thread(target=lambda p=p, job=job: answers.update({job + str(p): come(store, p, job=job)}))
+        threading.Thread(
+            target=lambda p=p, job=job: answers.update({job + str(p): come(store, p, job=job)})
+        )
         for p, job in (((1, 2), "theirs"), ((0, 2), "ours"), ((1, 2), "ours"))
     ]
     for thread in threads:
@@ -179,7 +210,9 @@ def test_launchers_meet_in_their_own_words(store: Any) -> None:
 
     thread = threading.Thread(target=other)
     thread.start()
-    with pytest.raises(CommError, match=r"machine 1 \(pid .* was started with --nnodes 3, but machine 0 .* with 2"):
+    with pytest.raises(
+        CommError, match=r"machine 1 \(pid .* was started with --nnodes 3, but machine 0 .* with 2"
+    ):
         meet(store, places[0], LONG)
     thread.join()
     assert len(said) == 1
@@ -190,7 +223,9 @@ def test_who_reaches_the_store_of_an_earlier_group_finds_the_new_one() -> None:
     old = host_store(Participant(0, 2, LOOPBACK, 0), LONG)
     port = old.port
     found: list[Any] = []
-    other = threading.Thread(target=lambda: found.append(meet_at_store(Participant(1, 2, LOOPBACK, port), LONG)))
+    other = threading.Thread(
+        target=lambda: found.append(meet_at_store(Participant(1, 2, LOOPBACK, port), LONG))
+    )
     other.start()
     while not old.add("ds_core/notes", 0):
         time.sleep(0.01)
@@ -201,7 +236,7 @@ def test_who_reaches_the_store_of_an_earlier_group_finds_the_new_one() -> None:
     assert found[0].get("key") == b"value"
 
 
-# -- what may be at the port ---------------------------------------------------------------------------------------
+# -- what may be at the port -----------------------------------------------------------------------
 
 MAGIC = b"\x00" + struct.pack("<I", 0x3C85F7CE)
 GARBAGE = [
@@ -226,7 +261,9 @@ def test_garbage_on_the_port_does_not_stop_the_start(store: Any) -> None:
 
 def test_a_silent_listener(listener: socket.socket) -> None:
     place = Participant(1, 2, LOOPBACK, listener.getsockname()[1])
-    with pytest.raises(CommError, match="rank 1 of 2 expected the store of rank 0 at .* does not answer as one"):
+    with pytest.raises(
+        CommError, match="rank 1 of 2 expected the store of rank 0 at .* does not answer as one"
+    ):
         reach_store(place, SHORT)
 
 
@@ -253,14 +290,21 @@ def test_nobody_listens(
     listener.close()
     with pytest.raises(CommError, match=r"but nothing can be reached there \(Connection refused\)"):
         reach_store(Participant(1, 2, LOOPBACK, port), SHORT)
-    assert f"rank 1 of 2 waits for rank 0, which does not listen at 127.0.0.1:{port} yet, since " in caplog.text
-    with pytest.raises(CommError, match="expected the store of rank 0 at no.such.host.invalid:1, but nothing"):
+    assert (
+        f"rank 1 of 2 waits for rank 0, which does not listen at 127.0.0.1:{port} yet, since "
+        in caplog.text
+    )
+    with pytest.raises(
+        CommError, match="expected the store of rank 0 at no.such.host.invalid:1, but nothing"
+    ):
         reach_store(Participant(1, 2, "no.such.host.invalid", 1), SHORT)
 
 
 def test_a_port_that_is_taken(listener: socket.socket) -> None:
     port = listener.getsockname()[1]
-    with pytest.raises(CommError, match=rf"rank 0 of 2 cannot open the job's store: port {port} of 127.0.0.1 is al"):
+    with pytest.raises(
+        CommError, match=rf"rank 0 of 2 cannot open the job's store: port {port} of 127.0.0.1 is al"
+    ):
         host_store(Participant(0, 2, LOOPBACK, port), SHORT)
 
 
@@ -288,7 +332,8 @@ def test_a_store_that_closes_meanwhile() -> None:
         set = add
 
     with pytest.raises(
-        CommError, match=r"lost the store of rank 0 .* has probably failed,.*\(Connection reset by peer\)"
+        CommError,
+        match=r"lost the store of rank 0 .* has probably failed,.*\(Connection reset by peer\)",
     ):
         meet(Closed(), Participant(1, 2, LOOPBACK, 1), SHORT)  # type: ignore[arg-type]
 
@@ -313,12 +358,17 @@ def test_within_passes_on_what_comes() -> None:
         within(1, lambda: 1 // 0)
 
 
-# -- who can reach it ----------------------------------------------------------------------------------------------
+# -- who can reach it ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("address", "at"),
-    [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("127.0.0.2", "127.0.0.2"), ("::1", "::1")],
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("localhost", "127.0.0.1"),
+        ("127.0.0.2", "127.0.0.2"),
+        ("::1", "::1"),
+    ],
 )
 def test_a_loopback_address_listens_on_the_loopback_alone(address: str, at: str) -> None:
     if address == "::1" and not socket.has_dualstack_ipv6():
@@ -338,7 +388,8 @@ def test_names_and_foreign_addresses_listen_everywhere(address: str) -> None:
 @pytest.mark.parametrize(
     ("means", "at"),
     [
-        (["127.0.0.5"], ("::", "0.0.0.0")),  # a loopback address: to others the name means something else
+        # a loopback address: to others the name means something else
+        (["127.0.0.5"], ("::", "0.0.0.0")),
         (["203.0.113.7"], ("::", "0.0.0.0")),  # not ours
         (["10.9.8.7"], ("10.9.8.7",)),
         (["10.9.8.7", "203.0.113.7"], ("10.9.8.7",)),
@@ -348,10 +399,15 @@ def test_names_and_foreign_addresses_listen_everywhere(address: str) -> None:
 def test_a_name_listens_at_the_one_address_that_it_means(
     monkeypatch: pytest.MonkeyPatch, means: list[str], at: tuple[str, ...]
 ) -> None:
-    create, where = socket.create_server, []
+    create = socket.create_server
+    where = []
     monkeypatch.setattr(stores, "_addresses", lambda _: means)
     monkeypatch.setattr(stores, "_is_own", lambda address: address.startswith(("10.", "127.")))
-    monkeypatch.setattr(socket, "create_server", lambda place, **_: (where.append(place[0]), create((LOOPBACK, 0)))[1])
+    monkeypatch.setattr(
+        socket,
+        "create_server",
+        lambda place, **_: (where.append(place[0]), create((LOOPBACK, 0)))[1],
+    )
     listen("some-host", 0).close()
     assert (where[0] or "::") in at
 

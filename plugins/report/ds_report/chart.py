@@ -1,4 +1,6 @@
-"""A chart as the page shows it before its script runs: places in percent, so that text keeps its size at any width."""
+"""A chart as the page shows it before its script runs: places in percent, so that text keeps its
+size at any width.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ __all__ = ["Chart", "Line", "label", "nice_ticks"]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One curve, thinned. run: index of its run, for the colour. mean_x, mean_y: its course, where it is cut."""
+    """One curve, thinned. run: index of its run, for the colour. mean_x, mean_y: its course, where
+    it is cut.
+    """
 
     run: int
     name: str
@@ -43,9 +47,11 @@ class Chart:
         low, high = (min(ys), max(ys)) if ys else (0.0, 1.0)
         ticks = nice_ticks(min(low, 0.0) if self.zero else low, high, 4)
         pad = (high - low) * 0.04
-        bottom, top = (min(low, 0.0) if self.zero else low - pad if low < 0 else max(low - pad, 0.0)), high + pad
+        bottom = min(low, 0.0) if self.zero else low - pad if low < 0 else max(low - pad, 0.0)
+        top = high + pad
         if top <= bottom:
-            bottom, top = ticks[0], ticks[-1]
+            bottom = ticks[0]
+            top = ticks[-1]
         self.y_range = (bottom, top)
         self.x_range = (min(xs), max(xs)) if xs else (0.0, 1.0)
         if 0 < self.x_range[0] <= self.x_range[1] * 0.02:
@@ -61,18 +67,27 @@ class Chart:
         low, high = around
         step = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
         places = [(tick, (tick - low) / (high - low) * 100) for tick in ticks]
-        return [(round(100 - p if flip else p, 3), label(t, step)) for t, p in places if -0.01 <= p <= 100.01]
+        return [
+            (round(100 - p if flip else p, 3), label(t, step))
+            for t, p in places
+            if -0.01 <= p <= 100.01
+        ]
 
     def path(self, line: Line, mean: bool = False) -> str:
-        """The curve in a square of 1000 by 1000, with gaps where values are not finite. mean: its course."""
+        """The curve in a square of 1000 by 1000, with gaps where values are not finite. mean: its
+        course.
+        """
         xs, ys = (line.mean_x, line.mean_y) if mean else (line.x, line.y)
         (x0, x1), (y0, y1) = self.x_range, self.y_range
-        parts, pen = [], "M"
+        parts = []
+        pen = "M"
         for x, y in zip(xs, ys, strict=True):
             if not (math.isfinite(x) and math.isfinite(y)):
                 pen = "M"
                 continue
-            parts.append(f"{pen}{(x - x0) / (x1 - x0) * 1000:.4g} {1000 - (y - y0) / (y1 - y0) * 1000:.4g}")
+            parts.append(
+                f"{pen}{(x - x0) / (x1 - x0) * 1000:.4g} {1000 - (y - y0) / (y1 - y0) * 1000:.4g}"
+            )
             pen = "L"
         return "".join(parts)
 
@@ -87,19 +102,25 @@ class Chart:
 
 
 def nice_ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` round numbers that cover low to high; the first is at most `low` and the last at least `high`."""
+    """About `count` round numbers that cover low to high; the first is at most `low` and the last
+    at least `high`.
+    """
     if not high > low:
         spread = abs(low) * 0.1 or 1.0
-        low, high = low - spread, high + spread
+        low = low - spread
+        high = high + spread
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
     return [i * step for i in range(first, last + 1)]
 
 
 def label(value: float, step: float) -> str:
-    """A tick's number, short: 12000 is 12k, 0.00003 is 3e-5; `step` says how many digits tell ticks apart."""
+    """A tick's number, short: 12000 is 12k, 0.00003 is 3e-5; `step` says how many digits tell ticks
+    apart.
+    """
     if abs(value) < step * 1e-6:
         return "0"
     size = max(abs(value), step)

@@ -15,20 +15,30 @@ __all__ = ["report"]
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Folders of runs: of run_record, csv_monitor or TensorBoard."),
+        typer.Argument(
+            metavar="RUN...", help="Folders of runs: of run_record, csv_monitor or TensorBoard."
+        ),
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="The file; report.html in the run's folder, or here for several runs."),
+        typer.Option(
+            "--output",
+            "-o",
+            help="The file; report.html in the run's folder, or here for several runs.",
+        ),
     ] = None,
     title: Annotated[str, typer.Option(help="Title of the page.")] = "",
 ) -> None:
-    """Write one HTML page that shows one or several runs side by side; it needs no network and no other file."""
+    """Write one HTML page that shows one or several runs side by side; it needs no network and no
+    other file.
+    """
     from ds_report.page import page
     from ds_report.run import find_runs, names_of, read_run
 
     folders = find_runs(runs)
-    found = [read_run(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
+    found = [
+        read_run(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)
+    ]
     path = output or (folders[0] if len(folders) == 1 else Path()) / "report.html"
     new = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:

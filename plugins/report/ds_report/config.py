@@ -20,7 +20,10 @@ class RunRecord(Section):
     folder: str = option("runs/run", "Folder of the record; a run that goes on in it appends.")
     seconds: float = option(1.0, "How often each rank writes, in the background.", gt=0, le=3600)
     total_steps: int | None = option(
-        None, "Planned optimizer steps, for the time left; null: total_num_steps of the schedule, if it has one.", gt=0
+        None,
+        "Planned optimizer steps, for the time left; null: total_num_steps of the schedule, if it "
+        "has one.",
+        gt=0,
     )
 
     @field_validator("folder")

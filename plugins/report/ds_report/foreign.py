@@ -1,4 +1,5 @@
-"""Runs without a record of ours: folders of ``csv_monitor``, and of TensorBoard, read without its packages.
+"""Runs without a record of ours: folders of ``csv_monitor``, and of TensorBoard, read without its
+packages.
 
 Both count samples on the x axis; event files of other programs count what these programs count.
 """
@@ -23,7 +24,9 @@ LONGEST_RECORD = 64 * 1024 * 1024
 
 def csv_files(folder: Path) -> list[Path]:
     """The files of a CSV monitor in `folder`: their first line is ``step,<metric>``."""
-    return [path for path in sorted(folder.glob("*.csv")) if path.is_file() and _heads_a_metric(path)]
+    return [
+        path for path in sorted(folder.glob("*.csv")) if path.is_file() and _heads_a_metric(path)
+    ]
 
 
 def _heads_a_metric(path: Path) -> bool:
@@ -38,7 +41,9 @@ def read_csv(folder: Path) -> Series:
     for path in csv_files(folder):
         points = found[path.stem.replace("Train_Samples_", "Train/Samples/", 1)] = Columns()
         with path.open(newline="", encoding="utf-8", errors="replace") as file:
-            for row in csv.reader(line for line in file if line.endswith("\n") and "\0" not in line):
+            for row in csv.reader(
+                line for line in file if line.endswith("\n") and "\0" not in line
+            ):
                 try:
                     x, y = row
                     points.add(int(float(x)), math.nan, {"y": bounded(float(y))})
@@ -53,7 +58,10 @@ def event_files(folder: Path) -> list[Path]:
 
 
 def read_events(folder: Path) -> Series:
-    """Tag -> its points. What is not a scalar is left out, and a file ends where it is torn. Raises OSError."""
+    """Tag -> its points.
+
+    What is not a scalar is left out, and a file ends where it is torn. Raises OSError.
+    """
     found: Series = {}
     for path in event_files(folder):
         for record in _records(path):
@@ -67,7 +75,10 @@ def read_events(folder: Path) -> Series:
 
 
 def _records(path: Path) -> Iterator[bytes]:
-    """The records of a TFRecord file: length, its checksum, data, its checksum. Checksums are not read."""
+    """The records of a TFRecord file: length, its checksum, data, its checksum.
+
+    Checksums are not read.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         while len(head := file.read(12)) == 12:
@@ -81,7 +92,7 @@ def _records(path: Path) -> Iterator[bytes]:
             yield data
 
 
-# -- protobuf, as far as scalars need it -----------------------------------------------------------------------------
+# -- protobuf, as far as scalars need it -----------------------------------------------------------
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
@@ -98,7 +109,10 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """(number, value) of each field: an int, or the bytes of anything longer. Raises ValueError or IndexError."""
+    """(number, value) of each field: an int, or the bytes of anything longer.
+
+    Raises ValueError or IndexError.
+    """
     at = 0
     while at < len(data):
         key, at = _varint(data, at)
@@ -122,20 +136,27 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 def _event(data: bytes) -> tuple[float, int, list[tuple[str, float]]]:
     """(time, step, scalars) of one event."""
-    time, step, values = math.nan, 0, []
+    time = math.nan
+    step = 0
+    values = []
     for number, value in _fields(data):
         if number == 1 and isinstance(value, bytes):
             (time,) = struct.unpack("<d", value)
         elif number == 2 and isinstance(value, int):
             step = value if value < 2**63 else value - 2**64
         elif number == 5 and isinstance(value, bytes):
-            values += [scalar for n, v in _fields(value) if n == 1 and isinstance(v, bytes) and (scalar := _scalar(v))]
+            values += [
+                scalar
+                for n, v in _fields(value)
+                if n == 1 and isinstance(v, bytes) and (scalar := _scalar(v))
+            ]
     return time, step, values
 
 
 def _scalar(data: bytes) -> tuple[str, float] | None:
     """(tag, value) of one value of a summary; None when it is no scalar."""
-    tag, found = "", None
+    tag = ""
+    found = None
     for number, value in _fields(data):
         if number == 1 and isinstance(value, bytes):
             tag = value.decode()
@@ -147,7 +168,9 @@ def _scalar(data: bytes) -> tuple[str, float] | None:
 
 
 def _tensor(data: bytes) -> float | None:
-    """The number in a tensor of one float or double, as TensorFlow 2 and torch's newer writers store scalars."""
+    """The number in a tensor of one float or double, as TensorFlow 2 and torch's newer writers
+    store scalars.
+    """
     fields = dict(_fields(data))
     code = {1: "f", 2: "d"}.get(kind) if isinstance(kind := fields.get(1), int) else None
     raw = fields.get(4) or fields.get({"f": 5, "d": 6}.get(code or "", 0))

@@ -1,4 +1,5 @@
-"""What ``dscore top`` knows of a run while it goes on: the ends of its files, read again and again."""
+"""What ``dscore top`` knows of a run while it goes on: the ends of its files, read again and
+again."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class _Tail:
         with self.record.path.open("rb") as file:
             size = file.seek(0, 2)
             if size < self.at:  # another file now
-                self.at, self.record = 0, RankRecord(self.record.rank, self.record.path)
+                self.record = RankRecord(self.record.rank, self.record.path)
+                self.at = 0
             file.seek(0)
             if self.at == 0:
                 take(self.record, file.readline(LONGEST_LINE))  # how the run began
@@ -44,7 +46,9 @@ class _Tail:
                     file.readline(LONGEST_LINE)
                     self.at = file.tell()
             file.seek(self.at)
-            while (line := file.readline(LONGEST_LINE)).endswith(b"\n") or len(line) == LONGEST_LINE:
+            while (line := file.readline(LONGEST_LINE)).endswith(b"\n") or len(
+                line
+            ) == LONGEST_LINE:
                 take(self.record, line)
                 self.at += len(line)
         self.record.columns.keep_last(KEPT)
@@ -53,7 +57,10 @@ class _Tail:
 
 @dataclass(frozen=True, slots=True)
 class RankNow:
-    """One rank. seconds: in `phase` for so long. wait: part of a step that it waits for others. NaN: unknown."""
+    """One rank. seconds: in `phase` for so long. wait: part of a step that it waits for others.
+
+    NaN: unknown.
+    """
 
     rank: int
     host: str
@@ -70,7 +77,9 @@ class RankNow:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A run at one moment. losses, rates: of the last steps. left: seconds until the planned end, NaN where unknown."""
+    """A run at one moment. losses, rates: of the last steps. left: seconds until the planned end,
+    NaN where unknown.
+    """
 
     name: str
     standing: Standing
@@ -124,7 +133,9 @@ class Watch:
             tokens=next(reversed(_recent(first, "tokens_per_second")), math.nan),
             step_ms=pace * 1e3,
             elapsed=max(0.0, (clock if stands.state is State.RUNNING else end) - begun),
-            left=max(0, total - step) * pace if total and stands.state is State.RUNNING else math.nan,
+            left=max(0, total - step) * pace
+            if total and stands.state is State.RUNNING
+            else math.nan,
             memory=number(facts.get("memory")),
             world=world if type(world := facts.get("world_size")) is int else len(records),
             ranks=_ranks(records, now, clock, stands.state),
@@ -132,15 +143,20 @@ class Watch:
 
 
 def _total(first: RankRecord, facts: Mapping[str, Any]) -> int | None:
-    planned = next((e.get("total_steps") for e in reversed(first.events) if e.get("kind") == "plan"), None)
+    planned = next(
+        (e.get("total_steps") for e in reversed(first.events) if e.get("kind") == "plan"), None
+    )
     total = planned or facts.get("total_steps")
     return total if type(total) is int and total > 0 else None
 
 
 def _pace(record: RankRecord, count: int = RECENT) -> float:
-    """Seconds per step over the last steps, within one start of the run; NaN before there are two."""
+    """Seconds per step over the last steps, within one start of the run; NaN before there are
+    two."""
     columns = record.columns
-    begin = max([len(columns.step) - count, *(s for s in columns.starts if s < len(columns.step)), 0])
+    begin = max(
+        [len(columns.step) - count, *(s for s in columns.starts if s < len(columns.step)), 0]
+    )
     if len(columns.step) - begin < 2:
         return math.nan
     steps = columns.step[-1] - columns.step[begin]
@@ -158,14 +174,21 @@ def _rates(record: RankRecord, count: int = 2000) -> list[float]:
         return told
     columns = record.columns
     samples = columns.column("samples")
-    rows = [i for i in range(max(1, len(columns.step) - count), len(columns.step)) if i not in columns.starts]
+    rows = [
+        i
+        for i in range(max(1, len(columns.step) - count), len(columns.step))
+        if i not in columns.starts
+    ]
     taken = [(i, columns.time[i] - columns.time[i - 1]) for i in rows]
     found = [(samples[i] - samples[i - 1]) / seconds for i, seconds in taken if seconds > 0]
     return [rate for rate in found if math.isfinite(rate)]
 
 
 def _ranks(
-    records: Mapping[int, RankRecord], now: Mapping[int, Mapping[str, Any]], clock: float, state: State
+    records: Mapping[int, RankRecord],
+    now: Mapping[int, Mapping[str, Any]],
+    clock: float,
+    state: State,
 ) -> list[RankNow]:
     from ds_report.state import gave_no_sign
 
@@ -175,14 +198,24 @@ def _ranks(
     found = []
     for rank, record in records.items():
         doing = now[rank]
-        step = at if type(at := doing.get("step")) is int else record.columns.step[-1] if record.columns.step else 0
+        step = (
+            at
+            if type(at := doing.get("step")) is int
+            else record.columns.step[-1]
+            if record.columns.step
+            else 0
+        )
         found.append(
             RankNow(
                 rank=rank,
                 host=str(doing.get("host") or ""),
                 step=step,
-                phase=str(doing.get("phase") or "between steps") if record.last == "running" else record.last,
-                seconds=max(0.0, clock - number(doing.get("since"))) if record.last == "running" else math.nan,
+                phase=str(doing.get("phase") or "between steps")
+                if record.last == "running"
+                else record.last,
+                seconds=max(0.0, clock - number(doing.get("since")))
+                if record.last == "running"
+                else math.nan,
                 step_ms=_pace(record) * 1e3,
                 wait=waits[rank],
                 allocated=number(doing.get("allocated")),
@@ -195,7 +228,11 @@ def _ranks(
 
 
 def _wait(record: RankRecord) -> float:
-    """The part of a step that this rank waits for reductions; a rank that others wait for has little."""
-    waits = [v for v in record.columns.column(f"{HOST}backward_allreduce")[-RECENT:] if math.isfinite(v)]
+    """The part of a step that this rank waits for reductions; a rank that others wait for has
+    little.
+    """
+    waits = [
+        v for v in record.columns.column(f"{HOST}backward_allreduce")[-RECENT:] if math.isfinite(v)
+    ]
     pace = _pace(record) * 1e3
     return min(1.0, statistics.fmean(waits) / pace) if waits and pace > 0 else math.nan

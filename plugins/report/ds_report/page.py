@@ -1,7 +1,8 @@
 """The page: runs in, one HTML text out that needs nothing else.
 
-[Note: nothing from outside] Every text of a run is escaped by the template, and the numbers stand in a block of JSON
-without ``<``. The page's content security policy allows no connection, and only the script whose checksum it names.
+[Note: nothing from outside] Every text of a run is escaped by the template, and the numbers stand
+in a block of JSON without ``<``. The page's content security policy allows no connection, and only
+the script whose checksum it names.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ KNOWN = (
 )
 """Metric, title, unit, whether y begins at 0."""
 SHOWN_ELSEWHERE = {"skipped", "memory_allocated_gib", "memory_peak_gib", "elapsed_time_ms"}
-MOST_CHARTS, MOST_RANKS = 80, 16
+MOST_CHARTS = 80
+MOST_RANKS = 16
 ASSETS = Path(__file__).with_name("assets")
 
 
@@ -47,13 +49,16 @@ def page(runs: Sequence[Run], title: str = "") -> str:
 
     script = (ASSETS / "report.js").read_text(encoding="utf-8")
     loader = jinja2.FileSystemLoader(ASSETS)
-    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
     environment.filters |= {"duration": duration, "short": short, "gib": _gib, "number": number}
     base = "step" if all(run.base == "step" for run in runs) else "samples"
     charts = list(_charts(runs, base))
     known = {key for key, *_ in KNOWN} | {"memory"}
     return environment.get_template("report.html.j2").render(
-        title=title or (f"Training run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} training runs"),
+        title=title
+        or (f"Training run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} training runs"),
         made=time.strftime("%Y-%m-%d %H:%M"),
         version=metadata.version("ds-report"),
         runs=runs,
@@ -64,7 +69,10 @@ def page(runs: Sequence[Run], title: str = "") -> str:
         base=base,
         phases=_phase_bars(runs),
         differences=differences(runs),
-        configs=[json.dumps(run.facts.get("config"), indent=2) if run.facts.get("config") else "" for run in runs],
+        configs=[
+            json.dumps(run.facts.get("config"), indent=2) if run.facts.get("config") else ""
+            for run in runs
+        ],
         isfinite=math.isfinite,
         when=_when,
         style=_safe((ASSETS / "report.css").read_text(encoding="utf-8")),
@@ -80,13 +88,16 @@ def _safe(text: str) -> Any:
     return Markup(text)
 
 
-# -- curves ----------------------------------------------------------------------------------------------------------
+# -- curves ----------------------------------------------------------------------------------------
 
 
 def _charts(runs: Sequence[Run], base: str) -> Iterator[Chart]:
     for key, title, unit, zero in KNOWN:
         lines = _lines(runs, key, base)
-        steady = key in ("loss_scale", "skipped_steps") and len({v for line in lines for v in line.y}) < 2
+        steady = (
+            key in ("loss_scale", "skipped_steps")
+            and len({v for line in lines for v in line.y}) < 2
+        )
         if lines and not steady:
             yield _chart(key, title, unit, lines, zero)
         if key == "step_time_ms" and (memory := _memory_lines(runs, base)):
@@ -118,7 +129,9 @@ def _memory_lines(runs: Sequence[Run], base: str) -> list[Line]:
     found = []
     for index, run in enumerate(runs):
         for rank, points in list(run.memory.items())[:MOST_RANKS]:
-            found.append(_line(run, index, f"{run.name}, rank {rank}", points, base, faint=rank > 0))
+            found.append(
+                _line(run, index, f"{run.name}, rank {rank}", points, base, faint=rank > 0)
+            )
         told = run.curves.get("memory_allocated_gib")
         if not run.memory and told is not None:
             found.append(_line(run, index, run.name, told, base))
@@ -130,7 +143,8 @@ def _line(run: Run, index: int, name: str, points: Points, base: str, faint: boo
     mean_x, mean_y = means(points.x, points.y)
     xs = [float(points.x[i]) for i in kept]
     if run.base != base and base in run.axes:
-        xs, mean_x = _on(run.axes[base], xs), _on(run.axes[base], mean_x)
+        xs = _on(run.axes[base], xs)
+        mean_x = _on(run.axes[base], mean_x)
     return Line(index, name, xs, [points.y[i] for i in kept], faint, mean_x, mean_y)
 
 
@@ -143,7 +157,9 @@ def _on(axis: Points, xs: Iterable[float]) -> list[float]:
 def _axes(runs: Sequence[Run], base: str) -> list[tuple[str, str]]:
     """(axis, what it is called) of those that every run has."""
     names = {"step": "Steps", "samples": "Samples", "hours": "Time"}
-    return [(a, text) for a, text in names.items() if a == base or all(a in run.axes for run in runs)]
+    return [
+        (a, text) for a, text in names.items() if a == base or all(a in run.axes for run in runs)
+    ]
 
 
 def _data(runs: Sequence[Run], charts: Sequence[Chart], base: str) -> dict[str, Any]:
@@ -155,7 +171,10 @@ def _data(runs: Sequence[Run], charts: Sequence[Chart], base: str) -> dict[str, 
             if name != base:
                 kept = thin(points.y, 100)
                 xs = [float(points.x[i]) for i in kept]
-                own[name] = [_on(run.axes[base], xs) if run.base != base else xs, [points.y[i] for i in kept]]
+                own[name] = [
+                    _on(run.axes[base], xs) if run.base != base else xs,
+                    [points.y[i] for i in kept],
+                ]
         axes.append(own)
     rows = [
         {
@@ -163,7 +182,8 @@ def _data(runs: Sequence[Run], charts: Sequence[Chart], base: str) -> dict[str, 
             "unit": c.unit,
             "zero": c.zero,
             "lines": [
-                {"run": n.run, "name": n.name, "x": n.x, "y": n.y, "mx": n.mean_x, "my": n.mean_y} for n in c.lines
+                {"run": n.run, "name": n.name, "x": n.x, "y": n.y, "mx": n.mean_x, "my": n.mean_y}
+                for n in c.lines
             ],
         }
         for c in charts
@@ -172,7 +192,9 @@ def _data(runs: Sequence[Run], charts: Sequence[Chart], base: str) -> dict[str, 
 
 
 def _json(value: Any) -> str:
-    """JSON for a script block: six digits are enough for a picture, and nothing in it ends the block."""
+    """JSON for a script block: six digits are enough for a picture, and nothing in it ends the
+    block.
+    """
 
     def short_of(item: Any) -> Any:
         if isinstance(item, Mapping):
@@ -191,7 +213,7 @@ def _json(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-# -- tables ----------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def _phase_bars(runs: Sequence[Run]) -> dict[str, Any]:
@@ -199,13 +221,21 @@ def _phase_bars(runs: Sequence[Run]) -> dict[str, Any]:
     longest = max((sum(run.phases.values()) for run in runs), default=0.0)
     names = list(dict.fromkeys(phase for run in runs for phase in run.phases))
     rows = (
-        [[(phase, ms, ms / longest * 100) for phase, ms in run.phases.items()] for run in runs] if longest > 0 else []
+        [[(phase, ms, ms / longest * 100) for phase, ms in run.phases.items()] for run in runs]
+        if longest > 0
+        else []
     )
-    return {"names": names, "rows": rows, "host": any(run.phases and run.phases_of_host for run in runs)}
+    return {
+        "names": names,
+        "rows": rows,
+        "host": any(run.phases and run.phases_of_host for run in runs),
+    }
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """(key, its value in each run) of all that is not the same in all runs with a record; "—" where it is missing."""
+    """(key, its value in each run) of all that is not the same in all runs with a record; "—" where
+    it is missing.
+    """
     known = [run for run in runs if run.facts]
     if len(known) < 2:
         return []
@@ -226,7 +256,9 @@ def _facts_of(run: Run) -> Iterator[tuple[str, str]]:
 def _flat(value: Any, path: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict) and value:
         for key, inner in value.items():
-            yield from _flat(inner, f"{path}{key}" if not path or path.endswith(" ") else f"{path}.{key}")
+            yield from _flat(
+                inner, f"{path}{key}" if not path or path.endswith(" ") else f"{path}.{key}"
+            )
     elif path:
         yield path, _text(value)
 
@@ -235,7 +267,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-# -- words -----------------------------------------------------------------------------------------------------------
+# -- words -----------------------------------------------------------------------------------------
 
 
 def duration(seconds: float) -> str:

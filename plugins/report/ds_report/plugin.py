@@ -42,7 +42,9 @@ def ds_config() -> type[BaseModel]:
 def ds_commands() -> Mapping[str, CommandEntry]:
     """What reads records."""
     return {
-        "report": CommandEntry("ds_report.command:report", "Write one HTML page that shows one or several runs."),
+        "report": CommandEntry(
+            "ds_report.command:report", "Write one HTML page that shows one or several runs."
+        ),
         "top": CommandEntry("ds_report.top_command:top", "Watch a run in the terminal."),
     }
 
@@ -71,7 +73,9 @@ def ds_open(ctx: Context) -> None:
 
 
 def plan_steps(engine: Any, total: int) -> None:
-    """Tell the record how many optimizer steps this run will have in all, where the config does not say it."""
+    """Tell the record how many optimizer steps this run will have in all, where the config does not
+    say it.
+    """
     if (recorder := engine.ctx.stash.get(RECORDER)) is not None:
         recorder.add("plan", total_steps=int(total))
 

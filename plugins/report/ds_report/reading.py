@@ -1,7 +1,8 @@
-"""Reading the record of a run: what `ds_report.recorder` wrote, perhaps while it is still being written.
+"""Reading the record of a run: what `ds_report.recorder` wrote, perhaps while it is still being
+written.
 
-Nothing in a record is trusted: a line that is torn, or is no object, is left out, and what has the wrong type counts as
-missing.
+Nothing in a record is trusted: a line that is torn, or is no object, is left out, and what has the
+wrong type counts as missing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ from typing import Any
 
 from ds_report.recorder import FORMAT, NOW_BYTES
 
-__all__ = ["Columns", "RankRecord", "bounded", "number", "rank_files", "read_now", "read_rank", "take"]
+__all__ = [
+    "Columns",
+    "RankRecord",
+    "bounded",
+    "number",
+    "rank_files",
+    "read_now",
+    "read_rank",
+    "take",
+]
 
 LONGEST_LINE = 4 * 1024 * 1024
 LARGEST = 1e100
@@ -31,7 +41,8 @@ TAIL = 4 * 1024 * 1024
 class Columns:
     """The steps of one rank as columns of equal length; a value that is missing is NaN.
 
-    Steps grow: where a run went back (it was resumed from a checkpoint), what came after that step is replaced.
+    Steps grow: where a run went back (it was resumed from a checkpoint), what came after that step
+    is replaced.
     """
 
     step: array[int] = field(default_factory=lambda: array("q"))
@@ -79,9 +90,11 @@ class Columns:
 
 @dataclass(slots=True)
 class RankRecord:
-    """What one rank wrote. starts: the lines ``start``. last: "running", or how it ended, and `error` why.
+    """What one rank wrote. starts: the lines ``start``. last: "running", or how it ended, and
+    `error` why.
 
-    memory: (step, bytes in use, bytes at peak). events: the lines of other kinds. bad: how many lines were unreadable.
+    memory: (step, bytes in use, bytes at peak). events: the lines of other kinds. bad: how many
+    lines were unreadable.
     """
 
     rank: int
@@ -108,7 +121,10 @@ def rank_files(folder: Path) -> dict[int, Path]:
 
 
 def read_rank(rank: int, path: Path) -> RankRecord:
-    """One rank's file. Of ranks other than 0 most step lines of a long file are passed over. Raises OSError."""
+    """One rank's file.
+
+    Of ranks other than 0 most step lines of a long file are passed over. Raises OSError.
+    """
     record = RankRecord(rank, path)
     with path.open("rb") as file:
         size = file.seek(0, 2)
@@ -129,11 +145,13 @@ def take(record: RankRecord, line: bytes) -> None:
         return
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError):  # torn: it was being written, or the run was killed; or it is of no recorder
+    # torn: it was being written, or the run was killed; or it is of no recorder
+    except (ValueError, RecursionError):
         record.bad += 1
         return
     row = row if isinstance(row, dict) else {}
-    kind, time = row.get("kind"), number(row.get("time"))
+    kind = row.get("kind")
+    time = number(row.get("time"))
     step = at if type(at := row.get("step")) is int and 0 <= at < 2**62 else None
     if kind == "step" and step is not None:
         values = {}
@@ -148,9 +166,13 @@ def take(record: RankRecord, line: bytes) -> None:
     elif kind == "start" and row.get("format") == FORMAT:
         record.starts.append(row)
         record.columns.starts.append(len(record.columns.step))
-        record.last, record.error, record.ended = "running", "", math.nan
+        record.last = "running"
+        record.error = ""
+        record.ended = math.nan
     elif kind == "end":
-        record.last, record.error, record.ended = str(row.get("state")), str(row.get("error") or ""), time
+        record.last = str(row.get("state"))
+        record.error = str(row.get("error") or "")
+        record.ended = time
     elif isinstance(kind, str):
         record.events.append(row)
     else:
@@ -164,16 +186,23 @@ def number(value: Any) -> float:
             return bounded(float(value))
         except OverflowError:
             return math.nan
-    return {"Infinity": math.inf, "-Infinity": -math.inf}.get(value, math.nan) if isinstance(value, str) else math.nan
+    return (
+        {"Infinity": math.inf, "-Infinity": -math.inf}.get(value, math.nan)
+        if isinstance(value, str)
+        else math.nan
+    )
 
 
 def bounded(value: float) -> float:
-    """`value`, or an infinity for what is so large that sums and differences of such numbers are none."""
+    """`value`, or an infinity for what is so large that sums and differences of such numbers are
+    none.
+    """
     return value if not abs(value) > LARGEST else math.copysign(math.inf, value)
 
 
 def read_now(folder: Path, rank: int) -> dict[str, Any]:
-    """What a rank is doing; empty when it does not say, or when the file is being written just now."""
+    """What a rank is doing; empty when it does not say, or when the file is being written just
+    now."""
     try:
         path = folder / f"rank{rank}.now"
         if not path.is_file():

@@ -1,11 +1,13 @@
 """`Recorder`: what one rank writes down of its run.
 
-Two files per rank: ``rank0.jsonl``, lines of JSON that are only ever appended, and ``rank0.now``, one line that is
-overwritten in place and says what the rank is doing. docs/reports.md describes them.
+Two files per rank: ``rank0.jsonl``, lines of JSON that are only ever appended, and ``rank0.now``,
+one line that is overwritten in place and says what the rank is doing. docs/reports.md describes
+them.
 
-[Note: never in the way] A step puts its line into a queue. One thread turns lines into JSON (where that reads a tensor,
-the thread waits, not the step), appends them in one write per interval, and reads the memory that is in use. A folder
-that cannot be written ends the record with one warning. Where the disk stands still, lines are dropped and counted.
+[Note: never in the way] A step puts its line into a queue. One thread turns lines into JSON (where
+that reads a tensor, the thread waits, not the step), appends them in one write per interval, and
+reads the memory that is in use. A folder that cannot be written ends the record with one warning.
+Where the disk stands still, lines are dropped and counted.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ __all__ = ["FORMAT", "NOW_BYTES", "Recorder"]
 log = logging.getLogger("ds_report")
 FORMAT = 1
 NOW_BYTES = 512
-"""Size of the file ``rankN.now``: one write, so that a reader seldom sees half of it; it looks again when it does."""
+"""Size of the file ``rankN.now``: one write, so that a reader seldom sees half of it; it looks
+again when it does.
+"""
 MOST_WAITING = 200_000
 
 
@@ -57,8 +61,12 @@ class Recorder:
         seconds: float = 1.0,
         secrets: frozenset[str] = frozenset(),
     ) -> None:
-        self.rank, self._seconds, self._secrets, self._accelerator = rank, seconds, secrets, accelerator
-        self._clock = time.time() - time.perf_counter()  # so that no change of the clock makes time go back
+        self.rank = rank
+        self._seconds = seconds
+        self._secrets = secrets
+        self._accelerator = accelerator
+        # so that no change of the clock makes time go back
+        self._clock = time.time() - time.perf_counter()
         self._waiting: deque[dict[str, Any]] = deque()
         self._lost = 0
         self._phases: list[tuple[str, float]] = []
@@ -67,7 +75,9 @@ class Recorder:
         self._step = 0
         self._state = "running"
         self._files: tuple[int, int] | None = None
-        self._pid, self._stop, self._writing = os.getpid(), threading.Event(), threading.Lock()
+        self._pid = os.getpid()
+        self._stop = threading.Event()
+        self._writing = threading.Lock()
         try:
             self.folder, self._files = _open(folder, rank)
         except OSError as error:
@@ -76,7 +86,9 @@ class Recorder:
         self.add("start", format=FORMAT, **facts)
         self._write()
         device = accelerator.current_index()
-        self._thread = threading.Thread(target=self._run, args=(device,), name="ds-report", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(device,), name="ds-report", daemon=True
+        )
         self._thread.start()
         atexit.register(self.end, "ended")
 
@@ -93,7 +105,7 @@ class Recorder:
             secrets=secrets,
         )
 
-    # -- called by the run -------------------------------------------------------------------------------------
+    # -- called by the run -------------------------------------------------------------------------
 
     def add(self, kind: str, **facts: Any) -> None:
         """Put one line into the queue."""
@@ -108,7 +120,8 @@ class Recorder:
         """An optimizer step is done, the `step`-th of the run."""
         self._step = step
         ms, self._ms = self._ms, {}
-        values = getattr(metrics, "data", metrics)  # as they are: reading a number on a device waits for it
+        # as they are: reading a number on a device waits for it
+        values = getattr(metrics, "data", metrics)
         self.add("step", step=step, metrics=dict(values), host_ms=ms)
 
     def phase_begin(self, phase: str) -> None:
@@ -124,7 +137,9 @@ class Recorder:
         self._idle_since = now
 
     def end(self, state: str, error: BaseException | None = None) -> None:
-        """Write what waits and a last line, once: "finished", "failed" with the error, or "ended" with the process."""
+        """Write what waits and a last line, once: "finished", "failed" with the error, or "ended"
+        with the process.
+        """
         if self._state != "running" or os.getpid() != self._pid:  # a forked child has a copy
             return
         self._state = state
@@ -138,7 +153,7 @@ class Recorder:
             for file in files or ():
                 os.close(file)
 
-    # -- in the background -------------------------------------------------------------------------------------
+    # -- in the background -------------------------------------------------------------------------
 
     def _run(self, device: int) -> None:
         with contextlib.suppress(Exception):  # a thread starts on device 0
@@ -155,9 +170,18 @@ class Recorder:
             memory = self._memory()
             rows = [self._waiting.popleft() for _ in range(len(self._waiting))]
             if any(row["kind"] in ("start", "step") for row in rows):
-                rows.append({"kind": "memory", "time": self._clock + time.perf_counter(), "step": self._step, **memory})
+                rows.append(
+                    {
+                        "kind": "memory",
+                        "time": self._clock + time.perf_counter(),
+                        "step": self._step,
+                        **memory,
+                    }
+                )
             if self._lost:
-                rows.append({"kind": "lost", "time": self._clock + time.perf_counter(), "lines": self._lost})
+                rows.append(
+                    {"kind": "lost", "time": self._clock + time.perf_counter(), "lines": self._lost}
+                )
                 self._lost = 0
             try:
                 _append(lines, "".join(map(_line, rows)).encode())
@@ -183,20 +207,28 @@ class Recorder:
 
     def _memory(self) -> dict[str, int]:
         try:
-            used, peak = self._accelerator.memory_allocated(), self._accelerator.max_memory_allocated()
-        except Exception:  # a device that cannot say, or that is failing: the record of that is worth more
+            used = self._accelerator.memory_allocated()
+            peak = self._accelerator.max_memory_allocated()
+        # a device that cannot say, or that is failing: the record of that is worth more
+        except Exception:
             return {}
         return {"allocated": used, "peak": peak}
 
     def _text_of(self, error: BaseException) -> str:
         first = (str(error).splitlines() or [""])[0][:500]
-        return scrub(f"{type(error).__name__}: {first}" if first else type(error).__name__, self._secrets)
+        return scrub(
+            f"{type(error).__name__}: {first}" if first else type(error).__name__, self._secrets
+        )
 
     def _give_up(self, error: OSError) -> None:
         self._stop.set()
         self._files = None
         self._waiting.clear()
-        log.warning("run_record: rank %d writes no record (any more): %s; training goes on", self.rank, error)
+        log.warning(
+            "run_record: rank %d writes no record (any more): %s; training goes on",
+            self.rank,
+            error,
+        )
 
 
 def _facts(ctx: Context, section: RunRecord) -> dict[str, Any]:
@@ -212,7 +244,8 @@ def _facts(ctx: Context, section: RunRecord) -> dict[str, Any]:
         "world_size": ctx.world_size,
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "script": os.path.basename(sys.argv[0]) if sys.argv else "",  # its arguments may hold secrets
+        # its arguments may hold secrets
+        "script": os.path.basename(sys.argv[0]) if sys.argv else "",
         "device": ctx.accelerator.name,
         "memory": ctx.accelerator.total_memory(),
         "mesh": mesh.describe(),
@@ -238,19 +271,22 @@ def _scheduled(config: Mapping[str, Any]) -> int | None:
     return found if type(found) is int else None
 
 
-# -- files ---------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def _open(folder: Path, rank: int) -> tuple[Path, tuple[int, int]]:
     """The folder, and the two files of this rank. Raises OSError.
 
-    Where another engine, of this process or of another run, still writes them, a folder ``engine2`` in it is used.
+    Where another engine, of this process or of another run, still writes them, a folder ``engine2``
+    in it is used.
     """
     import fcntl
 
     for place in (folder, *(folder / f"engine{i}" for i in range(2, 100))):
         place.mkdir(parents=True, exist_ok=True)
-        lines = os.open(place / f"rank{rank}.jsonl", os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        lines = os.open(
+            place / f"rank{rank}.jsonl", os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666
+        )
         try:
             fcntl.flock(lines, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -261,7 +297,10 @@ def _open(folder: Path, rank: int) -> tuple[Path, tuple[int, int]]:
         size = os.fstat(lines).st_size
         if size and os.pread(lines, 1, size - 1) != b"\n":  # a killed run left half a line
             _append(lines, b"\n")
-        return place, (lines, os.open(place / f"rank{rank}.now", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
+        return place, (
+            lines,
+            os.open(place / f"rank{rank}.now", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666),
+        )
     raise OSError(f"{folder}: a hundred engines write their records there")
 
 
@@ -283,7 +322,9 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """`value` with numbers that JSON has: those that are not finite become "NaN", "Infinity" and "-Infinity"."""
+    """`value` with numbers that JSON has: those that are not finite become "NaN", "Infinity" and
+    "-Infinity".
+    """
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

@@ -19,7 +19,8 @@ from ds_report.state import Standing, State, standing
 __all__ = ["GIB", "Points", "RankRow", "Run", "find_runs", "read_run"]
 
 GIB = 2.0**30
-HOST, ELAPSED = "host_ms/", "elapsed_time_ms_"
+HOST = "host_ms/"
+ELAPSED = "elapsed_time_ms_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,13 @@ class RankRow:
 
 @dataclass(slots=True)
 class Run:
-    """One run. base: what x counts, "step" or "samples". curves: metric -> points, of rank 0 where ranks differ.
+    """One run. base: what x counts, "step" or "samples". curves: metric -> points, of rank 0 where
+    ranks differ.
 
-    memory: rank -> GiB in use. axes: other things to count, by name -> (x of `base`, its value there).
-    phases: mean milliseconds of a step in each phase; `phases_of_host` when they are the host's time alone.
+    memory: rank -> GiB in use. axes: other things to count, by name -> (x of `base`, its value
+        there).
+    phases: mean milliseconds of a step in each phase; `phases_of_host` when they are the host's
+        time alone.
     facts: the line ``start`` of the first rank. seconds: of training.
     """
 
@@ -83,7 +87,7 @@ class Run:
         return [v for v in self.curves[name].y if math.isfinite(v)] if name in self.curves else []
 
 
-# -- finding ---------------------------------------------------------------------------------------------------------
+# -- finding ---------------------------------------------------------------------------------------
 
 
 def _is_run(folder: Path) -> bool:
@@ -91,17 +95,26 @@ def _is_run(folder: Path) -> bool:
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:
-    """The folders of runs that `paths` name; of a folder that is no run, the runs in it. Raises CommandError."""
+    """The folders of runs that `paths` name; of a folder that is no run, the runs in it.
+
+    Raises CommandError.
+    """
     found: list[Path] = []
     for path in paths:
         if not path.exists():
             raise CommandError(f"{str(path)!r}: no such folder")
         folder = path if path.is_dir() else path.parent
-        here = [folder] if _is_run(folder) else [p for p in sorted(folder.iterdir()) if p.is_dir() and _is_run(p)]
+        here = (
+            [folder]
+            if _is_run(folder)
+            else [p for p in sorted(folder.iterdir()) if p.is_dir() and _is_run(p)]
+        )
         if not here:
             raise CommandError(
-                f"{str(path)!r} holds no run: no record (rank0.jsonl), no files of csv_monitor and no event files of "
-                'TensorBoard. Train with "run_record": {"folder": ...} in the config, or `dscore run --record FOLDER`'
+                f"{str(path)!r} holds no run: no record (rank0.jsonl), no files of csv_monitor and "
+                "no event files of "
+                'TensorBoard. Train with "run_record": {"folder": ...} in the config, or `dscore '
+                "run --record FOLDER`"
             )
         found += [each for each in here if each not in found]
     return found
@@ -117,16 +130,21 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     return [str(folder) for folder in folders]
 
 
-# -- reading ---------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def read_run(folder: Path, name: str) -> Run:
-    """A run from its record, else from the files of monitors. Raises CommandError for what cannot be read."""
+    """A run from its record, else from the files of monitors.
+
+    Raises CommandError for what cannot be read.
+    """
     try:
         if files := rank_files(folder):
             return _of_record(folder, name, [read_rank(rank, path) for rank, path in files.items()])
         source, series = (
-            ("csv_monitor", read_csv(folder)) if csv_files(folder) else ("tensorboard", read_events(folder))
+            ("csv_monitor", read_csv(folder))
+            if csv_files(folder)
+            else ("tensorboard", read_events(folder))
         )
     except OSError as error:
         raise CommandError(f"{folder}: {error}") from error
@@ -137,7 +155,8 @@ def read_run(folder: Path, name: str) -> Run:
     if longest is not None and any(map(math.isfinite, longest.time)):
         begin = next(t for t in longest.time if math.isfinite(t))
         run.axes["hours"] = Points(longest.step, [(t - begin) / 3600 for t in longest.time])
-        run.started, run.seconds = begin, max(t for t in longest.time if math.isfinite(t)) - begin
+        run.started = begin
+        run.seconds = max(t for t in longest.time if math.isfinite(t)) - begin
     run.phases = _phases(run, ELAPSED)
     return run
 
@@ -151,7 +170,14 @@ def canonical(name: str) -> str:
 def _of_record(folder: Path, name: str, ranks: list[RankRecord]) -> Run:
     first = ranks[0]
     columns = first.columns
-    run = Run(name, folder, "record", "step", {}, standing(ranks, {r.rank: read_now(folder, r.rank) for r in ranks}))
+    run = Run(
+        name,
+        folder,
+        "record",
+        "step",
+        {},
+        standing(ranks, {r.rank: read_now(folder, r.rank) for r in ranks}),
+    )
     run.facts = {"versions": {}, "device": "?", **first.starts[-1]} if first.starts else {}
     if run.facts and not isinstance(run.facts["versions"], dict):
         run.facts = {**run.facts, "versions": {}}
@@ -161,8 +187,12 @@ def _of_record(folder: Path, name: str, ranks: list[RankRecord]) -> Run:
             run.curves.setdefault(canonical(metric), Points(columns.step, columns.column(metric)))
     for rank in ranks:
         if rank.memory:
-            run.memory[rank.rank] = Points([m[0] for m in rank.memory], [m[1] / GIB for m in rank.memory])
-    evaluated = [e for e in first.events if e.get("kind") == "eval" and isinstance(e.get("step"), int)]
+            run.memory[rank.rank] = Points(
+                [m[0] for m in rank.memory], [m[1] / GIB for m in rank.memory]
+            )
+    evaluated = [
+        e for e in first.events if e.get("kind") == "eval" and isinstance(e.get("step"), int)
+    ]
     evaluated = [e for e in evaluated if isinstance(e.get("metrics"), dict)]
     for metric in {k for e in evaluated for k in e.get("metrics", {})}:
         rows = [(e["step"], e["metrics"].get(metric)) for e in evaluated]
@@ -170,7 +200,9 @@ def _of_record(folder: Path, name: str, ranks: list[RankRecord]) -> Run:
             [s for s, _ in rows], [v if isinstance(v, float) else math.nan for _, v in rows]
         )
     run.events = [e for e in first.events if e.get("kind") in ("saved", "loaded", "lost")]
-    total = next((e.get("total_steps") for e in reversed(first.events) if e.get("kind") == "plan"), None)
+    total = next(
+        (e.get("total_steps") for e in reversed(first.events) if e.get("kind") == "plan"), None
+    )
     total = total or run.facts.get("total_steps")
     run.total_steps = total if type(total) is int and total > 0 else None
     if columns.step:
@@ -180,35 +212,48 @@ def _of_record(folder: Path, name: str, ranks: list[RankRecord]) -> Run:
     if not run.phases:
         run.phases_of_host = True
         hosts = {
-            metric.removeprefix(HOST): columns.column(metric) for metric in columns.values if metric.startswith(HOST)
+            metric.removeprefix(HOST): columns.column(metric)
+            for metric in columns.values
+            if metric.startswith(HOST)
         }
-        run.phases = _leaves({phase: _mean(values) for phase, values in hosts.items()}, _step_ms(run))
+        run.phases = _leaves(
+            {phase: _mean(values) for phase, values in hosts.items()}, _step_ms(run)
+        )
     return run
 
 
 def _add_times(run: Run, first: RankRecord) -> None:
-    """Time axis, time per step and throughput. The time between two starts of a run does not count."""
+    """Time axis, time per step and throughput.
+
+    The time between two starts of a run does not count.
+    """
     columns = first.columns
-    times, steps = columns.time, columns.step
+    times = columns.time
+    steps = columns.step
     begins = set(columns.starts)
     deltas = [math.nan] + [
-        math.nan if i in begins else (times[i] - times[i - 1]) / (steps[i] - steps[i - 1]) for i in range(1, len(times))
+        math.nan if i in begins else (times[i] - times[i - 1]) / (steps[i] - steps[i - 1])
+        for i in range(1, len(times))
     ]
     first_start = first.starts[0].get("time") if first.starts else None
     run.started = first_start if isinstance(first_start, float) else times[0]
     usual = statistics.median(d for d in deltas if d == d) if any(d == d for d in deltas) else 0.0
-    elapsed, hours = 0.0, array("d")
+    elapsed = 0.0
+    hours = array("d")
     for i, delta in enumerate(deltas):
         elapsed += usual if delta != delta else delta * (steps[i] - steps[i - 1])
         hours.append(elapsed / 3600)
-    run.seconds, run.axes["hours"] = elapsed, Points(steps, hours)
+    run.seconds = elapsed
+    run.axes["hours"] = Points(steps, hours)
     samples = columns.column("samples")
     if any(map(math.isfinite, samples)):
         run.axes["samples"] = Points(steps, samples)
     run.curves.setdefault("step_time_ms", Points(steps, [d * 1e3 for d in deltas]))
     if "samples_per_second" not in run.curves and "samples" in run.axes:
         rate = [math.nan] + [
-            (samples[i] - samples[i - 1]) / (steps[i] - steps[i - 1]) / deltas[i] if deltas[i] > 0 else math.nan
+            (samples[i] - samples[i - 1]) / (steps[i] - steps[i - 1]) / deltas[i]
+            if deltas[i] > 0
+            else math.nan
             for i in range(1, len(steps))
         ]
         run.curves["samples_per_second"] = Points(steps, rate)
@@ -217,7 +262,9 @@ def _add_times(run: Run, first: RankRecord) -> None:
 def _row(rank: RankRecord) -> RankRow:
     columns = rank.columns
     last = range(max(1, len(columns.step) - 500), len(columns.step))
-    deltas = [(columns.time[i] - columns.time[i - 1]) * 1e3 for i in last if i not in columns.starts]
+    deltas = [
+        (columns.time[i] - columns.time[i - 1]) * 1e3 for i in last if i not in columns.starts
+    ]
     step_ms = statistics.median(deltas) if deltas else math.nan
     waits = columns.column(f"{HOST}backward_allreduce")
     recent = [waits[i] for i in last if i < len(waits) and math.isfinite(waits[i])]
@@ -225,7 +272,15 @@ def _row(rank: RankRecord) -> RankRow:
     peak = max((m[2] for m in rank.memory if math.isfinite(m[2])), default=math.nan) / GIB
     host = str(rank.starts[-1].get("host", "")) if rank.starts else ""
     state = rank.last if not rank.error else f"{rank.last}: {rank.error}"
-    return RankRow(rank.rank, host, state, columns.step[-1] if columns.step else 0, peak, step_ms, min(wait, 1.0))
+    return RankRow(
+        rank.rank,
+        host,
+        state,
+        columns.step[-1] if columns.step else 0,
+        peak,
+        step_ms,
+        min(wait, 1.0),
+    )
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -234,7 +289,11 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _phases(run: Run, prefix: str) -> dict[str, float]:
-    given = {name.removeprefix(prefix): _mean(p.y) for name, p in run.curves.items() if name.startswith(prefix)}
+    given = {
+        name.removeprefix(prefix): _mean(p.y)
+        for name, p in run.curves.items()
+        if name.startswith(prefix)
+    }
     return _leaves(given, _step_ms(run))
 
 
@@ -246,7 +305,8 @@ def _leaves(mean: Mapping[str, float], step_ms: float) -> dict[str, float]:
     """Milliseconds of phases that do not overlap, in the order of a step."""
 
     def parts() -> Iterator[tuple[str, float]]:
-        inner, waiting = mean.get("backward_inner", 0.0), mean.get("backward_allreduce", 0.0)
+        inner = mean.get("backward_inner", 0.0)
+        waiting = mean.get("backward_allreduce", 0.0)
         yield "forward", mean.get("forward", 0.0)
         if inner or waiting:
             yield "backward", max(mean.get("backward", 0.0) - waiting, inner)

@@ -33,13 +33,17 @@ def screen(seen: Snapshot, console: Console) -> RenderableType:
     """The run, as large as the console is now."""
     width, height = console.size
     parts: list[RenderableType] = [_head(seen), _progress(seen, width), Text()]
-    curves = _curves(seen, width, BLOCKS if console.encoding.lower().startswith("utf") else PLAIN_BLOCKS)
+    curves = _curves(
+        seen, width, BLOCKS if console.encoding.lower().startswith("utf") else PLAIN_BLOCKS
+    )
     parts.append(curves)
     taken = 8 + curves.row_count  # what is above the ranks, and the head of their table
     if seen.standing.text:
         parts.append(Text(seen.standing.text, style="red", overflow="fold"))
         taken += 1 + len(seen.standing.text) // max(width, 1)
-    parts.append(_table(seen, max(1, height - taken) if console.is_terminal else len(seen.ranks), width))
+    parts.append(
+        _table(seen, max(1, height - taken) if console.is_terminal else len(seen.ranks), width)
+    )
     return Group(*parts)
 
 
@@ -47,7 +51,10 @@ def _head(seen: Snapshot) -> Text:
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(seen.name, style="bold").append("  ")
     text.append(seen.standing.state.value, style=STYLES.get(seen.standing.state, "bold red"))
-    text.append(f"  {seen.world} rank{'s' if seen.world != 1 else ''}  {duration(seen.elapsed)}", style="dim")
+    text.append(
+        f"  {seen.world} rank{'s' if seen.world != 1 else ''}  {duration(seen.elapsed)}",
+        style="dim",
+    )
     return text
 
 
@@ -57,7 +64,9 @@ def _progress(seen: Snapshot, width: int) -> RenderableType:
         return steps
     steps.append(f" of {seen.total:,}", style="dim")
     row = Table.grid(padding=(0, 2))
-    bar = ProgressBar(total=seen.total, completed=min(seen.step, seen.total), width=max(10, min(40, width - 45)))
+    bar = ProgressBar(
+        total=seen.total, completed=min(seen.step, seen.total), width=max(10, min(40, width - 45))
+    )
     left = Text(f"{duration(seen.left)} left" if math.isfinite(seen.left) else "", no_wrap=True)
     row.add_row(steps, bar, Text(f"{seen.step / seen.total:.0%}", style="dim"), left)
     return row
@@ -71,12 +80,16 @@ def _curves(seen: Snapshot, width: int, blocks: str) -> Table:
     size = max(8, min(60, width - 34))
     if seen.losses:
         table.add_row(
-            "loss", Text(f"{seen.losses[-1]:.4g}", style="bold"), Text(spark(seen.losses, size, blocks), style="cyan")
+            "loss",
+            Text(f"{seen.losses[-1]:.4g}", style="bold"),
+            Text(spark(seen.losses, size, blocks), style="cyan"),
         )
     if seen.rates:
         middle = statistics.median(seen.rates[-50:])
         table.add_row(
-            "samples/s", Text(short(middle), style="bold"), Text(spark(seen.rates, size, blocks), style="green")
+            "samples/s",
+            Text(short(middle), style="bold"),
+            Text(spark(seen.rates, size, blocks), style="green"),
         )
     if math.isfinite(seen.tokens):
         table.add_row("tokens/s", Text(short(seen.tokens), style="bold"), "")
@@ -92,16 +105,30 @@ def spark(values: Sequence[float], size: int, blocks: str = BLOCKS) -> str:
     if not values:
         return ""
     count = min(size, len(values))
-    parts = [values[i * len(values) // count : (i + 1) * len(values) // count] for i in range(count)]
+    parts = [
+        values[i * len(values) // count : (i + 1) * len(values) // count] for i in range(count)
+    ]
     means = [statistics.fmean(part) for part in parts]
-    low, high = min(means), max(means)
+    low = min(means)
+    high = max(means)
     scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
     return "".join(blocks[round((v - low) * scale)] for v in means)
 
 
 def _table(seen: Snapshot, room: int, width: int) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2 if width >= 72 else 1, 0, 0), header_style="dim")
-    for name, right in (("rank", True), ("phase", False), ("step", True), ("waits", True), ("memory", False)):
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 2 if width >= 72 else 1, 0, 0),
+        header_style="dim",
+    )
+    for name, right in (
+        ("rank", True),
+        ("phase", False),
+        ("step", True),
+        ("waits", True),
+        ("memory", False),
+    ):
         table.add_column(name, justify="right" if right else "left", no_wrap=True)
     table.add_column("", overflow="ellipsis", no_wrap=True)
     rows = (
@@ -120,9 +147,12 @@ def _table(seen: Snapshot, room: int, width: int) -> RenderableType:
 
 def _row(rank: RankNow, seen: Snapshot, several: bool, width: int) -> list[RenderableType]:
     long = math.isfinite(rank.seconds) and rank.seconds >= 1
-    stuck = long and rank.seconds > max(30.0, 20 * (rank.step_ms if math.isfinite(rank.step_ms) else 0.0) / 1e3)
+    stuck = long and rank.seconds > max(
+        30.0, 20 * (rank.step_ms if math.isfinite(rank.step_ms) else 0.0) / 1e3
+    )
     phase = Text(
-        PHASES.get(rank.phase, rank.phase), style="red" if rank.phase == "failed" else "yellow" if stuck else ""
+        PHASES.get(rank.phase, rank.phase),
+        style="red" if rank.phase == "failed" else "yellow" if stuck else "",
     )
     if long:
         phase.append(f" {duration(rank.seconds)}", style="yellow" if stuck else "dim")

@@ -25,11 +25,18 @@ __all__ = ["line_of", "top"]
 
 
 def top(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a record (run_record.folder).")],
-    every: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Show the run as it is now, and end.")] = False,
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The folder of a record (run_record.folder).")
+    ],
+    every: Annotated[
+        float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")
+    ] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Show the run as it is now, and end.")
+    ] = False,
 ) -> None:
-    """Watch a run until it ends, or until Ctrl-C. Without a terminal: a line whenever there are new steps.
+    """Watch a run until it ends, or until Ctrl-C. Without a terminal: a line whenever there are new
+    steps.
 
     The exit code is 1 when the run has failed or died.
     """

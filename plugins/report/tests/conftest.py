@@ -17,14 +17,28 @@ def write_record() -> Callable[..., Path]:
 
 
 def _write_record(
-    folder: Path, steps: int = 20, *, world: int = 2, name: str = "", last: str = "finished", **more: Any
+    folder: Path,
+    steps: int = 20,
+    *,
+    world: int = 2,
+    name: str = "",
+    last: str = "finished",
+    **more: Any,
 ) -> Path:
     """A record as the recorder writes it."""
     folder.mkdir(parents=True, exist_ok=True)
     for rank in range(world):
         config = {"optimizer": {"type": name or "AdamW", "params": {"lr": 0.1}}, **more}
-        start = {"rank": rank, "world_size": world, "device": "cpu", "config": config, "versions": {"torch": "2.13.0"}}
-        rows: list[dict[str, Any]] = [{"kind": "start", "time": 1e9, "format": 1, "total_steps": 50, **start}]
+        start = {
+            "rank": rank,
+            "world_size": world,
+            "device": "cpu",
+            "config": config,
+            "versions": {"torch": "2.13.0"},
+        }
+        rows: list[dict[str, Any]] = [
+            {"kind": "start", "time": 1e9, "format": 1, "total_steps": 50, **start}
+        ]
         for step in range(1, steps + 1):
             metrics = {
                 "loss": 4 / step,
@@ -34,9 +48,31 @@ def _write_record(
                 f"mine/{name}": float(step),
             }
             metrics["Train/Samples/tokens_per_second"] = 64.0
-            ms = {"forward": 20.0, "backward": 60.0, "backward_inner": 40.0, "backward_allreduce": 15.0, "step": 10.0}
-            rows.append({"kind": "step", "time": 1e9 + step * 0.1, "step": step, "metrics": metrics, "host_ms": ms})
-        rows.append({"kind": "memory", "time": 1e9, "step": steps, "allocated": 2**30, "peak": (rank + 2) * 2**30})
+            ms = {
+                "forward": 20.0,
+                "backward": 60.0,
+                "backward_inner": 40.0,
+                "backward_allreduce": 15.0,
+                "step": 10.0,
+            }
+            rows.append(
+                {
+                    "kind": "step",
+                    "time": 1e9 + step * 0.1,
+                    "step": step,
+                    "metrics": metrics,
+                    "host_ms": ms,
+                }
+            )
+        rows.append(
+            {
+                "kind": "memory",
+                "time": 1e9,
+                "step": steps,
+                "allocated": 2**30,
+                "peak": (rank + 2) * 2**30,
+            }
+        )
         rows.append(
             {
                 "kind": "end",

@@ -1,4 +1,6 @@
-"""The page in a real browser: its script runs, texts stay texts, it fits a phone, has its colours, and prints."""
+"""The page in a real browser: its script runs, texts stay texts, it fits a phone, has its colours,
+and prints.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from ds_report.page import page
 from ds_report.run import read_run
 
 pytestmark = pytest.mark.slow
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 Browse = Callable[..., str]
 EVIL = "<script>document.title='pwned'</script>\"'&"
 
@@ -27,9 +31,17 @@ def browse(tmp_path_factory: pytest.TempPathFactory) -> Browse:
     place = tmp_path_factory.mktemp("browser")
 
     def run(file: Path, *options: str) -> str:
-        fixed = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={place}"]
+        fixed = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            f"--user-data-dir={place}",
+        ]
         command = [CHROMIUM, *fixed, "--virtual-time-budget=3000", *options, file.as_uri()]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=place, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=180, cwd=place, check=False
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -48,7 +60,9 @@ def file(tmp_path_factory: pytest.TempPathFactory, write_record: Callable[..., P
 
 
 def drawn(dom: str) -> list[str]:
-    return re.findall(r'<path class="c\d[^"]*" d="(M[^"]+)"', dom) or re.findall(r'<path d="(M[^"]+)" class="c\d', dom)
+    return re.findall(r'<path class="c\d[^"]*" d="(M[^"]+)"', dom) or re.findall(
+        r'<path d="(M[^"]+)" class="c\d', dom
+    )
 
 
 PROBE = """
@@ -82,7 +96,9 @@ addEventListener("load", () => setTimeout(() => {
 def test_its_script_runs_and_a_name_stays_a_name(browse: Browse, file: Path) -> None:
     dom = browse(file, "--dump-dom", "--window-size=1280,900")
     assert "<title>2 training runs</title>" in dom
-    assert '<div class="tools">' in dom, "the script has not run: the content security policy does not know it"
+    assert '<div class="tools">' in dom, (
+        "the script has not run: the content security policy does not know it"
+    )
     assert html.escape(EVIL, quote=False) in dom
     lines = drawn(dom)
     assert len(lines) > 10 and "NaN" not in "".join(lines)
@@ -92,14 +108,18 @@ def test_its_script_runs_and_a_name_stays_a_name(browse: Browse, file: Path) -> 
 def test_settings_and_values(browse: Browse, file: Path, width: int) -> None:
     import json
 
-    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", file.read_text(encoding="utf-8"))
+    text = re.sub(
+        r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", file.read_text(encoding="utf-8")
+    )
     inner = file.with_name(f"probe{width}.html")
     inner.write_text(text.replace("</body>", PROBE + "</body>"), encoding="utf-8")
     frame = file.with_name(f"frame{width}.html")  # a window has a least width; a frame has none
     frame.write_text(
-        f'<body><iframe id="f" src="{inner.name}" style="width:{width}px;height:900px;border:0"></iframe>'
+        f'<body><iframe id="f" src="{inner.name}" '
+        f'style="width:{width}px;height:900px;border:0"></iframe>'
         "<script>setTimeout(() => { document.title = 'done'; document.body.append("
-        "document.getElementById('f').contentDocument.getElementById('said').textContent); }, 1500)</script>"
+        "document.getElementById('f').contentDocument.getElementById('said').textContent); }, "
+        "1500)</script>"
     )
     dom = browse(frame, "--dump-dom", "--window-size=1400,1000", "--allow-file-access-from-files")
     said = json.loads(html.unescape(re.search(r"</script>(\{.*\})</body>", dom, re.DOTALL)[1]))  # type: ignore[index]
@@ -115,7 +135,10 @@ def test_light_dark_and_print(browse: Browse, file: Path, tmp_path: Path) -> Non
     for scheme in (1, 0):  # light, dark
         shot = tmp_path / f"{scheme}.png"
         browse(
-            file, f"--screenshot={shot}", "--window-size=1280,1400", f"--blink-settings=preferredColorScheme={scheme}"
+            file,
+            f"--screenshot={shot}",
+            "--window-size=1280,1400",
+            f"--blink-settings=preferredColorScheme={scheme}",
         )
         image = Image.open(shot).convert("RGB")
         corner.append(sum(image.getpixel((2, 2))))  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""``dscore report``: what is read, what is drawn, and that nothing in a run can do anything to the page."""
+"""``dscore report``: what is read, what is drawn, and that nothing in a run can do anything to the
+page.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +33,30 @@ EVIL = "<script>document.title='pwned'</script>\"'&"
 Write = Callable[..., Path]
 
 
-# -- reading ---------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def test_a_record_as_a_run(tmp_path: Path, write_record: Write) -> None:
     run = read_run(write_record(tmp_path / "a"), "a")
-    assert (run.source, run.base, run.standing.state.value, run.total_steps) == ("record", "step", "finished", 50)
+    assert (run.source, run.base, run.standing.state.value, run.total_steps) == (
+        "record",
+        "step",
+        "finished",
+        50,
+    )
     assert list(run.curves["loss"].y)[:2] == [4.0, 2.0]
     assert run.curves["samples_per_second"].y[5] == pytest.approx(80.0, rel=1e-3)
     assert run.curves["tokens_per_second"].y[5] == 64.0
     assert run.seconds == pytest.approx(2.0, rel=1e-3)
     assert run.phases == pytest.approx(
-        {"forward": 20, "backward": 45, "waiting for reductions": 15, "step": 10, "data and the rest": 10}, rel=1e-3
+        {
+            "forward": 20,
+            "backward": 45,
+            "waiting for reductions": 15,
+            "step": 10,
+            "data and the rest": 10,
+        },
+        rel=1e-3,
     )
     assert [(row.rank, row.peak) for row in run.ranks] == [(0, 2.0), (1, 3.0)]
 
@@ -55,7 +69,9 @@ def test_monitors_of_ours_are_read(tmp_path: Path, write_record: Write) -> None:
     for name, monitor in (("csv", CSVMonitor), ("tb", TensorBoardMonitor)):
         writer = monitor(tmp_path / name)
         for x, y in values:
-            writer.write_events([Event("Train/Samples/train_loss", y, x), Event("Train/Samples/lr", 0.5, x)])
+            writer.write_events(
+                [Event("Train/Samples/train_loss", y, x), Event("Train/Samples/lr", 0.5, x)]
+            )
         writer.close()
         (file,) = (p for p in (tmp_path / name).iterdir() if "lr" not in p.name)
         with file.open("ab") as torn:
@@ -103,28 +119,40 @@ def test_no_file_ends_the_reading(
 
 def test_what_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("a,b\n1,2\n")
-    for path, why in ((tmp_path / "none", "no such folder"), (tmp_path, "holds no run: no record .*--record")):
+    for path, why in (
+        (tmp_path / "none", "no such folder"),
+        (tmp_path, "holds no run: no record .*--record"),
+    ):
         done = CliRunner().invoke(make_app(), ["report", str(path)])
         assert done.exit_code == 2 and re.search(why, done.output.replace("\n", " ")), done.output
 
 
-# -- drawing ---------------------------------------------------------------------------------------------------------
+# -- drawing ---------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.floats(), min_size=1, max_size=300), st.integers(1, 20))
 def test_thinning_keeps_extremes_and_gaps(values: list[float], buckets: int) -> None:
     kept = thin(values, buckets)
-    assert kept == sorted(set(kept)) and len(kept) <= max(5 * buckets, len(values) if len(values) <= 4 * buckets else 0)
-    finite, left = [v for v in values if math.isfinite(v)], [values[i] for i in kept if math.isfinite(values[i])]
-    assert (min(finite, default=0), max(finite, default=0)) == (min(left, default=0), max(left, default=0))
-    assert any(not math.isfinite(v) for v in values) == any(not math.isfinite(values[i]) for i in kept)
+    assert kept == sorted(set(kept)) and len(kept) <= max(
+        5 * buckets, len(values) if len(values) <= 4 * buckets else 0
+    )
+    finite = [v for v in values if math.isfinite(v)]
+    left = [values[i] for i in kept if math.isfinite(values[i])]
+    assert (min(finite, default=0), max(finite, default=0)) == (
+        min(left, default=0),
+        max(left, default=0),
+    )
+    assert any(not math.isfinite(v) for v in values) == any(
+        not math.isfinite(values[i]) for i in kept
+    )
 
 
 def test_a_million_points_are_a_small_page(tmp_path: Path) -> None:
     from array import array
 
     y = array("d", (math.sin(i / 1e4) for i in range(1_000_000)))
-    y[123_456], y[654_321] = 50.0, -50.0
+    y[123_456] = 50.0
+    y[654_321] = -50.0
     kept = [y[i] for i in thin(y)]
     assert (max(kept), min(kept), len(kept) <= 1600) == (50.0, -50.0, True)
     assert len(means(range(len(y)), y)[1]) == 400
@@ -174,11 +202,18 @@ def test_words() -> None:
 
 
 @pytest.mark.parametrize(
-    "facts", [{}, {"versions": 3, "world_size": "x", "parameters": [], "config": 5, "total_steps": "a"}]
+    "facts",
+    [{}, {"versions": 3, "world_size": "x", "parameters": [], "config": 5, "total_steps": "a"}],
 )
 def test_a_record_that_says_little(tmp_path: Path, facts: dict[str, Any]) -> None:
-    rows = [{"kind": "start", "format": 1, **facts}, {"kind": "step", "step": 1, "metrics": {"loss": 1.5}}]
-    rows += [{"kind": "eval", "step": 1, "metrics": 3}, {"kind": "step", "step": 2, "metrics": {"loss": "x"}}]
+    rows = [
+        {"kind": "start", "format": 1, **facts},
+        {"kind": "step", "step": 1, "metrics": {"loss": 1.5}},
+    ]
+    rows += [
+        {"kind": "eval", "step": 1, "metrics": 3},
+        {"kind": "step", "step": 2, "metrics": {"loss": "x"}},
+    ]
     (tmp_path / "rank0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = read_run(tmp_path, "little")
     assert "little" in page([run, run]) and list(run.curves["loss"].y)[0] == 1.5
@@ -188,7 +223,10 @@ def test_a_record_that_says_little(tmp_path: Path, facts: dict[str, Any]) -> Non
 def test_hostile_numbers_are_shown_or_left_out(tmp_path: Path, time: Any) -> None:
     losses = (1e308, -1e308, 3.0)
     rows = [{"kind": "start", "format": 1, "time": time, "parameters": 10**400, "world_size": 2}]
-    rows += [{"kind": "step", "step": i, "time": time, "metrics": {"loss": loss}} for i, loss in enumerate(losses)]
+    rows += [
+        {"kind": "step", "step": i, "time": time, "metrics": {"loss": loss}}
+        for i, loss in enumerate(losses)
+    ]
     text = "".join(json.dumps(row) + "\n" for row in rows) + "[" * 100_000
     (tmp_path / "rank0.jsonl").write_text(text)
     (tmp_path / "rank0.now").write_text(json.dumps({"time": time, "seconds": time}))
@@ -197,11 +235,14 @@ def test_hostile_numbers_are_shown_or_left_out(tmp_path: Path, time: Any) -> Non
     run = read_run(tmp_path, "odd")
     assert "odd" in page([run])
     done = CliRunner().invoke(make_app(), ["top", str(tmp_path), "--once"])
-    assert done.exit_code in (0, 1) and (done.exception is None or isinstance(done.exception, SystemExit))
+    assert done.exit_code in (0, 1) and (
+        done.exception is None or isinstance(done.exception, SystemExit)
+    )
 
 
 def test_configs_are_compared(tmp_path: Path, write_record: Write) -> None:
-    one, two = write_record(tmp_path / "a"), write_record(tmp_path / "b", world=3, zero_optimization={"stage": 3})
+    one = write_record(tmp_path / "a")
+    two = write_record(tmp_path / "b", world=3, zero_optimization={"stage": 3})
     rows = dict(differences([read_run(one, "a"), read_run(two, "b")]))
     assert rows == {"zero_optimization.stage": ["—", "3"], "(world size)": ["2", "3"]}
 
@@ -211,7 +252,7 @@ def test_short_names_that_differ() -> None:
     assert names_of([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
 
 
-# -- the page --------------------------------------------------------------------------------------------------------
+# -- the page --------------------------------------------------------------------------------------
 
 
 class Tags(HTMLParser):
@@ -231,18 +272,35 @@ def evil(folder: Path, write_record: Write) -> Run:
     return read_run(write_record(folder, name=EVIL, last="failed", **{EVIL: EVIL}), EVIL)
 
 
-def test_nothing_in_a_run_is_more_than_text_and_nothing_is_fetched(tmp_path: Path, write_record: Write) -> None:
-    text = page([evil(tmp_path / "a", write_record), read_run(write_record(tmp_path / "b"), "b")], EVIL)
+def test_nothing_in_a_run_is_more_than_text_and_nothing_is_fetched(
+    tmp_path: Path, write_record: Write
+) -> None:
+    text = page(
+        [evil(tmp_path / "a", write_record), read_run(write_record(tmp_path / "b"), "b")], EVIL
+    )
     tags = Tags(text).seen
     assert [a.get("type") for tag, a in tags if tag == "script"] == ["application/json", None]
-    assert not {tag for tag, _ in tags} & {"link", "img", "iframe", "object", "base", "form", "image", "use"}
+    assert not {tag for tag, _ in tags} & {
+        "link",
+        "img",
+        "iframe",
+        "object",
+        "base",
+        "form",
+        "image",
+        "use",
+    }
     names = set(itertools.chain.from_iterable(a for _, a in tags))
-    assert not names & {"src", "href", "srcset", "action"} and not any(n.startswith("on") for n in names)
+    assert not names & {"src", "href", "srcset", "action"} and not any(
+        n.startswith("on") for n in names
+    )
     assert "url(" not in text and "@import" not in text
     assert text.count("pwned") > 5 and "<script>document" not in text
     data = json.loads(text.split('id="data">')[1].split("</script>")[0])
     assert {line["name"] for line in data["charts"][0]["lines"]} == {EVIL, "b"}
-    policy = next(a["content"] for tag, a in tags if a.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        a["content"] for tag, a in tags if a.get("http-equiv") == "Content-Security-Policy"
+    )
     assert (
         policy is not None
         and policy.startswith("default-src 'none'")
@@ -251,7 +309,8 @@ def test_nothing_in_a_run_is_more_than_text_and_nothing_is_fetched(tmp_path: Pat
 
 
 def test_the_command(tmp_path: Path, write_record: Write) -> None:
-    a, b = write_record(tmp_path / "a"), write_record(tmp_path / "b", steps=0)
+    a = write_record(tmp_path / "a")
+    b = write_record(tmp_path / "b", steps=0)
     done = CliRunner().invoke(make_app(), ["report", str(a)])
     assert done.exit_code == 0, done.output
     text = (a / "report.html").read_text()

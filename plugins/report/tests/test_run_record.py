@@ -31,11 +31,18 @@ class TestPlugin(PluginConformance):
     entry_point = "ds_report.plugin"
     section = "run_record"
     good_config: ClassVar[Any] = {"folder": "runs/a", "seconds": 0.5, "total_steps": 10}
-    bad_configs: ClassVar[Any] = [{"enabled": 1}, {"folder": ""}, {"seconds": 0}, {"total_steps": 0}, {"foldr": "a"}]
+    bad_configs: ClassVar[Any] = [
+        {"enabled": 1},
+        {"folder": ""},
+        {"seconds": 0},
+        {"total_steps": 0},
+        {"foldr": "a"},
+    ]
 
 
 class TestObserver(ObserverConformance):
-    config: ClassVar[Any] = {"run_record": {"folder": "/dev/null/no-folder"}}  # no record; training must be the same
+    # no record; training must be the same
+    config: ClassVar[Any] = {"run_record": {"folder": "/dev/null/no-folder"}}
 
 
 SECRET = "hunter2hunter2"
@@ -77,9 +84,14 @@ def test_what_a_record_holds(tmp_path: Path) -> None:
         assert list(columns.column("samples")) == [8.0, 16.0, 24.0]
         losses = columns.column("loss")
         assert losses[0] > 0 and losses[2] > losses[0]
-        assert {"lr", "grad_norm", "skipped", "host_ms/forward", "host_ms/backward", "host_ms/step"} <= set(
-            columns.values
-        )
+        assert {
+            "lr",
+            "grad_norm",
+            "skipped",
+            "host_ms/forward",
+            "host_ms/backward",
+            "host_ms/step",
+        } <= set(columns.values)
         assert record.memory and record.memory[-1][1] > 1e6
         assert (record.last, record.bad) == ("finished", 0)
     assert standing(ranks, {}).state is State.FINISHED
@@ -123,11 +135,16 @@ def test_a_killed_run_keeps_what_was_written(tmp_path: Path) -> None:
         while not (tmp_path / "go").exists():
             assert process.poll() is None
             time.sleep(0.01)
-        assert standing([read_rank(0, tmp_path / "rank0.jsonl")], {0: read_now(tmp_path, 0)}).state is State.RUNNING
+        assert (
+            standing([read_rank(0, tmp_path / "rank0.jsonl")], {0: read_now(tmp_path, 0)}).state
+            is State.RUNNING
+        )
         process.send_signal(signal.SIGKILL)
     record = read_rank(0, tmp_path / "rank0.jsonl")
     assert list(record.columns.step) == list(range(1, len(record.columns.step) + 1))
-    assert list(record.columns.column("loss")) == [float(torch.tensor(1.0 / step)) for step in record.columns.step]
+    assert list(record.columns.column("loss")) == [
+        float(torch.tensor(1.0 / step)) for step in record.columns.step
+    ]
     now = read_now(tmp_path, 0)
     assert now["phase"] == "forward"
     died = standing([record], {0: now}, clock=now["time"] + 5)
@@ -139,8 +156,14 @@ def test_a_killed_run_keeps_what_was_written(tmp_path: Path) -> None:
     again.step(7, {"loss": float("nan"), "x": float("inf")})
     again.end("finished")
     record = read_rank(0, tmp_path / "rank0.jsonl")
-    assert (record.bad, list(record.columns.step), record.last) == (1, list(range(1, 8)), "finished")
-    whole = [line for line in (tmp_path / "rank0.jsonl").read_text().splitlines() if line.endswith("}")]
+    assert (record.bad, list(record.columns.step), record.last) == (
+        1,
+        list(range(1, 8)),
+        "finished",
+    )
+    whole = [
+        line for line in (tmp_path / "rank0.jsonl").read_text().splitlines() if line.endswith("}")
+    ]
     assert all(json.loads(line, parse_constant=pytest.fail) for line in whole)
 
 
@@ -152,7 +175,9 @@ def test_two_engines_do_not_write_one_file(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_ends_the_record_and_not_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, full_at: Callable[[int], AbstractContextManager[None]]
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    full_at: Callable[[int], AbstractContextManager[None]],
 ) -> None:
     recorder = Recorder(tmp_path, 0, {"rank": 0}, CpuAccelerator(), seconds=60)
     size = (tmp_path / "rank0.jsonl").stat().st_size
@@ -212,7 +237,17 @@ def test_the_whole_way(tmp_path: Path) -> None:
         "    raise ValueError('no more data')\n"
         "engine.destroy()\n"
     )
-    words = [sys.executable, "-m", "ds_cli", "run", "--nproc", "2", "--record", "runs/a", str(script)]
+    words = [
+        sys.executable,
+        "-m",
+        "ds_cli",
+        "run",
+        "--nproc",
+        "2",
+        "--record",
+        "runs/a",
+        str(script),
+    ]
     run(words, cwd=tmp_path, status=1)
     folder = tmp_path / "runs" / "a"
     ranks = [read_rank(rank, folder / f"rank{rank}.jsonl") for rank in range(2)]

@@ -36,7 +36,10 @@ Write = Callable[..., Path]
 
 def recorders(folder: Path, world: int = 2, **facts: Any) -> list[Recorder]:
     known = {"world_size": world, "total_steps": 50, "memory": 64 * 2**30, **facts}
-    return [Recorder(folder, rank, {"rank": rank, **known}, CpuAccelerator(), seconds=0.02) for rank in range(world)]
+    return [
+        Recorder(folder, rank, {"rank": rank, **known}, CpuAccelerator(), seconds=0.02)
+        for rank in range(world)
+    ]
 
 
 def steps(ranks: list[Recorder], first: int, last: int, slow: int = -1) -> None:
@@ -44,7 +47,9 @@ def steps(ranks: list[Recorder], first: int, last: int, slow: int = -1) -> None:
     for step in range(first, last + 1):
         for recorder in ranks:
             now = time.perf_counter()
-            recorder._phases.append(("backward_allreduce", now - (0.0 if recorder.rank == slow else 0.0005)))
+            recorder._phases.append(
+                ("backward_allreduce", now - (0.0 if recorder.rank == slow else 0.0005))
+            )
             recorder.phase_end("backward_allreduce")
             recorder.step(step, {"loss": 4 / step, "samples": 8.0 * step})
         time.sleep(0.001)
@@ -54,13 +59,18 @@ def steps(ranks: list[Recorder], first: int, last: int, slow: int = -1) -> None:
 
 def text_of(seen: Any, width: int = 100, height: int = 30) -> str:
     console = Console(
-        width=width, height=height, force_terminal=True, color_system=None, record=True, file=io.StringIO()
+        width=width,
+        height=height,
+        force_terminal=True,
+        color_system=None,
+        record=True,
+        file=io.StringIO(),
     )
     console.print(screen(seen, console))
     return console.export_text()
 
 
-# -- what is known ---------------------------------------------------------------------------------------------------
+# -- what is known ---------------------------------------------------------------------------------
 
 
 def test_a_run_that_goes_on(tmp_path: Path) -> None:
@@ -81,7 +91,15 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
         shown = text_of(seen, *size)
         assert max(map(len, shown.splitlines())) <= size[0]
         assert "gpt" in shown
-    for word in ("step 10 of 50", "loss", "0.4", "samples/s", "forward", "straggler: others wait for it", "GiB"):
+    for word in (
+        "step 10 of 50",
+        "loss",
+        "0.4",
+        "samples/s",
+        "forward",
+        "straggler: others wait for it",
+        "GiB",
+    ):
         assert word in text_of(seen), text_of(seen)
     for recorder in ranks:
         recorder.end("finished")
@@ -92,12 +110,18 @@ def test_few_lines_for_many_ranks(tmp_path: Path) -> None:
     ranks = recorders(tmp_path, world=12)
     steps(ranks, 1, 6, slow=11)
     shown = text_of(Watch(tmp_path).look(), 100, 18)
-    assert "straggler" in shown and re.search(r"and \d+ more ranks", shown) and len(shown.splitlines()) <= 18
+    assert (
+        "straggler" in shown
+        and re.search(r"and \d+ more ranks", shown)
+        and len(shown.splitlines()) <= 18
+    )
     for recorder in ranks:
         recorder.end("finished")
 
 
-def test_a_long_run_is_read_from_its_end_and_kept_short(tmp_path: Path, write_record: Write) -> None:
+def test_a_long_run_is_read_from_its_end_and_kept_short(
+    tmp_path: Path, write_record: Write
+) -> None:
     write_record(tmp_path, 30_000, world=1)
     started = time.monotonic()
     seen = Watch(tmp_path).look()
@@ -105,7 +129,8 @@ def test_a_long_run_is_read_from_its_end_and_kept_short(tmp_path: Path, write_re
     assert time.monotonic() - started < 30  # it looks at the last 2 MB alone
     watch = Watch(tmp_path)
     record = [
-        json.dumps({"kind": "step", "time": 1.0, "step": s, "metrics": {"loss": 1.0}}) for s in range(1, 2 * KEPT + 9)
+        json.dumps({"kind": "step", "time": 1.0, "step": s, "metrics": {"loss": 1.0}})
+        for s in range(1, 2 * KEPT + 9)
     ]
     (tmp_path / "rank0.jsonl").write_text("\n".join(record) + "\n")
     watch.look()
@@ -118,7 +143,7 @@ def test_spark() -> None:
     assert len(spark(list(range(1000)), 30)) == 30
 
 
-# -- without a terminal ------------------------------------------------------------------------------------------------
+# -- without a terminal ----------------------------------------------------------------------------
 
 
 def invoke(*words: str) -> tuple[int, str]:
@@ -128,9 +153,18 @@ def invoke(*words: str) -> tuple[int, str]:
 
 def test_one_look_and_the_exit_code(tmp_path: Path, write_record: Write) -> None:
     code, said = invoke(str(write_record(tmp_path / "a")), "--once")
-    assert code == 0 and "a: finished, step 20 of 50, loss 0.2, 80 samples/s" in said and "  rank 1, step 20" in said
+    assert (
+        code == 0
+        and "a: finished, step 20 of 50, loss 0.2, 80 samples/s" in said
+        and "  rank 1, step 20" in said
+    )
     code, said = invoke(str(write_record(tmp_path / "b", last="failed", name="no more data")))
-    assert code == 1 and "b: failed" in said and "rank 0: ValueError: no more data" in said and said.count("\n") == 1
+    assert (
+        code == 1
+        and "b: failed" in said
+        and "rank 0: ValueError: no more data" in said
+        and said.count("\n") == 1
+    )
     code, said = invoke(str(tmp_path))
     assert code == 2 and "holds no record of a run" in said
 
@@ -166,7 +200,9 @@ DSCORE = [sys.executable, "-c", "from ds_cli import main; main()"]
 def test_lines_until_the_run_dies(running: tuple[Path, subprocess.Popen[bytes]]) -> None:
     folder, process = running
     command = [*DSCORE, "top", str(folder), "--every", "0.1"]
-    with subprocess.Popen(command, env=clean_environment(), stdout=subprocess.PIPE, text=True) as top:
+    with subprocess.Popen(
+        command, env=clean_environment(), stdout=subprocess.PIPE, text=True
+    ) as top:
         assert top.stdout is not None
         first = top.stdout.readline()
         assert re.match(r"\d\d:\d\d:\d\d run: running, step \d+ of 50, loss", first), first
@@ -177,7 +213,7 @@ def test_lines_until_the_run_dies(running: tuple[Path, subprocess.Popen[bytes]])
     assert "run: died" in rest and "ranks 0, 1 ended without a word; last sign at" in rest
 
 
-# -- on a terminal -----------------------------------------------------------------------------------------------------
+# -- on a terminal ---------------------------------------------------------------------------------
 
 
 ON_A_TERMINAL = """
@@ -210,7 +246,8 @@ class Terminal:
 
     def read(self, until: str, seconds: float = 60.0) -> str:
         """What is new on the screen, up to the expression `until`."""
-        end, begin = time.monotonic() + seconds, len(self.text)
+        end = time.monotonic() + seconds
+        begin = len(self.text)
         while not re.search(until, self.text[begin:], re.DOTALL):
             assert time.monotonic() < end, f"{until!r} has not come:\n{self.text[begin:]!r}"
             if select.select([self.master], [], [], 0.2)[0]:
@@ -227,7 +264,9 @@ class Terminal:
 
 
 def longest(shown: str) -> int:
-    return max(len(re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line)) for line in re.split(r"\r?\n", shown))
+    return max(
+        len(re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line)) for line in re.split(r"\r?\n", shown)
+    )
 
 
 def test_a_terminal_resize_and_ctrl_c(running: tuple[Path, subprocess.Popen[bytes]]) -> None:

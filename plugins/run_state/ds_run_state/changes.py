@@ -1,4 +1,6 @@
-"""Changes of a model that are taken back when its run ends; a forward in the place of a module's own."""
+"""Changes of a model that are taken back when its run ends; a forward in the place of a module's
+own.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,12 @@ Place = Callable[[], Any]
 
 @contextlib.contextmanager
 def changing(model: nn.Module, undo: Undo) -> Iterator[None]:
-    """What is changed of `model` inside is changed back by `undo`: its modules, their classes, attributes and hooks.
+    """What is changed of `model` inside is changed back by `undo`: its modules, their classes,
+    attributes and hooks.
 
-    Also attributes and hooks of its parameters, and which of them are trained. Not their values. What has changed
-    again since, stays. What was replaced lives on until then: a transform that shall free memory empties it.
+    Also attributes and hooks of its parameters, and which of them are trained. Not their values.
+    What has changed again since, stays. What was replaced lives on until then: a transform that
+    shall free memory empties it.
     """
     before = [_Module.of(module) for module in model.modules()]
     params = [_Param.of(param) for param in model.parameters()]
@@ -51,21 +55,28 @@ def changing(model: nn.Module, undo: Undo) -> Iterator[None]:
 
 @torch.no_grad()
 def gather_slices(pieces: Mapping[nn.Parameter, Slice], mesh: Mesh, axis: str) -> None:
-    """Give the ranks along `axis` whole parameters again, of which `pieces` says what this one has. Collective.
+    """Give the ranks along `axis` whole parameters again, of which `pieces` says what this one has.
+    Collective.
 
     For ``ctx.undo(functools.partial(gather_slices, pieces, ctx.mesh, axis), collective=True)``.
     """
-    group, ranks, index = mesh.group(axis), mesh.ranks(axis), mesh.index(axis)
+    group = mesh.group(axis)
+    ranks = mesh.ranks(axis)
+    index = mesh.index(axis)
     everyone = comm.all_gather_json([piece.ranges for piece in pieces.values()], group=group)
     for number, (param, piece) in enumerate(pieces.items()):
         whole = param.data.new_empty(piece.shape)
         for place, rank in enumerate(ranks):
-            ranges = tuple(tuple((first, size) for first, size in along) for along in everyone[place][number])
+            ranges = tuple(
+                tuple((first, size) for first, size in along) for along in everyone[place][number]
+            )
             theirs = dataclasses.replace(piece, ranges=ranges)
             part = param.data.contiguous() if place == index else param.data.new_empty(theirs.size)
             comm.broadcast(part, src=rank, group=group)
             for box, at in theirs.parts():
-                inside = tuple(slice(first, first + size) for first, size in zip(at, box.size, strict=True))
+                inside = tuple(
+                    slice(first, first + size) for first, size in zip(at, box.size, strict=True)
+                )
                 whole[box.slices()] = part[inside]
         reshape(param, whole)
 
@@ -73,8 +84,8 @@ def gather_slices(pieces: Mapping[nn.Parameter, Slice], mesh: Mesh, axis: str) -
 def reshape(param: nn.Parameter, data: Tensor) -> None:
     """Make `data`, of another shape, the values of `param`; its gradient goes.
 
-    While a graph of an earlier forward is alive (a loss that somebody keeps), torch takes gradients for the old shape.
-    It forgets that when the dtype changes.
+    While a graph of an earlier forward is alive (a loss that somebody keeps), torch takes gradients
+    for the old shape. It forgets that when the dtype changes.
     """
     param.grad = None
     other = torch.float32 if data.dtype == torch.float64 else torch.float64
@@ -84,7 +95,9 @@ def reshape(param: nn.Parameter, data: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Shared:
-    """What a module holds and copies of the module share, since it cannot be copied: a process group."""
+    """What a module holds and copies of the module share, since it cannot be copied: a process
+    group.
+    """
 
     value: Any
 
@@ -93,7 +106,8 @@ class Shared:
 
 
 class StandIn:
-    """The forward of one module, in the place of ``module.forward``; `forward` is the one it stands before.
+    """The forward of one module, in the place of ``module.forward``; `forward` is the one it stands
+    before.
 
     It is put there by ``module.forward = StandIn(module)``. It has the signature of `forward`.
     """
@@ -115,7 +129,8 @@ class StandIn:
 
 @dataclass(frozen=True)
 class _Module:
-    """A module as it was. entries: of its attributes that are dicts (parameters, modules, hooks)."""
+    """A module as it was. entries: of its attributes that are dicts (parameters, modules,
+    hooks)."""
 
     module: nn.Module
     kind: type
@@ -125,7 +140,12 @@ class _Module:
     @classmethod
     def of(cls, module: nn.Module) -> _Module:
         own = dict(vars(module))
-        return cls(module, type(module), own, {name: dict(v) for name, v in own.items() if isinstance(v, dict)})
+        return cls(
+            module,
+            type(module),
+            own,
+            {name: dict(v) for name, v in own.items() if isinstance(v, dict)},
+        )
 
     def changes(self) -> Iterator[Callable[[], object]]:
         """What changes it back."""
@@ -134,7 +154,8 @@ class _Module:
         yield from _differences(lambda: vars(self.module), self.attributes)
         for name, entries in self.entries.items():
             if isinstance(vars(self.module).get(name), dict):
-                # Asked again when it is changed back: others, such as ds-zero, may put another dict there meanwhile.
+                # Asked again when it is changed back: others, such as ds-zero, may put another dict
+                # there meanwhile.
                 yield from _differences(lambda name=name: vars(self.module)[name], entries)  # type: ignore[misc]
 
 
@@ -170,7 +191,8 @@ def _after(param: nn.Parameter) -> dict[Any, Any]:
 def _differences(place: Place, before: dict[Any, Any]) -> Iterator[Callable[[], object]]:
     now = place()
     for key in (*before, *(key for key in now if key not in before)):
-        is_now, was = now.get(key, _ABSENT), before.get(key, _ABSENT)
+        is_now = now.get(key, _ABSENT)
+        was = before.get(key, _ABSENT)
         if is_now is not was:
             yield functools.partial(_set_back, place, key, is_now, was)
 

@@ -1,7 +1,8 @@
 """What a layer computes where ranks divide it, for whoever reads a model instead of calling it.
 
-Slices (`ds_run_state.slices`) say which part of a parameter is here. This says what the part is for: which inputs and
-outputs of the whole layer, and what makes its outputs whole again. A layer declares it as the attribute `DIVIDED`.
+Slices (`ds_run_state.slices`) say which part of a parameter is here. This says what the part is
+for: which inputs and outputs of the whole layer, and what makes its outputs whole again. A layer
+declares it as the attribute `DIVIDED`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ DIVIDED = "ds_divided"
 class Divided:
     """This rank's part of a layer. An embedding is a layer whose inputs are tokens.
 
-    rank, ranks: the place among those that divide it. inputs, outputs: (first, size) of the whole layer's that are
-    this rank's; None: all. sums: outputs are summed over the ranks, then a bias is added. gathers: the ranks' outputs
-    are put side by side; sizes: how many each rank has. whole_weight: the parameters are whole, and `outputs` are the
-    rows that are used.
+    rank, ranks: the place among those that divide it. inputs, outputs: (first, size) of the whole
+    layer's that are this rank's; None: all. sums: outputs are summed over the ranks, then a bias is
+    added. gathers: the ranks' outputs are put side by side; sizes: how many each rank has.
+    whole_weight: the parameters are whole, and `outputs` are the rows that are used.
     """
 
     rank: int

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 @entries.gives(entries.named(("state_dict", "load_state_dict")))
 def ds_checkpointables(ctx: Context) -> Mapping[str, Any]:  # type: ignore[empty-body]
-    """Hook: objects with ``state_dict()`` and ``load_state_dict()`` to keep in every checkpoint, by name.
+    """Hook: objects with ``state_dict()`` and ``load_state_dict()`` to keep in every checkpoint, by
+    name.
 
     A state is JSON plus tensors; names are prefixed with the plugin's name. Every rank.
     """

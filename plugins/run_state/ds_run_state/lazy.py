@@ -1,8 +1,9 @@
-"""Weights that are not in their parameters yet, as after ``ds_zero.Init``, for transforms that cut parameters.
+"""Weights that are not in their parameters yet, as after ``ds_zero.Init``, for transforms that cut
+parameters.
 
-Who keeps such a weight elsewhere sets a `LazyWeight` as the attribute `LAZY` of the parameter, which is empty then.
-Inside `with_shapes` a transform sees the shapes of all, and takes the weights that it changes, one at a time; the
-others stay where they are.
+Who keeps such a weight elsewhere sets a `LazyWeight` as the attribute `LAZY` of the parameter,
+which is empty then. Inside `with_shapes` a transform sees the shapes of all, and takes the weights
+that it changes, one at a time; the others stay where they are.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ LAZY = "_ds_lazy_weight"
 
 @runtime_checkable
 class LazyWeight(Protocol):
-    """A weight that is kept elsewhere. ranks: the global ranks that share it, and have the same values."""
+    """A weight that is kept elsewhere. ranks: the global ranks that share it, and have the same
+    values.
+    """
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -35,8 +38,8 @@ class LazyWeight(Protocol):
         """Undo `show_shape`."""
 
     def take(self, param: nn.Parameter) -> Tensor:
-        """The whole weight on its device, equal on all ranks that share it; the parameter is an ordinary one then, and
-        the caller gives it a value. Collective over these ranks.
+        """The whole weight on its device, equal on all ranks that share it; the parameter is an
+        ordinary one then, and the caller gives it a value. Collective over these ranks.
         """
 
 

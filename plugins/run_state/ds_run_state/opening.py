@@ -1,7 +1,8 @@
-"""Opening files from untrusted sources: through no link unasked, never anything but a regular file (torch-free).
+"""Opening files from untrusted sources: through no link unasked, never anything but a regular file
+(torch-free).
 
-What counts is what was opened: its kind and size are asked of the descriptor, so they cannot change in between. A
-FIFO does not block, and a file above its size limit is not read.
+What counts is what was opened: its kind and size are asked of the descriptor, so they cannot change
+in between. A FIFO does not block, and a file above its size limit is not read.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ __all__ = ["open_plain", "parse_json", "read_small", "read_start"]
 
 
 def open_plain(path: Path, *, links: bool = False) -> tuple[int, int]:
-    """(a descriptor for reading, the size in bytes); FileNotFoundError when there is none, else CheckpointError.
+    """(a descriptor for reading, the size in bytes); FileNotFoundError when there is none, else
+    CheckpointError.
 
     links: whether `path` may be one, as the files of a hub's cache are.
     """
@@ -43,7 +45,9 @@ def read_small(path: Path, most: int, *, links: bool = False) -> bytes:
     descriptor, size = open_plain(path, links=links)
     with open(descriptor, "rb") as file:
         if size > most:
-            raise CheckpointError(f"{path} has {size} bytes, where {most} are the most that such a file can have")
+            raise CheckpointError(
+                f"{path} has {size} bytes, where {most} are the most that such a file can have"
+            )
         try:
             return file.read(most)
         except OSError as error:
@@ -51,9 +55,11 @@ def read_small(path: Path, most: int, *, links: bool = False) -> bytes:
 
 
 def parse_json(text: bytes, most: int) -> Any:
-    """The JSON value in `text`; ValueError when it is none, or one of about more than `most` values.
+    """The JSON value in `text`; ValueError when it is none, or one of about more than `most`
+    values.
 
-    A list of empty lists takes twenty times the memory of its text, so values are counted before any is made.
+    A list of empty lists takes twenty times the memory of its text, so values are counted before
+    any is made.
     """
     if (count := text.count(b",") + text.count(b"[") + text.count(b"{")) > most:
         raise ValueError(f"it has about {count} values, where {most} are the most")

@@ -1,8 +1,10 @@
-"""Named random streams: states of the random generators that code switches to by name, and later goes on with.
+"""Named random streams: states of the random generators that code switches to by name, and later
+goes on with.
 
-Ranks that hold parts of one layer need other random numbers than what they compute alike, so both have streams.
-A stream is the state of torch's CPU generator and, where there is one, of the accelerator's: some kernels on a device
-draw their seed on the host. Checkpoints keep the streams of the process, `STREAMS`, with the other random states.
+Ranks that hold parts of one layer need other random numbers than what they compute alike, so both
+have streams. A stream is the state of torch's CPU generator and, where there is one, of the
+accelerator's: some kernels on a device draw their seed on the host. Checkpoints keep the streams of
+the process, `STREAMS`, with the other random states.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ _OFFSET = 2718  # from the seed of the run to those of model-parallel ranks
 class Snapshot:
     """All random states at one moment.
 
-    current: that of the generators. inside: the stream that is being used. own: what the generators go on with when
-    no stream is used any more.
+    current: that of the generators. inside: the stream that is being used. own: what the generators
+    go on with when no stream is used any more.
     """
 
     current: Tensor
@@ -46,7 +48,9 @@ class Snapshot:
 
 
 class RandomStreams:
-    """Random states by name, of the CPU and one accelerator. accelerator: None: the one of the process."""
+    """Random states by name, of the CPU and one accelerator. accelerator: None: the one of the
+    process.
+    """
 
     def __init__(self, accelerator: Accelerator | None = None) -> None:
         self._given = accelerator
@@ -63,7 +67,10 @@ class RandomStreams:
     def add(self, name: str, seed: int) -> None:
         """Add the stream that `seed` begins. ValueError for a seed or a name that is in use."""
         if seed in self._seeds or name in self._states:
-            raise ValueError(f"random state {name!r} with seed {seed}: the seed or the name is in use; choose another")
+            raise ValueError(
+                f"random state {name!r} with seed {seed}: the seed or the name is in use; choose "
+                "another"
+            )
         state = torch.Generator().manual_seed(seed).get_state()
         device = self._device
         if device.device_type != "cpu":
@@ -81,7 +88,8 @@ class RandomStreams:
         self.add(name, seed)
 
     def seed_model_parallel(self, seed: int, index: int) -> None:
-        """Seed the generators with `seed`, forget all streams, and begin `MODEL_PARALLEL` with a seed of its own.
+        """Seed the generators with `seed`, forget all streams, and begin `MODEL_PARALLEL` with a
+        seed of its own.
 
         index: the place of this rank among those that share the model's layers (along ``tp``).
         """
@@ -91,16 +99,23 @@ class RandomStreams:
         self.add(MODEL_PARALLEL, seed + _OFFSET + index)
 
     def reseed_model_parallel(self, seed: int, index: int) -> None:
-        """Begin `MODEL_PARALLEL` as `seed_model_parallel` does; all else goes on. UsageError while it is in use."""
+        """Begin `MODEL_PARALLEL` as `seed_model_parallel` does; all else goes on.
+
+        UsageError while it is in use.
+        """
         if self._inside == MODEL_PARALLEL:
-            raise UsageError(f"the random state {MODEL_PARALLEL!r} is in use; seed it anew outside of its fork")
+            raise UsageError(
+                f"the random state {MODEL_PARALLEL!r} is in use; seed it anew outside of its fork"
+            )
         self.begin(MODEL_PARALLEL, seed + _OFFSET + index)
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Inside, random numbers come from the stream `name`, which goes on; afterwards from the one before.
+        """Inside, random numbers come from the stream `name`, which goes on; afterwards from the
+        one before.
 
-        ValueError for a name that was not added. Forks nest; a stream goes on where it was left, whoever uses it.
+        ValueError for a name that was not added. Forks nest; a stream goes on where it was left,
+        whoever uses it.
         """
         before = self._inside
         self.switch(name)
@@ -110,10 +125,14 @@ class RandomStreams:
             self.switch(before)
 
     def switch(self, name: str | None) -> None:
-        """Draw from the stream `name` from now on; None: from the generators' own. ValueError as `fork`."""
+        """Draw from the stream `name` from now on; None: from the generators' own.
+
+        ValueError as `fork`.
+        """
         if name is not None and name not in self._states:
             raise ValueError(
-                f"there is no random state {name!r}; add it first, known: {', '.join(self._states) or 'none'}"
+                f"there is no random state {name!r}; add it first, known: "
+                f"{', '.join(self._states) or 'none'}"
             )
         if name == self._inside:
             return
@@ -132,7 +151,7 @@ class RandomStreams:
         """The stream that random numbers come from; None: from the generators' own."""
         return self._inside
 
-    # -- all states ------------------------------------------------------------------------------------------
+    # -- all states --------------------------------------------------------------------------------
 
     @property
     def seeds(self) -> set[int]:
@@ -140,7 +159,9 @@ class RandomStreams:
         return set(self._seeds)
 
     def states(self) -> dict[str, Tensor]:
-        """The streams by name: 1-d uint8 tensors, the CPU generator's state and then the accelerator's."""
+        """The streams by name: 1-d uint8 tensors, the CPU generator's state and then the
+        accelerator's.
+        """
         return dict(self._states)
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
@@ -164,14 +185,23 @@ class RandomStreams:
     def go_on_from(self, snapshot: Snapshot) -> None:
         """Make all random states what they were in `snapshot`."""
         self._write(snapshot.current)
-        self._states, self._inside, self._own = dict(snapshot.states), snapshot.inside, snapshot.own
+        self._states = dict(snapshot.states)
+        self._inside = snapshot.inside
+        self._own = snapshot.own
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {"device": self._device.device_type, "states": self.states(), "seeds": sorted(self._seeds)}
+        return {
+            "device": self._device.device_type,
+            "states": self.states(),
+            "seeds": sorted(self._seeds),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the saved streams; those that only this run has stay. Another kind of device: all stay."""
+        """Go on with the saved streams; those that only this run has stay.
+
+        Another kind of device: all stay.
+        """
         if state["device"] != self._device.device_type:
             log.warning(
                 "the checkpoint has random streams of %s: those of %s begin anew",
@@ -182,18 +212,20 @@ class RandomStreams:
         self._states |= state["states"]
         self._seeds |= set(state["seeds"])
 
-    # -- the generators --------------------------------------------------------------------------------------
+    # -- the generators ----------------------------------------------------------------------------
 
     @property
     def _device(self) -> Accelerator:
         return self._given or get_accelerator()
 
     def _read(self) -> Tensor:
-        host, device = torch.get_rng_state(), self._device
+        host = torch.get_rng_state()
+        device = self._device
         return host if device.device_type == "cpu" else torch.cat([host, device.get_rng_state()])
 
     def _write(self, state: Tensor) -> None:
-        torch.set_rng_state(state[: self._host].clone())  # torch 2.13 crashes on a view that begins later
+        # torch 2.13 crashes on a view that begins later
+        torch.set_rng_state(state[: self._host].clone())
         if self._device.device_type != "cpu":
             self._device.set_rng_state(state[self._host :].clone())
 

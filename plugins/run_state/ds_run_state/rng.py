@@ -1,4 +1,6 @@
-"""Random states: torch's, the accelerator's, Python's, numpy's and the named streams, as JSON plus tensors."""
+"""Random states: torch's, the accelerator's, Python's, numpy's and the named streams, as JSON plus
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,15 @@ log = logging.getLogger("ds_run_state")
 
 
 def capture(accelerator: Accelerator) -> dict[str, Any]:
-    """The state of every global generator of this process, and the streams. numpy's only where numpy is imported."""
+    """The state of every global generator of this process, and the streams. numpy's only where
+    numpy is imported.
+    """
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if accelerator.device_type != "cpu":
-        state["device"] = {"type": accelerator.device_type, "state": accelerator.get_rng_state().cpu()}
+        state["device"] = {
+            "type": accelerator.device_type,
+            "state": accelerator.get_rng_state().cpu(),
+        }
     if STREAMS.states():
         state["streams"] = STREAMS.state_dict()
     if "numpy" in sys.modules:
@@ -41,7 +48,8 @@ def restore(state: Mapping[str, Any], accelerator: Accelerator) -> None:
         accelerator.set_rng_state(device["state"])
     elif accelerator.device_type != "cpu":
         log.warning(
-            "the checkpoint has no random state for %s: what is drawn there will differ", accelerator.device_type
+            "the checkpoint has no random state for %s: what is drawn there will differ",
+            accelerator.device_type,
         )
     if "streams" in state:
         STREAMS.load_state_dict(state["streams"])

@@ -1,7 +1,7 @@
 """All that a resumed run needs, as one record: what checkpointers save and load.
 
-Tensors of the model and the optimizer are pieces of named states (`StateTensor`), each element stored once over all
-ranks; everything else is plain values that may hold small tensors.
+Tensors of the model and the optimizer are pieces of named states (`StateTensor`), each element
+stored once over all ranks; everything else is plain values that may hold small tensors.
 """
 
 from __future__ import annotations
@@ -37,21 +37,26 @@ COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
 
 @runtime_checkable
 class HasRankState(Protocol):
-    """An optimizer with a state that is this rank's own, such as the errors of compressed communication."""
+    """An optimizer with a state that is this rank's own, such as the errors of compressed
+    communication.
+    """
 
     def rank_state_dict(self) -> dict[str, Any]:
         """Values and tensors, kept among this rank's own values."""
 
     def load_rank_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Called after all other states are loaded, and only if each rank has the parameters that it had then."""
+        """Called after all other states are loaded, and only if each rank has the parameters that
+        it had then.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
     """A checkpoint, as `RunState.restore` takes it.
 
-    states: the tensors. common, local: what the methods of `RunState` gave; local is another rank's where `own` is
-    False (there were fewer ranks). world_size: when it was saved. partial: weights were left out on purpose.
+    states: the tensors. common, local: what the methods of `RunState` gave; local is another rank's
+        where `own` is False (there were fewer ranks). world_size: when it was saved. partial:
+        weights were left out on purpose.
     shared: further name -> name of module tensors that share memory.
     """
 
@@ -65,7 +70,10 @@ class SavedRun:
 
 
 class RunState:
-    """The state of an engine's run, to save and to load. Its methods are not collective, but for `restore`."""
+    """The state of an engine's run, to save and to load.
+
+    Its methods are not collective, but for `restore`.
+    """
 
     def __init__(self, engine: RunningEngine) -> None:
         self._engine = engine
@@ -99,15 +107,21 @@ class RunState:
         """Why the weights are not to be exported, where the config says so."""
         return getattr(self._engine.partitioner, "not_exported", "")
 
-    # -- saving ------------------------------------------------------------------------------------------------
+    # -- saving ------------------------------------------------------------------------------------
 
     def pieces(self, *, exclude: Sequence[str] = ()) -> Iterator[StateTensor]:
-        """The pieces that this rank is to save: over all ranks every element once. exclude: names of states."""
+        """The pieces that this rank is to save: over all ranks every element once. exclude: names
+        of states.
+        """
         left_out = set(exclude)
-        return shares((p for p in self.states(self.optimizer) if p.name not in left_out), self.ctx.mesh)
+        return shares(
+            (p for p in self.states(self.optimizer) if p.name not in left_out), self.ctx.mesh
+        )
 
     def states(self, optimizer: Optimizer | None = None) -> Iterator[StateTensor]:
-        """All pieces that this rank holds, of the weights and buffers and of the states of `optimizer`."""
+        """All pieces that this rank holds, of the weights and buffers and of the states of
+        `optimizer`.
+        """
         return unslice(self._owner.states(optimizer), self.ctx.stash.get(SLICES), self.ctx.mesh)
 
     def frozen_states(self) -> list[str]:
@@ -118,39 +132,61 @@ class RunState:
     def common(self) -> dict[str, Any]:
         """Equal on all ranks: counters, loss scaler, hyperparameters, schedule, data position."""
         engine = self._engine
-        hooks, loader = engine.partitioner.gradient_hooks, engine.training_dataloader
+        hooks = engine.partitioner.gradient_hooks
+        loader = engine.training_dataloader
         return {
             **{counter: getattr(engine, counter) for counter in COUNTERS},
-            # A checkpoint holds no half-summed gradients, so a window that is not complete will run again, on its data.
+            # A checkpoint holds no half-summed gradients, so a window that is not complete will run
+            # again, on its data.
             "micro_steps": engine.micro_steps - hooks.window.micros,
             "scaler": engine.scaler.state_dict() if engine.scaler is not None else None,
-            "optimizer_groups": [{k: v for k, v in g.items() if k != "params"} for g in engine.param_groups()],
+            "optimizer_groups": [
+                {k: v for k, v in g.items() if k != "params"} for g in engine.param_groups()
+            ],
             "optimizer_params": self._optimizer_params(),
-            "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
-            "data": hooks.window.data if hooks.unfinished or loader is None else loader.state_dict(),
+            "lr_scheduler": engine.lr_scheduler.state_dict()
+            if engine.lr_scheduler is not None
+            else None,
+            "data": hooks.window.data
+            if hooks.unfinished or loader is None
+            else loader.state_dict(),
         }
 
     def _optimizer_params(self) -> list[list[str]]:
-        """The names of the parameters of each group, in order: other programs store optimizer states by place."""
+        """The names of the parameters of each group, in order: other programs store optimizer
+        states by place.
+        """
         names = (self.ctx.params[param].name for param in self.ctx.trained)
-        return [list(itertools.islice(names, len(group["params"]))) for group in self._engine.param_groups()]
+        return [
+            list(itertools.islice(names, len(group["params"])))
+            for group in self._engine.param_groups()
+        ]
 
     def local(self) -> dict[str, Any]:
-        """This rank's own: random states, states of plugins and of modules, buffers, the optimizer's plain values.
+        """This rank's own: random states, states of plugins and of modules, buffers, the
+        optimizer's plain values.
 
-        Buffers are saved as pieces by one rank, and here by the others, where they may differ: running statistics see
-        each rank's own data.
+        Buffers are saved as pieces by one rank, and here by the others, where they may differ:
+        running statistics see each rank's own data.
         """
         optimizer = self.optimizer
         return {
             "random": rng.capture(self.ctx.accelerator),
             "layout": self._layout(),
-            "plugins": {name: item.state_dict() for name, item in _plugin_objects(self.ctx).items()},
+            "plugins": {
+                name: item.state_dict() for name, item in _plugin_objects(self.ctx).items()
+            },
             "module_extra": {name: m.get_extra_state() for name, m in self.extra_modules().items()},
             "optimizer": _optimizer_values(optimizer),
-            "optimizer_rank": optimizer.rank_state_dict() if isinstance(optimizer, HasRankState) else None,
+            "optimizer_rank": optimizer.rank_state_dict()
+            if isinstance(optimizer, HasRankState)
+            else None,
             "optimizer_place": self._place(),
-            "buffers": {n: b for n, b in persistent_buffers(self.module).items() if self.first_holder(n) != self.rank},
+            "buffers": {
+                n: b
+                for n, b in persistent_buffers(self.module).items()
+                if self.first_holder(n) != self.rank
+            },
         }
 
     @property
@@ -160,48 +196,64 @@ class RunState:
 
     def first_holder(self, buffer: str) -> int:
         """The rank whose values of a buffer are saved as a piece."""
-        mesh, info = self.ctx.mesh, self.ctx.buffers.get(buffer)  # None: one that came after initialize
+        # None: one that came after initialize
+        mesh = self.ctx.mesh
+        info = self.ctx.buffers.get(buffer)
         held = info.held if info is not None else ()
         return mesh.ranks(*(axis for axis in mesh.expand(mesh.names) if axis not in held))[0]
 
     def extra_modules(self) -> dict[str, nn.Module]:
         """The modules, by name, that keep a state of their own with ``get_extra_state``."""
         plain = nn.Module.get_extra_state
-        return {name: m for name, m in self.module.named_modules() if type(m).get_extra_state is not plain}
+        return {
+            name: m
+            for name, m in self.module.named_modules()
+            if type(m).get_extra_state is not plain
+        }
 
-    # -- loading -----------------------------------------------------------------------------------------------
+    # -- loading -----------------------------------------------------------------------------------
 
-    def check(self, states: StateSource, options: LoadOptions, *, excluded: Sequence[str] = ()) -> list[str]:
-        """Raise CheckpointError where a weight is missing or a state has another shape than on this rank.
+    def check(
+        self, states: StateSource, options: LoadOptions, *, excluded: Sequence[str] = ()
+    ) -> list[str]:
+        """Raise CheckpointError where a weight is missing or a state has another shape than on this
+        rank.
 
-        excluded: states that were left out on purpose. Returns the weights that this rank has no place for.
+        excluded: states that were left out on purpose. Returns the weights that this rank has no
+        place for.
         """
         optimizer = self.optimizer if options.optimizer and not options.module_only else None
         mine = {state.name: tuple(state.shape) for state in self._owner.states(optimizer)}
         if options.custom is not None:
             return []
         saved = set(states.names())
-        missing = sorted(n for n in mine if n.startswith("module/") and n not in saved | set(excluded))
+        missing = sorted(
+            n for n in mine if n.startswith("module/") and n not in saved | set(excluded)
+        )
         if missing and options.strict:
             raise CheckpointError(
-                f"it has no {some(missing)}; load the model that was saved, or with load_module_strict=False"
+                f"it has no {some(missing)}; load the model that was saved, or with "
+                "load_module_strict=False"
             )
         shapes = {n: states.shape(n) for n in sorted(saved & set(mine))}
-        if wrong := [f"{n} has shape {s} there and {mine[n]} here" for n, s in shapes.items() if s != mine[n]]:
+        if wrong := [
+            f"{n} has shape {s} there and {mine[n]} here" for n, s in shapes.items() if s != mine[n]
+        ]:
             raise CheckpointError(f"{'; '.join(wrong[:5])}; load into the model that was saved")
         return sorted(n for n in saved if n.startswith("module/") and n not in mine)
 
     def restore(self, saved: SavedRun, options: LoadOptions) -> None:
         """Make this run what `saved` is, but for what `options` leaves as it is.
 
-        Whoever calls it has checked everything that can be: an error may leave the run half loaded. Random states come
-        last, so that nothing done here draws from them.
+        Whoever calls it has checked everything that can be: an error may leave the run half loaded.
+        Random states come last, so that nothing done here draws from them.
         """
         takes = options.optimizer and not options.module_only and saved.common["optimizer_groups"]
         optimizer = self.optimizer if takes else None
         if options.custom is not None:
             options.custom(_module_tensors(saved), self.module)
-            # Without weights in the source, master weights are made from those that the function has just set.
+            # Without weights in the source, master weights are made from those that the function
+            # has just set.
             weights = _Without(saved.states, ("module/", "master/"))
             self._owner.load_states(weights, optimizer, strict=False)
         else:
@@ -214,44 +266,65 @@ class RunState:
             _set_optimizer_values(optimizer, saved.local["optimizer"])
             if isinstance(optimizer, HasRankState):
                 self._load_rank_state(optimizer, saved)
-        self._load_common(saved.common, optimizer=optimizer is not None, scheduler=options.scheduler)
+        self._load_common(
+            saved.common, optimizer=optimizer is not None, scheduler=options.scheduler
+        )
         self._engine.begin_anew()
         _load_plugins(self.ctx, saved.local["plugins"])
-        random, layout = saved.local["random"], self._layout()
+        random = saved.local["random"]
+        layout = self._layout()
         if saved.own and random is not None and saved.local.get("layout", layout) == layout:
             rng.restore(random, self.ctx.accelerator)
-        else:  # another program's, another rank's, or of a rank with another place: along tp they must stay equal
-            log.debug("rank %d is new: it keeps its random state and takes another's plugin states", self.rank)
+        # another program's, another rank's, or of a rank with another place: along tp they must
+        # stay equal
+        else:
+            log.debug(
+                "rank %d is new: it keeps its random state and takes another's plugin states",
+                self.rank,
+            )
 
     def _load_rank_state(self, optimizer: HasRankState, saved: SavedRun) -> None:
-        """What ranks kept for themselves, if each rank updates now what it did then; else none. Collective."""
+        """What ranks kept for themselves, if each rank updates now what it did then; else none.
+
+        Collective.
+        """
         # Checkpoints of other programs, and of ds_core before it kept this, have none.
         kept = saved.local.get("optimizer_rank") or {}
-        same = self.ctx.world_size == saved.world_size and saved.local.get("optimizer_place") == self._place()
+        same = (
+            self.ctx.world_size == saved.world_size
+            and saved.local.get("optimizer_place") == self._place()
+        )
         # If one began anew alone, the others would take its errors for known.
         said = comm.all_gather_json([same, bool(kept)])
         if all(rank[0] for rank in said):
             optimizer.load_rank_state_dict(kept)
         elif any(rank[1] for rank in said) and self.ctx.rank == 0:
             log.warning(
-                "%s: what each rank kept for itself (what compression had lost) is left out, since ranks hold other "
+                "%s: what each rank kept for itself (what compression had lost) is left out, since "
+                "ranks hold other "
                 "parameters, or as other groups, than when it was saved; it begins anew",
                 type(optimizer).__name__,
             )
 
     def _place(self) -> dict[str, Any]:
-        """What a state of this rank's own belongs to: the mesh, and the parameters of each group."""
+        """What a state of this rank's own belongs to: the mesh, and the parameters of each
+        group."""
         return {"mesh": self.ctx.mesh.describe(), "params": self._optimizer_params()}
 
     def _layout(self) -> dict[str, int]:
         """The axes that say which part of the model a rank runs, with their sizes."""
         mesh = self.ctx.mesh
         data = ("dp", *mesh.alias.get("dp", ()))
-        return {axis: size for axis, size in mesh.describe().items() if axis not in data and size > 1}
+        return {
+            axis: size for axis, size in mesh.describe().items() if axis not in data and size > 1
+        }
 
     def _load_common(self, state: Mapping[str, Any], *, optimizer: bool, scheduler: bool) -> None:
-        """Put `state` back; raises CheckpointError, with nothing changed, when its optimizer groups do not fit."""
-        engine, groups = self._engine, self._engine.param_groups()
+        """Put `state` back; raises CheckpointError, with nothing changed, when its optimizer groups
+        do not fit.
+        """
+        engine = self._engine
+        groups = self._engine.param_groups()
         saved = state["optimizer_groups"]
         if optimizer and groups and len(saved) != len(groups):
             raise CheckpointError(
@@ -299,7 +372,8 @@ class _Without:
     """A `StateSource` in which states whose names begin with one of `prefixes` are left out."""
 
     def __init__(self, source: StateSource, prefixes: tuple[str, ...]) -> None:
-        self._source, self._prefixes = source, prefixes
+        self._source = source
+        self._prefixes = prefixes
         self.shape: Callable[..., tuple[int, ...]] = source.shape
         self.read: Callable[..., Tensor] = source.read
 
@@ -311,18 +385,26 @@ class _Without:
 def _module_tensors(saved: SavedRun) -> dict[str, Tensor]:
     """The unsharded tensors of the saved module, under all their names."""
     names = [n for n in saved.states.names() if n.startswith("module/")]
-    tensors = {n.removeprefix("module/"): saved.states.read(n).view(saved.states.shape(n)) for n in names}
-    return tensors | {alias: tensors[name] for alias, name in saved.shared.items() if name in tensors}
+    tensors = {
+        n.removeprefix("module/"): saved.states.read(n).view(saved.states.shape(n)) for n in names
+    }
+    return tensors | {
+        alias: tensors[name] for alias, name in saved.shared.items() if name in tensors
+    }
 
 
 def _plugin_objects(ctx: Context) -> dict[str, Any]:
-    """What plugins want kept: ``plugins/<plugin>/<name>`` -> an object with state_dict and load_state_dict."""
+    """What plugins want kept: ``plugins/<plugin>/<name>`` -> an object with state_dict and
+    load_state_dict.
+    """
     found: dict[str, Any] = {}
     for answer in ctx.plugins.ask("ds_checkpointables", ctx=ctx):
         for name, item in answer.value.items():
             key = f"plugins/{answer.plugin.name}/{name}"
             if key in found:
-                raise CheckpointError(f"two plugins keep a state under {key!r}: {answer.plugin} is the second")
+                raise CheckpointError(
+                    f"two plugins keep a state under {key!r}: {answer.plugin} is the second"
+                )
             found[key] = item
     return found
 
@@ -335,11 +417,15 @@ def _load_plugins(ctx: Context, saved: Mapping[str, Any]) -> None:
         else:
             log.warning("the checkpoint has no state for %s, which starts as it is", name)
     for name in sorted(set(saved) - set(objects)):
-        log.warning("the checkpoint has a state for %s, which this run does not have; it is left out", name)
+        log.warning(
+            "the checkpoint has a state for %s, which this run does not have; it is left out", name
+        )
 
 
 def _optimizer_values(optimizer: Optimizer | None) -> dict[str, dict[str, Any]]:
-    """State that is not in tensors (a step counted as an int, say): "<group>.<position>" -> key -> value."""
+    """State that is not in tensors (a step counted as an int, say): "<group>.<position>" -> key ->
+    value.
+    """
     found: dict[str, dict[str, Any]] = {}
     for place, param in _positions(optimizer):
         state = optimizer.state.get(param, {}) if optimizer is not None else {}
@@ -361,7 +447,9 @@ def _positions(optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
 
 
 def _restore(target: Any, state: Any, what: str) -> None:
-    """Load a state into a loader or scaler, which a plugin may have made; CheckpointError when it does not fit."""
+    """Load a state into a loader or scaler, which a plugin may have made; CheckpointError when it
+    does not fit.
+    """
     try:
         target.load_state_dict(state)
     except (KeyError, TypeError, ValueError) as error:

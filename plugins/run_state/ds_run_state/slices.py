@@ -1,8 +1,9 @@
-"""Parameters of which this rank has a slice (some rows, columns, or both) of a full one with the same name.
+"""Parameters of which this rank has a slice (some rows, columns, or both) of a full one with the
+same name.
 
-Training does not need to know, param axes are enough; checkpoints and exports do. They store such a parameter, and each
-state of its optimizer with one value per element, as the full tensor, so that a run with another axis size, or a model
-that was never sliced, can load it.
+Training does not need to know, param axes are enough; checkpoints and exports do. They store such a
+parameter, and each state of its optimizer with one value per element, as the full tensor, so that a
+run with another axis size, or a model that was never sliced, can load it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["SLICES", "Box", "Part", "Range", "Slice", "shares", "unslice"]
 
 UNDIVIDED = 1 << 14
-"""Pieces with at most this many elements are written by one rank: reading from more files would cost more."""
+"""Pieces with at most this many elements are written by one rank: reading from more files would
+cost more.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,10 @@ class Box:
         """Whether it is a part of an array of that shape."""
         if not len(self.first) == len(self.size) == len(shape):
             return False
-        return all(f >= 0 and n >= 0 and f + n <= s for f, n, s in zip(self.first, self.size, shape, strict=True))
+        return all(
+            f >= 0 and n >= 0 and f + n <= s
+            for f, n, s in zip(self.first, self.size, shape, strict=True)
+        )
 
 
 Range = tuple[int, int]
@@ -72,9 +78,9 @@ class Part(NamedTuple):
 class Slice:
     """The part of a full parameter that this rank has.
 
-    shape: of the full parameter. ranges: of each dimension, those that are here, one after the other; more than one
-    in one dimension at most. axes: the mesh axes along which other ranks have the other parts, which form a grid; they
-    must be among the param axes.
+    shape: of the full parameter. ranges: of each dimension, those that are here, one after the
+    other; more than one in one dimension at most. axes: the mesh axes along which other ranks have
+    the other parts, which form a grid; they must be among the param axes.
     """
 
     shape: tuple[int, ...]
@@ -87,26 +93,38 @@ class Slice:
         return cls(tuple(shape), tuple(((0, size),) for size in shape), ())
 
     def cut(self, axis: str, dim: int, first: int, size: int) -> Slice:
-        """Keep `size` indices of dimension `dim` from `first` on (of the full parameter); `axis` has the others."""
+        """Keep `size` indices of dimension `dim` from `first` on (of the full parameter); `axis`
+        has the others.
+        """
         return self.keep(axis, dim, [(first, size)])
 
     def keep(self, axis: str, dim: int, ranges: Sequence[Range]) -> Slice:
         """Keep these indices of dimension `dim`, one range after the other; `axis` has the others.
 
-        So matrices that are fused in one parameter are cut each: of queries, keys and values, a part of each.
+        So matrices that are fused in one parameter are cut each: of queries, keys and values, a
+        part of each.
         """
-        old, end = self.ranges[dim], 0
+        old = self.ranges[dim]
+        end = 0
         for first, size in ranges:
-            if size < 0 or not any(low <= first and first + size <= low + count for low, count in old):
+            if size < 0 or not any(
+                low <= first and first + size <= low + count for low, count in old
+            ):
                 inside = " or ".join(f"[{low}, {low + count})" for low, count in old)
-                raise ValueError(f"[{first}, {first + size}) of dimension {dim} is not inside {inside}")
+                raise ValueError(
+                    f"[{first}, {first + size}) of dimension {dim} is not inside {inside}"
+                )
             if first < end:
-                raise ValueError(f"[{first}, {first + size}) of dimension {dim} does not come after {end}")
+                raise ValueError(
+                    f"[{first}, {first + size}) of dimension {dim} does not come after {end}"
+                )
             end = first + size
         kept = tuple(r for r in ranges if r[1]) or tuple(ranges[:1])
         found = (*self.ranges[:dim], kept, *self.ranges[dim + 1 :])
         if sum(len(r) > 1 for r in found) > 1:
-            raise ValueError(f"dimension {dim} would be the second one with several ranges: {found}")
+            raise ValueError(
+                f"dimension {dim} would be the second one with several ranges: {found}"
+            )
         return Slice(self.shape, found, (*self.axes, axis))
 
     @property
@@ -121,13 +139,20 @@ class Slice:
 
     def parts(self) -> Iterator[Part]:
         """The boxes that this rank has, in order: one, or one of each range."""
-        ends = [itertools.accumulate((count for _, count in ranges), initial=0) for ranges in self.ranges]
-        for ranges in itertools.product(*(zip(r, at, strict=False) for r, at in zip(self.ranges, ends, strict=True))):
+        ends = [
+            itertools.accumulate((count for _, count in ranges), initial=0)
+            for ranges in self.ranges
+        ]
+        for ranges in itertools.product(
+            *(zip(r, at, strict=False) for r, at in zip(self.ranges, ends, strict=True))
+        ):
             first, size = (tuple(r[i] for r, _ in ranges) for i in (0, 1))
             yield Part(Box(first, size), tuple(at for _, at in ranges))
 
     def take(self, full: Tensor) -> Tensor:
-        """This rank's part of `full`, a tensor of the full shape; a view of it where one box is all."""
+        """This rank's part of `full`, a tensor of the full shape; a view of it where one box is
+        all.
+        """
         boxes = [full[part.box.slices()] for part in self.parts()]
         if len(boxes) == 1:
             return boxes[0]
@@ -145,11 +170,13 @@ def param_of(state: str) -> str:
     return state.split("/", 2 if state.startswith("optimizer/") else 1)[-1]
 
 
-def unslice(states: Iterable[StateTensor], slices: Mapping[str, Slice] | None, mesh: Mesh) -> Iterator[StateTensor]:
+def unslice(
+    states: Iterable[StateTensor], slices: Mapping[str, Slice] | None, mesh: Mesh
+) -> Iterator[StateTensor]:
     """`states` as checkpoints store them: a slice is a part of the full tensor.
 
-    A state of one value (a step counter), which is equal for all slices, is stored once. States of any other shape
-    stay as they are, one per rank.
+    A state of one value (a step counter), which is equal for all slices, is stored once. States of
+    any other shape stay as they are, one per rank.
     """
     for state in states:
         piece = slices.get(param_of(state.name)) if slices else None
@@ -158,7 +185,9 @@ def unslice(states: Iterable[StateTensor], slices: Mapping[str, Slice] | None, m
             continue
         held = tuple(axis for axis in state.held if axis not in piece.axes)
         if not state.shape:
-            yield dataclasses.replace(state, held=held, store=state.store and mesh.index(*piece.axes) == 0)
+            yield dataclasses.replace(
+                state, held=held, store=state.store and mesh.index(*piece.axes) == 0
+            )
             continue
         for part in piece.parts():
             for found in _inside(state, piece, part) if piece.dim >= 0 else (state,):
@@ -166,7 +195,9 @@ def unslice(states: Iterable[StateTensor], slices: Mapping[str, Slice] | None, m
 
 
 def _placed(state: StateTensor, box: Box) -> StateTensor:
-    """`state`, a range of flattened `box`, as a range of the flattened full tensor where rows are all that is cut."""
+    """`state`, a range of flattened `box`, as a range of the flattened full tensor where rows are
+    all that is cut.
+    """
     if box.size[1:] != state.shape[1:]:
         return dataclasses.replace(state, box=box)
     before = box.first[0] * math.prod(state.shape[1:])
@@ -174,13 +205,16 @@ def _placed(state: StateTensor, box: Box) -> StateTensor:
 
 
 def _inside(state: StateTensor, piece: Slice, part: Part) -> Iterator[StateTensor]:
-    """What of `state`, a range of what this rank has flattened, is in one of its boxes: ranges of that box flattened.
+    """What of `state`, a range of what this rank has flattened, is in one of its boxes: ranges of
+    that box flattened.
 
-    A row holds one index of each dimension before the one with several ranges. The range may begin and end inside a
-    row; what lies between are columns of a matrix. All are views.
+    A row holds one index of each dimension before the one with several ranges. The range may begin
+    and end inside a row; what lies between are columns of a matrix. All are views.
     """
     inner = math.prod(piece.size[piece.dim + 1 :])
-    row, low, width = piece.size[piece.dim] * inner, part.at[piece.dim] * inner, part.box.size[piece.dim] * inner
+    row = piece.size[piece.dim] * inner
+    low = part.at[piece.dim] * inner
+    width = part.box.size[piece.dim] * inner
     start = state.start
     while start < state.stop:
         number, column = divmod(start, row)
@@ -197,7 +231,9 @@ def _inside(state: StateTensor, piece: Slice, part: Part) -> Iterator[StateTenso
 
 @dataclass(frozen=True, slots=True)
 class _Area:
-    """Columns [first, last) of `rows` rows of length `row`; the first row begins `offset` after the tensor does."""
+    """Columns [first, last) of `rows` rows of length `row`; the first row begins `offset` after the
+    tensor does.
+    """
 
     offset: int
     rows: int
@@ -208,11 +244,18 @@ class _Area:
     def of(self, state: StateTensor, start: int, stop: int) -> StateTensor:
         """This area of a state's tensor."""
         if state.read is None:
-            return dataclasses.replace(state, tensor=self.view(state.tensor.detach()), start=start, stop=stop)
-        # A tensor whose memory was given back has no views: all of it is read, when it is asked for.
+            return dataclasses.replace(
+                state, tensor=self.view(state.tensor.detach()), start=start, stop=stop
+            )
+        # A tensor whose memory was given back has no views: all of it is read, when it is asked
+        # for.
         stands_in = state.tensor.new_empty(()).expand(stop - start)
         return dataclasses.replace(
-            state, tensor=stands_in, start=start, stop=stop, read=lambda _: self.view(state.values().detach())
+            state,
+            tensor=stands_in,
+            start=start,
+            stop=stop,
+            read=lambda _: self.view(state.values().detach()),
         )
 
     def view(self, tensor: Tensor) -> Tensor:
@@ -220,14 +263,17 @@ class _Area:
         flat = tensor.reshape(-1)
         if self.rows == 1:
             return flat[self.offset + self.first : self.offset + self.last]
-        return flat[self.offset :][: self.rows * self.row].view(self.rows, self.row)[:, self.first : self.last]
+        return flat[self.offset :][: self.rows * self.row].view(self.rows, self.row)[
+            :, self.first : self.last
+        ]
 
 
 def shares(pieces: Iterable[StateTensor], mesh: Mesh) -> Iterator[StateTensor]:
-    """The parts of `pieces` that this rank writes; ranks with identical pieces write equal parts of them.
+    """The parts of `pieces` that this rank writes; ranks with identical pieces write equal parts of
+    them.
 
-    Small pieces, and those that are not contiguous (a part of them would need a copy of all), are written by one rank
-    each, chosen by name.
+    Small pieces, and those that are not contiguous (a part of them would need a copy of all), are
+    written by one rank each, chosen by name.
     """
     places: dict[tuple[str, ...], tuple[int, int]] = {}
     for piece in pieces:
@@ -235,13 +281,17 @@ def shares(pieces: Iterable[StateTensor], mesh: Mesh) -> Iterator[StateTensor]:
             continue
         if piece.copies not in places:
             places[piece.copies] = mesh.size(*piece.copies), mesh.index(*piece.copies)
-        (count, index), size = places[piece.copies], piece.stop - piece.start
+        size = piece.stop - piece.start
+        (count, index) = places[piece.copies]
         if count == 1:
             yield piece
         elif size <= UNDIVIDED or not piece.tensor.is_contiguous():
             if zlib.crc32(piece.name.encode()) % count == index:
                 yield piece
         else:
-            low, high = size * index // count, size * (index + 1) // count
+            low = size * index // count
+            high = size * (index + 1) // count
             part = piece.tensor.detach().reshape(-1)[low:high]
-            yield dataclasses.replace(piece, tensor=part, start=piece.start + low, stop=piece.start + high)
+            yield dataclasses.replace(
+                piece, tensor=part, start=piece.start + low, stop=piece.start + high
+            )

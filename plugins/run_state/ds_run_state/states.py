@@ -1,6 +1,8 @@
-"""The states of a model as named tensors: what partitioners give to checkpoints, and take from them.
+"""The states of a model as named tensors: what partitioners give to checkpoints, and take from
+them.
 
-Those of the core's `Replicated` are given and taken here. A partitioner that shards has the two methods of `HasStates`.
+Those of the core's `Replicated` are given and taken here. A partitioner that shards has the two
+methods of `HasStates`.
 """
 
 from __future__ import annotations
@@ -41,13 +43,15 @@ __all__ = [
 class StateTensor:
     """This rank's piece of one model state, for checkpoints.
 
-    name: ``"module/<param>"``, ``"master/<param>"`` or ``"optimizer/<key>/<param>"``. tensor: the live piece.
-    shape: of the whole state. start, stop: the piece as a range of the row-major flattened state, or of its `box` where
-    only a box of it is divided here.
-    held: axes on which ranks hold different states under this name. store: whether this rank writes it, or a share of
+    name: ``"module/<param>"``, ``"master/<param>"`` or ``"optimizer/<key>/<param>"``. tensor: the
+        live piece.
+    shape: of the whole state. start, stop: the piece as a range of the row-major flattened state,
+        or of its `box` where only a box of it is divided here.
+    held: axes on which ranks hold different states under this name. store: whether this rank writes
+        it, or a share of
     it: copies are the axes along which ranks hold this very piece, with `store` on all of them.
-    read: gives the values of `tensor`, or of a view of it, where it may be empty: where it rests in a `StateStore` that
-    gives memory back.
+    read: gives the values of `tensor`, or of a view of it, where it may be empty: where it rests in
+        a `StateStore` that gives memory back.
     """
 
     name: str
@@ -75,11 +79,14 @@ class StateSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole state's shape."""
 
-    def read(self, name: str, start: int = 0, stop: int | None = None, *, into: object = None) -> Tensor:
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None, *, into: object = None
+    ) -> Tensor:
         """The range [start, stop) of the row-major flattened state, as a 1-d CPU tensor.
 
-        into: what it is to replace. When that is a contiguous tensor on the CPU, of the stored dtype and this size, the
-        range is read straight into it, and the answer is a view of it; else it is left alone and the answer is new.
+        into: what it is to replace. When that is a contiguous tensor on the CPU, of the stored
+        dtype and this size, the range is read straight into it, and the answer is a view of it;
+        else it is left alone and the answer is new.
         """
 
 
@@ -87,28 +94,35 @@ class StateSource(Protocol):
 class HasStates(Protocol):
     """A partitioner whose states can be saved and loaded.
 
-    It may have an attribute `not_exported`: why ``save_16bit_model`` writes nothing, as the message says.
+    It may have an attribute `not_exported`: why ``save_16bit_model`` writes nothing, as the message
+    says.
     """
 
     def states(self, optimizer: Optimizer | None) -> Iterable[StateTensor]:
         """This rank's model states; those of `optimizer` too when given."""
 
-    def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
+    def load_states(
+        self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True
+    ) -> None:
         """Read this rank's model states; those of `optimizer` too when given.
 
-        strict: a weight that the checkpoint lacks is an error. Without master weights in the checkpoint they are
-        made from the module's.
+        strict: a weight that the checkpoint lacks is an error. Without master weights in the
+        checkpoint they are made from the module's.
         """
 
 
 def states_of(partitioner: Partitioner) -> HasStates:
-    """What gives and takes the states of `partitioner`. Raises UsageError where it cannot be saved."""
+    """What gives and takes the states of `partitioner`.
+
+    Raises UsageError where it cannot be saved.
+    """
     if isinstance(partitioner, HasStates):
         return partitioner
     if isinstance(partitioner, Replicated):
         return ReplicatedStates(partitioner)
     raise UsageError(
-        f"{type(partitioner).__name__} cannot be saved to a checkpoint or loaded from one: it has no `states` and "
+        f"{type(partitioner).__name__} cannot be saved to a checkpoint or loaded from one: it has "
+        "no `states` and "
         "`load_states` (ds_run_state.states.HasStates)"
     )
 
@@ -117,14 +131,27 @@ class ReplicatedStates:
     """The states of `Replicated`: every rank has unsharded ones."""
 
     def __init__(self, partitioner: Replicated) -> None:
-        self._ctx, self._module, self._slots = partitioner.ctx, partitioner.module, partitioner.slots
+        self._ctx = partitioner.ctx
+        self._module = partitioner.module
+        self._slots = partitioner.slots
 
     def states(self, optimizer: Optimizer | None) -> Iterable[StateTensor]:
-        """See `HasStates.states`; replicas share the writing, but buffers may differ: the first rank's count."""
+        """See `HasStates.states`; replicas share the writing, but buffers may differ: the first
+        rank's count.
+        """
         mesh = self._ctx.mesh
         for name, tensor, info in self._tensors(optimizer):
             copies = tuple(a for a in mesh.expand(mesh.names) if a not in info.held)
-            yield StateTensor(name, tensor, tuple(tensor.shape), 0, tensor.numel(), info.held, info.counted, copies)
+            yield StateTensor(
+                name,
+                tensor,
+                tuple(tensor.shape),
+                0,
+                tensor.numel(),
+                info.held,
+                info.counted,
+                copies,
+            )
         yield from buffer_states(self._ctx, self._module)
 
     def _tensors(self, optimizer: Optimizer | None) -> Iterable[tuple[str, Tensor, ParamInfo]]:
@@ -133,12 +160,16 @@ class ReplicatedStates:
         for slot in self._slots.values():
             if slot.master is not slot.param:
                 yield f"master/{slot.info.name}", slot.master.data, slot.info
-            for key, value in optimizer.state.get(slot.master, {}).items() if optimizer is not None else ():
+            for key, value in (
+                optimizer.state.get(slot.master, {}).items() if optimizer is not None else ()
+            ):
                 if isinstance(value, Tensor):
                     yield f"optimizer/{key}/{slot.info.name}", value, slot.info
 
     @torch.no_grad()
-    def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
+    def load_states(
+        self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True
+    ) -> None:
         """See `HasStates.load_states`."""
         known = set(source.names())
         for state in self.states(None):
@@ -151,23 +182,31 @@ class ReplicatedStates:
                 name = f"master/{slot.info.name}"
                 if name in known:
                     check_shape(source, name, slot.master.shape)
-                slot.master.data.copy_(read_state(source, name, slot.master) if name in known else slot.param.data)
+                slot.master.data.copy_(
+                    read_state(source, name, slot.master) if name in known else slot.param.data
+                )
             if optimizer is not None:
-                old, names = optimizer.state.get(slot.master, {}), saved.get(slot.info.name, {})
-                values = {key: read_state(source, name, old.get(key)) for key, name in names.items()}
+                old = optimizer.state.get(slot.master, {})
+                names = saved.get(slot.info.name, {})
+                values = {
+                    key: read_state(source, name, old.get(key)) for key, name in names.items()
+                }
                 set_optimizer_state(optimizer, slot.master, values)
 
 
 def buffer_states(ctx: Context, module: nn.Module) -> Iterator[StateTensor]:
     """The persistent buffers; replicas may differ in theirs, and the first rank's count."""
-    mesh, persistent = ctx.mesh, module.state_dict(keep_vars=True)
+    mesh = ctx.mesh
+    persistent = module.state_dict(keep_vars=True)
     for name, buffer in module.named_buffers():
         if name in persistent:
             info = ctx.buffers.get(name)  # None: one that came after initialize
             held, counted = (info.held, info.counted) if info is not None else ((), True)
             others = [a for a in mesh.expand(mesh.names) if a not in held]
             store = counted and mesh.index(*others) == 0
-            yield StateTensor(f"module/{name}", buffer, tuple(buffer.shape), 0, buffer.numel(), held, store)
+            yield StateTensor(
+                f"module/{name}", buffer, tuple(buffer.shape), 0, buffer.numel(), held, store
+            )
 
 
 def saved_optimizer_states(source: StateSource) -> dict[str, dict[str, str]]:
@@ -185,7 +224,8 @@ def check_shape(source: StateSource, name: str, shape: Sequence[int]) -> None:
     """Raise UsageError unless the unsharded state `name` has `shape` in the checkpoint."""
     if (saved := source.shape(name)) != tuple(shape):
         raise UsageError(
-            f"checkpoint state {name!r} has shape {saved}, the model's is {tuple(shape)}; was it saved by another "
+            f"checkpoint state {name!r} has shape {saved}, the model's is {tuple(shape)}; was it "
+            "saved by another "
             "model?"
         )
 
@@ -196,7 +236,10 @@ def read_state(source: StateSource, name: str, into: object) -> Tensor:
 
 
 def set_optimizer_state(optimizer: Optimizer, master: Tensor, values: Mapping[str, Tensor]) -> None:
-    """Make `values`, CPU tensors by key, the state of `master`. None at all: its state has not begun."""
+    """Make `values`, CPU tensors by key, the state of `master`.
+
+    None at all: its state has not begun.
+    """
     if not values:
         optimizer.state.pop(master, None)
         return
@@ -211,6 +254,7 @@ def set_optimizer_state(optimizer: Optimizer, master: Tensor, values: Mapping[st
             device = master.device if on_device else torch.device("cpu")
         else:
             device = master.device
-        if value.shape == master.shape and not master.is_contiguous():  # fused optimizers go by strides
+        # fused optimizers go by strides
+        if value.shape == master.shape and not master.is_contiguous():
             value = torch.empty_like(master, dtype=value.dtype, device="cpu").copy_(value)
         state[key] = value.to(device)

@@ -30,7 +30,8 @@ DAMAGED = "the file is damaged; copy or save it again"
 _BLOCK = 1 << 20
 _MAX_PICKLE = 1 << 26  # it holds names and numbers: a hundred bytes for each tensor
 _MAX_OBJECTS = 1 << 22
-_MAKES = tuple(bytes([code]) for code in b"]})(R\x85\x86\x87\x8f")  # lists, dicts, tuples, sets, calls
+# lists, dicts, tuples, sets, calls
+_MAKES = tuple(bytes([code]) for code in b"]})(R\x85\x86\x87\x8f")
 _MAX_VALUES = 1 << 24
 _MAX_REPEATS = 64  # tied weights: so many times the file's size may its tensors have together
 _LOCAL_HEADER = 30
@@ -109,8 +110,11 @@ def _checked_records(path: Path, file: BinaryIO) -> list[_Record]:
     try:
         archive = zipfile.ZipFile(file)
     except _ZIP_ERRORS as error:
-        raise CheckpointError(f"{path} cannot be read as a zip file ({error}); {DAMAGED}") from error
-    found, names = [], set()
+        raise CheckpointError(
+            f"{path} cannot be read as a zip file ({error}); {DAMAGED}"
+        ) from error
+    found = []
+    names = set()
     with archive:
         for info in archive.infolist():
             what = f"{path}: record {info.filename!r}"
@@ -127,13 +131,17 @@ def _checked_records(path: Path, file: BinaryIO) -> list[_Record]:
     return sorted(found)
 
 
-def _check_record(archive: zipfile.ZipFile, file: BinaryIO, info: zipfile.ZipInfo, what: str) -> int:
+def _check_record(
+    archive: zipfile.ZipFile, file: BinaryIO, info: zipfile.ZipInfo, what: str
+) -> int:
     """Where a record begins, once it was compared with its checksum.
 
     A compressed one is refused before any of it is unpacked: torch compresses none.
     """
     if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-        raise CheckpointError(f"{what} is compressed, as torch.save never does; save the file again with torch.save")
+        raise CheckpointError(
+            f"{what} is compressed, as torch.save never does; save the file again with torch.save"
+        )
     try:
         archive.open(info).close()  # compares the record's own header with the file's list
         begin = _begin(file, info)
@@ -175,18 +183,23 @@ def _begin(file: BinaryIO, info: zipfile.ZipInfo) -> int:
     return int(info.header_offset + _LOCAL_HEADER + name + extra)
 
 
-def _check_storages(path: Path, storages: Iterable[tuple[int, int]], records: list[_Record]) -> None:
+def _check_storages(
+    path: Path, storages: Iterable[tuple[int, int]], records: list[_Record]
+) -> None:
     """Each storage must be one record, whole: both are in the same order, at the same distances."""
     mapped = sorted((address, size) for address, size in storages if size)
     for storage, record in itertools.zip_longest(mapped, records):
         if storage is None:
             raise CheckpointError(f"{path}: record {record.name!r} belongs to no tensor; {DAMAGED}")
         if record is None:
-            raise CheckpointError(f"{path} has {len(mapped)} storages in {len(records)} records; {DAMAGED}")
+            raise CheckpointError(
+                f"{path} has {len(mapped)} storages in {len(records)} records; {DAMAGED}"
+            )
         address, size = storage
         if size != record.size or address - mapped[0][0] != record.offset - records[0].offset:
             raise CheckpointError(
-                f"{path}: a tensor takes {size} bytes where record {record.name!r} has {record.size}; {DAMAGED}"
+                f"{path}: a tensor takes {size} bytes where record {record.name!r} has "
+                f"{record.size}; {DAMAGED}"
             )
 
 
@@ -202,10 +215,14 @@ def _check_claims(path: Path, found: Any, most: int) -> None:
     if values > _MAX_VALUES:
         raise CheckpointError(f"{path} describes {values} values, where {_MAX_VALUES} are the most")
     if claimed > most:
-        raise CheckpointError(f"{path}: its tensors claim {claimed} bytes, more than it can stand for; {DAMAGED}")
+        raise CheckpointError(
+            f"{path}: its tensors claim {claimed} bytes, more than it can stand for; {DAMAGED}"
+        )
 
 
-def _weigh(path: Path, name: str, value: Any, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
+def _weigh(
+    path: Path, name: str, value: Any, known: dict[int, tuple[int, int] | None]
+) -> tuple[int, int]:
     """(values, bytes of tensors) when all is copied. known: of containers."""
     if isinstance(value, Tensor):
         return 1, _claimed(path, name, value)
@@ -213,7 +230,9 @@ def _weigh(path: Path, name: str, value: Any, known: dict[int, tuple[int, int] |
         return 1, 0
     if id(value) not in known:
         known[id(value)] = None
-        weights = [_weigh(path, f"{name}/{key!s:.100}", child, known) for key, child in _children(value)]
+        weights = [
+            _weigh(path, f"{name}/{key!s:.100}", child, known) for key, child in _children(value)
+        ]
         known[id(value)] = (1 + sum(w[0] for w in weights), sum(w[1] for w in weights))
     weight = known[id(value)]
     if weight is None:
@@ -234,7 +253,9 @@ def _claimed(path: Path, name: str, tensor: Tensor) -> int:
     """A tensor's bytes; CheckpointError where its storage has fewer, as with strides of 0."""
     what = f"{path}: tensor {name.removeprefix('/') or 'in it'}"
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
-        raise CheckpointError(f"{what} is a {tensor.layout} tensor on {tensor.device}; save it dense, on the host")
+        raise CheckpointError(
+            f"{what} is a {tensor.layout} tensor on {tensor.device}; save it dense, on the host"
+        )
     if tensor.nbytes > tensor.untyped_storage().nbytes():
         raise CheckpointError(
             f"{what} claims {tensor.numel()} elements, and {tensor.untyped_storage().nbytes()} "

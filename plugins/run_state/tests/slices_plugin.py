@@ -1,5 +1,6 @@
-"""A plugin that leaves each rank a part of the parameters whose names begin with ``rows`` (over the axis ``ep``),
-``columns`` (over ``tp``, unevenly) and ``both``; and, of each of the 6, 2 and 2 rows or columns of ``fused`` ones."""
+"""A plugin that leaves each rank a part of the parameters whose names begin with ``rows`` (over the
+axis ``ep``), ``columns`` (over ``tp``, unevenly) and ``both``; and, of each of the 6, 2 and 2 rows
+or columns of ``fused`` ones."""
 
 from __future__ import annotations
 
@@ -38,8 +39,10 @@ def ds_param_axes(name: str, ctx: Context) -> Collection[str]:
 
 
 def part(first: int, size: int, ctx: Context) -> tuple[int, int]:
-    index, count = ctx.mesh.index("tp"), ctx.mesh.size("tp")
-    low, high = -(-size * index // count), -(-size * (index + 1) // count)
+    index = ctx.mesh.index("tp")
+    count = ctx.mesh.size("tp")
+    low = -(-size * index // count)
+    high = -(-size * (index + 1) // count)
     return first + low, high - low
 
 
@@ -52,12 +55,16 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
                 share = param.shape[0] // ctx.mesh.size("ep")
                 piece = piece.cut("ep", 0, ctx.mesh.index("ep") * share, share)
             if name.startswith(("columns", "both")):
-                index, bounds = ctx.mesh.index("tp"), {1: [0, 7], 2: [0, 1, 7], 4: [0, 1, 3, 5, 7]}[ctx.mesh.size("tp")]
+                index = ctx.mesh.index("tp")
+                bounds = {1: [0, 7], 2: [0, 1, 7], 4: [0, 1, 3, 5, 7]}[ctx.mesh.size("tp")]
                 piece = piece.cut("tp", 1, bounds[index], bounds[index + 1] - bounds[index])
             if name.startswith("fused"):
                 if name == "fused_both":
                     piece = piece.cut(
-                        "ep", 0, ctx.mesh.index("ep") * 4 // ctx.mesh.size("ep"), 4 // ctx.mesh.size("ep")
+                        "ep",
+                        0,
+                        ctx.mesh.index("ep") * 4 // ctx.mesh.size("ep"),
+                        4 // ctx.mesh.size("ep"),
                     )
                 if ctx.mesh.size("tp") > 1:
                     ranges = [part(first, size, ctx) for first, size in ((0, 6), (6, 2), (8, 2))]

@@ -1,4 +1,6 @@
-"""Named random streams: what is drawn in a stream, after it and again; on the CPU and with a device's generator."""
+"""Named random streams: what is drawn in a stream, after it and again; on the CPU and with a
+device's generator.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,20 @@ def device(request: pytest.FixtureRequest) -> tuple[RandomStreams, Draw]:
         return RandomStreams(CpuAccelerator()), lambda: (torch.rand(()).item(),)
     own = torch.Generator().manual_seed(7)
     accelerator: Any = SimpleNamespace(
-        device_type="xpu", manual_seed=own.manual_seed, get_rng_state=own.get_state, set_rng_state=own.set_state
+        device_type="xpu",
+        manual_seed=own.manual_seed,
+        get_rng_state=own.get_state,
+        set_rng_state=own.set_state,
     )
-    return RandomStreams(accelerator), lambda: (torch.rand(()).item(), torch.rand((), generator=own).item())
+    return RandomStreams(accelerator), lambda: (
+        torch.rand(()).item(),
+        torch.rand((), generator=own).item(),
+    )
 
 
-def test_a_stream_is_its_seed_and_leaves_the_others_alone(device: tuple[RandomStreams, Draw]) -> None:
+def test_a_stream_is_its_seed_and_leaves_the_others_alone(
+    device: tuple[RandomStreams, Draw],
+) -> None:
     streams, draw = device
     streams.seed_model_parallel(5, 0)
     wanted = [draw() for _ in range(3)]
@@ -37,7 +47,8 @@ def test_a_stream_is_its_seed_and_leaves_the_others_alone(device: tuple[RandomSt
 
     streams.seed_model_parallel(5, 3)
     assert streams.seeds == {5 + 2718 + 3}
-    got, found = [draw()], []
+    got = [draw()]
+    found = []
     with streams.fork():
         found += [draw(), draw()]
     got.append(draw())
@@ -72,7 +83,9 @@ def test_nested_forks_go_on_where_the_stream_was_left(device: tuple[RandomStream
     assert got == wanted
 
 
-def test_replay_draws_the_same_again_and_disturbs_nothing(device: tuple[RandomStreams, Draw]) -> None:
+def test_replay_draws_the_same_again_and_disturbs_nothing(
+    device: tuple[RandomStreams, Draw],
+) -> None:
     streams, draw = device
     streams.seed_model_parallel(3, 1)
 
@@ -97,9 +110,14 @@ def test_errors_name_the_stream() -> None:
     streams = RandomStreams(CpuAccelerator())
     streams.add("a", 1)
     for name, seed in (("b", 1), ("a", 2)):
-        with pytest.raises(ValueError, match=f"'{name}' with seed {seed}: the seed or the name is in use; choose"):
+        with pytest.raises(
+            ValueError, match=f"'{name}' with seed {seed}: the seed or the name is in use; choose"
+        ):
             streams.add(name, seed)
-    with pytest.raises(ValueError, match="no random state 'b'; add it first, known: a"), streams.fork("b"):
+    with (
+        pytest.raises(ValueError, match="no random state 'b'; add it first, known: a"),
+        streams.fork("b"),
+    ):
         pass
 
 
@@ -124,7 +142,9 @@ def test_checkpoints_keep_the_streams(caplog: pytest.LogCaptureFixture) -> None:
         assert set(STREAMS.states()) == {MODEL_PARALLEL, "mine"}
         with pytest.raises(ValueError, match="in use"):
             STREAMS.add("other", 11 + 2718)
-        rng.restore({**state, "streams": {**state["streams"], "device": "cuda"}}, cast("Any", accelerator))
+        rng.restore(
+            {**state, "streams": {**state["streams"], "device": "cuda"}}, cast("Any", accelerator)
+        )
         assert "random streams of cuda: those of cpu begin anew" in caplog.text
         assert draw() != wanted
     finally:

@@ -1,4 +1,6 @@
-"""Random states: a device generator and numpy's, which the resume tests on the CPU alone cannot show."""
+"""Random states: a device generator and numpy's, which the resume tests on the CPU alone cannot
+show.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,24 @@ def device(kind: str, seed: int) -> Any:
 
 def through(state: Any) -> Any:
     tensors: dict[str, torch.Tensor] = {}
-    return decode(json.loads(json.dumps(encode(state, "x", tensors, own=True))), tensors.__getitem__, "x")
+    return decode(
+        json.loads(json.dumps(encode(state, "x", tensors, own=True))), tensors.__getitem__, "x"
+    )
 
 
 def draw(accelerator: Any) -> list[Any]:
-    drawn = [torch.rand(2).tolist(), random.gauss(0, 1), np.random.randn(3).tolist(), np.random.permutation(9).tolist()]
+    drawn = [
+        torch.rand(2).tolist(),
+        random.gauss(0, 1),
+        np.random.randn(3).tolist(),
+        np.random.permutation(9).tolist(),
+    ]
     return [*drawn, torch.rand(2, generator=accelerator.generator).tolist()]
 
 
 def test_all_generators_come_back() -> None:
-    one, other = device("xpu", 1), device("xpu", 2)
+    one = device("xpu", 1)
+    other = device("xpu", 2)
     draw(one)  # an odd number of gaussians leaves a spare one in the generators
     state = through(rng.capture(one))
     expected = draw(one)
@@ -48,11 +58,14 @@ def test_all_generators_come_back() -> None:
     assert draw(other) == expected
 
 
-@pytest.mark.parametrize("saved, here, warned", [("cpu", "xpu", True), ("xpu", "cpu", False), ("xpu", "cuda", True)])
+@pytest.mark.parametrize(
+    "saved, here, warned", [("cpu", "xpu", True), ("xpu", "cpu", False), ("xpu", "cuda", True)]
+)
 def test_another_device_keeps_its_generator(
     caplog: pytest.LogCaptureFixture, saved: str, here: str, warned: bool
 ) -> None:
-    state, target = through(rng.capture(device(saved, 1))), device(here, 2)
+    state = through(rng.capture(device(saved, 1)))
+    target = device(here, 2)
     before = target.generator.get_state()
     with caplog.at_level(logging.WARNING, "ds_run_state"):
         rng.restore(state, target)

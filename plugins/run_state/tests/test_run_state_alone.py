@@ -1,4 +1,6 @@
-"""A run kept in memory and restored, without a checkpointer: what a checkpointer's author builds on."""
+"""A run kept in memory and restored, without a checkpointer: what a checkpointer's author builds
+on.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Memory:
     def __init__(self, run: RunState) -> None:
         self.kept: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
         for piece in run.pieces():
-            assert (piece.start, piece.stop) == (0, piece.tensor.numel()), "one process has all of each state"
+            assert (piece.start, piece.stop) == (0, piece.tensor.numel()), (
+                "one process has all of each state"
+            )
             self.kept[piece.name] = piece.values().detach().clone().reshape(-1), tuple(piece.shape)
 
     def names(self) -> Sequence[str]:
@@ -39,13 +43,17 @@ class Memory:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.kept[name][1]
 
-    def read(self, name: str, start: int = 0, stop: int | None = None, *, into: object = None) -> Tensor:
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None, *, into: object = None
+    ) -> Tensor:
         return self.kept[name][0][start:stop].clone()
 
 
 def start(seed: int, width: int = 4) -> Any:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Dropout(0.5), nn.Linear(width, 1))
+    model = nn.Sequential(
+        nn.Linear(3, width), nn.BatchNorm1d(width), nn.Dropout(0.5), nn.Linear(width, 1)
+    )
     config = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.05}}}
     rows = [torch.randn(3, generator=torch.Generator().manual_seed(i)) for i in range(16)]
     return ds_core.initialize(model=model, config=config, training_data=rows)[0]
@@ -71,18 +79,23 @@ def test_a_restored_run_goes_on_as_the_saved_one() -> None:
     wanted = train(engine, batches, 2)
 
     other = start(1)
-    again, options = RunState(other), LoadOptions()
+    again = RunState(other)
+    options = LoadOptions()
     assert again.check(saved.states, options) == []
     again.restore(saved, options)
     assert again.step == 2
     assert train(other, iter(other.training_dataloader), 2) == wanted
-    for a, b in zip(engine.module.state_dict().values(), other.module.state_dict().values(), strict=True):
+    for a, b in zip(
+        engine.module.state_dict().values(), other.module.state_dict().values(), strict=True
+    ):
         assert torch.equal(a, b)
 
 
 def test_a_state_that_does_not_fit_is_refused() -> None:
     memory = Memory(RunState(start(0)))
-    with pytest.raises(CheckpointError, match=r"0\.weight has shape \(4, 3\) there and \(5, 3\) here"):
+    with pytest.raises(
+        CheckpointError, match=r"0\.weight has shape \(4, 3\) there and \(5, 3\) here"
+    ):
         RunState(start(0, width=5)).check(memory, LoadOptions())
     del memory.kept["module/3.bias"]
     with pytest.raises(CheckpointError, match=r"it has no 3\.bias.*load_module_strict=False"):
@@ -121,12 +134,14 @@ def test_a_box_is_cut_out_of_the_full_parameter() -> None:
 @pytest.mark.parametrize("shape", [(10, 3), (3, 10), (2, 10, 3)])
 def test_fused_matrices_are_cut_each(shape: tuple[int, ...]) -> None:
     """Whatever range of its part a rank has: views of it, each a range of one box of the whole."""
-    dim, full = shape.index(10), torch.arange(math.prod(shape)).view(shape)
+    dim = shape.index(10)
+    full = torch.arange(math.prod(shape)).view(shape)
     piece = Slice.of(shape).keep("tp", dim, [(1, 2), (6, 0), (7, 3)])
     assert piece.size == tuple(5 if n == 10 else n for n in shape)
     mine = piece.take(full)
     assert torch.equal(mine, full.index_select(dim, torch.tensor([1, 2, 7, 8, 9])))
-    flat, mesh = mine.reshape(-1), plan_mesh([Axis("tp", 2)], 2, 1)
+    flat = mine.reshape(-1)
+    mesh = plan_mesh([Axis("tp", 2)], 2, 1)
     for start, stop in itertools.combinations(range(0, flat.numel() + 1, 2), 2):
         part = flat[start:stop]
         state = StateTensor("module/a", part, piece.size, start, stop, ("tp",), True)
@@ -134,12 +149,21 @@ def test_fused_matrices_are_cut_each(shape: tuple[int, ...]) -> None:
         for one in unslice([state], {"a": piece}, mesh):
             box = one.box or Box.whole(shape)
             assert one.tensor.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
-            indices = torch.arange(math.prod(shape)).view(shape)[box.slices()].reshape(-1)[one.start : one.stop]
-            assert one.tensor.numel() == indices.numel() and bool((found.view(-1)[indices] == -1).all())
+            indices = (
+                torch.arange(math.prod(shape))
+                .view(shape)[box.slices()]
+                .reshape(-1)[one.start : one.stop]
+            )
+            assert one.tensor.numel() == indices.numel() and bool(
+                (found.view(-1)[indices] == -1).all()
+            )
             found.view(-1)[indices] = one.tensor.reshape(-1)
         assert sorted(found[found >= 0].tolist()) == sorted(part.tolist())
         assert torch.equal(found[found >= 0], full[found >= 0])
-    for wrong, words in (([(0, 2), (1, 3)], "does not come after 2"), ([(8, 3)], r"not inside \[0, 10\)")):
+    for wrong, words in (
+        ([(0, 2), (1, 3)], "does not come after 2"),
+        ([(8, 3)], r"not inside \[0, 10\)"),
+    ):
         with pytest.raises(ValueError, match=words):
             Slice.of(shape).keep("tp", dim, wrong)
     with pytest.raises(ValueError, match="second one with several ranges"):

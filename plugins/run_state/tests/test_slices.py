@@ -1,4 +1,6 @@
-"""Slices: checkpoints and exports have whole parameters, whatever the sizes of axes and whoever partitions."""
+"""Slices: checkpoints and exports have whole parameters, whatever the sizes of axes and whoever
+partitions.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,20 @@ from ds_testing.partitioner import whole_weights
 import ds_core
 from ds_core.errors import CheckpointError
 
-SHAPES = {"rows": (8, 3, 2), "rows_of_one": (8,), "plain": (5,), "columns": (3, 7, 4), "columns_end": (5, 7)}
+SHAPES = {
+    "rows": (8, 3, 2),
+    "rows_of_one": (8,),
+    "plain": (5,),
+    "columns": (3, 7, 4),
+    "columns_end": (5, 7),
+}
 SHAPES |= {"both": (4, 7, 3), "both_end": (8, 7)}
-SHAPES |= {"fused": (10, 3), "fused_bias": (10,), "fused_columns": (3, 10, 2), "fused_both": (4, 10)}
+SHAPES |= {
+    "fused": (10, 3),
+    "fused_bias": (10,),
+    "fused_columns": (3, 10, 2),
+    "fused_both": (4, 10),
+}
 ADAM = {"lr": 0.1, "weight_decay": 0.1, "eps": 1e-6}
 
 
@@ -38,13 +51,18 @@ class Model(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.randn(shape)))
 
     def forward(self, step: int, slices: Any, more: float) -> torch.Tensor:
-        """A loss whose gradients tell every element apart; more: what those of rows are multiplied by."""
+        """A loss whose gradients tell every element apart; more: what those of rows are multiplied
+        by.
+        """
         torch.manual_seed(step)
         total = torch.zeros(())
         for name, shape in SHAPES.items():
             piece = slices.get(name, Slice.of(shape))
             times = more if "ep" in piece.axes else 1
-            total = total + times * (getattr(self, name) * piece.take(torch.randn(shape))).square().sum()
+            total = (
+                total
+                + times * (getattr(self, name) * piece.take(torch.randn(shape))).square().sum()
+            )
         return total
 
 
@@ -89,13 +107,16 @@ def save(ep: int, tp: int, stage: int, folder: str) -> None:
     assert {n: tuple(w.shape) for n, w in whole.items()} == SHAPES
     for name, values in truth(1).items():
         if name.startswith("module/"):
-            assert torch.allclose(whole[name.removeprefix("module/")].float(), values, atol=1e-6), name
+            assert torch.allclose(whole[name.removeprefix("module/")].float(), values, atol=1e-6), (
+                name
+            )
     engine.destroy()
 
 
 def resume(runs: list[tuple[int, int, int]], folder: str) -> list[float]:
     """How far from the truth each run is after loading and one more step."""
-    wanted, found = truth(2), []
+    wanted = truth(2)
+    found = []
     for ep, tp, stage in runs:
         engine = make(ep, tp, stage)
         engine.load_checkpoint(folder)
@@ -103,7 +124,8 @@ def resume(runs: list[tuple[int, int, int]], folder: str) -> list[float]:
         engine.destroy()
         worst = 0.0
         for name, param in engine.module.named_parameters():
-            whole, piece = wanted[f"module/{name}"], engine.ctx.stash[SLICES].get(name)
+            whole = wanted[f"module/{name}"]
+            piece = engine.ctx.stash[SLICES].get(name)
             mine = whole if piece is None else piece.take(whole)
             worst = max(worst, float((param.detach() - mine).abs().max()))
         found.append(worst)
@@ -115,7 +137,14 @@ SAVED = [
     (4, 1, 2, 3),
     *(
         pytest.param(*c, marks=pytest.mark.slow)
-        for c in [(2, 2, 1, 3), (2, 1, 2, 1), (4, 2, 2, 0), (4, 4, 1, 0), (4, 2, 1, 2), (4, 1, 4, 0)]
+        for c in [
+            (2, 2, 1, 3),
+            (2, 1, 2, 1),
+            (4, 2, 2, 0),
+            (4, 4, 1, 0),
+            (4, 2, 1, 2),
+            (4, 1, 4, 0),
+        ]
     ),
 ]
 
@@ -131,13 +160,19 @@ def test_any_size_and_partitioner_reads_what_another_saved(
             assert torch.allclose(saved.source.whole(name), values, atol=1e-6), name
         steps = [s for s in saved.manifest.states if s.name.startswith("optimizer/step/")]
         assert len(steps) == len(SHAPES) and all(s.at == {} for s in saved.manifest.states)
-        boxed = {s.name.rpartition("/")[2] for s in saved.manifest.states if any(c.box for c in s.chunks)}
+        boxed = {
+            s.name.rpartition("/")[2] for s in saved.manifest.states if any(c.box for c in s.chunks)
+        }
         columns = {"columns", "columns_end", "both", "both_end", "fused_columns", "fused_both"}
         assert boxed == (columns if tp > 1 else set())
     exported = load_file(tmp_path / "model.safetensors")
     for name, values in exported.items():
         assert torch.allclose(values.float(), wanted[f"module/{name}"], atol=2e-2), name
-    again = {1: [(1, 1, 1)], 2: [(2, 1, 0), (1, 2, 3)], 4: [(4, 1, 2), (2, 2, 0), (1, 4, 0), (1, 2, 3)]}
+    again = {
+        1: [(1, 1, 1)],
+        2: [(2, 1, 0), (1, 2, 3)],
+        4: [(4, 1, 2), (2, 2, 0), (1, 4, 0), (1, 2, 3)],
+    }
     for size, runs in again.items():
         for rank, off in enumerate(run_ranks(size, resume, runs, str(tmp_path))):
             assert max(off) < 1e-5, f"rank {rank} of {size}: {off}"
@@ -151,7 +186,9 @@ def test_boxes_that_leave_something_out_are_told_of(change: str, tmp_path: Path)
     box = b'"box": {"first": [0, 1], "size": [5, 6]}'
     assert box in text
     other = {"lost": b"[5, 5]", "moved": b"[5, 7]", "twice": b"[5, 6]"}[change]
-    changed = box.replace(b"[5, 6]", other).replace(b"[0, 1]", b"[0, 0]" if change == "twice" else b"[0, 1]")
+    changed = box.replace(b"[5, 6]", other).replace(
+        b"[0, 1]", b"[0, 0]" if change == "twice" else b"[0, 1]"
+    )
     body = text.replace(box, changed).rpartition(b',\n "checksum": "')[0]
     path.write_bytes(body + b',\n "checksum": "' + checksum(body).encode() + b'"\n}\n')
     with pytest.raises(CheckpointError, match="columns_end.*damaged"), open_saved(tmp_path):
@@ -165,9 +202,12 @@ def test_a_state_that_is_each_coordinates_own_may_be_a_part_of_the_whole(tmp_pat
     run_ranks(2, save, 2, 1, 0, str(tmp_path))
     with open_saved(tmp_path) as saved:
         manifest = saved.manifest
-    states = [dataclasses.replace(s, at={"tp": 1}) for s in manifest.states if s.name == "module/rows"]
+    states = [
+        dataclasses.replace(s, at={"tp": 1}) for s in manifest.states if s.name == "module/rows"
+    ]
     manifest = dataclasses.replace(manifest, states=tuple(states))
-    piece = Slice.of((8, 6, 2)).cut("ep", 0, 4, 4).cut("tp", 1, 3, 3)  # of which (8, 3, 2) is stored
+    # of which (8, 3, 2) is stored
+    piece = Slice.of((8, 6, 2)).cut("ep", 0, 4, 4).cut("tp", 1, 3, 3)
     source = SavedStates(tmp_path / "global_step1", manifest, None, {"rows": piece})
     assert source.shape("module/rows") == (4, 3, 2)
     assert torch.allclose(source.whole("module/rows"), truth(1)["module/rows"][4:], atol=1e-6)
@@ -175,9 +215,23 @@ def test_a_state_that_is_each_coordinates_own_may_be_a_part_of_the_whole(tmp_pat
 
 
 def test_ranks_that_have_nothing_of_it_do_not_matter() -> None:
-    """Where one has all columns, its rows are a range of the whole; the others have boxes without elements."""
+    """Where one has all columns, its rows are a range of the whole; the others have boxes without
+    elements.
+    """
     rows = [
-        {"name": "a", "at": {}, "shape": [4, 7], "dtype": "F32", "chunk": ["x", "a", low, high], "box": box}
-        for low, high, box in ((0, 14, None), (14, 28, None), (0, 0, [(0, 7), (2, 0)]), (0, 0, [(2, 7), (2, 0)]))
+        {
+            "name": "a",
+            "at": {},
+            "shape": [4, 7],
+            "dtype": "F32",
+            "chunk": ["x", "a", low, high],
+            "box": box,
+        }
+        for low, high, box in (
+            (0, 14, None),
+            (14, 28, None),
+            (0, 0, [(0, 7), (2, 0)]),
+            (0, 0, [(2, 7), (2, 0)]),
+        )
     ]
     assert len(merge(rows)[0].chunks) == 4

@@ -22,10 +22,14 @@ def saved(folder: Path, what: Any = WEIGHTS) -> Path:
     return folder / "x.pt"
 
 
-def rezipped(path: Path, change: Callable[[str, bytes], bytes] = lambda _, data: data, **options: Any) -> None:
+def rezipped(
+    path: Path, change: Callable[[str, bytes], bytes] = lambda _, data: data, **options: Any
+) -> None:
     """The same records, in a zip file whose checksums are right."""
     with zipfile.ZipFile(path) as archive:
-        records = {info.filename: change(info.filename, archive.read(info)) for info in archive.infolist()}
+        records = {
+            info.filename: change(info.filename, archive.read(info)) for info in archive.infolist()
+        }
     with zipfile.ZipFile(path, "w", **options) as archive:
         for name, data in records.items():
             archive.writestr(name, data)
@@ -51,8 +55,12 @@ def test_every_flipped_byte_of_values_is_found(tmp_path: Path) -> None:
     whole = saved(tmp_path).read_bytes()
     first = whole.index(WEIGHTS["a.weight"].numpy().tobytes())
     for place in (first, first + 1777, first + 3999):
-        (tmp_path / "x.pt").write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        with pytest.raises(CheckpointError, match=r"x\.pt: record '.*/data/0' is not as it was written"):
+        (tmp_path / "x.pt").write_bytes(
+            whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
+        )
+        with pytest.raises(
+            CheckpointError, match=r"x\.pt: record '.*/data/0' is not as it was written"
+        ):
             read_torch_file(tmp_path / "x.pt")
 
 
@@ -60,7 +68,9 @@ def test_no_damage_gives_other_values(tmp_path: Path) -> None:
     """Flips and cuts all over the file: an error of ours, or (in padding) the right values."""
     whole = saved(tmp_path).read_bytes()
     damaged = [whole[:n] for n in range(0, len(whole), 211)]
-    damaged += [whole[:n] + bytes([whole[n] ^ 0x55]) + whole[n + 1 :] for n in range(0, len(whole), 37)]
+    damaged += [
+        whole[:n] + bytes([whole[n] ^ 0x55]) + whole[n + 1 :] for n in range(0, len(whole), 37)
+    ]
     refused = 0
     for data in damaged:
         (tmp_path / "x.pt").write_bytes(data)
@@ -69,7 +79,9 @@ def test_no_damage_gives_other_values(tmp_path: Path) -> None:
         except CheckpointError as error:
             refused += "x.pt" in str(error)
         else:
-            assert found.keys() == WEIGHTS.keys() and all(torch.equal(found[n], w) for n, w in WEIGHTS.items())
+            assert found.keys() == WEIGHTS.keys() and all(
+                torch.equal(found[n], w) for n, w in WEIGHTS.items()
+            )
     assert refused > len(damaged) // 2
 
 
@@ -99,7 +111,9 @@ def test_a_record_twice(tmp_path: Path) -> None:
 def test_tensors_that_claim_more_than_is_stored(tmp_path: Path) -> None:
     for size in (2**28, 2**40):
         path = saved(tmp_path, {"in": {"w": torch.zeros(1).expand(size)}})
-        with pytest.raises(CheckpointError, match=r"x\.pt: tensor in/w claims \d+ elements, and 4 bytes are stored"):
+        with pytest.raises(
+            CheckpointError, match=r"x\.pt: tensor in/w claims \d+ elements, and 4 bytes are stored"
+        ):
             read_torch_file(path)
     one = torch.zeros(1 << 18)
     path = saved(tmp_path, {str(n): one for n in range(1000)})
@@ -125,7 +139,10 @@ def test_a_pickle_that_inflates(tmp_path: Path) -> None:
         archive.writestr("x/data.pkl", b"\x80\x02" + b"0" * (1 << 26))
     with pytest.raises(CheckpointError, match=r"x\.pt: record 'x/data\.pkl' is compressed"):
         read_torch_file(tmp_path / "x.pt")
-    for pickled, word in ((b"]" * (1 << 23), "makes about 8388608 objects"), (b"0" * (1 << 26), "are the most")):
+    for pickled, word in (
+        (b"]" * (1 << 23), "makes about 8388608 objects"),
+        (b"0" * (1 << 26), "are the most"),
+    ):
         with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
             archive.writestr("x/DATA.pkl", b"\x80\x02" + pickled)
         with pytest.raises(CheckpointError, match=rf"x\.pt: record 'x/DATA\.pkl' .*{word}"):
@@ -156,4 +173,6 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match=word):
             read_torch_file(tmp_path / name)
-    assert torch.equal(read_torch_file(tmp_path / "link", links=True)["a.weight"], WEIGHTS["a.weight"])
+    assert torch.equal(
+        read_torch_file(tmp_path / "link", links=True)["a.weight"], WEIGHTS["a.weight"]
+    )

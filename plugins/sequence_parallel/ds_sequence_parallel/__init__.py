@@ -1,4 +1,5 @@
-"""Sequence parallelism for ds_core: ranks along the mesh axis ``sp`` divide every sequence among them.
+"""Sequence parallelism for ds_core: ranks along the mesh axis ``sp`` divide every sequence among
+them.
 
 Names load on first use, so importing this package loads no torch.
 """

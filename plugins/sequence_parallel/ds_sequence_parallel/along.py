@@ -1,4 +1,6 @@
-"""Modules that work along the axis ``sp`` while an engine has them, and alone before and afterwards."""
+"""Modules that work along the axis ``sp`` while an engine has them, and alone before and
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ __all__ = ["AlongSequence"]
 
 
 class _Along:
-    """The ranks that divide the sequence of a module. given: by the user, so that no engine changes them.
+    """The ranks that divide the sequence of a module. given: by the user, so that no engine changes
+    them.
 
     checked: whether they have compared the shapes that they are called with.
     """
@@ -26,12 +29,16 @@ class _Along:
         self.checked = False
 
     def __deepcopy__(self, memo: Any) -> _Along:
-        """Groups cannot be copied: a copy of the module goes along with the module, until its engine ends."""
+        """Groups cannot be copied: a copy of the module goes along with the module, until its
+        engine ends.
+        """
         return _Along(None, False) if self.group is ALONE else self
 
 
 class AlongSequence(nn.Module):
-    """A module with a `group`: the one given, else that of the engine that has the model; `ALONE` without one."""
+    """A module with a `group`: the one given, else that of the engine that has the model; `ALONE`
+    without one.
+    """
 
     def __init__(self, group: ProcessGroup | None) -> None:
         super().__init__()

@@ -1,7 +1,9 @@
-"""AutoSP: the compile pass that divides sequences over ranks in the captured graph of a model, which has no word of it.
+"""AutoSP: the compile pass that divides sequences over ranks in the captured graph of a model,
+which has no word of it.
 
-`prepare_autosp_inputs` marks the inputs of each forward; ``"compile": {"deepcompile": true, "passes": ["autosp"]}`` and
-``engine.compile()`` do the rest, see `ds_sequence_parallel.autosp_graph`.
+`prepare_autosp_inputs` marks the inputs of each forward; ``"compile": {"deepcompile": true,
+"passes": ["autosp"]}`` and ``engine.compile()`` do the rest, see
+`ds_sequence_parallel.autosp_graph`.
 """
 
 from __future__ import annotations
@@ -34,33 +36,50 @@ def prepare_autosp_inputs(
     attention_mask: Tensor | None = None,
     seq_dim: int = 1,
 ) -> Tensor:
-    """Mark the inputs of the coming forward for AutoSP, whole as they are; returns `input_id`. Call it before each.
+    """Mark the inputs of the coming forward for AutoSP, whole as they are; returns `input_id`. Call
+    it before each.
 
-    seq_dim: the dimension of the sequence, which becomes dynamic in all of them. Every rank along ``sp`` has the same
-    inputs. Raises ValueError for what is missing or does not fit.
+    seq_dim: the dimension of the sequence, which becomes dynamic in all of them. Every rank along
+    ``sp`` has the same inputs. Raises ValueError for what is missing or does not fit.
     """
-    given = {"input_id": input_id, "label_id": label_id, "position_id": position_id, "attention_mask": attention_mask}
+    given = {
+        "input_id": input_id,
+        "label_id": label_id,
+        "position_id": position_id,
+        "attention_mask": attention_mask,
+    }
     for name in ("input_id", "label_id"):
         if not isinstance(given[name], Tensor):
-            raise ValueError(f"prepare_autosp_inputs: {name} is missing; it is a tensor, not {given[name]!r}")
+            raise ValueError(
+                f"prepare_autosp_inputs: {name} is missing; it is a tensor, not {given[name]!r}"
+            )
     if not 0 <= seq_dim < input_id.dim():
-        raise ValueError(f"prepare_autosp_inputs: seq_dim {seq_dim} is no dimension of input_id of {input_id.dim()}")
+        raise ValueError(
+            f"prepare_autosp_inputs: seq_dim {seq_dim} is no dimension of input_id of "
+            f"{input_id.dim()}"
+        )
     length = input_id.shape[seq_dim]
     sizes = {e.ctx.mesh.size("sp") for e in STATE.engines if e.ctx.mesh.has("sp")}
     for ranks in sizes:
         if length % ranks:
             raise ValueError(
-                f"prepare_autosp_inputs: input_id has {length} positions, which do not divide over the {ranks} ranks "
+                f"prepare_autosp_inputs: input_id has {length} positions, which do not divide over "
+                f"the {ranks} ranks "
                 f"of sp; pad it to a multiple of {ranks}"
             )
     for name, tensor in given.items():
         if tensor is None:
             continue
-        along = [seq_dim] if tensor.dim() <= 2 or name == "input_id" else [tensor.dim() - 2, tensor.dim() - 1]
+        along = (
+            [seq_dim]
+            if tensor.dim() <= 2 or name == "input_id"
+            else [tensor.dim() - 2, tensor.dim() - 1]
+        )
         along = [dim for dim in along if dim < tensor.dim() and tensor.shape[dim] == length]
         if not along:
             raise ValueError(
-                f"prepare_autosp_inputs: {name} of shape {tuple(tensor.shape)} has not the {length} positions of "
+                f"prepare_autosp_inputs: {name} of shape {tuple(tensor.shape)} has not the "
+                f"{length} positions of "
                 f"input_id in dimension {seq_dim}"
             )
         for dim in along:
@@ -73,7 +92,10 @@ def make_pass(ctx: Context) -> Any:
     """The pass ``autosp``; None where sequences are not divided."""
     if not ctx.mesh.has("sp"):  # no section asks for the axis
         if ctx.rank == 0:
-            log.warning("compile.passes: autosp has no effect without sequence_parallel_size, which is 1 if not given")
+            log.warning(
+                "compile.passes: autosp has no effect without sequence_parallel_size, which is 1 "
+                "if not given"
+            )
         return None
     if ctx.mesh.size("sp") == 1:
         return None

@@ -1,18 +1,22 @@
 """The graph of a model for whole sequences, changed into one for a rank's part of them.
 
-[Note: whole and divided] Every value of the graph is either whole, and equal on all ranks of the group, or divided: of
-a dimension of s (the length of the marked input, a symbol) positions the rank has a stretch of s / ranks. The marked
-input is divided at once. What is calculated from divided values is divided; masks, position ids and labels stay whole,
-and where a whole value meets a divided one, its stretch is taken. So positions and shifted labels are those of the
-whole sequence. `scaled_dot_product_attention` gets the whole sequence and some of the heads, by exchanges around it.
+[Note: whole and divided] Every value of the graph is either whole, and equal on all ranks of the
+group, or divided: of a dimension of s (the length of the marked input, a symbol) positions the rank
+has a stretch of s / ranks. The marked input is divided at once. What is calculated from divided
+values is divided; masks, position ids and labels stay whole, and where a whole value meets a
+divided one, its stretch is taken. So positions and shifted labels are those of the whole sequence.
+`scaled_dot_product_attention` gets the whole sequence and some of the heads, by exchanges around
+it.
 
-[Note: gradients] Parameters' gradients are averaged over all dp ranks, those of a sequence among them. So what a rank
-has as the gradient of a whole value may be any part of it, if only the mean over ranks is the gradient; and that of a
-divided value is the gradient of its positions times the number of ranks. From that follows the backward of a stretch
-(zeros elsewhere), of a gather (the sum of the ranks' gradients, scattered), and of a mean over ranks (their mean).
+[Note: gradients] Parameters' gradients are averaged over all dp ranks, those of a sequence among
+them. So what a rank has as the gradient of a whole value may be any part of it, if only the mean
+over ranks is the gradient; and that of a divided value is the gradient of its positions times the
+number of ranks. From that follows the backward of a stretch (zeros elsewhere), of a gather (the sum
+of the ranks' gradients, scattered), and of a mean over ranks (their mean).
 
-[Note: other operations] Operations that are listed here treat each position by itself. Others (a pooling, a
-convolution) get their inputs gathered, and give whole values: right, but without the saving.
+[Note: other operations] Operations that are listed here treat each position by itself. Others (a
+pooling, a convolution) get their inputs gathered, and give whole values: right, but without the
+saving.
 """
 
 from __future__ import annotations
@@ -39,7 +43,9 @@ __all__ = ["MARK", "divide_graph"]
 log = logging.getLogger("ds_core")
 
 MARK = "autosp"
-"""The marked input has an attribute ``tag``, which torch.compile hands on: this and the dimension of the sequence."""
+"""The marked input has an attribute ``tag``, which torch.compile hands on: this and the dimension
+of the sequence.
+"""
 
 
 def _names(text: str) -> frozenset[str]:
@@ -59,8 +65,12 @@ _MOVES = _names(
     getitem chunk split unbind cat concat stack repeat repeat_interleave view_as reshape_as narrow select"""
 )
 _BY_ROW = _names("linear layer_norm rms_norm embedding matmul bmm addmm")
-_ALONG_DIM = _names("softmax log_softmax mean sum amax amin argmax cumsum norm var std normalize logsumexp")
-_LOSSES = frozenset(["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"])
+_ALONG_DIM = _names(
+    "softmax log_softmax mean sum amax amin argmax cumsum norm var std normalize logsumexp"
+)
+_LOSSES = frozenset(
+    ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"]
+)
 _RESHAPES = frozenset(("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"))
 
 
@@ -72,7 +82,8 @@ def divide_graph(graph: GraphModule, group: ProcessGroup) -> GraphModule:
     marked = [(node, dim) for node in graph.graph.nodes if (dim := _mark(node)) is not None]
     if not marked:
         raise RuntimeError(
-            "autosp: no input of the graph is marked; call ds_sequence_parallel.prepare_autosp_inputs before the "
+            "autosp: no input of the graph is marked; call "
+            "ds_sequence_parallel.prepare_autosp_inputs before the "
             "forward, and give the model the tensor that it returns"
         )
     division = _Division(graph, group, *marked[0])
@@ -80,11 +91,14 @@ def divide_graph(graph: GraphModule, group: ProcessGroup) -> GraphModule:
     if not division.attentions:
         if any("checkpoint" in str(node.target) for node in graph.graph.nodes):
             raise RuntimeError(
-                "autosp: attention is in blocks that are computed again in backward, where the pass does not look; "
-                "leave out activation_checkpointing, and set torch._functorch.config.activation_memory_budget below 1"
+                "autosp: attention is in blocks that are computed again in backward, where the "
+                "pass does not look; "
+                "leave out activation_checkpointing, and set "
+                "torch._functorch.config.activation_memory_budget below 1"
             )
         raise RuntimeError(
-            "autosp: the graph has no torch.nn.functional.scaled_dot_product_attention of the marked input, so there "
+            "autosp: the graph has no torch.nn.functional.scaled_dot_product_attention of the "
+            "marked input, so there "
             'is nothing to divide; with transformers set attn_implementation="sdpa"'
         )
     return graph
@@ -96,18 +110,23 @@ def _mark(node: Node) -> int | None:
 
 
 class _Division:
-    """One graph that is being changed. divided: the dimension of each divided value; of a tuple, of its first tensor.
+    """One graph that is being changed. divided: the dimension of each divided value; of a tuple, of
+    its first tensor.
 
     twins: what takes the place of a whole value, or of a number, among divided ones.
     """
 
     def __init__(self, graph: GraphModule, group: ProcessGroup, marked: Node, dim: int) -> None:
-        self.graph, self.group, self.marked = graph.graph, group.group_name, marked
-        self.rank, self.ranks = comm.rank(group), comm.world_size(group)
+        self.graph = graph.graph
+        self.group = group.group_name
+        self.marked = marked
+        self.rank = comm.rank(group)
+        self.ranks = comm.world_size(group)
         self.symbol = _expr(_value(marked).shape[dim])
         if not getattr(self.symbol, "free_symbols", None):
             raise RuntimeError(
-                f"autosp: the length of the sequence is the constant {self.symbol} in the graph; the model, or "
+                f"autosp: the length of the sequence is the constant {self.symbol} in the graph; "
+                "the model, or "
                 "compile_kwargs (dynamic=False), fixes it"
             )
         self.dim_of_marked = dim
@@ -116,7 +135,10 @@ class _Division:
         self.attentions = 0
 
     def run(self) -> None:
-        """Go through the graph in order. Values that were calculated while it was captured are of wholes."""
+        """Go through the graph in order.
+
+        Values that were calculated while it was captured are of wholes.
+        """
         for node in list(self.graph.nodes):
             if node is self.marked:
                 with self.graph.inserting_after(self._last_input()):
@@ -134,7 +156,7 @@ class _Division:
         inputs: list[Node] = [node for node in self.graph.nodes if node.op == "placeholder"]
         return inputs[-1]
 
-    # -- one operation ---------------------------------------------------------------------------------------
+    # -- one operation -----------------------------------------------------------------------------
 
     def _divide(self, node: Node) -> None:
         name = _name(node)
@@ -152,7 +174,9 @@ class _Division:
                 self._gathered(node, name)
 
     def _stays_divided(self, node: Node, name: str) -> int | None:
-        """The divided dimension of what `node` gives when it works on divided values; None: it mixes positions."""
+        """The divided dimension of what `node` gives when it works on divided values; None: it
+        mixes positions.
+        """
         given = {n: self.divided[n] for n in node.all_input_nodes if n in self.divided}
         first: Any = node.args[0] if node.args else None
         out = _first(_value(node))
@@ -179,7 +203,8 @@ class _Division:
         rows: Any = node.args[1] if name == "addmm" else node.args[0]
         if set(given) != {rows}:
             return False
-        value, dim = _first(_value(rows)), given[rows]
+        value = _first(_value(rows))
+        dim = given[rows]
         if name == "embedding":
             return True
         if name in ("layer_norm", "rms_norm"):
@@ -203,19 +228,25 @@ class _Division:
             if not dims:
                 return arg
             if len(dims) > 1:
-                raise RuntimeError(f"autosp: {_where(arg)} has the sequence in dimensions {dims}, outside of attention")
+                raise RuntimeError(
+                    f"autosp: {_where(arg)} has the sequence in dimensions {dims}, outside of "
+                    "attention"
+                )
             if arg not in self.twins:
                 pure = self._count(value.shape[dims[0]]) == 1
                 with self.graph.inserting_after(arg):
                     self.twins[arg] = self._part_of(arg, dims[0]) if pure else arg
-                if not pure:  # several dimensions have become one, so the stretch is taken before that
+                # several dimensions have become one, so the stretch is taken before that
+                if not pure:
                     self.twins[arg] = self._copy(arg)
             return self.twins[arg]
         if isinstance(value, torch.SymInt) and self.symbol in _expr(value).free_symbols:
             if arg not in self.twins:
                 if arg.op == "placeholder":
                     with self.graph.inserting_after(self._last_input()):
-                        self.twins[arg] = self.graph.call_function(operator.floordiv, (arg, self.ranks))
+                        self.twins[arg] = self.graph.call_function(
+                            operator.floordiv, (arg, self.ranks)
+                        )
                 else:
                     self.twins[arg] = self._copy(arg)
             return self.twins[arg]
@@ -248,10 +279,19 @@ class _Division:
         self._use_instead(node, whole)
         self.twins[whole] = node
 
-    # -- operations that mix positions -----------------------------------------------------------------------
+    # -- operations that mix positions -------------------------------------------------------------
 
     def _attention(self, node: Node) -> None:
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+        names = (
+            "query",
+            "key",
+            "value",
+            "attn_mask",
+            "dropout_p",
+            "is_causal",
+            "scale",
+            "enable_gqa",
+        )
         options: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         query, key, value = (options.pop(name) for name in names[:3])
         if any(self.divided.get(n) != _value(n).dim() - 2 for n in (query, key, value)):
@@ -260,8 +300,10 @@ class _Division:
         mask = options.get("attn_mask")
         if mask in self.divided:
             options["attn_mask"] = self._gather(mask)
-        node.args, node.kwargs = (query, key, value, self.group, options), {}
-        node.op, node.target = "call_function", attention
+        node.args = (query, key, value, self.group, options)
+        node.kwargs = {}
+        node.op = "call_function"
+        node.target = attention
         self.divided[node] = _value(node).dim() - 2
         self.attentions += 1
 
@@ -278,7 +320,8 @@ class _Division:
             self.divided[node] = next(d for d, size in enumerate(out.shape) if self._count(size))
         elif name == "cross_entropy":
             node.kwargs = {**node.kwargs, "ranks_of": self.group}
-            node.op, node.target = "call_function", cross_entropy
+            node.op = "call_function"
+            node.target = cross_entropy
         else:
             self._mean_of(node, reduction)
 
@@ -303,17 +346,20 @@ class _Division:
         log_once(
             log,
             logging.WARNING,
-            f"autosp: {name} is not known to treat each position by itself, so its inputs are gathered; {_where(node)}",
+            f"autosp: {name} is not known to treat each position by itself, so its inputs are "
+            f"gathered; {_where(node)}",
         )
         divided = [n for n in node.all_input_nodes if n in self.divided]
         for one in divided:
             node.replace_input_with(one, self._gather(one))
 
     def _gather(self, node: Node) -> Node:
-        value, dim = _value(node), self.divided[node]
+        value = _value(node)
+        dim = self.divided[node]
         if not isinstance(value, Tensor) or self._count(value.shape[dim]) != 1:
             raise RuntimeError(
-                f"autosp: {_where(node)} has the sequence and other dimensions in one, and what uses it mixes positions"
+                f"autosp: {_where(node)} has the sequence and other dimensions in one, and what "
+                "uses it mixes positions"
             )
         whole = self.graph.call_function(_whole, (node, dim, self.group))
         whole.meta["example_value"] = value
@@ -325,7 +371,7 @@ class _Division:
         return 0 if rest != 0 or getattr(times, "has", lambda _: False)(self.symbol) else times
 
 
-# -- what stands in the graph ------------------------------------------------------------------------------------------
+# -- what stands in the graph ----------------------------------------------------------------------
 
 
 def _part(whole: Tensor, dim: int, rank: int, ranks: int) -> Tensor:
@@ -348,28 +394,41 @@ def _whole(part: Tensor, dim: int, name: str) -> Tensor:
 
 
 def _over_ranks(part: Tensor, name: str, summed: bool) -> Tensor:
-    """The mean, or the sum, over all positions, of those over the positions of each rank; see [Note: gradients]."""
+    """The mean, or the sum, over all positions, of those over the positions of each rank; see
+    [Note: gradients].
+    """
     group = _group(name)
     return copy_to(reduce_from(part if summed else part / comm.world_size(group), group), group)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, name: str, options: dict[str, Any]) -> Tensor:
-    """torch's attention of whole sequences; each rank has a stretch of them, and gets some of the heads."""
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, name: str, options: dict[str, Any]
+) -> Tensor:
+    """torch's attention of whole sequences; each rank has a stretch of them, and gets some of the
+    heads.
+    """
 
     def attend(query: Tensor, key: Tensor, value: Tensor, repeated: bool) -> Tensor:
         return functional.scaled_dot_product_attention(query, key, value, **given)
 
-    group, given = _group(name), dict(options)
-    mask, heads = given.get("attn_mask"), query.dim() - 3
+    group = _group(name)
+    given = dict(options)
+    mask = given.get("attn_mask")
+    heads = query.dim() - 3
     if isinstance(mask, Tensor) and mask.dim() > 2 and mask.shape[-3] > 1:
-        first, end = Heads.of(query.shape[heads], key.shape[heads], comm.world_size(group)).queries[comm.rank(group)]
+        first, end = Heads.of(query.shape[heads], key.shape[heads], comm.world_size(group)).queries[
+            comm.rank(group)
+        ]
         given["attn_mask"] = mask.narrow(-3, first, end - first)
     return ulysses(attend, query, key, value, group, heads=heads, sequence=heads + 1)
 
 
-def cross_entropy(input: Tensor, target: Tensor, *args: Any, ranks_of: str, **options: Any) -> Tensor:
+def cross_entropy(
+    input: Tensor, target: Tensor, *args: Any, ranks_of: str, **options: Any
+) -> Tensor:
     """torch's cross entropy, of the tokens of all ranks; see [Note: gradients]."""
-    group, reduction = _group(ranks_of), options.pop("reduction", "mean")
+    group = _group(ranks_of)
+    reduction = options.pop("reduction", "mean")
     options |= dict(zip(("weight", "size_average", "ignore_index"), args, strict=False))
     total = functional.cross_entropy(input, target, reduction="sum", **options)
     if reduction == "sum":
@@ -378,12 +437,13 @@ def cross_entropy(input: Tensor, target: Tensor, *args: Any, ranks_of: str, **op
         tokens = target.numel() // target.shape[1 if target.dim() > 1 else 0]
         count = torch.full((), float(tokens), device=target.device)
     else:
-        valid, weight = target != options.get("ignore_index", -100), options.get("weight")
+        valid = target != options.get("ignore_index", -100)
+        weight = options.get("weight")
         count = (valid if weight is None else weight[target.clamp_min(0)] * valid).sum().double()
     return _over_ranks(total / reduce_from(count, group).to(total.dtype), ranks_of, True)
 
 
-# -- reading the graph -------------------------------------------------------------------------------------------------
+# -- reading the graph -----------------------------------------------------------------------------
 
 
 def _value(node: Any) -> Any:
@@ -391,7 +451,11 @@ def _value(node: Any) -> Any:
 
 
 def _first(value: Any) -> Tensor | Any:
-    return next((v for v in value if isinstance(v, Tensor)), None) if isinstance(value, (tuple, list)) else value
+    return (
+        next((v for v in value if isinstance(v, Tensor)), None)
+        if isinstance(value, (tuple, list))
+        else value
+    )
 
 
 def _expr(size: Any) -> Any:
@@ -399,7 +463,11 @@ def _expr(size: Any) -> Any:
 
 
 def _name(node: Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    return (
+        node.target
+        if isinstance(node.target, str)
+        else getattr(node.target, "__name__", str(node.target))
+    )
 
 
 def _argument(node: Node, index: int, *names: str) -> Any:

@@ -1,8 +1,10 @@
-"""Attention of some queries to one block of keys, with what is needed to combine blocks; forward and backward.
+"""Attention of some queries to one block of keys, with what is needed to combine blocks; forward
+and backward.
 
-Softmax over several blocks: each gives its result and the logarithm of the sum of its exponentials (``lse``), and
-results are added with weights that follow from these, in fp32 (fp64 for fp64). The gradients of a block need the
-output and the ``lse`` of all blocks together, and nothing else of the other blocks.
+Softmax over several blocks: each gives its result and the logarithm of the sum of its exponentials
+(``lse``), and results are added with weights that follow from these, in fp32 (fp64 for fp64). The
+gradients of a block need the output and the ``lse`` of all blocks together, and nothing else of the
+other blocks.
 """
 
 from __future__ import annotations
@@ -19,21 +21,32 @@ ROWS = 1024
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float, mask: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The attention of [batch, heads, queries, size] to a block, and its lse [batch, heads, queries].
+    """The attention of [batch, heads, queries, size] to a block, and its lse [batch, heads,
+    queries].
 
-    causal: queries and keys are the same positions. mask: boolean [batch or 1, 1, queries, keys], where true counts.
-    Rows that see nothing are zero, with an lse of minus infinity.
+    causal: queries and keys are the same positions. mask: boolean [batch or 1, 1, queries, keys],
+    where true counts. Rows that see nothing are zero, with an lse of minus infinity.
     """
-    key, value = _all_heads(key, query), _all_heads(value, query)
+    key = _all_heads(key, query)
+    value = _all_heads(value, query)
     if mask is None and (flash := _flash(query, value)) is not None:
         found = flash(query, key, value, 0.0, causal, scale=scale)
         return found[0], found[1]
-    outs, lses = [], []
+    outs = []
+    lses = []
     for first in range(0, query.shape[2], ROWS):
         rows = slice(first, first + ROWS)
-        scores = _scores(query[:, :, rows], key, first, causal, scale, None if mask is None else mask[:, :, rows])
+        scores = _scores(
+            query[:, :, rows], key, first, causal, scale, None if mask is None else mask[:, :, rows]
+        )
         lse = scores.logsumexp(-1)
         outs.append((_exp(scores, lse) @ _wide(value)).to(query.dtype))
         lses.append(lse)
@@ -54,17 +67,21 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value by way of one block. out, lse: over all blocks."""
     shared = key.shape[1]
-    key, value = _all_heads(key, query), _all_heads(value, query)
+    key = _all_heads(key, query)
+    value = _all_heads(value, query)
     if mask is None and _flash(query, value) is not None:
         backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         dq, dk, dv = backward(grad, query, key, value, out, lse, 0.0, causal, scale=scale)
         return dq, _own_heads(dk, shared), _own_heads(dv, shared)
-    wide_key, wide_value = _wide(key), _wide(value)
-    dk, dv = torch.zeros_like(wide_key), torch.zeros_like(wide_value)
+    wide_key = _wide(key)
+    wide_value = _wide(value)
+    dk = torch.zeros_like(wide_key)
+    dv = torch.zeros_like(wide_value)
     dqs = []
     for first in range(0, query.shape[2], ROWS):
         rows = slice(first, first + ROWS)
-        q, g = _wide(query[:, :, rows]), _wide(grad[:, :, rows])
+        q = _wide(query[:, :, rows])
+        g = _wide(grad[:, :, rows])
         scores = _scores(q, key, first, causal, scale, None if mask is None else mask[:, :, rows])
         weights = _exp(scores, lse[:, :, rows])
         dv += weights.transpose(-1, -2) @ g
@@ -76,21 +93,31 @@ def attend_backward(
 
 
 def add(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Add another block to `out` and `lse`, which are wide and begin as zeros and minus infinities; in place."""
+    """Add another block to `out` and `lse`, which are wide and begin as zeros and minus infinities;
+    in place.
+    """
     both = torch.logaddexp(lse, more_lse)
-    here, there = _exp(lse, both, False), _exp(more_lse, both, False)
+    here = _exp(lse, both, False)
+    there = _exp(more_lse, both, False)
     out.mul_(here.unsqueeze(-1)).add_(_wide(more) * there.unsqueeze(-1))
     lse.copy_(both)
 
 
 def _flash(query: Tensor, value: Tensor) -> Any:
     """torch's fused kernel that also gives the lse, where there is one."""
-    if query.device.type == "cpu" and query.shape[-1] == value.shape[-1] and query.shape[2] and value.shape[2]:
+    if (
+        query.device.type == "cpu"
+        and query.shape[-1] == value.shape[-1]
+        and query.shape[2]
+        and value.shape[2]
+    ):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return None
 
 
-def _scores(query: Tensor, key: Tensor, first: int, causal: bool, scale: float, mask: Tensor | None) -> Tensor:
+def _scores(
+    query: Tensor, key: Tensor, first: int, causal: bool, scale: float, mask: Tensor | None
+) -> Tensor:
     scores = _wide(query) @ _wide(key).transpose(-1, -2) * scale
     if causal:
         row = torch.arange(first, first + query.shape[2], device=key.device).unsqueeze(-1)

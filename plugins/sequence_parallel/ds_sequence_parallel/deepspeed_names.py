@@ -16,7 +16,14 @@ from ds_core import comm
 from ds_core.errors import UsageError
 from ds_sequence_parallel import autosp, ulysses
 from ds_sequence_parallel.batches import UlyssesSPDataLoaderAdapter
-from ds_sequence_parallel.hf_attention import Part, Tokens, attend_part, documents, make_part, plain_mask
+from ds_sequence_parallel.hf_attention import (
+    Part,
+    Tokens,
+    attend_part,
+    documents,
+    make_part,
+    plain_mask,
+)
 from ds_sequence_parallel.layout import Layout
 
 __all__ = [
@@ -40,13 +47,17 @@ def single_all_to_all(
     *_: Any,
     **__: Any,
 ) -> Tensor:
-    """The exchange of DeepSpeed's Ulysses: equal parts of `input` along `scatter_idx` go to the ranks of the group.
+    """The exchange of DeepSpeed's Ulysses: equal parts of `input` along `scatter_idx` go to the
+    ranks of the group.
 
-    What comes is joined along `gather_idx`. It has a gradient. The place of the batch is that of the tensor.
-    Raises UsageError for async_op=True, and where the parts would not be equal.
+    What comes is joined along `gather_idx`. It has a gradient. The place of the batch is that of
+    the tensor. Raises UsageError for async_op=True, and where the parts would not be equal.
     """
     if async_op:
-        raise UsageError("single_all_to_all(async_op=True): what is exchanged is used at once; leave async_op out")
+        raise UsageError(
+            "single_all_to_all(async_op=True): what is exchanged is used at once; leave "
+            "async_op out"
+        )
     return all_to_all(input, group, scatter_idx, gather_idx)
 
 
@@ -57,27 +68,37 @@ def prepare_autosp_inputs(
     attention_mask: Tensor | None = None,
     seq_dim: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """`ds_sequence_parallel.prepare_autosp_inputs`, which returns all that it was given, as the release does."""
+    """`ds_sequence_parallel.prepare_autosp_inputs`, which returns all that it was given, as the
+    release does.
+    """
     autosp.prepare_autosp_inputs(input_id, label_id, position_id, attention_mask, seq_dim)
     return input_id, label_id, position_id, attention_mask
 
 
 class _SeqAllToAll:
-    """`single_all_to_all` as ``_SeqAllToAll.apply(group, input, scatter_idx, gather_idx, batch_dim_idx)``."""
+    """`single_all_to_all` as ``_SeqAllToAll.apply(group, input, scatter_idx, gather_idx,
+    batch_dim_idx)``.
+    """
 
     @staticmethod
     def apply(
-        group: ProcessGroup | None, input: Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int = 0, *_: Any
+        group: ProcessGroup | None,
+        input: Tensor,
+        scatter_idx: int,
+        gather_idx: int,
+        batch_dim_idx: int = 0,
+        *_: Any,
     ) -> Tensor:
         """The exchange; streams and handles that may follow have no effect."""
         return single_all_to_all(input, scatter_idx, gather_idx, batch_dim_idx, group)
 
 
 class DistributedAttention(ulysses.DistributedAttention):
-    """``DistributedAttention(local_attention, group, scatter_idx, gather_idx)``: heads and sequence by dimension.
+    """``DistributedAttention(local_attention, group, scatter_idx, gather_idx)``: heads and sequence
+    by dimension.
 
-    Its forward takes ``batch_dim_idx`` after query, key and value, which has no effect: dimensions are those of the
-    tensors.
+    Its forward takes ``batch_dim_idx`` after query, key and value, which has no effect: dimensions
+    are those of the tensors.
     """
 
     def __init__(
@@ -88,7 +109,9 @@ class DistributedAttention(ulysses.DistributedAttention):
         gather_idx: int = 0,
         sp_stream: Any = None,
     ) -> None:
-        super().__init__(local_attention, sequence_process_group, heads=scatter_idx, sequence=gather_idx)
+        super().__init__(
+            local_attention, sequence_process_group, heads=scatter_idx, sequence=gather_idx
+        )
 
     def forward(
         self,
@@ -102,7 +125,9 @@ class DistributedAttention(ulysses.DistributedAttention):
     ) -> Any:
         """The attention of this rank's positions. Collective along the group."""
         if rotary_pos_emb is not None:
-            raise UsageError("DistributedAttention: rotate query and key before, and leave rotary_pos_emb out")
+            raise UsageError(
+                "DistributedAttention: rotate query and key before, and leave rotary_pos_emb out"
+            )
         return super().forward(query, key, value, *args, **kwargs)
 
 
@@ -110,10 +135,13 @@ class SequenceUnit:
     """An ``mpu``: consecutive ranks divide sequences, others have other samples."""
 
     def __init__(self, size: int) -> None:
-        world, rank = comm.world_size(), comm.rank()
+        world = comm.world_size()
+        rank = comm.rank()
         if world % size:
             raise UsageError(f"a sequence parallel size of {size} does not divide {world} ranks")
-        self.size, self.rank, self.world = size, rank, world
+        self.size = size
+        self.rank = rank
+        self.world = world
         made: list[Any] = [None, None]
         for kind, rows in enumerate(
             (
@@ -167,13 +195,17 @@ class SequenceUnit:
 
 
 class UlyssesSPAttentionHF:
-    """Ulysses for transformers models that are given parts, as `UlyssesSPDataLoaderAdapter` makes them.
+    """Ulysses for transformers models that are given parts, as `UlyssesSPDataLoaderAdapter` makes
+    them.
 
     With ds_core's own config (``sequence_parallel_size``) none of it is needed.
     """
 
     def __init__(self, core: str, attention: Any, group: ProcessGroup) -> None:
-        self.core, self.before, self.build, self.group = core, attention, plain_mask(core), group
+        self.core = core
+        self.before = attention
+        self.build = plain_mask(core)
+        self.group = group
         self._last: tuple[Any, Part] | None = None
 
     @classmethod
@@ -188,15 +220,20 @@ class UlyssesSPAttentionHF:
         max_length: int | None = None,
         **_: Any,
     ) -> SequenceUnit:
-        """Divide the attention of all models with that implementation; returns the ``mpu`` for initialize.
+        """Divide the attention of all models with that implementation; returns the ``mpu`` for
+        initialize.
 
-        Collective over the world, before the model is made. micro_batch_size, seq_length and others: not needed.
+        Collective over the world, before the model is made. micro_batch_size, seq_length and
+        others: not needed.
         """
         from transformers import AttentionInterface, AttentionMaskInterface
 
         if core_attn_implementation not in AttentionInterface._global_mapping:
             known = ", ".join(sorted(AttentionInterface._global_mapping))
-            raise UsageError(f"core_attn_implementation is {core_attn_implementation!r}; transformers has {known}")
+            raise UsageError(
+                f"core_attn_implementation is {core_attn_implementation!r}; transformers has "
+                f"{known}"
+            )
         if not dist.is_initialized():
             comm.init_distributed("gloo" if not torch.cuda.is_available() else "nccl")
         unit = SequenceUnit(sequence_parallel_size)
@@ -207,18 +244,35 @@ class UlyssesSPAttentionHF:
             AttentionMaskInterface.register(core_attn_implementation, made.mask)
         return unit
 
-    def mask(self, batch_size: int, q_length: int, kv_length: int, mask_function: Any = None, **options: Any) -> Any:
-        """What the attention needs later to build the mask, when it has seen the position ids of all ranks."""
+    def mask(
+        self,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        mask_function: Any = None,
+        **options: Any,
+    ) -> Any:
+        """What the attention needs later to build the mask, when it has seen the position ids of
+        all ranks.
+        """
         options.pop("attention_mask", None)
         return batch_size, q_length, options
 
     def attention(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        **options: Any,
     ) -> tuple[Tensor, None]:
         """transformers' attention function."""
         positions = options.get("position_ids")
         part = self._part(attention_mask, positions, query)
-        return attend_part(module, query, key, value, part, self.group, False, self.before, options), None
+        return attend_part(
+            module, query, key, value, part, self.group, False, self.before, options
+        ), None
 
     def _part(self, asked: Any, positions: Tensor | None, query: Tensor) -> Part:
         """The same for all layers of a forward, which are given the same position ids."""
@@ -228,7 +282,9 @@ class UlyssesSPAttentionHF:
         ranks = comm.world_size(self.group)
         tokens = Tokens(Layout(query.shape[2] * ranks, ranks), None, documents(whole), whole)
         options: dict[str, Any] = (
-            dict(asked[2]) if isinstance(asked, tuple) else {"device": query.device, "dtype": query.dtype}
+            dict(asked[2])
+            if isinstance(asked, tuple)
+            else {"device": query.device, "dtype": query.dtype}
         )
         part = make_part(tokens, False, self.core, query.shape[0], build=self.build, **options)
         if positions is not None:
@@ -239,7 +295,9 @@ class UlyssesSPAttentionHF:
 def vocab_sequence_parallel_cross_entropy(
     vocab_parallel_logits: Tensor, target: Tensor, sp_group: ProcessGroup
 ) -> Tensor:
-    """The loss of each token of the whole sequence: [sequence, batch, classes] of this rank -> [sequence, batch]."""
+    """The loss of each token of the whole sequence: [sequence, batch, classes] of this rank ->
+    [sequence, batch].
+    """
     rows = vocab_parallel_logits.flatten(0, 1)
     losses = torch.nn.functional.cross_entropy(rows.float(), target.flatten(), reduction="none")
     return gather(losses.view(target.shape), sp_group, 0)

@@ -1,9 +1,11 @@
-"""Attention over sequences that are longer than the device's memory holds: chunk by chunk, the rest on the host (FPDT).
+"""Attention over sequences that are longer than the device's memory holds: chunk by chunk, the rest
+on the host (FPDT).
 
-A rank has a part of each chunk of the sequence, as `FPDT_InputConstruct` deals them out. For each chunk an exchange
-gives it all tokens of the chunk and some of the heads. Queries, keys and values then rest on the host; the device has
-one chunk of queries and one of keys at a time, forward and backward. What is added up over chunks is exact softmax
-attention, see `blocks`. The interface is that of DeepSpeed's ``deepspeed.sequence.fpdt_layer``.
+A rank has a part of each chunk of the sequence, as `FPDT_InputConstruct` deals them out. For each
+chunk an exchange gives it all tokens of the chunk and some of the heads. Queries, keys and values
+then rest on the host; the device has one chunk of queries and one of keys at a time, forward and
+backward. What is added up over chunks is exact softmax attention, see `blocks`. The interface is
+that of DeepSpeed's ``deepspeed.sequence.fpdt_layer``.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ from ds_core.errors import UsageError
 from ds_sequence_parallel import blocks
 from ds_sequence_parallel.tiled import tiled
 
-__all__ = ["FPDT_FFN", "FPDT_Attention", "FPDT_InputConstruct", "FPDT_LogitsLoss", "chunked_attention"]
+__all__ = [
+    "FPDT_FFN",
+    "FPDT_Attention",
+    "FPDT_InputConstruct",
+    "FPDT_LogitsLoss",
+    "chunked_attention",
+]
 
 HOST = torch.device("cpu")
 
@@ -35,10 +43,11 @@ def chunked_attention(
     scale: float | None = None,
     device: torch.device | None = None,
 ) -> list[Tensor]:
-    """Causal attention of a sequence whose chunks, [batch, heads, positions, size], rest where they are.
+    """Causal attention of a sequence whose chunks, [batch, heads, positions, size], rest where they
+    are.
 
-    Each is brought to `device` (None: that of the queries) while it is needed. Gives the chunks of the output, where
-    the queries are. There may be fewer heads of keys and values.
+    Each is brought to `device` (None: that of the queries) while it is needed. Gives the chunks of
+    the output, where the queries are. There may be fewer heads of keys and values.
     """
     scale = queries[0].shape[-1] ** -0.5 if scale is None else scale
     run: Any = _Chunks.apply
@@ -47,8 +56,12 @@ def chunked_attention(
 
 class _Chunks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, count: int, scale: float, device: torch.device, *chunks: Tensor) -> tuple[Tensor, ...]:
-        queries, keys, values = chunks[:count], chunks[count : 2 * count], chunks[2 * count :]
+    def forward(
+        ctx: Any, count: int, scale: float, device: torch.device, *chunks: Tensor
+    ) -> tuple[Tensor, ...]:
+        queries = chunks[:count]
+        keys = chunks[count : 2 * count]
+        values = chunks[2 * count :]
         outs: list[Tensor] = []
         lses: list[Tensor] = []
         for index, resting in enumerate(queries):
@@ -58,17 +71,22 @@ class _Chunks(torch.autograd.Function):
             for other in range(index + 1):  # later ones are not seen
                 key = keys[other].to(device)
                 value = values[other].to(device)
-                more, more_lse = blocks.attend(query, key, value, causal=other == index, scale=scale)
+                more, more_lse = blocks.attend(
+                    query, key, value, causal=other == index, scale=scale
+                )
                 blocks.add(out, lse, more, more_lse)
             outs.append(out.to(resting.dtype).to(resting.device))
             lses.append(lse.to(resting.device))
-        ctx.count, ctx.scale, ctx.device = count, scale, device
+        ctx.count = count
+        ctx.scale = scale
+        ctx.device = device
         ctx.save_for_backward(*chunks, *outs, *lses)
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        count, device = ctx.count, ctx.device
+        count = ctx.count
+        device = ctx.device
         parts = [ctx.saved_tensors[first * count : (first + 1) * count] for first in range(5)]
         queries, keys, values, outs, lses = parts
         query_grads = [_wide_zeros(query, query.shape[-1]) for query in queries]
@@ -82,7 +100,14 @@ class _Chunks(torch.autograd.Function):
             for other in range(index, count):  # the chunks of queries that see these keys
                 here = [part[other].to(device) for part in (grads, queries, outs, lses)]
                 more, more_k, more_v = blocks.attend_backward(
-                    here[0], here[1], key, value, here[2], here[3], causal=other == index, scale=ctx.scale
+                    here[0],
+                    here[1],
+                    key,
+                    value,
+                    here[2],
+                    here[3],
+                    causal=other == index,
+                    scale=ctx.scale,
                 )
                 query_grads[other] += more.to(query_grads[other])
                 dk += more_k
@@ -100,10 +125,12 @@ def _wide_zeros(like: Tensor, width: int) -> Tensor:
 
 
 class FPDT_Attention(nn.Module):
-    """The attention of a block of Megatron-DeepSpeed, from its input after the norm to its output's projection.
+    """The attention of a block of Megatron-DeepSpeed, from its input after the norm to its output's
+    projection.
 
-    config: has kv_channels, num_attention_heads, num_key_value_heads, hidden_size and attention_dropout. chunk_size: in
-    tokens of the whole sequence. gather_idx, scatter_idx: without effect, the shapes are known.
+    config: has kv_channels, num_attention_heads, num_key_value_heads, hidden_size and
+    attention_dropout. chunk_size: in tokens of the whole sequence. gather_idx, scatter_idx: without
+    effect, the shapes are known.
     """
 
     def __init__(
@@ -121,8 +148,10 @@ class FPDT_Attention(nn.Module):
         enable_offloading: bool = True,
     ) -> None:
         super().__init__()
-        self.qkv_linear_weight, self.qkv_linear_bias = first_weight, first_bias
-        self.qkv_dense_weight, self.qkv_dense_bias = second_weight, second_bias
+        self.qkv_linear_weight = first_weight
+        self.qkv_linear_bias = first_bias
+        self.qkv_dense_weight = second_weight
+        self.qkv_dense_bias = second_bias
         self.group = sequence_process_group
         self.head_size = config.kv_channels
         self.heads = config.num_attention_heads
@@ -134,7 +163,8 @@ class FPDT_Attention(nn.Module):
         ranks = comm.world_size(self.group)
         if self.heads % ranks or self.key_heads % ranks:
             raise UsageError(
-                f"FPDT_Attention: {ranks} ranks do not divide {self.heads} heads and {self.key_heads} key-value heads"
+                f"FPDT_Attention: {ranks} ranks do not divide {self.heads} heads and "
+                f"{self.key_heads} key-value heads"
             )
 
     def forward(
@@ -147,13 +177,16 @@ class FPDT_Attention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """The projected output and its bias, which is added unless `return_bias`.
 
-        layernorm_output: [own positions, batch, width]. rotary_pos_emb: cosines and sines of the whole sequence,
-        [positions, 1, 1, size]. Raises UsageError for a mask, dropout in training, and lengths that do not divide.
+        layernorm_output: [own positions, batch, width]. rotary_pos_emb: cosines and sines of the
+        whole sequence, [positions, 1, 1, size]. Raises UsageError for a mask, dropout in training,
+        and lengths that do not divide.
         """
         if attention_mask is not None:
             raise UsageError("FPDT_Attention: attention is causal; leave attention_mask out")
         if self.dropout and self.training:
-            raise UsageError(f"FPDT_Attention: attention_dropout {self.dropout} is not offered; set it to 0")
+            raise UsageError(
+                f"FPDT_Attention: attention_dropout {self.dropout} is not offered; set it to 0"
+            )
         x = layernorm_output
         count = _chunks(x.shape[0] * comm.world_size(self.group), self.chunk_size)
         resting = HOST if cpu_offloading and self.enable_offloading and count > 1 else x.device
@@ -166,13 +199,21 @@ class FPDT_Attention(nn.Module):
         back = [all_to_all(out.to(x.device), self.group, 2, 1) for out in outs]
         joined = torch.cat([out.permute(2, 0, 1, 3).flatten(2) for out in back])
         bias = None if self.return_bias else self.qkv_dense_bias
-        return F.linear(joined, self.qkv_dense_weight, bias), self.qkv_dense_bias if self.return_bias else None
+        return F.linear(
+            joined, self.qkv_dense_weight, bias
+        ), self.qkv_dense_bias if self.return_bias else None
 
-    def _exchanged(self, part: Tensor, index: int, rotary: tuple[Tensor, Tensor] | None) -> list[Tensor]:
-        """Queries, keys and values of a whole chunk for this rank's heads, of its part of the chunk."""
+    def _exchanged(
+        self, part: Tensor, index: int, rotary: tuple[Tensor, Tensor] | None
+    ) -> list[Tensor]:
+        """Queries, keys and values of a whole chunk for this rank's heads, of its part of the
+        chunk.
+        """
         found = []
         widths = [heads * self.head_size for heads in (self.heads, self.key_heads, self.key_heads)]
-        for kind, x in enumerate(F.linear(part, self.qkv_linear_weight, self.qkv_linear_bias).split(widths, -1)):
+        for kind, x in enumerate(
+            F.linear(part, self.qkv_linear_weight, self.qkv_linear_bias).split(widths, -1)
+        ):
             by_heads = x.unflatten(-1, (-1, self.head_size)).permute(1, 2, 0, 3)
             whole = all_to_all(by_heads, self.group, 1, 2)
             if rotary is not None and kind < 2:
@@ -185,7 +226,8 @@ class FPDT_Attention(nn.Module):
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     width = cos.shape[-1]
-    turned, rest = x[..., :width], x[..., width:]
+    turned = x[..., :width]
+    rest = x[..., width:]
     first, second = turned.chunk(2, -1)
     turned = turned * cos + torch.cat([-second, first], -1) * sin
     return torch.cat([turned, rest], -1).to(x.dtype)
@@ -215,16 +257,24 @@ class FPDT_InputConstruct(nn.Module):
         sp_rank: int,
     ) -> None:
         super().__init__()
-        self.tokens, self.labels, self.loss_mask = tokens, labels, loss_mask
-        self.attention_mask, self.position_ids = attention_mask, position_ids
+        self.tokens = tokens
+        self.labels = labels
+        self.loss_mask = loss_mask
+        self.attention_mask = attention_mask
+        self.position_ids = position_ids
         self.num_chunk_per_gpu = _chunks(tokens.shape[1], args.ds_sequence_parallel_fpdt_chunk_size)
         self.chunk_size = args.ds_sequence_parallel_fpdt_chunk_size // sp_size
-        self.sp_size, self.sp_rank = sp_size, sp_rank
+        self.sp_size = sp_size
+        self.sp_rank = sp_rank
         if self.chunk_size * sp_size * self.num_chunk_per_gpu != tokens.shape[1]:
-            raise UsageError(f"FPDT: {sp_size} ranks do not divide chunks of {self.chunk_size * sp_size} tokens")
+            raise UsageError(
+                f"FPDT: {sp_size} ranks do not divide chunks of {self.chunk_size * sp_size} tokens"
+            )
 
     def generate(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """This rank's tokens, labels, the loss mask of all ranks one after the other, the mask, its positions."""
+        """This rank's tokens, labels, the loss mask of all ranks one after the other, the mask, its
+        positions.
+        """
         device = self.tokens.device
         parts = torch.arange(self.num_chunk_per_gpu * self.sp_size, device=device)
         by_rank = parts.view(self.num_chunk_per_gpu, self.sp_size).t()
@@ -244,7 +294,9 @@ class FPDT_FFN:
     def apply(
         x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, add_bias: bool, chunk_size: int
     ) -> tuple[Tensor, Tensor | None]:
-        """The output and `b2`, which is added where `add_bias` says so. x: [positions, batch, width]."""
+        """The output and `b2`, which is added where `add_bias` says so. x: [positions, batch,
+        width].
+        """
         count = _chunks(x.shape[0], chunk_size)
 
         def layer(tile: Tensor) -> Tensor:
@@ -269,7 +321,9 @@ class FPDT_LogitsLoss:
         spg: ProcessGroup | None,
         num_chunk: int,
     ) -> Tensor:
-        """The losses of all ranks' tokens, [positions, batch]. lm_output: [own positions, batch, width]."""
+        """The losses of all ranks' tokens, [positions, batch]. lm_output: [own positions, batch,
+        width].
+        """
 
         def losses(x: Tensor, wanted: Tensor) -> Tensor:
             logits = F.linear(x, logit_weights)

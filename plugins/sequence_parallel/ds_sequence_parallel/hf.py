@@ -1,11 +1,13 @@
 """A transformers model whose sequences are divided over ranks, with no change to its code.
 
-[Note: how it is done] A hook before the model's forward cuts the inputs. The model's attention implementation is one
-that is registered with transformers for this run: its mask function builds no mask of the part, but a `Part`, which
-has the mask of the whole sequence and travels to each attention as its ``attention_mask``, so that a block that is
-computed again finds it too; its attention function exchanges heads (Ulysses) or goes round the ring. A model that does
-not use the registry (Bloom) is given a cache, `GatheredKeys`, whose update gathers keys and values of the whole
-sequence. The loss is divided by the number of tokens of all shards; see `ds_sequence_parallel.losses`.
+[Note: how it is done] A hook before the model's forward cuts the inputs. The model's attention
+implementation is one that is registered with transformers for this run: its mask function builds no
+mask of the part, but a `Part`, which has the mask of the whole sequence and travels to each
+attention as its ``attention_mask``, so that a block that is computed again finds it too; its
+attention function exchanges heads (Ulysses) or goes round the ring. A model that does not use the
+registry (Bloom) is given a cache, `GatheredKeys`, whose update gathers keys and values of the whole
+sequence. The loss is divided by the number of tokens of all shards; see
+`ds_sequence_parallel.losses`.
 """
 
 from __future__ import annotations
@@ -39,21 +41,34 @@ from ds_sequence_parallel.layout import Layout
 
 __all__ = ["GatheredKeys", "ShardedModel", "root_model"]
 
-_ALONG = {"input_ids": 1, "inputs_embeds": 1, "token_type_ids": 1, "labels": -1, "shift_labels": -1, "position_ids": -1}
+_ALONG = {
+    "input_ids": 1,
+    "inputs_embeds": 1,
+    "token_type_ids": 1,
+    "labels": -1,
+    "shift_labels": -1,
+    "position_ids": -1,
+}
 """Arguments of a transformers model, and the dimension of each that is the sequence."""
 _LOSSES = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}
-"""transformers' losses that are a mean over tokens, and whether labels are those of the next token."""
+"""transformers' losses that are a mean over tokens, and whether labels are those of the next token.
+"""
 IGNORED = -100
 _names = itertools.count(1)
 
 
 def argument_names(model: nn.Module) -> list[str]:
-    """The arguments of the model's forward, by place; what it is bound to is none of them, whatever it is called."""
+    """The arguments of the model's forward, by place; what it is bound to is none of them, whatever
+    it is called.
+    """
     return list(inspect.signature(model.forward).parameters)
 
 
 def root_model(model: nn.Module) -> Any:
-    """The outermost transformers model in `model`; None without one. UsageError where there are several."""
+    """The outermost transformers model in `model`; None without one.
+
+    UsageError where there are several.
+    """
     base: Any = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules() if base is not None else ():
@@ -62,7 +77,8 @@ def root_model(model: nn.Module) -> Any:
             found[name] = module
     if len(found) > 1:
         raise UsageError(
-            f"sequence_parallel: the model holds several transformers models ({', '.join(found)}); their inputs cannot "
+            f"sequence_parallel: the model holds several transformers models ({', '.join(found)}); "
+            "their inputs cannot "
             "be told apart: cut them yourself, and use ds_sequence_parallel.DistributedAttention"
         )
     return next(iter(found.values()), None)
@@ -70,7 +86,9 @@ def root_model(model: nn.Module) -> Any:
 
 @dataclass(eq=False)
 class _Inputs(Tokens):
-    """The micro-batch that is on its way through the model. items: what the loss is divided by, on this rank."""
+    """The micro-batch that is on its way through the model. items: what the loss is divided by, on
+    this rank.
+    """
 
     items: Any = None
     labelled: bool = False
@@ -79,14 +97,19 @@ class _Inputs(Tokens):
 
 
 class GatheredKeys:
-    """Stands in for a model's cache: an attention that updates it gets the keys and values of the whole sequence."""
+    """Stands in for a model's cache: an attention that updates it gets the keys and values of the
+    whole sequence.
+    """
 
     recompute_safe = True  # it keeps nothing
 
     def __init__(self, inputs: _Inputs, group: ProcessGroup) -> None:
-        self.inputs, self.group = inputs, group
+        self.inputs = inputs
+        self.group = group
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         """Keys and values, [batch, heads, positions, size], of all ranks. Collective."""
         self.inputs.attended = True  # no count: torch.compile would make a graph for each
         sizes = self.inputs.layout.sizes
@@ -108,15 +131,25 @@ class GatheredKeys:
 class ShardedModel:
     """The hooks of one transformers model; see the module.
 
-    more: further arguments of the forward and the dimension of each that is cut; None for one that is left whole.
+    more: further arguments of the forward and the dimension of each that is cut; None for one that
+    is left whole.
     """
 
     def __init__(
-        self, model: Any, group: ProcessGroup, *, ring: bool, more: Mapping[str, int | None], heads_over: int = 1
+        self,
+        model: Any,
+        group: ProcessGroup,
+        *,
+        ring: bool,
+        more: Mapping[str, int | None],
+        heads_over: int = 1,
     ) -> None:
-        self.model, self.group = model, group
-        self.rank, self.ranks = comm.rank(group), comm.world_size(group)
-        self.more, self.ring = more, ring
+        self.model = model
+        self.group = group
+        self.rank = comm.rank(group)
+        self.ranks = comm.world_size(group)
+        self.more = more
+        self.ring = ring
         self.inputs: _Inputs | None = None
         self.closed = False
         self.copied = False
@@ -143,18 +176,22 @@ class ShardedModel:
 
     def _check_model(self) -> None:
         name = type(self.model).__name__
-        own_positions = [m for m in self.model.modules() if hasattr(m, "create_position_ids_from_input_ids")]
+        own_positions = [
+            m for m in self.model.modules() if hasattr(m, "create_position_ids_from_input_ids")
+        ]
         self.needs_positions = bool(own_positions) or name.startswith("OPT")
         if self.registered:
             return
         if self.ring:
             raise UsageError(
-                f"sequence_parallel.mode is ring, and {name} does not use transformers' attention functions; leave "
+                f"sequence_parallel.mode is ring, and {name} does not use transformers' attention "
+                "functions; leave "
                 "mode out"
             )
         if "past_key_values" not in self.names:
             raise UsageError(
-                f"sequence_parallel: {name} neither uses transformers' attention functions nor has a cache of keys and "
+                f"sequence_parallel: {name} neither uses transformers' attention functions nor has "
+                "a cache of keys and "
                 "values, so its attention cannot be divided"
             )
 
@@ -167,12 +204,17 @@ class ShardedModel:
         self.model.set_attn_implementation(self.name)
 
     def __deepcopy__(self, memo: Any) -> ShardedModel:
-        """The hooks of a copy of the model are these; when the engine ends, it is an ordinary model as well."""
+        """The hooks of a copy of the model are these; when the engine ends, it is an ordinary model
+        as well.
+        """
         self.copied = True
         return self
 
     def close(self) -> None:
-        """Give the model back as it was. Copies of it that were made meanwhile run whole from now on."""
+        """Give the model back as it was.
+
+        Copies of it that were made meanwhile run whole from now on.
+        """
         for handle in self._handles:
             handle.remove()
         self.closed = True
@@ -194,7 +236,7 @@ class ShardedModel:
             if (mask := plain_mask(self.before)) is not None:
                 AttentionMaskInterface.register(self.name, mask)
 
-    # -- inputs ----------------------------------------------------------------------------------------------------
+    # -- inputs ------------------------------------------------------------------------------------
 
     def begin(self, module: Any, args: Any, kwargs: Any) -> Any:
         """Cut the inputs; before the model's forward."""
@@ -207,10 +249,13 @@ class ShardedModel:
             return None
         layout = self._layout(given)
         padding = given.pop("attention_mask", None)
-        if padding is not None and (not isinstance(padding, Tensor) or padding.shape[1:] != (layout.length,)):
+        if padding is not None and (
+            not isinstance(padding, Tensor) or padding.shape[1:] != (layout.length,)
+        ):
             shown = tuple(padding.shape) if isinstance(padding, Tensor) else type(padding).__name__
             raise UsageError(
-                f"sequence_parallel: attention_mask must be [batch, sequence] with the {layout.length} tokens of the "
+                "sequence_parallel: attention_mask must be [batch, sequence] with the "
+                f"{layout.length} tokens of the "
                 "whole "
                 f"sequence, and is {shown}"
             )
@@ -222,14 +267,20 @@ class ShardedModel:
         if positions is None and "position_ids" in self.names:
             if self.needs_positions:
                 raise UsageError(
-                    f"sequence_parallel: {type(self.model).__name__} counts positions in its own way; give it "
+                    f"sequence_parallel: {type(self.model).__name__} counts positions in its own "
+                    "way; give it "
                     "position_ids"
                 )
             given["position_ids"] = torch.arange(layout.length, device=device).unsqueeze(0)
         self._cut(given, layout)
-        if self.registered:  # all of it, lest the model look for documents in the positions of a part
+        # all of it, lest the model look for documents in the positions of a part
+        if self.registered:
             batch = self._batch(given)
-            whole = torch.ones(batch, layout.length, dtype=torch.bool, device=device) if padding is None else padding
+            whole = (
+                torch.ones(batch, layout.length, dtype=torch.bool, device=device)
+                if padding is None
+                else padding
+            )
             given["attention_mask"] = whole.bool()
         else:
             self._gather_keys(given, inputs)
@@ -240,7 +291,8 @@ class ShardedModel:
     def _gather_keys(self, given: dict[str, Any], inputs: _Inputs) -> None:
         if inputs.segments is not None:
             raise UsageError(
-                f"sequence_parallel: packed sequences need transformers' attention functions, which "
+                "sequence_parallel: packed sequences need transformers' attention functions, "
+                "which "
                 f"{type(self.model).__name__} does not use"
             )
         if inputs.padding is not None:
@@ -250,7 +302,9 @@ class ShardedModel:
     def _layout(self, given: Mapping[str, Any]) -> Layout:
         tokens = given.get("input_ids", given.get("inputs_embeds"))
         if tokens is None:
-            raise UsageError("sequence_parallel: the model was called without input_ids and inputs_embeds")
+            raise UsageError(
+                "sequence_parallel: the model was called without input_ids and inputs_embeds"
+            )
         return Layout(tokens.shape[1], self.ranks, self.ring)
 
     @staticmethod
@@ -258,22 +312,29 @@ class ShardedModel:
         return int(given["input_ids" if "input_ids" in given else "inputs_embeds"].shape[0])
 
     def _labels(self, given: dict[str, Any], inputs: _Inputs) -> None:
-        """Labels of the whole sequence: shifted where the loss is of the next token, and counted."""
-        labels, shifted = given.get("labels"), given.pop("shift_labels", None)
+        """Labels of the whole sequence: shifted where the loss is of the next token, and
+        counted."""
+        labels = given.get("labels")
+        shifted = given.pop("shift_labels", None)
         items = given.pop("num_items_in_batch", None)
         if labels is None and shifted is None:
             return
         if self.shifts is None:
             raise UsageError(
-                f"sequence_parallel: the loss of {type(self.model).__name__} is not known to be a mean over tokens; "
+                f"sequence_parallel: the loss of {type(self.model).__name__} is not known to be a "
+                "mean over tokens; "
                 "call "
-                "the model without labels, and compute the loss with ds_sequence_parallel.token_mean"
+                "the model without labels, and compute the loss with "
+                "ds_sequence_parallel.token_mean"
             )
         if shifted is None:
             assert labels is not None
-            shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:] if self.shifts else labels
+            shifted = (
+                nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:] if self.shifts else labels
+            )
         items = (shifted != IGNORED).sum() if items is None else items
-        inputs.items, inputs.labelled = items / self.ranks, True
+        inputs.items = items / self.ranks
+        inputs.labelled = True
         given["labels"] = shifted
         if self.takes_any:
             given["num_items_in_batch"] = inputs.items
@@ -286,14 +347,18 @@ class ShardedModel:
             dim = along.get(name)
             if isinstance(value, Tensor) and dim is not None:
                 given[name] = layout.cut(value, self.rank, dim).contiguous()
-            elif isinstance(value, Tensor) and name not in along and layout.length in value.shape[1:]:
+            elif (
+                isinstance(value, Tensor) and name not in along and layout.length in value.shape[1:]
+            ):
                 raise UsageError(
-                    f"sequence_parallel: argument {name!r} of shape {tuple(value.shape)} may belong to the tokens; say "
+                    f"sequence_parallel: argument {name!r} of shape {tuple(value.shape)} may "
+                    "belong to the tokens; say "
                     "which "
-                    f'dimension is cut, or null for none: "sequence_parallel": {{"inputs": {{"{name}": 1}}}}'
+                    'dimension is cut, or null for none: "sequence_parallel": {"inputs": '
+                    f'{{"{name}": 1}}}}'
                 )
 
-    # -- attention ---------------------------------------------------------------------------------------------------
+    # -- attention ---------------------------------------------------------------------------------
 
     def mask(self, batch_size: int, q_length: Any, kv_length: int, **options: Any) -> Any:
         """transformers' mask function: a `Part`, or the usual mask where the model runs whole."""
@@ -305,16 +370,28 @@ class ShardedModel:
         return make_part(inputs, self.ring, self.before, batch_size, **options)
 
     def attention(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        **options: Any,
     ) -> tuple[Tensor, None]:
-        """transformers' attention function: [batch, heads, positions, size] -> [batch, positions, heads, size]."""
+        """transformers' attention function: [batch, heads, positions, size] -> [batch, positions,
+        heads, size].
+        """
         if self.inputs is not None:
             self.inputs.attended = True  # no count: torch.compile would make a graph for each
         elif not isinstance(attention_mask, Part) and not torch.is_grad_enabled():
-            return plain_attention(self.before, module)(module, query, key, value, attention_mask, **options)[0], None
-        return attend_part(module, query, key, value, attention_mask, self.group, self.ring, self.before, options), None
+            return plain_attention(self.before, module)(
+                module, query, key, value, attention_mask, **options
+            )[0], None
+        return attend_part(
+            module, query, key, value, attention_mask, self.group, self.ring, self.before, options
+        ), None
 
-    # -- the loss ------------------------------------------------------------------------------------------------------
+    # -- the loss ----------------------------------------------------------------------------------
 
     def _over_all_shards(self, function: Any) -> Any:
         """The model's loss function, divided by the tokens of all shards."""
@@ -329,18 +406,26 @@ class ShardedModel:
         return loss
 
     def complete(self, labels: Tensor | None, options: dict[str, Any]) -> dict[str, Any]:
-        """Options of the loss function, also of a forward that takes no ``**kwargs`` and so passes on labels alone."""
+        """Options of the loss function, also of a forward that takes no ``**kwargs`` and so passes
+        on labels alone.
+        """
         if (inputs := self.inputs) is None or not inputs.labelled:
             return options
-        told = {"num_items_in_batch": inputs.items} | ({"shift_labels": labels} if self.shifts else {})
+        told = {"num_items_in_batch": inputs.items} | (
+            {"shift_labels": labels} if self.shifts else {}
+        )
         return options | {name: value for name, value in told.items() if options.get(name) is None}
 
     def join_routers(self, module: Any, args: Any, output: Any) -> None:
-        """Give the model the router logits of all tokens: what it computes of them is no mean over shards."""
-        inputs, routers = self.inputs, getattr(output, "router_logits", None)
+        """Give the model the router logits of all tokens: what it computes of them is no mean over
+        shards.
+        """
+        inputs = self.inputs
+        routers = getattr(output, "router_logits", None)
         if inputs is None or not routers:
             return
-        batch, sizes = output.last_hidden_state.shape[0], inputs.layout.sizes
+        batch = output.last_hidden_state.shape[0]
+        sizes = inputs.layout.sizes
 
         def join(logits: Tensor) -> Tensor:
             parts = gather_to(logits.reshape(batch, -1, logits.shape[-1]), self.group, 1, sizes)
@@ -355,14 +440,19 @@ class ShardedModel:
         if inputs is None or output is None:
             return None
         if not inputs.attended:
-            raise UsageError(f"sequence_parallel: no attention of {type(self.model).__name__} was divided; is it one?")
+            raise UsageError(
+                f"sequence_parallel: no attention of {type(self.model).__name__} was divided; is "
+                "it one?"
+            )
         if not isinstance(output, tuple) and getattr(output, "past_key_values", None) is not None:
             output.past_key_values = None
         if not inputs.labelled:
             return output
-        if not inputs.losses and self.model.loss_function is self.loss:  # another's may well not call this one
+        # another's may well not call this one
+        if not inputs.losses and self.model.loss_function is self.loss:
             raise UsageError(
-                f"sequence_parallel: {type(self.model).__name__} computes its loss itself, over this rank's tokens "
+                f"sequence_parallel: {type(self.model).__name__} computes its loss itself, over "
+                "this rank's tokens "
                 "alone; "
                 "call it without labels, and use ds_sequence_parallel.cross_entropy"
             )

@@ -16,15 +16,25 @@ from ds_sequence_parallel.layout import Layout
 from ds_sequence_parallel.ring import Mask, ring_attention
 from ds_sequence_parallel.ulysses import ulysses
 
-__all__ = ["Part", "Tokens", "attend_part", "attend_whole", "documents", "make_part", "plain_attention", "plain_mask"]
+__all__ = [
+    "Part",
+    "Tokens",
+    "attend_part",
+    "attend_whole",
+    "documents",
+    "make_part",
+    "plain_attention",
+    "plain_mask",
+]
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
     """What an attention has to know of the whole sequence.
 
-    whole: the mask of the whole sequence, as the model's own attention implementation takes it. causal, allowed: the
-    same for the ring: which keys a query may look at. position_ids: of the whole sequence.
+    whole: the mask of the whole sequence, as the model's own attention implementation takes it.
+    causal, allowed: the same for the ring: which keys a query may look at. position_ids: of the
+    whole sequence.
     """
 
     layout: Layout
@@ -38,7 +48,8 @@ class Part:
 class Tokens:
     """The tokens of a whole micro-batch.
 
-    padding: true where a token counts, [batch, sequence]. segments: the number of its document, if there are several.
+    padding: true where a token counts, [batch, sequence]. segments: the number of its document, if
+    there are several.
     """
 
     layout: Layout
@@ -80,8 +91,8 @@ def make_part(
 ) -> Part:
     """What stands for the mask of these tokens.
 
-    before: the attention whose mask the whole sequence gets. options: as transformers calls a mask function. build: the
-    mask function of `before`, if not the one that is registered.
+    before: the attention whose mask the whole sequence gets. options: as transformers calls a mask
+    function. build: the mask function of `before`, if not the one that is registered.
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
@@ -90,17 +101,28 @@ def make_part(
     causal = function is causal_mask_function or options.get("local_size") is not None
     if tokens.segments is not None:
         assert tokens.position_ids is not None
-        function, plain = _inside(function, tokens.segments, tokens.position_ids), False
+        function = _inside(function, tokens.segments, tokens.position_ids)
+        plain = False
         options["allow_is_causal_skip"] = False
     padding = None if tokens.padding is None else tokens.padding.bool()
-    whole, allowed, build = None, None, build or plain_mask(before)
+    whole = None
+    allowed = None
+    build = build or plain_mask(before)
     if ring:
         if options.get("use_vmap"):
-            raise UsageError("sequence_parallel: ring attention cannot use this model's own mask; set mode to ulysses")
+            raise UsageError(
+                "sequence_parallel: ring attention cannot use this model's own mask; set mode to "
+                "ulysses"
+            )
         if not plain or padding is not None:
             allowed = _allowed(function, padding, batch_size)
     elif build is not None:
-        options |= {"q_offset": 0, "kv_offset": 0, "mask_function": function, "attention_mask": padding}
+        options |= {
+            "q_offset": 0,
+            "kv_offset": 0,
+            "mask_function": function,
+            "attention_mask": padding,
+        }
         length = tokens.layout.length
         whole = build(batch_size=batch_size, q_length=length, kv_length=length, **options)
     return Part(tokens.layout, whole, causal, allowed, tokens.position_ids)
@@ -117,22 +139,28 @@ def attend_part(
     before: Any,
     options: dict[str, Any],
 ) -> Tensor:
-    """The attention of this rank's tokens: [batch, heads, positions, size] -> [batch, positions, heads, size].
+    """The attention of this rank's tokens: [batch, heads, positions, size] -> [batch, positions,
+    heads, size].
 
     before: the attention function of whole sequences, or its name. Collective along `group`.
     """
     if not isinstance(part, Part):
         raise UsageError(
-            f"sequence_parallel: {type(module).__name__} was given a mask of its own making; its attention cannot be "
+            f"sequence_parallel: {type(module).__name__} was given a mask of its own making; its "
+            "attention cannot be "
             "divided"
         )
     for name in ("s_aux", "position_bias", "softcap") if ring else ("s_aux", "position_bias"):
         if options.get(name) is not None:
-            raise UsageError(f"sequence_parallel: attention with {name} ({type(module).__name__}) cannot be divided")
+            raise UsageError(
+                f"sequence_parallel: attention with {name} ({type(module).__name__}) cannot be "
+                "divided"
+            )
     if ring:
         if options.get("dropout"):
             raise UsageError(
-                "sequence_parallel: ring attention has no dropout; set attention_dropout to 0 or mode to ulysses"
+                "sequence_parallel: ring attention has no dropout; set attention_dropout to 0 or "
+                "mode to ulysses"
             )
         how: Any = {"causal": part.causal, "scale": options.get("scaling"), "mask": part.allowed}
         return ring_attention(query, key, value, group, part.layout, **how).transpose(1, 2)
@@ -168,7 +196,9 @@ def documents(position_ids: Tensor | None) -> Tensor | None:
     return starts.cumsum(-1) if bool(starts.any()) else None
 
 
-def _inside(function: Callable[..., Tensor], segments: Tensor, positions: Tensor) -> Callable[..., Tensor]:
+def _inside(
+    function: Callable[..., Tensor], segments: Tensor, positions: Tensor
+) -> Callable[..., Tensor]:
     """A mask function inside documents, by the positions in them."""
 
     def inner(batch: Any, head: Any, query: Any, key: Any) -> Tensor:
@@ -184,7 +214,8 @@ def _allowed(function: Callable[..., Tensor], padding: Tensor | None, batch: int
 
     def mask(queries: Tensor, keys: Tensor) -> Tensor:
         rows = torch.arange(batch, device=queries.device)[:, None, None, None]
-        query, key = queries[None, None, :, None], keys[None, None, None, :]
+        query = queries[None, None, :, None]
+        key = keys[None, None, None, :]
         seen = function(rows, rows.new_zeros(1, 1, 1, 1), query, key)
         if padding is not None:
             seen = seen & padding[rows, key]

@@ -19,8 +19,9 @@ __all__ = ["Layout", "cut", "joined"]
 class Layout:
     """A sequence of `length` positions over `ranks` ranks, in parts whose lengths differ by little.
 
-    zigzag: cut into twice as many chunks, of which each rank has one from the front and one from the back, so that
-    causal attention is the same work for all. Without it each rank has one stretch. Positions of a rank ascend.
+    zigzag: cut into twice as many chunks, of which each rank has one from the front and one from
+    the back, so that causal attention is the same work for all. Without it each rank has one
+    stretch. Positions of a rank ascend.
     """
 
     length: int
@@ -30,7 +31,8 @@ class Layout:
     def __post_init__(self) -> None:
         if self.length < self.ranks:
             raise UsageError(
-                f"a sequence of {self.length} tokens cannot be divided over {self.ranks} ranks; use longer sequences "
+                f"a sequence of {self.length} tokens cannot be divided over {self.ranks} ranks; "
+                "use longer sequences "
                 "or a smaller sequence_parallel.size"
             )
 
@@ -51,7 +53,8 @@ class Layout:
         """The part of `rank`."""
         if whole.shape[dim] != self.length:
             raise UsageError(
-                f"an input of shape {tuple(whole.shape)} has {whole.shape[dim]} positions along dimension {dim}, where "
+                f"an input of shape {tuple(whole.shape)} has {whole.shape[dim]} positions along "
+                f"dimension {dim}, where "
                 f"the sequence has {self.length}"
             )
         parts = [whole.narrow(dim, first, end - first) for first, end in self.pieces(rank)]
@@ -59,7 +62,9 @@ class Layout:
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
         """The positions of `rank`, ascending."""
-        return torch.cat([torch.arange(first, end, device=device) for first, end in self.pieces(rank)])
+        return torch.cat(
+            [torch.arange(first, end, device=device) for first, end in self.pieces(rank)]
+        )
 
     def in_order(self, parts: Tensor, dim: int) -> Tensor:
         """The whole sequence of all ranks' parts, one after the other along `dim`."""
@@ -70,14 +75,18 @@ class Layout:
 
 
 def cut(whole: Tensor, group: ProcessGroup | None, dim: int = 1, *, zigzag: bool = False) -> Tensor:
-    """This rank's part of a tensor that all ranks of `group` have whole: tokens, labels, position ids.
+    """This rank's part of a tensor that all ranks of `group` have whole: tokens, labels, position
+    ids.
 
-    zigzag: as ring attention has it; see `Layout`. Gradients do not come back together: it is for inputs.
+    zigzag: as ring attention has it; see `Layout`. Gradients do not come back together: it is for
+    inputs.
     """
     layout = Layout(whole.shape[dim], comm.world_size(group), zigzag)
     return layout.cut(whole, comm.rank(group), dim)
 
 
 def joined(part: Tensor, group: ProcessGroup | None, layout: Layout, dim: int = 1) -> Tensor:
-    """The whole of which each rank of `group` has its `part`, such as logits; the gradient is this rank's part."""
+    """The whole of which each rank of `group` has its `part`, such as logits; the gradient is this
+    rank's part.
+    """
     return layout.in_order(gather(part, group, dim, layout.sizes), dim)

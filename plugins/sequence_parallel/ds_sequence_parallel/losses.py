@@ -1,8 +1,9 @@
 """Losses over the tokens of all shards: what one process would compute, and its gradients.
 
-[Note: the factor] A rank adds up the losses of its own tokens. Gradients are then averaged over all ranks of dp,
-those of a sequence among them; so the sum is divided by the number of tokens of *all* shards and multiplied by the
-number of ranks. The mean over ranks of that, which is what is shown, is the mean over tokens.
+[Note: the factor] A rank adds up the losses of its own tokens. Gradients are then averaged over all
+ranks of dp, those of a sequence among them; so the sum is divided by the number of tokens of *all*
+shards and multiplied by the number of ranks. The mean over ranks of that, which is what is shown,
+is the mean over tokens.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ __all__ = ["CrossEntropy", "cross_entropy", "token_mean"]
 
 
 def token_mean(total: Tensor, count: Tensor | float, group: ProcessGroup | None) -> Tensor:
-    """The mean over the tokens of all shards; equal on all ranks of `group`, with this rank's share of the gradient.
+    """The mean over the tokens of all shards; equal on all ranks of `group`, with this rank's share
+    of the gradient.
 
-    total: the sum of the losses of this rank's tokens. count: how many these are (or the sum of their weights).
-    Collective along `group`; the gradients of the ranks are to be averaged, as the engine does.
+    total: the sum of the losses of this rank's tokens. count: how many these are (or the sum of
+    their weights). Collective along `group`; the gradients of the ranks are to be averaged, as the
+    engine does.
     """
     ranks = comm.world_size(group)
     if ranks == 1:
@@ -42,13 +45,17 @@ def cross_entropy(
     ignore_index: int = -100,
     **options: Any,
 ) -> Tensor:
-    """torch's cross entropy of this rank's tokens and those of all other shards, as their mean; see `token_mean`.
+    """torch's cross entropy of this rank's tokens and those of all other shards, as their mean; see
+    `token_mean`.
 
-    logits: [..., classes]. labels: [...], already shifted where the model predicts the next token. options: ``weight``
-    and ``label_smoothing`` of torch's function.
+    logits: [..., classes]. labels: [...], already shifted where the model predicts the next token.
+    options: ``weight`` and ``label_smoothing`` of torch's function.
     """
-    rows, wanted = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-    total = nn.functional.cross_entropy(rows, wanted, ignore_index=ignore_index, reduction="sum", **options)
+    rows = logits.reshape(-1, logits.shape[-1])
+    wanted = labels.reshape(-1)
+    total = nn.functional.cross_entropy(
+        rows, wanted, ignore_index=ignore_index, reduction="sum", **options
+    )
     valid = wanted != ignore_index
     weight = options.get("weight")
     count = valid.sum() if weight is None else weight[wanted[valid]].sum()
@@ -56,12 +63,19 @@ def cross_entropy(
 
 
 class CrossEntropy(AlongSequence):
-    """`cross_entropy` as a module of the model, over the axis ``sp`` once `ds_core.initialize` has the model."""
+    """`cross_entropy` as a module of the model, over the axis ``sp`` once `ds_core.initialize` has
+    the model.
+    """
 
-    def __init__(self, group: ProcessGroup | None = None, *, ignore_index: int = -100, **options: Any) -> None:
+    def __init__(
+        self, group: ProcessGroup | None = None, *, ignore_index: int = -100, **options: Any
+    ) -> None:
         super().__init__(group)
-        self.ignore_index, self.options = ignore_index, options
+        self.ignore_index = ignore_index
+        self.options = options
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The mean over the tokens of all shards."""
-        return cross_entropy(logits, labels, self.group, ignore_index=self.ignore_index, **self.options)
+        return cross_entropy(
+            logits, labels, self.group, ignore_index=self.ignore_index, **self.options
+        )

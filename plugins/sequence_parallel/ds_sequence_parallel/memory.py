@@ -1,4 +1,6 @@
-"""The transform of what saves memory on one rank: tiled layers and losses, activations in host memory."""
+"""The transform of what saves memory on one rank: tiled layers and losses, activations in host
+memory.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""Activations in host memory: what the blocks of a model save for backward leaves the device until backward needs it.
+"""Activations in host memory: what the blocks of a model save for backward leaves the device until
+backward needs it.
 
-Copies run beside the computation (`ds_state_stores.HostCopies`). Weights stay, and so do small tensors. A tensor that
-several operations save is copied once. Backward fetches a few tensors ahead, in the reverse order of forward.
+Copies run beside the computation (`ds_state_stores.HostCopies`). Weights stay, and so do small
+tensors. A tensor that several operations save is copied once. Backward fetches a few tensors ahead,
+in the reverse order of forward.
 
-With recompute a block saves its inputs by itself and nothing else: then ``activation_checkpointing.cpu_checkpointing``
-is the key to set, and nothing is left here.
+With recompute a block saves its inputs by itself and nothing else: then
+``activation_checkpointing.cpu_checkpointing`` is the key to set, and nothing is left here.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ __all__ = ["Offload", "offload_blocks"]
 log = logging.getLogger("ds_sequence_parallel")
 
 
-def offload_blocks(model: nn.Module, section: OffloadConfig, accelerator: Accelerator) -> Callable[[], None]:
+def offload_blocks(
+    model: nn.Module, section: OffloadConfig, accelerator: Accelerator
+) -> Callable[[], None]:
     """Offload what the model's repeated blocks save; gives a function that undoes it.
 
     Raises UsageError where there are none.
@@ -42,7 +46,8 @@ def offload_blocks(model: nn.Module, section: OffloadConfig, accelerator: Accele
         log_once(
             log,
             logging.INFO,
-            "sequence_parallel.offload_activations has no effect: activations of a CPU are in host memory",
+            "sequence_parallel.offload_activations has no effect: activations of a CPU are in host "
+            "memory",
         )
         return lambda: None
     otherwise = "run parts of it inside ds_sequence_parallel.Offload"
@@ -56,11 +61,14 @@ class OffloadedForward:
     """Stands before the forward of a block."""
 
     def __init__(self, block: nn.Module, offload: Offload) -> None:
-        self.block, self.offload, self.__wrapped__ = block, offload, block.forward
+        self.block = block
+        self.offload = offload
+        self.__wrapped__ = block.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-            return self.__wrapped__(*args, **kwargs)  # in backward: a recomputation, which needs what it saves at once
+            # in backward: a recomputation, which needs what it saves at once
+            return self.__wrapped__(*args, **kwargs)
         with self.offload.saving(self.block):
             return self.__wrapped__(*args, **kwargs)
 
@@ -69,8 +77,10 @@ class _Saved:
     """A tensor that was saved, perhaps several times. before: the one saved before it."""
 
     def __init__(self, copy: HostCopy, before: weakref.ref[_Saved] | None) -> None:
-        self.copy, self.before = copy, before
-        self.saves, self.reads = 1, 0
+        self.copy = copy
+        self.before = before
+        self.saves = 1
+        self.reads = 0
         self.tensor: Tensor | None = None  # between the first and the last read of a backward
 
 
@@ -81,14 +91,17 @@ class Offload:
     """
 
     def __init__(self, copies: HostCopies, *, min_bytes: int = 1 << 20, prefetch: int = 2) -> None:
-        self.copies, self._min, self._ahead = copies, min_bytes, prefetch
+        self.copies = copies
+        self._min = min_bytes
+        self._ahead = prefetch
         self._last: weakref.ref[_Saved] | None = None
         # What was saved last, with its source, so that its memory has not become another tensor's.
         self._recent: deque[tuple[Any, Tensor, _Saved]] = deque(maxlen=2)
 
     @contextlib.contextmanager
     def saving(self, module: nn.Module) -> Iterator[None]:
-        """Inside, what autograd saves is offloaded; the parameters of `module` stay where they are."""
+        """Inside, what autograd saves is offloaded; the parameters of `module` stay where they
+        are."""
         params = list(module.parameters())
 
         def pack(tensor: Tensor) -> Any:
@@ -104,7 +117,14 @@ class Offload:
         self._recent.clear()  # hold no more of what it saved
 
     def _save(self, tensor: Tensor, storage: int) -> _Saved:
-        key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        key = (
+            storage,
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor._version,
+        )
         for known, _, saved in self._recent:
             if known == key:
                 saved.saves += 1

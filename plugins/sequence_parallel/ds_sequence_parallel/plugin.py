@@ -19,7 +19,11 @@ __all__ = ["ds_check", "ds_config", "ds_mesh_axes", "ds_transforms"]
 
 def ds_config() -> Mapping[str, type[BaseModel]]:
     """The section ``sequence_parallel``, and DeepSpeed's two keys beside it."""
-    from ds_sequence_parallel.config import SequenceCommunicationDtype, SequenceParallelConfig, SequenceParallelSize
+    from ds_sequence_parallel.config import (
+        SequenceCommunicationDtype,
+        SequenceParallelConfig,
+        SequenceParallelSize,
+    )
 
     return {
         "sequence_parallel": SequenceParallelConfig,
@@ -41,14 +45,18 @@ def ds_check(config: RunConfig) -> Iterable[Problem]:
 
 
 def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
-    """``sp``, folded inside dp: its ranks hold the same parameters, and work on parts of the same sequences."""
+    """``sp``, folded inside dp: its ranks hold the same parameters, and work on parts of the same
+    sequences.
+    """
     from ds_sequence_parallel.config import sp_size
 
     return [Axis("sp", sp_size(config), inside="dp", same_batch=True)]
 
 
 def ds_transforms(ctx: Context) -> Iterable[Transform]:
-    """Inputs are cut, and attention is exchanged, unless a compile pass does that; then tiles and offloading."""
+    """Inputs are cut, and attention is exchanged, unless a compile pass does that; then tiles and
+    offloading.
+    """
     from ds_core.config import Trait
     from ds_sequence_parallel.config import settings
 

@@ -1,10 +1,12 @@
-"""Attention in which keys and values go from rank to rank: any number of heads; no rank has the whole sequence.
+"""Attention in which keys and values go from rank to rank: any number of heads; no rank has the
+whole sequence.
 
-[Note: who sends what] In step s of P-1 each rank sends its own keys and values to the rank s places on, and gets
-those of the rank s places back; with causal attention only the stretches that the other rank looks at. Attention to a
-block runs while the next is on its way. Nothing is kept for backward but this rank's own: blocks come again, and the
-gradients of a block go back to its owner. A step is one all-to-all in which each rank has one partner on either side;
-so the order of messages is the same everywhere, and grouped where the backend needs it.
+[Note: who sends what] In step s of P-1 each rank sends its own keys and values to the rank s places
+on, and gets those of the rank s places back; with causal attention only the stretches that the
+other rank looks at. Attention to a block runs while the next is on its way. Nothing is kept for
+backward but this rank's own: blocks come again, and the gradients of a block go back to its owner.
+A step is one all-to-all in which each rank has one partner on either side; so the order of messages
+is the same everywhere, and grouped where the backend needs it.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from ds_sequence_parallel.layout import Layout
 __all__ = ["Mask", "RingAttention", "ring_attention"]
 
 Mask = Callable[[Tensor, Tensor], Tensor]
-"""(query positions, key positions) -> boolean [batch or 1, 1, queries, keys]; true where a query may look."""
+"""(query positions, key positions) -> boolean [batch or 1, 1, queries, keys]; true where a query
+may look.
+"""
 
 
 def ring_attention(
@@ -44,21 +48,28 @@ def ring_attention(
 ) -> Tensor:
     """The attention of this rank's queries to the whole sequence, of which each rank has a part.
 
-    query, key, value: [batch, heads, positions, size]; fewer key-value heads are shared by query heads in order.
-    layout: which positions each rank has. mask: more that queries may not look at, besides `causal`. Collective along
-    `group`.
+    query, key, value: [batch, heads, positions, size]; fewer key-value heads are shared by query
+        heads in order.
+    layout: which positions each rank has. mask: more that queries may not look at, besides
+        `causal`. Collective along `group`.
     """
     if query.shape[1] % key.shape[1]:
-        raise UsageError(f"{query.shape[1]} query heads do not divide over {key.shape[1]} key-value heads")
+        raise UsageError(
+            f"{query.shape[1]} query heads do not divide over {key.shape[1]} key-value heads"
+        )
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if torch.compiler.is_compiling() and mask is None and comm.world_size(group) > 1:
         members: Any = dist.group.WORLD if group is None else group
         name = members.group_name
-        return cast(Tensor, _ring_op(query, key, value, name, layout.length, layout.zigzag, causal, scale)[0])
+        return cast(
+            Tensor,
+            _ring_op(query, key, value, name, layout.length, layout.zigzag, causal, scale)[0],
+        )
     plan = _Plan(group, layout, causal, scale, mask)
     if query.shape[2] != plan.own:
         raise UsageError(
-            f"ring attention: rank {plan.rank} has {query.shape[2]} positions, and of a sequence of "
+            f"ring attention: rank {plan.rank} has {query.shape[2]} positions, and of a "
+            "sequence of "
             f"{layout.length} over "
             f"{layout.ranks} ranks it has {plan.own}"
         )
@@ -72,11 +83,13 @@ def _eagerly(query: Tensor, key: Tensor, value: Tensor, plan: _Plan) -> Any:
 
 
 class RingAttention(AlongSequence):
-    """`ring_attention` as a module of the model: ``(query, key, value)``, [batch, heads, positions, size] each.
+    """`ring_attention` as a module of the model: ``(query, key, value)``, [batch, heads, positions,
+    size] each.
 
-    group: of the ranks that divide the sequence; None: the axis ``sp``, once `ds_core.initialize` has the model.
-    zigzag: whether the parts are as `Layout` has them with ``zigzag``; the config's ``mode: ring`` cuts inputs so.
-    All ranks have equally many positions.
+    group: of the ranks that divide the sequence; None: the axis ``sp``, once `ds_core.initialize`
+        has the model.
+    zigzag: whether the parts are as `Layout` has them with ``zigzag``; the config's ``mode: ring``
+        cuts inputs so. All ranks have equally many positions.
     """
 
     def __init__(
@@ -88,7 +101,9 @@ class RingAttention(AlongSequence):
         zigzag: bool = False,
     ) -> None:
         super().__init__(group)
-        self.causal, self.scale, self.zigzag = causal, scale, zigzag
+        self.causal = causal
+        self.scale = scale
+        self.zigzag = zigzag
 
     def bind_sequence(self, group: ProcessGroup, zigzag: bool) -> None:
         """Use `group`, if none was given, and parts as the config has them."""
@@ -97,15 +112,22 @@ class RingAttention(AlongSequence):
             self.zigzag = zigzag
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The attention of this rank's positions to the whole sequence. Collective along the group."""
+        """The attention of this rank's positions to the whole sequence.
+
+        Collective along the group.
+        """
         ranks = comm.world_size(self.group)
         layout = Layout(query.shape[2] * ranks, ranks, self.zigzag and ranks > 1)
-        return ring_attention(query, key, value, self.group, layout, causal=self.causal, scale=self.scale)
+        return ring_attention(
+            query, key, value, self.group, layout, causal=self.causal, scale=self.scale
+        )
 
 
 @dataclass(frozen=True)
 class _Task:
-    """Queries (first, end) of one rank look at keys (0, end) of another; causal: at those before them only."""
+    """Queries (first, end) of one rank look at keys (0, end) of another; causal: at those before
+    them only.
+    """
 
     first: int
     last: int
@@ -117,10 +139,20 @@ class _Plan:
     """What a rank computes and sends, of one layout."""
 
     def __init__(
-        self, group: ProcessGroup | None, layout: Layout, causal: bool, scale: float, mask: Mask | None
+        self,
+        group: ProcessGroup | None,
+        layout: Layout,
+        causal: bool,
+        scale: float,
+        mask: Mask | None,
     ) -> None:
-        self.group, self.layout, self.causal, self.scale, self.mask = group, layout, causal, scale, mask
-        self.rank, self.ranks = comm.rank(group), layout.ranks
+        self.group = group
+        self.layout = layout
+        self.causal = causal
+        self.scale = scale
+        self.mask = mask
+        self.rank = comm.rank(group)
+        self.ranks = layout.ranks
         self.own = self.length(self.rank)
 
     def length(self, rank: int) -> int:
@@ -131,8 +163,10 @@ class _Plan:
         whole = self.length(other)
         if rank == other or not self.causal:
             return _Task(0, self.length(rank), whole, self.causal) if whole else None
-        # Positions ascend, so a stretch of queries sees the first keys of the other rank, up to some stretch.
-        seen, first = [], 0
+        # Positions ascend, so a stretch of queries sees the first keys of the other rank, up to
+        # some stretch.
+        seen = []
+        first = 0
         for start, end in self.layout.pieces(rank):
             keys = sum(e - s for s, e in self.layout.pieces(other) if e <= start)
             seen.append((first, first + end - start, keys))
@@ -157,14 +191,22 @@ class _Plan:
 
 
 class _Shift:
-    """A message to the rank `ahead` places on, and one from the rank as many places back, under way."""
+    """A message to the rank `ahead` places on, and one from the rank as many places back, under
+    way.
+    """
 
     def __init__(self, given: Tensor, takes: int, plan: _Plan, ahead: int) -> None:
-        to, source = (plan.rank + ahead) % plan.ranks, (plan.rank - ahead) % plan.ranks
-        self.given, self.taken = given, given.new_empty(takes)
-        gives, comes = [0] * plan.ranks, [0] * plan.ranks
-        gives[to], comes[source] = given.numel(), takes
-        self.work = comm.all_to_all_single(self.taken, given, comes, gives, group=plan.group, async_op=True)
+        to = (plan.rank + ahead) % plan.ranks
+        source = (plan.rank - ahead) % plan.ranks
+        self.given = given
+        self.taken = given.new_empty(takes)
+        gives = [0] * plan.ranks
+        comes = [0] * plan.ranks
+        gives[to] = given.numel()
+        comes[source] = takes
+        self.work = comm.all_to_all_single(
+            self.taken, given, comes, gives, group=plan.group, async_op=True
+        )
 
     def wait(self) -> Tensor:
         if self.work is not None:
@@ -211,7 +253,8 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, plan: _Plan) -> tuple[Te
         other = (plan.rank - step) % plan.ranks
         if step:
             assert coming is not None
-            message, coming = coming.wait(), _send_keys(parts, plan, step + 1)
+            message = coming.wait()
+            coming = _send_keys(parts, plan, step + 1)
             parts_here = tuple(_unpacked(message, parts, plan.keys(plan.rank, other)))
         else:
             parts_here = parts
@@ -234,14 +277,19 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     parts = (key, value)
     wide = _sum_dtype(query)
-    dq, *own = (torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (query, key, value))
-    coming, going = _send_keys(parts, plan, 1), None
+    dq, *own = (
+        torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format)
+        for x in (query, key, value)
+    )
+    coming = _send_keys(parts, plan, 1)
+    going = None
     for step in range(plan.ranks):
         other = (plan.rank - step) % plan.ranks
         parts_here: Any = parts
         if step:
             assert coming is not None
-            message, coming = coming.wait(), _send_keys(parts, plan, step + 1)
+            message = coming.wait()
+            coming = _send_keys(parts, plan, step + 1)
             parts_here = _unpacked(message, parts, plan.keys(plan.rank, other))
         task = plan.task(plan.rank, other)
         grads: tuple[Tensor, ...] = (key.new_empty(0),)
@@ -273,13 +321,17 @@ def _send_keys(parts: tuple[Tensor, ...], plan: _Plan, step: int) -> _Shift | No
     """Start the exchange of keys and values of `step`."""
     if step >= plan.ranks:
         return None
-    to, source = (plan.rank + step) % plan.ranks, (plan.rank - step) % plan.ranks
+    to = (plan.rank + step) % plan.ranks
+    source = (plan.rank - step) % plan.ranks
     given = _packed(parts, plan.keys(to, plan.rank))
     return _Shift(given, plan.keys(plan.rank, source) * _width(parts), plan, step)
 
 
-def _returned(going: _Shift | None, own: list[Tensor], parts: tuple[Tensor, ...], plan: _Plan, step: int) -> None:
-    """Add what the rank `step` places on found to be the gradients of this rank's keys and values."""
+def _returned(
+    going: _Shift | None, own: list[Tensor], parts: tuple[Tensor, ...], plan: _Plan, step: int
+) -> None:
+    """Add what the rank `step` places on found to be the gradients of this rank's keys and
+    values."""
     if going is None:
         return
     rows = plan.keys((plan.rank + step) % plan.ranks, plan.rank)
@@ -291,7 +343,7 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-# -- as operations of torch, for graphs --------------------------------------------------------------------------------
+# -- as operations of torch, for graphs ------------------------------------------------------------
 
 
 def _named(group: str, length: int, zigzag: bool, causal: bool, scale: float) -> _Plan:
@@ -302,14 +354,28 @@ def _named(group: str, length: int, zigzag: bool, causal: bool, scale: float) ->
 
 @torch.library.custom_op("ds_sequence_parallel::ring", mutates_args=())
 def _ring_op(
-    query: Tensor, key: Tensor, value: Tensor, group: str, length: int, zigzag: bool, causal: bool, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: str,
+    length: int,
+    zigzag: bool,
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     return _forward(query, key, value, _named(group, length, zigzag, causal, scale))
 
 
 @_ring_op.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, group: str, length: int, zigzag: bool, causal: bool, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: str,
+    length: int,
+    zigzag: bool,
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     out = query.new_empty((*query.shape[:3], value.shape[3]))
     return out, query.new_empty(query.shape[:3], dtype=_sum_dtype(query))
@@ -329,11 +395,15 @@ def _ring_backward_op(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward(grad, query, key, value, out, lse, _named(group, length, zigzag, causal, scale))
+    return _backward(
+        grad, query, key, value, out, lse, _named(group, length, zigzag, causal, scale)
+    )
 
 
 @_ring_backward_op.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 

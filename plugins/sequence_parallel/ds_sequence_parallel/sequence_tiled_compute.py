@@ -1,4 +1,6 @@
-"""Any function of tensors of a sequence in tiles, with DeepSpeed's arguments: for scripts that were written for it."""
+"""Any function of tensors of a sequence in tiles, with DeepSpeed's arguments: for scripts that were
+written for it.
+"""
 
 from __future__ import annotations
 
@@ -26,28 +28,45 @@ def sequence_tiled_compute(
 ) -> Tensor:
     """``fn(**kwargs_to_shard, **kwargs_to_pass)``, computed in `shards` tiles.
 
-    kwargs_to_shard: tensors [batch, seqlen, ...] and None; that of `grad_requiring_tensor_key` is [batch, seqlen,
-    width]. kwargs_to_pass: given to each tile as they are. compute_params: the parameters that `fn` uses; None: those
-    of the modules in kwargs_to_pass. output_unshard_dimension: 1, the sequence of the result; 0 where `fn` gives a
-    scalar. output_reduction: then "mean", in which a tile counts by its length, or "sum".
+    kwargs_to_shard: tensors [batch, seqlen, ...] and None; that of `grad_requiring_tensor_key` is
+    [batch, seqlen, width]. kwargs_to_pass: given to each tile as they are. compute_params: the
+    parameters that `fn` uses; None: those of the modules in kwargs_to_pass.
+    output_unshard_dimension: 1, the sequence of the result; 0 where `fn` gives a scalar.
+    output_reduction: then "mean", in which a tile counts by its length, or "sum".
     """
     key = grad_requiring_tensor_key
-    if not isinstance(first := kwargs_to_shard.get(key), Tensor) or first.dim() != 3 or first.shape[1] != seqlen:
+    if (
+        not isinstance(first := kwargs_to_shard.get(key), Tensor)
+        or first.dim() != 3
+        or first.shape[1] != seqlen
+    ):
         shown = tuple(first.shape) if isinstance(first, Tensor) else first
         raise UsageError(
             f"sequence_tiled_compute: grad_requiring_tensor_key is {key!r}, which must be a tensor "
             f"[batch, {seqlen}, width] of kwargs_to_shard, and is {shown}"
         )
     scalar = output_unshard_dimension == 0
-    if output_unshard_dimension not in (0, 1) or (scalar and output_reduction not in ("mean", "sum")):
+    if output_unshard_dimension not in (0, 1) or (
+        scalar and output_reduction not in ("mean", "sum")
+    ):
         raise UsageError(
-            "sequence_tiled_compute: output_unshard_dimension is 1, or 0 with an output_reduction of 'mean' or 'sum'; "
+            "sequence_tiled_compute: output_unshard_dimension is 1, or 0 with an output_reduction "
+            "of 'mean' or 'sum'; "
             f"it is {output_unshard_dimension} with {output_reduction!r}"
         )
-    names = [key, *(name for name, value in kwargs_to_shard.items() if isinstance(value, Tensor) and name != key)]
+    names = [
+        key,
+        *(
+            name
+            for name, value in kwargs_to_shard.items()
+            if isinstance(value, Tensor) and name != key
+        ),
+    ]
     none = {name: value for name, value in kwargs_to_shard.items() if name not in names}
     if given := [name for name, value in none.items() if value is not None]:
-        raise UsageError(f"sequence_tiled_compute: {', '.join(given)} of kwargs_to_shard is no tensor")
+        raise UsageError(
+            f"sequence_tiled_compute: {', '.join(given)} of kwargs_to_shard is no tensor"
+        )
     if compute_params is None:
         modules = [value for value in kwargs_to_pass.values() if isinstance(value, nn.Module)]
         compute_params = list(dict.fromkeys(p for module in modules for p in weights_of(module)))
@@ -61,7 +80,9 @@ def sequence_tiled_compute(
 
 
 class SequenceTiledCompute:
-    """``apply`` as DeepSpeed's autograd function has it: keys first, then the values of both kinds in that order."""
+    """``apply`` as DeepSpeed's autograd function has it: keys first, then the values of both kinds
+    in that order.
+    """
 
     @staticmethod
     def apply(
@@ -79,7 +100,8 @@ class SequenceTiledCompute:
         """See `sequence_tiled_compute`."""
         if len(args) != len(keys_to_shard) + len(keys_to_pass):
             raise UsageError(
-                f"SequenceTiledCompute.apply: {len(keys_to_shard)} keys to shard and {len(keys_to_pass)} to pass need "
+                f"SequenceTiledCompute.apply: {len(keys_to_shard)} keys to shard and "
+                f"{len(keys_to_pass)} to pass need "
                 f"as many arguments, and there are {len(args)}"
             )
         cut = len(keys_to_shard)

@@ -1,9 +1,10 @@
 """Tiles in a model whose code does not know of them: its MLPs, and its logits with their loss.
 
-[Note: deferred logits] A causal language model of transformers computes logits, may scale them, and gives them to its
-``loss_function``. While it is called with labels, its output layer gives `DeferredLogits` instead, which note the
-scaling; the loss function then runs output layer, scaling and the loss that was there before tile by tile. Anything
-else that is done with deferred logits computes them, as if there were no tiles.
+[Note: deferred logits] A causal language model of transformers computes logits, may scale them, and
+gives them to its ``loss_function``. While it is called with labels, its output layer gives
+`DeferredLogits` instead, which note the scaling; the loss function then runs output layer, scaling
+and the loss that was there before tile by tile. Anything else that is done with deferred logits
+computes them, as if there were no tiles.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def shards_of(section: TileConfig) -> int | TileBytes:
 
 
 def stand_before(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Callable[[], None]:
-    """Give each module a forward of its own; what is given back takes it away, where it is still there."""
+    """Give each module a forward of its own; what is given back takes it away, where it is still
+    there.
+    """
     before = {module: module.__dict__.get("forward") for module in forwards}
     for module, forward in forwards.items():
         module.__dict__["forward"] = forward
@@ -55,11 +58,12 @@ def stand_before(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Callable[[
     return undo
 
 
-# -- layers ------------------------------------------------------------------------------------------------------
+# -- layers ----------------------------------------------------------------------------------------
 
 
 def tile_mlps(model: nn.Module, section: TiledMLPConfig) -> Callable[[], None]:
-    """Compute the model's MLPs in tiles: those that the section names, else all whose class is called one.
+    """Compute the model's MLPs in tiles: those that the section names, else all whose class is
+    called one.
 
     Gives a function that undoes it. Raises UsageError where there is none.
     """
@@ -67,12 +71,18 @@ def tile_mlps(model: nn.Module, section: TiledMLPConfig) -> Callable[[], None]:
     if section.modules:
         found = find_blocks(model, section.modules, key, "")
     else:
-        called = {n: m for n, m in model.named_modules() if _MLP.search(type(m).__name__) and _has_weights(m)}
+        called = {
+            n: m
+            for n, m in model.named_modules()
+            if _MLP.search(type(m).__name__) and _has_weights(m)
+        }
         inner = {m for outer in called.values() for m in outer.modules() if m is not outer}
         found = {n: m for n, m in called.items() if m not in inner}
     if not any(comm.all_gather_json(bool(found))):  # a stage of a pipeline may have none
         classes = sorted({type(m).__name__ for m in model.modules() if _has_weights(m)})
-        raise UsageError(f"{key}: no class of the model is called an MLP; name some of {', '.join(classes)}")
+        raise UsageError(
+            f"{key}: no class of the model is called an MLP; name some of {', '.join(classes)}"
+        )
     shards = shards_of(section)
     return stand_before({m: TiledForward(m, shards) for m in found.values()})
 
@@ -82,10 +92,15 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 class TiledForward:
-    """Stands before the forward of `module`. Tensors that are as long as the first are cut, others are passed on."""
+    """Stands before the forward of `module`.
+
+    Tensors that are as long as the first are cut, others are passed on.
+    """
 
     def __init__(self, module: nn.Module, shards: int | TileBytes) -> None:
-        self.module, self.shards, self.__wrapped__ = module, shards, module.forward
+        self.module = module
+        self.shards = shards
+        self.__wrapped__ = module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         first = next((a for a in args if isinstance(a, Tensor)), None)
@@ -97,36 +112,45 @@ class TiledForward:
 
         def run(*tiles: Tensor) -> Any:
             now = given | dict(zip(cut, tiles, strict=True))
-            return self.__wrapped__(*[now[i] for i in range(len(args))], **{k: now[k] for k in kwargs})
+            return self.__wrapped__(
+                *[now[i] for i in range(len(args))], **{k: now[k] for k in kwargs}
+            )
 
-        return tiled(run, [given[k] for k in cut], self.shards, weights_of(self.module), owner=self.module)
+        return tiled(
+            run, [given[k] for k in cut], self.shards, weights_of(self.module), owner=self.module
+        )
 
 
 def _begins(tensor: Tensor, lead: Sequence[int]) -> bool:
     return tensor.shape[: len(lead)] == torch.Size(lead)
 
 
-# -- the loss ----------------------------------------------------------------------------------------------------
+# -- the loss --------------------------------------------------------------------------------------
 
 
-def tile_loss(model: nn.Module, section: TileConfig, sharded: ShardedModel | None = None) -> Callable[[], None]:
+def tile_loss(
+    model: nn.Module, section: TileConfig, sharded: ShardedModel | None = None
+) -> Callable[[], None]:
     """Compute the model's logits and loss in tiles; gives a function that undoes it.
 
     sharded: what cuts the model's sequences, and shifts its labels, if they are cut.
     Raises UsageError for a model of which it is not known how.
     """
-    key, name = "sequence_parallel.tiled_loss", type(model).__name__
+    key = "sequence_parallel.tiled_loss"
+    name = type(model).__name__
     output = getattr(model, "get_output_embeddings", lambda: None)()
     before = getattr(model, "loss_function", None)
     own = {k: v for k, v in vars(model).items() if k == "_loss_function"}
     if not isinstance(output, nn.Module) or before is None:
         raise UsageError(
-            f"{key} is for causal language models of transformers, and {name} has no get_output_embeddings() and "
+            f"{key} is for causal language models of transformers, and {name} has no "
+            "get_output_embeddings() and "
             "loss_function; call ds_sequence_parallel.TiledFusedLogitsLoss in the model"
         )
     if "shift_labels" not in inspect.signature(before).parameters:
         raise UsageError(
-            f"{key}: the loss of {name}, {getattr(before, '__name__', before)}, takes no shift_labels, so it is not "
+            f"{key}: the loss of {name}, {getattr(before, '__name__', before)}, takes no "
+            "shift_labels, so it is not "
             "one of a causal language model; remove the key"
         )
     head = TiledHead(output)
@@ -166,14 +190,25 @@ class _Job(NamedTuple):
 
 
 class TiledHead:
-    """Stands before the forward of the output layer. defers: whether the model has labels, and so a loss to come."""
+    """Stands before the forward of the output layer. defers: whether the model has labels, and so a
+    loss to come.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.__wrapped__, self.defers = module, module.forward, False
+        self.module = module
+        self.__wrapped__ = module.forward
+        self.defers = False
 
     def __call__(self, x: Any) -> Any:
         if isinstance(x, _Job):
-            return tiled(x.loss, [x.x, x.labels], x.shards, weights_of(self.module), owner=self.module, loss=True)
+            return tiled(
+                x.loss,
+                [x.x, x.labels],
+                x.shards,
+                weights_of(self.module),
+                owner=self.module,
+                loss=True,
+            )
         if self.defers and not torch.compiler.is_compiling():
             return DeferredLogits(x, self)
         return self.__wrapped__(x)
@@ -189,12 +224,21 @@ class TiledHead:
 
 
 class TiledLoss:
-    """Stands before the model's loss function `before`, a mean over tokens in transformers' signature."""
+    """Stands before the model's loss function `before`, a mean over tokens in transformers'
+    signature.
+    """
 
     def __init__(
-        self, before: Callable[..., Tensor], head: TiledHead, shards: int | TileBytes, sharded: ShardedModel | None
+        self,
+        before: Callable[..., Tensor],
+        head: TiledHead,
+        shards: int | TileBytes,
+        sharded: ShardedModel | None,
     ) -> None:
-        self.__wrapped__, self.head, self.shards, self.sharded = before, head, shards, sharded
+        self.__wrapped__ = before
+        self.head = head
+        self.shards = shards
+        self.sharded = sharded
 
     def __call__(
         self,
@@ -212,7 +256,8 @@ class TiledLoss:
             return self.__wrapped__(logits=logits, labels=labels, **items, **common)
         if self.sharded is not None:  # labels of a part are shifted already
             items = self.sharded.complete(labels, items)
-        num_items_in_batch, shift_labels = items["num_items_in_batch"], items["shift_labels"]
+        num_items_in_batch = items["num_items_in_batch"]
+        shift_labels = items["shift_labels"]
         if shift_labels is None:
             assert labels is not None
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -221,22 +266,51 @@ class TiledLoss:
 
         def sum_of(x: Tensor, targets: Tensor) -> Tensor:
             tile = logits.change(self.head.__wrapped__(x))
-            return self.__wrapped__(logits=tile, labels=None, num_items_in_batch=1, shift_labels=targets, **common)
+            return self.__wrapped__(
+                logits=tile, labels=None, num_items_in_batch=1, shift_labels=targets, **common
+            )
 
-        total: Tensor = self.head.module(_Job(logits.x, shift_labels.to(logits.x.device), sum_of, self.shards))
+        total: Tensor = self.head.module(
+            _Job(logits.x, shift_labels.to(logits.x.device), sum_of, self.shards)
+        )
         mean: Tensor = total / torch.as_tensor(num_items_in_batch, device=total.device)
         return mean
 
 
-_SCALING = frozenset({"div", "true_divide", "__truediv__", "mul", "multiply", "__mul__", "__rmul__", "neg", "__neg__"})
+_SCALING = frozenset(
+    {
+        "div",
+        "true_divide",
+        "__truediv__",
+        "mul",
+        "multiply",
+        "__mul__",
+        "__rmul__",
+        "neg",
+        "__neg__",
+    }
+)
 _SCALING |= {"tanh", "float", "to", "contiguous"}
 """Functions, by name, that are noted and done to each tile."""
-_METADATA = frozenset({"shape", "dtype", "device", "ndim", "layout", "size", "dim", "ndimension", "numel", "nelement"})
-_METADATA |= {"is_contiguous", "is_floating_point", "stride", "requires_grad", "grad", "grad_fn", "is_leaf", "__len__"}
+_METADATA = frozenset(
+    {"shape", "dtype", "device", "ndim", "layout", "size", "dim", "ndimension", "numel", "nelement"}
+)
+_METADATA |= {
+    "is_contiguous",
+    "is_floating_point",
+    "stride",
+    "requires_grad",
+    "grad",
+    "grad_fn",
+    "is_leaf",
+    "__len__",
+}
 
 
 class DeferredLogits(Tensor):
-    """Logits of hidden states `x` that are not computed until they are used; see [Note: deferred logits]."""
+    """Logits of hidden states `x` that are not computed until they are used; see [Note: deferred
+    logits].
+    """
 
     x: Tensor
     _head: TiledHead
@@ -245,8 +319,12 @@ class DeferredLogits(Tensor):
     @staticmethod
     def __new__(cls, x: Tensor, head: TiledHead, changes: tuple[Any, ...] = ()) -> DeferredLogits:  # noqa: D102
         width = getattr(head.module, "out_features", 0)
-        made = Tensor._make_wrapper_subclass(cls, (*x.shape[:-1], width), dtype=x.dtype, device=x.device)
-        made.x, made._head, made._changes = x, head, changes
+        made = Tensor._make_wrapper_subclass(
+            cls, (*x.shape[:-1], width), dtype=x.dtype, device=x.device
+        )
+        made.x = x
+        made._head = head
+        made._changes = changes
         return made
 
     def change(self, logits: Tensor) -> Tensor:
@@ -256,7 +334,11 @@ class DeferredLogits(Tensor):
         return logits
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"<logits of hidden states of shape {tuple(self.x.shape)}, not computed: the loss is computed in tiles>"
+        return (
+            f"<logits of hidden states of shape {tuple(self.x.shape)}, not computed: the "
+            "loss is "
+            "computed in tiles>"
+        )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -266,7 +348,11 @@ class DeferredLogits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         mine = [a for a in args if isinstance(a, DeferredLogits)]
-        others = [a for a in args if isinstance(a, Tensor) and not isinstance(a, DeferredLogits) and a.dim()]
+        others = [
+            a
+            for a in args
+            if isinstance(a, Tensor) and not isinstance(a, DeferredLogits) and a.dim()
+        ]
         if name in _SCALING and len(mine) == 1 and not others:
             one = mine[0]
 
@@ -278,14 +364,17 @@ class DeferredLogits(Tensor):
         log_once(
             log,
             logging.WARNING,
-            "sequence_parallel.tiled_loss: logits are used beside the loss (by %s), so they are computed as a whole",
+            "sequence_parallel.tiled_loss: logits are used beside the loss (by %s), so they are "
+            "computed as a whole",
             name,
         )
         return func(*(_computed(a) for a in args), **{k: _computed(v) for k, v in kwargs.items()})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise UsageError(f"sequence_parallel.tiled_loss: {func} on logits that are not computed; remove the key")
+        raise UsageError(
+            f"sequence_parallel.tiled_loss: {func} on logits that are not computed; remove the key"
+        )
 
 
 def _computed(value: Any) -> Any:

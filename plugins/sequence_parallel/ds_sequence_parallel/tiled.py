@@ -1,15 +1,19 @@
-"""Layers and losses computed tile by tile along the sequence, so that the memory of one tile is enough.
+"""Layers and losses computed tile by tile along the sequence, so that the memory of one tile is
+enough.
 
-[Note: tiles] A tiled layer keeps its inputs only. In backward each tile runs again, with the same random numbers and
-the same autocast, and gives its gradients before the next begins. Gradients of weights are summed over tiles, in fp32
-for 16-bit weights, and leave the layer once per backward: partitioners, shared weights and accumulation see one layer.
+[Note: tiles] A tiled layer keeps its inputs only. In backward each tile runs again, with the same
+random numbers and the same autocast, and gives its gradients before the next begins. Gradients of
+weights are summed over tiles, in fp32 for 16-bit weights, and leave the layer once per backward:
+partitioners, shared weights and accumulation see one layer.
 
-[Note: gradients in forward] The gradient of a loss is a scalar, so a tiled loss has the gradients of its inputs already
-when it ends, and backward multiplies them. It runs no tile twice. fp16 is the exception: its gradients are only safe
-with the loss scale, which backward brings, so there tiles run again as in a layer.
+[Note: gradients in forward] The gradient of a loss is a scalar, so a tiled loss has the gradients
+of its inputs already when it ends, and backward multiplies them. It runs no tile twice. fp16 is the
+exception: its gradients are only safe with the loss scale, which backward brings, so there tiles
+run again as in a layer.
 
-[Note: gathered weights] Weights are read once before the first tile. Under ZeRO-3 the module that runs thereby gathers
-them for its whole forward and backward, however many tiles there are, and ranks may have different numbers of tiles.
+[Note: gathered weights] Weights are read once before the first tile. Under ZeRO-3 the module that
+runs thereby gathers them for its whole forward and backward, however many tiles there are, and
+ranks may have different numbers of tiles.
 """
 
 from __future__ import annotations
@@ -31,7 +35,9 @@ __all__ = ["TileBytes", "TiledFusedLogitsLoss", "TiledMLP", "weights_of"]
 
 
 class TiledMLP:
-    """A layer that treats every position of a sequence alike, such as an MLP, in tiles along the sequence."""
+    """A layer that treats every position of a sequence alike, such as an MLP, in tiles along the
+    sequence.
+    """
 
     @staticmethod
     def apply(
@@ -43,16 +49,19 @@ class TiledMLP:
     ) -> Tensor:
         """``fn(module, x)``, computed in tiles of `x`.
 
-        fn: gives one tensor with as many positions as it was given. x: [..., sequence, width]. shards: how many tiles,
-        or a budget. compute_params: the parameters that `fn` uses; None: all of `module`.
-        Raises UsageError in backward when `fn` uses another parameter, and for ``create_graph=True``.
+        fn: gives one tensor with as many positions as it was given. x: [..., sequence, width].
+        shards: how many tiles, or a budget. compute_params: the parameters that `fn` uses; None:
+        all of `module`. Raises UsageError in backward when `fn` uses another parameter, and for
+        ``create_graph=True``.
         """
         params = weights_of(module) if compute_params is None else list(compute_params)
         return tiled(lambda tile: fn(module, tile), [x], shards, params, owner=module)
 
 
 class TiledFusedLogitsLoss:
-    """Logits and their loss, in tiles along the sequence: the logits of one tile are in memory at a time."""
+    """Logits and their loss, in tiles along the sequence: the logits of one tile are in memory at a
+    time.
+    """
 
     @staticmethod
     def apply(
@@ -65,15 +74,20 @@ class TiledFusedLogitsLoss:
         compute_params: Sequence[Tensor] | None = None,
         output_reduction: str = "mean",
     ) -> Tensor:
-        """The sum or mean over tiles of ``fn(module, x, y)``, or of ``fn(module, x, y, mask)`` where there is a mask.
+        """The sum or mean over tiles of ``fn(module, x, y)``, or of ``fn(module, x, y, mask)``
+        where there is a mask.
 
-        fn: gives a scalar. x: [..., sequence, width]. y, mask: [..., sequence, ...]. shards, compute_params: as in
-        `TiledMLP`. output_reduction: "sum" of what `fn` gave for each tile, or "mean", in which a tile counts by its
-        length. The mean over tokens of which some are ignored is not a mean over tiles: have `fn` give a sum, take the
-        "sum", and divide it by the number of tokens that count.
+        fn: gives a scalar. x: [..., sequence, width]. y, mask: [..., sequence, ...]. shards,
+        compute_params: as in `TiledMLP`. output_reduction: "sum" of what `fn` gave for each tile,
+        or "mean", in which a tile counts by its length. The mean over tokens of which some are
+        ignored is not a mean over tiles: have `fn` give a sum, take the "sum", and divide it by the
+        number of tokens that count.
         """
         if output_reduction not in ("sum", "mean"):
-            raise UsageError(f"TiledFusedLogitsLoss: output_reduction is 'sum' or 'mean', not {output_reduction!r}")
+            raise UsageError(
+                "TiledFusedLogitsLoss: output_reduction is 'sum' or 'mean', not "
+                f"{output_reduction!r}"
+            )
         params = weights_of(module) if compute_params is None else list(compute_params)
         whole = x.shape[_dim(x)]
 
@@ -94,16 +108,20 @@ def tiled(
     owner: nn.Module | None = None,
     loss: bool = False,
 ) -> Tensor:
-    """``fn(*inputs)`` in tiles. loss: `fn` gives a scalar, and what it gives for the tiles is added.
+    """``fn(*inputs)`` in tiles. loss: `fn` gives a scalar, and what it gives for the tiles is
+    added.
 
-    inputs: the first is [..., sequence, width]; the others have the same sequence in the same dimension.
+    inputs: the first is [..., sequence, width]; the others have the same sequence in the same
+    dimension.
     """
-    dim, what = _dim(inputs[0]), type(owner).__name__ if owner is not None else "tiled"
+    dim = _dim(inputs[0])
+    what = type(owner).__name__ if owner is not None else "tiled"
     length = inputs[0].shape[dim]
     for tensor in inputs[1:]:
         if tensor.dim() <= dim or tensor.shape[dim] != length:
             raise UsageError(
-                f"{what}: all inputs of a tiled function have the same length in dimension {dim}, where the first has "
+                f"{what}: all inputs of a tiled function have the same length in dimension {dim}, "
+                "where the first has "
                 f"{length}; one has the shape {tuple(tensor.shape)}"
             )
     count = shards.count(fn, inputs, dim, owner) if isinstance(shards, TileBytes) else shards
@@ -124,8 +142,9 @@ def weights_of(module: nn.Module) -> list[Tensor]:
 class TileBytes:
     """A budget: as few tiles as keep what one of them needs in forward and backward below `nbytes`.
 
-    The need per position is measured once per kind of module and dtype, with two short pieces of the inputs: twice what
-    it saves for backward, since each of that has a gradient. Weights and the inputs themselves do not count.
+    The need per position is measured once per kind of module and dtype, with two short pieces of
+    the inputs: twice what it saves for backward, since each of that has a gradient. Weights and the
+    inputs themselves do not count.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -135,10 +154,15 @@ class TileBytes:
         self._need: dict[Any, float] = {}
 
     def count(
-        self, fn: Callable[..., Tensor], inputs: Sequence[Tensor], dim: int, owner: nn.Module | None = None
+        self,
+        fn: Callable[..., Tensor],
+        inputs: Sequence[Tensor],
+        dim: int,
+        owner: nn.Module | None = None,
     ) -> int:
         """The number of tiles; at most one per position."""
-        first, length = inputs[0], inputs[0].shape[dim]
+        first = inputs[0]
+        length = inputs[0].shape[dim]
         if length < 2:
             return 1
         sizes = [p.numel() for p in owner.parameters()] if owner is not None else []
@@ -151,7 +175,9 @@ class TileBytes:
         )
         if key not in self._need:
             short = min(length // 2, _PROBE)
-            once, twice = (_saved_bytes(fn, [t.narrow(dim, 0, n) for t in inputs]) for n in (short, 2 * short))
+            once, twice = (
+                _saved_bytes(fn, [t.narrow(dim, 0, n) for t in inputs]) for n in (short, 2 * short)
+            )
             self._need[key] = 2 * (twice - once) / short
         return min(length, max(1, math.ceil(length * self._need[key] / self.nbytes)))
 
@@ -161,7 +187,10 @@ _PROBE = 16
 
 
 def _saved_bytes(fn: Callable[..., Tensor], piece: list[Tensor]) -> int:
-    """The bytes of what `fn` saves for backward and gives, weights and inputs too. Changes no random state."""
+    """The bytes of what `fn` saves for backward and gives, weights and inputs too.
+
+    Changes no random state.
+    """
     seen: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -178,12 +207,14 @@ def _saved_bytes(fn: Callable[..., Tensor], piece: list[Tensor]) -> int:
     return sum(storage.nbytes() for key, storage in seen.items() if key not in inputs)
 
 
-# -- autograd ----------------------------------------------------------------------------------------------------
+# -- autograd --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What is computed. inputs: how many of the tensors are cut into tiles; the others are parameters."""
+    """What is computed. inputs: how many of the tensors are cut into tiles; the others are
+    parameters.
+    """
 
     fn: Callable[..., Tensor]
     dim: int
@@ -208,7 +239,8 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: _Run, *tensors: Tensor) -> Tensor:
         needs = ctx.needs_input_grad[1:]
-        ctx.run, ctx.grads = run, None
+        ctx.run = run
+        ctx.grads = None
         device = tensors[0].device.type
         ctx.autocast = _Autocast.now(device)
         if run.loss and any(needs) and not _is_fp16(tensors, ctx.autocast):
@@ -223,7 +255,8 @@ class _Tiles(torch.autograd.Function):
         ctx.save_for_backward(*tensors[: run.inputs])
         out = _values(run, tensors[: run.inputs])
         if ctx.autocast.enabled:
-            torch.clear_autocast_cache()  # casts that were made without a graph must not serve others
+            # casts that were made without a graph must not serve others
+            torch.clear_autocast_cache()
         return out
 
     @staticmethod
@@ -231,7 +264,8 @@ class _Tiles(torch.autograd.Function):
         run: _Run = ctx.run
         if torch.is_grad_enabled():
             raise UsageError(
-                f"{run.what} is computed in tiles, which give no second derivatives; do without create_graph=True, or "
+                f"{run.what} is computed in tiles, which give no second derivatives; do without "
+                "create_graph=True, or "
                 "without tiles"
             )
         if ctx.grads is not None:
@@ -245,13 +279,18 @@ class _Tiles(torch.autograd.Function):
 
 
 def _tile(tensor: Tensor, dim: int, first: int, size: int) -> Tensor:
-    """A part without a graph; contiguous, for functions that use ``view``. A copy where there are several sequences."""
+    """A part without a graph; contiguous, for functions that use ``view``.
+
+    A copy where there are several sequences.
+    """
     return tensor.narrow(dim, first, size).detach().contiguous()
 
 
 def _values(run: _Run, inputs: Sequence[Tensor]) -> Tensor:
     """The output, without a graph."""
-    length, total, out = inputs[0].shape[run.dim], _Sum(), None
+    length = inputs[0].shape[run.dim]
+    total = _Sum()
+    out = None
     for first, size in run.pieces(length):
         tile = run.fn(*[_tile(t, run.dim, first, size) for t in inputs])
         _check(run, tile, size)
@@ -270,14 +309,17 @@ def _gradients(
     run: _Run, tensors: Sequence[Tensor], needs: Sequence[bool], upstream: Tensor | None
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """The sum of a loss's tiles, and the gradient of each of `tensors` that needs one."""
-    inputs, params = tensors[: run.inputs], tensors[run.inputs :]
+    inputs = tensors[: run.inputs]
+    params = tensors[run.inputs :]
     wanted = [p for p, need in zip(params, needs[run.inputs :], strict=True) if need]
     cut = [torch.empty_like(t) if need else None for t, need in zip(inputs, needs, strict=False)]
     sums = [_Sum() for _ in wanted]
     total = _Sum()
     for first, size in run.pieces(inputs[0].shape[run.dim]):
         tiles = [_tile(t, run.dim, first, size) for t in inputs]
-        leaves = [t.requires_grad_() for t, grad in zip(tiles, cut, strict=True) if grad is not None]
+        leaves = [
+            t.requires_grad_() for t, grad in zip(tiles, cut, strict=True) if grad is not None
+        ]
         with torch.enable_grad():
             out = run.fn(*tiles)
         _check(run, out, size)
@@ -296,7 +338,10 @@ def _gradients(
         if run.loss:
             total.add(out.detach())
     done = iter(sums)
-    return total.result(), [*cut, *(next(done).result() if need else None for need in needs[run.inputs :])]
+    return total.result(), [
+        *cut,
+        *(next(done).result() if need else None for need in needs[run.inputs :]),
+    ]
 
 
 def _grad(out: Tensor, wanted: list[Tensor], given: Tensor | None) -> Sequence[Tensor | None]:
@@ -306,7 +351,9 @@ def _grad(out: Tensor, wanted: list[Tensor], given: Tensor | None) -> Sequence[T
 
 
 def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
-    """`grad` times a scalar: in fp32 for 16 bits, whose rounding of the factor would shift all alike."""
+    """`grad` times a scalar: in fp32 for 16 bits, whose rounding of the factor would shift all
+    alike.
+    """
     if grad.dtype.itemsize >= 4 or not grad.is_contiguous():
         return (grad * factor.to(torch.promote_types(grad.dtype, torch.float32))).to(grad.dtype)
     out = torch.empty_like(grad)
@@ -317,7 +364,9 @@ def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _hooks_off(params: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, hooks of ``Tensor.register_hook`` do not run: they get the gradient of all tiles, when it has arrived."""
+    """Inside, hooks of ``Tensor.register_hook`` do not run: they get the gradient of all tiles,
+    when it has arrived.
+    """
     hooks = [(p._backward_hooks, dict(p._backward_hooks)) for p in params if p._backward_hooks]
     for live, _ in hooks:
         live.clear()
@@ -329,17 +378,22 @@ def _hooks_off(params: Sequence[Tensor]) -> Iterator[None]:
 
 
 class _Sum:
-    """A sum over tiles, in fp32 for 16 bits. The first is not written to: it may be somebody else's memory."""
+    """A sum over tiles, in fp32 for 16 bits.
+
+    The first is not written to: it may be somebody else's memory.
+    """
 
     def __init__(self) -> None:
         self.value: Tensor | None = None
-        self.dtype, self.count = torch.float32, 0
+        self.dtype = torch.float32
+        self.count = 0
 
     def add(self, part: Tensor | None) -> None:
         if part is None:
             return
         if self.value is None:
-            self.value, self.dtype = part, part.dtype
+            self.value = part
+            self.dtype = part.dtype
         elif self.count == 1:
             self.value = self.value.to(torch.promote_types(part.dtype, torch.float32)) + part
         else:
@@ -353,12 +407,17 @@ class _Sum:
 def _check(run: _Run, out: Any, size: int) -> None:
     """Raise UsageError when what a tile gave cannot be put together."""
     if not isinstance(out, Tensor):
-        raise UsageError(f"{run.what}: a tiled function gives one tensor, not a {type(out).__name__}")
+        raise UsageError(
+            f"{run.what}: a tiled function gives one tensor, not a {type(out).__name__}"
+        )
     if run.loss and out.numel() != 1:
-        raise UsageError(f"{run.what}: a tiled loss gives a scalar, not a tensor of shape {tuple(out.shape)}")
+        raise UsageError(
+            f"{run.what}: a tiled loss gives a scalar, not a tensor of shape {tuple(out.shape)}"
+        )
     if not run.loss and (out.dim() <= run.dim or out.shape[run.dim] != size):
         raise UsageError(
-            f"{run.what}: for a tile of {size} positions in dimension {run.dim} it gave the shape {tuple(out.shape)}; "
+            f"{run.what}: for a tile of {size} positions in dimension {run.dim} it gave the shape "
+            f"{tuple(out.shape)}; "
             "only functions that treat each position alike can be tiled"
         )
 
@@ -368,14 +427,16 @@ def _refuse_others(run: _Run, out: Tensor, known: Sequence[Tensor]) -> None:
     for leaf in _leaves(out):
         if not any(leaf is tensor for tensor in known):
             raise UsageError(
-                f"{run.what}: the tiled function uses {_name(run.owner, leaf)}, which would get no gradient; name it "
+                f"{run.what}: the tiled function uses {_name(run.owner, leaf)}, which would get no "
+                "gradient; name it "
                 "in compute_params, or give what it uses as an input"
             )
 
 
 def _leaves(out: Tensor) -> Iterator[Tensor]:
     """The leaves of autograd that `out` depends on."""
-    stack, seen = [out.grad_fn], set()
+    stack = [out.grad_fn]
+    seen = set()
     while stack:
         node = stack.pop()
         if node is None or node in seen:
@@ -389,12 +450,19 @@ def _leaves(out: Tensor) -> Iterator[Tensor]:
 def _name(owner: nn.Module | None, tensor: Tensor) -> str:
     names = owner.named_parameters() if owner is not None else ()
     name = next((repr(name) for name, param in names if param is tensor), None)
-    return f"parameter {name}" if name else f"a tensor of shape {tuple(tensor.shape)} that requires a gradient"
+    return (
+        f"parameter {name}"
+        if name
+        else f"a tensor of shape {tuple(tensor.shape)} that requires a gradient"
+    )
 
 
 def _dim(x: Tensor) -> int:
     if x.dim() < 2:
-        raise UsageError(f"tiles are cut along the last dimension but one; an input has the shape {tuple(x.shape)}")
+        raise UsageError(
+            "tiles are cut along the last dimension but one; an input has the shape "
+            f"{tuple(x.shape)}"
+        )
     return x.dim() - 2
 
 
@@ -422,7 +490,9 @@ class _Autocast:
     def again(self) -> Iterator[None]:
         """Inside, they are as they were."""
         with contextlib.ExitStack() as stack:
-            for device, dtype in zip(dict.fromkeys((self.device, "cpu")), self.dtypes, strict=False):
+            for device, dtype in zip(
+                dict.fromkeys((self.device, "cpu")), self.dtypes, strict=False
+            ):
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=dtype is not None))
             yield
 

@@ -1,4 +1,5 @@
-"""The transform: modules of the model get the group of the axis ``sp``, and a hook cuts the inputs."""
+"""The transform: modules of the model get the group of the axis ``sp``, and a hook cuts the
+inputs."""
 
 from __future__ import annotations
 
@@ -27,25 +28,32 @@ log = logging.getLogger("ds_core")
 
 def divide(model: nn.Module, ctx: Context) -> nn.Module:
     """Divide sequences over the axis ``sp``; the model does not change, but for hooks."""
-    group, ranks, asked = ctx.mesh.group("sp"), ctx.mesh.size("sp"), settings(ctx.config)
+    group = ctx.mesh.group("sp")
+    ranks = ctx.mesh.size("sp")
+    asked = settings(ctx.config)
     if ranks == 1:
         return model
     bound: list[Any] = [module for module in model.modules() if hasattr(module, "bind_sequence")]
     with changing(model, ctx.undo):
         for module in bound:
             module.bind_sequence(group, asked.mode == "ring")
-    for module in bound:  # these run before the changes above are changed back, and reach copies of the model as well
+    # these run before the changes above are changed back, and reach copies of the model as well
+    for module in bound:
         ctx.undo(getattr(module, "unbind_sequence", _nothing))
     root = root_model(model)
     if root is not None:
-        ctx.stash[SHARDED] = sharded = ShardedModel(root, group, ring=_ring(root, asked, ctx), more=asked.inputs)
+        ctx.stash[SHARDED] = sharded = ShardedModel(
+            root, group, ring=_ring(root, asked, ctx), more=asked.inputs
+        )
         ctx.undo(sharded.close)
     elif asked.inputs:
         _cut_inputs(model, asked, ctx)
     elif not bound:
         log.warning(
-            "sequence_parallel: nothing of the model is divided over the %d ranks of sp, which all do the same; use "
-            "ds_sequence_parallel.DistributedAttention or RingAttention in it, and sequence_parallel.inputs",
+            "sequence_parallel: nothing of the model is divided over the %d ranks of sp, which all "
+            "do the same; use "
+            "ds_sequence_parallel.DistributedAttention or RingAttention in it, and "
+            "sequence_parallel.inputs",
             ranks,
         )
     return model
@@ -56,7 +64,9 @@ def _nothing() -> None:
 
 
 def _ring(model: Any, asked: SequenceParallelConfig, ctx: Context) -> bool:
-    """Whether a transformers model goes round the ring: if the config says so, or has more ranks than heads."""
+    """Whether a transformers model goes round the ring: if the config says so, or has more ranks
+    than heads.
+    """
     if asked.mode != "auto":
         return asked.mode == "ring"
     text = getattr(model.config, "get_text_config", lambda: model.config)()
@@ -68,13 +78,19 @@ def _ring(model: Any, asked: SequenceParallelConfig, ctx: Context) -> bool:
 
 
 def _cut_inputs(model: nn.Module, asked: SequenceParallelConfig, ctx: Context) -> None:
-    """A hook that cuts the arguments of a plain module that `inputs` names; of a pipeline, inputs and labels."""
+    """A hook that cuts the arguments of a plain module that `inputs` names; of a pipeline, inputs
+    and labels.
+    """
     pipeline = hasattr(model, "cut_batch")
     names = ["inputs", "labels"] if pipeline else argument_names(model)
     unknown = [name for name in asked.inputs if name not in names]
     if unknown:
-        takes = "a pipeline's micro-batch is" if pipeline else f"{type(model).__name__}.forward takes"
-        raise UsageError(f"sequence_parallel.inputs names {', '.join(unknown)}, and {takes} {', '.join(names)}")
+        takes = (
+            "a pipeline's micro-batch is" if pipeline else f"{type(model).__name__}.forward takes"
+        )
+        raise UsageError(
+            f"sequence_parallel.inputs names {', '.join(unknown)}, and {takes} {', '.join(names)}"
+        )
     inputs = _Inputs(asked, names, ctx.mesh.index("sp"), ctx.mesh.size("sp"))
     ctx.undo(inputs.close)
     with changing(model, ctx.undo):
@@ -85,11 +101,19 @@ def _cut_inputs(model: nn.Module, asked: SequenceParallelConfig, ctx: Context) -
 
 
 class _Inputs:
-    """Cuts the inputs of a model to this rank's part, until it is closed; `names` of its arguments by place."""
+    """Cuts the inputs of a model to this rank's part, until it is closed; `names` of its arguments
+    by place.
+    """
 
-    def __init__(self, asked: SequenceParallelConfig, names: Sequence[str], rank: int, ranks: int) -> None:
-        self._dims, self._names, self._ring = asked.inputs, names, asked.mode == "ring"
-        self._rank, self._ranks, self._closed = rank, ranks, False
+    def __init__(
+        self, asked: SequenceParallelConfig, names: Sequence[str], rank: int, ranks: int
+    ) -> None:
+        self._dims = asked.inputs
+        self._names = names
+        self._ring = asked.mode == "ring"
+        self._rank = rank
+        self._ranks = ranks
+        self._closed = False
 
     def __deepcopy__(self, memo: Any) -> _Inputs:
         """A copy of the model is given whole inputs, too, until the engine ends."""
@@ -104,7 +128,9 @@ class _Inputs:
         if self._closed:
             return None
         placed = dict(enumerate(self._names))
-        cut_args = tuple(self._part(placed.get(place, ""), value) for place, value in enumerate(args))
+        cut_args = tuple(
+            self._part(placed.get(place, ""), value) for place, value in enumerate(args)
+        )
         return cut_args, {name: self._part(name, value) for name, value in kwargs.items()}
 
     def cut_batch(self, inputs: Any, labels: Any) -> tuple[Any, Any]:
@@ -116,10 +142,13 @@ class _Inputs:
         dim = self._dims.get(name)
         if dim is None or not isinstance(value, Tensor):
             return value
-        length, parts = value.shape[dim], 2 * self._ranks if self._ring else self._ranks
+        length = value.shape[dim]
+        parts = 2 * self._ranks if self._ring else self._ranks
         if length % parts:
             raise UsageError(
-                f"sequence_parallel: {name} has {length} positions, which do not divide into equal parts for "
-                f"{self._ranks} ranks{' (two each)' if self._ring else ''}; pad it to a multiple of {parts}"
+                f"sequence_parallel: {name} has {length} positions, which do not divide into equal "
+                "parts for "
+                f"{self._ranks} ranks{' (two each)' if self._ring else ''}; pad it to a multiple "
+                f"of {parts}"
             )
         return Layout(length, self._ranks, self._ring).cut(value, self._rank, dim).contiguous()

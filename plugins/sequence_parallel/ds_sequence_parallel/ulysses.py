@@ -1,4 +1,6 @@
-"""Attention over whole sequences, each rank for some of the heads: two exchanges around any attention function."""
+"""Attention over whole sequences, each rank for some of the heads: two exchanges around any
+attention function.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,24 @@ class Heads:
 
     @staticmethod
     def of(query_heads: int, key_heads: int, ranks: int) -> Heads:
-        """Query heads in shares that differ by one at most; UsageError where key-value heads do not divide them."""
+        """Query heads in shares that differ by one at most; UsageError where key-value heads do not
+        divide them.
+        """
         if query_heads % key_heads:
-            raise UsageError(f"{query_heads} query heads do not divide over {key_heads} key-value heads")
+            raise UsageError(
+                f"{query_heads} query heads do not divide over {key_heads} key-value heads"
+            )
         per_key = query_heads // key_heads
-        ends = [0, *itertools.accumulate(query_heads // ranks + (i < query_heads % ranks) for i in range(ranks))]
+        ends = [
+            0,
+            *itertools.accumulate(
+                query_heads // ranks + (i < query_heads % ranks) for i in range(ranks)
+            ),
+        ]
         queries = tuple(itertools.pairwise(ends))
-        keys = tuple((a // per_key, max(a // per_key, -(-b // per_key) if b > a else 0)) for a, b in queries)
+        keys = tuple(
+            (a // per_key, max(a // per_key, -(-b // per_key) if b > a else 0)) for a, b in queries
+        )
         return Heads(queries, keys, per_key)
 
     @property
@@ -52,14 +65,18 @@ class Heads:
         return _sizes(self.keys)
 
     def spread(self, whole: Tensor, dim: int) -> Tensor:
-        """Key-value heads in the order in which they are sent, those that several ranks need once for each."""
+        """Key-value heads in the order in which they are sent, those that several ranks need once
+        for each.
+        """
         count = whole.shape[dim]
         if sum(end - first for first, end in self.keys) == count:  # none is needed twice
             return whole
         return torch.cat([whole.narrow(dim, first, end - first) for first, end in self.keys], dim)
 
     def repeats(self, rank: int) -> list[int] | None:
-        """For each query head of `rank` the key-value head (of its own) that it needs; None where groups are whole."""
+        """For each query head of `rank` the key-value head (of its own) that it needs; None where
+        groups are whole.
+        """
         (first, end), (key, _) = self.queries[rank], self.keys[rank]
         if first % self.per_key == 0 and end % self.per_key == 0:
             return None
@@ -81,11 +98,13 @@ def ulysses(
 ) -> Tensor:
     """What `attend` gives for whole sequences, of which each rank has a part.
 
-    attend: called with this rank's heads of the whole sequence, and whether key-value heads were repeated, so that
-    there is one per query head. heads, sequence: dimensions of `query`; `out_heads`, `out_sequence` of what `attend`
-    gives, where they differ. lengths: each rank's part of the sequence; None: all are equal. Collective along `group`.
+    attend: called with this rank's heads of the whole sequence, and whether key-value heads were
+    repeated, so that there is one per query head. heads, sequence: dimensions of `query`;
+    `out_heads`, `out_sequence` of what `attend` gives, where they differ. lengths: each rank's part
+    of the sequence; None: all are equal. Collective along `group`.
     """
-    rank, ranks = comm.rank(group), comm.world_size(group)
+    rank = comm.rank(group)
+    ranks = comm.world_size(group)
     if ranks == 1:
         return attend(query, key, value, False)
     plan = Heads.of(query.shape[heads], key.shape[heads], ranks)
@@ -95,11 +114,14 @@ def ulysses(
     repeats = plan.repeats(rank)
     if repeats is not None:
         index = torch.tensor(repeats, device=key.device)
-        key, value = key.index_select(heads, index), value.index_select(heads, index)
-    there, along = heads if out_heads is None else out_heads, sequence if out_sequence is None else out_sequence
+        key = key.index_select(heads, index)
+        value = value.index_select(heads, index)
+    there = heads if out_heads is None else out_heads
+    along = sequence if out_sequence is None else out_sequence
     if query.shape[heads]:
         out = attend(query, key, value, repeats is not None)
-    else:  # more ranks than heads: nothing to attend to, but a part in the exchanges, also of gradients
+    # more ranks than heads: nothing to attend to, but a part in the exchanges, also of gradients
+    else:
         out = value.transpose(heads, there) + 0 * (query.sum() + key.sum())
     return all_to_all(out, group, along, there, lengths, plan.query_sizes)
 
@@ -107,10 +129,11 @@ def ulysses(
 class DistributedAttention(AlongSequence):
     """Any attention function, for ranks that each have a part of the sequence.
 
-    local_attention: called as ``(query, key, value, *args, **kwargs)`` with whole sequences and some of the heads; it
-    gives what has the shape of `query` (or a tuple whose first item does). With fewer key-value heads than query heads
-    it may be given as many of both, repeated. group: of the ranks that divide the sequence; None: the axis ``sp``, once
-    `ds_core.initialize` has the model. heads, sequence: dimensions of query, key and value. All ranks have equally many
+    local_attention: called as ``(query, key, value, *args, **kwargs)`` with whole sequences and
+    some of the heads; it gives what has the shape of `query` (or a tuple whose first item does).
+    With fewer key-value heads than query heads it may be given as many of both, repeated. group: of
+    the ranks that divide the sequence; None: the axis ``sp``, once `ds_core.initialize` has the
+    model. heads, sequence: dimensions of query, key and value. All ranks have equally many
     positions.
     """
 
@@ -125,13 +148,15 @@ class DistributedAttention(AlongSequence):
         if heads == sequence:
             raise UsageError(f"DistributedAttention: heads and sequence are both dimension {heads}")
         self.local_attention = local_attention
-        self.heads, self.sequence = heads, sequence
+        self.heads = heads
+        self.sequence = sequence
 
     def bind_sequence(self, group: ProcessGroup, zigzag: bool) -> None:
         """Use `group`, if none was given."""
         if zigzag:
             raise UsageError(
-                "DistributedAttention needs sequence_parallel.mode ulysses: with ring, a rank's part is no stretch of "
+                "DistributedAttention needs sequence_parallel.mode ulysses: with ring, a rank's "
+                "part is no stretch of "
                 "the sequence"
             )
         super().bind_sequence(group, zigzag)
@@ -147,10 +172,13 @@ class DistributedAttention(AlongSequence):
             nonlocal more
             out = self.local_attention(query, key, value, *args, **kwargs)
             if isinstance(out, tuple):
-                out, more = out[0], (None,) * (len(out) - 1)
+                more = (None,) * (len(out) - 1)
+                out = out[0]
             return cast(Tensor, out)
 
-        out = ulysses(attend, query, key, value, self.group, heads=self.heads, sequence=self.sequence)
+        out = ulysses(
+            attend, query, key, value, self.group, heads=self.heads, sequence=self.sequence
+        )
         return (out, *more) if more else out
 
 
@@ -162,7 +190,8 @@ def _check_alike(query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup)
         raise UsageError(
             "DistributedAttention: query, key and value have shapes "
             + "; ".join(f"{s} on rank {i}" for i, s in enumerate(everyone))
-            + " of the sequence's group; cut the sequence into equal parts, padded to a multiple of the ranks"
+            + " of the sequence's group; cut the sequence into equal parts, padded to a multiple "
+            "of the ranks"
         )
 
 

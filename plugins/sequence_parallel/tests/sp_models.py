@@ -1,4 +1,6 @@
-"""Tiny random transformers models, the batches they train on, and training with sequences divided or not."""
+"""Tiny random transformers models, the batches they train on, and training with sequences divided
+or not.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,21 @@ def config_of(family: str) -> Any:
             **SIZES, **heads, **more, use_sliding_window=True, sliding_window=5, max_window_layers=1
         )  # the second layer has a window
     if family == "phi3":
-        return t.Phi3Config(**SIZES, **heads, **more, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+        return t.Phi3Config(
+            **SIZES, **heads, **more, pad_token_id=0, bos_token_id=1, eos_token_id=2
+        )
     if family in ("mixtral", "routed"):
         experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}
         routed = {"output_router_logits": family == "routed", "router_aux_loss_coef": 0.5}
         return t.MixtralConfig(**SIZES, **heads, **more, **experts, **routed)
     if family == "deepseek_v2":
-        sizes = {"kv_lora_rank": 8, "q_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
+        sizes = {
+            "kv_lora_rank": 8,
+            "q_lora_rank": 12,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 6,
+        }
         experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
         experts |= {"moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1}
         both = heads | {"num_key_value_heads": 6}
@@ -53,18 +63,33 @@ def make_model(family: str, attention: str = "eager") -> Any:
         torch.manual_seed(0)
         return strict(LlamaForCausalLM)(config_of("llama")).double()
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_of(family), attn_implementation=attention).double()
+    model = AutoModelForCausalLM.from_config(
+        config_of(family), attn_implementation=attention
+    ).double()
     if family in ("mixtral", "routed", "deepseek_v2"):
         model.set_experts_implementation("eager")  # grouped products have no fp64
     return model
 
 
 def strict(base: Any) -> Any:
-    """A class of model whose forward takes no further arguments, and gives its loss function labels alone."""
+    """A class of model whose forward takes no further arguments, and gives its loss function labels
+    alone.
+    """
 
     class Strict(base):  # type: ignore[misc]
-        def forward(self, input_ids=None, position_ids=None, attention_mask=None, labels=None, use_cache=None):  # type: ignore[no-untyped-def]
-            given = {"position_ids": position_ids, "attention_mask": attention_mask, "use_cache": use_cache}
+        def forward(
+            self,
+            input_ids=None,
+            position_ids=None,
+            attention_mask=None,
+            labels=None,
+            use_cache=None,
+        ):  # type: ignore[no-untyped-def]
+            given = {
+                "position_ids": position_ids,
+                "attention_mask": attention_mask,
+                "use_cache": use_cache,
+            }
             return super().forward(input_ids=input_ids, labels=labels, **given)
 
     return Strict
@@ -98,10 +123,15 @@ Run = tuple[list[float], dict[str, Tensor], Tensor]
 
 def plain(family: str, **options: Any) -> Run:
     """Training by hand in one process."""
-    steps, kind, length = options.get("steps", 3), options.get("kind", "plain"), options.get("length", 13)
+    steps = options.get("steps", 3)
+    kind = options.get("kind", "plain")
+    length = options.get("length", 13)
     model = make_model(family, options.get("attention", "eager"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0, eps=options.get("eps", 1e-8))
-    losses, logits = [], torch.empty(0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=0.01, weight_decay=0.0, eps=options.get("eps", 1e-8)
+    )
+    losses = []
+    logits = torch.empty(0)
     for step in range(steps):
         out = model(**batch(step, length, kind), use_cache=False)
         logits = out.logits.detach() if step == 0 else logits
@@ -117,17 +147,25 @@ def trained(family: str, sections: dict[str, Any], **options: Any) -> Run:
     """Training by the engine, with sequences divided as `sections` say."""
     import ds_core
 
-    steps, kind, length = options.get("steps", 3), options.get("kind", "plain"), options.get("length", 13)
+    steps = options.get("steps", 3)
+    kind = options.get("kind", "plain")
+    length = options.get("length", 13)
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0, "eps": options.get("eps", 1e-8)}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 0.01, "weight_decay": 0.0, "eps": options.get("eps", 1e-8)},
+        },
         **sections,
     }
-    engine, *_ = ds_core.initialize(model=make_model(family, options.get("attention", "eager")), config=config)
+    engine, *_ = ds_core.initialize(
+        model=make_model(family, options.get("attention", "eager")), config=config
+    )
     if options.get("compiled"):
         engine.compile(backend="aot_eager")
-    losses, logits = [], torch.empty(0)
+    losses = []
+    logits = torch.empty(0)
     for step in range(steps):
         out = engine(**batch(step, length, kind))
         logits = whole(engine, out.logits.detach(), length) if step == 0 else logits
@@ -151,15 +189,21 @@ def whole(engine: Any, logits: Tensor, length: int) -> Tensor:
 
 
 def differences(cases: list[Any]) -> list[list[float]]:
-    """For each (family, mode, options): how far losses, weights and logits are from those of one process."""
+    """For each (family, mode, options): how far losses, weights and logits are from those of one
+    process.
+    """
     import torch.distributed as dist
 
     found = []
     for family, mode, options in cases:
         one = plain(family, **options)
         section = {"size": dist.get_world_size(), "mode": mode, **options.get("section", {})}
-        mine = trained(family, {"sequence_parallel": section, **options.get("sections", {})}, **options)
-        valid = batch(0, options.get("length", 13), options.get("kind", "plain")).get("attention_mask")
+        mine = trained(
+            family, {"sequence_parallel": section, **options.get("sections", {})}, **options
+        )
+        valid = batch(0, options.get("length", 13), options.get("kind", "plain")).get(
+            "attention_mask"
+        )
         rows = slice(None) if valid is None else valid.bool()
         found.append(
             [

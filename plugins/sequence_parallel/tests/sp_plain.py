@@ -1,4 +1,6 @@
-"""A module of one's own with attention, for sequences that are divided, and the same as one writes it without."""
+"""A module of one's own with attention, for sequences that are divided, and the same as one writes
+it without.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,21 @@ from ds_testing.runner import MICRO
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-WIDTH, HEADS, KEYS, LENGTH, VOCABULARY = 12, 3, 1, 8, 11
+WIDTH = 12
+HEADS = 3
+KEYS = 1
+LENGTH = 8
+VOCABULARY = 11
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention; [batch, sequence, heads, size] each, with fewer heads of keys and values or as many."""
+    """Causal attention; [batch, sequence, heads, size] each, with fewer heads of keys and values or
+    as many.
+    """
     times = query.shape[2] // key.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (query, *(x.repeat_interleave(times, 2) for x in (key, value))))
+    q, k, v = (
+        x.transpose(1, 2) for x in (query, *(x.repeat_interleave(times, 2) for x in (key, value)))
+    )
     return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
@@ -25,12 +35,17 @@ class Plain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.query, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.places = nn.Embedding(LENGTH, WIDTH)
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
         self.keys = nn.Linear(WIDTH, 2 * KEYS * WIDTH // HEADS)
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
         self.attention: Any = causal
-        self.loss: Any = lambda logits, labels: cross_entropy(logits.flatten(0, 1), labels.flatten())
+        self.loss: Any = lambda logits, labels: cross_entropy(
+            logits.flatten(0, 1), labels.flatten()
+        )
 
     def forward(self, tokens: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
         """The loss."""
@@ -52,7 +67,8 @@ class Divided(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention, self.loss = DistributedAttention(causal), CrossEntropy()
+        self.attention = DistributedAttention(causal)
+        self.loss = CrossEntropy()
 
 
 class Ring(Divided):
@@ -84,7 +100,9 @@ def ring() -> nn.Module:
 
 
 def batch(step: int, micro: int, index: int) -> dict[str, Tensor]:
-    """Labels count in the first shards only, but for some; equally many in each batch, as data parallelism wants it."""
+    """Labels count in the first shards only, but for some; equally many in each batch, as data
+    parallelism wants it.
+    """
     made = torch.Generator().manual_seed(100 * step + 10 * micro + index)
     tokens = torch.randint(0, VOCABULARY, (MICRO, LENGTH), generator=made)
     labels = tokens.roll(-1, 1)

@@ -1,4 +1,6 @@
-"""Ulysses and ring attention on several ranks against attention in one process: outputs and gradients."""
+"""Ulysses and ring attention on several ranks against attention in one process: outputs and
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from ds_testing import run_ranks
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-BATCH, SIZE = 2, 8
+BATCH = 2
+SIZE = 8
 
 
 def inputs(heads: int, key_heads: int, length: int) -> list[Tensor]:
@@ -26,20 +29,28 @@ def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = N
 
 
 def window_and_documents(queries: Tensor, keys: Tensor) -> Tensor:
-    """Two documents, the second from position 5 on; no query looks back further than 6; key 3 is padding."""
-    q, k = queries.unsqueeze(-1), keys
+    """Two documents, the second from position 5 on; no query looks back further than 6; key 3 is
+    padding.
+    """
+    q = queries.unsqueeze(-1)
+    k = keys
     seen = (k <= q) & (q - k < 6) & ((q >= 5) == (k >= 5)) & (k != 3)
     return seen[None, None].expand(BATCH, 1, -1, -1)
 
 
-def compare(kind: str, heads: int, key_heads: int, length: int, causal: bool, masked: bool) -> float:
-    """The largest difference between this rank's part and that of one process, of the output and three gradients."""
+def compare(
+    kind: str, heads: int, key_heads: int, length: int, causal: bool, masked: bool
+) -> float:
+    """The largest difference between this rank's part and that of one process, of the output and
+    three gradients.
+    """
     import torch.distributed as dist
     from ds_sequence_parallel.layout import Layout
     from ds_sequence_parallel.ring import ring_attention
     from ds_sequence_parallel.ulysses import ulysses
 
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     layout = Layout(length, ranks, kind == "zigzag")
     *whole, grad = inputs(heads, key_heads, length)
     for x in whole:
@@ -58,7 +69,9 @@ def compare(kind: str, heads: int, key_heads: int, length: int, causal: bool, ma
             lengths=layout.sizes,
         )
     else:
-        out = ring_attention(*parts, None, layout, causal=causal, mask=window_and_documents if masked else None)
+        out = ring_attention(
+            *parts, None, layout, causal=causal, mask=window_and_documents if masked else None
+        )
     out.backward(layout.cut(grad, rank, 2))
     pairs = [(out, wanted), *((a.grad, b.grad) for a, b in zip(parts, whole, strict=True))]
     return max(float((a - layout.cut(b, rank, 2)).detach().abs().max()) for a, b in pairs)
@@ -66,7 +79,8 @@ def compare(kind: str, heads: int, key_heads: int, length: int, causal: bool, ma
 
 CASES = [
     ("ulysses", 4, 4, 16, True, False),
-    ("ulysses", 9, 3, 13, True, False),  # heads that do not divide, key-value heads that several ranks need, odd length
+    # heads that do not divide, key-value heads that several ranks need, odd length
+    ("ulysses", 9, 3, 13, True, False),
     ("ulysses", 3, 1, 9, False, False),  # fewer heads than ranks
     ("zigzag", 3, 1, 16, True, False),
     ("zigzag", 2, 2, 13, True, False),
@@ -92,7 +106,9 @@ def ring_in_low_precision() -> list[float]:
     from ds_sequence_parallel.layout import Layout
     from ds_sequence_parallel.ring import ring_attention
 
-    rank, layout, found = dist.get_rank(), Layout(32, dist.get_world_size(), True), []
+    rank = dist.get_rank()
+    layout = Layout(32, dist.get_world_size(), True)
+    found = []
     *whole, _ = inputs(4, 2, 32)
     wanted = layout.cut(plain(*whole, True), rank, 2)
     for dtype in (torch.float32, torch.bfloat16):

@@ -1,4 +1,6 @@
-"""AutoSP: models that know nothing of it train as one process does, with divided by a pass over their graph."""
+"""AutoSP: models that know nothing of it train as one process does, with divided by a pass over
+their graph.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +21,37 @@ from ds_sequence_parallel import prepare_autosp_inputs
 from sp_models import batch, make_model
 
 AUTOSP = {"compile": {"deepcompile": True, "passes": ["autosp"]}}
-LENGTH, STEPS = 12, 3
+LENGTH = 12
+STEPS = 3
 
 
 class Own(nn.Module):
-    """Hand-written attention with fewer key-value heads; a pooled head; positions, masks and losses of all kinds."""
+    """Hand-written attention with fewer key-value heads; a pooled head; positions, masks and losses
+    of all kinds.
+    """
 
     def __init__(self, heads: int = 4, keys: int = 2) -> None:
         super().__init__()
-        self.heads, self.keys = heads, keys
-        self.words, self.places = nn.Embedding(32, 8), nn.Embedding(16, 8)
-        self.q, self.kv, self.out = nn.Linear(8, 4 * heads), nn.Linear(8, 8 * keys), nn.Linear(4 * heads, 8)
-        self.norm, self.near = nn.LayerNorm(8), nn.Conv1d(8, 8, 3, padding=1)
-        self.head, self.pooled = nn.Linear(8, 32), nn.Linear(8, 3)
+        self.heads = heads
+        self.keys = keys
+        self.words = nn.Embedding(32, 8)
+        self.places = nn.Embedding(16, 8)
+        self.q = nn.Linear(8, 4 * heads)
+        self.kv = nn.Linear(8, 8 * keys)
+        self.out = nn.Linear(4 * heads, 8)
+        self.norm = nn.LayerNorm(8)
+        self.near = nn.Conv1d(8, 8, 3, padding=1)
+        self.head = nn.Linear(8, 32)
+        self.pooled = nn.Linear(8, 3)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         size, length = input_ids.shape
         x = self.words(input_ids) + self.places(torch.arange(length, device=input_ids.device))
         q = self.q(self.norm(x)).view(size, length, self.heads, 4).transpose(1, 2)
         k, v = self.kv(x).view(size, length, 2, self.keys, 4).permute(2, 0, 3, 1, 4).unbind(0)
-        mask = (input_ids != 0)[:, None, None, :] & torch.ones(length, length, dtype=torch.bool).tril()
+        mask = (input_ids != 0)[:, None, None, :] & torch.ones(
+            length, length, dtype=torch.bool
+        ).tril()
         out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         x = x + self.out(out.transpose(1, 2).reshape(size, length, -1))
         x = x + self.near(x.transpose(1, 2)).transpose(1, 2)
@@ -71,7 +84,8 @@ def loss_of(output: Any) -> Tensor:
 
 
 def truth(kind: str) -> tuple[list[float], Any]:
-    model, losses = make(kind), []
+    model = make(kind)
+    losses = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     for step in range(STEPS):
         loss = loss_of(model(**given(kind, step)))
@@ -95,17 +109,25 @@ def divided(kind: str, stage: int, ranks: int) -> tuple[int, int]:
         "gradient_clipping": 0.0,
         **({"sequence_parallel_size": ranks} if stage else {}),
         "optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}},
-        "zero_optimization": {"stage": stage, **({"param_persistence_threshold": 0} if stage == 3 else {})},
+        "zero_optimization": {
+            "stage": stage,
+            **({"param_persistence_threshold": 0} if stage == 3 else {}),
+        },
     }
     # Two ways to say the size: the key, and mesh_param alone.
-    engine, *_ = ds_core.initialize(model=make(kind), config=config, mesh_param=None if stage else (1, ranks))
+    engine, *_ = ds_core.initialize(
+        model=make(kind), config=config, mesh_param=None if stage else (1, ranks)
+    )
     assert engine.ctx.mesh.size("sp") == ranks
     engine.compile("aot_eager")
     losses = []
     for step in range(STEPS):
         inputs = given(kind, step)
         inputs["input_ids"] = prepare_autosp_inputs(
-            inputs["input_ids"], inputs["labels"], inputs.get("position_ids"), inputs.get("attention_mask")
+            inputs["input_ids"],
+            inputs["labels"],
+            inputs.get("position_ids"),
+            inputs.get("attention_mask"),
         )
         loss = loss_of(engine(**inputs))
         engine.backward(loss)
@@ -116,7 +138,8 @@ def divided(kind: str, stage: int, ranks: int) -> tuple[int, int]:
     bound = 1e-12 if kind.startswith("own") else 1e-6  # transformers' losses are in fp32
     assert max(abs(a - b) for a, b in zip(losses, wanted, strict=True)) < bound, (losses, wanted)
     off = [
-        float((a - b).detach().abs().max()) for a, b in zip(engine.module.parameters(), plain.parameters(), strict=True)
+        float((a - b).detach().abs().max())
+        for a, b in zip(engine.module.parameters(), plain.parameters(), strict=True)
     ]
     assert max(off) < bound, off
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
@@ -130,7 +153,10 @@ _slow = pytest.mark.slow
     [
         ("own", 0, 2),
         *(pytest.param("llama", stage, 2, marks=_slow) for stage in (0, 1, 2, 3)),
-        *(pytest.param(kind, 0, ranks, marks=_slow) for kind, ranks in (("qwen2", 2), ("own-uneven", 2), ("own", 4))),
+        *(
+            pytest.param(kind, 0, ranks, marks=_slow)
+            for kind, ranks in (("qwen2", 2), ("own-uneven", 2), ("own", 4))
+        ),
     ],
 )
 def test_it_trains_as_one_process(kind: str, stage: int, ranks: int) -> None:
@@ -141,7 +167,9 @@ def test_it_trains_as_one_process(kind: str, stage: int, ranks: int) -> None:
 
 
 def undivided() -> None:
-    """Without a size each rank has whole sequences of its own, as with DeepSpeed; the log says that nothing is cut."""
+    """Without a size each rank has whole sequences of its own, as with DeepSpeed; the log says that
+    nothing is cut.
+    """
     import ds_core
     from ds_core import comm
 
@@ -165,7 +193,7 @@ def test_without_a_size_nothing_is_divided() -> None:
     run_ranks(2, undivided)
 
 
-# -- errors --------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def test_inputs_that_do_not_fit() -> None:
@@ -188,7 +216,9 @@ class NoAttention(nn.Module):
         self.words = nn.Embedding(32, 8)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        loss: Tensor = functional.cross_entropy(self.words(input_ids).flatten(0, 1), labels.flatten() % 8)
+        loss: Tensor = functional.cross_entropy(
+            self.words(input_ids).flatten(0, 1), labels.flatten() % 8
+        )
         return loss
 
 
@@ -196,15 +226,20 @@ def refused() -> None:
     import ds_core
 
     config = AUTOSP | {"train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": 2}
-    engine, *_ = ds_core.initialize(model=NoAttention(), config=config | {"optimizer": {"type": "SGD"}})
+    engine, *_ = ds_core.initialize(
+        model=NoAttention(), config=config | {"optimizer": {"type": "SGD"}}
+    )
     engine.compile("aot_eager")
-    ids, labels = torch.ones(2, 8, dtype=torch.long), torch.ones(2, 8, dtype=torch.long)
+    ids = torch.ones(2, 8, dtype=torch.long)
+    labels = torch.ones(2, 8, dtype=torch.long)
     with pytest.raises(RuntimeError, match="no input of the graph is marked"):
         engine(ids, labels)
     with pytest.raises(ValueError, match="7 positions, which do not divide over the 2 ranks"):
         prepare_autosp_inputs(ids[:, 1:], labels[:, 1:])
     torch._dynamo.reset()
-    with pytest.raises(RuntimeError, match="has no torch.nn.functional.scaled_dot_product_attention"):
+    with pytest.raises(
+        RuntimeError, match="has no torch.nn.functional.scaled_dot_product_attention"
+    ):
         engine(prepare_autosp_inputs(ids, labels), labels)
     engine.destroy()
 
@@ -216,7 +251,11 @@ def test_graphs_without_marks_or_attention() -> None:
 def recomputed() -> None:
     import ds_core
 
-    config = AUTOSP | {"train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": 2, "optimizer": {"type": "SGD"}}
+    config = AUTOSP | {
+        "train_micro_batch_size_per_gpu": 2,
+        "sequence_parallel_size": 2,
+        "optimizer": {"type": "SGD"},
+    }
     engine, *_ = ds_core.initialize(
         model=make("llama"), config=config | {"activation_checkpointing": {"modules": "auto"}}
     )

@@ -18,18 +18,26 @@ from torch.nn.functional import cross_entropy
 def as_written_for_deepspeed(kind: str) -> float:
     """Gradients of each rank's batch, all ranks' together, against one process that sees both."""
     import torch.distributed as dist
-    from ds_sequence_parallel.deepspeed_names import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
+    from ds_sequence_parallel.deepspeed_names import (
+        UlyssesSPAttentionHF,
+        UlyssesSPDataLoaderAdapter,
+    )
     from torch.distributed.nn.functional import all_gather
     from transformers import AttentionInterface, AttentionMaskInterface
 
     tables = (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping)
     before = [table["sdpa"] for table in tables]
-    unit = UlyssesSPAttentionHF.register_with_transformers("any", "sdpa", dist.get_world_size(), 1, 12)
+    unit = UlyssesSPAttentionHF.register_with_transformers(
+        "any", "sdpa", dist.get_world_size(), 1, 12
+    )
     try:
         model = m.make_model("llama", "sdpa")
-        group, ranks = unit.get_sequence_parallel_group(), unit.get_sequence_parallel_world_size()
+        group = unit.get_sequence_parallel_group()
+        ranks = unit.get_sequence_parallel_world_size()
         mine = [m.batch(dist.get_rank(), 12, kind)]
-        for batch in UlyssesSPDataLoaderAdapter(mine, unit.get_sequence_parallel_rank(), group, ranks, "cpu"):
+        for batch in UlyssesSPDataLoaderAdapter(
+            mine, unit.get_sequence_parallel_rank(), group, ranks, "cpu"
+        ):
             shifted = batch.pop("shift_labels")
             logits = model(**batch, use_cache=False).logits
             total = cross_entropy(logits.flatten(0, 1), shifted.flatten(), reduction="sum")
@@ -48,7 +56,9 @@ def as_written_for_deepspeed(kind: str) -> float:
     for rank in range(ranks):
         batch = m.batch(rank, 12, kind)
         labels = torch.nn.functional.pad(batch.pop("labels"), (0, 1), value=-100)[:, 1:]
-        cross_entropy(plain(**batch, use_cache=False).logits.flatten(0, 1), labels.flatten()).backward()
+        cross_entropy(
+            plain(**batch, use_cache=False).logits.flatten(0, 1), labels.flatten()
+        ).backward()
     pairs: Any = zip(model.parameters(), plain.parameters(), strict=True)
     return max(float((a.grad - b.grad).abs().max()) for a, b in pairs)
 
@@ -68,15 +78,21 @@ def attention_with_its_arguments() -> float:
     from ds_sequence_parallel.deepspeed_names import DistributedAttention
 
     made = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(8, 2, 4, 3, generator=made, dtype=torch.float64) for _ in range(3))  # [s, b, h, d]
+    # [s, b, h, d]
+    q, k, v = (torch.randn(8, 2, 4, 3, generator=made, dtype=torch.float64) for _ in range(3))
 
     def local(query: Any, key: Any, value: Any) -> Any:
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).permute(
+            2, 0, 1, 3
+        )
 
-    rank, group = dist.get_rank(), dist.group.WORLD
+    rank = dist.get_rank()
+    group = dist.group.WORLD
     part = slice(4 * rank, 4 * rank + 4)
-    out = DistributedAttention(local, group, scatter_idx=2, gather_idx=0)(q[part], k[part], v[part], 1)
+    out = DistributedAttention(local, group, scatter_idx=2, gather_idx=0)(
+        q[part], k[part], v[part], 1
+    )
     return float((out - local(q, k, v)[part]).abs().max())
 
 
@@ -90,7 +106,9 @@ def exchanged() -> list[bool]:
     from ds_core import comm
 
     comm.init_distributed("gloo")
-    rank, ranks, group = comm.rank(), comm.world_size(), torch.distributed.group.WORLD
+    rank = comm.rank()
+    ranks = comm.world_size()
+    group = torch.distributed.group.WORLD
     torch.manual_seed(0)
     whole = torch.randn(2, 8, 4, 3)  # batch, sequence, heads, their size
     mine = whole.chunk(ranks, 1)[rank].clone().requires_grad_()

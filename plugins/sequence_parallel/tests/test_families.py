@@ -1,4 +1,6 @@
-"""transformers models, unchanged, with their sequences divided: losses, weights and logits of one process."""
+"""transformers models, unchanged, with their sequences divided: losses, weights and logits of one
+process.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ SLOW = [
     for mode in ("ulysses", "ring")
     for kind in ("plain", "padded", "packed")
     for attention in ("sdpa", "eager")
-    if not (mode == "ring" and attention == "eager")  # the library's eager softmax is in fp32, the ring's in fp64
+    # the library's eager softmax is in fp32, the ring's in fp64
+    if not (mode == "ring" and attention == "eager")
     if not (family == "bloom" and (mode == "ring" or kind == "packed" or attention == "sdpa"))
 ]
 SLOW += [
@@ -59,16 +62,27 @@ def test_each_family(family: str, ranks: int) -> None:
 
 
 def compiled(mode: str) -> list[float]:
-    """How far losses and weights of blocks under torch.compile are off, and how many graph breaks there are."""
+    """How far losses and weights of blocks under torch.compile are off, and how many graph breaks
+    there are.
+    """
     import torch
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    one, section = m.plain("llama", attention="sdpa"), {"size": 2, "mode": mode}
-    mine = m.trained("llama", {"sequence_parallel": section, "compile": {}}, attention="sdpa", compiled=True)
-    graphs, breaks = torch._dynamo.utils.counters["stats"]["unique_graphs"], torch._dynamo.utils.counters["graph_break"]
+    one = m.plain("llama", attention="sdpa")
+    section = {"size": 2, "mode": mode}
+    mine = m.trained(
+        "llama", {"sequence_parallel": section, "compile": {}}, attention="sdpa", compiled=True
+    )
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    breaks = torch._dynamo.utils.counters["graph_break"]
     worst = max(float((mine[1][n] - w).abs().max()) for n, w in one[1].items())
-    return [max(abs(a - b) for a, b in zip(one[0], mine[0], strict=True)), worst, graphs, sum(breaks.values())]
+    return [
+        max(abs(a - b) for a, b in zip(one[0], mine[0], strict=True)),
+        worst,
+        graphs,
+        sum(breaks.values()),
+    ]
 
 
 @pytest.mark.slow

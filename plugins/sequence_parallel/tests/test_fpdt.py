@@ -1,4 +1,6 @@
-"""Attention chunk by chunk: plain attention on any number of ranks, and one chunk of scores in memory at a time."""
+"""Attention chunk by chunk: plain attention on any number of ranks, and one chunk of scores in
+memory at a time.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_core import comm
 from ds_core.errors import UsageError
 
-LENGTH, BATCH, WIDTH, HEADS, KEY_HEADS, SIZE, WORDS = 32, 2, 12, 8, 4, 6, 11
+LENGTH = 32
+BATCH = 2
+WIDTH = 12
+HEADS = 8
+KEY_HEADS = 4
+SIZE = 6
+WORDS = 11
 
 
 def config(**more: Any) -> Any:
@@ -47,22 +55,28 @@ def weights() -> list[nn.Parameter]:
 
 
 def rotary() -> tuple[Tensor, Tensor]:
-    angles = torch.arange(LENGTH, dtype=torch.float64)[:, None, None, None] * torch.tensor([1.0, 0.1]).repeat(2)
+    angles = torch.arange(LENGTH, dtype=torch.float64)[:, None, None, None] * torch.tensor(
+        [1.0, 0.1]
+    ).repeat(2)
     return angles.cos(), angles.sin()
 
 
 def plain(x: Tensor, given: list[nn.Parameter], turned: bool) -> Tensor:
     """The output for the whole sequence, by torch alone."""
-    parts = F.linear(x, given[0], given[1]).split([HEADS * SIZE, KEY_HEADS * SIZE, KEY_HEADS * SIZE], -1)
+    parts = F.linear(x, given[0], given[1]).split(
+        [HEADS * SIZE, KEY_HEADS * SIZE, KEY_HEADS * SIZE], -1
+    )
     q, k, v = (part.unflatten(-1, (-1, SIZE)).permute(1, 2, 0, 3) for part in parts)
     if turned:
         cos, sin = (each[:, 0, 0] for each in rotary())
 
         def turn(t: Tensor) -> Tensor:
-            a, b = t[..., :2], t[..., 2:4]
+            a = t[..., :2]
+            b = t[..., 2:4]
             return torch.cat([t[..., :4] * cos + torch.cat([-b, a], -1) * sin, t[..., 4:]], -1)
 
-        q, k = turn(q), turn(k)
+        q = turn(q)
+        k = turn(k)
     k, v = (each.repeat_interleave(HEADS // KEY_HEADS, 1) for each in (k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return F.linear(out.permute(2, 0, 1, 3).flatten(2), given[2], given[3])
@@ -70,11 +84,13 @@ def plain(x: Tensor, given: list[nn.Parameter], turned: bool) -> Tensor:
 
 def differs(chunk: int, turned: bool, offload: bool) -> float:
     """Of the losses of all tokens, and the gradients of all weights and inputs."""
-    world, rank = comm.world_size(), comm.rank()
+    world = comm.world_size()
+    rank = comm.rank()
     group = torch.distributed.group.WORLD
     whole = random(LENGTH, BATCH, WIDTH, seed=9)
     words = torch.randint(0, WORDS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(4))
-    truth_weights, truth_x = weights(), whole.clone().requires_grad_()
+    truth_weights = weights()
+    truth_x = whole.clone().requires_grad_()
     logits = F.linear(plain(truth_x, truth_weights, turned), truth_weights[4])
     truth = F.cross_entropy(logits.permute(1, 2, 0), words, reduction="none")
     truth.square().sum().backward()
@@ -82,15 +98,25 @@ def differs(chunk: int, turned: bool, offload: bool) -> float:
     numbers = torch.arange(LENGTH).expand(BATCH, -1)
     args = SimpleNamespace(ds_sequence_parallel_fpdt_chunk_size=chunk)
     dealt = FPDT_InputConstruct(words, words, numbers, None, numbers, args, world, rank).generate()
-    own, order = dealt[4], dealt[2]
-    assert own is not None and order is not None and dealt[1] is not None and torch.equal(words[:, own[0]], dealt[0])
-    given, x = weights(), whole[own[0]].clone().requires_grad_()
+    own = dealt[4]
+    order = dealt[2]
+    assert (
+        own is not None
+        and order is not None
+        and dealt[1] is not None
+        and torch.equal(words[:, own[0]], dealt[0])
+    )
+    given = weights()
+    x = whole[own[0]].clone().requires_grad_()
     layer = FPDT_Attention(config(), *given[:4], group, return_bias=False, chunk_size=chunk)
     out, bias = layer(x, None, None, rotary() if turned else None, cpu_offloading=offload)
     assert bias is None
     losses = FPDT_LogitsLoss.apply(out, dealt[1], given[4], rank, world, group, 2)
     losses.square().sum().backward()
-    far = [(losses.t() - truth[:, order[0]]).abs().max(), (x.grad - truth_x.grad[own[0]]).abs().max()]  # type: ignore[operator, index]
+    far = [
+        (losses.t() - truth[:, order[0]]).abs().max(),
+        (x.grad - truth_x.grad[own[0]]).abs().max(),
+    ]  # type: ignore[operator, index]
     for mine, theirs in zip(given, truth_weights, strict=True):
         total = mine.grad.clone()  # type: ignore[union-attr]
         comm.all_reduce(total)
@@ -100,7 +126,13 @@ def differs(chunk: int, turned: bool, offload: bool) -> float:
 
 @pytest.mark.parametrize(
     ("world", "chunk", "turned", "offload"),
-    [(1, 8, True, True), (1, 32, False, False), (2, 8, True, True), (2, 16, False, False), (4, 8, True, True)],
+    [
+        (1, 8, True, True),
+        (1, 32, False, False),
+        (2, 8, True, True),
+        (2, 16, False, False),
+        (4, 8, True, True),
+    ],
 )
 def test_it_is_plain_attention(world: int, chunk: int, turned: bool, offload: bool) -> None:
     assert max(run_ranks(world, differs, chunk, turned, offload)) < 1e-10
@@ -125,7 +157,10 @@ def test_memory_is_that_of_a_chunk() -> None:
     """Four times the chunks, and no larger tensor; values of another width have no fused kernel."""
     found = []
     for count in (2, 8):
-        chunks = [[random(1, 2, 16, width, seed=i).requires_grad_() for i in range(count)] for width in (4, 4, 3)]
+        chunks = [
+            [random(1, 2, 16, width, seed=i).requires_grad_() for i in range(count)]
+            for width in (4, 4, 3)
+        ]
         with Largest() as largest:
             sum(out.square().sum() for out in chunked_attention(*chunks)).backward()  # type: ignore[union-attr]
         q, k, v = (torch.cat(each, 2) for each in chunks)
@@ -139,12 +174,16 @@ def test_memory_is_that_of_a_chunk() -> None:
 
 @pytest.mark.parametrize("add_bias", [False, True])
 def test_feed_forward_in_tiles(add_bias: bool) -> None:
-    given = [nn.Parameter(random(*shape, seed=i)) for i, shape in enumerate([(9, 5), (9,), (5, 9), (5,)])]
+    given = [
+        nn.Parameter(random(*shape, seed=i)) for i, shape in enumerate([(9, 5), (9,), (5, 9), (5,)])
+    ]
     x = random(8, 2, 5, seed=7).requires_grad_()
     out, bias = FPDT_FFN.apply(x, *given, add_bias, 2)
     assert (bias is None) is add_bias
     plain = F.linear(
-        F.gelu(F.linear(x, given[0], given[1]), approximate="tanh"), given[2], given[3] if add_bias else None
+        F.gelu(F.linear(x, given[0], given[1]), approximate="tanh"),
+        given[2],
+        given[3] if add_bias else None,
     )
     wanted = [x, *given[: 4 if add_bias else 3]]
     ours = torch.autograd.grad(out.square().sum(), wanted)

@@ -1,4 +1,6 @@
-"""Activations offloaded to the host and back through ``engine.backward``, on a device whose copies run late."""
+"""Activations offloaded to the host and back through ``engine.backward``, on a device whose copies
+run late.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ import torch
 from ds_testing import run_ranks
 from torch import Tensor, nn
 
-LAYERS, WIDTH, ROWS, STEPS = 4, 8, 16, 2
+LAYERS = 4
+WIDTH = 8
+ROWS = 16
+STEPS = 2
 
 
 class Block(nn.Module):
@@ -17,7 +22,8 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = x + self.down(torch.relu(self.up(x)))
@@ -41,11 +47,15 @@ def train(stage: int, offload: bool) -> Any:
             return False
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(LAYERS)), nn.Linear(WIDTH, 1))
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(LAYERS)), nn.Linear(WIDTH, 1)
+    )
     copies = Copies(LateDevice(), pin_memory=False)
     if offload:
         saved = module.Offload(copies, min_bytes=1)
-        module.stand_before({m: module.OffloadedForward(m, saved) for m in model if isinstance(m, Block)})
+        module.stand_before(
+            {m: module.OffloadedForward(m, saved) for m in model if isinstance(m, Block)}
+        )
     engine: Any = ds_core.initialize(
         model=model,
         config={
@@ -54,9 +64,12 @@ def train(stage: int, offload: bool) -> Any:
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         },
     )[0]
-    losses, moved = [], []
+    losses = []
+    moved = []
     for step in range(STEPS):
-        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step + 10 * comm.rank()))
+        x = torch.randn(
+            ROWS, WIDTH, generator=torch.Generator().manual_seed(step + 10 * comm.rank())
+        )
         loss = engine(x).square().mean()
         before, copies.moved = copies.moved, 0
         moved.append(before)
@@ -76,4 +89,5 @@ def test_the_same_bits(stage: int) -> None:
         assert losses == wanted
         assert weights == truth
     for _, _, moved in offloaded:
-        assert moved == [LAYERS * 3 * WIDTH * ROWS * 4] * STEPS  # each tensor once, no weight, all of them
+        # each tensor once, no weight, all of them
+        assert moved == [LAYERS * 3 * WIDTH * ROWS * 4] * STEPS

@@ -18,7 +18,11 @@ def composed(**more: Any) -> Any:
 
 def mesh_of(world: int, **more: Any) -> Any:
     chosen = composed(**more)
-    axes = [axis for answer in chosen.plugins.ask("ds_mesh_axes", config=chosen.config) for axis in answer.value]
+    axes = [
+        axis
+        for answer in chosen.plugins.ask("ds_mesh_axes", config=chosen.config)
+        for axis in answer.value
+    ]
     return plan_mesh(axes, world, 0)
 
 
@@ -45,7 +49,9 @@ def test_sizes_that_disagree_are_an_error() -> None:
             ds_core.initialize(model=nn.Linear(1, 1), config=config, mesh_param=(1, 2))
     for wrong in ((1,), (1, 0), (1, 2.0), (1, 2, 3)):
         with pytest.raises(UsageError, match="mesh_param is \\(data, sequence\\), two sizes"):
-            ds_core.initialize(model=nn.Linear(1, 1), config={"train_batch_size": 1}, mesh_param=wrong)
+            ds_core.initialize(
+                model=nn.Linear(1, 1), config={"train_batch_size": 1}, mesh_param=wrong
+            )
     with pytest.raises(ConfigError, match=r"sequence_parallel.size.*sequence_parallel_size is 4"):
         composed(sequence_parallel={"size": 2}, sequence_parallel_size=4)
 

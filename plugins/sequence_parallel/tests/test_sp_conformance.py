@@ -1,4 +1,6 @@
-"""The conformance kit: a module of one's own, with Ulysses and with ring attention, over 2 and 4 ranks and ZeRO 0-3."""
+"""The conformance kit: a module of one's own, with Ulysses and with ring attention, over 2 and 4
+ranks and ZeRO 0-3.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,22 @@ def section(size: int, mode: str) -> dict[str, Any]:
 
 
 def zero(stage: int) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": stage, "param_persistence_threshold": 8, "reduce_bucket_size": 300}}
+    return {
+        "zero_optimization": {
+            "stage": stage,
+            "param_persistence_threshold": 8,
+            "reduce_bucket_size": 300,
+        }
+    }
 
 
 class TestUlysses(ShardedTransformConformance):
     axis = "sp"
     configs = {2: section(2, "ulysses")}
     frozen = (r"query\..*", r"norm\.bias")
-    make_model, make_truth, make_batch = staticmethod(m.divided), staticmethod(m.plain), staticmethod(m.batch)
+    make_model = staticmethod(m.divided)
+    make_truth = staticmethod(m.plain)
+    make_batch = staticmethod(m.batch)
     data = (1,)
     alone = True
     variants = {"": {}, "zero3": zero(3)}

@@ -1,4 +1,6 @@
-"""The end of a run with divided sequences: each rank's module is its own again, and so are copies that were made."""
+"""The end of a run with divided sequences: each rank's module is its own again, and so are copies
+that were made.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,11 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.tok, self.qkv, self.head = nn.Embedding(50, 16), nn.Linear(16, 48), nn.Linear(16, 50)
-        self.attn, self.loss = DistributedAttention(attend), CrossEntropy()
+        self.tok = nn.Embedding(50, 16)
+        self.qkv = nn.Linear(16, 48)
+        self.head = nn.Linear(16, 50)
+        self.attn = DistributedAttention(attend)
+        self.loss = CrossEntropy()
 
     def forward(net, tokens: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor:  # noqa: N805 - any name will do
         x = net.tok(tokens)
@@ -45,10 +50,12 @@ def start(model: nn.Module, size: int, **keys: Any) -> Any:
 
 
 def written(size: int) -> None:
-    model, plain = Net(), Net()
+    model = Net()
+    plain = Net()
     engine = start(model, size, inputs={"tokens": 1, "labels": 1})
     batch = torch.arange(16).view(2, 8)
-    loss = engine(batch, batch)  # by place, though the first parameter of forward is not called self
+    # by place, though the first parameter of forward is not called self
+    loss = engine(batch, batch)
     wanted = plain(batch, batch)
     torch.testing.assert_close(loss, wanted)
     engine.backward(loss)

@@ -19,8 +19,13 @@ from torch import nn
 def engine_of(model: nn.Module, **section: Any) -> Any:
     import ds_core
 
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    return ds_core.initialize(model=model, config={**config, "sequence_parallel": {"size": 2, **section}})[0]
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    return ds_core.initialize(
+        model=model, config={**config, "sequence_parallel": {"size": 2, **section}}
+    )[0]
 
 
 def said(function: Any, *args: Any, **kwargs: Any) -> str:
@@ -55,7 +60,9 @@ def refusals() -> dict[str, str]:
     engine = engine_of(sp_plain.divided(), inputs={"tokens": 1, "positions": 1, "labels": 1})
     found["odd"] = said(engine, *(x[:, :7] for x in sp_plain.batch(0, 0, 0).values()))
     engine.destroy()
-    found["ulysses in a ring"] = said(engine_of, sp_plain.divided(), mode="ring", inputs={"tokens": 1})
+    found["ulysses in a ring"] = said(
+        engine_of, sp_plain.divided(), mode="ring", inputs={"tokens": 1}
+    )
     return found
 
 
@@ -75,7 +82,9 @@ REASONS = {
 def test_what_is_refused() -> None:
     pytest.importorskip("transformers")
     for found in run_ranks(2, refusals):
-        assert {name: REASONS[name] in text for name, text in found.items()} == dict.fromkeys(REASONS, True), found
+        assert {name: REASONS[name] in text for name, text in found.items()} == dict.fromkeys(
+            REASONS, True
+        ), found
 
 
 class OwnLoss(nn.Module):
@@ -90,7 +99,9 @@ class OwnLoss(nn.Module):
 
 
 def wrapped_and_given_back() -> dict[str, float]:
-    """A transformers model inside another module, with a count of the user's; then used without the engine."""
+    """A transformers model inside another module, with a count of the user's; then used without the
+    engine.
+    """
     batch = m.batch(0, 12)
     alone = OwnLoss()
     wanted = alone(**batch)
@@ -98,10 +109,14 @@ def wrapped_and_given_back() -> dict[str, float]:
     engine = engine_of(model)
     shown = engine(**batch)
     with torch.no_grad():
-        generated = model.inner.generate(batch["input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0)
+        generated = model.inner.generate(
+            batch["input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0
+        )
     engine.destroy()
     after = model(**batch)
-    usual = alone.inner.generate(batch["input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0)
+    usual = alone.inner.generate(
+        batch["input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0
+    )
     return {
         "loss": abs(float(shown.detach() - wanted.detach())),
         "afterwards": abs(float((after - wanted).detach())),

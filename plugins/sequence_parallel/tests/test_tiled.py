@@ -1,4 +1,6 @@
-"""Tiled layers and losses by hand: their gradients are those without tiles, once per backward, or there is an error."""
+"""Tiled layers and losses by hand: their gradients are those without tiles, once per backward, or
+there is an error.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from torch.nn import functional as F
 
 from ds_core.errors import UsageError
 
-WIDTH, WORDS, LENGTH = 6, 11, 13
+WIDTH = 6
+WORDS = 11
+LENGTH = 13
 
 
 class MLP(nn.Module):
@@ -22,7 +26,9 @@ class MLP(nn.Module):
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.gate, self.up, self.down = nn.Linear(WIDTH, 9), nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH)
+        self.gate = nn.Linear(WIDTH, 9)
+        self.up = nn.Linear(WIDTH, 9)
+        self.down = nn.Linear(9, WIDTH)
         self.up.weight = self.gate.weight
         self.dropout = nn.Dropout(dropout)
 
@@ -33,7 +39,9 @@ class MLP(nn.Module):
 class Head(nn.Linear):
     def loss(self, x: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
         logits = self(x).flatten(0, -2)
-        losses = F.cross_entropy(logits.to(torch.promote_types(x.dtype, torch.float32)), y.flatten(), reduction="none")
+        losses = F.cross_entropy(
+            logits.to(torch.promote_types(x.dtype, torch.float32)), y.flatten(), reduction="none"
+        )
         return losses.sum() if mask is None else (losses * mask.flatten()).sum()
 
 
@@ -50,7 +58,11 @@ def run(module: nn.Module, fn: Callable[[Tensor], Tensor], x: Tensor) -> dict[st
     out = fn(x)
     weights = torch.arange(out.numel(), dtype=out.dtype).cos().view_as(out)
     (out * weights).sum().backward()
-    return {"out": out.detach(), "x": x.grad, **{n: p.grad.clone() for n, p in module.named_parameters()}}  # type: ignore
+    return {
+        "out": out.detach(),
+        "x": x.grad,
+        **{n: p.grad.clone() for n, p in module.named_parameters()},
+    }  # type: ignore
 
 
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
@@ -69,23 +81,31 @@ def seed() -> None:
 @pytest.mark.parametrize("shards", [2, 5, 99])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_layer(shards: int, batch: int) -> None:
-    mlp, (x, _) = MLP().double(), data(batch=batch)
-    same(run(mlp, lambda x: TiledMLP.apply(MLP.forward, mlp, x, shards), x), run(mlp, mlp, x), 1e-13)
+    mlp = MLP().double()
+    (x, _) = data(batch=batch)
+    same(
+        run(mlp, lambda x: TiledMLP.apply(MLP.forward, mlp, x, shards), x), run(mlp, mlp, x), 1e-13
+    )
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_loss(reduction: str, masked: bool) -> None:
-    head, (x, y) = Head(WIDTH, WORDS).double(), data()
+    head = Head(WIDTH, WORDS).double()
+    (x, y) = data()
     mask = (y % 2).double() if masked else None
 
     def whole(x: Tensor) -> Tensor:
         return head.loss(x, y, mask)
 
     def mean_of(module: Head, *tiles: Tensor) -> Tensor:
-        return module.loss(*tiles) if reduction == "sum" else module.loss(*tiles) / tiles[0].shape[1]
+        return (
+            module.loss(*tiles) if reduction == "sum" else module.loss(*tiles) / tiles[0].shape[1]
+        )
 
-    found = run(head, lambda x: TiledFusedLogitsLoss.apply(mean_of, head, x, y, mask, 4, None, reduction), x)
+    found = run(
+        head, lambda x: TiledFusedLogitsLoss.apply(mean_of, head, x, y, mask, 4, None, reduction), x
+    )
     wanted = run(head, lambda x: whole(x) if reduction == "sum" else whole(x) / LENGTH, x)
     same(found, wanted, 1e-13)
     with torch.no_grad():
@@ -105,7 +125,10 @@ def test_sixteen_bits_lose_nothing_to_tiles(dtype: torch.dtype) -> None:
 
         def tiles(x: Tensor, module: Any = module) -> Tensor:
             if isinstance(module, Head):
-                return TiledFusedLogitsLoss.apply(Head.loss, module, x, y, None, LENGTH, None, "sum") / 7
+                return (
+                    TiledFusedLogitsLoss.apply(Head.loss, module, x, y, None, LENGTH, None, "sum")
+                    / 7
+                )
             return TiledMLP.apply(MLP.forward, module, x, LENGTH)
 
         exact = run(module.to(dtype).double(), whole, x.to(dtype).double())
@@ -117,7 +140,8 @@ def test_sixteen_bits_lose_nothing_to_tiles(dtype: torch.dtype) -> None:
 
 def test_autocast_and_a_weight_used_outside_too() -> None:
     """Backward runs outside of autocast; the weight's second use still gets its gradient."""
-    mlp, (x, _) = MLP(), data(torch.float32)
+    mlp = MLP()
+    (x, _) = data(torch.float32)
 
     def both(layer: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def model(x: Tensor) -> Tensor:
@@ -126,13 +150,15 @@ def test_autocast_and_a_weight_used_outside_too() -> None:
 
         return model
 
-    found, wanted = run(mlp, both(lambda x: TiledMLP.apply(MLP.forward, mlp, x, 4)), x), run(mlp, both(mlp), x)
+    found = run(mlp, both(lambda x: TiledMLP.apply(MLP.forward, mlp, x, 4)), x)
+    wanted = run(mlp, both(mlp), x)
     same(found, wanted, 2e-2)
     assert not torch.is_autocast_enabled("cpu")
 
 
 def test_dropout_repeats_in_backward() -> None:
-    mlp, (x, _) = MLP(dropout=0.5).double(), data()
+    mlp = MLP(dropout=0.5).double()
+    (x, _) = data()
 
     def by_hand(x: Tensor) -> Tensor:
         torch.manual_seed(7)
@@ -151,8 +177,11 @@ def test_dropout_repeats_in_backward() -> None:
 
 
 def test_gradients_arrive_once() -> None:
-    """Hooks of both kinds run once per backward, and with a graph that is kept, backward can run again."""
-    mlp, (x, _) = MLP().double(), data()
+    """Hooks of both kinds run once per backward, and with a graph that is kept, backward can run
+    again.
+    """
+    mlp = MLP().double()
+    (x, _) = data()
     calls: list[str] = []
     mlp.down.weight.register_hook(lambda grad: (calls.append("tensor"), grad * 3)[1])
     mlp.down.weight.register_post_accumulate_grad_hook(lambda p: calls.append("arrived"))
@@ -170,7 +199,8 @@ def test_gradients_arrive_once() -> None:
 
 
 def test_frozen_weights_and_inputs_without_gradient() -> None:
-    mlp, (x, _) = MLP().double(), data()
+    mlp = MLP().double()
+    (x, _) = data()
     mlp.gate.weight.requires_grad_(False)
     TiledMLP.apply(MLP.forward, mlp, x, 4).sum().backward()
     found = {n: None if p.grad is None else p.grad.clone() for n, p in mlp.named_parameters()}
@@ -193,7 +223,9 @@ def test_memory_is_that_of_one_tile() -> None:
             self.live: Any = WeakTensorKeyDictionary()
             self.peak = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             out = func(*args, **(kwargs or {}))
             for tensor in out if isinstance(out, (tuple, list)) else [out]:
                 if isinstance(tensor, Tensor):
@@ -209,13 +241,17 @@ def test_memory_is_that_of_one_tile() -> None:
             fn(x).sum().backward()
         return meter.peak
 
-    mlp, head, budget = MLP(), Head(WIDTH, 200), 64 * 1024
+    mlp = MLP()
+    head = Head(WIDTH, 200)
+    budget = 64 * 1024
     y = torch.zeros(1, 4096, dtype=torch.long)
     kept = 4 * 4096 * WIDTH * 4  # inputs, outputs and their gradients
     for tiles, whole, module in (
         (lambda x: TiledMLP.apply(MLP.forward, mlp, x, TileBytes(budget)), mlp, mlp),
         (
-            lambda x: TiledFusedLogitsLoss.apply(Head.loss, head, x, y, None, TileBytes(budget), None, "sum"),
+            lambda x: TiledFusedLogitsLoss.apply(
+                Head.loss, head, x, y, None, TileBytes(budget), None, "sum"
+            ),
             lambda x: head.loss(x, y),
             head,
         ),
@@ -224,8 +260,10 @@ def test_memory_is_that_of_one_tile() -> None:
 
 
 def test_budgets() -> None:
-    mlp, (x, _) = MLP().double(), data()
-    few, many = TileBytes(10**9), TileBytes(1)
+    mlp = MLP().double()
+    (x, _) = data()
+    few = TileBytes(10**9)
+    many = TileBytes(1)
     assert few.count(mlp, [x], 1, mlp) == 1
     assert many.count(mlp, [x], 1, mlp) == LENGTH
     dropping = MLP(dropout=0.5).double()
@@ -233,13 +271,18 @@ def test_budgets() -> None:
     middle = TileBytes(3000).count(dropping, [x], 1)
     assert 1 < middle < LENGTH
     assert torch.equal(torch.get_rng_state(), state)
-    same(run(mlp, lambda x: TiledMLP.apply(MLP.forward, mlp, x, TileBytes(3000)), x), run(mlp, mlp, x), 1e-13)
+    same(
+        run(mlp, lambda x: TiledMLP.apply(MLP.forward, mlp, x, TileBytes(3000)), x),
+        run(mlp, mlp, x),
+        1e-13,
+    )
 
 
 class Stray(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.mlp, self.scale = MLP(), nn.Parameter(torch.ones(()))
+        self.mlp = MLP()
+        self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mlp(x) * self.scale
@@ -250,11 +293,26 @@ class Stray(nn.Module):
     [
         (lambda x, y, m: TiledMLP.apply(MLP.forward, m, x, 0), "MLP: the number of tiles is 0"),
         (lambda x, y, m: TiledMLP.apply(MLP.forward, m, x[0, 0], 2), r"has the shape \(6,\)"),
-        (lambda x, y, m: TiledMLP.apply(lambda m, x: (x, x), m, x, 2), "gives one tensor, not a tuple"),
-        (lambda x, y, m: TiledMLP.apply(lambda m, x: x.sum(1), m, x, 2), "in dimension 1 it gave the shape"),
-        (lambda x, y, m: TiledFusedLogitsLoss.apply(lambda m, x, y: x, m, x, y, None, 2), "a scalar, not a tensor of"),
-        (lambda x, y, m: TiledFusedLogitsLoss.apply(MLP.forward, m, x, y[:, 1:], None, 2), "one has the shape"),
-        (lambda x, y, m: TiledFusedLogitsLoss.apply(MLP.forward, m, x, y, None, 2, None, "max"), "not 'max'"),
+        (
+            lambda x, y, m: TiledMLP.apply(lambda m, x: (x, x), m, x, 2),
+            "gives one tensor, not a tuple",
+        ),
+        (
+            lambda x, y, m: TiledMLP.apply(lambda m, x: x.sum(1), m, x, 2),
+            "in dimension 1 it gave the shape",
+        ),
+        (
+            lambda x, y, m: TiledFusedLogitsLoss.apply(lambda m, x, y: x, m, x, y, None, 2),
+            "a scalar, not a tensor of",
+        ),
+        (
+            lambda x, y, m: TiledFusedLogitsLoss.apply(MLP.forward, m, x, y[:, 1:], None, 2),
+            "one has the shape",
+        ),
+        (
+            lambda x, y, m: TiledFusedLogitsLoss.apply(MLP.forward, m, x, y, None, 2, None, "max"),
+            "not 'max'",
+        ),
         (lambda x, y, m: TileBytes(0), "must be at least 1"),
     ],
 )
@@ -265,23 +323,33 @@ def test_mistakes_in_forward(call: Callable[..., Any], message: str) -> None:
 
 
 def test_mistakes_in_backward() -> None:
-    model, (x, _) = Stray(), data(torch.float32)
+    model = Stray()
+    (x, _) = data(torch.float32)
     out = TiledMLP.apply(Stray.forward, model, x, 3, list(model.mlp.parameters()))
-    with pytest.raises(UsageError, match=r"Stray: the tiled function uses parameter 'scale', which would get no grad"):
+    with pytest.raises(
+        UsageError,
+        match=r"Stray: the tiled function uses parameter 'scale', which would get no grad",
+    ):
         out.sum().backward()
     position = torch.ones(1, requires_grad=True)
     with pytest.raises(UsageError, match=r"uses a tensor of shape \(1,\) that requires a gradient"):
         TiledMLP.apply(lambda m, x: m(x) * position, model, x, 3).sum().backward()
     x.requires_grad_()
     out = TiledMLP.apply(Stray.forward, model, x, 3).square().sum()
-    with pytest.raises(UsageError, match="Stray is computed in tiles, which give no second derivatives"):
+    with pytest.raises(
+        UsageError, match="Stray is computed in tiles, which give no second derivatives"
+    ):
         torch.autograd.grad(out, x, create_graph=True)
 
 
 def test_any_function_with_deepspeeds_arguments() -> None:
-    from ds_sequence_parallel.sequence_tiled_compute import SequenceTiledCompute, sequence_tiled_compute
+    from ds_sequence_parallel.sequence_tiled_compute import (
+        SequenceTiledCompute,
+        sequence_tiled_compute,
+    )
 
-    mlp, head = MLP().double(), Head(WIDTH, WORDS).double()
+    mlp = MLP().double()
+    head = Head(WIDTH, WORDS).double()
     x, y = data()
 
     def layer(x: Tensor, module: nn.Module, scale: float) -> Tensor:
@@ -302,8 +370,11 @@ def test_any_function_with_deepspeeds_arguments() -> None:
 
     same(run(head, tiled_loss, x), run(head, lambda x: loss(x, y, None, head), x), 1e-12)
     with pytest.raises(
-        UsageError, match=r"grad_requiring_tensor_key is 'z', which must be a tensor \[batch, 13, width\]"
+        UsageError,
+        match=r"grad_requiring_tensor_key is 'z', which must be a tensor \[batch, 13, width\]",
     ):
         sequence_tiled_compute(loss, LENGTH, 5, {"x": x}, {}, "z")
-    with pytest.raises(UsageError, match="or 0 with an output_reduction of 'mean' or 'sum'; it is 0 with None"):
+    with pytest.raises(
+        UsageError, match="or 0 with an output_reduction of 'mean' or 'sum'; it is 0 with None"
+    ):
         sequence_tiled_compute(loss, LENGTH, 5, {"x": x}, {}, "x", None, 0, None)

@@ -1,4 +1,6 @@
-"""Models of transformers computed in tiles by config alone, under every stage of ZeRO; the truth has no tiles."""
+"""Models of transformers computed in tiles by config alone, under every stage of ZeRO; the truth
+has no tiles.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import torch
 from ds_testing import run_ranks
 from torch import nn
 
-WORDS, STEPS = 53, 2
+WORDS = 53
+STEPS = 2
 TILES = {"tiled_mlp": {"shards": 3}, "tiled_loss": {"shards": 4}}
 
 
@@ -18,8 +21,18 @@ def build(kind: str) -> Any:
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers as hf
 
-    sizes: dict[str, Any] = {"vocab_size": WORDS, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": None}
-    llama = sizes | {"hidden_size": 16, "intermediate_size": 28, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "vocab_size": WORDS,
+        "bos_token_id": 0,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    llama = sizes | {
+        "hidden_size": 16,
+        "intermediate_size": 28,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     torch.manual_seed(5)
     if kind == "gpt2":
         config = hf.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=32, **sizes)
@@ -63,7 +76,8 @@ def train(kind: str, sections: dict[str, Any], stage: int) -> Any:
             **sections,
         },
     )[0]
-    losses, gathered = [], 0
+    losses = []
+    gathered = 0
     with Traffic() as traffic:
         for step in range(STEPS):
             for micro in range(2):
@@ -98,11 +112,16 @@ def check(kind: str, stage: int) -> None:
     """Equal losses and weights, and under stage 3 no more gathers than without tiles."""
     wanted = run_ranks(2, train, kind, {}, stage)
     found = run_ranks(2, train, kind, {"sequence_parallel": TILES}, stage)
-    for (losses, weights, gathers), (true_losses, true_weights, most) in zip(found, wanted, strict=True):
-        assert losses == pytest.approx(true_losses, rel=1e-6)  # transformers computes losses in fp32
+    for (losses, weights, gathers), (true_losses, true_weights, most) in zip(
+        found, wanted, strict=True
+    ):
+        # transformers computes losses in fp32
+        assert losses == pytest.approx(true_losses, rel=1e-6)
         assert weights.keys() == true_weights.keys()
         for name, value in true_weights.items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                weights[name], value, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
         assert gathers <= most + (stage == 3), (gathers, most)
 
 
@@ -110,15 +129,19 @@ def one(model: Any, **section: Any) -> Any:
     import ds_core
 
     config = {"train_micro_batch_size_per_gpu": 2, "sequence_parallel": section}
-    return ds_core.initialize(model=model, config=config | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})[0]
+    return ds_core.initialize(
+        model=model, config=config | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    )[0]
 
 
 @pytest.mark.usefixtures("clean_ds")
 def test_logits_are_there_for_who_wants_them(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("transformers")
-    model, plain = build("gemma2"), build("gemma2")
+    model = build("gemma2")
+    plain = build("gemma2")
     engine = one(model, tiled_loss={"tile_bytes": 2000})
-    out, wanted = engine(**batch(0, 0)), plain(**batch(0, 0))
+    out = engine(**batch(0, 0))
+    wanted = plain(**batch(0, 0))
     assert "not computed" in repr(out.logits)
     assert out.logits.shape == wanted.logits.shape
     assert "logits are used" not in caplog.text
@@ -128,7 +151,9 @@ def test_logits_are_there_for_who_wants_them(caplog: pytest.LogCaptureFixture) -
         torch.testing.assert_close(engine(**batch(0, 0)).loss, wanted.loss)
         ids = batch(0, 0)["input_ids"]
         torch.testing.assert_close(engine(input_ids=ids).logits, wanted.logits)
-        torch.testing.assert_close(engine(**batch(0, 0), num_items_in_batch=7).loss, wanted.loss * 18 / 7)
+        torch.testing.assert_close(
+            engine(**batch(0, 0), num_items_in_batch=7).loss, wanted.loss * 18 / 7
+        )
     engine.destroy()
 
 
@@ -145,11 +170,18 @@ class Plain(nn.Module):
 def test_models_that_cannot_be_tiled() -> None:
     from ds_core.errors import ConfigError, UsageError
 
-    with pytest.raises(UsageError, match="no class of the model is called an MLP; name some of Plain, Sequential"):
+    with pytest.raises(
+        UsageError, match="no class of the model is called an MLP; name some of Plain, Sequential"
+    ):
         one(Plain(), tiled_mlp={})
-    with pytest.raises(UsageError, match=r"tiled_loss is for causal language models of transformers, and Plain has no"):
+    with pytest.raises(
+        UsageError,
+        match=r"tiled_loss is for causal language models of transformers, and Plain has no",
+    ):
         one(Plain(), tiled_loss={})
-    with pytest.raises(UsageError, match=r"tiled_mlp.modules: no module of the model is called 'ffm'"):
+    with pytest.raises(
+        UsageError, match=r"tiled_mlp.modules: no module of the model is called 'ffm'"
+    ):
         one(Plain(), tiled_mlp={"modules": ["ffm"]})
     with pytest.raises(ConfigError, match=r"tiled_mlp.shards"):
         one(Plain(), tiled_mlp={"shards": 0})

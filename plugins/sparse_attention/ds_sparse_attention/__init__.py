@@ -1,4 +1,5 @@
-"""Block-sparse attention for ds_core: the section ``sparse_attention``, and a module for models of one's own.
+"""Block-sparse attention for ds_core: the section ``sparse_attention``, and a module for models of
+one's own.
 
 Names load on first use, so importing this package loads no torch.
 """

@@ -1,4 +1,6 @@
-"""Sparse attention of one model: the section, and the patterns made of it for each length of sequence."""
+"""Sparse attention of one model: the section, and the patterns made of it for each length of
+sequence.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,22 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 KEPT = 16
-"""Layouts and patterns that are kept, of the lengths that came last: every layer of a step asks for the same."""
+"""Layouts and patterns that are kept, of the lengths that came last: every layer of a step asks for
+the same.
+"""
 
 
 class SparseAttention:
-    """Attends by the patterns of `config`. first_head, heads: of different_layout_per_head, where a rank has a part."""
+    """Attends by the patterns of `config`. first_head, heads: of different_layout_per_head, where a
+    rank has a part.
+    """
 
-    def __init__(self, config: SparseAttentionConfig, first_head: int = 0, heads: int | None = None) -> None:
-        self.config, self._first, self._heads = config, first_head, heads
+    def __init__(
+        self, config: SparseAttentionConfig, first_head: int = 0, heads: int | None = None
+    ) -> None:
+        self.config = config
+        self._first = first_head
+        self._heads = heads
         self._layouts: dict[tuple[int, int], Tensor] = {}
         self._patterns: dict[tuple[int, int, torch.device], Pattern] = {}
 
@@ -63,33 +73,45 @@ class SparseAttention:
     ) -> Tensor:
         """The attention of whole sequences, or of some queries of one; see `attend_blocks`.
 
-        query: [batch, heads, tokens, size]; key and value may have more tokens (generation with a cache). Such queries
-        are few, and see all keys under a mask of the pattern. first: the position of the first query among the keys;
-        None: the queries are the last.
-        Raises UsageError where there are fewer keys than queries, or heads is no multiple of the keys' heads.
+        query: [batch, heads, tokens, size]; key and value may have more tokens (generation with a
+            cache). Such queries are few, and see all keys under a mask of the pattern. first: the
+            position of the first query among the keys;
+        None: the queries are the last. Raises UsageError where there are fewer keys than queries,
+            or heads is no multiple of the keys' heads.
         """
         (_, heads, tokens, _), (_, key_heads, keys, _) = query.shape, key.shape
         if heads % key_heads:
-            raise UsageError(f"sparse attention: {heads} heads of queries share {key_heads} heads of keys unevenly")
+            raise UsageError(
+                f"sparse attention: {heads} heads of queries share {key_heads} heads of keys "
+                "unevenly"
+            )
         causal = causal or self.config.causal
         options: dict[str, Any] = {"dropout": dropout, "scale": scale}
         if keys < tokens:
             raise UsageError(
-                f"sparse attention: {tokens} queries, but {keys} keys; it is for attention of a sequence to itself"
+                f"sparse attention: {tokens} queries, but {keys} keys; it is for attention of a "
+                "sequence to itself"
             )
         first = keys - tokens if first is None else first
         if keys == tokens:
             pattern = self.pattern(heads, tokens, query.device)
-            return attend_blocks(query, key, value, pattern, causal=causal, allowed=allowed, **options)
+            return attend_blocks(
+                query, key, value, pattern, causal=causal, allowed=allowed, **options
+            )
         mask = self._some_rows(query, first, keys, causal, allowed)
         return functional.scaled_dot_product_attention(
             query, key, value, mask, dropout, scale=scale, enable_gqa=heads != key_heads
         )
 
-    def _some_rows(self, query: Tensor, first: int, keys: int, causal: bool, allowed: Allowed | None) -> Tensor:
-        """The mask of some queries of a sequence of `keys` tokens: bool [batch or 1, heads or 1, queries, keys]."""
+    def _some_rows(
+        self, query: Tensor, first: int, keys: int, causal: bool, allowed: Allowed | None
+    ) -> Tensor:
+        """The mask of some queries of a sequence of `keys` tokens: bool [batch or 1, heads or 1,
+        queries, keys].
+        """
         batch, heads, tokens, _ = query.shape
-        edge, device = self.config.block, query.device
+        edge = self.config.block
+        device = query.device
         layout = self.layout(heads, -(-keys // edge)).to(device)
         q = torch.arange(first, first + tokens, device=device)
         k = torch.arange(keys, device=device)
@@ -97,12 +119,17 @@ class SparseAttention:
         if causal:
             mask = mask & (q[:, None] >= k)
         if allowed is not None:
-            mask = mask & allowed(torch.arange(batch, device=device)[:, None, None], q[:, None], k)[:, None]
+            mask = (
+                mask
+                & allowed(torch.arange(batch, device=device)[:, None, None], q[:, None], k)[:, None]
+            )
         return mask
 
 
 def _kept(cache: dict[K, V], key: K, make: Callable[[], V]) -> V:
-    """What `cache` has for `key`, made where it is not there; the oldest goes where there are too many."""
+    """What `cache` has for `key`, made where it is not there; the oldest goes where there are too
+    many.
+    """
     if key not in cache:
         while len(cache) >= KEPT:
             del cache[next(iter(cache))]
@@ -113,8 +140,8 @@ def _kept(cache: dict[K, V], key: K, make: Callable[[], V]) -> V:
 class SparseSelfAttention(nn.Module):
     """Sparse attention for a model of one's own; it has no parameters.
 
-    config: the section, as a model or a dict; None: that of the run (``sparse_attention`` in the config of
-    `ds_core.initialize`).
+    config: the section, as a model or a dict; None: that of the run (``sparse_attention`` in the
+    config of `ds_core.initialize`).
     """
 
     def __init__(self, config: SparseAttentionConfig | dict[str, Any] | None = None) -> None:
@@ -131,10 +158,13 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """[batch, heads, tokens, size] -> the same. key_padding_mask: [batch, tokens], true for tokens that count."""
+        """[batch, heads, tokens, size] -> the same. key_padding_mask: [batch, tokens], true for
+        tokens that count.
+        """
         if self.attention is None:
             raise UsageError(
-                "SparseSelfAttention has no pattern: give it a config, or the run a section sparse_attention"
+                "SparseSelfAttention has no pattern: give it a config, or the run a section "
+                "sparse_attention"
             )
         allowed: Allowed | None = None
         if key_padding_mask is not None:
@@ -145,4 +175,6 @@ class SparseSelfAttention(nn.Module):
             def allowed(sample: Tensor, q: Tensor, k: Tensor) -> Tensor:
                 return counts[sample, k]
 
-        return self.attention(query, key, value, allowed=allowed, dropout=dropout if self.training else 0.0)
+        return self.attention(
+            query, key, value, allowed=allowed, dropout=dropout if self.training else 0.0
+        )

@@ -1,8 +1,10 @@
-"""Attention over some blocks of keys, in torch's own operations: work and memory follow the number of blocks.
+"""Attention over some blocks of keys, in torch's own operations: work and memory follow the number
+of blocks.
 
-Neighbouring rows of blocks form a tile where they look at much the same blocks, so that these are gathered once. Tiles
-that look at about equally many blocks form a group, which torch's `scaled_dot_product_attention` attends at a time. So
-every device and dtype of torch works, forward and backward.
+Neighbouring rows of blocks form a tile where they look at much the same blocks, so that these are
+gathered once. Tiles that look at about equally many blocks form a group, which torch's
+`scaled_dot_product_attention` attends at a time. So every device and dtype of torch works, forward
+and backward.
 """
 
 from __future__ import annotations
@@ -17,13 +19,19 @@ from torch.nn import functional
 __all__ = ["Allowed", "Pattern", "attend_blocks", "make_pattern"]
 
 Allowed = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(sample, position of the query, of the key) -> whether it may look: index tensors that broadcast, to a bool one."""
+"""(sample, position of the query, of the key) -> whether it may look: index tensors that broadcast,
+to a bool one.
+"""
 
 FILL = 0.75
-"""A tile joins a group if it looks at no less than this part of the blocks of the group's first tile."""
+"""A tile joins a group if it looks at no less than this part of the blocks of the group's first
+tile.
+"""
 
 COPY = 20
-"""What gathering a block costs, in multiples of attending with one token of a query to it (measured on a CPU)."""
+"""What gathering a block costs, in multiples of attending with one token of a query to it (measured
+on a CPU).
+"""
 
 TILES = (1, 2, 4, 8)
 LARGEST = 128
@@ -34,8 +42,8 @@ LARGEST = 128
 class _Group:
     """Tiles that are attended together.
 
-    tiles: [g]. columns: the blocks that rows of a tile look at, [g, m]. used: which row of the tile looks at which of
-    them, [g, rows of a tile, m]; None: each at all.
+    tiles: [g]. columns: the blocks that rows of a tile look at, [g, m]. used: which row of the tile
+    looks at which of them, [g, rows of a tile, m]; None: each at all.
     """
 
     tiles: Tensor
@@ -47,9 +55,10 @@ class _Group:
 class Pattern:
     """A layout, as `attend_blocks` takes it.
 
-    block: tokens along an edge. length: blocks of a sequence. tile: rows of blocks that share their gathered keys.
-    per_head: tiles of all heads are one sequence of tiles; else all heads have the same. density: the part of the
-    blocks that is looked at.
+    block: tokens along an edge. length: blocks of a sequence. tile: rows of blocks that share their
+        gathered keys.
+    per_head: tiles of all heads are one sequence of tiles; else all heads have the same. density:
+        the part of the blocks that is looked at.
     """
 
     block: int
@@ -73,27 +82,35 @@ class Pattern:
 def make_pattern(layout: Tensor, block: int, device: torch.device) -> Pattern:
     """From a layout (bool [heads or 1, rows, rows]), each of whose rows has a block."""
     heads, length, _ = layout.shape
-    tile = min((t for t in TILES if t == 1 or t * block <= LARGEST), key=lambda t: _cost(layout, t, block))
+    tile = min(
+        (t for t in TILES if t == 1 or t * block <= LARGEST), key=lambda t: _cost(layout, t, block)
+    )
     split = _split(layout, tile)
     flat = split.flatten(0, 1)  # [heads x tiles, rows of a tile, blocks]
     union = flat.any(1)
     counts = union.sum(1).tolist()
     order = sorted(range(len(counts)), key=lambda i: -counts[i])
-    groups, start = [], 0
+    groups = []
+    start = 0
     while start < len(order):
         most = counts[order[start]]
-        end = next((e for e in range(start, len(order)) if counts[order[e]] < FILL * most), len(order))
+        end = next(
+            (e for e in range(start, len(order)) if counts[order[e]] < FILL * most), len(order)
+        )
         tiles = torch.tensor(sorted(order[start:end]))
         # A stable sort puts the blocks that are seen first, in their order.
         columns = (~union[tiles]).to(torch.uint8).sort(dim=1, stable=True).indices[:, :most]
         used = flat[tiles].gather(2, columns[:, None].expand(-1, tile, -1))
-        groups.append(_Group(tiles.to(device), columns.to(device), None if used.all() else used.to(device)))
+        groups.append(
+            _Group(tiles.to(device), columns.to(device), None if used.all() else used.to(device))
+        )
         start = end
     return Pattern(block, length, tile, heads > 1, tuple(groups), float(layout.float().mean()))
 
 
 def _split(layout: Tensor, tile: int) -> Tensor:
-    """[heads, tiles, rows of a tile, blocks]; rows behind the last look at what the last looks at."""
+    """[heads, tiles, rows of a tile, blocks]; rows behind the last look at what the last looks
+    at."""
     missing = -len(layout[0]) % tile
     if missing:
         layout = torch.cat([layout, layout[:, -1:].expand(-1, missing, -1)], 1)
@@ -117,21 +134,26 @@ def attend_blocks(
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(q k^T x scale) v over the blocks of `pattern`: [batch, heads, tokens, size], as `query`.
+    """softmax(q k^T x scale) v over the blocks of `pattern`: [batch, heads, tokens, size], as
+    `query`.
 
-    key, value: [batch, key heads, tokens, size]; several heads of queries may share one (heads is a multiple). tokens:
-    at most ``pattern.length x block``, and more than a block less. causal: no token looks at a later one. allowed:
-    further limits. A token that may look at nothing gives zeros. dropout: of the weights; 0 outside training.
+    key, value: [batch, key heads, tokens, size]; several heads of queries may share one (heads is a
+        multiple). tokens: at most ``pattern.length x block``, and more than a block less. causal:
+        no token looks at a later one. allowed: further limits. A token that may look at nothing
+        gives zeros. dropout: of the weights; 0 outside training.
     scale: 1/sqrt(size) by default.
     """
     batch, heads, tokens, _ = query.shape
-    key_heads, edge, rows = key.shape[1], pattern.block, pattern.block * pattern.tile
+    key_heads = key.shape[1]
+    edge = pattern.block
+    rows = pattern.block * pattern.tile
     missing = pattern.tiles * rows - tokens
     query = functional.pad(query, (0, 0, 0, missing)) if missing else query
     if missing := pattern.length * edge - tokens:
         key, value = (functional.pad(x, (0, 0, 0, missing)) for x in (key, value))
     share = heads // key_heads
-    lanes = 1 if pattern.per_head else key_heads  # what is attended alike; queries that share keys lie together
+    # what is attended alike; queries that share keys lie together
+    lanes = 1 if pattern.per_head else key_heads
     if pattern.per_head:
         q = query.reshape(batch, 1, heads * pattern.tiles, 1, rows, -1)
     else:
@@ -139,7 +161,11 @@ def attend_blocks(
     k, v = (x.reshape(batch, lanes, -1, edge, x.shape[-1]) for x in (key, value))
     out = q.new_empty(*q.shape[:-1], value.shape[-1])
     for group in pattern.groups:
-        first = (group.tiles // pattern.tiles // share * pattern.length)[:, None] if pattern.per_head else 0
+        first = (
+            (group.tiles // pattern.tiles // share * pattern.length)[:, None]
+            if pattern.per_head
+            else 0
+        )
         mask = _mask(group, pattern, tokens, causal, allowed, batch)
         part = _attend_group(q, k, v, group, first + group.columns, mask, dropout, scale)
         out = out.index_copy(2, group.tiles, part)
@@ -157,16 +183,20 @@ def _attend_group(
     dropout: float,
     scale: float | None,
 ) -> Tensor:
-    """[batch, lanes, g, shared, tokens of a tile, size] of one group. mask: [batch or 1, g, tokens of a tile, keys]."""
+    """[batch, lanes, g, shared, tokens of a tile, size] of one group. mask: [batch or 1, g, tokens
+    of a tile, keys].
+    """
     batch, lanes, _, share, rows, size = q.shape
     g, m = columns.shape
     queries = q.index_select(2, group.tiles).reshape(batch * lanes, g, share * rows, size)
     keys, values = (
-        x.index_select(2, columns.flatten()).reshape(batch * lanes, g, m * x.shape[3], x.shape[4]) for x in (k, v)
+        x.index_select(2, columns.flatten()).reshape(batch * lanes, g, m * x.shape[3], x.shape[4])
+        for x in (k, v)
     )
     nothing = None
     if mask is not None:
-        nothing = ~mask.any(-1, keepdim=True)  # such a row of scores would be all -inf, and its softmax NaN
+        # such a row of scores would be all -inf, and its softmax NaN
+        nothing = ~mask.any(-1, keepdim=True)
         mask = mask | nothing
         if share > 1:
             mask, nothing = (x.repeat(1, 1, share, 1) for x in (mask, nothing))
@@ -181,14 +211,21 @@ def _attend_group(
 def _mask(
     group: _Group, pattern: Pattern, tokens: int, causal: bool, allowed: Allowed | None, batch: int
 ) -> Tensor | None:
-    """Which keys of a group's blocks count: bool [batch or 1, g, tokens of a tile, m x block]; None: all."""
-    edge, device = pattern.block, group.tiles.device
+    """Which keys of a group's blocks count: bool [batch or 1, g, tokens of a tile, m x block];
+    None: all.
+    """
+    edge = pattern.block
+    device = group.tiles.device
     padded = tokens < pattern.length * edge
     if group.used is None and not causal and allowed is None and not padded:
         return None
     rows = edge * pattern.tile
-    q = ((group.tiles % pattern.tiles)[:, None] * rows + torch.arange(rows, device=device))[:, :, None]
-    k = (group.columns[:, :, None] * edge + torch.arange(edge, device=device)).flatten(1)[:, None, :]
+    q = ((group.tiles % pattern.tiles)[:, None] * rows + torch.arange(rows, device=device))[
+        :, :, None
+    ]
+    k = (group.columns[:, :, None] * edge + torch.arange(edge, device=device)).flatten(1)[
+        :, None, :
+    ]
     mask = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
     if group.used is not None:
         mask = group.used.repeat_interleave(edge, 1).repeat_interleave(edge, 2)

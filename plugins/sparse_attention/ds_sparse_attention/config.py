@@ -1,4 +1,5 @@
-"""The section ``sparse_attention``: which blocks of keys a block of queries looks at (torch-free)."""
+"""The section ``sparse_attention``: which blocks of keys a block of queries looks at
+(torch-free)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ __all__ = ["USED", "SparseAttentionConfig"]
 USED: dict[str, frozenset[str]] = {
     "dense": frozenset(),
     "fixed": frozenset(
-        {"num_local_blocks", "num_global_blocks", "horizontal_global_attention", "num_different_global_patterns"}
+        {
+            "num_local_blocks",
+            "num_global_blocks",
+            "horizontal_global_attention",
+            "num_different_global_patterns",
+        }
     ),
     "variable": frozenset(
         {
@@ -26,7 +32,9 @@ USED: dict[str, frozenset[str]] = {
         }
     ),
     "bigbird": frozenset({"num_random_blocks", "num_sliding_window_blocks", "num_global_blocks"}),
-    "bslongformer": frozenset({"num_sliding_window_blocks", "global_block_indices", "global_block_end_indices"}),
+    "bslongformer": frozenset(
+        {"num_sliding_window_blocks", "global_block_indices", "global_block_end_indices"}
+    ),
 }
 """Mode -> the keys that it reads, besides mode, block, attention and different_layout_per_head."""
 
@@ -39,10 +47,14 @@ class SparseAttentionConfig(Section):
     )
     block: int = option(16, "Tokens along the edge of a block.", ge=1)
     different_layout_per_head: bool = option(
-        False, "Each head has global or random blocks of its own; false: all heads have those of the first."
+        False,
+        "Each head has global or random blocks of its own; false: all heads have those of the "
+        "first.",
     )
     num_local_blocks: int = option(4, "Blocks of a local window; fixed.", ge=1)
-    num_global_blocks: int = option(1, "Global blocks of a window (fixed), or at the start (bigbird).", ge=1)
+    num_global_blocks: int = option(
+        1, "Global blocks of a window (fixed), or at the start (bigbird).", ge=1
+    )
     attention: Literal["bidirectional", "unidirectional"] = option(
         "bidirectional", "unidirectional: a token looks at itself and those before it."
     )
@@ -52,15 +64,21 @@ class SparseAttentionConfig(Section):
     num_different_global_patterns: int = option(
         1, "Places of the global blocks in a window, in turn over the heads; fixed.", ge=1
     )
-    num_random_blocks: int = option(0, "Blocks drawn at random for each row of blocks; variable, bigbird.", ge=0)
+    num_random_blocks: int = option(
+        0, "Blocks drawn at random for each row of blocks; variable, bigbird.", ge=0
+    )
     local_window_blocks: list[int] = option(
-        [4], "Blocks of the first local windows; the last number goes for all that follow. variable.", min_length=1
+        [4],
+        "Blocks of the first local windows; the last number goes for all that follow. variable.",
+        min_length=1,
     )
     global_block_indices: list[int] = option(
         [0], "Global blocks, or the first one of each range; variable, bslongformer."
     )
     global_block_end_indices: list[int] | None = option(
-        None, "Where the range of each global_block_indices ends, itself not global; null: each is one block."
+        None,
+        "Where the range of each global_block_indices ends, itself not global; null: each is one "
+        "block.",
     )
     num_sliding_window_blocks: int = option(
         3, "Blocks around each block, itself included; bigbird, bslongformer.", ge=1
@@ -79,32 +97,41 @@ class SparseAttentionConfig(Section):
 
     def _problems(self) -> Iterator[str]:
         if self.horizontal_global_attention and self.causal:
-            yield "horizontal_global_attention needs attention: bidirectional; leave one of the two out"
+            yield (
+                "horizontal_global_attention needs attention: bidirectional; leave one of the "
+                "two out"
+            )
         if self.mode == "fixed":
             yield from self._problems_of_fixed()
         if any(size < 1 for size in self.local_window_blocks):
             yield "local_window_blocks has a number below 1"
-        starts, ends = self.global_block_indices, self.global_block_end_indices
+        starts = self.global_block_indices
+        ends = self.global_block_end_indices
         if any(index < 0 for index in starts):
             yield "global_block_indices has a negative number"
         if ends is not None:
             if len(ends) != len(starts):
                 yield (
-                    f"global_block_end_indices has {len(ends)} numbers, and global_block_indices {len(starts)}; each "
+                    f"global_block_end_indices has {len(ends)} numbers, and global_block_indices "
+                    f"{len(starts)}; each "
                     "range needs both"
                 )
             elif any(start >= end for start, end in zip(starts, ends, strict=True)):
-                yield "global_block_end_indices must each be larger than the first block of the range"
+                yield (
+                    "global_block_end_indices must each be larger than the first block of the range"
+                )
 
     def _problems_of_fixed(self) -> Iterator[str]:
-        local, count = self.num_local_blocks, self.num_global_blocks
+        local = self.num_local_blocks
+        count = self.num_global_blocks
         if local % count:
             yield f"num_local_blocks ({local}) must be a multiple of num_global_blocks ({count})"
         if self.num_different_global_patterns > 1 and not self.different_layout_per_head:
             yield "num_different_global_patterns above 1 needs different_layout_per_head: true"
         if self.num_different_global_patterns > local // count:
             yield (
-                f"num_different_global_patterns is {self.num_different_global_patterns}, but a window has "
+                f"num_different_global_patterns is {self.num_different_global_patterns}, but a "
+                "window has "
                 f"{local // count} places for global blocks; give at most that"
             )
 

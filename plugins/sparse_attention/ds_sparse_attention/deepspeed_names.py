@@ -1,4 +1,6 @@
-"""The classes of ``deepspeed.ops.sparse_attention``, for scripts that use them: patterns as objects, and the module."""
+"""The classes of ``deepspeed.ops.sparse_attention``, for scripts that use them: patterns as
+objects, and the module.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,16 @@ class SparsityConfig:
 
     mode = "dense"
 
-    def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False, **keys: Any) -> None:
+    def __init__(
+        self, num_heads: int, block: int = 16, different_layout_per_head: bool = False, **keys: Any
+    ) -> None:
         self.num_heads = num_heads
-        given = {"mode": self.mode, "block": block, "different_layout_per_head": different_layout_per_head, **keys}
+        given = {
+            "mode": self.mode,
+            "block": block,
+            "different_layout_per_head": different_layout_per_head,
+            **keys,
+        }
         self.config = SparseAttentionConfig.model_validate(given)
 
     @property
@@ -40,9 +49,13 @@ class SparsityConfig:
         return self.config.block
 
     def make_layout(self, seq_len: int) -> Tensor:
-        """The layout of sequences of `seq_len` tokens: int64 [heads, blocks, blocks]; whole blocks only."""
+        """The layout of sequences of `seq_len` tokens: int64 [heads, blocks, blocks]; whole blocks
+        only.
+        """
         if seq_len % self.block:
-            raise UsageError(f"a sequence of {seq_len} tokens is no multiple of the block of {self.block}")
+            raise UsageError(
+                f"a sequence of {seq_len} tokens is no multiple of the block of {self.block}"
+            )
         layout = make_layout(self.config, self.num_heads, seq_len // self.block).long()
         return layout.expand(self.num_heads, -1, -1).clone()
 
@@ -76,7 +89,9 @@ class BigBirdSparsityConfig(SparsityConfig):
         num_random_blocks: int = 1,
         **keys: Any,
     ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head, num_random_blocks=num_random_blocks, **keys)
+        super().__init__(
+            num_heads, block, different_layout_per_head, num_random_blocks=num_random_blocks, **keys
+        )
 
 
 class BSLongformerSparsityConfig(SparsityConfig):
@@ -86,7 +101,9 @@ class BSLongformerSparsityConfig(SparsityConfig):
 
 
 class SparseSelfAttention(nn.Module):
-    """Attention by a `SparsityConfig`; masks of either mode, "add" (0 or very negative) or "mul" (1 or 0)."""
+    """Attention by a `SparsityConfig`; masks of either mode, "add" (0 or very negative) or "mul" (1
+    or 0).
+    """
 
     def __init__(
         self,
@@ -100,8 +117,10 @@ class SparseSelfAttention(nn.Module):
             if mode not in ("add", "mul"):
                 raise UsageError(f"the mode of a mask is {mode!r}; it must be 'add' or 'mul'")
         self.sparsity_config = sparsity_config or FixedSparsityConfig(num_heads=4)
-        self.key_padding_mask_mode, self.attn_mask_mode = key_padding_mask_mode, attn_mask_mode
-        self.max_seq_length = max_seq_length  # layouts are made for each length, so nothing depends on it
+        self.key_padding_mask_mode = key_padding_mask_mode
+        self.attn_mask_mode = attn_mask_mode
+        # layouts are made for each length, so nothing depends on it
+        self.max_seq_length = max_seq_length
         self.attention = SparseAttention(self.sparsity_config.config)
 
     def forward(
@@ -113,10 +132,18 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """[batch, heads, tokens, size] each. key_padding_mask: [batch, tokens]. attn_mask: [tokens, tokens]."""
+        """[batch, heads, tokens, size] each. key_padding_mask: [batch, tokens]. attn_mask: [tokens,
+        tokens].
+        """
         if rpe is not None:
-            raise UsageError("rpe is not offered: add relative positions to queries and keys (rotary embeddings)")
-        keys = None if key_padding_mask is None else _shown(key_padding_mask, self.key_padding_mask_mode)
+            raise UsageError(
+                "rpe is not offered: add relative positions to queries and keys (rotary embeddings)"
+            )
+        keys = (
+            None
+            if key_padding_mask is None
+            else _shown(key_padding_mask, self.key_padding_mask_mode)
+        )
         pairs = None if attn_mask is None else _shown(attn_mask, self.attn_mask_mode)
 
         def allowed(sample: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -128,7 +155,9 @@ class SparseSelfAttention(nn.Module):
 
 
 def _shown(mask: Tensor, mode: str) -> Tensor:
-    """A mask of either mode as a bool tensor; one that is bool already is taken as true for what is seen."""
+    """A mask of either mode as a bool tensor; one that is bool already is taken as true for what is
+    seen.
+    """
     if mask.dtype == torch.bool:
         return mask
     shown = mask > -1 if mode == "add" else mask != 0

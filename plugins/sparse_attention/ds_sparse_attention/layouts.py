@@ -1,8 +1,9 @@
-"""From the section to a layout: for each head, which blocks of keys a row of blocks of queries looks at.
+"""From the section to a layout: for each head, which blocks of keys a row of blocks of queries
+looks at.
 
-The patterns: fixed is that of Sparse Transformers (Child et al. 2019), bigbird that of Zaheer et al. 2020,
-bslongformer that of Longformer (Beltagy et al. 2020) in blocks; variable combines windows of any size, global and
-random blocks.
+The patterns: fixed is that of Sparse Transformers (Child et al. 2019), bigbird that of Zaheer et
+al. 2020, bslongformer that of Longformer (Beltagy et al. 2020) in blocks; variable combines windows
+of any size, global and random blocks.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ SEED = 0
 
 
 def make_layout(config: SparseAttentionConfig, heads: int, rows: int) -> Tensor:
-    """The layout of `rows` blocks of tokens: bool [heads, rows, rows], [1, rows, rows] where all heads have the same.
+    """The layout of `rows` blocks of tokens: bool [heads, rows, rows], [1, rows, rows] where all
+    heads have the same.
 
-    [h, i, j]: tokens of block i look at tokens of block j. unidirectional: the lower triangle, diagonal included;
-    inside a block of the diagonal the attention masks tokens that are later.
+    [h, i, j]: tokens of block i look at tokens of block j. unidirectional: the lower triangle,
+    diagonal included; inside a block of the diagonal the attention masks tokens that are later.
     Raises UsageError where a global block lies behind the last one.
     """
     generator = torch.Generator().manual_seed(SEED)
@@ -36,15 +38,24 @@ def make_layout(config: SparseAttentionConfig, heads: int, rows: int) -> Tensor:
     return layout.tril() if config.causal else layout
 
 
-def _dense(layout: Tensor, config: SparseAttentionConfig, head: int, generator: torch.Generator) -> None:
+def _dense(
+    layout: Tensor, config: SparseAttentionConfig, head: int, generator: torch.Generator
+) -> None:
     layout.fill_(True)
 
 
-def _fixed(layout: Tensor, config: SparseAttentionConfig, head: int, generator: torch.Generator) -> None:
-    """Windows of equal size; in each, the same few blocks are seen by all tokens (by later ones if causal)."""
-    rows, local, size = len(layout), config.num_local_blocks, config.num_global_blocks
+def _fixed(
+    layout: Tensor, config: SparseAttentionConfig, head: int, generator: torch.Generator
+) -> None:
+    """Windows of equal size; in each, the same few blocks are seen by all tokens (by later ones if
+    causal).
+    """
+    rows = len(layout)
+    local = config.num_local_blocks
+    size = config.num_global_blocks
     _windows(layout, [local])
-    first = local - (1 + head % config.num_different_global_patterns) * size  # its last blocks, then those before them
+    # its last blocks, then those before them
+    first = local - (1 + head % config.num_different_global_patterns) * size
     whole = rows - rows % local
     starts = list(range(first, whole, local))
     if whole < rows:  # the last window is shorter
@@ -56,7 +67,9 @@ def _fixed(layout: Tensor, config: SparseAttentionConfig, head: int, generator: 
             layout[start : start + size] = True
 
 
-def _variable(layout: Tensor, config: SparseAttentionConfig, head: int, generator: torch.Generator) -> None:
+def _variable(
+    layout: Tensor, config: SparseAttentionConfig, head: int, generator: torch.Generator
+) -> None:
     """Windows of the sizes given, global blocks and random ones."""
     _random(layout, config, generator)
     _windows(layout, config.local_window_blocks)
@@ -66,7 +79,9 @@ def _variable(layout: Tensor, config: SparseAttentionConfig, head: int, generato
             layout[start:end] = True
 
 
-def _bigbird(layout: Tensor, config: SparseAttentionConfig, head: int, generator: torch.Generator) -> None:
+def _bigbird(
+    layout: Tensor, config: SparseAttentionConfig, head: int, generator: torch.Generator
+) -> None:
     """Random blocks, a sliding window, and the first blocks, which see and are seen by all."""
     _random(layout, config, generator)
     _sliding(layout, config)
@@ -75,7 +90,9 @@ def _bigbird(layout: Tensor, config: SparseAttentionConfig, head: int, generator
     layout[:, :count] = True
 
 
-def _bslongformer(layout: Tensor, config: SparseAttentionConfig, head: int, generator: torch.Generator) -> None:
+def _bslongformer(
+    layout: Tensor, config: SparseAttentionConfig, head: int, generator: torch.Generator
+) -> None:
     """A sliding window, and global blocks, which see and are seen by all."""
     _sliding(layout, config)
     for start, end in _ranges(config, len(layout)):
@@ -83,16 +100,26 @@ def _bslongformer(layout: Tensor, config: SparseAttentionConfig, head: int, gene
         layout[:, start:end] = True
 
 
-_FILL = {"dense": _dense, "fixed": _fixed, "variable": _variable, "bigbird": _bigbird, "bslongformer": _bslongformer}
+_FILL = {
+    "dense": _dense,
+    "fixed": _fixed,
+    "variable": _variable,
+    "bigbird": _bigbird,
+    "bslongformer": _bslongformer,
+}
 
 
 def _windows(layout: Tensor, sizes: list[int]) -> None:
-    """Windows one after the other, whose blocks see each other; the last size goes for all that follow."""
-    start, number = 0, 0
+    """Windows one after the other, whose blocks see each other; the last size goes for all that
+    follow.
+    """
+    start = 0
+    number = 0
     while start < len(layout):
         end = start + sizes[min(number, len(sizes) - 1)]
         layout[start:end, start:end] = True
-        start, number = end, number + 1
+        start = end
+        number = number + 1
 
 
 def _sliding(layout: Tensor, config: SparseAttentionConfig) -> None:
@@ -108,13 +135,18 @@ def _random(layout: Tensor, config: SparseAttentionConfig, generator: torch.Gene
 
 
 def _ranges(config: SparseAttentionConfig, rows: int) -> Iterator[tuple[int, int]]:
-    """The ranges of global blocks; a sequence may be too short for them, as long as it has the first."""
+    """The ranges of global blocks; a sequence may be too short for them, as long as it has the
+    first.
+    """
     starts = config.global_block_indices
-    for start, end in zip(starts, config.global_block_end_indices or [s + 1 for s in starts], strict=True):
+    for start, end in zip(
+        starts, config.global_block_end_indices or [s + 1 for s in starts], strict=True
+    ):
         if start < rows:
             yield start, min(end, rows)
     if starts and min(starts) >= rows:
         raise UsageError(
-            f"sparse_attention.global_block_indices: all global blocks lie behind the {rows} blocks of the sequence; "
+            f"sparse_attention.global_block_indices: all global blocks lie behind the {rows} "
+            "blocks of the sequence; "
             "lower them, or give longer sequences"
         )

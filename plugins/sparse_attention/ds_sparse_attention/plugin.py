@@ -1,4 +1,6 @@
-"""What this distribution offers to ds_core: the section ``sparse_attention`` and its transform (torch-free)."""
+"""What this distribution offers to ds_core: the section ``sparse_attention`` and its transform
+(torch-free).
+"""
 
 from __future__ import annotations
 

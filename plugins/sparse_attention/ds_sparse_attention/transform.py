@@ -1,4 +1,6 @@
-"""A model's attention becomes sparse: transformers models by their attention functions, others by their own modules."""
+"""A model's attention becomes sparse: transformers models by their attention functions, others by
+their own modules.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +27,26 @@ _names = itertools.count()
 
 
 def make_sparse(model: nn.Module, ctx: Context) -> nn.Module:
-    """Switch sparse attention on; raises UsageError where the model has no attention that could be."""
+    """Switch sparse attention on; raises UsageError where the model has no attention that could
+    be."""
     config = ctx.config.section(SparseAttentionConfig)
     assert config is not None
     attention = SparseAttention(config)
     mine = [m for m in model.modules() if isinstance(m, SparseSelfAttention)]
     theirs = [m for m in model.modules() if _of_transformers(m)][:1]
-    if config.different_layout_per_head and any(ctx.mesh.has(a) and ctx.mesh.size(a) > 1 for a in ("tp", "sp")):
+    if config.different_layout_per_head and any(
+        ctx.mesh.has(a) and ctx.mesh.size(a) > 1 for a in ("tp", "sp")
+    ):
         raise UsageError(
-            "sparse_attention.different_layout_per_head: heads are divided over ranks (tensor_parallel, "
+            "sparse_attention.different_layout_per_head: heads are divided over ranks "
+            "(tensor_parallel, "
             "sequence_parallel), and would get patterns of other heads; leave it out"
         )
     if not any(comm.all_gather_json(bool(mine or theirs))):  # a stage of a pipeline may have none
         raise UsageError(
             f"sparse_attention: {type(model).__name__} is no transformers model and has no "
-            "ds_sparse_attention.SparseSelfAttention; use that module in its attention, or leave the section out"
+            "ds_sparse_attention.SparseSelfAttention; use that module in its attention, or leave "
+            "the section out"
         )
     for module in mine:
         if module.attention is None:
@@ -63,13 +70,17 @@ class Registered:
 
         name = type(model).__name__
         if not getattr(model, "_supports_attention_backend", False):
-            raise UsageError(f"sparse_attention: {name} does not use transformers' attention functions")
+            raise UsageError(
+                f"sparse_attention: {name} does not use transformers' attention functions"
+            )
         if getattr(model.config, "is_encoder_decoder", False):
             raise UsageError(
-                f"sparse_attention: the decoder of {name} looks at another sequence, too; only models whose attention "
+                f"sparse_attention: the decoder of {name} looks at another sequence, too; only "
+                "models whose attention "
                 "is that of a sequence to itself can be sparse"
             )
-        self.model, self.attend = model, attention
+        self.model = model
+        self.attend = attention
         self.before = model.config._attn_implementation or "eager"
         self.name = f"ds_sparse_attention_{next(_names)}"
         AttentionInterface.register(self.name, self.attention)
@@ -96,10 +107,15 @@ class Registered:
         is_causal: bool | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """An attention function of transformers: [batch, heads, tokens, size] -> [batch, tokens, heads, size]."""
+        """An attention function of transformers: [batch, heads, tokens, size] -> [batch, tokens,
+        heads, size].
+        """
         for option in ("softcap", "s_aux", "position_bias", "head_mask"):
             if options.get(option) is not None:
-                raise UsageError(f"sparse_attention: {type(module).__name__} asks for {option}, which it cannot do")
+                raise UsageError(
+                    f"sparse_attention: {type(module).__name__} asks for {option}, which it "
+                    "cannot do"
+                )
         if is_causal is None:
             is_causal = bool(getattr(module, "is_causal", True))
         mask = _limits(attention_mask, is_causal)
@@ -110,10 +126,12 @@ class Registered:
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Stands for the mask of a micro-batch: rules over positions, of which only blocks that are seen are asked.
+    """Stands for the mask of a micro-batch: rules over positions, of which only blocks that are
+    seen are asked.
 
-    first: the position of the first query among the keys; None: the queries are the last. To transformers, which makes
-    masks of static caches before it calls the model, it is like a mask of four dimensions.
+    first: the position of the first query among the keys; None: the queries are the last. To
+    transformers, which makes masks of static caches before it calls the model, it is like a mask of
+    four dimensions.
     """
 
     causal: bool
@@ -143,7 +161,9 @@ def make_mask(
     if isinstance(attention_mask, Mask):
         return attention_mask
     if use_vmap:
-        raise UsageError("sparse_attention cannot use this model's own mask: it is not made of positions")
+        raise UsageError(
+            "sparse_attention cannot use this model's own mask: it is not made of positions"
+        )
     function: Any = causal_mask_function if mask_function is None else mask_function
     plain = function is causal_mask_function or function is bidirectional_mask_function
     padding = None if attention_mask is None else attention_mask.bool()
@@ -156,7 +176,9 @@ def make_mask(
 
     def allowed(sample: Tensor, q: Tensor, k: Tensor) -> Tensor:
         head = torch.zeros_like(sample)
-        shown: Tensor = torch.ones_like(k, dtype=torch.bool) if plain else function(sample, head, q, k)
+        shown: Tensor = (
+            torch.ones_like(k, dtype=torch.bool) if plain else function(sample, head, q, k)
+        )
         return shown if padding is None else shown & padding[sample, k]
 
     return Mask(function is causal_mask_function, allowed, q_offset)
@@ -168,11 +190,20 @@ def _limits(mask: Any, is_causal: bool) -> Mask:
         return Mask(is_causal)
     if isinstance(mask, Mask):
         return mask
-    if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1] == 1:
-        whole, seen = mask[:, 0], mask.shape[3] - mask.shape[2]
+    if (
+        isinstance(mask, Tensor)
+        and mask.dtype == torch.bool
+        and mask.ndim == 4
+        and mask.shape[1] == 1
+    ):
+        whole = mask[:, 0]
+        seen = mask.shape[3] - mask.shape[2]
 
         def allowed(sample: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return whole[sample if len(whole) > 1 else torch.zeros_like(sample), q - seen, k]
 
         return Mask(False, allowed)
-    raise UsageError("sparse_attention: attention_mask must be [batch, tokens], or bool [batch, 1, tokens, tokens]")
+    raise UsageError(
+        "sparse_attention: attention_mask must be [batch, tokens], or bool [batch, 1, tokens, "
+        "tokens]"
+    )

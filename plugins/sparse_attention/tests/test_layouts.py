@@ -69,7 +69,11 @@ def test_a_layout_is_as_it_was_drawn(case: str) -> None:
 
 
 def test_heads_have_global_blocks_in_turn() -> None:
-    keys = {"num_local_blocks": 2, "different_layout_per_head": True, "num_different_global_patterns": 2}
+    keys = {
+        "num_local_blocks": 2,
+        "different_layout_per_head": True,
+        "num_different_global_patterns": 2,
+    }
     assert drawn(4, 3, 0, **keys) == ["##.#", "##.#", ".###", ".###"]
     assert drawn(4, 3, 1, **keys) == ["###.", "###.", "#.##", "#.##"]
     assert drawn(4, 3, 2, **keys) == drawn(4, 3, 0, **keys)
@@ -77,14 +81,20 @@ def test_heads_have_global_blocks_in_turn() -> None:
 
 @pytest.mark.parametrize("attention", ["bidirectional", "unidirectional"])
 @pytest.mark.parametrize("mode", ["variable", "bigbird"])
-def test_random_blocks_are_as_many_as_asked_and_the_same_each_time(mode: str, attention: str) -> None:
+def test_random_blocks_are_as_many_as_asked_and_the_same_each_time(
+    mode: str, attention: str
+) -> None:
     keys = {"mode": mode, "attention": attention, "different_layout_per_head": True}
     few = {"local_window_blocks": [1], "global_block_indices": [0], "num_sliding_window_blocks": 1}
     none, two = (
-        make_layout(SparseAttentionConfig.model_validate({**keys, **few, "num_random_blocks": n}), 4, 32)
+        make_layout(
+            SparseAttentionConfig.model_validate({**keys, **few, "num_random_blocks": n}), 4, 32
+        )
         for n in (0, 2)
     )
-    again = make_layout(SparseAttentionConfig.model_validate({**keys, **few, "num_random_blocks": 2}), 4, 32)
+    again = make_layout(
+        SparseAttentionConfig.model_validate({**keys, **few, "num_random_blocks": 2}), 4, 32
+    )
     assert torch.equal(two, again) and not torch.equal(two[0], two[1])
     more = (two.int() - none.int()).sum(-1)
     assert (more >= 0).all() and more.max() == 2 and more.float().mean() > 1.2
@@ -103,7 +113,10 @@ def test_random_blocks_are_as_many_as_asked_and_the_same_each_time(mode: str, at
         ({"mode": "variable", "local_window_blocks": [4, 0]}, "below 1"),
         ({"mode": "variable", "global_block_indices": [-1]}, "negative"),
         ({"mode": "bslongformer", "global_block_end_indices": [1, 2]}, "2 numbers"),
-        ({"mode": "bslongformer", "global_block_indices": [2], "global_block_end_indices": [2]}, "larger"),
+        (
+            {"mode": "bslongformer", "global_block_indices": [2], "global_block_end_indices": [2]},
+            "larger",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_an_error(keys: dict[str, Any], said: str) -> None:

@@ -1,4 +1,6 @@
-"""Models of transformers, sparse by config alone, against their own attention under the mask of the pattern."""
+"""Models of transformers, sparse by config alone, against their own attention under the mask of the
+pattern.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from ds_core.errors import UsageError
 
 hf = pytest.importorskip("transformers")
 
-SMALL = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 BIGBIRD = {"mode": "bigbird", "block": 4, "num_random_blocks": 1, "different_layout_per_head": True}
 FIXED = {"mode": "fixed", "block": 4, "num_local_blocks": 2, "attention": "unidirectional"}
 LENGTH = 27
@@ -58,7 +66,11 @@ def trained(model: Any, mask: Tensor | None, more: dict[str, Any], steps: int = 
     ids, counts = batch()
     labels = ids.masked_fill(counts == 0, -100)
     given = counts if mask is None else mask
-    config = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}, **more}
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        **more,
+    }
     engine, *_ = ds_core.initialize(model=model, config=config)
     found = []
     for _ in range(steps):
@@ -103,8 +115,12 @@ def test_generation_with_a_cache_is_that_without(kind: str) -> None:
     options = {"max_new_tokens": 13, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     left = counts.flip(1)  # padded on the left
     cached = model.generate(ids[:, :11], attention_mask=left[:, :11], **options)
-    assert torch.equal(cached, model.generate(ids[:, :11], attention_mask=left[:, :11], use_cache=False, **options))
-    static = model.generate(ids[:, :11], attention_mask=left[:, :11], cache_implementation="static", **options)
+    assert torch.equal(
+        cached, model.generate(ids[:, :11], attention_mask=left[:, :11], use_cache=False, **options)
+    )
+    static = model.generate(
+        ids[:, :11], attention_mask=left[:, :11], cache_implementation="static", **options
+    )
     assert torch.equal(cached, static)
     engine.destroy()
 
@@ -114,12 +130,15 @@ class Own(nn.Module):
 
     def __init__(self, config: Any = None) -> None:
         super().__init__()
-        self.inputs, self.outputs = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.inputs = nn.Linear(8, 24)
+        self.outputs = nn.Linear(8, 8)
         self.attention = SparseSelfAttention(config)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.inputs(x).unflatten(-1, (6, 4)).transpose(1, 2).chunk(3, 1)
-        loss: Tensor = self.outputs(self.attention(q, k, v).transpose(1, 2).flatten(2)).square().mean()
+        loss: Tensor = (
+            self.outputs(self.attention(q, k, v).transpose(1, 2).flatten(2)).square().mean()
+        )
         return loss
 
 
@@ -160,9 +179,12 @@ def _own(stage: int, gas: int, dtype: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("size", "stage", "gas", "dtype"), [(2, 3, 2, "fp32"), (4, 2, 1, "fp32"), (4, 3, 1, "bf16"), (2, 1, 1, "bf16")]
+    ("size", "stage", "gas", "dtype"),
+    [(2, 3, 2, "fp32"), (4, 2, 1, "fp32"), (4, 3, 1, "bf16"), (2, 1, 1, "bf16")],
 )
-def test_several_ranks_train_what_one_does(ranks: Any, size: int, stage: int, gas: int, dtype: str) -> None:
+def test_several_ranks_train_what_one_does(
+    ranks: Any, size: int, stage: int, gas: int, dtype: str
+) -> None:
     pytest.importorskip("ds_zero")
     alone = own(0, gas, dtype, 0, 1)
     each = ranks(size, _own, stage, gas, dtype)
@@ -178,19 +200,27 @@ def test_several_ranks_train_what_one_does(ranks: Any, size: int, stage: int, ga
     [
         (lambda: nn.Linear(2, 2), FIXED, "SparseSelfAttention"),
         (
-            lambda: hf.T5ForConditionalGeneration(hf.T5Config(d_model=8, d_kv=2, d_ff=8, num_layers=1, num_heads=2)),
+            lambda: hf.T5ForConditionalGeneration(
+                hf.T5Config(d_model=8, d_kv=2, d_ff=8, num_layers=1, num_heads=2)
+            ),
             FIXED,
             "sparse_attention: T5",
         ),
     ],
 )
-def test_a_model_that_cannot_be_sparse_is_an_error(model: Any, section: dict[str, Any], said: str) -> None:
+def test_a_model_that_cannot_be_sparse_is_an_error(
+    model: Any, section: dict[str, Any], said: str
+) -> None:
     with pytest.raises(UsageError, match=said):
-        ds_core.initialize(model=model(), config={"train_batch_size": 1, "sparse_attention": section})
+        ds_core.initialize(
+            model=model(), config={"train_batch_size": 1, "sparse_attention": section}
+        )
 
 
 def test_masks_that_cannot_be_read_are_an_error() -> None:
-    engine, *_ = ds_core.initialize(model=build("gpt2"), config={"train_batch_size": 3, "sparse_attention": FIXED})
+    engine, *_ = ds_core.initialize(
+        model=build("gpt2"), config={"train_batch_size": 3, "sparse_attention": FIXED}
+    )
     ids, counts = batch()
     with pytest.raises(UsageError, match="attention_mask must be"):
         engine(input_ids=ids, attention_mask=mask_of(FIXED, True, counts))

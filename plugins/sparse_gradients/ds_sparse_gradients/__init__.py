@@ -1,4 +1,6 @@
-"""ds-sparse-gradients: gradients of embeddings are reduced row by row, only the rows that a batch has used."""
+"""ds-sparse-gradients: gradients of embeddings are reduced row by row, only the rows that a batch
+has used.
+"""
 
 from __future__ import annotations
 

@@ -16,17 +16,26 @@ from ds_sparse_gradients.rows import gather_rows, used_rows
 __all__ = ["ReducedByRows", "RowBucket"]
 
 _NO_GRADIENT = -1
-"""Instead of a number of rows: this rank has no gradient, which is another thing than one of zeros."""
+"""Instead of a number of rows: this rank has no gradient, which is another thing than one of zeros.
+"""
 
 
 class RowBucket(Bucket):
     """The gradient of one embedding, reduced by rows where that sends less than all of them.
 
-    While backward goes on ranks only exchange how many rows they have. All know all counts then, and decide alike: the
-    rows of each are gathered and added up, or, where they would be as many as the matrix has, the whole is reduced.
+    While backward goes on ranks only exchange how many rows they have. All know all counts then,
+    and decide alike: the rows of each are gathered and added up, or, where they would be as many as
+    the matrix has, the whole is reduced.
     """
 
-    def __init__(self, param: nn.Parameter, dtype: torch.dtype, group: Any, factors: tuple[float, float], about: str):
+    def __init__(
+        self,
+        param: nn.Parameter,
+        dtype: torch.dtype,
+        group: Any,
+        factors: tuple[float, float],
+        about: str,
+    ):
         super().__init__([param], dtype, group, *factors, about)
         self._counts = torch.zeros(comm.world_size(group), dtype=torch.int64, device=param.device)
         self._grad: Tensor | None = None
@@ -36,7 +45,8 @@ class RowBucket(Bucket):
     def launch(self, grads: Sequence[Tensor | None]) -> None:
         """See `Bucket.launch`."""
         (self._grad,) = grads
-        count, self._used = _NO_GRADIENT, None
+        count = _NO_GRADIENT
+        self._used = None
         if self._grad is not None:
             # Copies of the rows: the gradient may be the buffer into which the sum is written.
             self._used = used_rows(self._grad)
@@ -52,7 +62,8 @@ class RowBucket(Bucket):
         counts = self._counts.tolist()
         (param,) = self.params
         (total,) = self._views
-        grad, used = self._grad, self._used
+        grad = self._grad
+        used = self._used
         self._grad = self._used = None
         if max(counts) == _NO_GRADIENT:
             return iter(())
@@ -67,7 +78,8 @@ class RowBucket(Bucket):
         total.zero_()
         comm.label(self._about)
         for theirs, their_rows in gather_rows(numbers, rows, counts, self._group):
-            # Rank by rank, so that all ranks add in one order: a number occurs once in those of a rank.
+            # Rank by rank, so that all ranks add in one order: a number occurs once in those of a
+            # rank.
             total.index_add_(0, theirs, their_rows)
         if self._after != 1.0:
             total.mul_(self._after)
@@ -81,18 +93,23 @@ class ReducedByRows(Replicated):
         """See `Replicated.make_buckets`: embeddings come last, as their gradients do."""
         tables = embeddings(self.module)
         rest = super().make_buckets([p for p in params if p not in tables])
-        return rest + [self._by_rows(p) for p in params if p in tables and self.ctx.params[p].replicas]
+        return rest + [
+            self._by_rows(p) for p in params if p in tables and self.ctx.params[p].replicas
+        ]
 
     def _by_rows(self, param: nn.Parameter) -> RowBucket:
         info = self.ctx.params[param]
         mesh = self.ctx.mesh
         factors = averaging_factors(self.ctx, mesh.size(*info.replicas))
         group = mesh.group(*info.replicas)
-        return RowBucket(param, wire_dtype(param, self.ctx), group, factors, f"gradient of {info.name!r}")
+        return RowBucket(
+            param, wire_dtype(param, self.ctx), group, factors, f"gradient of {info.name!r}"
+        )
 
 
 def embeddings(module: nn.Module) -> set[nn.Parameter]:
-    """Weights that only embeddings have: one that an output layer shares has gradients in all rows."""
+    """Weights that only embeddings have: one that an output layer shares has gradients in all
+    rows."""
     tables: set[nn.Parameter] = set()
     others: set[nn.Parameter] = set()
     for part in module.modules():

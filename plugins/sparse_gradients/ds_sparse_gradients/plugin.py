@@ -1,4 +1,6 @@
-"""What this distribution offers to ds_core: the key ``sparse_gradients`` and its partitioner (torch-free)."""
+"""What this distribution offers to ds_core: the key ``sparse_gradients`` and its partitioner
+(torch-free).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,13 @@ def ds_check(config: RunConfig) -> Iterable[Problem]:
     if not _is_on(config) or not config.has(Trait.PARTITIONS_STATES):
         return []
     why = "does not go with zero_optimization.stage 1 to 3: their shards of gradients have no rows"
-    return [Problem("sparse_gradients", why, "set zero_optimization.stage to 0, or leave sparse_gradients out")]
+    return [
+        Problem(
+            "sparse_gradients",
+            why,
+            "set zero_optimization.stage to 0, or leave sparse_gradients out",
+        )
+    ]
 
 
 def ds_partitioner(ctx: Context) -> Partitioner | None:

@@ -27,7 +27,10 @@ def used_rows(grad: Tensor) -> tuple[Tensor, Tensor]:
 def gather_rows(
     numbers: Tensor, rows: Tensor, counts: list[int], group: ProcessGroup | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """What `used_rows` gave on each rank of `group`, which has ``counts[rank]`` rows. Collective."""
+    """What `used_rows` gave on each rank of `group`, which has ``counts[rank]`` rows.
+
+    Collective.
+    """
     most = max(counts)
     ranks = len(counts)
     own = numbers.shape[0]
@@ -46,9 +49,11 @@ def gather_rows(
 
 
 class RowTensor:
-    """A gradient of an embedding as numbers of rows and rows, as DeepSpeed's ``SparseTensor`` holds it.
+    """A gradient of an embedding as numbers of rows and rows, as DeepSpeed's ``SparseTensor`` holds
+    it.
 
-    dense: a gradient, sparse (``nn.Embedding(sparse=True)``) or dense; None makes an empty one to be filled in.
+    dense: a gradient, sparse (``nn.Embedding(sparse=True)``) or dense; None makes an empty one to
+    be filled in.
     """
 
     def __init__(self, dense_tensor: Tensor | None = None) -> None:
@@ -69,7 +74,9 @@ class RowTensor:
 
     def to_coo_tensor(self) -> Tensor:
         """As a sparse tensor of torch's."""
-        return torch.sparse_coo_tensor(self.indices.unsqueeze(0), self.values, self.dense_size, check_invariants=True)
+        return torch.sparse_coo_tensor(
+            self.indices.unsqueeze(0), self.values, self.dense_size, check_invariants=True
+        )
 
     def to_dense(self) -> Tensor:
         """As an ordinary tensor; rows of one number are added up."""
@@ -83,10 +90,15 @@ class RowTensor:
     def add(self, b: RowTensor) -> None:
         """Add `b`, of the same shape."""
         if self.dense_size != b.dense_size:
-            raise ValueError(f"a RowTensor of {self.dense_size} and one of {b.dense_size} cannot be added")
+            raise ValueError(
+                f"a RowTensor of {self.dense_size} and one of {b.dense_size} cannot be added"
+            )
         self.indices = torch.cat([self.indices, b.indices])
         self.values = torch.cat([self.values, b.values])
 
     def __repr__(self) -> str:
         held, whole = self.sparse_size()
-        return f"RowTensor(rows={len(self.indices)}, shape={self.dense_size}, reduction_factor={whole / held:.3g})"
+        return (
+            f"RowTensor(rows={len(self.indices)}, shape={self.dense_size}, "
+            f"reduction_factor={whole / held:.3g})"
+        )

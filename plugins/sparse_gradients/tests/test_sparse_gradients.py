@@ -1,4 +1,6 @@
-"""Gradients of embeddings by rows: the weights of plain torch on any number of ranks, and fewer bytes on the way."""
+"""Gradients of embeddings by rows: the weights of plain torch on any number of ranks, and fewer
+bytes on the way.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,15 @@ import ds_core
 from ds_core import comm
 from ds_core.errors import ConfigError
 
-ROWS, WIDTH, GLOBAL = 400, 6, 8
+ROWS = 400
+WIDTH = 6
+GLOBAL = 8
 
 
 class Net(nn.Module):
-    """Tables of words and of bags, the output layer's own weight or the table's, and a table nobody reads."""
+    """Tables of words and of bags, the output layer's own weight or the table's, and a table nobody
+    reads.
+    """
 
     def __init__(self, sparse: bool, tied: bool) -> None:
         super().__init__()
@@ -53,7 +59,8 @@ def reads_bags(sample: int) -> bool:
 def loss_of(model: Any, ids: Tensor, first: int) -> Tensor:
     """The mean over samples, each of which decides which tables it reads."""
     losses = [
-        nn.functional.cross_entropy(model(row[None], reads_bags(first + i)), row[:1]) for i, row in enumerate(ids)
+        nn.functional.cross_entropy(model(row[None], reads_bags(first + i)), row[:1])
+        for i, row in enumerate(ids)
     ]
     return torch.stack(losses).mean()
 
@@ -71,7 +78,9 @@ def alone(case: dict[str, Any], steps: int) -> nn.Module:
 
 
 def ours(case: dict[str, Any]) -> tuple[float, int]:
-    """How far weights are from plain torch's after three steps, and the bytes sent for the last one."""
+    """How far weights are from plain torch's after three steps, and the bytes sent for the last
+    one.
+    """
     rank = comm.rank()
     world = comm.world_size()
     gas = case.get("gas", 1)
@@ -95,7 +104,10 @@ def ours(case: dict[str, Any]) -> tuple[float, int]:
                 engine.step()
         sent = sum(each.bytes for each in traffic.sent)
     truth = alone(case, 3)
-    error = max(float((a - b).abs().max()) for a, b in zip(made.parameters(), truth.parameters(), strict=True))
+    error = max(
+        float((a - b).abs().max())
+        for a, b in zip(made.parameters(), truth.parameters(), strict=True)
+    )
     engine.destroy()
     return error, sent
 
@@ -134,8 +146,14 @@ def many_rows() -> float:
     torch.manual_seed(0)
     made = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Flatten()).double()
     before = made[0].weight.detach().clone()  # type: ignore[union-attr]
-    config = {"train_micro_batch_size_per_gpu": 5, "sparse_gradients": True, "gradient_clipping": 0.0}
-    engine, *_ = ds_core.initialize(model=made, optimizer=torch.optim.SGD(made.parameters(), lr=1.0), config=config)
+    config = {
+        "train_micro_batch_size_per_gpu": 5,
+        "sparse_gradients": True,
+        "gradient_clipping": 0.0,
+    }
+    engine, *_ = ds_core.initialize(
+        model=made, optimizer=torch.optim.SGD(made.parameters(), lr=1.0), config=config
+    )
     with Traffic() as traffic:
         engine.backward(engine(torch.arange(5)[:, None]).sum() * (comm.rank() + 1))
         engine.step()
@@ -189,7 +207,9 @@ def refused(config: dict[str, Any]) -> str:
     model = Net(False, False)
     whole = {"train_micro_batch_size_per_gpu": 1, "sparse_gradients": True, **config}
     with pytest.raises(ConfigError) as caught:
-        ds_core.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), config=whole)
+        ds_core.initialize(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), config=whole
+        )
     return str(caught.value)
 
 
@@ -207,7 +227,9 @@ def test_a_row_tensor_adds_and_comes_back(sparse: bool) -> None:
     rows = RowTensor(table.weight.grad)
     assert rows.indices.tolist() == [1, 7] and rows.sparse_size() == (6, 18)
     rows.add(RowTensor(table.weight.grad))
-    assert torch.equal(rows.to_dense(), 2 * (table.weight.grad.to_dense() if sparse else table.weight.grad))
+    assert torch.equal(
+        rows.to_dense(), 2 * (table.weight.grad.to_dense() if sparse else table.weight.grad)
+    )
     with pytest.raises(ValueError, match="cannot be added"):
         rows.add(RowTensor(torch.ones(3, 2)))
 
@@ -217,16 +239,24 @@ def project(table: Any, hidden: Tensor) -> Tensor:
 
 
 def in_a_pipeline(tied: bool) -> float:
-    """Two stages over two ranks each: distance from the same run without the key, whose sums plain torch has."""
+    """Two stages over two ranks each: distance from the same run without the key, whose sums plain
+    torch has.
+    """
     from ds_pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 
     head = TiedLayerSpec("t", nn.Embedding, ROWS, WIDTH, forward_fn=project)
     specs = [
-        TiedLayerSpec("t", nn.Embedding, ROWS, WIDTH) if tied else LayerSpec(nn.Embedding, ROWS, WIDTH),
+        TiedLayerSpec("t", nn.Embedding, ROWS, WIDTH)
+        if tied
+        else LayerSpec(nn.Embedding, ROWS, WIDTH),
         LayerSpec(nn.Linear, WIDTH, WIDTH),
         head if tied else LayerSpec(nn.Linear, WIDTH, ROWS),
     ]
-    options = {"loss_fn": nn.functional.cross_entropy, "partition_method": "uniform", "seed_layers": True}
+    options = {
+        "loss_fn": nn.functional.cross_entropy,
+        "partition_method": "uniform",
+        "seed_layers": True,
+    }
     found = []
     for on in (False, True):
         model = PipelineModule(specs, num_stages=2, **options).double()  # type: ignore[arg-type]

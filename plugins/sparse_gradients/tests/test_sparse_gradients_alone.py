@@ -1,4 +1,6 @@
-"""With nothing installed but what the package declares: the weights of plain torch, and fewer bytes on the way."""
+"""With nothing installed but what the package declares: the weights of plain torch, and fewer bytes
+on the way.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from torch import Tensor, nn
 import ds_core
 from ds_core import comm
 
-ROWS, WIDTH, EACH = 300, 4, 3
+ROWS = 300
+WIDTH = 4
+EACH = 3
 
 
 def build() -> nn.Module:
@@ -19,7 +23,9 @@ def build() -> nn.Module:
 
 
 def ids_of(step: int, rank: int) -> Tensor:
-    return torch.randint(0, ROWS, (EACH,), generator=torch.Generator().manual_seed(10 * step + rank))
+    return torch.randint(
+        0, ROWS, (EACH,), generator=torch.Generator().manual_seed(10 * step + rank)
+    )
 
 
 def trained(sparse: bool) -> tuple[float, int]:
@@ -44,7 +50,10 @@ def trained(sparse: bool) -> tuple[float, int]:
             engine.step()
         sent = sum(each.bytes for each in traffic.sent)
     engine.destroy()
-    off = max(float((a - b).detach().abs().max()) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    off = max(
+        float((a - b).detach().abs().max())
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )
     return off, sent
 
 

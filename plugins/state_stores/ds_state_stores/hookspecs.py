@@ -9,4 +9,6 @@ from ds_core import entries
 
 @entries.gives(entries.named("ds_core.entries:StateStoreEntry"))
 def ds_state_stores() -> Mapping[str, entries.StateStoreEntry]:  # type: ignore[empty-body]
-    """Driver, by the name in the ``device`` of an offload section (case-insensitive): where states can rest."""
+    """Driver, by the name in the ``device`` of an offload section (case-insensitive): where states
+    can rest.
+    """

@@ -1,8 +1,10 @@
-"""Copies of device tensors in host memory, made beside the device's other work: for activations that wait for backward.
+"""Copies of device tensors in host memory, made beside the device's other work: for activations
+that wait for backward.
 
-[Note: order of copies] Copies to the host run on one side stream and copies back on another. Each waits for what was
-queued on the caller's stream before it, so that the memory it reads or writes is in no other use. A tensor that leaves
-is held until its copy is done; the caller's stream then waits for the copy, and its memory may be used again.
+[Note: order of copies] Copies to the host run on one side stream and copies back on another. Each
+waits for what was queued on the caller's stream before it, so that the memory it reads or writes is
+in no other use. A tensor that leaves is held until its copy is done; the caller's stream then waits
+for the copy, and its memory may be used again.
 """
 
 from __future__ import annotations
@@ -36,14 +38,18 @@ class _Buffer:
 class HostCopy:
     """The copy of one tensor. Its host memory is used again when the last reference to it is gone.
 
-    shape, stride: of the tensor that `HostCopies.back` gives. nbytes: of host memory; 0 where nothing was copied.
+    shape, stride: of the tensor that `HostCopies.back` gives. nbytes: of host memory; 0 where
+    nothing was copied.
     """
 
     def __init__(self, owner: HostCopies, tensor: Tensor) -> None:
         dense = tensor.is_contiguous() or (tensor.numel() > 0 and _is_dense(tensor))
         self.shape = tensor.shape
-        self.stride = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
-        self.dtype, self.device = tensor.dtype, tensor.device
+        self.stride = (
+            tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
+        )
+        self.dtype = tensor.dtype
+        self.device = tensor.device
         self._owner = owner
         self._host: _Buffer | None = None
         self._made: Any = None  # the event after which the host has it
@@ -70,14 +76,20 @@ class HostCopy:
 class HostCopies:
     """Makes and reads back copies, in pinned memory that is used again.
 
-    pin_memory: page-locked host memory; without it, a device waits for each copy. in_flight: how many tensors may be on
-    their way to the host at once: so many stay on the device longer. On a device whose memory is the host's, nothing is
-    copied. held: bytes of host memory now; peak: the maximum of `held`. moved: bytes copied to the host.
+    pin_memory: page-locked host memory; without it, a device waits for each copy. in_flight: how
+    many tensors may be on their way to the host at once: so many stay on the device longer. On a
+    device whose memory is the host's, nothing is copied. held: bytes of host memory now; peak: the
+    maximum of `held`. moved: bytes copied to the host.
     """
 
-    def __init__(self, accelerator: Accelerator, *, pin_memory: bool = True, in_flight: int = 2) -> None:
-        self._accelerator, self._pin, self._in_flight = accelerator, pin_memory, max(1, in_flight)
-        self._out, self._in = accelerator.new_stream(), accelerator.new_stream()
+    def __init__(
+        self, accelerator: Accelerator, *, pin_memory: bool = True, in_flight: int = 2
+    ) -> None:
+        self._accelerator = accelerator
+        self._pin = pin_memory
+        self._in_flight = max(1, in_flight)
+        self._out = accelerator.new_stream()
+        self._in = accelerator.new_stream()
         self._leaving: deque[tuple[Any, Tensor]] = deque()
         self._free: list[_Buffer] = []
         self.held = self.peak = self.used = self.moved = 0
@@ -93,9 +105,15 @@ class HostCopies:
         if tensor.numel() == 0 or self.stays(tensor):
             copy._back = tensor.detach()
             if tensor.numel():
-                log_once(log, logging.INFO, "tensors of the host stay where they are: offloading them frees no memory")
+                log_once(
+                    log,
+                    logging.INFO,
+                    "tensors of the host stay where they are: offloading them frees no memory",
+                )
             return copy
-        while self._leaving and (len(self._leaving) >= self._in_flight or self._leaving[0][0].query()):
+        while self._leaving and (
+            len(self._leaving) >= self._in_flight or self._leaving[0][0].query()
+        ):
             self._leaving.popleft()[0].wait()
         copy._host = buffer = self._take(tensor.numel() * tensor.itemsize)
         self._follow(self._out)
@@ -113,7 +131,9 @@ class HostCopies:
         """Start to copy back; `back` then waits for less."""
         if copy._back is not None:
             return
-        copy._back = torch.empty_strided(copy.shape, copy.stride, dtype=copy.dtype, device=copy.device)
+        copy._back = torch.empty_strided(
+            copy.shape, copy.stride, dtype=copy.dtype, device=copy.device
+        )
         self._follow(self._in)
         with self._accelerator.stream(self._in):
             copy._made.wait()
@@ -133,11 +153,13 @@ class HostCopies:
         return found
 
     def settle(self) -> None:
-        """Forget tensors that were leaving: their memory may be used again when their copies are done."""
+        """Forget tensors that were leaving: their memory may be used again when their copies are
+        done.
+        """
         while self._leaving:
             self._leaving.popleft()[0].wait()
 
-    # -- events and buffers ----------------------------------------------------------------------------------
+    # -- events and buffers ------------------------------------------------------------------------
 
     def _follow(self, stream: Any) -> None:
         if stream is not None:
@@ -172,7 +194,9 @@ class HostCopies:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a block of memory, in any order of dimensions, so that it can be copied as it lies."""
+    """Whether the elements fill a block of memory, in any order of dimensions, so that it can be
+    copied as it lies.
+    """
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

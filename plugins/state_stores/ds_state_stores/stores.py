@@ -1,8 +1,10 @@
-"""The contract of state stores, the store ``cpu``, and how a store is found by its name (torch-free at import).
+"""The contract of state stores, the store ``cpu``, and how a store is found by its name (torch-free
+at import).
 
-[Note: identity] A tensor stays the same object for its whole life, so optimizers and views may refer to it. A store
-that frees memory empties the tensor's storage (``untyped_storage().resize_(0)``) and fills it again later. Torch
-refuses that for a storage that was shared with numpy.
+[Note: identity] A tensor stays the same object for its whole life, so optimizers and views may
+refer to it. A store that frees memory empties the tensor's storage
+(``untyped_storage().resize_(0)``) and fills it again later. Torch refuses that for a storage that
+was shared with numpy.
 """
 
 from __future__ import annotations
@@ -36,16 +38,20 @@ _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 class StateStore(ABC):
     """A place for host tensors that are not always needed.
 
-    Subclasses that free memory set `resident` to False. `fetch`, `wait`, `evict` and `discard` act on the whole storage
-    of each tensor, which may be a view. ctx: the run. options: the keys of the config section that chose this store,
-    without ``device``; ``pin_memory`` is one.
+    Subclasses that free memory set `resident` to False. `fetch`, `wait`, `evict` and `discard` act
+    on the whole storage of each tensor, which may be a view. ctx: the run. options: the keys of the
+    config section that chose this store, without ``device``; ``pin_memory`` is one.
     """
 
     resident = True
-    """Whether tensors always stay in memory; then `fetch`, `wait`, `evict` and `discard` do nothing."""
+    """Whether tensors always stay in memory; then `fetch`, `wait`, `evict` and `discard` do
+    nothing.
+    """
 
     def __init_subclass__(cls) -> None:
-        """A store whose methods have the names of an earlier contract keeps working, with a warning."""
+        """A store whose methods have the names of an earlier contract keeps working, with a
+        warning.
+        """
         super().__init_subclass__()
         for old, new in METHODS["StateStore"].items():
             if old in vars(cls) and new not in vars(cls):
@@ -58,7 +64,9 @@ class StateStore(ABC):
         self.pinned = bool(options.get("pin_memory"))
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Uninitialized host memory that the store does not manage; page-locked if ``pin_memory`` is set."""
+        """Uninitialized host memory that the store does not manage; page-locked if ``pin_memory``
+        is set.
+        """
         import torch
 
         host = torch.empty(numel, dtype=dtype)
@@ -67,7 +75,8 @@ class StateStore(ABC):
     def copy_in(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """A flat host copy of `tensor` (in `dtype`) that the store manages; it is in memory."""
         host = self.buffer(tensor.numel(), dtype or tensor.dtype)
-        return host.copy_(tensor.detach().reshape(-1).cpu())  # moved first: a cast would need memory of the device
+        # moved first: a cast would need memory of the device
+        return host.copy_(tensor.detach().reshape(-1).cpu())
 
     @abstractmethod
     def fetch(self, tensors: Sequence[Tensor]) -> None:
@@ -78,7 +87,8 @@ class StateStore(ABC):
         """Wait until fetched tensors are in memory."""
 
     def allocate(self, tensors: Sequence[Tensor]) -> None:
-        """Give evicted tensors memory with any values, since all of it will be written; in memory when it returns.
+        """Give evicted tensors memory with any values, since all of it will be written; in memory
+        when it returns.
 
         Stores that can do it without reading override this.
         """
@@ -87,17 +97,24 @@ class StateStore(ABC):
 
     @abstractmethod
     def evict(self, tensors: Sequence[Tensor], *, changed: bool = True) -> None:
-        """Save tensors that are in memory, and free it. A tensor that is new to the store is managed from now on.
+        """Save tensors that are in memory, and free it. A tensor that is new to the store is
+        managed from now on.
 
         changed: False if their values are those of the last time they were evicted.
         """
 
     @abstractmethod
     def discard(self, tensors: Sequence[Tensor]) -> None:
-        """These tensors will not be used again. They may be evicted or not, and unknown to the store."""
+        """These tensors will not be used again.
+
+        They may be evicted or not, and unknown to the store.
+        """
 
     def close(self) -> None:  # noqa: B027
-        """Nothing is read any more, what is evicted is given up. Who has opened a store closes it, maybe again."""
+        """Nothing is read any more, what is evicted is given up.
+
+        Who has opened a store closes it, maybe again.
+        """
 
     def read(self, view: Tensor) -> Tensor:
         """The values of a managed tensor or a view of one. An evicted one stays evicted."""
@@ -138,12 +155,19 @@ def is_evicted(tensor: Tensor) -> bool:
 
 
 def owns_storage(tensor: Tensor) -> bool:
-    """Whether a tensor in memory fills its storage, so that no other data is lost when that is emptied."""
-    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    """Whether a tensor in memory fills its storage, so that no other data is lost when that is
+    emptied.
+    """
+    return (
+        tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    )
 
 
 def check_store(plugins: Plugins, device: str, path: str) -> Problem | None:
-    """The problem with naming store `device` under the config key `path`; None when a plugin offers it."""
+    """The problem with naming store `device` under the config key `path`; None when a plugin offers
+    it.
+    """
     offers = plugins.named("ds_state_stores", _KIND)
     if device.lower() in offers:
         plugins.join(offers[device.lower()].plugin)
@@ -152,14 +176,23 @@ def check_store(plugins: Plugins, device: str, path: str) -> Problem | None:
 
 
 def open_store(ctx: Context, device: str, options: Mapping[str, Any]) -> StateStore:
-    """The store that the config calls `device`. Raises UsageError or PluginError when there is none."""
+    """The store that the config calls `device`.
+
+    Raises UsageError or PluginError when there is none.
+    """
     if (problem := check_store(ctx.plugins, device, "device")) is not None:
         raise UsageError(str(problem))
     answer = ctx.plugins.named("ds_state_stores", _KIND)[device.lower()]
-    with blaming(answer.plugin, f"failed to make the state store {device!r} ({answer.value.load})", passing=(DSError,)):
+    with blaming(
+        answer.plugin,
+        f"failed to make the state store {device!r} ({answer.value.load})",
+        passing=(DSError,),
+    ):
         store = resolve(answer.value.load)(ctx, options)
     if not isinstance(store, StateStore):
-        raise PluginError(f"plugin {answer.plugin}: state store {device!r} must be a ds_state_stores.StateStore")
+        raise PluginError(
+            f"plugin {answer.plugin}: state store {device!r} must be a ds_state_stores.StateStore"
+        )
     if not store.resident:
         _return_large_blocks()
     return store
@@ -167,9 +200,11 @@ def open_store(ctx: Context, device: str, options: Mapping[str, Any]) -> StateSt
 
 @functools.cache
 def _return_large_blocks() -> None:
-    """Have glibc map memory of over 1 MiB on its own, so that what is freed goes back to the system at once.
+    """Have glibc map memory of over 1 MiB on its own, so that what is freed goes back to the system
+    at once.
 
-    Otherwise it keeps such blocks in its heap, up to 32 MiB each: hundreds of MB beyond what a run needs.
+    Otherwise it keeps such blocks in its heap, up to 32 MiB each: hundreds of MB beyond what a run
+    needs.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

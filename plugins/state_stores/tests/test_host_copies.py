@@ -1,4 +1,6 @@
-"""Copies to the host on a device whose side streams run as late as events allow: what is not waited for is stale."""
+"""Copies to the host on a device whose side streams run as late as events allow: what is not waited
+for is stale.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,17 @@ class Copies(HostCopies):
 
 def test_values_layouts_and_memory() -> None:
     copies = Copies(LateDevice())
-    shapes = [torch.randn(3, 4), torch.randn(5, 2).t(), torch.randn(4, 6)[:, ::2], torch.randn(3, 1).expand(3, 4)]
-    shapes += [torch.arange(6).view(1, 2, 3).permute(2, 0, 1), torch.randn(7, dtype=torch.bfloat16), torch.tensor(2.0)]
+    shapes = [
+        torch.randn(3, 4),
+        torch.randn(5, 2).t(),
+        torch.randn(4, 6)[:, ::2],
+        torch.randn(3, 1).expand(3, 4),
+    ]
+    shapes += [
+        torch.arange(6).view(1, 2, 3).permute(2, 0, 1),
+        torch.randn(7, dtype=torch.bfloat16),
+        torch.tensor(2.0),
+    ]
     for _ in range(3):
         wanted = [t.clone() for t in shapes]
         made = [copies.out(t) for t in shapes]
@@ -86,7 +97,8 @@ def test_sizes_that_change_hold_no_more_than_was_ever_used() -> None:
 
 @pytest.mark.usefixtures("clean_ds")
 def test_tensors_of_the_host_stay(caplog: pytest.LogCaptureFixture) -> None:
-    copies, tensor = HostCopies(CpuAccelerator()), torch.ones(3)
+    copies = HostCopies(CpuAccelerator())
+    tensor = torch.ones(3)
     with caplog.at_level("INFO"):
         copy = copies.out(copies.back(copies.out(tensor)))
     copies.prefetch(copy)

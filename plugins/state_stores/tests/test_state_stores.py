@@ -1,4 +1,5 @@
-"""State stores: the host's memory, a store of somebody else's, and what is said when there is none."""
+"""State stores: the host's memory, a store of somebody else's, and what is said when there is
+none."""
 
 from __future__ import annotations
 
@@ -119,7 +120,9 @@ def test_a_store_that_nobody_offers_is_named() -> None:
     offers = Plugins(PluginSettings())
     assert check_store(offers, "cpu", "a.device") is None
     nvme = check_store(offers, "nvme", "a.device")
-    assert nvme is None or str(nvme).startswith("a.device: state store 'nvme' is served by ds-nvme, which is not inst")
+    assert nvme is None or str(nvme).startswith(
+        "a.device: state store 'nvme' is served by ds-nvme, which is not inst"
+    )
     assert "did you mean 'cpu'?" in str(check_store(offers, "cpuu", "a.device"))
     assert "installed: cpu, none" in str(check_store(offers, "zzz", "a.device"))
     with pytest.raises(UsageError, match="no state store is called 'zzz'"):

@@ -1,7 +1,8 @@
-"""Times of steps and phases, marked by events on the device's stream and read later: no step waits for the device.
+"""Times of steps and phases, marked by events on the device's stream and read later: no step waits
+for the device.
 
-A mark is an event of `Accelerator.new_event`: on a device with events it is queued like work, on the CPU it reads the
-host's clock. A device without events is waited for at each mark.
+A mark is an event of `Accelerator.new_event`: on a device with events it is queued like work, on
+the CPU it reads the host's clock. A device without events is waited for at each mark.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ __all__ = ["PHASES", "Later", "StepClock", "StepTimes", "Totals"]
 
 PHASES = ("forward", "backward", "backward_inner", "backward_allreduce", "step")
 PENDING = 1000
-"""Steps whose marks are kept before the oldest is read: a print clears them, but not everybody prints."""
+"""Steps whose marks are kept before the oldest is read: a print clears them, but not everybody
+prints.
+"""
 
 
 class Later:
-    """A number that is read when it is asked for: ``float(later)`` waits for the device, if it has to.
+    """A number that is read when it is asked for: ``float(later)`` waits for the device, if it has
+    to.
 
     late: tells ds_core so; monitors read it in a thread.
     """
@@ -38,8 +42,8 @@ class Later:
 class StepTimes:
     """The marks of one optimizer step, or of several that were not looked at one by one.
 
-    spans: (phase, begin, end); pauses: (begin, end), of evaluations. samples, tokens: of all ranks and steps; tokens is
-    None when it is not known.
+    spans: (phase, begin, end); pauses: (begin, end), of evaluations. samples, tokens: of all ranks
+    and steps; tokens is None when it is not known.
     """
 
     began: Any
@@ -52,7 +56,9 @@ class StepTimes:
     tokens: int | None = None
 
     def fold_pauses(self) -> None:
-        """Add up the pauses that the device has finished: there may be many between two steps that are read."""
+        """Add up the pauses that the device has finished: there may be many between two steps that
+        are read.
+        """
         while self.pauses and self.pauses[0][1].query():
             begin, end = self.pauses.pop(0)
             self.paused += begin.elapsed_time(end)
@@ -75,7 +81,9 @@ class StepTimes:
     def phase(self, name: str) -> float:
         """Milliseconds of one phase, added up over micro-batches and steps."""
         self.ended.synchronize()
-        return float(sum(begin.elapsed_time(end) for phase, begin, end in self.spans if phase == name))
+        return float(
+            sum(begin.elapsed_time(end) for phase, begin, end in self.spans if phase == name)
+        )
 
     def mean_of_phase(self, name: str) -> float:
         """Milliseconds of one phase in one step."""
@@ -83,10 +91,13 @@ class StepTimes:
 
 
 class StepClock:
-    """Marks the steps of one engine. new_event: of its accelerator. phases: whether phases are marked too."""
+    """Marks the steps of one engine. new_event: of its accelerator. phases: whether phases are
+    marked too.
+    """
 
     def __init__(self, new_event: Callable[[bool], Any], *, phases: bool) -> None:
-        self._new_event, self._phases = new_event, phases
+        self._new_event = new_event
+        self._phases = phases
         self._open: list[Any] = []
         self._paused: Any = None
         self._step = StepTimes(self._mark())
@@ -119,7 +130,8 @@ class StepClock:
 
     def end_step(self, steps: int, samples: int, tokens: int | None) -> StepTimes:
         """The steps that end here; the next begins."""
-        done, self._paused = self._step, None
+        done = self._step
+        self._paused = None
         done.ended = self._mark()
         done.steps = steps
         done.samples = samples
@@ -137,7 +149,8 @@ class Totals:
 
     def _clear(self) -> None:
         self.steps = self.samples = self.tokens = 0
-        self.milliseconds, self._knows_tokens = 0.0, True
+        self.milliseconds = 0.0
+        self._knows_tokens = True
         self.phases = dict.fromkeys(PHASES, 0.0)
 
     def add(self, step: StepTimes) -> None:
@@ -161,7 +174,8 @@ class Totals:
             self._pending[-1].ended.synchronize()  # once for all
         while self._pending:
             self._fold(self._pending.popleft())
-        seconds, steps = self.milliseconds / 1e3, max(1, self.steps)
+        seconds = self.milliseconds / 1e3
+        steps = max(1, self.steps)
         phases = {phase: spent / steps for phase, spent in self.phases.items()}
         rate = self.samples / seconds if seconds else 0.0
         tokens = self.tokens / seconds if seconds and self._knows_tokens else None
@@ -171,7 +185,9 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """samples, tokens: per second, tokens None when not known. phases: milliseconds of an average step."""
+    """samples, tokens: per second, tokens None when not known. phases: milliseconds of an average
+    step.
+    """
 
     samples: float
     tokens: float | None

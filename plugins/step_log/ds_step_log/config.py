@@ -50,9 +50,13 @@ class Throughput(Section):
     """The samples-per-second timer."""
 
     enabled: bool = option(True, "Measure samples per second.")
-    synchronized: bool = option(True, "A step ends when the device has done its work, not when it has been queued.")
+    synchronized: bool = option(
+        True, "A step ends when the device has done its work, not when it has been queued."
+    )
     tokens_per_sample: int | None = option(
-        None, "Tokens of one sample, for tokens per second; null: counted in the inputs of forward.", gt=0
+        None,
+        "Tokens of one sample, for tokens per second; null: counted in the inputs of forward.",
+        gt=0,
     )
 
 
@@ -67,12 +71,18 @@ class MemorySnapshot(Section):
 
     enabled: bool = option(False, "Take a snapshot.")
     folder: str = option(
-        "memory", "The folder for the files, rank0.json and so on; made if it is not there.", min_length=1
+        "memory",
+        "The folder for the files, rank0.json and so on; made if it is not there.",
+        min_length=1,
     )
     step: int = option(
-        2, "The optimizer step of this process, counted from 1; the optimizer has no states in the first.", ge=1
+        2,
+        "The optimizer step of this process, counted from 1; the optimizer has no states in the "
+        "first.",
+        ge=1,
     )
     history: bool = option(
-        False, "Also the history of the device's allocator, rank0.pickle, for pytorch.org/memory_viz."
+        False,
+        "Also the history of the device's allocator, rank0.pickle, for pytorch.org/memory_viz.",
     )
     max_entries: int = option(100_000, "Entries of the history; the oldest are forgotten.", gt=0)

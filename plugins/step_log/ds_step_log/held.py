@@ -15,15 +15,20 @@ if TYPE_CHECKING:
 __all__ = ["KINDS", "held_by_kind"]
 
 KINDS = ("parameters", "buffers", "masters", "states", "gradients", "other")
-"""parameters, buffers: of the model. masters: what the optimizer updates, where it is a copy. states: of the optimizer.
-gradients: those of parameters, and what the partitioner keeps of them. other: batches, outputs, the program's own.
+"""parameters, buffers: of the model. masters: what the optimizer updates, where it is a copy.
+states: of the optimizer.
+gradients: those of parameters, and what the partitioner keeps of them. other: batches, outputs, the
+    program's own.
 """
 
 Storages = dict[int, tuple[str, int]]
 
 
 def held_by_kind(engine: RunningEngine) -> dict[str, dict[str, int]]:
-    """Bytes by kind, of "device" and of "host"; on the CPU all is "device". Looks at every object there is."""
+    """Bytes by kind, of "device" and of "host"; on the CPU all is "device".
+
+    Looks at every object there is.
+    """
     gc.collect()  # what is garbage is not held
     device = engine.ctx.accelerator.device_type
     found = {place: dict.fromkeys(KINDS, 0) for place in ("device", "host")}
@@ -38,11 +43,16 @@ def held_by_kind(engine: RunningEngine) -> dict[str, dict[str, int]]:
 
 def _by_kind(engine: RunningEngine) -> Iterator[tuple[str, Iterable[Tensor]]]:
     params = list(engine.module.parameters())
-    shards: list[Any] = [getattr(p, key, None) for p in params for key in ("ds_tensor", "ds_secondary_tensor")]
+    shards: list[Any] = [
+        getattr(p, key, None) for p in params for key in ("ds_tensor", "ds_secondary_tensor")
+    ]
     yield "parameters", [p.data for p in params] + [s for s in shards if isinstance(s, Tensor)]
     yield "buffers", engine.module.buffers()
     if engine.optimizer is not None:
-        yield "masters", [p.data for group in engine.optimizer.param_groups for p in group["params"]]
+        yield (
+            "masters",
+            [p.data for group in engine.optimizer.param_groups for p in group["params"]],
+        )
         states = engine.optimizer.state.values()
         yield "states", [v for state in states for v in state.values() if isinstance(v, Tensor)]
     yield "gradients", [p.grad for p in params if p.grad is not None]
@@ -59,14 +69,16 @@ def _storages(tensors: Iterable[Tensor]) -> Storages:
         try:
             storage = tensor.untyped_storage()
             found[storage._cdata] = storage.device.type, storage.nbytes()
-        except (NotImplementedError, RuntimeError):  # a fake tensor, or a subclass without a storage of its own
+        # a fake tensor, or a subclass without a storage of its own
+        except (NotImplementedError, RuntimeError):
             continue
     return found
 
 
 def _kept_by(owner: object) -> Iterator[Tensor]:
     """Tensors that `owner` reaches through containers and through objects of ds_core's packages."""
-    waiting, seen = [owner], {id(owner)}
+    waiting = [owner]
+    seen = {id(owner)}
     while waiting:
         for item in _parts(waiting.pop()):
             if isinstance(item, Tensor):
@@ -95,7 +107,11 @@ def _is_ours(item: object) -> bool:
     if isinstance(item, (dict, list, tuple, set, frozenset)):
         return True
     module = type(item).__module__
-    return module.startswith("ds_") and not isinstance(item, (nn.Module, type)) and not _leads_away(item)
+    return (
+        module.startswith("ds_")
+        and not isinstance(item, (nn.Module, type))
+        and not _leads_away(item)
+    )
 
 
 def _leads_away(item: object) -> bool:

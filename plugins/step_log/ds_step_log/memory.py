@@ -1,4 +1,5 @@
-"""Memory of the device and of the host: per phase, and one line at any time (`see_memory_usage`)."""
+"""Memory of the device and of the host: per phase, and one line at any time
+(`see_memory_usage`)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ GIB = 2.0**30
 
 @dataclass(slots=True)
 class Used:
-    """Bytes of a phase: in use when it ended last, the most while it ran, and of the host's memory at its end."""
+    """Bytes of a phase: in use when it ended last, the most while it ran, and of the host's memory
+    at its end.
+    """
 
     in_use: int = 0
     peak: int = 0
@@ -28,9 +31,11 @@ class Used:
 
 
 class PhaseMemory:
-    """Memory per phase of one step. The device's peak counter is read and reset at each begin and end of a phase.
+    """Memory per phase of one step. The device's peak counter is read and reset at each begin and
+    end of a phase.
 
-    highest: the most of the whole run. Nothing waits for the device: memory is counted when work is queued.
+    highest: the most of the whole run. Nothing waits for the device: memory is counted when work is
+    queued.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -58,7 +63,8 @@ class PhaseMemory:
         if not self._open:
             return
         used = self._phases.setdefault(phase, Used())
-        used.in_use, used.peak = self._accelerator.memory_allocated(), max(used.peak, self._open.pop())
+        used.peak = max(used.peak, self._open.pop())
+        used.in_use = self._accelerator.memory_allocated()
         used.host = 0 if self._host is None else self._host.memory_allocated()
 
     def end_step(self) -> dict[str, Used]:
@@ -68,22 +74,29 @@ class PhaseMemory:
 
 
 def memory_line(message: str, accelerator: Accelerator) -> str:
-    """One line: the device's memory in use, at peak and free, and the host's in use by this process."""
-    used, peak = accelerator.memory_allocated() / GIB, accelerator.max_memory_allocated() / GIB
+    """One line: the device's memory in use, at peak and free, and the host's in use by this
+    process.
+    """
+    used = accelerator.memory_allocated() / GIB
+    peak = accelerator.max_memory_allocated() / GIB
     line = (
-        f"{message}: {used:.2f} GiB in use, {peak:.2f} GiB at peak, {accelerator.available_memory() / GIB:.2f} GiB free"
+        f"{message}: {used:.2f} GiB in use, {peak:.2f} GiB at peak, "
+        f"{accelerator.available_memory() / GIB:.2f} GiB free"
     )
     if accelerator.device_type == "cpu":
         return line
     host = CpuAccelerator()
     return (
-        f"{line}; host: {host.memory_allocated() / GIB:.2f} GiB in use, {host.max_memory_allocated() / GIB:.2f} GiB at "
+        f"{line}; host: {host.memory_allocated() / GIB:.2f} GiB in use, "
+        f"{host.max_memory_allocated() / GIB:.2f} GiB at "
         f"peak, {host.available_memory() / GIB:.2f} GiB free"
     )
 
 
 def see_memory_usage(message: str, *, all_ranks: bool = False, reset_peak: bool = False) -> None:
-    """Log memory in use, at peak and free (`memory_line`), on rank 0 or all ranks; reset_peak: then forget the peak."""
+    """Log memory in use, at peak and free (`memory_line`), on rank 0 or all ranks; reset_peak: then
+    forget the peak.
+    """
     from ds_core import comm
     from ds_core.process import show_log
 

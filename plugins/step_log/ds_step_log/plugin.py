@@ -1,4 +1,6 @@
-"""What ds-step-log offers: six keys of the config, any of which starts the log of steps (torch-free)."""
+"""What ds-step-log offers: six keys of the config, any of which starts the log of steps
+(torch-free).
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ def ds_config() -> Mapping[str, type[BaseModel]]:
 
 
 def ds_open(ctx: Context) -> None:
-    """The log begins; rank 0 shows what it prints, and with ``dump_state`` the whole configuration."""
+    """The log begins; rank 0 shows what it prints, and with ``dump_state`` the whole
+    configuration."""
     from ds_step_log.config import DumpState
     from ds_step_log.step_log import StepLog, dump
 

@@ -1,4 +1,5 @@
-"""`Snapshot`: what each rank held in one step, written to a folder; for ``dscore plan --against``."""
+"""`Snapshot`: what each rank held in one step, written to a folder; for ``dscore plan
+--against``."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Snapshot:
     """
 
     def __init__(self, ctx: Context, section: MemorySnapshot) -> None:
-        self._ctx, self._section = ctx, section
+        self._ctx = ctx
+        self._section = section
         self._steps = 0
         self._kinds: dict[str, dict[str, int]] | None = None
         self._history = _history(ctx.accelerator.device_type) if section.history else None
@@ -45,11 +47,19 @@ class Snapshot:
             self._kinds = held_by_kind(self._ctx.engine)
 
     def step_end(self, phases: Mapping[str, Used]) -> bool:
-        """Write the files of the step that is over, if it is the chosen one; returns whether it was."""
+        """Write the files of the step that is over, if it is the chosen one; returns whether it
+        was.
+        """
         if self._kinds is None:
             return False
         ctx = self._ctx
-        self._write("", {"kinds": self._kinds, "phases": {phase: asdict(used) for phase, used in phases.items()}})
+        self._write(
+            "",
+            {
+                "kinds": self._kinds,
+                "phases": {phase: asdict(used) for phase, used in phases.items()},
+            },
+        )
         if ctx.rank == 0:
             log.info("memory of step %d written to %s", self._steps, self._section.folder)
         self.stop()
@@ -59,7 +69,9 @@ class Snapshot:
         """Out of memory: keep what the allocator remembers."""
         if isinstance(error, torch.OutOfMemoryError):
             self._write("-oom", {"error": str(error)})
-            log.error("out of memory: what rank %d held is in %s", self._ctx.rank, self._section.folder)
+            log.error(
+                "out of memory: what rank %d held is in %s", self._ctx.rank, self._section.folder
+            )
             self.stop()
 
     def stop(self) -> None:
@@ -69,13 +81,21 @@ class Snapshot:
             self._history = None
 
     def _write(self, suffix: str, found: Mapping[str, Any]) -> None:
-        ctx, folder = self._ctx, Path(self._section.folder)
+        ctx = self._ctx
+        folder = Path(self._section.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        about: dict[str, Any] = {"version": 1, "rank": ctx.rank, "world": ctx.world_size, "dp": ctx.mesh.size("dp")}
+        about: dict[str, Any] = {
+            "version": 1,
+            "rank": ctx.rank,
+            "world": ctx.world_size,
+            "dp": ctx.mesh.size("dp"),
+        }
         about |= {"device": ctx.accelerator.device_type, "step": self._steps}
         about |= {"gas": ctx.batch.gas, "allocated": ctx.accelerator.memory_allocated()}
         name = f"rank{ctx.rank}{suffix}"
-        (folder / f"{name}.json").write_text(json.dumps({**about, **found}, indent=1) + "\n", encoding="utf-8")
+        (folder / f"{name}.json").write_text(
+            json.dumps({**about, **found}, indent=1) + "\n", encoding="utf-8"
+        )
         if self._history is not None:
             self._history._dump_snapshot(str(folder / f"{name}.pickle"))
 
@@ -85,7 +105,8 @@ def _history(device: str) -> Any:
     memory = getattr(getattr(torch, device, None), "memory", None)
     if not (hasattr(memory, "_record_memory_history") and hasattr(memory, "_dump_snapshot")):
         raise UsageError(
-            f"memory_snapshot.history: torch keeps no history of the memory of {device!r} (it does of CUDA's); "
+            f"memory_snapshot.history: torch keeps no history of the memory of {device!r} (it does "
+            "of CUDA's); "
             "without it a snapshot has bytes by kind and by phase"
         )
     return memory

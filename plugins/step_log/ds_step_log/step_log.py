@@ -10,7 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from ds_step_log.clocks import PHASES, Later, StepClock, StepTimes, Totals
-from ds_step_log.config import MemoryBreakdown, MemorySnapshot, StepsPerPrint, Timers, WallClockBreakdown
+from ds_step_log.config import (
+    MemoryBreakdown,
+    MemorySnapshot,
+    StepsPerPrint,
+    Timers,
+    WallClockBreakdown,
+)
 from ds_step_log.memory import GIB, PhaseMemory, Used
 from ds_step_log.snapshot import Snapshot
 from ds_step_log.tokens import count_tokens
@@ -24,14 +30,18 @@ if TYPE_CHECKING:
 __all__ = ["StepLog", "log"]
 
 log = logging.getLogger("ds_core.engine")
-BREAKDOWN_EVERY, LOOK_EVERY = 10, 0.1
-"""Steps between breakdowns when ``steps_per_print`` is not set; seconds between looks at memory for monitors."""
+BREAKDOWN_EVERY = 10
+LOOK_EVERY = 0.1
+"""Steps between breakdowns when ``steps_per_print`` is not set; seconds between looks at memory for
+monitors.
+"""
 
 
 class StepLog:
     """The progress lines, times and memory of one engine's steps.
 
-    A forward in evaluation mode is no part of a step. Tokens are counted on the ranks that are given the inputs.
+    A forward in evaluation mode is no part of a step. Tokens are counted on the ranks that are
+    given the inputs.
     """
 
     def __init__(self, ctx: Context) -> None:
@@ -40,11 +50,19 @@ class StepLog:
         self._prints_memory = bool(self._key(MemoryBreakdown))
         chosen = ctx.config.section(MemorySnapshot)
         self.snapshot = Snapshot(ctx, chosen) if chosen is not None and chosen.enabled else None
-        self._memory = PhaseMemory(ctx.accelerator) if self._prints_memory or self.snapshot is not None else None
+        self._memory = (
+            PhaseMemory(ctx.accelerator)
+            if self._prints_memory or self.snapshot is not None
+            else None
+        )
         measured = self._timed or self._prints_memory
         section = ctx.config.section(Timers)
         self._throughput = (section if section is not None else Timers()).throughput
-        new_event = ctx.accelerator.new_event if self._throughput.synchronized or self._timed else _host_event
+        new_event = (
+            ctx.accelerator.new_event
+            if self._throughput.synchronized or self._timed
+            else _host_event
+        )
         self._clock = StepClock(new_event, phases=self._timed)
         self._totals = Totals()
         self._tokens: int | None = None
@@ -57,7 +75,9 @@ class StepLog:
         period = self._key(StepsPerPrint)
         self._every = period or (BREAKDOWN_EVERY if measured else 0)
         self._print_first = measured and not period
-        self._counts_tokens = self._throughput.enabled and self._throughput.tokens_per_sample is None
+        self._counts_tokens = (
+            self._throughput.enabled and self._throughput.tokens_per_sample is None
+        )
         self._asked = False  # how it listens, once before
         self._training = True
         # What looks at memory in the step that runs, and for which step that was decided.
@@ -76,8 +96,11 @@ class StepLog:
         return bool(self._every)
 
     def listens(self) -> dict[str, int]:
-        """See `ds_listens`: every step for what is summed up over all, else only those that are printed."""
-        if self._asked and self._tokens is None:  # the first step is over, and the model is given no tokens
+        """See `ds_listens`: every step for what is summed up over all, else only those that are
+        printed.
+        """
+        # the first step is over, and the model is given no tokens
+        if self._asked and self._tokens is None:
             self._counts_tokens = False
         self._asked = True
         printed = 1 if self._print_first or self.snapshot is not None else self._every
@@ -87,7 +110,7 @@ class StepLog:
         begins = 1 if self._counts_tokens else ends
         return {"ds_phase_begin": begins, "ds_phase_end": ends, "ds_step_end": printed}
 
-    # -- events of a step ------------------------------------------------------------------------------------
+    # -- events of a step --------------------------------------------------------------------------
 
     def phase_begin(self, phase: str, inputs: Any) -> None:
         """See `ds_phase_begin`; evaluation is no part of a step."""
@@ -123,7 +146,8 @@ class StepLog:
             self._training = True
 
     def metrics(self, engine: RunningEngine) -> dict[str, SupportsFloat]:
-        """The step that is over, for monitors: where not every step is read, the mean of those since the last one.
+        """The step that is over, for monitors: where not every step is read, the mean of those
+        since the last one.
 
         Times are read when they are asked for.
         """
@@ -138,15 +162,22 @@ class StepLog:
             if (tokens := step.tokens) is not None:
                 found["tokens_per_second"] = Later(lambda: tokens * 1e3 / step.milliseconds())
         if self._timed:
-            found |= {f"elapsed_time_ms_{phase}": Later(partial(step.mean_of_phase, phase)) for phase in PHASES}
+            found |= {
+                f"elapsed_time_ms_{phase}": Later(partial(step.mean_of_phase, phase))
+                for phase in PHASES
+            }
         self._look_at_memory()
-        found |= {"memory_allocated_gib": self._allocated / GIB, "memory_peak_gib": self._peak / GIB}
+        found |= {
+            "memory_allocated_gib": self._allocated / GIB,
+            "memory_peak_gib": self._peak / GIB,
+        }
         return {f"Train/Samples/{name}": value for name, value in found.items()}
 
     def _look_at_memory(self) -> None:
         """At most every `LOOK_EVERY` seconds: to ask for it takes up to 0.1 ms."""
         if (now := time.monotonic()) - self._looked >= LOOK_EVERY:
-            accelerator, self._looked = self._ctx.accelerator, now
+            accelerator = self._ctx.accelerator
+            self._looked = now
             self._allocated = accelerator.memory_allocated()
             self._peak = max(self._peak, self._allocated, accelerator.max_memory_allocated())
         if self._memory is not None:
@@ -167,7 +198,9 @@ class StepLog:
         self._samples = engine.global_samples
 
     def _end_step(self, engine: RunningEngine) -> None:
-        """Take the steps that are over since this was called last: one, or a period of those that nobody read."""
+        """Take the steps that are over since this was called last: one, or a period of those that
+        nobody read.
+        """
         steps = engine.global_steps - self._step
         if steps == 0:
             return
@@ -185,7 +218,9 @@ class StepLog:
 
     def _is_read(self, step: int) -> bool:
         """Whether anybody will read the memory of this step; it is not looked at in others."""
-        return self.snapshot is not None or (self._prints_memory and self._ctx.rank == 0 and self._is_due(step))
+        return self.snapshot is not None or (
+            self._prints_memory and self._ctx.rank == 0 and self._is_due(step)
+        )
 
     def _is_due(self, step: int) -> bool:
         return (step == 1 and self._print_first) or bool(self._every and step % self._every == 0)
@@ -196,11 +231,13 @@ class StepLog:
             return each * samples
         return None if self._tokens is None else self._tokens * self._ctx.mesh.size("batch")
 
-    # -- printing --------------------------------------------------------------------------------------------
+    # -- printing ----------------------------------------------------------------------------------
 
     def _print(self, engine: RunningEngine, metrics: Mapping[str, float]) -> None:
         parts = [f"step {engine.global_steps}", f"skipped {engine.skipped_steps}"]
-        momentum = [g["momentum"] if "momentum" in g else g.get("betas") for g in engine.param_groups()]
+        momentum = [
+            g["momentum"] if "momentum" in g else g.get("betas") for g in engine.param_groups()
+        ]
         parts += [f"lr {engine.get_lr()}", f"mom {momentum}"]
         if "loss" in metrics:
             parts.insert(1, f"loss {float(metrics['loss']):.4f}")
@@ -209,7 +246,9 @@ class StepLog:
             parts.append(f"{read.samples:.1f} samples/s")
             parts += [f"{read.tokens:.0f} tokens/s"] if read.tokens is not None else []
         if self._timed:
-            parts.append("ms: " + ", ".join(f"{phase} {ms:.1f}" for phase, ms in read.phases.items()))
+            parts.append(
+                "ms: " + ", ".join(f"{phase} {ms:.1f}" for phase, ms in read.phases.items())
+            )
         log.info(", ".join(parts))
         if self._prints_memory:
             for phase, used in self._used.items():
@@ -233,6 +272,14 @@ def _host_event(timing: bool) -> Any:
 
 def dump(ctx: Context) -> None:
     """Log the run's whole configuration."""
-    config, mesh, plugins = ctx.config, ctx.mesh, ctx.plugins
-    parts = (config.redacted(), mesh.describe(), ctx.batch, ctx.precision, plugins.loaded_versions())
+    config = ctx.config
+    mesh = ctx.mesh
+    plugins = ctx.plugins
+    parts = (
+        config.redacted(),
+        mesh.describe(),
+        ctx.batch,
+        ctx.precision,
+        plugins.loaded_versions(),
+    )
     log.info("config %s, mesh %s, batch %s, precision %s, plugins %s", *parts)

@@ -13,7 +13,9 @@ _IDS = (torch.int64, torch.int32)
 
 
 def count_tokens(inputs: Any) -> int | None:
-    """The elements of the first tensor of int64 or int32 of shape [batch, sequence]; None: there is none."""
+    """The elements of the first tensor of int64 or int32 of shape [batch, sequence]; None: there is
+    none.
+    """
     if isinstance(inputs, torch.Tensor):
         return inputs.numel() if inputs.dim() == 2 and inputs.dtype in _IDS else None
     if isinstance(inputs, Mapping):

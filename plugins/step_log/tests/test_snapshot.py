@@ -1,4 +1,6 @@
-"""The section ``memory_snapshot``: one file per rank, the allocator's history where there is one, out of memory."""
+"""The section ``memory_snapshot``: one file per rank, the allocator's history where there is one,
+out of memory.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from ds_core.errors import PluginError
 
 
 class TestPlugin(PluginConformance):
-    entry_point, section = "ds_step_log.plugin", "memory_snapshot"
+    entry_point = "ds_step_log.plugin"
+    section = "memory_snapshot"
     good_config: ClassVar[Any] = {"enabled": True, "folder": "there", "step": 1, "history": False}
     bad_configs: ClassVar[Any] = [{"step": 0}, {"max_entries": 0}, {"folder": ""}, {"enabled": 1}]
 
@@ -49,7 +52,13 @@ def test_the_chosen_step_is_written(tmp_path: Path) -> None:
     held = data["kinds"]["device"]
     assert (held["parameters"], held["gradients"], held["masters"]) == (12000, 12000, 0)
     assert 24000 <= held["states"] <= 24100
-    assert set(data["phases"]) == {"forward", "backward", "backward_inner", "backward_allreduce", "step"}
+    assert set(data["phases"]) == {
+        "forward",
+        "backward",
+        "backward_inner",
+        "backward_allreduce",
+        "step",
+    }
     assert all(used["peak"] >= used["in_use"] > 2**20 for used in data["phases"].values())
     engine.destroy()
 
@@ -69,13 +78,17 @@ def test_what_the_program_keeps_is_other_memory(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("clean_ds")
 def test_a_device_without_history_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(PluginError, match=r"memory_snapshot.history: torch keeps no history of the memory of 'cpu'"):
+    with pytest.raises(
+        PluginError, match=r"memory_snapshot.history: torch keeps no history of the memory of 'cpu'"
+    ):
         started(tmp_path, history=True)
 
 
 @pytest.mark.usefixtures("clean_ds")
 def test_history_and_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The history is recorded from the start, written with a snapshot or when memory runs out, and then ended."""
+    """The history is recorded from the start, written with a snapshot or when memory runs out, and
+    then ended.
+    """
     calls: list[Any] = []
     memory = SimpleNamespace(
         _record_memory_history=lambda enabled="all", **more: calls.append((enabled, more)),
@@ -94,4 +107,7 @@ def test_history_and_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     except torch.OutOfMemoryError:
         engine.destroy()
     assert calls == [("all", {"max_entries": 100_000}), "rank0-oom.pickle", (None, {})]
-    assert json.loads((tmp_path / "b" / "rank0-oom.json").read_text())["error"] == "tried to allocate 3 GiB"
+    assert (
+        json.loads((tmp_path / "b" / "rank0-oom.json").read_text())["error"]
+        == "tried to allocate 3 GiB"
+    )

@@ -17,36 +17,56 @@ KEYS = ("wall_clock_breakdown", "memory_breakdown", "steps_per_print", "dump_sta
 
 
 class TestStepsPerPrint(PluginConformance):
-    entry_point, section = "ds_step_log.plugin", "steps_per_print"
-    good_config, bad_configs = 10, [0, -1, "often", 1.5]
+    entry_point = "ds_step_log.plugin"
+    section = "steps_per_print"
+    good_config = 10
+    bad_configs = [0, -1, "often", 1.5]
 
 
 class TestWallClock(PluginConformance):
-    entry_point, section = "ds_step_log.plugin", "wall_clock_breakdown"
-    good_config, bad_configs = True, [1, "yes"]
+    entry_point = "ds_step_log.plugin"
+    section = "wall_clock_breakdown"
+    good_config = True
+    bad_configs = [1, "yes"]
 
 
 class TestMemory(PluginConformance):
-    entry_point, section = "ds_step_log.plugin", "memory_breakdown"
-    good_config, bad_configs = True, [1]
+    entry_point = "ds_step_log.plugin"
+    section = "memory_breakdown"
+    good_config = True
+    bad_configs = [1]
 
 
 class TestDump(PluginConformance):
-    entry_point, section, good_config, bad_configs = "ds_step_log.plugin", "dump_state", True, [1]
+    entry_point = "ds_step_log.plugin"
+    section = "dump_state"
+    good_config = True
+    bad_configs = [1]
 
 
 class TestTimers(PluginConformance):
-    entry_point, section = "ds_step_log.plugin", "timers"
+    entry_point = "ds_step_log.plugin"
+    section = "timers"
     good_config: ClassVar[Any] = {"throughput": {"enabled": False, "tokens_per_sample": 2048}}
-    bad_configs: ClassVar[Any] = [{"throughput": {"enabeld": True}}, {"throughput": {"tokens_per_sample": 0}}]
+    bad_configs: ClassVar[Any] = [
+        {"throughput": {"enabeld": True}},
+        {"throughput": {"tokens_per_sample": 0}},
+    ]
 
 
 class TestTraining(ObserverConformance):
-    config: ClassVar = {"steps_per_print": 1, "wall_clock_breakdown": True, "memory_breakdown": True}
+    config: ClassVar = {
+        "steps_per_print": 1,
+        "wall_clock_breakdown": True,
+        "memory_breakdown": True,
+    }
     metrics: ClassVar = tuple(
         f"Train/Samples/{name}"
         for name in (
-            *(f"elapsed_time_ms_{p}" for p in ("forward", "backward", "backward_inner", "backward_allreduce", "step")),
+            *(
+                f"elapsed_time_ms_{p}"
+                for p in ("forward", "backward", "backward_inner", "backward_allreduce", "step")
+            ),
             "step_time_ms",
             "samples_per_second",
             "memory_allocated_gib",
@@ -56,7 +76,11 @@ class TestTraining(ObserverConformance):
 
 
 def run(steps: int, **config: Any) -> Any:
-    given = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **config}
+    given = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        **config,
+    }
     engine, *_ = ds_core.initialize(model=torch.nn.Linear(3, 1), config=given)
     for _ in range(steps):
         engine.backward(engine(torch.ones(2, 3)).square().mean())
@@ -65,7 +89,9 @@ def run(steps: int, **config: Any) -> Any:
 
 
 @pytest.mark.usefixtures("clean_ds")
-@pytest.mark.parametrize("keys", [c for n in range(len(KEYS) + 1) for c in itertools.combinations(KEYS, n)])
+@pytest.mark.parametrize(
+    "keys", [c for n in range(len(KEYS) + 1) for c in itertools.combinations(KEYS, n)]
+)
 def test_every_set_of_keys(keys: tuple[str, ...], caplog: pytest.LogCaptureFixture) -> None:
     """Each line is there once, when its key asks for it, whatever other keys are set."""
     values = {"steps_per_print": 2, **dict.fromkeys(set(KEYS) - {"steps_per_print"}, True)}
@@ -75,7 +101,9 @@ def test_every_set_of_keys(keys: tuple[str, ...], caplog: pytest.LogCaptureFixtu
     lines = 2 if "steps_per_print" in asked else 1 if asked - {"dump_state"} else 0
     assert caplog.text.count("samples/s") == lines
     assert caplog.text.count("ms: forward") == (lines if "wall_clock_breakdown" in asked else 0)
-    assert caplog.text.count("memory after backward_inner") == (lines if "memory_breakdown" in asked else 0)
+    assert caplog.text.count("memory after backward_inner") == (
+        lines if "memory_breakdown" in asked else 0
+    )
     assert caplog.text.count("mesh {'dp': 1}") == ("dump_state" in asked)
 
 

@@ -1,4 +1,6 @@
-"""Times of phases and steps: on a device that runs behind the program, and in every kind of training."""
+"""Times of phases and steps: on a device that runs behind the program, and in every kind of
+training.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ WORDS = 16
 
 
 class Device:
-    """A device with a queue. Milliseconds: `host` is the program's clock, `busy` when the queue will be empty."""
+    """A device with a queue.
+
+    Milliseconds: `host` is the program's clock, `busy` when the queue will be empty.
+    """
 
     def __init__(self) -> None:
         self.host = self.busy = 0.0
@@ -36,10 +41,14 @@ class Device:
 
 
 class Mark:
-    """An event: it happens when what was queued before it is done. As torch's, it refuses to be read before that."""
+    """An event: it happens when what was queued before it is done.
+
+    As torch's, it refuses to be read before that.
+    """
 
     def __init__(self, device: Device) -> None:
-        self.device, self.at = device, 0.0
+        self.device = device
+        self.at = 0.0
 
     def record(self) -> None:
         self.at = max(self.device.busy, self.device.host)
@@ -74,7 +83,8 @@ class Model(nn.Module):
 
     def __init__(self, device: Device | None) -> None:
         super().__init__()
-        self.words, self.device = nn.Embedding(WORDS, 4), device
+        self.words = nn.Embedding(WORDS, 4)
+        self.device = device
 
     def forward(self, ids: Tensor) -> Tensor:
         out: Tensor = self.words(ids).square().mean()
@@ -88,7 +98,9 @@ class Model(nn.Module):
 
 @pytest.mark.usefixtures("clean_ds")
 def test_a_device_that_runs_behind(caplog: pytest.LogCaptureFixture) -> None:
-    """No step waits for the device; what is printed is the device's time all the same, without evaluations."""
+    """No step waits for the device; what is printed is the device's time all the same, without
+    evaluations.
+    """
     device = Device()
     set_accelerator(Accelerator(device))
     model = Model(device)
@@ -112,7 +124,10 @@ def test_a_device_that_runs_behind(caplog: pytest.LogCaptureFixture) -> None:
         if step == 1:
             engine.eval_batch(iter([ids] * 2))
     assert device.waits == 1, "one line, one wait"
-    assert "ms: forward 10.0, backward 20.0, backward_inner 20.0, backward_allreduce 0.0, step 3.0" in caplog.text
+    assert (
+        "ms: forward 10.0, backward 20.0, backward_inner 20.0, backward_allreduce 0.0, step 3.0"
+        in caplog.text
+    )
     samples, tokens = map(float, re.findall(r"([\d.]+) (?:samples|tokens)/s", caplog.text))
     assert samples == pytest.approx(4 / 0.033, rel=0.02)
     assert tokens == pytest.approx(32 / 0.033, rel=0.02)
@@ -142,7 +157,9 @@ def test_when_a_step_ends(synchronized: bool, caplog: pytest.LogCaptureFixture) 
 
 
 class Events:
-    """A monitor that keeps what it gets; late: it reads numbers when the run is over, as a thread would."""
+    """A monitor that keeps what it gets; late: it reads numbers when the run is over, as a thread
+    would.
+    """
 
     name = "events"
 
@@ -152,7 +169,9 @@ class Events:
 
     def write_events(self, events: Any) -> None:
         for name, value, _ in events:
-            self.got.setdefault(name.rsplit("/", 1)[-1], []).append(value if self.takes_tensors else float(value))
+            self.got.setdefault(name.rsplit("/", 1)[-1], []).append(
+                value if self.takes_tensors else float(value)
+            )
 
     def flush(self) -> None: ...
 
@@ -162,7 +181,8 @@ class Events:
 @pytest.mark.usefixtures("clean_ds")
 def test_monitors_do_not_make_a_step_wait() -> None:
     """A monitor that works in a thread reads times there; what it reads is the device's time."""
-    device, events = Device(), Events(late=True)
+    device = Device()
+    events = Events(late=True)
     set_accelerator(Accelerator(device))
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -183,7 +203,8 @@ def test_monitors_do_not_make_a_step_wait() -> None:
 
 
 def trained(stage: int) -> dict[str, list[float]] | None:
-    """What monitors hear of 3 steps with ZeRO `stage`; 4: a pipeline of two stages, by train_batch."""
+    """What monitors hear of 3 steps with ZeRO `stage`; 4: a pipeline of two stages, by
+    train_batch."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
@@ -191,7 +212,8 @@ def trained(stage: int) -> dict[str, list[float]] | None:
         "wall_clock_breakdown": True,
         **({"pipeline": {}} if stage == 4 else {"zero_optimization": {"stage": stage}}),
     }
-    events, ids = Events(), torch.ones(2, 8, dtype=torch.int64)
+    events = Events()
+    ids = torch.ones(2, 8, dtype=torch.int64)
     model: Any = Model(None)
     if stage == 4:
         from ds_pipeline import PipelineModule
@@ -236,7 +258,8 @@ def test_every_kind_of_training(stage: int) -> None:
 
 
 def test_what_counts_as_tokens() -> None:
-    ids, mask = torch.ones(2, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.bool)
+    ids = torch.ones(2, 5, dtype=torch.int64)
+    mask = torch.ones(2, 5, dtype=torch.bool)
     assert count_tokens(((), {"mask": mask, "input_ids": ids})) == 10
     assert count_tokens((([torch.ones(2, 5), ids[0]],), {})) is None
 
@@ -250,7 +273,8 @@ class Counters(CpuAccelerator):
         self.now = self.most = 0
 
     def use(self, now: int) -> None:
-        self.now, self.most = now, max(self.most, now)
+        self.most = max(self.most, now)
+        self.now = now
 
     def memory_allocated(self) -> int:
         return self.now
@@ -263,7 +287,9 @@ class Counters(CpuAccelerator):
 
 
 def test_the_peak_of_a_phase_is_its_own() -> None:
-    """Also of one inside another, and over micro-batches; the host's memory is told beside that of a device."""
+    """Also of one inside another, and over micro-batches; the host's memory is told beside that of
+    a device.
+    """
     device = Counters()
     memory = PhaseMemory(device)
     for scale in (1, 2):
@@ -277,7 +303,10 @@ def test_the_peak_of_a_phase_is_its_own() -> None:
         memory.end("backward_inner")
         memory.end("backward")
     used = memory.end_step()
-    assert {phase: (u.in_use, u.peak) for phase, u in used.items()} == {"backward_inner": (4, 14), "backward": (4, 14)}
+    assert {phase: (u.in_use, u.peak) for phase, u in used.items()} == {
+        "backward_inner": (4, 14),
+        "backward": (4, 14),
+    }
     assert used["backward"].host > 2**20
     memory.begin()
     memory.end("step")

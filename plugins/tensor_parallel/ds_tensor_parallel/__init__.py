@@ -1,7 +1,8 @@
 """Tensor parallelism: layers whose weights are divided over the ranks along ``tp``.
 
-With the section ``tensor_parallel`` models of transformers are divided without a changed line; models of one's own are
-written with the layers of this package. Names load on first use, so that this package loads no torch when imported.
+With the section ``tensor_parallel`` models of transformers are divided without a changed line;
+models of one's own are written with the layers of this package. Names load on first use, so that
+this package loads no torch when imported.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Attention modules: how many groups of heads their weights divide into, and what a rank's share of them changes.
+"""Attention modules: how many groups of heads their weights divide into, and what a rank's share of
+them changes.
 
-Weights of attention are divided by whole groups: the query heads that share a key and value head, and that head. A
-model that takes the number of heads from its weights (transformers' ``view(..., -1, head_dim)``) needs nothing else; of
-the others, attributes that count heads become this rank's.
+Weights of attention are divided by whole groups: the query heads that share a key and value head,
+and that head. A model that takes the number of heads from its weights (transformers' ``view(...,
+-1, head_dim)``) needs nothing else; of the others, attributes that count heads become this rank's.
 
-[Note: fewer keys than ranks] Then query heads are divided one by one, and each rank computes the keys and values of
-its query heads: the weights of these stay whole on all ranks, and their gradients are summed (`layers.Copied`).
+[Note: fewer keys than ranks] Then query heads are divided one by one, and each rank computes the
+keys and values of its query heads: the weights of these stay whole on all ranks, and their
+gradients are summed (`layers.Copied`).
 """
 
 from __future__ import annotations
@@ -22,10 +24,27 @@ from ds_tensor_parallel.division import Division
 
 __all__ = ["Heads", "HeadsConfig", "Share", "heads_of", "keep_heads"]
 
-QUERY_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attention_heads_per_partition")
-KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_multi_query_groups_per_partition")
+QUERY_HEADS = (
+    "num_heads",
+    "num_attention_heads",
+    "n_heads",
+    "n_head",
+    "num_attention_heads_per_partition",
+)
+KEY_HEADS = (
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_kv_heads",
+    "num_multi_query_groups_per_partition",
+)
 SIZES = ("head_dim", "attention_head_size", "hidden_size_per_attention_head", "key_value_proj_dim")
-WIDTHS = ("split_size", "all_head_size", "inner_dim", "projection_size", "hidden_size_per_partition")
+WIDTHS = (
+    "split_size",
+    "all_head_size",
+    "inner_dim",
+    "projection_size",
+    "hidden_size_per_partition",
+)
 GROUPS = ("num_key_value_groups",)
 BIASES = ("alibi", "position_bias")
 """Arguments of forward: what is added to the scores of each head."""
@@ -51,7 +70,8 @@ class Heads:
 
     def share(self, ranks: int, rank: int) -> Share:
         """What the rank works on. See [Note: fewer keys than ranks]."""
-        units, each = self.units(ranks), self.queries // self.keys
+        units = self.units(ranks)
+        each = self.queries // self.keys
         ((first, count),) = Division.by_unit((units,), 1, ranks).ranges(rank)
         if units == self.keys:
             return Share(first * each, count * each, tuple(range(first, first + count)))
@@ -62,9 +82,11 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A rank's part of an attention: `count` query heads from `first` on, and the key heads that it computes for them.
+    """A rank's part of an attention: `count` query heads from `first` on, and the key heads that it
+    computes for them.
 
-    A key head is there once for each of its queries where the rank has more of one key head's than of another's.
+    A key head is there once for each of its queries where the rank has more of one key head's than
+    of another's.
     """
 
     first: int
@@ -73,7 +95,9 @@ class Share:
 
 
 def heads_of(module: nn.Module) -> Heads | None:
-    """The heads of `module`; None where it is no attention, or one whose keys do not divide its queries."""
+    """The heads of `module`; None where it is no attention, or one whose keys do not divide its
+    queries.
+    """
     if not any(isinstance(getattr(module, name, None), int) for name in _SIGNS):
         return None
     config = getattr(module, "config", None)
@@ -83,7 +107,9 @@ def heads_of(module: nn.Module) -> Heads | None:
     groups = _count(module, GROUPS)
     keys = queries // groups if groups else _count(module, KEY_HEADS)
     if not keys:
-        multi_query = getattr(module, "multi_query", False) and not getattr(module, "new_decoder_architecture", False)
+        multi_query = getattr(module, "multi_query", False) and not getattr(
+            module, "new_decoder_architecture", False
+        )
         keys = 1 if multi_query else _count(config, KEY_HEADS) or queries
     size = _count(module, SIZES) or _count(config, SIZES)
     return Heads(queries, keys, size) if queries % keys == 0 else None
@@ -122,7 +148,8 @@ def keep_heads(module: Any, heads: Heads, mine: Share) -> None:
 class HeadsConfig:
     """A model's config, but for the numbers of heads of one attention on this rank: `local`.
 
-    Whatever changes in the model's config later is seen here, too, and what is set here is set there.
+    Whatever changes in the model's config later is seen here, too, and what is set here is set
+    there.
     """
 
     def __init__(self, config: Any, local: Mapping[str, int]) -> None:
@@ -139,7 +166,9 @@ class HeadsConfig:
 
 @dataclass(frozen=True, slots=True)
 class _BiasesOf:
-    """Forward pre-hook: of the biases of all heads, [heads, ...] or [batch * heads, ...], those of this rank's."""
+    """Forward pre-hook: of the biases of all heads, [heads, ...] or [batch * heads, ...], those of
+    this rank's.
+    """
 
     heads: int
     first: int
@@ -154,12 +183,22 @@ class _BiasesOf:
         if isinstance(given := kwargs.get(self.name), Tensor):
             return args, kwargs | {self.name: self.narrow(given)}
         if len(args) > self.place and isinstance(args[self.place], Tensor):
-            return (*args[: self.place], self.narrow(args[self.place]), *args[self.place + 1 :]), kwargs
+            return (
+                *args[: self.place],
+                self.narrow(args[self.place]),
+                *args[self.place + 1 :],
+            ), kwargs
         return args, kwargs
 
     def narrow(self, biases: Tensor) -> Tensor:
-        """This rank's heads; of four dimensions they are what an attention computed from its own table."""
+        """This rank's heads; of four dimensions they are what an attention computed from its own
+        table.
+        """
         if biases.dim() != 3:
             return biases
         rest = biases.shape[1:]
-        return biases.reshape(-1, self.heads, *rest).narrow(1, self.first, self.count).reshape(-1, *rest)
+        return (
+            biases.reshape(-1, self.heads, *rest)
+            .narrow(1, self.first, self.count)
+            .reshape(-1, *rest)
+        )

@@ -1,6 +1,7 @@
 """Rules as objects, by DeepSpeed's names, for scripts that build them in Python (torch-free).
 
-They are mappings with the keys of ``tensor_parallel.partition_config``. So one can stand in a config wherever that dict
+They are mappings with the keys of ``tensor_parallel.partition_config``. So one can stand in a
+config wherever that dict
 can: reading the config copies it to plain data, which is validated as any other.
 """
 
@@ -60,7 +61,9 @@ class TPLayerSpec(_Keys):
 
     def matches(self, param_name: str, model_type: str | None = None) -> bool:
         """Whether the rule is for the parameter `param_name` of a model of this type."""
-        if self.model_types and (model_type or "").lower() not in [t.lower() for t in self.model_types]:
+        if self.model_types and (model_type or "").lower() not in [
+            t.lower() for t in self.model_types
+        ]:
             return False
         return any(re.match(pattern, param_name) for pattern in self.patterns)
 
@@ -76,9 +79,13 @@ class AutoTPConfig(_Keys):
     use_default_specs: bool = True
     strict_mode: bool = False
 
-    def find_matching_spec(self, param_name: str, model_type: str | None = None) -> TPLayerSpec | None:
+    def find_matching_spec(
+        self, param_name: str, model_type: str | None = None
+    ) -> TPLayerSpec | None:
         """The first rule that is for the parameter."""
-        return next((spec for spec in self.layer_specs if spec.matches(param_name, model_type)), None)
+        return next(
+            (spec for spec in self.layer_specs if spec.matches(param_name, model_type)), None
+        )
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any]) -> AutoTPConfig:
@@ -90,7 +97,9 @@ class AutoTPConfig(_Keys):
 def _spec(values: Mapping[str, Any]) -> TPLayerSpec:
     shape = values["shape"]
     tuples = None if shape is None else tuple(tuple(n) if isinstance(n, list) else n for n in shape)
-    return TPLayerSpec(**{**values, "partition_type": PartitionType(values["partition_type"]), "shape": tuples})
+    return TPLayerSpec(
+        **{**values, "partition_type": PartitionType(values["partition_type"]), "shape": tuples}
+    )
 
 
 def merge_autotp_configs(base: AutoTPConfig, override: AutoTPConfig) -> AutoTPConfig:
@@ -107,13 +116,18 @@ def merge_autotp_configs(base: AutoTPConfig, override: AutoTPConfig) -> AutoTPCo
 
 
 def _preset(name: str) -> AutoTPConfig:
-    """The rules of a preset of ds_tensor_parallel. UsageError where ``layer_specs`` cannot say them."""
+    """The rules of a preset of ds_tensor_parallel.
+
+    UsageError where ``layer_specs`` cannot say them.
+    """
     specs = []
     for pattern, rule in BUILT_IN[name].rules.items():
         if rule.kind not in (Kind.COLUMN, Kind.ROW) or rule.segments != 1:
             raise UsageError(
-                f"AutoTPPresets: {name} is cut by the model's own heads or experts, which layer_specs cannot say; set "
-                f"tensor_parallel.preset_model to {name!r}, with partition_config for rules of your own"
+                f"AutoTPPresets: {name} is cut by the model's own heads or experts, which "
+                "layer_specs cannot say; set "
+                f"tensor_parallel.preset_model to {name!r}, with partition_config for rules of "
+                "your own"
             )
         names = rf".*{pattern.removesuffix('$')}\.weight$"
         specs.append(TPLayerSpec([names], PartitionType(rule.kind.value)))

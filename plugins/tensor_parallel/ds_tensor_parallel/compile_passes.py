@@ -1,4 +1,5 @@
-"""The compile pass ``autotp``: layers are divided before they are compiled, and their sums are operations of the graph.
+"""The compile pass ``autotp``: layers are divided before they are compiled, and their sums are
+operations of the graph.
 
 So nothing is to be changed in a graph. Naming the pass asserts that layers are divided.
 """
@@ -22,6 +23,7 @@ def autotp(ctx: Context) -> None:
     size = section.size if section is not None else 1
     if size < 2:
         raise UsageError(
-            f"compile.passes: 'autotp' needs tensor_parallel.autotp_size of 2 or more, and the size is {size}; set it, "
+            "compile.passes: 'autotp' needs tensor_parallel.autotp_size of 2 or more, and the "
+            f"size is {size}; set it, "
             "or remove the pass"
         )

@@ -1,8 +1,9 @@
 """Cross entropy of logits of which each rank has the columns of some tokens.
 
-[Note: one small message] Of each position a rank sends three numbers: its largest logit, the sum of exponentials
-relative to it, and the target's logit if it has it. From those of all ranks every rank has the loss; the gradient needs
-no message. Neither the logits nor their gradient are ever whole on a rank.
+[Note: one small message] Of each position a rank sends three numbers: its largest logit, the sum of
+exponentials relative to it, and the target's logit if it has it. From those of all ranks every rank
+has the loss; the gradient needs no message. Neither the logits nor their gradient are ever whole on
+a rank.
 """
 
 from __future__ import annotations
@@ -39,25 +40,33 @@ def parallel_cross_entropy(
 ) -> Tensor:
     """`torch.nn.functional.cross_entropy`, of what `head` gives.
 
-    logits: of any shape, with this rank's tokens last. target: the same shape without the last. head: the
-    column-parallel layer with ``gather_output=False`` that made the logits; while it is whole, so are they. 16-bit
-    logits are calculated with in fp32.
+    logits: of any shape, with this rank's tokens last. target: the same shape without the last.
+    head: the column-parallel layer with ``gather_output=False`` that made the logits; while it is
+    whole, so are they. 16-bit logits are calculated with in fp32.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction {reduction!r}; use 'mean', 'sum' or 'none'")
-    flat, wanted = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+    flat = logits.reshape(-1, logits.shape[-1])
+    wanted = target.reshape(-1)
     if logits.dtype in (torch.float16, torch.bfloat16):
         flat = flat.float()
     place: Place | None = head.tp
     if place is None:
         loss = functional.cross_entropy(
-            flat, wanted, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+            flat,
+            wanted,
+            ignore_index=ignore_index,
+            reduction="none",
+            label_smoothing=label_smoothing,
         )
     else:
         division: Division = head.division
         ((first, size),) = division.ranges(place.rank)
         if logits.shape[-1] != size:
-            raise ValueError(f"logits have {logits.shape[-1]} tokens, and this rank has {size} of {division.length}")
+            raise ValueError(
+                f"logits have {logits.shape[-1]} tokens, and this rank has {size} of "
+                f"{division.length}"
+            )
         options = (first, division.length, ignore_index, label_smoothing)
         apply: Any = _CrossEntropy.apply
         loss = apply(flat, wanted, place.group, place.size, options)
@@ -67,14 +76,23 @@ def parallel_cross_entropy(
 
 
 class _CrossEntropy(Function):
-    """The losses of the positions. Saves the logits and one number per position; exponentials are computed again."""
+    """The losses of the positions.
+
+    Saves the logits and one number per position; exponentials are computed again.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, group: ProcessGroup, ranks: int, options: tuple[int, int, int, float]
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        group: ProcessGroup,
+        ranks: int,
+        options: tuple[int, int, int, float],
     ) -> Tensor:
         first, vocabulary, ignore_index, smoothing = options
-        local, ignored = target - first, target == ignore_index
+        local = target - first
+        ignored = target == ignore_index
         mine = (local >= 0) & (local < logits.shape[-1]) & ~ignored
         local = local.masked_fill(~mine, 0)
         largest = logits.amax(-1)
@@ -87,12 +105,14 @@ class _CrossEntropy(Function):
             rows.append(logits.sum(-1))
         parts = gather(torch.stack(rows), group, 0).view(ranks, len(rows), -1)
         top = parts[:, 0].amax(0)
-        whole = top + (parts[:, 1] * (parts[:, 0] - top).exp()).sum(0).log()  # log of the sum of all exponentials
+        # log of the sum of all exponentials
+        whole = top + (parts[:, 1] * (parts[:, 0] - top).exp()).sum(0).log()
         loss = whole - (1 - smoothing) * parts[:, 2].sum(0)
         if smoothing:
             loss = loss - smoothing / vocabulary * parts[:, 3].sum(0)
         ctx.save_for_backward(logits, whole, local, mine, ignored)
-        ctx.smoothing, ctx.vocabulary = smoothing, vocabulary
+        ctx.smoothing = smoothing
+        ctx.vocabulary = vocabulary
         return loss.masked_fill(ignored, 0.0)
 
     @staticmethod
@@ -102,22 +122,28 @@ class _CrossEntropy(Function):
         found = (logits - whole.unsqueeze(-1)).exp_()
         if ctx.smoothing:
             found -= ctx.smoothing / ctx.vocabulary
-        found.scatter_add_(-1, local.unsqueeze(-1), (ctx.smoothing - 1) * mine.unsqueeze(-1).to(found.dtype))
+        found.scatter_add_(
+            -1, local.unsqueeze(-1), (ctx.smoothing - 1) * mine.unsqueeze(-1).to(found.dtype)
+        )
         return found.mul_(grad), None, None, None, None
 
 
-# -- models of transformers --------------------------------------------------------------------------------------------
+# -- models of transformers ------------------------------------------------------------------------
 
 
 class _NoLogits:
-    """Stands in for the logits of a model that was given labels in training: they are divided, and not gathered."""
+    """Stands in for the logits of a model that was given labels in training: they are divided, and
+    not gathered.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         raise UsageError(
-            "the logits of a training step are divided over the ranks, and only the loss is computed from them; set "
-            "tensor_parallel.vocab_parallel_loss false to have them gathered, or call the model without labels"
+            "the logits of a training step are divided over the ranks, and only the loss is "
+            "computed from them; set "
+            "tensor_parallel.vocab_parallel_loss false to have them gathered, or call the model "
+            "without labels"
         )
 
     def __getitem__(self, key: Any) -> Any:
@@ -131,14 +157,19 @@ NO_LOGITS = _NoLogits()
 
 
 def divide_loss(owner: Any, head: Any) -> bool:
-    """Let `owner`, a model of transformers, compute its loss from divided logits in training; whether it can be done.
+    """Let `owner`, a model of transformers, compute its loss from divided logits in training;
+    whether it can be done.
 
-    head: its column-parallel output head with ``gather_output``. It leaves the logits divided while it trains; where
-    the model gives no loss they are gathered behind it.
+    head: its column-parallel output head with ``gather_output``. It leaves the logits divided while
+    it trains; where the model gives no loss they are gathered behind it.
     """
     loss = getattr(owner, "loss_function", None)
     forward: Any = inspect.unwrap(type(owner).forward)
-    if not callable(loss) or "loss_function" not in forward.__code__.co_names or len(head.division.segments) > 1:
+    if (
+        not callable(loss)
+        or "loss_function" not in forward.__code__.co_names
+        or len(head.division.segments) > 1
+    ):
         return False
     if not _is_causal(loss):
         return False
@@ -157,10 +188,14 @@ def _is_causal(loss: Any) -> bool:
 
 
 class _Loss:
-    """`whole`, the loss of a causal language model, for logits that are divided too. Copies of the model copy it."""
+    """`whole`, the loss of a causal language model, for logits that are divided too.
+
+    Copies of the model copy it.
+    """
 
     def __init__(self, whole: Callable[..., Tensor], head: Any) -> None:
-        self._whole, self._head = whole, head
+        self._whole = whole
+        self._head = head
 
     def __call__(
         self,
@@ -176,14 +211,21 @@ class _Loss:
         head = self._head
         if head.tp is None or logits.shape[-1] == head.division.length:
             return self._whole(
-                logits=logits, labels=labels, vocab_size=vocab_size, num_items_in_batch=num_items_in_batch,
-                ignore_index=ignore_index, shift_labels=shift_labels, **more,
-            )  # fmt: skip
+                logits=logits,
+                labels=labels,
+                vocab_size=vocab_size,
+                num_items_in_batch=num_items_in_batch,
+                ignore_index=ignore_index,
+                shift_labels=shift_labels,
+                **more,
+            )
         if shift_labels is None:
             assert labels is not None
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         reduction = "mean" if num_items_in_batch is None else "sum"
-        loss = parallel_cross_entropy(logits, shift_labels, head, ignore_index=ignore_index, reduction=reduction)
+        loss = parallel_cross_entropy(
+            logits, shift_labels, head, ignore_index=ignore_index, reduction=reduction
+        )
         if num_items_in_batch is None:
             return loss
         items = num_items_in_batch
@@ -191,7 +233,9 @@ class _Loss:
 
 
 class _Logits:
-    """Called after the model's forward: logits that are divided are gathered, or left out beside a loss."""
+    """Called after the model's forward: logits that are divided are gathered, or left out beside a
+    loss.
+    """
 
     def __init__(self, head: Any) -> None:
         self.head = head

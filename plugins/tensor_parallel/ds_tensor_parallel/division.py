@@ -13,9 +13,9 @@ __all__ = ["Division"]
 class Division:
     """A length that is cut over `ranks`.
 
-    segments: the lengths of the matrices that lie one after the other along it; each is cut by itself, so that every
-    rank has matching parts. units: what each is cut into multiples of. Units go to ranks as evenly as possible, the
-    first ranks have one more; the last unit may be shorter.
+    segments: the lengths of the matrices that lie one after the other along it; each is cut by
+    itself, so that every rank has matching parts. units: what each is cut into multiples of. Units
+    go to ranks as evenly as possible, the first ranks have one more; the last unit may be shorter.
     """
 
     segments: tuple[int, ...]
@@ -29,7 +29,9 @@ class Division:
 
     @classmethod
     def by_count(cls, segments: Sequence[int], count: int, ranks: int) -> Division:
-        """Cut each of `segments` into `count` equal units, such as heads; ValueError where it does not divide."""
+        """Cut each of `segments` into `count` equal units, such as heads; ValueError where it does
+        not divide.
+        """
         if wrong := [n for n in segments if n % count]:
             raise ValueError(f"a length of {wrong[0]} does not divide into {count} heads")
         return cls(tuple(segments), tuple(n // count for n in segments), ranks)
@@ -41,9 +43,12 @@ class Division:
 
     def ranges(self, rank: int) -> list[tuple[int, int]]:
         """(first, size) of the rank's part of each segment, as indices of the whole."""
-        found, start = [], 0
+        found = []
+        start = 0
         for length, unit in zip(self.segments, self.units, strict=True):
-            low, high = (min(length, unit * self._before(length, unit, r)) for r in (rank, rank + 1))
+            low, high = (
+                min(length, unit * self._before(length, unit, r)) for r in (rank, rank + 1)
+            )
             found.append((start + low, high - low))
             start += length
         return found
@@ -67,7 +72,8 @@ class Division:
         return len(set(self.sizes())) == 1
 
     def order(self) -> list[tuple[int, int]] | None:
-        """Where the pieces of the whole are in the ranks' parts one after the other: (first, size), in order.
+        """Where the pieces of the whole are in the ranks' parts one after the other: (first, size),
+        in order.
 
         None where they are in order already.
         """

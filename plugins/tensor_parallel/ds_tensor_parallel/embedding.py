@@ -28,9 +28,11 @@ class _Vocabulary(nn.Module):
 
     def bind(self, place: Place, division: Division) -> None:
         """Work as this rank's part from now on. The weight is cut by the caller, as `cuts` says."""
-        self.tp, self.division = place, division
+        self.tp = place
+        self.division = division
         ((first, size),) = division.ranges(place.rank)
-        self.first, self.num_embeddings = first, size
+        self.first = first
+        self.num_embeddings = size
         if self.padding_idx is not None:
             mine = first <= self.padding_idx < first + size
             self.padding_idx: int | None = self.padding_idx - first if mine else None
@@ -41,7 +43,9 @@ class _Vocabulary(nn.Module):
         if self.tp is None:
             return None
         tokens = self.division.ranges(self.tp.rank)
-        return Divided(self.tp.rank, self.tp.size, inputs=tokens, sums=True, sizes=self.division.sizes())
+        return Divided(
+            self.tp.rank, self.tp.size, inputs=tokens, sums=True, sizes=self.division.sizes()
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         """The vectors of `ids`, on every rank."""
@@ -66,7 +70,8 @@ class _Hidden(nn.Module):
 
     def bind(self, place: Place, division: Division) -> None:
         """Work as this rank's part from now on. The weight is cut by the caller, as `cuts` says."""
-        self.tp, self.division = place, division
+        self.tp = place
+        self.division = division
         self.embedding_dim = division.size(place.rank)
 
     @property
@@ -75,31 +80,46 @@ class _Hidden(nn.Module):
         return some_outputs(self.tp, self.division, self.gather_output)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The vectors of `ids`, on every rank, or this rank's part of them without `gather_output`."""
+        """The vectors of `ids`, on every rank, or this rank's part of them without
+        `gather_output`."""
         found: Tensor = super().forward(ids)
-        return gather_columns(found, self.tp, self.division) if self.tp is not None and self.gather_output else found
+        return (
+            gather_columns(found, self.tp, self.division)
+            if self.tp is not None and self.gather_output
+            else found
+        )
 
 
 class VocabParallelEmbedding(_Vocabulary, nn.Embedding):
-    """`nn.Embedding` of which each rank has some tokens; whole until ``ds_core.initialize`` binds it."""
+    """`nn.Embedding` of which each rank has some tokens; whole until ``ds_core.initialize`` binds
+    it.
+    """
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, **more: Any) -> None:
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, **more: Any
+    ) -> None:
         super().__init__(num_embeddings, embedding_dim, padding_idx, **more)
         self.tp = None
         check_embedding(self)
 
 
 class HiddenParallelEmbedding(_Hidden, nn.Embedding):
-    """`nn.Embedding` of which each rank has a part of every vector; whole until ``ds_core.initialize`` binds it."""
+    """`nn.Embedding` of which each rank has a part of every vector; whole until
+    ``ds_core.initialize`` binds it.
+    """
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, **more: Any) -> None:
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, **more: Any
+    ) -> None:
         super().__init__(num_embeddings, embedding_dim, padding_idx, **more)
         self.tp = None
         check_embedding(self)
 
 
 def embedding(layer: Any, kind: Kind) -> Any:
-    """Make `layer`, an embedding or a subclass of one, parallel in place: along the vocabulary, or the hidden size."""
+    """Make `layer`, an embedding or a subclass of one, parallel in place: along the vocabulary, or
+    the hidden size.
+    """
     check_embedding(layer)
     layer.__class__ = _subclass(kind is Kind.VOCABULARY, layer.__class__)
     layer.tp = None
@@ -119,6 +139,9 @@ def _subclass(vocabulary: bool, base: Any) -> Any:
 def check_embedding(layer: nn.Embedding) -> None:
     """Raise ValueError for one that cannot be divided."""
     if layer.max_norm is not None or layer.scale_grad_by_freq:
-        raise ValueError("an embedding with max_norm or scale_grad_by_freq cannot be divided: both need whole vectors")
+        raise ValueError(
+            "an embedding with max_norm or scale_grad_by_freq cannot be divided: both need whole "
+            "vectors"
+        )
     if layer.sparse:
         raise ValueError("an embedding with sparse gradients cannot be divided; leave sparse out")

@@ -1,4 +1,6 @@
-"""Rules for models that nobody has described: by the usual names of layers, where their widths agree."""
+"""Rules for models that nobody has described: by the usual names of layers, where their widths
+agree.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,21 @@ ROWS = {
     *("linear2", "output_proj", "proj_out"),
 }
 COLUMNS = {
-    *("q_proj", "k_proj", "v_proj", "q", "k", "v", "query", "key", "value", "q_lin", "k_lin", "v_lin", "q_attn"),
+    *(
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "q",
+        "k",
+        "v",
+        "query",
+        "key",
+        "value",
+        "q_lin",
+        "k_lin",
+        "v_lin",
+        "q_attn",
+    ),
     *("qkv_proj", "query_key_value", "c_attn", "Wqkv", "q_b_proj", "kv_b_proj"),
     *(
         "gate_proj",
@@ -52,7 +68,18 @@ COLUMNS = {
 FUSED = {"c_attn": 3, "Wqkv": 3, "gate_up_proj": 2}
 """Columns in which equal matrices lie one after the other."""
 ACTIVATIONS = (
-    *(nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.Hardswish, nn.ELU, nn.LeakyReLU),
+    *(
+        nn.ReLU,
+        nn.ReLU6,
+        nn.GELU,
+        nn.SiLU,
+        nn.Mish,
+        nn.Tanh,
+        nn.Sigmoid,
+        nn.Hardswish,
+        nn.ELU,
+        nn.LeakyReLU,
+    ),
     *(nn.Softplus, nn.Dropout, nn.Identity),
 )
 """Modules that work on each element by itself."""
@@ -61,7 +88,8 @@ ACTIVATIONS = (
 def guess(model: nn.Module, rows: Collection[str] = (), source: str = "heuristics") -> Rules:
     """Rules for the linear layers that are pairs: columns, and a row that takes what they give.
 
-    rows: ends of names of the layers that are rows, where the user says it. What fits no pair has no rule.
+    rows: ends of names of the layers that are rows, where the user says it. What fits no pair has
+    no rule.
     """
     linears = {name: module for name, module in model.named_modules() if is_linear(module)}
     columns: dict[str, dict[str, nn.Module]] = defaultdict(dict)  # by the module around them
@@ -85,9 +113,16 @@ def guess(model: nn.Module, rows: Collection[str] = (), source: str = "heuristic
 
 def _pair(columns: Mapping[str, nn.Module], width: int, source: str) -> dict[str, Rule]:
     """Rules of the columns beside each other, if one of them gives a row its `width` inputs."""
-    rules = {name: Rule(Kind.COLUMN, segments=FUSED.get(_last(name), 1), source=source) for name in columns}
+    rules = {
+        name: Rule(Kind.COLUMN, segments=FUSED.get(_last(name), 1), source=source)
+        for name in columns
+    }
     outs = {widths(module)[1] // FUSED.get(_last(name), 1) for name, module in columns.items()}
-    outs |= {widths(module)[1] // 3 for name, module in columns.items() if _last(name) == "query_key_value"}
+    outs |= {
+        widths(module)[1] // 3
+        for name, module in columns.items()
+        if _last(name) == "query_key_value"
+    }
     return rules if width in outs else {}
 
 
@@ -98,11 +133,18 @@ def _plain_pairs(model: nn.Module, known: Collection[str], source: str) -> dict[
         children = {f"{name}.{key}".lstrip("."): child for key, child in module.named_children()}
         linears = [key for key, child in children.items() if is_linear(child)]
         others = [child for key, child in children.items() if key not in linears]
-        if len(linears) != 2 or any(key in known for key in linears) or not all(_elementwise(c) for c in others):
+        if (
+            len(linears) != 2
+            or any(key in known for key in linears)
+            or not all(_elementwise(c) for c in others)
+        ):
             continue
         (hidden, wide), (wide_in, out) = (widths(children[key]) for key in linears)
         if wide == wide_in and wide > hidden and hidden == out:
-            found |= {linears[0]: Rule(Kind.COLUMN, source=source), linears[1]: Rule(Kind.ROW, source=source)}
+            found |= {
+                linears[0]: Rule(Kind.COLUMN, source=source),
+                linears[1]: Rule(Kind.ROW, source=source),
+            }
     return found
 
 
@@ -127,7 +169,9 @@ def _is_row(name: str, rows: Collection[str]) -> bool:
 def _is_column(name: str, rows: Collection[str]) -> bool:
     if rows and _is_row(name, rows):
         return False
-    return _last(name) in COLUMNS or (_last(name) == "dense" and _last(_parent(name)) == "intermediate")
+    return _last(name) in COLUMNS or (
+        _last(name) == "dense" and _last(_parent(name)) == "intermediate"
+    )
 
 
 def _parent(name: str) -> str:

@@ -1,9 +1,10 @@
 """Linear layers of which each rank has a part: some outputs (column) or some inputs (row).
 
-[Note: full until bound] A layer is made whole, like `nn.Linear`, with its names and its initial values. `bind` cuts it
-when the mesh is known, within ``ds_core.initialize``; until then it is a plain layer. So a model of these layers runs
-in one process too, and one that is written in `nn.Linear` becomes one of these: `column` and `row` change the class of
-a layer in place, so that its hooks, its name and its parameters stay.
+[Note: full until bound] A layer is made whole, like `nn.Linear`, with its names and its initial
+values. `bind` cuts it when the mesh is known, within ``ds_core.initialize``; until then it is a
+plain layer. So a model of these layers runs in one process too, and one that is written in
+`nn.Linear` becomes one of these: `column` and `row` change the class of a layer in place, so that
+its hooks, its name and its parameters stay.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Cut:
 
 
 class Siblings:
-    """Column-parallel layers that are given the same tensor: its gradient is then summed over ranks once.
+    """Column-parallel layers that are given the same tensor: its gradient is then summed over ranks
+    once.
 
     overlap: that sum goes on while gradients of weights are computed, where that is possible.
     """
@@ -91,14 +93,17 @@ class Siblings:
         if not self._overlap or not can_overlap(x):
             return None
         if self._given is not x or self._way is None:
-            self._given, self._copied = x, None
+            self._given = x
+            self._copied = None
             self._way = Overlapped(self.layers, x, group, is_transposed(self.layers[0]))
         return self._way
 
     def copied(self, x: Tensor, group: ProcessGroup) -> Tensor:
         """`copy_to(x)`, the same tensor for all siblings."""
         if self._given is not x or self._copied is None:
-            self._given, self._copied, self._way = x, copy_to(x, group), None
+            self._given = x
+            self._copied = copy_to(x, group)
+            self._way = None
         return self._copied
 
     def forget(self, *_: Any) -> None:
@@ -108,7 +113,8 @@ class Siblings:
         self._way = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies of the model begin without tensors, which belong to a graph and cannot be copied."""
+        """Copies of the model begin without tensors, which belong to a graph and cannot be
+        copied."""
         return {**vars(self), "_given": None, "_copied": None, "_way": None}
 
 
@@ -123,8 +129,12 @@ class _Parallel(nn.Module):
         raise NotImplementedError
 
     def bind(self, place: Place, division: Division) -> None:
-        """Work as this rank's part from now on. The parameters are cut by the caller, as `cuts` says."""
-        self.division, self.tp = division, place
+        """Work as this rank's part from now on.
+
+        The parameters are cut by the caller, as `cuts` says.
+        """
+        self.division = division
+        self.tp = place
 
 
 class Column(_Parallel):
@@ -135,7 +145,9 @@ class Column(_Parallel):
     divides_loss = False
     """Of an output head: outputs are left divided in training, the loss is computed from them."""
     copies = True
-    """False where what is in front of the layer, or around it, sums the gradient of its input over the ranks."""
+    """False where what is in front of the layer, or around it, sums the gradient of its input over
+    the ranks.
+    """
 
     def cuts(self) -> dict[str, Cut]:
         """The rows of the weight, which is [outputs, inputs], and the bias."""
@@ -159,8 +171,15 @@ class Column(_Parallel):
         if self.tp is None:
             return cast(Tensor, super().forward(x))
         y = self._outputs(x, self.tp.group)
-        divided = self.divides_loss and self.training and torch.is_grad_enabled() and y.dtype != torch.float64
-        return gather_columns(y, self.tp, self.division) if self.gather_output and not divided else y
+        divided = (
+            self.divides_loss
+            and self.training
+            and torch.is_grad_enabled()
+            and y.dtype != torch.float64
+        )
+        return (
+            gather_columns(y, self.tp, self.division) if self.gather_output and not divided else y
+        )
 
     def _outputs(self, x: Tensor, group: ProcessGroup) -> Tensor:
         if not self.copies:
@@ -175,8 +194,8 @@ class Column(_Parallel):
 class Copied(Column):
     """A layer of which each rank computes the outputs that it needs, some of them on several ranks.
 
-    As of keys and values for a rank's own queries. Weight and bias are whole on every rank, and their gradients are
-    summed over the ranks where they are used.
+    As of keys and values for a rank's own queries. Weight and bias are whole on every rank, and
+    their gradients are summed over the ranks where they are used.
     """
 
     outputs: Sequence[tuple[int, int]] = ()
@@ -188,7 +207,8 @@ class Copied(Column):
 
     def choose(self, place: Place, outputs: Sequence[tuple[int, int]]) -> None:
         """Compute these from now on."""
-        self.tp, self.outputs = place, outputs
+        self.tp = place
+        self.outputs = outputs
         _set_widths(self, outputs=sum(size for _, size in outputs))
 
     @property
@@ -218,7 +238,9 @@ class Row(_Parallel):
     sums = True
     """False where the module around the layer sums its outputs over the ranks."""
     sequence_dim: int | None = None
-    """The dimension along which each rank gets the outputs of a part of the tokens; None: all ranks get all."""
+    """The dimension along which each rank gets the outputs of a part of the tokens; None: all ranks
+    get all.
+    """
 
     def cuts(self) -> dict[str, Cut]:
         """The columns of the weight, which is [outputs, inputs]; the bias stays whole."""
@@ -235,7 +257,9 @@ class Row(_Parallel):
         if self.tp is None:
             return None
         inputs = self.division.ranges(self.tp.rank)
-        return Divided(self.tp.rank, self.tp.size, inputs=inputs, sums=self.sums, sizes=self.division.sizes())
+        return Divided(
+            self.tp.rank, self.tp.size, inputs=inputs, sums=self.sums, sizes=self.division.sizes()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """The whole output, on every rank, or of a part of the tokens; the bias is added once."""
@@ -245,7 +269,8 @@ class Row(_Parallel):
             x = split_columns(x, self.tp, self.division)
         layer: Any = self
         weight = layer.weight.t() if is_transposed(self) else layer.weight
-        y, dim = functional.linear(x, weight), self.sequence_dim
+        y = functional.linear(x, weight)
+        dim = self.sequence_dim
         if not self.sums:
             return y if layer.bias is None else y + layer.bias.to(y.dtype) / self.tp.size
         if dim is None:
@@ -264,11 +289,17 @@ def gather_columns(y: Tensor, place: Place, division: Division) -> Tensor:
     """All outputs from the ranks' parts, in the order of the whole layer."""
     whole = gather(y, place.group, -1, None if division.even else division.sizes())
     order = division.order()
-    return whole if order is None else torch.cat([whole.narrow(-1, first, size) for first, size in order], -1)
+    return (
+        whole
+        if order is None
+        else torch.cat([whole.narrow(-1, first, size) for first, size in order], -1)
+    )
 
 
 def some_outputs(place: Place | None, division: Division, gathers: bool) -> Divided | None:
-    """What `ds_run_state.divided` is told of a layer that has some of the outputs; None while it is whole."""
+    """What `ds_run_state.divided` is told of a layer that has some of the outputs; None while it is
+    whole.
+    """
     if place is None:
         return None
     outputs = division.ranges(place.rank)
@@ -285,11 +316,12 @@ def split_columns(x: Tensor, place: Place, division: Division) -> Tensor:
 
 
 class ColumnParallelLinear(Column, nn.Linear):
-    """`nn.Linear` of which each rank computes some outputs: the first layer of a pair, or one with `gather_output`.
+    """`nn.Linear` of which each rank computes some outputs: the first layer of a pair, or one with
+    `gather_output`.
 
-    gather_output: every rank gets all outputs. segments: the lengths of matrices that are fused along the outputs
-    (such as queries, keys and values), each of which is cut by itself. unit: outputs are cut at multiples of it, such
-    as the size of a head.
+    gather_output: every rank gets all outputs. segments: the lengths of matrices that are fused
+    along the outputs (such as queries, keys and values), each of which is cut by itself. unit:
+    outputs are cut at multiples of it, such as the size of a head.
     """
 
     def __init__(
@@ -305,15 +337,18 @@ class ColumnParallelLinear(Column, nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.segments, self.unit = _checked(segments, out_features, "out_features"), unit
-        self.tp, self.siblings, self.gather_output = None, None, gather_output
+        self.segments = _checked(segments, out_features, "out_features")
+        self.unit = unit
+        self.tp = None
+        self.siblings = None
+        self.gather_output = gather_output
 
 
 class RowParallelLinear(Row, nn.Linear):
     """`nn.Linear` of which each rank has some inputs, those that a column-parallel layer leaves it.
 
-    split_input: the input is whole on every rank, each takes its part. segments, unit: as of `ColumnParallelLinear`,
-    of the inputs.
+    split_input: the input is whole on every rank, each takes its part. segments, unit: as of
+    `ColumnParallelLinear`, of the inputs.
     """
 
     def __init__(
@@ -329,8 +364,10 @@ class RowParallelLinear(Row, nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.segments, self.unit = _checked(segments, in_features, "in_features"), unit
-        self.tp, self.split_input = None, split_input
+        self.segments = _checked(segments, in_features, "in_features")
+        self.unit = unit
+        self.tp = None
+        self.split_input = split_input
 
 
 def leaves_part(layer: nn.Module) -> bool:
@@ -343,24 +380,30 @@ def takes_part(layer: nn.Module) -> bool:
     return isinstance(layer, Row) and layer.tp is not None and not layer.split_input
 
 
-# -- layers of others --------------------------------------------------------------------------------------------------
+# -- layers of others ------------------------------------------------------------------------------
 
 
 def column(layer: Any, *, gather_output: bool = False, siblings: Siblings | None = None) -> Any:
     """Make `layer`, a linear layer or a subclass of one, column-parallel in place."""
     plain = is_plain(layer)
     layer.__class__ = _subclass(Column, layer.__class__, ColumnParallelLinear)
-    layer.tp, layer.siblings, layer.gather_output = None, siblings, gather_output
+    layer.tp = None
+    layer.siblings = siblings
+    layer.gather_output = gather_output
     if siblings is not None:
         siblings.add(layer, plain)
     return layer
 
 
 def copied(layer: Any, siblings: Siblings) -> Any:
-    """Make `layer`, an `nn.Linear` with torch's forward, one of which each rank computes some outputs, in place."""
+    """Make `layer`, an `nn.Linear` with torch's forward, one of which each rank computes some
+    outputs, in place.
+    """
     assert is_plain(layer) and not is_transposed(layer), type(layer)
     layer.__class__ = _subclass(Copied, layer.__class__, None)
-    layer.tp, layer.siblings, layer.gather_output = None, siblings, False
+    layer.tp = None
+    layer.siblings = siblings
+    layer.gather_output = False
     siblings.add(layer, plain=False)
     return layer
 
@@ -369,7 +412,8 @@ def row(layer: Any, *, split_input: bool = False) -> Any:
     """Make `layer`, a linear layer without a forward of its own, row-parallel in place."""
     assert is_plain(layer), type(layer)
     layer.__class__ = _subclass(Row, layer.__class__, RowParallelLinear)
-    layer.tp, layer.split_input = None, split_input
+    layer.tp = None
+    layer.split_input = split_input
     return layer
 
 
@@ -416,5 +460,7 @@ def _set_widths(layer: Any, inputs: int | None = None, outputs: int | None = Non
 
 def _checked(segments: Sequence[int] | None, width: int, name: str) -> tuple[int, ...]:
     if segments is not None and sum(segments) != width:
-        raise ValueError(f"segments {list(segments)} add up to {sum(segments)}, and {name} is {width}")
+        raise ValueError(
+            f"segments {list(segments)} add up to {sum(segments)}, and {name} is {width}"
+        )
     return tuple(segments) if segments is not None else (width,)

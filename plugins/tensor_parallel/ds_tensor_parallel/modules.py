@@ -1,4 +1,6 @@
-"""What rules ask of modules that are no linear layers: experts, rotary keys that heads share, norms of own heads."""
+"""What rules ask of modules that are no linear layers: experts, rotary keys that heads share, norms
+of own heads.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,18 @@ __all__ = ["divide_input", "rope_size", "share_tail", "sum_gradient", "sum_outpu
 
 
 def sum_output(module: nn.Module, place: Place) -> None:
-    """Every rank has a part of the module's parameters, so its outputs are summed, and the gradients of its inputs.
+    """Every rank has a part of the module's parameters, so its outputs are summed, and the
+    gradients of its inputs.
 
     As of experts, each of which is cut: hidden states and routing weights are equal on all ranks.
     """
 
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return tuple(_copied(a, place) for a in args), {k: _copied(v, place) for k, v in kwargs.items()}
+    def enter(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(_copied(a, place) for a in args), {
+            k: _copied(v, place) for k, v in kwargs.items()
+        }
 
     def leave(_: nn.Module, __: Any, output: Any) -> Any:
         if isinstance(output, tuple):
@@ -42,9 +49,11 @@ def _copied(value: Any, place: Place) -> Any:
 
 
 def share_tail(module: nn.Module, tail: int, place: Place) -> None:
-    """The last `tail` outputs are used by each rank for its own heads, so their gradient is summed over the ranks.
+    """The last `tail` outputs are used by each rank for its own heads, so their gradient is summed
+    over the ranks.
 
-    As of keys with rotary positions that all heads share; the other outputs go on through a column-parallel layer.
+    As of keys with rotary positions that all heads share; the other outputs go on through a
+    column-parallel layer.
     """
 
     def leave(_: nn.Module, __: Any, output: Tensor) -> Tensor:
@@ -55,15 +64,22 @@ def share_tail(module: nn.Module, tail: int, place: Place) -> None:
 
 
 def rope_size(around: nn.Module) -> int:
-    """How many of the last outputs of a latent projection are the rotary key; ValueError where nobody says it."""
+    """How many of the last outputs of a latent projection are the rotary key; ValueError where
+    nobody says it.
+    """
     for source in (around, getattr(around, "config", None)):
         if isinstance(size := getattr(source, "qk_rope_head_dim", None), int):
             return size
-    raise ValueError(f"neither {type(around).__name__} nor its config has qk_rope_head_dim, the size of the rotary key")
+    raise ValueError(
+        f"neither {type(around).__name__} nor its config has qk_rope_head_dim, the size of the "
+        "rotary key"
+    )
 
 
 def sum_gradient(param: nn.Parameter, place: Place) -> None:
-    """The gradient of a parameter that every rank uses for its own part of the work is summed over the ranks."""
+    """The gradient of a parameter that every rank uses for its own part of the work is summed over
+    the ranks.
+    """
 
     def add(grad: Tensor) -> Tensor:
         total = grad.clone()
@@ -78,7 +94,9 @@ def sum_gradient(param: nn.Parameter, place: Place) -> None:
 
 
 def divide_input(module: nn.Module, place: Place) -> None:
-    """What every rank computes alike inside a module whose outputs are summed (an expert that gives back its input)."""
+    """What every rank computes alike inside a module whose outputs are summed (an expert that gives
+    back its input).
+    """
 
     def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (args[0] / place.size, *args[1:])

@@ -1,9 +1,10 @@
-"""Column-parallel layers that compute gradients of weights while gradients of inputs are summed over the ranks.
+"""Column-parallel layers that compute gradients of weights while gradients of inputs are summed
+over the ranks.
 
-[Note: the order of a backward] Autograd runs, of what is ready, what was recorded last. So the layers that are given
-one tensor are recorded as four kinds of nodes, in this order: one that waits for the sum; one per weight; one that
-starts the sum; one per layer, with the gradient of its input. Backwards: the layers' inputs, start the sum, weights,
-wait.
+[Note: the order of a backward] Autograd runs, of what is ready, what was recorded last. So the
+layers that are given one tensor are recorded as four kinds of nodes, in this order: one that waits
+for the sum; one per weight; one that starts the sum; one per layer, with the gradient of its input.
+Backwards: the layers' inputs, start the sum, weights, wait.
 """
 
 from __future__ import annotations
@@ -43,18 +44,25 @@ class Overlapped:
     layers: those that may be given `x`. transposed: their weights are [inputs, outputs].
     """
 
-    def __init__(self, layers: Sequence[Any], x: Tensor, group: ProcessGroup, transposed: bool) -> None:
-        self.group, self.transposed = group, transposed
+    def __init__(
+        self, layers: Sequence[Any], x: Tensor, group: ProcessGroup, transposed: bool
+    ) -> None:
+        self.group = group
+        self.transposed = transposed
         self.work: Work | None = None
         self.grads: dict[int, Tensor] = {}
         waits = _call(_Wait, x, self)
-        self.tokens = {id(n): _call(_Weight, n.weight, n.bias, x.detach(), self, id(n)) for n in layers}
+        self.tokens = {
+            id(n): _call(_Weight, n.weight, n.bias, x.detach(), self, id(n)) for n in layers
+        }
         self.x = _call(_Start, waits, self)
 
     def outputs(self, layer: Any) -> Tensor:
         """What `layer` gives."""
         bias = layer.bias.detach() if layer.bias is not None else None
-        y: Tensor = _call(_Layer, self.x, self.tokens[id(layer)], layer.weight.detach(), bias, self, id(layer))
+        y: Tensor = _call(
+            _Layer, self.x, self.tokens[id(layer)], layer.weight.detach(), bias, self, id(layer)
+        )
         return y
 
 
@@ -93,12 +101,18 @@ class _Start(Function):
 
 
 class _Weight(Function):
-    """Gives a token, through which its backward is told to run: the gradient itself is kept by `Overlapped`."""
+    """Gives a token, through which its backward is told to run: the gradient itself is kept by
+    `Overlapped`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, x: Tensor, way: Overlapped, key: int) -> Tensor:
+    def forward(
+        ctx: Any, weight: Tensor, bias: Tensor | None, x: Tensor, way: Overlapped, key: int
+    ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.way, ctx.key, ctx.has_bias = way, key, bias is not None
+        ctx.way = way
+        ctx.key = key
+        ctx.has_bias = bias is not None
         return weight.new_zeros(())
 
     @staticmethod
@@ -118,10 +132,17 @@ class _Weight(Function):
 class _Layer(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, token: Tensor, weight: Tensor, bias: Tensor | None, way: Overlapped, key: int
+        ctx: Any,
+        x: Tensor,
+        token: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        way: Overlapped,
+        key: int,
     ) -> Tensor:
         ctx.save_for_backward(weight)
-        ctx.way, ctx.key = way, key
+        ctx.way = way
+        ctx.key = key
         return functional.linear(x, weight.t() if way.transposed else weight, bias)
 
     @staticmethod
@@ -131,4 +152,11 @@ class _Layer(Function):
         if ctx.needs_input_grad[1]:
             ctx.way.grads[ctx.key] = grad
         inputs = grad @ (weight.t() if ctx.way.transposed else weight)
-        return inputs, grad.new_zeros(()) if ctx.needs_input_grad[1] else None, None, None, None, None
+        return (
+            inputs,
+            grad.new_zeros(()) if ctx.needs_input_grad[1] else None,
+            None,
+            None,
+            None,
+            None,
+        )

@@ -1,11 +1,13 @@
 """The plan of a model: which of its layers are divided, and where each is cut.
 
-[Note: sources] In this order, the first that has rules for a layer counts: rules of the user's (``layer_specs``) or the
-preset that the user names; the model's own ``tp_plan``; the preset of its type; heuristics. Of the last three only one
-is used, so that the two sides of a pair come from one source.
+[Note: sources] In this order, the first that has rules for a layer counts: rules of the user's
+(``layer_specs``) or the preset that the user names; the model's own ``tp_plan``; the preset of its
+type; heuristics. Of the last three only one is used, so that the two sides of a pair come from one
+source.
 
-[Note: one division for a pair] A row-parallel layer must be cut as the layers that give it its input are. So lengths
-inside an attention are cut into heads (the attention says how many), all others at multiples of the grain.
+[Note: one division for a pair] A row-parallel layer must be cut as the layers that give it its
+input are. So lengths inside an attention are cut into heads (the attention says how many), all
+others at multiples of the grain.
 """
 
 from __future__ import annotations
@@ -39,10 +41,11 @@ CUT = (Kind.COLUMN, Kind.ROW, Kind.VOCABULARY, Kind.EMBEDDING, Kind.HEADS)
 class Plan:
     """What is done with a model.
 
-    rules: by name of a module or a parameter. divisions: of those that are cut. attentions: by name, the heads of
-    attention modules that are divided. whole: linear layers that no rule is for, or that cannot be divided, and why.
-    unmatched: the numbers of `layer_specs` whose patterns match no parameter here. absent: the names of
-    `injection_policy_tuple` that no linear layer here has.
+    rules: by name of a module or a parameter. divisions: of those that are cut. attentions: by
+        name, the heads of attention modules that are divided. whole: linear layers that no rule is
+        for, or that cannot be divided, and why.
+    unmatched: the numbers of `layer_specs` whose patterns match no parameter here. absent: the
+        names of `injection_policy_tuple` that no linear layer here has.
     """
 
     rules: dict[str, Rule]
@@ -57,9 +60,14 @@ class Plan:
 class Planner:
     """Makes the plan of one model."""
 
-    def __init__(self, model: nn.Module, section: TensorParallelConfig, ranks: int, origin: str) -> None:
-        self.section, self.ranks, self.origin = section, ranks, origin
-        self.model, self.modules = model, dict(model.named_modules())
+    def __init__(
+        self, model: nn.Module, section: TensorParallelConfig, ranks: int, origin: str
+    ) -> None:
+        self.section = section
+        self.ranks = ranks
+        self.origin = origin
+        self.model = model
+        self.modules = dict(model.named_modules())
         self.parameters = dict(model.named_parameters())
         self.types = _model_types(model)
         self.plan = Plan({}, {}, {}, {}, "")
@@ -79,30 +87,45 @@ class Planner:
             n: r for n, r in rules.items() if not isinstance(self.modules.get(n), _hand_written())
         }
         self._divide()
-        linears = {n for n, m in self.modules.items() if is_linear(m) and not isinstance(m, _hand_written())}
+        linears = {
+            n
+            for n, m in self.modules.items()
+            if is_linear(m) and not isinstance(m, _hand_written())
+        }
         given = self.section.injection_policy_tuple or ()
-        self.plan.absent = [end for end in given if not any(ends_with(name, end) for name in linears)]
+        self.plan.absent = [
+            end for end in given if not any(ends_with(name, end) for name in linears)
+        ]
         for name in sorted(linears - set(rules)):
             self.plan.whole.setdefault(name, "no rule is for it")
-        if self.section.rules.strict_mode and (left := [n for n in self.plan.whole if n not in rules]):
+        if self.section.rules.strict_mode and (
+            left := [n for n in self.plan.whole if n not in rules]
+        ):
             shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
             raise self._error(
                 "partition_config.strict_mode",
                 f"linear layers without a rule: {shown}",
-                "add layer_specs for them (partition_type skip leaves a layer whole), or set strict_mode false",
+                "add layer_specs for them (partition_type skip leaves a layer whole), or set "
+                "strict_mode false",
             )
         return self.plan
 
-    # -- where rules come from ----------------------------------------------------------------------------------------
+    # -- where rules come from ---------------------------------------------------------------------
 
     def _specs(self, specs: list[LayerSpec]) -> None:
         """Rules of the user's, which are about names of parameters."""
         ours = [
-            spec.model_types is None or bool(set(self.types) & {t.lower() for t in spec.model_types}) for spec in specs
+            spec.model_types is None
+            or bool(set(self.types) & {t.lower() for t in spec.model_types})
+            for spec in specs
         ]
         used = {number for number, is_ours in enumerate(ours) if not is_ours}
         for name, param in self.parameters.items():
-            found = [n for n, s in enumerate(specs) if ours[n] and any(re.match(p, name) for p in s.patterns)]
+            found = [
+                n
+                for n, s in enumerate(specs)
+                if ours[n] and any(re.match(p, name) for p in s.patterns)
+            ]
             if not found:
                 continue
             used.update(found)
@@ -120,14 +143,22 @@ class Planner:
         if spec.partition_type == "skip":
             return Rule(Kind.SUM_GRADIENT if spec.grad_allreduce else Kind.WHOLE, source=source)
         if isinstance(layer, nn.Embedding):
-            dim = spec.partition_dim if spec.partition_dim is not None else self.section.rules.embedding_partition_dim
+            dim = (
+                spec.partition_dim
+                if spec.partition_dim is not None
+                else self.section.rules.embedding_partition_dim
+            )
             return Rule(Kind.EMBEDDING if dim else Kind.VOCABULARY, source=source)
         row = spec.partition_type == "row"
         dim = spec.partition_dim if spec.partition_dim is not None else int(row)
         entry = spec.shape[dim] if spec.shape is not None else 1
-        segments: int | tuple[int, ...] = tuple(entry) if isinstance(entry, list) else 1 if entry == -1 else entry
+        segments: int | tuple[int, ...] = (
+            tuple(entry) if isinstance(entry, list) else 1 if entry == -1 else entry
+        )
         gather = spec.gather_output
-        return Rule(Kind.ROW if row else Kind.COLUMN, segments, spec.partition_dim, gather, source=source)
+        return Rule(
+            Kind.ROW if row else Kind.COLUMN, segments, spec.partition_dim, gather, source=source
+        )
 
     def _defaults(self) -> None:
         """Rules of the preset, the model's plan, or heuristics, for what has none."""
@@ -138,13 +169,18 @@ class Planner:
             else:
                 found = self._planned(names)
         except ValueError as error:
-            raise self._error("", str(error), "write the rules as partition_config.layer_specs") from error
+            raise self._error(
+                "", str(error), "write the rules as partition_config.layer_specs"
+            ) from error
         for name, rule in found.items():
             self.plan.rules.setdefault(name, rule)
         self.plan.source = next((rule.source for rule in found.values()), "")
 
     def _preset(self, name: str, names: list[str]) -> Mapping[str, Rule]:
-        """The rules of the preset that the user names. ConfigError where it is for another family than the model's."""
+        """The rules of the preset that the user names.
+
+        ConfigError where it is for another family than the model's.
+        """
         own = presets.for_model_types(self.types)
         known: Mapping[str, Rule] = styles.rules_of_plan(styles.plan_of(self.model), names, "")
         if own is not None:
@@ -153,7 +189,9 @@ class Planner:
         if known and name not in (fit := {n: r for n, r in fit.items() if self._alike(r, known)}):
             use = f"use {' or '.join(fit)}, or leave it out" if fit else "leave it out"
             why = f"{name!r} is for another family than this model, whose type is {self.types[0]!r}"
-            raise self._error("preset_model", why, f"{use}: the model is known by its type or its tp_plan")
+            raise self._error(
+                "preset_model", why, f"{use}: the model is known by its type or its tp_plan"
+            )
         return presets.BUILT_IN[name].choose(names, f"preset {name}")
 
     def _alike(self, rules: Mapping[str, Rule], known: Mapping[str, Rule]) -> bool:
@@ -162,11 +200,17 @@ class Planner:
         A part of them is wrong without an error: queries that are divided, and keys that are not.
         """
         cut = [
-            {n: r.kind for n, r in some.items() if n in self.modules and is_linear(self.modules[n]) and r.kind in CUT}
+            {
+                n: r.kind
+                for n, r in some.items()
+                if n in self.modules and is_linear(self.modules[n]) and r.kind in CUT
+            }
             for some in (rules, known)
         ]
         parents = set.intersection(*({name.rpartition(".")[0] for name in some} for some in cut))
-        inside = [{n: kind for n, kind in some.items() if n.rpartition(".")[0] in parents} for some in cut]
+        inside = [
+            {n: kind for n, kind in some.items() if n.rpartition(".")[0] in parents} for some in cut
+        ]
         return bool(parents) and inside[0] == inside[1]
 
     def _planned(self, names: list[str]) -> Mapping[str, Rule]:
@@ -183,14 +227,19 @@ class Planner:
         return {**found, **self._ends(source)} if found else found
 
     def _ends(self, source: str) -> dict[str, Rule]:
-        """Rules for the input embedding and the output head, which presets and heuristics leave to the config."""
-        rules, found = self.section.rules, {}
+        """Rules for the input embedding and the output head, which presets and heuristics leave to
+        the config.
+        """
+        rules = self.section.rules
+        found = {}
         for name, module in self.modules.items():
             if is_linear(module) and name.rpartition(".")[2] in rules.lm_head_patterns:
                 found[name] = Rule(Kind.COLUMN, gather_output=True, source=source)
             get = getattr(module, "get_input_embeddings", None)
             if name == "" and callable(get):
-                inputs = [n for n, m in self.modules.items() if m is get() and isinstance(m, nn.Embedding)]
+                inputs = [
+                    n for n, m in self.modules.items() if m is get() and isinstance(m, nn.Embedding)
+                ]
                 kind = Kind.EMBEDDING if rules.embedding_partition_dim else Kind.VOCABULARY
                 found |= {n: Rule(kind, source=source) for n in inputs}
         return found
@@ -208,75 +257,116 @@ class Planner:
             if head not in rules or rules[head].kind not in CUT:
                 rules[head] = Rule(Kind.COLUMN, gather_output=True, source=source)
 
-    # -- where layers are cut ------------------------------------------------------------------------------------------
+    # -- where layers are cut ----------------------------------------------------------------------
 
     def _divide(self) -> None:
-        """Divisions of all that is cut; drops the rules of attentions with too few heads for the ranks."""
-        rules, grain = self.plan.rules, self.section.tensor_parallel.tp_grain_size
-        around: dict[str, list[str]] = defaultdict(list)  # columns, by the module around them and the next
+        """Divisions of all that is cut; drops the rules of attentions with too few heads for the
+        ranks.
+        """
+        rules = self.plan.rules
+        grain = self.section.tensor_parallel.tp_grain_size
+        # columns, by the module around them and the next
+        around: dict[str, list[str]] = defaultdict(list)
         for name, rule in rules.items():
             if rule.kind is Kind.COLUMN and not rule.gather_output and name in self.modules:
                 parent = name.rpartition(".")[0]
                 around[parent].append(name)
                 around[parent.rpartition(".")[0] + "/"].append(name)
-        units = {parent: heads_of(self.modules[parent]) for parent in around if not parent.endswith("/")}
-        few = {parent: heads for parent, heads in units.items() if heads is not None and heads.keys < self.ranks}
-        whole = {parent: heads for parent, heads in few.items() if not self._copies_keys(around[parent], heads)}
-        self.plan.attentions = {p: heads for p, heads in units.items() if heads is not None and p not in whole}
+        units = {
+            parent: heads_of(self.modules[parent]) for parent in around if not parent.endswith("/")
+        }
+        few = {
+            parent: heads
+            for parent, heads in units.items()
+            if heads is not None and heads.keys < self.ranks
+        }
+        whole = {
+            parent: heads
+            for parent, heads in few.items()
+            if not self._copies_keys(around[parent], heads)
+        }
+        self.plan.attentions = {
+            p: heads for p, heads in units.items() if heads is not None and p not in whole
+        }
         self._add_tables()
         for name in list(rules):
             rule = rules[name]
             if rule.kind not in CUT:
-                if rule.kind is not Kind.WHOLE and any(name.startswith(parent + ".") for parent in whole):
+                if rule.kind is not Kind.WHOLE and any(
+                    name.startswith(parent + ".") for parent in whole
+                ):
                     rules[name] = dataclasses.replace(rule, kind=Kind.WHOLE)
                 continue
             owner = self._heads_of(name, rule, around, units)
             if owner is not None and owner[0] in whole:
                 keys = owner[1].keys
-                self.plan.whole[name] = f"{owner[0]} has {keys} heads of keys and values for {self.ranks} ranks"
+                self.plan.whole[name] = (
+                    f"{owner[0]} has {keys} heads of keys and values for {self.ranks} ranks"
+                )
                 del rules[name]
             elif owner is not None and rule.kind is Kind.COLUMN and self._of_keys(name, owner[1]):
                 rules[name] = dataclasses.replace(rule, kind=Kind.COPIED)
             else:
-                self.plan.divisions[name] = self._division(name, rule, owner[1] if owner is not None else None, grain)
+                self.plan.divisions[name] = self._division(
+                    name, rule, owner[1] if owner is not None else None, grain
+                )
 
     def _division(self, name: str, rule: Rule, heads: Heads | None, grain: int) -> Division:
         try:
-            lengths = rule.lengths(self._length(name, rule), heads.fused if heads is not None else ())
+            lengths = rule.lengths(
+                self._length(name, rule), heads.fused if heads is not None else ()
+            )
             if heads is not None:
                 found = Division.by_count(lengths, heads.units(self.ranks), self.ranks)
             else:
                 found = Division.by_unit(lengths, grain, self.ranks)
         except ValueError as error:
-            raise self._error("", f"{name} ({rule.source}): {error}", "give its shape in layer_specs") from error
+            raise self._error(
+                "", f"{name} ({rule.source}): {error}", "give its shape in layer_specs"
+            ) from error
         if min(found.sizes()) == 0:
             why = f"{name}: a length of {found.length} does not reach for {self.ranks} ranks"
             raise self._error("", why, "use fewer ranks")
         return found
 
     def _copies_keys(self, columns: list[str], heads: Heads) -> bool:
-        """Whether queries can be divided one by one: keys and values have plain layers of their own."""
+        """Whether queries can be divided one by one: keys and values have plain layers of their
+        own.
+        """
         queries, keys, _ = heads.fused
         modules = {name: self.modules[name] for name in columns}
         return heads.queries >= self.ranks and all(
             self.plan.rules[name].segments == 1
-            and (widths(m)[1] == queries or (widths(m)[1] == keys and is_plain(m) and not is_transposed(m)))
+            and (
+                widths(m)[1] == queries
+                or (widths(m)[1] == keys and is_plain(m) and not is_transposed(m))
+            )
             for name, m in modules.items()
         )
 
     def _of_keys(self, name: str, heads: Heads) -> bool:
         """Whether every rank computes the outputs of this layer that its queries need."""
-        return heads.keys < self.ranks and name in self.modules and widths(self.modules[name])[1] == heads.fused[1]
+        return (
+            heads.keys < self.ranks
+            and name in self.modules
+            and widths(self.modules[name])[1] == heads.fused[1]
+        )
 
     def _add_tables(self) -> None:
         """Embeddings of one number for each head (relative positions) are cut as the heads are."""
         for name, heads in self.plan.attentions.items():
             for key, child in self.modules[name].named_children():
                 if isinstance(child, nn.Embedding) and child.embedding_dim == heads.queries:
-                    self.plan.rules[f"{name}.{key}"] = Rule(Kind.HEADS, source=f"the heads of {name}")
+                    self.plan.rules[f"{name}.{key}"] = Rule(
+                        Kind.HEADS, source=f"the heads of {name}"
+                    )
 
     def _heads_of(
-        self, name: str, rule: Rule, around: Mapping[str, list[str]], units: Mapping[str, Heads | None]
+        self,
+        name: str,
+        rule: Rule,
+        around: Mapping[str, list[str]],
+        units: Mapping[str, Heads | None],
     ) -> tuple[str, Heads] | None:
         """(attention, its heads) where the layer is cut into heads."""
         parent = name.rpartition(".")[0]
@@ -284,7 +374,12 @@ class Planner:
             owner: str | None = parent
         elif rule.kind is Kind.ROW and not rule.split_input and name in self.modules:
             width = widths(self.modules[name])[0]
-            beside = around.get(parent) or around.get(parent + "/") or around.get(parent.rpartition(".")[0] + "/") or []
+            beside = (
+                around.get(parent)
+                or around.get(parent + "/")
+                or around.get(parent.rpartition(".")[0] + "/")
+                or []
+            )
             owner = next((c.rpartition(".")[0] for c in beside if self._gives(c, width)), None)
         else:
             owner = None
@@ -297,14 +392,23 @@ class Planner:
         if segments == "heads":
             heads = heads_of(self.modules[column.rpartition(".")[0]])
             segments = heads.fused if heads is not None else 1
-        return width in (out, *(segments if isinstance(segments, tuple) else (out // segments,))) or out == 3 * width
+        return (
+            width in (out, *(segments if isinstance(segments, tuple) else (out // segments,)))
+            or out == 3 * width
+        )
 
     def _length(self, name: str, rule: Rule) -> int:
         """The length that is cut."""
         module = self.modules.get(name)
         if module is None:
             param = self.parameters[name]
-            dim = rule.dim if rule.dim is not None else -1 if rule.kind is Kind.ROW or param.dim() == 1 else -2
+            dim = (
+                rule.dim
+                if rule.dim is not None
+                else -1
+                if rule.kind is Kind.ROW or param.dim() == 1
+                else -2
+            )
             return param.shape[dim]
         if isinstance(module, nn.Embedding):
             check_embedding(module)
@@ -312,7 +416,9 @@ class Planner:
         if not is_linear(module):
             raise ValueError(f"a {type(module).__name__} is no linear layer")
         if rule.kind is Kind.ROW and not is_plain(module):
-            raise ValueError(f"a {type(module).__name__} has a forward of its own, so its input cannot be cut")
+            raise ValueError(
+                f"a {type(module).__name__} has a forward of its own, so its input cannot be cut"
+            )
         return widths(module)[0 if rule.kind is Kind.ROW else 1]
 
     def _error(self, key: str, message: str, fix: str) -> ConfigError:
@@ -321,7 +427,10 @@ class Planner:
 
 
 def make_plan(model: nn.Module, section: TensorParallelConfig, ranks: int, origin: str) -> Plan:
-    """The plan of `model` for so many ranks. ConfigError where rules do not fit. Does not change the model."""
+    """The plan of `model` for so many ranks.
+
+    ConfigError where rules do not fit. Does not change the model.
+    """
     return Planner(model, section, ranks, origin).make()
 
 
@@ -344,4 +453,6 @@ def _model_types(model: nn.Module) -> list[str]:
                 yield text() if callable(text) else config
                 return
 
-    return [t.lower() for t in (getattr(c, "model_type", None) for c in configs()) if isinstance(t, str)]
+    return [
+        t.lower() for t in (getattr(c, "model_type", None) for c in configs()) if isinstance(t, str)
+    ]

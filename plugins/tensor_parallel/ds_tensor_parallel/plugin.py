@@ -1,4 +1,6 @@
-"""What this distribution offers to ds_core: the section ``tensor_parallel``, its axis, transform and compile pass."""
+"""What this distribution offers to ds_core: the section ``tensor_parallel``, its axis, transform
+and compile pass.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,9 @@ __all__ = ["BUILT_IN", "Preset", "for_model_types"]
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A family. rules: by regular expression of module or parameter names, the first that matches counts."""
+    """A family. rules: by regular expression of module or parameter names, the first that matches
+    counts.
+    """
 
     name: str
     model_types: tuple[str, ...]
@@ -31,10 +33,15 @@ class Preset:
         return found
 
 
-_COLUMN, _ROW = Rule(Kind.COLUMN), Rule(Kind.ROW)
-_QKV, _PAIR = Rule(Kind.COLUMN, segments="heads"), Rule(Kind.COLUMN, segments=2)
+_COLUMN = Rule(Kind.COLUMN)
+_ROW = Rule(Kind.ROW)
+_QKV = Rule(Kind.COLUMN, segments="heads")
+_PAIR = Rule(Kind.COLUMN, segments=2)
 
-_MLP = {r"(mlp|shared_experts)\.(gate|up)_proj$": _COLUMN, r"(mlp|shared_experts)\.down_proj$": _ROW}
+_MLP = {
+    r"(mlp|shared_experts)\.(gate|up)_proj$": _COLUMN,
+    r"(mlp|shared_experts)\.down_proj$": _ROW,
+}
 _LLAMA = {r"self_attn\.[qkv]_proj$": _COLUMN, r"self_attn\.o_proj$": _ROW, **_MLP}
 _EXPERTS = {
     r"experts\.gate_up_proj$": _PAIR,
@@ -58,7 +65,8 @@ BUILT_IN: Mapping[str, Preset] = {
             },
         ),
         Preset(
-            "chatglm",  # all queries, then all keys, then all values; two matrices for its gated activation
+            # all queries, then all keys, then all values; two matrices for its gated activation
+            "chatglm",
             ("chatglm",),
             {
                 r"self_attention\.query_key_value$": _QKV,
@@ -81,7 +89,12 @@ BUILT_IN: Mapping[str, Preset] = {
         Preset(
             "gpt2",
             ("gpt2",),
-            {r"attn\.c_attn$": _QKV, r"attn\.c_proj$": _ROW, r"mlp\.c_fc$": _COLUMN, r"mlp\.c_proj$": _ROW},
+            {
+                r"attn\.c_attn$": _QKV,
+                r"attn\.c_proj$": _ROW,
+                r"mlp\.c_fc$": _COLUMN,
+                r"mlp\.c_proj$": _ROW,
+            },
         ),
         Preset("llama", ("llama", "mistral"), _LLAMA),
         Preset("mixtral", ("mixtral",), _LLAMA | _EXPERTS),

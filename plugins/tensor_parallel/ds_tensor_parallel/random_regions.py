@@ -1,12 +1,14 @@
-"""Random numbers of tensor-parallel ranks: alike where all compute the same, each rank's own inside divided layers.
+"""Random numbers of tensor-parallel ranks: alike where all compute the same, each rank's own inside
+divided layers.
 
-Between a column-parallel layer and the row-parallel layer that ends the pair every rank has other elements, so dropout
-there draws from the stream "model-parallel-rng" (`ds_run_state.random_streams`); everywhere else it draws from the
-generators themselves, which are made alike on the ranks of a group. Were they not, ranks would drop other elements of
-what they all hold, and drift apart without a word.
+Between a column-parallel layer and the row-parallel layer that ends the pair every rank has other
+elements, so dropout there draws from the stream "model-parallel-rng"
+(`ds_run_state.random_streams`); everywhere else it draws from the generators themselves, which are
+made alike on the ranks of a group. Were they not, ranks would drop other elements of what they all
+hold, and drift apart without a word.
 
-With divided sequences the ranks have other tokens in a block, too, except between the gathering in front of a region
-and its first column-parallel layer.
+With divided sequences the ranks have other tokens in a block, too, except between the gathering in
+front of a region and its first column-parallel layer.
 """
 
 from __future__ import annotations
@@ -32,11 +34,14 @@ _OFFSET = 2718
 
 
 def divide_random_numbers(model: nn.Module, ctx: Context, place: Place) -> None:
-    """Make the generators of a group alike, begin each rank's own stream, and use it inside divided layers. Collective.
+    """Make the generators of a group alike, begin each rank's own stream, and use it inside divided
+    layers. Collective.
 
-    The stream begins as `STREAMS.seed_model_parallel` makes it, with the seed of the group's first rank.
+    The stream begins as `STREAMS.seed_model_parallel` makes it, with the seed of the group's first
+    rank.
     """
-    accelerator, source = ctx.accelerator, ctx.mesh.ranks("tp")[0]
+    accelerator = ctx.accelerator
+    source = ctx.mesh.ranks("tp")[0]
     torch.set_rng_state(_of_first(torch.get_rng_state(), ctx, place, source))
     if accelerator.device_type != "cpu":
         accelerator.set_rng_state(_of_first(accelerator.get_rng_state(), ctx, place, source))
@@ -71,9 +76,13 @@ def _of_first(value: Tensor, ctx: Context, place: Place, source: int) -> Tensor:
 
 
 def drops(module: nn.Module) -> bool:
-    """Whether dropout is anywhere in it: a layer, or an attribute such as attention_dropout that is not 0."""
+    """Whether dropout is anywhere in it: a layer, or an attribute such as attention_dropout that is
+    not 0.
+    """
     return any(
-        isinstance(value, float) and value > 0 and ("drop" in name or (name == "p" and isinstance(part, _DropoutNd)))
+        isinstance(value, float)
+        and value > 0
+        and ("drop" in name or (name == "p" and isinstance(part, _DropoutNd)))
         for part in module.modules()
         for name, value in vars(part).items()
     )
@@ -82,13 +91,14 @@ def drops(module: nn.Module) -> bool:
 class _Region:
     """Where a rank draws from its own stream.
 
-    Opened by the output of a column-parallel layer, closed by the input of a row-parallel one or the end. lasting: it
-    is opened where a block begins, too, which is not called again when the block is recomputed: then `STREAMS` alone
-    knows that it is open.
+    Opened by the output of a column-parallel layer, closed by the input of a row-parallel one or
+    the end. lasting: it is opened where a block begins, too, which is not called again when the
+    block is recomputed: then `STREAMS` alone knows that it is open.
     """
 
     def __init__(self, *, lasting: bool = False) -> None:
-        self._lasting, self._opened = lasting, False
+        self._lasting = lasting
+        self._opened = False
 
     def around(self, module: nn.Module, columns: Iterable[nn.Module]) -> None:
         """Watch the layers of `module`."""

@@ -1,4 +1,6 @@
-"""Do the ranks of a group work on the same samples? Checked in the first steps: nothing else would show it."""
+"""Do the ranks of a group work on the same samples? Checked in the first steps: nothing else would
+show it.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,14 @@ _RANDOM = "the random state"
 
 
 def compare_inputs(model: nn.Module, accelerator: Accelerator, place: Place) -> None:
-    """UsageError on all ranks of the group where the first forwards of `model` are given other inputs on one of them.
+    """UsageError on all ranks of the group where the first forwards of `model` are given other
+    inputs on one of them.
 
-    With dropout in the model the random state must be alike, too. A forward that torch.compile traces compares nothing:
-    that would break its graph.
+    With dropout in the model the random state must be alike, too. A forward that torch.compile
+    traces compares nothing: that would break its graph.
     """
-    left, random = CHECKED, drops(model)
+    left = CHECKED
+    random = drops(model)
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal left
@@ -45,7 +49,9 @@ def compare_inputs(model: nn.Module, accelerator: Accelerator, place: Place) -> 
             mine[_RANDOM] = _digest(accelerator.get_rng_state())
         found = comm.all_gather_json(mine, group=place.group)
         for rank, other in enumerate(found):
-            if names := sorted(n for n in found[0].keys() | other.keys() if found[0].get(n) != other.get(n)):
+            if names := sorted(
+                n for n in found[0].keys() | other.keys() if found[0].get(n) != other.get(n)
+            ):
                 raise UsageError(_message(names, rank))
 
     handle = model.register_forward_pre_hook(compare, with_kwargs=True)
@@ -54,12 +60,15 @@ def compare_inputs(model: nn.Module, accelerator: Accelerator, place: Place) -> 
 def _message(names: list[str], rank: int) -> str:
     if names == [_RANDOM]:
         return (
-            f"tensor-parallel rank {rank} has another random state than rank 0, so dropout would make them differ; "
-            "after initialize call torch.manual_seed with one seed for all ranks of the group, or not at all"
+            f"tensor-parallel rank {rank} has another random state than rank 0, so dropout would "
+            "make them differ; "
+            "after initialize call torch.manual_seed with one seed for all ranks of the group, or "
+            "not at all"
         )
     shown = ", ".join(n for n in names if n != _RANDOM)
     return (
-        f"tensor-parallel ranks 0 and {rank} are given different inputs: {shown}; ranks of one group divide layers and "
+        f"tensor-parallel ranks 0 and {rank} are given different inputs: {shown}; ranks of one "
+        "group divide layers and "
         "must work on the same samples. Give the data set to initialize, or divide it by "
         "engine.ctx.mesh.index('batch') of mesh.size('batch'), not by the global rank"
     )

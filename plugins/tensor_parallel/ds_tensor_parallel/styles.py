@@ -43,7 +43,8 @@ STYLES: Mapping[str, Rule] = {
 
 
 def plan_of(model: nn.Module) -> dict[str, str]:
-    """The styles by pattern of names, of the model or of models in it; empty where there is none."""
+    """The styles by pattern of names, of the model or of models in it; empty where there is
+    none."""
     found: dict[str, str] = {}
     taken: list[str] = []
     for name, module in model.named_modules():
@@ -51,7 +52,11 @@ def plan_of(model: nn.Module) -> dict[str, str]:
             continue
         plan = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None)
         if not plan:
-            plan = getattr(getattr(module, "config", None), "base_model_tp_plan", None) if name == "" else None
+            plan = (
+                getattr(getattr(module, "config", None), "base_model_tp_plan", None)
+                if name == ""
+                else None
+            )
         if isinstance(plan, Mapping) and plan:
             prefix = f"{name}." if name else ""
             found |= {prefix + pattern: style for pattern, style in plan.items()}
@@ -60,11 +65,16 @@ def plan_of(model: nn.Module) -> dict[str, str]:
 
 
 def rules_of_plan(plan: Mapping[str, str], names: Iterable[str], source: str) -> Rules:
-    """The rules for those of `names` that the plan has. ValueError for a style that is not known."""
+    """The rules for those of `names` that the plan has.
+
+    ValueError for a style that is not known.
+    """
     import dataclasses
 
     if unknown := sorted(set(plan.values()) - set(STYLES)):
-        raise ValueError(f"its tp_plan has styles {unknown}, which are not known; known are {', '.join(STYLES)}")
+        raise ValueError(
+            f"its tp_plan has styles {unknown}, which are not known; known are {', '.join(STYLES)}"
+        )
     found = {}
     for name in names:
         style = plan.get(name) or plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))

@@ -1,4 +1,6 @@
-"""The transform: layers change their class, parameters are cut to this rank's parts, and what is cut is declared."""
+"""The transform: layers change their class, parameters are cut to this rank's parts, and what is
+cut is declared.
+"""
 
 from __future__ import annotations
 
@@ -54,25 +56,31 @@ _NO_MATRIX = (Kind.WHOLE, Kind.SUM_GRADIENT)
 def divide(model: nn.Module, ctx: Context) -> nn.Module:
     """The model with its layers divided over ``tp``. Collective.
 
-    Raises ConfigError when nothing can be divided, or a rule does not fit; UsageError when weights are not whole.
-    Weights that are kept elsewhere, as after ``ds_zero.Init``, are brought here one at a time, if they are cut.
+    Raises ConfigError when nothing can be divided, or a rule does not fit; UsageError when weights
+    are not whole. Weights that are kept elsewhere, as after ``ds_zero.Init``, are brought here one
+    at a time, if they are cut.
     """
     undo = Undo()
     ctx.undo(undo.run, collective=True)  # as one: layers that are whole again need whole weights
     with with_shapes(model), changing(model, undo):
         if empty := [name for name, param in model.named_parameters() if not param.numel()]:
-            raise UsageError(f"{empty[0]} has no elements here, and tensor parallelism cuts whole weights")
+            raise UsageError(
+                f"{empty[0]} has no elements here, and tensor parallelism cuts whole weights"
+            )
         _check_shared(model, ctx)
         return _divide(model, ctx, undo)
 
 
 def _check_shared(model: nn.Module, ctx: Context) -> None:
-    """Raise UsageError where a weight that is kept elsewhere may have other values on other ranks along ``tp``."""
+    """Raise UsageError where a weight that is kept elsewhere may have other values on other ranks
+    along ``tp``.
+    """
     ranks = set(ctx.mesh.ranks("tp"))
     for name, param in model.named_parameters():
         if (lazy := lazy_weight(param)) is not None and not ranks <= set(lazy.ranks):
             raise UsageError(
-                f"{name} was made by ds_zero.Init over ranks {list(lazy.ranks)}, and the ranks along tp are "
+                f"{name} was made by ds_zero.Init over ranks {list(lazy.ranks)}, and the ranks "
+                "along tp are "
                 f"{sorted(ranks)}: their values may differ. Give Init no data_parallel_group"
             )
 
@@ -84,17 +92,22 @@ def _divide(model: nn.Module, ctx: Context, undo: Undo) -> nn.Module:
     cuts = _Cuts(model, ctx, place)
     families = _Families(model, _overlaps(section, ctx))
     hand_written = list(_bind_hand_written(model, section, place, cuts, families))
-    stages = ctx.mesh.group("pp") if ctx.mesh.has("pp") else ALONE  # some may have no layers to divide
-    told = comm.all_gather_json([bool(plan.divisions or hand_written), plan.unmatched, plan.absent], group=stages)
+    # some may have no layers to divide
+    stages = ctx.mesh.group("pp") if ctx.mesh.has("pp") else ALONE
+    told = comm.all_gather_json(
+        [bool(plan.divisions or hand_written), plan.unmatched, plan.absent], group=stages
+    )
     _check_names(set.intersection(*(set(absent) for _, _, absent in told)), ctx.config.origin)
     if not any(divides for divides, _, _ in told):
         raise ConfigError(
             [
                 Problem(
                     "tensor_parallel",
-                    f"no layer of {type(model).__name__} can be divided: it has no tp_plan, no preset is for it, and "
+                    f"no layer of {type(model).__name__} can be divided: it has no tp_plan, no "
+                    "preset is for it, and "
                     "no pair of linear layers was recognized",
-                    "describe its layers with partition_config.layer_specs, or build it of ds_tensor_parallel's layers",
+                    "describe its layers with partition_config.layer_specs, or build it of "
+                    "ds_tensor_parallel's layers",
                 )
             ],
             ctx.config.origin,
@@ -117,7 +130,9 @@ def _divide(model: nn.Module, ctx: Context, undo: Undo) -> nn.Module:
 
 
 def _check_names(absent: set[str], origin: str) -> None:
-    """Raise ConfigError for names that no layer has on any stage: the layers that are meant would not be summed."""
+    """Raise ConfigError for names that no layer has on any stage: the layers that are meant would
+    not be summed.
+    """
     if absent:
         shown = ", ".join(map(repr, sorted(absent)))
         why = f"{shown}: no linear layer of the model has a name that ends so"
@@ -126,11 +141,14 @@ def _check_names(absent: set[str], origin: str) -> None:
 
 
 def _tell_unmatched(section: TensorParallelConfig, unmatched: set[int]) -> None:
-    """Warn of specs that match nothing on any stage: one list may serve several models, and a slip looks the same."""
+    """Warn of specs that match nothing on any stage: one list may serve several models, and a slip
+    looks the same.
+    """
     specs = section.partition_config.layer_specs if section.partition_config is not None else []
     for number in sorted(unmatched):
         log.warning(
-            "tensor_parallel.partition_config.layer_specs.%d.patterns: %s match no parameter of the model",
+            "tensor_parallel.partition_config.layer_specs.%d.patterns: %s match no parameter of "
+            "the model",
             number,
             specs[number].patterns,
         )
@@ -142,7 +160,9 @@ def _overlaps(section: TensorParallelConfig, ctx: Context) -> bool:
         return False
     if sharded := ctx.config.has(Trait.RELEASES_WEIGHTS):
         if ctx.rank == 0:
-            log.warning("tp_overlap_comm has no effect with ZeRO 3: weights come and go layer by layer")
+            log.warning(
+                "tp_overlap_comm has no effect with ZeRO 3: weights come and go layer by layer"
+            )
     return not sharded
 
 
@@ -150,7 +170,8 @@ class _Families:
     """The column-parallel layers beside each other, which may be given the same tensor."""
 
     def __init__(self, model: nn.Module, overlap: bool) -> None:
-        self._model, self._overlap = model, overlap
+        self._model = model
+        self._overlap = overlap
         self._known: dict[str, Siblings] = {}
 
     def of(self, name: str) -> Siblings:
@@ -160,7 +181,8 @@ class _Families:
             made = self._known[around] = Siblings(self._overlap)
             module = self._model.get_submodule(around)
             module.register_forward_pre_hook(made.forget)
-            # Always: where a block is recomputed, torch leaves it by an exception once it has what it needs.
+            # Always: where a block is recomputed, torch leaves it by an exception once it has what
+            # it needs.
             module.register_forward_hook(made.forget, always_call=True)
         return self._known[around]
 
@@ -176,9 +198,14 @@ def _bind_hand_written(
             if isinstance(module, ColumnParallelLinear) and name:
                 module.siblings = families.of(name)
                 module.siblings.add(module, type(module).__mro__[1] is Column)
-        elif isinstance(module, (VocabParallelEmbedding, HiddenParallelEmbedding)) and module.tp is None:
+        elif (
+            isinstance(module, (VocabParallelEmbedding, HiddenParallelEmbedding))
+            and module.tp is None
+        ):
             length = module.weight.shape[0 if isinstance(module, VocabParallelEmbedding) else 1]
-            division = Division.by_unit((length,), section.tensor_parallel.tp_grain_size, place.size)
+            division = Division.by_unit(
+                (length,), section.tensor_parallel.tp_grain_size, place.size
+            )
         else:
             continue
         module.bind(place, division)
@@ -190,7 +217,8 @@ def _convert(model: nn.Module, plan: Plan, place: Place, cuts: _Cuts, families: 
     """Make the modules that have rules what the rules say."""
     modules = dict(model.named_modules())
     for name, rule in plan.rules.items():
-        module, division = modules.get(name), plan.divisions.get(name)
+        module = modules.get(name)
+        division = plan.divisions.get(name)
         if module is None:
             assert division is not None
             _cut_parameter(model, name, rule, division, cuts)
@@ -204,7 +232,9 @@ def _convert(model: nn.Module, plan: Plan, place: Place, cuts: _Cuts, families: 
             _bind(made, place, division, cuts)
         elif rule.kind is Kind.COPIED:
             heads = plan.attentions[name.rpartition(".")[0]]
-            outputs = [(key * heads.size, heads.size) for key in heads.share(place.size, place.rank).keys]
+            outputs = [
+                (key * heads.size, heads.size) for key in heads.share(place.size, place.rank).keys
+            ]
             copied(module, families.of(name)).choose(place, outputs)
         elif rule.kind in (Kind.VOCABULARY, Kind.EMBEDDING, Kind.HEADS):
             assert isinstance(module, nn.Embedding)
@@ -212,8 +242,13 @@ def _convert(model: nn.Module, plan: Plan, place: Place, cuts: _Cuts, families: 
         else:
             _surround(module, modules[name.rpartition(".")[0]], rule, place)
     partial = [modules[name] for name, rule in plan.rules.items() if rule.kind is Kind.EXPERTS]
-    partial = [module for module in partial if not isinstance(module, (nn.ModuleList, nn.ModuleDict))]  # never called
-    for param in {param: None for module in partial for param in module.parameters() if param not in cuts}:
+    # never called
+    partial = [
+        module for module in partial if not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    ]
+    for param in {
+        param: None for module in partial for param in module.parameters() if param not in cuts
+    }:
         sum_gradient(param, place)  # used on each rank's own part of the sum
 
 
@@ -221,7 +256,8 @@ def _divide_losses(model: nn.Module, plan: Plan) -> None:
     """Output heads whose model can compute its loss from divided logits."""
     for name, rule in plan.rules.items():
         if rule.kind is Kind.COLUMN and rule.gather_output:
-            head, owner = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
+            head = model.get_submodule(name)
+            owner = model.get_submodule(name.rpartition(".")[0])
             get = getattr(owner, "get_output_embeddings", None)
             if callable(get) and get() is head:
                 divide_loss(owner, head)
@@ -233,12 +269,20 @@ def _bind(module: Any, place: Place, division: Division | None, cuts: _Cuts) -> 
     cuts.add(module, module.cuts())
 
 
-def _cut_parameter(model: nn.Module, name: str, rule: Rule, division: Division, cuts: _Cuts) -> None:
+def _cut_parameter(
+    model: nn.Module, name: str, rule: Rule, division: Division, cuts: _Cuts
+) -> None:
     """A parameter that is no linear layer's: experts, stacked as [experts, outputs, inputs]."""
     owner, _, last = name.rpartition(".")
     module = model.get_submodule(owner)
     param = getattr(module, last)
-    dim = rule.dim if rule.dim is not None else -1 if rule.kind is Kind.ROW or param.dim() == 1 else -2
+    dim = (
+        rule.dim
+        if rule.dim is not None
+        else -1
+        if rule.kind is Kind.ROW or param.dim() == 1
+        else -2
+    )
     cuts.add(module, {last: Cut(dim % param.dim(), division)})
 
 
@@ -257,10 +301,13 @@ def _surround(module: nn.Module, around: nn.Module, rule: Rule, place: Place) ->
 
 
 class _Cuts:
-    """What is cut of a model's parameters; done for all at once. done: what this rank has of each."""
+    """What is cut of a model's parameters; done for all at once. done: what this rank has of
+    each."""
 
     def __init__(self, model: nn.Module, ctx: Context, place: Place) -> None:
-        self._model, self._ctx, self._place = model, ctx, place
+        self._model = model
+        self._ctx = ctx
+        self._place = place
         self._names = {param: name for name, param in model.named_parameters()}
         self._cuts: dict[nn.Parameter, Cut] = {}
         self.done: dict[nn.Parameter, Slice] = {}
@@ -269,7 +316,10 @@ class _Cuts:
         return param in self._cuts
 
     def add(self, module: nn.Module, cuts: dict[str, Cut]) -> None:
-        """Cut parameters of `module`. ConfigError where two layers that share one would cut it differently."""
+        """Cut parameters of `module`.
+
+        ConfigError where two layers that share one would cut it differently.
+        """
         for key, cut in cuts.items():
             param = getattr(module, key)
             if param is None:
@@ -279,7 +329,8 @@ class _Cuts:
                     [
                         Problem(
                             "tensor_parallel",
-                            f"{self._names[param]} is shared by layers that would be cut differently",
+                            f"{self._names[param]} is shared by layers that would be cut "
+                            "differently",
                             "give both the same rule in partition_config.layer_specs",
                         )
                     ],
@@ -288,17 +339,21 @@ class _Cuts:
 
     @torch.no_grad()
     def share_and_cut(self) -> None:
-        """Every rank takes the first one's values, of all parameters and buffers, and keeps its parts of them."""
+        """Every rank takes the first one's values, of all parameters and buffers, and keeps its
+        parts of them.
+        """
         known = self._ctx.stash.get(SLICES)
         slices = dict(known) if known is not None else {}
         for param, name in self._names.items():
-            cut, lazy = self._cuts.get(param), lazy_weight(param)
+            cut = self._cuts.get(param)
+            lazy = lazy_weight(param)
             if cut is None:
                 if lazy is None:
                     param.data = self._shared(param)
                 continue
             full = self._shared(param) if lazy is None else lazy.take(param)
-            ranges, here = cut.division.ranges(self._place.rank), Slice.of(full.shape)
+            ranges = cut.division.ranges(self._place.rank)
+            here = Slice.of(full.shape)
             slices[name] = slices.get(name, here).keep("tp", cut.dim, ranges)
             self.done[param] = own = here.keep("tp", cut.dim, ranges)
             reshape(param, own.take(full).clone())
@@ -315,13 +370,25 @@ class _Cuts:
 
 
 def _tell(plan: Plan, hand_written: int, size: int) -> None:
-    kinds = Counter(rule.kind.value for name, rule in plan.rules.items() if rule.kind not in _NO_MATRIX)
+    kinds = Counter(
+        rule.kind.value for name, rule in plan.rules.items() if rule.kind not in _NO_MATRIX
+    )
     if hand_written:
         kinds["written by hand"] = hand_written
     counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    log.info("tensor parallelism over %d ranks by %s: %s", size, plan.source or "rules of the config", counted)
+    log.info(
+        "tensor parallelism over %d ranks by %s: %s",
+        size,
+        plan.source or "rules of the config",
+        counted,
+    )
     if plan.whole:
         some = ", ".join(list(plan.whole)[:5])
-        log.info("%d linear layers stay whole: %s%s", len(plan.whole), some, ", ..." if len(plan.whole) > 5 else "")
+        log.info(
+            "%d linear layers stay whole: %s%s",
+            len(plan.whole),
+            some,
+            ", ..." if len(plan.whole) > 5 else "",
+        )
     for why in dict.fromkeys(plan.whole.values()):
         log.info("whole: %s", why)

@@ -30,7 +30,9 @@ def compare(
         engine, *_ = ds_core.initialize(model=model, config=settings(tp, stage, **keys))
         got = train(engine, STEPS)
         if dp == 1:
-            off[f"losses, stage {stage}"] = max(abs(a - b) for a, b in zip(got, losses, strict=True))
+            off[f"losses, stage {stage}"] = max(
+                abs(a - b) for a, b in zip(got, losses, strict=True)
+            )
         off[f"weights, stage {stage}"] = weights_off(engine, truth)
         engine.destroy()
     return off
@@ -48,7 +50,9 @@ def test_trains_as_one_process(kind: str, world: int, tp: int, stages: list[int]
 
 
 @pytest.mark.parametrize(
-    ("tp", "keys"), [(2, {"num_key_value_heads": 1}), pytest.param(3, {}, marks=pytest.mark.slow)], ids=["one", "two"]
+    ("tp", "keys"),
+    [(2, {"num_key_value_heads": 1}), pytest.param(3, {}, marks=pytest.mark.slow)],
+    ids=["one", "two"],
 )
 def test_fewer_heads_of_keys_than_ranks(tp: int, keys: dict[str, Any]) -> None:
     """Each rank computes keys and values for its own queries, from weights that all have."""
@@ -75,13 +79,16 @@ def test_every_stage(kind: str, tp: int, keys: dict[str, Any], sizes: dict[str, 
 
 
 def trained_later(stage: int) -> float:
-    """Norms of heads are frozen until `initialize` is over: how far their gradients are off, beside their size."""
+    """Norms of heads are frozen until `initialize` is over: how far their gradients are off, beside
+    their size.
+    """
     import torch
     from ds_access import safe_get_full_grad
 
     import ds_core
 
-    truth, model = hugging_face("qwen3"), hugging_face("qwen3")
+    truth = hugging_face("qwen3")
+    model = hugging_face("qwen3")
     norms = {n: p for n, p in model.named_parameters() if "q_norm" in n or "k_norm" in n}
     for param in norms.values():
         param.requires_grad_(False)
@@ -94,7 +101,10 @@ def trained_later(stage: int) -> float:
     truth(input_ids=batch, labels=batch).loss.backward()
     engine.backward(engine(input_ids=batch, labels=batch).loss)
     wanted = {n: p.grad for n, p in truth.named_parameters() if n in norms}
-    off = max(float((safe_get_full_grad(p) - wanted[n]).abs().max() / wanted[n].abs().max()) for n, p in norms.items())
+    off = max(
+        float((safe_get_full_grad(p) - wanted[n]).abs().max() / wanted[n].abs().max())
+        for n, p in norms.items()
+    )
     engine.destroy()
     return off
 
@@ -107,11 +117,15 @@ def test_what_is_frozen_may_be_trained_later(stage: int) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize(
-    ("world", "tp", "stages"), [(2, 2, [0]), pytest.param(3, 3, [0], marks=pytest.mark.slow)], ids=["even", "uneven"]
+    ("world", "tp", "stages"),
+    [(2, 2, [0]), pytest.param(3, 3, [0], marks=pytest.mark.slow)],
+    ids=["even", "uneven"],
 )
 def test_tokens_divided_between_layers(kind: str, world: int, tp: int, stages: list[int]) -> None:
     """Megatron's sequence parallelism; 8 tokens do not divide by 3, nor do 4 heads."""
-    for rank, off in enumerate(run_ranks(world, compare, world, kind, tp, stages, {"sequence_parallel": True})):
+    for rank, off in enumerate(
+        run_ranks(world, compare, world, kind, tp, stages, {"sequence_parallel": True})
+    ):
         assert max(off.values()) < 1e-12, f"rank {rank}: {off}"
 
 
@@ -141,4 +155,5 @@ def overlapped(kind: str) -> dict[str, Any]:
 def test_sums_of_gradients_go_on_behind_those_of_weights(kind: str) -> None:
     for found in run_ranks(2, overlapped, kind):
         assert max(found["off"].values()) < 1e-12, found
-        assert found["started"] == STEPS * (2 * 2 + 1)  # attention and MLP of two blocks, and the head
+        # attention and MLP of two blocks, and the head
+        assert found["started"] == STEPS * (2 * 2 + 1)

@@ -1,4 +1,6 @@
-"""Cross entropy of divided logits: equal to torch's of the whole, values and gradients; in models of transformers."""
+"""Cross entropy of divided logits: equal to torch's of the whole, values and gradients; in models
+of transformers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from tp_models import hugging_face, ids, plain, settings, train, weights_off
 
 from ds_core import comm
 
-TOKENS, VOCABULARY = (2, 5), 11
+TOKENS = (2, 5)
+VOCABULARY = 11
 
 
 class Head:
@@ -36,14 +39,16 @@ class Head:
 def compare(world: int) -> dict[str, float]:
     from ds_tensor_parallel import parallel_cross_entropy
 
-    head, off = Head(world), {}
+    head = Head(world)
+    off = {}
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(*TOKENS, VOCABULARY, dtype=torch.float64, generator=generator) * 20
     target = torch.randint(VOCABULARY, TOKENS, generator=generator)
     target[0, 1] = -100
     ((first, size),) = head.division.ranges(comm.rank())
     for reduction, smoothing in itertools.product(("mean", "sum", "none"), (0.0, 0.1)):
-        whole, part = logits.clone().requires_grad_(), logits[..., first : first + size].clone().requires_grad_()
+        whole = logits.clone().requires_grad_()
+        part = logits[..., first : first + size].clone().requires_grad_()
         options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
         wanted = functional.cross_entropy(whole.transpose(1, 2), target, **options)
         got = parallel_cross_entropy(part, target, head, **options)
@@ -70,10 +75,14 @@ def in_a_model(kind: str) -> dict[str, Any]:
     truth = hugging_face(kind).float()
     losses = plain(truth, 1, 3)
     engine, *_ = ds_core.initialize(model=hugging_face(kind).float(), config=settings(2))
-    head, widths = engine.module.get_output_embeddings(), []
+    head = engine.module.get_output_embeddings()
+    widths = []
     head.register_forward_hook(lambda module, args, out: widths.append(out.shape[-1]))
     got = train(engine, 3)
-    found: dict[str, Any] = {"losses": max(abs(a - b) for a, b in zip(got, losses, strict=True)), "widths": widths[:]}
+    found: dict[str, Any] = {
+        "losses": max(abs(a - b) for a, b in zip(got, losses, strict=True)),
+        "widths": widths[:],
+    }
     found["weights"] = weights_off(engine, truth)
     batch = ids(9, 0)
     wanted = truth(input_ids=batch, labels=batch)
@@ -86,7 +95,9 @@ def in_a_model(kind: str) -> dict[str, Any]:
     engine.eval()
     with torch.no_grad():
         out = engine(input_ids=batch, labels=batch)
-        found["evaluated"] = float((out.logits - wanted.logits).abs().max() + (out.loss - wanted.loss).abs())
+        found["evaluated"] = float(
+            (out.logits - wanted.logits).abs().max() + (out.loss - wanted.loss).abs()
+        )
     engine.destroy()
     return found
 

@@ -1,4 +1,6 @@
-"""Families of transformers, by their own plans and by presets: as without tensor parallelism, and loaded without it."""
+"""Families of transformers, by their own plans and by presets: as without tensor parallelism, and
+loaded without it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ STEPS = 10
 
 
 def compare(tp: int, kind: str, preset: str | None, folder: str) -> dict[str, float]:
-    """How far logits, losses and weights are from one process; saved for transformers, and resumed here."""
+    """How far logits, losses and weights are from one process; saved for transformers, and resumed
+    here.
+    """
     import torch
 
     import ds_core
@@ -26,7 +30,9 @@ def compare(tp: int, kind: str, preset: str | None, folder: str) -> dict[str, fl
     truth: Any = hugging_face(kind)
     with torch.no_grad():
         first = truth(input_ids=ids(0, 0)).logits
-    engine, *_ = ds_core.initialize(model=hugging_face(kind), config=settings(tp, preset_model=preset))
+    engine, *_ = ds_core.initialize(
+        model=hugging_face(kind), config=settings(tp, preset_model=preset)
+    )
     with torch.no_grad():
         off["first logits"] = float((engine(input_ids=ids(0, 0)).logits - first).abs().max())
     half = STEPS // 2
@@ -34,21 +40,29 @@ def compare(tp: int, kind: str, preset: str | None, folder: str) -> dict[str, fl
     engine.save_checkpoint(folder)
     engine.destroy()
     torch.manual_seed(77)
-    engine, *_ = ds_core.initialize(model=hugging_face(kind), config=settings(tp, preset_model=preset))
+    engine, *_ = ds_core.initialize(
+        model=hugging_face(kind), config=settings(tp, preset_model=preset)
+    )
     engine.load_checkpoint(folder)
     losses += train(engine, STEPS - half, half)
     engine.save_checkpoint(folder)
     wanted = plain(truth, 1, STEPS)
     off["losses"] = max(abs(a - b) for a, b in zip(losses, wanted, strict=True))
     off["weights"] = weights_off(engine, truth)
-    divided = [n for n, p in engine.module.named_parameters() if p.numel() < dict(truth.named_parameters())[n].numel()]
+    divided = [
+        n
+        for n, p in engine.module.named_parameters()
+        if p.numel() < dict(truth.named_parameters())[n].numel()
+    ]
     assert len(divided) >= 4, divided  # heads of keys may be too few, the rest is divided
     engine.destroy()
     return off
 
 
 def loaded_by_transformers(kind: str, folder: Path) -> float:
-    """The export as `from_pretrained` reads it: how far its logits are from those of the model that was trained."""
+    """The export as `from_pretrained` reads it: how far its logits are from those of the model that
+    was trained.
+    """
     import torch
     import transformers as hf
     from ds_checkpoint.offline import convert_zero_checkpoint_to_fp32_state_dict
@@ -59,16 +73,26 @@ def loaded_by_transformers(kind: str, folder: Path) -> float:
     truth.config.save_pretrained(folder / "exported")
     model: Any
     model, info = hf.AutoModelForCausalLM.from_pretrained(
-        folder / "exported", output_loading_info=True, dtype=torch.float32, experts_implementation="eager"
+        folder / "exported",
+        output_loading_info=True,
+        dtype=torch.float32,
+        experts_implementation="eager",
     )
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
+        info
+    )
     with torch.no_grad():
         wanted = truth.float()(input_ids=ids(9, 9)).logits
         return float((model(input_ids=ids(9, 9)).logits - wanted).abs().max())
 
 
 CASES = [
-    pytest.param(tp, kind, preset, marks=() if (tp, kind, preset) == (2, "phi3", "phi3") else pytest.mark.slow)
+    pytest.param(
+        tp,
+        kind,
+        preset,
+        marks=() if (tp, kind, preset) == (2, "phi3", "phi3") else pytest.mark.slow,
+    )
     for kind in FAMILIES
     for preset in (None, kind)
     for tp in (2, 4)
@@ -76,7 +100,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("tp", "kind", "preset"), CASES)
-def test_a_family_trains_as_one_process(tp: int, kind: str, preset: str | None, tmp_path: Path) -> None:
+def test_a_family_trains_as_one_process(
+    tp: int, kind: str, preset: str | None, tmp_path: Path
+) -> None:
     for rank, off in enumerate(run_ranks(tp, compare, tp, kind, preset, str(tmp_path))):
         # Norms, rotations, routing and the loss are computed in fp32 by the models.
         assert max(off.values()) < 1e-6, f"rank {rank}: {off}"

@@ -19,16 +19,23 @@ def compiled(kind: str, tp: int, keys: dict[str, Any]) -> dict[str, float]:
 
     import ds_core
 
-    engines = [ds_core.initialize(model=hugging_face(kind).float(), config=settings(tp, **keys))[0] for _ in range(2)]
+    engines = [
+        ds_core.initialize(model=hugging_face(kind).float(), config=settings(tp, **keys))[0]
+        for _ in range(2)
+    ]
     eager, other = (engine.module for engine in engines)
-    batch, losses = ids(0, 0), []
+    batch = ids(0, 0)
+    losses = []
     for run in (eager, torch.compile(other, backend="aot_eager", fullgraph=True)):
         loss = run(input_ids=batch, labels=batch).loss
         loss.backward()
         losses.append(loss.item())
     torch.compiler.reset()
     pairs = zip(eager.parameters(), other.parameters(), strict=True)
-    off = {"gradients": max(float((a.grad - b.grad).abs().max()) for a, b in pairs), "loss": losses[0] - losses[1]}
+    off = {
+        "gradients": max(float((a.grad - b.grad).abs().max()) for a, b in pairs),
+        "loss": losses[0] - losses[1],
+    }
     for engine in engines:
         engine.destroy()
     return off

@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from tp_models import hugging_face, ids, settings
 
-WIDTH, RATE = 64, 0.25
+WIDTH = 64
+RATE = 0.25
 
 
 def build() -> Any:
@@ -31,7 +32,8 @@ def build() -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.before, self.inside, self.after = (Drop(RATE) for _ in range(3))
-            self.up, self.down = ColumnParallelLinear(WIDTH, 2 * WIDTH), RowParallelLinear(2 * WIDTH, WIDTH)
+            self.up = ColumnParallelLinear(WIDTH, 2 * WIDTH)
+            self.down = RowParallelLinear(2 * WIDTH, WIDTH)
             self.fails = False
 
         def forward(self, x: Any) -> Any:
@@ -44,7 +46,9 @@ def build() -> Any:
 
 
 def masks() -> dict[str, Any]:
-    """What is dropped where, on ranks that are seeded differently; and the random state after an error."""
+    """What is dropped where, on ranks that are seeded differently; and the random state after an
+    error.
+    """
     import torch
 
     import ds_core
@@ -52,8 +56,10 @@ def masks() -> dict[str, Any]:
 
     torch.manual_seed(comm.rank())
     engine, *_ = ds_core.initialize(model=build(), config=settings(2))
-    x, model = torch.ones(64, WIDTH), engine.module
-    losses, found = [], []
+    x = torch.ones(64, WIDTH)
+    model = engine.module
+    losses = []
+    found = []
     for _ in range(2):
         loss = engine(x)
         engine.backward(loss)
@@ -63,7 +69,8 @@ def masks() -> dict[str, Any]:
     model.fails = True
     with pytest.raises(RuntimeError, match="inside"):
         engine(x)
-    state, model.fails = torch.get_rng_state(), False
+    state = torch.get_rng_state()
+    model.fails = False
     engine.eval()
     engine(x)
     unchanged = torch.equal(torch.get_rng_state(), state)
@@ -75,9 +82,15 @@ def test_dropout_is_alike_outside_and_each_ranks_own_inside() -> None:
     import torch
 
     one, two = run_ranks(2, masks)
-    assert one["losses"] == two["losses"] and torch.equal(one["state"], two["state"]) and one["unchanged"]
+    assert (
+        one["losses"] == two["losses"]
+        and torch.equal(one["state"], two["state"])
+        and one["unchanged"]
+    )
     for mine, other in zip(one["masks"], two["masks"], strict=True):
-        assert torch.equal(mine["before"], other["before"]) and torch.equal(mine["after"], other["after"])
+        assert torch.equal(mine["before"], other["before"]) and torch.equal(
+            mine["after"], other["after"]
+        )
         # Of independent masks both drop an element with the square of the rate.
         both = (mine["inside"] & other["inside"]).float().mean().item()
         assert abs(both - RATE**2) < 0.02
@@ -88,7 +101,8 @@ def test_dropout_is_alike_outside_and_each_ranks_own_inside() -> None:
 
 
 def with_divided_tokens() -> dict[str, Any]:
-    """What each rank drops outside of blocks, in them on its tokens, and in regions on all tokens."""
+    """What each rank drops outside of blocks, in them on its tokens, and in regions on all
+    tokens."""
     import torch
     from torch import nn
 
@@ -101,7 +115,8 @@ def with_divided_tokens() -> dict[str, Any]:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.last = drop(RATE), drop(RATE)
+            self.first = drop(RATE)
+            self.last = drop(RATE)
             self.blocks = nn.ModuleList([Block(), Block()])
 
         def forward(self, x: Any) -> Any:
@@ -113,7 +128,9 @@ def with_divided_tokens() -> dict[str, Any]:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.lead, self.region, self.trail = drop(RATE), Region(), drop(RATE)
+            self.lead = drop(RATE)
+            self.region = Region()
+            self.trail = drop(RATE)
 
         def forward(self, x: Any) -> Any:
             return x + self.trail(self.region(self.lead(x)))
@@ -187,7 +204,11 @@ def different(what: str) -> str:
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("", ""), ("inputs", "ranks 0 and 1 are given different inputs: input_ids, labels;"), ("random", "random state")],
+    [
+        ("", ""),
+        ("inputs", "ranks 0 and 1 are given different inputs: input_ids, labels;"),
+        ("random", "random state"),
+    ],
 )
 def test_a_group_must_have_the_same_inputs_and_random_state(what: str, words: str) -> None:
     one, two = run_ranks(2, different, what)

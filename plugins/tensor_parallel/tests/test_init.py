@@ -1,4 +1,6 @@
-"""A model made under ds_zero.Init: cut one weight at a time, and then the model that was made plainly."""
+"""A model made under ds_zero.Init: cut one weight at a time, and then the model that was made
+plainly.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,15 @@ def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(5)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=50, num_hidden_layers=2, tie_word_embeddings=True, **sizes))
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=50, num_hidden_layers=2, tie_word_embeddings=True, **sizes)
+    )
 
 
 def trained(tp: int, *, init: bool) -> list[Tensor]:
@@ -41,7 +50,9 @@ def trained(tp: int, *, init: bool) -> list[Tensor]:
     found = []
     for step in range(2):
         tokens = torch.randint(
-            50, (2, 9), generator=torch.Generator().manual_seed(engine.ctx.mesh.index("dp") + 7 * step)
+            50,
+            (2, 9),
+            generator=torch.Generator().manual_seed(engine.ctx.mesh.index("dp") + 7 * step),
         )
         loss = engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)
@@ -52,7 +63,8 @@ def trained(tp: int, *, init: bool) -> list[Tensor]:
 
 
 def both(tp: int) -> int:
-    plain, lazily = trained(tp, init=False), trained(tp, init=True)
+    plain = trained(tp, init=False)
+    lazily = trained(tp, init=True)
     for i, (mine, theirs) in enumerate(zip(lazily, plain, strict=True)):
         assert torch.equal(mine, theirs), i
     return sum(t.numel() for t in lazily)
@@ -78,4 +90,7 @@ def over_others() -> str:
 
 
 def test_ranks_that_may_have_other_values_are_an_error() -> None:
-    assert "was made by ds_zero.Init over ranks [0], and the ranks along tp are [0, 1]" in run_ranks(2, over_others)[0]
+    assert (
+        "was made by ds_zero.Init over ranks [0], and the ranks along tp are [0, 1]"
+        in run_ranks(2, over_others)[0]
+    )

@@ -1,4 +1,6 @@
-"""Names that do not fit the model are refused: presets of other families, layers that the model does not have."""
+"""Names that do not fit the model are refused: presets of other families, layers that the model
+does not have.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def plan(kind: str, **section: Any) -> Plan:
     small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
     config = hf.AutoConfig.for_model(kind, **small)
     model: nn.Module = hf.AutoModelForCausalLM.from_config(config)
-    return make_plan(model, TensorParallelConfig.model_validate({"autotp_size": 2, **section}), 2, "config")
+    return make_plan(
+        model, TensorParallelConfig.model_validate({"autotp_size": 2, **section}), 2, "config"
+    )
 
 
 @pytest.mark.parametrize(
@@ -33,11 +37,15 @@ def plan(kind: str, **section: Any) -> Plan:
     ],
 )
 def test_a_preset_of_another_family_is_refused(kind: str, preset: str, fit: str) -> None:
-    with pytest.raises(ConfigError, match=f"preset_model.*{preset}.*another family.*{kind}.*\n?.*{fit}"):
+    with pytest.raises(
+        ConfigError, match=f"preset_model.*{preset}.*another family.*{kind}.*\n?.*{fit}"
+    ):
         plan(kind, preset_model=preset)
 
 
-@pytest.mark.parametrize(("kind", "preset"), [("llama", "llama"), ("llama", "qwen2"), ("qwen3", "llama")])
+@pytest.mark.parametrize(
+    ("kind", "preset"), [("llama", "llama"), ("llama", "qwen2"), ("qwen3", "llama")]
+)
 def test_a_preset_of_a_family_alike_is_taken(kind: str, preset: str) -> None:
     assert plan(kind, preset_model=preset).source == f"preset {preset}"
 
@@ -46,7 +54,9 @@ def names_are_missing() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4)))
     section = {"autotp_size": 2, "injection_policy_tuple": ["0.2", "attention.o"]}
     config = {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": section}
-    with pytest.raises(ConfigError, match=r"injection_policy_tuple.*'attention.o'.*no linear layer"):
+    with pytest.raises(
+        ConfigError, match=r"injection_policy_tuple.*'attention.o'.*no linear layer"
+    ):
         ds_core.initialize(model=model, config=config)
 
 

@@ -17,11 +17,14 @@ from torch import Tensor, nn
 
 from ds_core.errors import ConfigError
 
-WIDTH, INNER = 6, 10
+WIDTH = 6
+INNER = 10
 
 
 class Own(nn.Module):
-    """Queries, wider than keys and values, in one weight; a number that all parts use; a gate and values in one."""
+    """Queries, wider than keys and values, in one weight; a number that all parts use; a gate and
+    values in one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +58,10 @@ SPECS: list[dict[str, Any]] = [
 
 
 def config(specs: list[dict[str, Any]], **rules: Any) -> dict[str, Any]:
-    return {"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": specs, **rules}}
+    return {
+        "autotp_size": 2,
+        "partition_config": {"use_default_specs": False, "layer_specs": specs, **rules},
+    }
 
 
 def own() -> nn.Module:
@@ -72,13 +78,17 @@ def compare() -> dict[str, float]:
 
     import ds_core
 
-    truth, off = own(), {}
+    truth = own()
+    off = {}
     optimizer = torch.optim.SGD(truth.parameters(), lr=0.3)
     keys = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0}
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.3}}}
-    engine, *_ = ds_core.initialize(model=own(), config={**keys, **sgd, "tensor_parallel": config(SPECS)})
+    engine, *_ = ds_core.initialize(
+        model=own(), config={**keys, **sgd, "tensor_parallel": config(SPECS)}
+    )
     for step in range(3):
-        loss, wanted = engine(ids(step)), truth(ids(step))
+        loss = engine(ids(step))
+        wanted = truth(ids(step))
         engine.backward(loss)
         engine.step()
         wanted.backward()
@@ -88,7 +98,9 @@ def compare() -> dict[str, float]:
     slices = engine.ctx.stash[SLICES]
     for name, param in engine.module.named_parameters():
         full = truth.get_parameter(name).detach()
-        off[name] = float((param - (slices[name].take(full) if name in slices else full)).detach().abs().max())
+        off[name] = float(
+            (param - (slices[name].take(full) if name in slices else full)).detach().abs().max()
+        )
     assert set(slices) == {
         *("mixing.weight", "mixing.bias", "joining.weight", "lowered.weight", "gated.weight"),
         *("answer.weight", "answer.bias"),
@@ -101,11 +113,16 @@ def test_rules_divide_a_model_of_ones_own() -> None:
         assert max(off.values()) < 1e-12, off
 
 
-OTHERS: list[dict[str, Any]] = [{"patterns": ["decoder"]}, {"patterns": [r"gate$"], "partition_type": "skip"}]
+OTHERS: list[dict[str, Any]] = [
+    {"patterns": ["decoder"]},
+    {"patterns": [r"gate$"], "partition_type": "skip"},
+]
 
 
 def for_several_models() -> list[str]:
-    """One list of specs may serve several models; one of which nothing is for this model divides nothing."""
+    """One list of specs may serve several models; one of which nothing is for this model divides
+    nothing.
+    """
     import ds_core
     from ds_core import comm
 
@@ -120,7 +137,10 @@ def for_several_models() -> list[str]:
     assert abs(engine(ids(0)).item() - own()(ids(0)).item()) < 1e-12
     engine.destroy()
     with pytest.raises(ConfigError, match="no layer of Own can be divided"):
-        ds_core.initialize(model=own(), config={"train_micro_batch_size_per_gpu": 2, "tensor_parallel": config(OTHERS)})
+        ds_core.initialize(
+            model=own(),
+            config={"train_micro_batch_size_per_gpu": 2, "tensor_parallel": config(OTHERS)},
+        )
     return said if comm.rank() == 0 else []
 
 
@@ -138,7 +158,10 @@ def sharded_before() -> str:
     model = own()
     model.gated.weight.data = torch.empty(0, dtype=torch.float64)
     with pytest.raises(UsageError) as error:
-        ds_core.initialize(model=model, config={"train_micro_batch_size_per_gpu": 2, "tensor_parallel": config(SPECS)})
+        ds_core.initialize(
+            model=model,
+            config={"train_micro_batch_size_per_gpu": 2, "tensor_parallel": config(SPECS)},
+        )
     return str(error.value)
 
 
@@ -158,8 +181,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         config([SPECS[0]], strict_mode=True),
         r"strict_mode: linear layers without a rule: answer, gated, .*; add layer_specs",
     ),
-    "lengths": (config([{"patterns": ["mixing"], "shape": [[8, 4], -1]}]), "mixing .*add up to 12, not to 16"),
-    "matrices": (config([{"patterns": ["mixing"], "shape": [3, -1]}]), "16 does not divide into 3 equal matrices"),
+    "lengths": (
+        config([{"patterns": ["mixing"], "shape": [[8, 4], -1]}]),
+        "mixing .*add up to 12, not to 16",
+    ),
+    "matrices": (
+        config([{"patterns": ["mixing"], "shape": [3, -1]}]),
+        "16 does not divide into 3 equal matrices",
+    ),
 }
 
 
@@ -176,11 +205,20 @@ def test_rules_that_do_not_fit_are_errors(case: str) -> None:
         ({"patterns": []}, "is empty"),
         ({"patterns": ["("]}, "no regular expression"),
         ({"patterns": ["a"], "partition_type": "rows"}, "row"),
-        ({"patterns": ["a"], "shape": [2, -1], "partition_dim": 2}, "partition_dim 2 is outside shape"),
+        (
+            {"patterns": ["a"], "shape": [2, -1], "partition_dim": 2},
+            "partition_dim 2 is outside shape",
+        ),
         ({"patterns": ["a"], "shape": [[1, [2]], -1]}, "int"),
-        ({"patterns": ["a"], "shape": [[1, 2], -1], "partition_dim": 1}, "belongs at partition_dim 1"),
+        (
+            {"patterns": ["a"], "shape": [[1, 2], -1], "partition_dim": 1},
+            "belongs at partition_dim 1",
+        ),
         ({"patterns": ["a"], "shape": [0, -1]}, "at least 1, or -1"),
-        ({"patterns": ["a"], "partition_type": "row", "gather_output": True}, "gather_output is for column"),
+        (
+            {"patterns": ["a"], "partition_type": "row", "gather_output": True},
+            "gather_output is for column",
+        ),
         ({"patterns": ["a"], "grad_allreduce": True}, "grad_allreduce is for skip"),
     ],
 )
@@ -192,7 +230,10 @@ def test_a_wrong_rule_is_named(section: dict[str, Any], why: str) -> None:
 @pytest.mark.parametrize(
     ("section", "why"),
     [
-        ({"autotp_size": 2, "tensor_parallel": {"tp_size": 4}}, "autotp_size is 2, and tensor_parallel.tp_size 4"),
+        (
+            {"autotp_size": 2, "tensor_parallel": {"tp_size": 4}},
+            "autotp_size is 2, and tensor_parallel.tp_size 4",
+        ),
         ({"autotp_size": 2, "preset_model": "lama"}, "did you mean 'llama'"),
         ({"autotp_size": 2, "kernel_inject": True}, "inference engines"),
         ({"autotp_size": 2, "tp": {"mpu": 3}}, "None"),
@@ -205,7 +246,10 @@ def test_a_wrong_section_is_named(section: dict[str, Any], why: str) -> None:
 
 def test_the_first_rule_counts_and_sizes_agree() -> None:
     section = config(
-        [{"patterns": ["gated"], "partition_type": "skip"}, {"patterns": ["(?!scale)"], "partition_type": "row"}]
+        [
+            {"patterns": ["gated"], "partition_type": "skip"},
+            {"patterns": ["(?!scale)"], "partition_type": "row"},
+        ]
     )
     found = plan(own(), section)
     assert found.rules["gated"].kind is Kind.WHOLE and found.rules["lowered"].kind is Kind.ROW
@@ -238,8 +282,11 @@ def test_divisions() -> None:
         [(6, 2), (11, 1), (15, 1)],
     ]
     assert fused.sizes() == [8, 4, 4]
-    order, whole = fused.order(), torch.arange(16)
-    given = torch.cat([whole[first : first + size] for rank in range(3) for first, size in fused.ranges(rank)])
+    order = fused.order()
+    whole = torch.arange(16)
+    given = torch.cat(
+        [whole[first : first + size] for rank in range(3) for first, size in fused.ranges(rank)]
+    )
     assert order is not None
     assert torch.equal(torch.cat([given[first : first + size] for first, size in order]), whole)
     with pytest.raises(ValueError, match="6 does not divide into 4 heads"):

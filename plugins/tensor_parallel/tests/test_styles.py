@@ -1,4 +1,6 @@
-"""Styles of tp_plans that no family of test_families has, and presets of models that transformers does not have."""
+"""Styles of tp_plans that no family of test_families has, and presets of models that transformers
+does not have.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ from ds_testing import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional
 
-WORDS, WIDTH, INNER, LENGTH, BATCH, STEPS = 7, 6, 5, 4, 2, 3
+WORDS = 7
+WIDTH = 6
+INNER = 5
+LENGTH = 4
+BATCH = 2
+STEPS = 3
 
 
 class Heads(nn.Module):
@@ -18,9 +25,12 @@ class Heads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_heads, self.head_dim = 3, 2
-        self.q_proj, self.o_proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.norm, self.sinks = nn.LayerNorm(2), nn.Parameter(torch.randn(3))
+        self.num_heads = 3
+        self.head_dim = 2
+        self.q_proj = nn.Linear(WIDTH, WIDTH)
+        self.o_proj = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(2)
+        self.sinks = nn.Parameter(torch.randn(3))
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.norm(self.q_proj(x).unflatten(-1, (-1, 2))) * self.sinks[:, None]
@@ -32,7 +42,9 @@ class Gathered(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.low, self.scale = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH), nn.Parameter(torch.randn(1))
+        self.gate = nn.Linear(WIDTH, INNER)
+        self.low = nn.Linear(INNER, WIDTH)
+        self.scale = nn.Parameter(torch.randn(1))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.low((self.gate(x) * self.scale).tanh())  # type: ignore[no-any-return]
@@ -94,10 +106,18 @@ class Styles(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.packed = nn.Sequential(nn.Linear(WIDTH, 2 * INNER), nn.Tanh(), nn.Linear(2 * INNER, WIDTH))
-        self.heads, self.gathered, self.shared, self.experts = Heads(), Gathered(), Shared(), Experts()
-        self.router, self.mix, self.mixed = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.places = nn.Embedding(LENGTH, WIDTH)
+        self.packed = nn.Sequential(
+            nn.Linear(WIDTH, 2 * INNER), nn.Tanh(), nn.Linear(2 * INNER, WIDTH)
+        )
+        self.heads = Heads()
+        self.gathered = Gathered()
+        self.shared = Shared()
+        self.experts = Experts()
+        self.router = nn.Linear(WIDTH, 3)
+        self.mix = nn.Linear(WIDTH, 7)
+        self.mixed = nn.Linear(7, WIDTH)
         self.answer = nn.Linear(WIDTH, WORDS)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -111,9 +131,28 @@ class Styles(nn.Module):
 
 
 CUT = {
-    *("words.weight", "places.weight", "packed.0.weight", "packed.0.bias", "packed.2.weight", "heads.q_proj.weight"),
-    *("heads.q_proj.bias", "heads.sinks", "heads.o_proj.weight", "gathered.gate.weight", "gathered.gate.bias"),
-    *("gathered.low.weight", "shared.gate_proj", "shared.down_proj", "experts.gate_up_proj", "experts.down_proj"),
+    *(
+        "words.weight",
+        "places.weight",
+        "packed.0.weight",
+        "packed.0.bias",
+        "packed.2.weight",
+        "heads.q_proj.weight",
+    ),
+    *(
+        "heads.q_proj.bias",
+        "heads.sinks",
+        "heads.o_proj.weight",
+        "gathered.gate.weight",
+        "gathered.gate.bias",
+    ),
+    *(
+        "gathered.low.weight",
+        "shared.gate_proj",
+        "shared.down_proj",
+        "experts.gate_up_proj",
+        "experts.down_proj",
+    ),
     *("mix.weight", "mix.bias", "mixed.weight"),
 }
 
@@ -123,22 +162,28 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_attention_heads_per_partition, self.num_multi_query_groups_per_partition = 4, 2
+        self.num_attention_heads_per_partition = 4
+        self.num_multi_query_groups_per_partition = 2
         self.hidden_size_per_attention_head = 2
-        self.query_key_value, self.dense = nn.Linear(WIDTH, 8 + 4 + 4), nn.Linear(8, WIDTH, bias=False)
+        self.query_key_value = nn.Linear(WIDTH, 8 + 4 + 4)
+        self.dense = nn.Linear(8, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        queries, keys = self.num_attention_heads_per_partition, self.num_multi_query_groups_per_partition
+        queries = self.num_attention_heads_per_partition
+        keys = self.num_multi_query_groups_per_partition
         split = self.query_key_value(x).split([2 * n for n in (queries, keys, keys)], -1)
         q, k, v = (part.unflatten(-1, (-1, 2)).transpose(1, 2) for part in split)
         k, v = (part.repeat_interleave(queries // keys, 1) for part in (k, v))
-        return self.dense(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.dense(
+            functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        )  # type: ignore[no-any-return]
 
 
 class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.dense_h_to_4h, self.dense_4h_to_h = nn.Linear(WIDTH, 2 * INNER), nn.Linear(INNER, WIDTH)
+        self.dense_h_to_4h = nn.Linear(WIDTH, 2 * INNER)
+        self.dense_4h_to_h = nn.Linear(INNER, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.dense_h_to_4h(x).chunk(2, -1)
@@ -148,7 +193,8 @@ class Gated(nn.Module):
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.self_attention, self.mlp = Attention(), Gated()
+        self.self_attention = Attention()
+        self.mlp = Gated()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.self_attention(x)
@@ -158,7 +204,9 @@ class Layer(nn.Module):
 class ChatGLM(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.layers, self.answer = nn.Embedding(WORDS, WIDTH), Layer(), nn.Linear(WIDTH, WORDS)
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.layers = Layer()
+        self.answer = nn.Linear(WIDTH, WORDS)
 
     def forward(self, ids: Tensor) -> Tensor:
         logits = self.answer(self.layers(self.words(ids)))
@@ -167,7 +215,11 @@ class ChatGLM(nn.Module):
 
 CHATGLM = {
     *("layers.self_attention.query_key_value.weight", "layers.self_attention.query_key_value.bias"),
-    *("layers.self_attention.dense.weight", "layers.mlp.dense_h_to_4h.weight", "layers.mlp.dense_h_to_4h.bias"),
+    *(
+        "layers.self_attention.dense.weight",
+        "layers.mlp.dense_h_to_4h.weight",
+        "layers.mlp.dense_h_to_4h.bias",
+    ),
     "layers.mlp.dense_4h_to_h.weight",
 }
 
@@ -183,7 +235,9 @@ def compare(kind: str, stages: list[int]) -> tuple[dict[str, float], list[str]]:
 
     import ds_core
 
-    section: dict[str, Any] = {"autotp_size": 2} | ({"preset_model": kind} if kind == "chatglm" else {})
+    section: dict[str, Any] = {"autotp_size": 2} | (
+        {"preset_model": kind} if kind == "chatglm" else {}
+    )
     adam = {"lr": 0.02, "eps": 1e-3}
     off: dict[str, float] = {}
     slices: Any = {}
@@ -199,8 +253,11 @@ def compare(kind: str, stages: list[int]) -> tuple[dict[str, float], list[str]]:
         }
         engine, *_ = ds_core.initialize(model=made(kind), config=config)
         for step in range(STEPS):
-            ids = torch.randint(WORDS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
-            loss, wanted = engine(ids), truth(ids)
+            ids = torch.randint(
+                WORDS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step)
+            )
+            loss = engine(ids)
+            wanted = truth(ids)
             engine.backward(loss)
             engine.step()
             wanted.backward()

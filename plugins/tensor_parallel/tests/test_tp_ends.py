@@ -1,4 +1,6 @@
-"""The end of a run with divided layers: each rank has the whole model again, which trains and runs by itself."""
+"""The end of a run with divided layers: each rank has the whole model again, which trains and runs
+by itself.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,15 @@ TP = {"tensor_parallel": {"autotp_size": 2}}
 
 
 def llama() -> Any:
-    """Two key heads for four queries, tied to nothing; on four ranks keys are computed several times."""
+    """Two key heads for four queries, tied to nothing; on four ranks keys are computed several
+    times.
+    """
     hf = pytest.importorskip("transformers")
     torch.manual_seed(0)
     small = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 36, "num_hidden_layers": 2}
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**small, num_attention_heads=4, num_key_value_heads=2))
+    return hf.LlamaForCausalLM(
+        hf.LlamaConfig(**small, num_attention_heads=4, num_key_value_heads=2)
+    )
 
 
 def start(model: Any, **sections: Any) -> Any:
@@ -35,10 +41,16 @@ def start(model: Any, **sections: Any) -> Any:
 
 
 def gives_back(size: int) -> None:
-    model, plain = llama(), llama()
-    before, batch = Structure(model), torch.arange(16).view(2, 8)
+    model = llama()
+    plain = llama()
+    before = Structure(model)
+    batch = torch.arange(16).view(2, 8)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for sections in ({"tensor_parallel": {"autotp_size": size}}, {}, {"tensor_parallel": {"autotp_size": size}}):
+    for sections in (
+        {"tensor_parallel": {"autotp_size": size}},
+        {},
+        {"tensor_parallel": {"autotp_size": size}},
+    ):
         engine = start(model, **sections)
         loss = engine(input_ids=batch, labels=batch).loss
         wanted = plain(input_ids=batch, labels=batch).loss
@@ -61,7 +73,9 @@ def gives_back(size: int) -> None:
         for name, weight in plain.state_dict().items():
             torch.testing.assert_close(model.state_dict()[name], weight)
     own = torch.arange(10).view(2, 5) + comm.rank()
-    torch.testing.assert_close(model(input_ids=own, labels=own).logits, plain(input_ids=own, labels=own).logits)
+    torch.testing.assert_close(
+        model(input_ids=own, labels=own).logits, plain(input_ids=own, labels=own).logits
+    )
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -71,7 +85,8 @@ def test_a_model_is_whole_again_and_trains_with_and_without(ranks: Ranks, size: 
 
 def ends_in_an_exception() -> None:
     """Other ranks may not come: the module is whole after the next initialize."""
-    model, plain = llama(), llama()
+    model = llama()
+    plain = llama()
     engine = start(model, **TP)
     try:
         raise ValueError("training ends")
@@ -80,7 +95,9 @@ def ends_in_an_exception() -> None:
     assert model.lm_head.weight.shape != plain.lm_head.weight.shape
     batch = torch.arange(16).view(2, 8)
     engine = start(model)
-    torch.testing.assert_close(engine(input_ids=batch, labels=batch).loss, plain(input_ids=batch, labels=batch).loss)
+    torch.testing.assert_close(
+        engine(input_ids=batch, labels=batch).loss, plain(input_ids=batch, labels=batch).loss
+    )
     engine.destroy()
     assert "ds_undo" not in vars(model)
 
@@ -92,7 +109,8 @@ def test_an_exception_lets_ranks_end_without_each_other(ranks: Ranks) -> None:
 def written_whole() -> None:
     from ds_tensor_parallel.deepspeed_names import GatherReplacedLayerParams
 
-    engine, whole = start(llama(), tensor_parallel={"autotp_size": 2}), dict(llama().named_parameters())
+    engine = start(llama(), tensor_parallel={"autotp_size": 2})
+    whole = dict(llama().named_parameters())
     name = "model.layers.0.mlp.up_proj.weight"
     param = dict(engine.module.named_parameters())[name]
     assert param.shape != whole[name].shape

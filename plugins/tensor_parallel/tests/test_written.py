@@ -21,7 +21,13 @@ def divided(size: int, **keys: Any) -> dict[str, Any]:
 
 
 def zero(stage: int) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": stage, "param_persistence_threshold": 8, "reduce_bucket_size": 300}}
+    return {
+        "zero_optimization": {
+            "stage": stage,
+            "param_persistence_threshold": 8,
+            "reduce_bucket_size": 300,
+        }
+    }
 
 
 class TestWritten(ShardedTransformConformance):

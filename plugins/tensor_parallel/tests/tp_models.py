@@ -8,12 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-BATCH, LENGTH, VOCABULARY = 2, 8, 66
+BATCH = 2
+LENGTH = 8
+VOCABULARY = 66
 ADAM = {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1}
 FEW = {"hidden_size": 20, "num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 4}
 """Of three ranks the second has queries of both key heads, of one more than of the other."""
 FAMILIES = ("llama", "gpt2", "bloom", "qwen2", "phi3", "mixtral", "deepseek_v2")
-"""Grouped queries, fused and tied weights, alibi, biases, fused and unequal matrices, experts, latent attention."""
+"""Grouped queries, fused and tied weights, alibi, biases, fused and unequal matrices, experts,
+latent attention.
+"""
 
 
 def hugging_face(kind: str, **more: Any) -> Any:
@@ -21,7 +25,12 @@ def hugging_face(kind: str, **more: Any) -> Any:
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers as hf
 
-    common: dict[str, Any] = {"vocab_size": VOCABULARY, "use_cache": False, "bos_token_id": 0, "eos_token_id": 1}
+    common: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "use_cache": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
     llama = common | {
         "hidden_size": 24,
         "intermediate_size": 20,
@@ -31,7 +40,8 @@ def hugging_face(kind: str, **more: Any) -> Any:
         "num_key_value_heads": 3,
         "pad_token_id": None,
     }
-    grouped = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4}  # others: 3, uneven for 2 ranks
+    # others: 3, uneven for 2 ranks
+    grouped = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4}
     torch.manual_seed(5)
     config: Any
     if kind == "gpt2":
@@ -48,17 +58,50 @@ def hugging_face(kind: str, **more: Any) -> Any:
         experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
         config = hf.MixtralConfig(**llama | experts | {"output_router_logits": True} | more)
     elif kind == "deepseek_v2":
-        latent = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8}
-        experts = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 12}
-        rest = {"num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_key_value_heads": 6}
-        config = hf.DeepseekV2Config(**llama | latent | experts | rest | {"topk_method": "greedy"} | more)
+        latent = {
+            "kv_lora_rank": 8,
+            "q_lora_rank": 8,
+            "qk_nope_head_dim": 4,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+        }
+        experts = {
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 12,
+        }
+        rest = {
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "num_key_value_heads": 6,
+        }
+        config = hf.DeepseekV2Config(
+            **llama | latent | experts | rest | {"topk_method": "greedy"} | more
+        )
     elif kind == "qwen3":
         config = hf.Qwen3Config(**llama | FEW | more)
     elif kind == "t5":
-        sizes = {"d_model": 16, "d_kv": 4, "d_ff": 20, "num_layers": 2, "num_heads": 6, "dropout_rate": 0.0}
-        config = hf.T5Config(**common | sizes | {"decoder_start_token_id": 0, "tie_word_embeddings": True} | more)
+        sizes = {
+            "d_model": 16,
+            "d_kv": 4,
+            "d_ff": 20,
+            "num_layers": 2,
+            "num_heads": 6,
+            "dropout_rate": 0.0,
+        }
+        config = hf.T5Config(
+            **common | sizes | {"decoder_start_token_id": 0, "tie_word_embeddings": True} | more
+        )
     elif kind == "mpt":
-        sizes = {"d_model": 24, "n_heads": 6, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 16}
+        sizes = {
+            "d_model": 24,
+            "n_heads": 6,
+            "n_layers": 2,
+            "expansion_ratio": 2,
+            "max_seq_len": 16,
+        }
         config = hf.MptConfig(**common | sizes | more)
     elif kind == "few":
         config = hf.LlamaConfig(**llama | FEW | more)
@@ -94,7 +137,8 @@ def settings(tp: int, stage: int = 0, **keys: Any) -> dict[str, Any]:
 
 def plain(model: nn.Module, dp: int, steps: int, clip: float = 0.0) -> list[float]:
     """Losses of one process that sees the batches of all data-parallel ranks."""
-    optimizer, losses = torch.optim.AdamW(model.parameters(), **ADAM), []
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    losses = []
     for step in range(steps):
         total = 0.0
         for rank in range(dp):
@@ -112,7 +156,8 @@ def plain(model: nn.Module, dp: int, steps: int, clip: float = 0.0) -> list[floa
 
 def train(engine: Any, steps: int, first: int = 0) -> list[float]:
     """Losses of this rank's batches."""
-    losses, rank = [], engine.ctx.mesh.index("dp")
+    losses = []
+    rank = engine.ctx.mesh.index("dp")
     for step in range(first, first + steps):
         batch = ids(step, rank)
         loss = engine(input_ids=batch, labels=batch).loss
@@ -127,7 +172,8 @@ def weights_off(engine: Any, truth: nn.Module) -> float:
     from ds_run_state.slices import SLICES
 
     slices = engine.ctx.stash.get(SLICES) or {}
-    wholes, off = dict(truth.named_parameters()), 0.0
+    wholes = dict(truth.named_parameters())
+    off = 0.0
     for name, param in engine.module.named_parameters():
         full = wholes[name].detach()
         mine = slices[name].take(full) if name in slices else full

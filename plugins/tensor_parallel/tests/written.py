@@ -13,7 +13,11 @@ from ds_tensor_parallel import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-VOCABULARY, LENGTH, HEADS, SIZE, INNER = 13, 6, 5, 2, 11
+VOCABULARY = 13
+LENGTH = 6
+HEADS = 5
+SIZE = 2
+INNER = 11
 HIDDEN = HEADS * SIZE
 
 
@@ -33,7 +37,8 @@ class Attention(nn.Module):
 class Inner(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = ColumnParallelLinear(HIDDEN, INNER), RowParallelLinear(INNER, HIDDEN, bias=False)
+        self.up = ColumnParallelLinear(HIDDEN, INNER)
+        self.down = RowParallelLinear(INNER, HIDDEN, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(functional.gelu(self.up(x)))
@@ -43,12 +48,10 @@ class Inner(nn.Module):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.norm2, self.attention, self.mlp = (
-            nn.LayerNorm(HIDDEN),
-            nn.LayerNorm(HIDDEN),
-            Attention(),
-            Inner(),
-        )
+        self.norm1 = nn.LayerNorm(HIDDEN)
+        self.norm2 = nn.LayerNorm(HIDDEN)
+        self.attention = Attention()
+        self.mlp = Inner()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -59,11 +62,13 @@ class Block(nn.Module):
 class Written(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.places = VocabParallelEmbedding(VOCABULARY, HIDDEN), HiddenParallelEmbedding(LENGTH, HIDDEN)
+        self.tokens = VocabParallelEmbedding(VOCABULARY, HIDDEN)
+        self.places = HiddenParallelEmbedding(LENGTH, HIDDEN)
         self.blocks = nn.ModuleList([Block(), Block()])
         self.mix = ColumnParallelLinear(HIDDEN, HIDDEN, gather_output=True, segments=(4, 6))
         self.mixed = RowParallelLinear(HIDDEN, HIDDEN, split_input=True, segments=(7, 3))
-        self.norm, self.head = nn.LayerNorm(HIDDEN), ColumnParallelLinear(HIDDEN, VOCABULARY, bias=False)
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.head = ColumnParallelLinear(HIDDEN, VOCABULARY, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))

@@ -1,6 +1,8 @@
-"""Kits for testing ds_core and its plugins: conformance suites to subclass, and a pool of worker processes.
+"""Kits for testing ds_core and its plugins: conformance suites to subclass, and a pool of worker
+processes.
 
-Everything is loaded on first use (PEP 562): pytest imports this package at start, when torch must stay out.
+Everything is loaded on first use (PEP 562): pytest imports this package at start, when torch must
+stay out.
 """
 
 from __future__ import annotations

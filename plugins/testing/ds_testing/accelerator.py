@@ -1,8 +1,10 @@
-"""`AcceleratorConformance`: does a device kind keep the contract of `ds_core.accelerator.Accelerator`?
+"""`AcceleratorConformance`: does a device kind keep the contract of
+`ds_core.accelerator.Accelerator`?
 
-Subclass it in a test module and name your entry, or make the accelerator yourself. It runs on the real device, for a
-contract is about what the device does: values after a stream's work, draws after a restored random state, the dtype
-that comes out of a product. Device state that a test changes is put back.
+Subclass it in a test module and name your entry, or make the accelerator yourself. It runs on the
+real device, for a contract is about what the device does: values after a stream's work, draws after
+a restored random state, the dtype that comes out of a product. Device state that a test changes is
+put back.
 """
 
 from __future__ import annotations
@@ -24,13 +26,16 @@ if TYPE_CHECKING:
 __all__ = ["AcceleratorConformance"]
 
 MIB = 2**20
-BLOCK, SLACK = 64 * MIB, 16 * MIB  # of a memory test: what it takes, and what else the process may do
+# of a memory test: what it takes, and what else the process may do
+BLOCK = 64 * MIB
+SLACK = 16 * MIB
 
 
 class AcceleratorConformance:
     """Inherit, and set `entry` or implement `accelerator_factory`.
 
-    ``class TestMine(AcceleratorConformance)``: the name must start with Test, so that pytest collects it.
+    ``class TestMine(AcceleratorConformance)``: the name must start with Test, so that pytest
+    collects it.
     """
 
     entry: ClassVar[AcceleratorEntry | None] = None
@@ -42,18 +47,23 @@ class AcceleratorConformance:
     def accelerator_factory(self) -> Accelerator:
         """A new accelerator; by default the one that `entry` loads."""
         if self.entry is None:
-            raise NotImplementedError(f"{type(self).__name__} needs an entry or an accelerator_factory")
+            raise NotImplementedError(
+                f"{type(self).__name__} needs an entry or an accelerator_factory"
+            )
         made: Accelerator = resolve(self.entry.load)()
         return made
 
     @pytest.fixture
     def accelerator(self) -> Iterator[Accelerator]:
-        """The accelerator under test; the current device and random states are put back afterwards."""
+        """The accelerator under test; the current device and random states are put back
+        afterwards."""
         import torch
 
         made = self.accelerator_factory()
         assert made.device_count() > 0, f"{made.name}: this kit needs a device to run on"
-        index, host, state = made.current_index(), torch.get_rng_state(), made.get_rng_state()
+        index = made.current_index()
+        host = torch.get_rng_state()
+        state = made.get_rng_state()
         yield made
         made.set_device(index)
         made.set_rng_state(state)
@@ -89,7 +99,7 @@ class AcceleratorConformance:
         assert accelerator.name.strip() == accelerator.name != ""
         assert torch.device(accelerator.device_type).type == accelerator.device_type
 
-    # -- devices ---------------------------------------------------------------------------------------------
+    # -- devices -----------------------------------------------------------------------------------
 
     def test_every_device_can_be_made_current(self, accelerator: Accelerator) -> None:
         """`set_device`, `current_index`, `device` and where tensors then go all agree."""
@@ -106,8 +116,11 @@ class AcceleratorConformance:
             assert tensor.device.type == accelerator.device_type
 
     def test_devices_that_are_not_there(self, accelerator: Accelerator) -> None:
-        """An index out of range is an AcceleratorError that says how many there are, and changes nothing."""
-        before, count = accelerator.current_index(), accelerator.device_count()
+        """An index out of range is an AcceleratorError that says how many there are, and changes
+        nothing.
+        """
+        before = accelerator.current_index()
+        count = accelerator.device_count()
         for index in (count, -1):
             with pytest.raises(AcceleratorError, match=rf"\b{count}\b"):
                 accelerator.set_device(index)
@@ -118,11 +131,14 @@ class AcceleratorConformance:
         count = accelerator.device_count()
         assert [accelerator.local_index(rank) for rank in range(2 * count)] == [*range(count)] * 2
 
-    # -- order of work ---------------------------------------------------------------------------------------
+    # -- order of work -----------------------------------------------------------------------------
 
     def test_streams_are_all_there_or_none(self, accelerator: Accelerator) -> None:
-        """`new_stream` and `current_stream` agree on whether there are queues; `stream` enters and leaves."""
-        before, new = accelerator.current_stream(), accelerator.new_stream()
+        """`new_stream` and `current_stream` agree on whether there are queues; `stream` enters and
+        leaves.
+        """
+        before = accelerator.current_stream()
+        new = accelerator.new_stream()
         assert (before is None) == (new is None)
         with accelerator.stream(None):
             assert accelerator.current_stream() == before
@@ -131,16 +147,19 @@ class AcceleratorConformance:
         assert accelerator.current_stream() == before
 
     def test_an_event_orders_two_streams(self, accelerator: Accelerator) -> None:
-        """What is queued after `wait` sees all that was queued on the other stream before `record`."""
+        """What is queued after `wait` sees all that was queued on the other stream before
+        `record`."""
         import torch
 
         data = torch.eye(256, device=accelerator.current_device())
-        side, done = accelerator.new_stream(), accelerator.new_event()
+        side = accelerator.new_stream()
+        done = accelerator.new_event()
         if side is not None:
             side.wait_stream(accelerator.current_stream())
         with accelerator.stream(side):
             for _ in range(20):
-                data.copy_((data @ data + data) * 0.5)  # the identity stays itself, exactly, if all is in order
+                # the identity stays itself, exactly, if all is in order
+                data.copy_((data @ data + data) * 0.5)
             done.record()
         done.wait()
         seen = data + 1
@@ -151,7 +170,8 @@ class AcceleratorConformance:
         """After `synchronize`, an event is done, and so is all before it."""
         import torch
 
-        begin, end = accelerator.new_event(timing=True), accelerator.new_event(timing=True)
+        begin = accelerator.new_event(timing=True)
+        end = accelerator.new_event(timing=True)
         data = torch.ones(256, 256, device=accelerator.current_device())
         begin.record()
         data @ data
@@ -160,14 +180,16 @@ class AcceleratorConformance:
         assert begin.query() is True and end.query() is True
         assert 0 <= begin.elapsed_time(end) < 60e3, "elapsed_time is in milliseconds"
 
-    # -- memory ----------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
 
     def test_memory_counters(self, accelerator: Accelerator) -> None:
         """All are ints in bytes that fit each other, on every device."""
         for index in range(accelerator.device_count()):
             accelerator.set_device(index)
-            allocated, peak = accelerator.memory_allocated(), accelerator.max_memory_allocated()
-            total, available = accelerator.total_memory(), accelerator.available_memory()
+            allocated = accelerator.memory_allocated()
+            peak = accelerator.max_memory_allocated()
+            total = accelerator.total_memory()
+            available = accelerator.available_memory()
             assert {type(n) for n in (allocated, total, available, peak)} == {int}
             assert 0 <= allocated <= peak + SLACK
             assert 0 <= available <= total
@@ -200,7 +222,9 @@ class AcceleratorConformance:
         assert torch.equal(kept.cpu(), torch.arange(1000))
 
     def test_pinned_memory(self, accelerator: Accelerator) -> None:
-        """`pin` keeps the values on the host, gives the tensor itself where it cannot, and the copy arrives."""
+        """`pin` keeps the values on the host, gives the tensor itself where it cannot, and the copy
+        arrives.
+        """
         import torch
 
         plain = torch.arange(1000.0)
@@ -211,7 +235,7 @@ class AcceleratorConformance:
         accelerator.synchronize()
         assert torch.equal(copy.cpu(), plain)
 
-    # -- random numbers --------------------------------------------------------------------------------------
+    # -- random numbers ----------------------------------------------------------------------------
 
     def test_seeding(self, accelerator: Accelerator) -> None:
         """One seed gives one sequence on every device, another seed another."""
@@ -224,7 +248,9 @@ class AcceleratorConformance:
             assert draws[0] == draws[1] != draws[2]
 
     def test_random_state_comes_back(self, accelerator: Accelerator) -> None:
-        """A state is a copy that repeats what followed it, also after a checkpoint took it apart to bytes."""
+        """A state is a copy that repeats what followed it, also after a checkpoint took it apart to
+        bytes.
+        """
         import torch
 
         for index in range(accelerator.device_count()):
@@ -233,12 +259,14 @@ class AcceleratorConformance:
             assert state.dtype == torch.uint8 and state.dim() == 1 and state.device.type == "cpu"
             kept = torch.tensor(state.tolist(), dtype=torch.uint8)
             first = _draw(accelerator)
-            assert torch.equal(state, kept), "the state changed with the generator: it must be a copy"
+            assert torch.equal(state, kept), (
+                "the state changed with the generator: it must be a copy"
+            )
             assert _draw(accelerator) != first
             accelerator.set_rng_state(kept)
             assert _draw(accelerator) == first
 
-    # -- dtypes ----------------------------------------------------------------------------------------------
+    # -- dtypes ------------------------------------------------------------------------------------
 
     def test_supported_dtypes_compute(self, accelerator: Accelerator) -> None:
         """Where `supports` says yes, a product and its gradient come out right, in that dtype."""
@@ -253,10 +281,15 @@ class AcceleratorConformance:
                 product.sum().backward()
                 assert product.dtype == dtype
                 assert product.detach().cpu().double().tolist() == [[19.0, 22.0], [43.0, 50.0]]
-                assert left.grad is not None and left.grad.cpu().double().tolist() == [[11.0, 15.0]] * 2
+                assert (
+                    left.grad is not None
+                    and left.grad.cpu().double().tolist() == [[11.0, 15.0]] * 2
+                )
 
     def test_autocast(self, accelerator: Accelerator) -> None:
-        """Inside, fp32 factors give a product in the dtype asked for; switched off and outside, fp32."""
+        """Inside, fp32 factors give a product in the dtype asked for; switched off and outside,
+        fp32.
+        """
         import torch
 
         left, right = _factors(accelerator, torch.float32)
@@ -271,12 +304,16 @@ class AcceleratorConformance:
     # -- communication ---------------------------------------------------------------------------
 
     def test_the_backend_carries_its_tensors(self, accelerator: Accelerator) -> None:
-        """torch.distributed has the backend, and a group of one rank reduces a tensor of the device."""
+        """torch.distributed has the backend, and a group of one rank reduces a tensor of the
+        device.
+        """
         import torch
         import torch.distributed as dist
 
         backend = accelerator.communication_backend
-        assert dist.is_backend_available(backend), f"{backend!r} is not a backend of this torch.distributed"
+        assert dist.is_backend_available(backend), (
+            f"{backend!r} is not a backend of this torch.distributed"
+        )
         assert not dist.is_initialized(), "a process group of another test is still there"
         device = accelerator.current_device()
         bound: Any = {} if device.index is None else {"device_id": device}
@@ -299,7 +336,8 @@ def _draw(accelerator: Accelerator) -> list[float]:
 
 
 def _factors(accelerator: Accelerator, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[[1, 2], [3, 4]] and [[5, 6], [7, 8]]: every sum on the way is exact in 8 bits of mantissa."""
+    """[[1, 2], [3, 4]] and [[5, 6], [7, 8]]: every sum on the way is exact in 8 bits of
+    mantissa."""
     import torch
 
     device = accelerator.current_device()

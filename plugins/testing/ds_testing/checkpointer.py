@@ -1,8 +1,10 @@
-"""`CheckpointerConformance`: does a run that a checkpointer saved and loaded go on as if it had never stopped?
+"""`CheckpointerConformance`: does a run that a checkpointer saved and loaded go on as if it had
+never stopped?
 
-Subclass it, and set `config` (and `load`) to what switches your checkpointer on. The kit trains a small model whose
-state has one of everything (moments, a schedule, a loss scale, buffers, random numbers, a data position, states of a
-plugin and of a module), saves, loads into an engine that was made with other weights, and compares bit by bit.
+Subclass it, and set `config` (and `load`) to what switches your checkpointer on. The kit trains a
+small model whose state has one of everything (moments, a schedule, a loss scale, buffers, random
+numbers, a data position, states of a plugin and of a module), saves, loads into an engine that was
+made with other weights, and compares bit by bit.
 """
 
 from __future__ import annotations
@@ -18,15 +20,21 @@ from ds_testing.pool import run_ranks
 
 __all__ = ["CheckpointerConformance"]
 
-WIDTH, MICRO, SAVED, MORE = 6, 2, 3, 2
+WIDTH = 6
+MICRO = 2
+SAVED = 3
+MORE = 2
 KEPT = "ds_testing.kept_state"
 
 
 class CheckpointerConformance:
-    """Subclass me; see the module's docstring. The name must start with Test, so that pytest collects it.
+    """Subclass me; see the module's docstring. The name must start with Test, so that pytest
+    collects it.
 
-    config, load: what switches the checkpointer on: sections, and modules for ``plugins.load``. worlds: world sizes.
-    variants: by name what is added to the config, such as a ZeRO stage; those of 16 bits bring a loss scaler with them.
+    config, load: what switches the checkpointer on: sections, and modules for ``plugins.load``.
+        worlds: world sizes.
+    variants: by name what is added to the config, such as a ZeRO stage; those of 16 bits bring a
+        loss scaler with them.
     reshards: whether a checkpoint loads at another number of ranks.
     """
 
@@ -39,19 +47,31 @@ class CheckpointerConformance:
 
     def _run(self, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         load = [*self.load, f"kept={KEPT}"]
-        config = {**self.config, "kept": {}, "plugins": {**self.config.get("plugins", {}), "load": load}}
+        config = {
+            **self.config,
+            "kept": {},
+            "plugins": {**self.config.get("plugins", {}), "load": load},
+        }
         return run_ranks(world, function, config, *arguments, timeout=self.timeout)
 
     def test_a_resumed_run_is_bit_identical(self, tmp_path: Path) -> None:
-        """Losses, weights, optimizer states, counters and random numbers, at every world size, in every variant."""
+        """Losses, weights, optimizer states, counters and random numbers, at every world size, in
+        every variant.
+        """
         for world in self.worlds:
             variants = {name: dict(extra) for name, extra in self.variants.items()}
-            for rank, rows in enumerate(self._run(world, _resume, str(tmp_path / str(world)), variants)):
+            for rank, rows in enumerate(
+                self._run(world, _resume, str(tmp_path / str(world)), variants)
+            ):
                 for name, differences in rows.items():
-                    assert differences == [], f"world {world}, rank {rank}, {name or 'plain'}: {differences} differ"
+                    assert differences == [], (
+                        f"world {world}, rank {rank}, {name or 'plain'}: {differences} differ"
+                    )
 
     def test_another_number_of_ranks(self, tmp_path: Path) -> None:
-        """The weights that the most ranks saved are those that the fewest load; `reshards` says whether that works."""
+        """The weights that the most ranks saved are those that the fewest load; `reshards` says
+        whether that works.
+        """
         if not self.reshards:
             return
         saved = self._run(max(self.worlds), _save_weights, str(tmp_path))[0]
@@ -59,21 +79,34 @@ class CheckpointerConformance:
             assert loaded == saved
 
     def test_tags_and_the_latest(self, tmp_path: Path) -> None:
-        """A load without a tag takes what was saved last with save_latest; before that, it loads nothing."""
+        """A load without a tag takes what was saved last with save_latest; before that, it loads
+        nothing.
+        """
         world = max(self.worlds)
         for row in self._run(world, _tags, str(tmp_path)):
             assert row == [[None, None], [None, {}], 1, 2, 1, {"at": 2}]
 
     def test_what_is_not_loaded_stays(self, tmp_path: Path) -> None:
-        """load_module_only leaves the optimizer and the counters; load_optimizer_states=False leaves the optimizer."""
+        """load_module_only leaves the optimizer and the counters; load_optimizer_states=False
+        leaves the optimizer.
+        """
         for row in self._run(max(self.worlds), _partly, str(tmp_path)):
             assert row == [True] * 5
 
     def test_a_failure_on_one_rank_is_one_on_all(self, tmp_path: Path) -> None:
-        """Every rank raises CheckpointError, and what was saved before is still there and is the latest."""
-        for rank, (raised, loaded) in enumerate(self._run(max(self.worlds), _failing, str(tmp_path))):
-            assert raised, f"rank {rank} did not raise CheckpointError when the last rank's state could not be saved"
-            assert loaded == 1, f"rank {rank}: after a failed save, step {loaded} was loaded and not 1"
+        """Every rank raises CheckpointError, and what was saved before is still there and is the
+        latest.
+        """
+        for rank, (raised, loaded) in enumerate(
+            self._run(max(self.worlds), _failing, str(tmp_path))
+        ):
+            assert raised, (
+                f"rank {rank} did not raise CheckpointError when the last rank's state could not "
+                "be saved"
+            )
+            assert loaded == 1, (
+                f"rank {rank}: after a failed save, step {loaded} was loaded and not 1"
+            )
 
     def test_another_model_is_refused(self, tmp_path: Path) -> None:
         """CheckpointError on every rank, and nothing has changed."""
@@ -87,7 +120,11 @@ class CheckpointerConformance:
 
 
 def _engine(
-    config: dict[str, Any], extra: Mapping[str, Any] | None = None, *, seed: int = 0, width: int = WIDTH
+    config: dict[str, Any],
+    extra: Mapping[str, Any] | None = None,
+    *,
+    seed: int = 0,
+    width: int = WIDTH,
 ) -> Any:
     import random
 
@@ -101,8 +138,10 @@ def _engine(
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.norm = nn.Linear(width, 11), nn.BatchNorm1d(11)
-            self.drop, self.last = nn.Dropout(0.25), nn.Linear(11, 1)
+            self.first = nn.Linear(width, 11)
+            self.norm = nn.BatchNorm1d(11)
+            self.drop = nn.Dropout(0.25)
+            self.last = nn.Linear(11, 1)
             self.calls = 0
 
         def forward(self, x: Any) -> Any:
@@ -124,7 +163,9 @@ def _engine(
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "scheduler": {"type": "StepLR", "params": {"step_size": 2}},
     }
-    engine, *_ = ds_core.initialize(model=Net(), training_data=data, config={**base, **config, **(extra or {})})
+    engine, *_ = ds_core.initialize(
+        model=Net(), training_data=data, config={**base, **config, **(extra or {})}
+    )
     torch.manual_seed(seed + comm.rank() if comm.is_initialized() else seed)
     random.seed(seed)
     return engine
@@ -146,7 +187,12 @@ def _snapshot(engine: Any) -> dict[str, Any]:
     found: dict[str, Any] = {f"buffer {n}": b.clone() for n, b in engine.module.named_buffers()}
     for state in RunState(engine).states(engine.optimizer):
         found[f"{state.name} from {state.start}"] = state.values().detach().clone()
-    found["counters"] = [engine.micro_steps, engine.global_steps, engine.global_samples, engine.skipped_steps]
+    found["counters"] = [
+        engine.micro_steps,
+        engine.global_steps,
+        engine.global_samples,
+        engine.skipped_steps,
+    ]
     found |= {
         "lr": engine.get_lr(),
         "loss scale": engine.loss_scale,
@@ -159,10 +205,16 @@ def _differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
     import torch
 
     def equal(a: Any, b: Any) -> bool:
-        return torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else bool(a == b)
+        return (
+            torch.equal(a, b)
+            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+            else bool(a == b)
+        )
 
     return sorted(
-        name for name in {*one, *two} if name not in one or name not in two or not equal(one[name], two[name])
+        name
+        for name in {*one, *two}
+        if name not in one or name not in two or not equal(one[name], two[name])
     )
 
 
@@ -180,7 +232,9 @@ def _resume(config: dict[str, Any], folder: str, variants: dict[str, Any]) -> di
         _, client = engine.load_checkpoint(place)
         after = {"losses": _steps(engine, MORE), **_snapshot(engine)}
         engine.destroy()
-        found[name] = _differences(before, after) + ["client state"] * (client != {"note": (1, [2.5, None], "x")})
+        found[name] = _differences(before, after) + ["client state"] * (
+            client != {"note": (1, [2.5, None], "x")}
+        )
     return found
 
 
@@ -209,7 +263,10 @@ def _load_weights(config: dict[str, Any], folder: str) -> dict[str, list[float]]
 
 def _tags(config: dict[str, Any], folder: str) -> list[Any]:
     engine = _engine(config)
-    seen: list[Any] = [list(engine.load_checkpoint(folder)), list(engine.load_checkpoint(folder, missing_ok=True))]
+    seen: list[Any] = [
+        list(engine.load_checkpoint(folder)),
+        list(engine.load_checkpoint(folder, missing_ok=True)),
+    ]
     _steps(engine, 1)
     engine.save_checkpoint(folder, tag="one")
     _steps(engine, 1)
@@ -238,7 +295,10 @@ def _partly(config: dict[str, Any], folder: str) -> list[bool]:
     loaded = _snapshot(engine)
     weights = [name for name in saved if name.startswith("module/")]
     states = [name for name in saved if name.startswith("optimizer/")]
-    seen = [not _differences({n: saved[n] for n in weights}, {n: loaded[n] for n in weights}), client == {}]
+    seen = [
+        not _differences({n: saved[n] for n in weights}, {n: loaded[n] for n in weights}),
+        client == {},
+    ]
     seen.append(not _differences({n: started[n] for n in states}, {n: loaded[n] for n in states}))
     seen.append(engine.global_steps == 1)
     engine.load_checkpoint(folder, load_optimizer_states=False)

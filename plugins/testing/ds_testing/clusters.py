@@ -45,30 +45,44 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 
 @dataclass(frozen=True)
 class Slurm:
-    """A running cluster: its nodes are the hosts of the lab, and jobs are given to it on the head."""
+    """A running cluster: its nodes are the hosts of the lab, and jobs are given to it on the
+    head."""
 
     lab: Lab
     environment: Mapping[str, str]
 
-    def run(self, command: list[str], *, status: int = 0, timeout: float = 120, cwd: str | Path = "") -> str:
+    def run(
+        self, command: list[str], *, status: int = 0, timeout: float = 120, cwd: str | Path = ""
+    ) -> str:
         """`Host.run` on the head, where Slurm's commands find the cluster."""
-        return self.lab.head.run(command, status=status, timeout=timeout, cwd=cwd, env=self.environment)
+        return self.lab.head.run(
+            command, status=status, timeout=timeout, cwd=cwd, env=self.environment
+        )
 
 
 def no_slurm() -> str:
     """Why there can be no Slurm here, or ""."""
     path = "/usr/local/sbin:/usr/sbin:/sbin"
-    missing = [name for name in SLURM_PROGRAMS if not (shutil.which(name) or shutil.which(name, path=path))]
-    return f"Slurm needs {', '.join(missing)} (Debian: slurmctld, slurmd, slurm-client, munge)" if missing else ""
+    missing = [
+        name for name in SLURM_PROGRAMS if not (shutil.which(name) or shutil.which(name, path=path))
+    ]
+    return (
+        f"Slurm needs {', '.join(missing)} (Debian: slurmctld, slurmd, slurm-client, munge)"
+        if missing
+        else ""
+    )
 
 
 def start_slurm(lab: Lab, folder: str | Path) -> Slurm:
-    """Start munge everywhere, slurmctld on the head and slurmd on the hosts; returns when all nodes are idle.
+    """Start munge everywhere, slurmctld on the head and slurmd on the hosts; returns when all nodes
+    are idle.
 
     folder: for slurm.conf; all hosts must see it.
     """
     conf = Path(folder) / "slurm.conf"
-    conf.write_text(_SLURM_CONF.format(user="root", nodes=",".join(host.name for host in lab.hosts)))
+    conf.write_text(
+        _SLURM_CONF.format(user="root", nodes=",".join(host.name for host in lab.hosts))
+    )
     key = secrets.token_bytes(128)
     environment = {**clean_environment(), "SLURM_CONF": str(conf)}
     environment["PATH"] += ":/usr/sbin:/sbin"
@@ -85,7 +99,9 @@ def start_slurm(lab: Lab, folder: str | Path) -> Slurm:
         str(len(lab.hosts)),
     ]:
         if time.monotonic() > end:
-            raise LabError(f"Slurm's nodes are not idle after {READY_SECONDS:.0f} s: {' '.join(said)}")
+            raise LabError(
+                f"Slurm's nodes are not idle after {READY_SECONDS:.0f} s: {' '.join(said)}"
+            )
         time.sleep(0.1)
     return slurm
 
@@ -97,4 +113,7 @@ def _start_munge(host: Host, key: bytes) -> None:
     (folder / "key").write_bytes(key)
     own = {"key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
     words = [f"--{option}=/run/munge/{name}" for option, name in own.items()]
-    host.run(["munged", *words, "--socket=/run/munge/munge.socket.2"], env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"})
+    host.run(
+        ["munged", *words, "--socket=/run/munge/munge.socket.2"],
+        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+    )

@@ -1,6 +1,8 @@
-"""The conformance kit for providers of collectives (hook ``ds_collectives``); ds_core tests its plain ones with it too.
+"""The conformance kit for providers of collectives (hook ``ds_collectives``); ds_core tests its
+plain ones with it too.
 
-Everything runs in worker processes, through `ds_core.comm`, and is compared with what one process calculates.
+Everything runs in worker processes, through `ds_core.comm`, and is compared with what one process
+calculates.
 """
 
 from __future__ import annotations
@@ -20,24 +22,37 @@ from ds_testing.pool import run_ranks
 __all__ = ["CollectivesConformance", "check_reductions", "contribution", "expected", "serve_by"]
 
 LOW = (torch.float16, torch.bfloat16)
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+)
 OPS = {name: getattr(dist.ReduceOp, name) for name in ("SUM", "AVG", "MAX", "MIN", "PRODUCT")}
 
 
 class CollectivesConformance:
-    """Inherit, and set `provider`; ``class TestMine(CollectivesConformance)``, so that pytest collects it."""
+    """Inherit, and set `provider`; ``class TestMine(CollectivesConformance)``, so that pytest
+    collects it.
+    """
 
     provider: ClassVar[str | None] = None
     """The entry's `load`, ``"package.module:function"``; None: torch.distributed alone."""
 
     rank_order: ClassVar[bool] = False
-    """Whether sums are, to the bit, those in rank order (in fp32 for 16-bit floats); else only near them."""
+    """Whether sums are, to the bit, those in rank order (in fp32 for 16-bit floats); else only near
+    them.
+    """
 
     polls: ClassVar[bool] = True
     """Whether the works of messages can be polled with `is_completed`."""
 
     thresholds: ClassVar[tuple[int, ...]] = (1 << 17, 1 << 20)
-    """Bytes at which the provider changes its algorithm: lengths on both sides of each are reduced."""
+    """Bytes at which the provider changes its algorithm: lengths on both sides of each are reduced.
+    """
 
     ranks: ClassVar[tuple[int, ...]] = (2, 3)
 
@@ -75,19 +90,25 @@ class CollectivesConformance:
 
 
 def serve_by(provider: str | None) -> None:
-    """In a worker: serve gloo's groups on the CPU by ``package.module:function`` from here on; None: by torch alone."""
+    """In a worker: serve gloo's groups on the CPU by ``package.module:function`` from here on;
+    None: by torch alone.
+    """
     from ds_core.entries import resolve
 
     comm.use_providers({} if provider is None else {("cpu", "gloo"): resolve(provider)})
 
 
 def contribution(length: int, dtype: torch.dtype, rank: int) -> Tensor:
-    """What `rank` contributes; sums of these are not exact in 16 bits, so that the order and the rounding show."""
+    """What `rank` contributes; sums of these are not exact in 16 bits, so that the order and the
+    rounding show.
+    """
     generator = torch.Generator().manual_seed(1000 + rank)
     if dtype == torch.bool:
         return torch.randint(0, 2, (length,), generator=generator).bool()
     if not dtype.is_floating_point:
-        return torch.randint(-9 if dtype.is_signed else 0, 9, (length,), generator=generator).to(dtype)
+        return torch.randint(-9 if dtype.is_signed else 0, 9, (length,), generator=generator).to(
+            dtype
+        )
     return torch.randn(length, generator=generator, dtype=torch.float64).to(dtype)
 
 
@@ -107,15 +128,26 @@ def expected(parts: list[Tensor], op: str) -> Tensor:
         else:
             total = (torch.maximum if op == "MAX" else torch.minimum)(total, other)
     if op == "AVG":
-        total = total / len(parts) if dtype.is_floating_point else torch.div(total, len(parts), rounding_mode="trunc")
+        total = (
+            total / len(parts)
+            if dtype.is_floating_point
+            else torch.div(total, len(parts), rounding_mode="trunc")
+        )
     return total.to(dtype)
 
 
 def check_reductions(
-    length: int, dtype: torch.dtype, op: str, async_op: bool, group: Any = None, rank_order: bool = True
+    length: int,
+    dtype: torch.dtype,
+    op: str,
+    async_op: bool,
+    group: Any = None,
+    rank_order: bool = True,
 ) -> None:
-    """all_reduce, reduce_scatter_tensor and all_gather_into_tensor with `length` elements per rank."""
-    size, rank = comm.world_size(group), comm.rank(group)
+    """all_reduce, reduce_scatter_tensor and all_gather_into_tensor with `length` elements per
+    rank."""
+    size = comm.world_size(group)
+    rank = comm.rank(group)
     case = f"{length} x {dtype} {op} async={async_op} on {size}"
 
     def near(mine: Tensor, wanted: Tensor) -> bool:
@@ -133,13 +165,21 @@ def check_reductions(
     assert torch.equal(seen, mine.repeat(size)), f"all_reduce gave ranks different bits: {case}"
 
     whole = [contribution(length * size, dtype, r) for r in range(size)]
-    out, before = torch.empty(length, dtype=dtype), whole[rank].clone()
-    _finish(comm.reduce_scatter_tensor(out, whole[rank], OPS[op], group=group, async_op=async_op), async_op)
-    assert near(out, expected(whole, op)[rank * length : (rank + 1) * length]), f"reduce_scatter {case}"
+    out = torch.empty(length, dtype=dtype)
+    before = whole[rank].clone()
+    _finish(
+        comm.reduce_scatter_tensor(out, whole[rank], OPS[op], group=group, async_op=async_op),
+        async_op,
+    )
+    assert near(out, expected(whole, op)[rank * length : (rank + 1) * length]), (
+        f"reduce_scatter {case}"
+    )
     assert torch.equal(whole[rank], before), f"reduce_scatter changed its input: {case}"
 
     gathered = torch.empty(length * size, dtype=dtype)
-    _finish(comm.all_gather_into_tensor(gathered, parts[rank], group=group, async_op=async_op), async_op)
+    _finish(
+        comm.all_gather_into_tensor(gathered, parts[rank], group=group, async_op=async_op), async_op
+    )
     assert torch.equal(gathered, torch.cat(parts)), f"all_gather {case}"
 
 
@@ -161,7 +201,9 @@ def _around(provider: str | None, rank_order: bool, thresholds: list[int]) -> No
         for extra in (0, 7):
             dtype = (torch.float32, torch.bfloat16)[turn % 2]
             op = "SUM" if extra else "AVG"
-            check_reductions(total // dtype.itemsize + extra, dtype, op, bool(extra), rank_order=rank_order)
+            check_reductions(
+                total // dtype.itemsize + extra, dtype, op, bool(extra), rank_order=rank_order
+            )
 
 
 def _small(rank_order: bool) -> None:
@@ -185,7 +227,8 @@ def _edge(rank_order: bool) -> None:
 
 
 def _strides(rank_order: bool) -> None:
-    size, rank = comm.world_size(), comm.rank()
+    size = comm.world_size()
+    rank = comm.rank()
     scalar = torch.tensor(rank + 1.0)
     comm.all_reduce(scalar)
     assert scalar.item() == size * (size + 1) / 2
@@ -196,8 +239,15 @@ def _strides(rank_order: bool) -> None:
         assert torch.equal(base[::2], torch.full((20, 50), size * (size + 1) / 2))
         assert torch.equal(base[1::2], torch.zeros(20, 50))
         out = torch.zeros(6, size * 4)[:, ::2]
-        _finish(comm.all_gather_into_tensor(out, torch.full((4, 3), float(rank)).t(), async_op=async_op), async_op)
-        assert torch.equal(out.reshape(size, -1), torch.arange(float(size)).unsqueeze(1).expand(size, 12))
+        _finish(
+            comm.all_gather_into_tensor(
+                out, torch.full((4, 3), float(rank)).t(), async_op=async_op
+            ),
+            async_op,
+        )
+        assert torch.equal(
+            out.reshape(size, -1), torch.arange(float(size)).unsqueeze(1).expand(size, 12)
+        )
     weight = torch.nn.Parameter(torch.full((5,), rank + 1.0))
     comm.all_reduce(weight)  # a leaf that requires grad
     assert weight.tolist() == [size * (size + 1) / 2] * 5 and weight.grad_fn is None
@@ -208,11 +258,14 @@ def _strides(rank_order: bool) -> None:
 
 
 def _in_place(rank_order: bool) -> None:
-    size, rank = comm.world_size(), comm.rank()
+    size = comm.world_size()
+    rank = comm.rank()
     for length in (3, 70_001, 400_002):
         for dtype in (torch.bfloat16, torch.float32, torch.int16, torch.bool):
             for async_op in (False, True):
-                parts = [torch.arange(length).mul(r + 1).remainder(251).to(dtype) for r in range(size)]
+                parts = [
+                    torch.arange(length).mul(r + 1).remainder(251).to(dtype) for r in range(size)
+                ]
                 whole = torch.full((size * length,), 99).to(dtype)
                 mine = whole[rank * length : (rank + 1) * length]
                 mine.copy_(parts[rank])
@@ -221,7 +274,8 @@ def _in_place(rank_order: bool) -> None:
 
 
 def _others(rank_order: bool) -> None:
-    size, rank = comm.world_size(), comm.rank()
+    size = comm.world_size()
+    rank = comm.rank()
     last = size - 1
     for async_op in (False, True):
         tensor = torch.full((3,), float(rank))
@@ -237,17 +291,20 @@ def _others(rank_order: bool) -> None:
         _finish(comm.all_to_all_single(back, sent, async_op=async_op), async_op)
         assert back.tolist() == [10.0 * r + rank for r in range(size)]
         _finish(comm.barrier(async_op=async_op), async_op)
-    uneven = torch.empty(size * (rank + 1), 2).t().contiguous().t()  # rows that are no contiguous memory
+    # rows that are no contiguous memory
+    uneven = torch.empty(size * (rank + 1), 2).t().contiguous().t()
     given_rows = torch.cat([torch.full((r + 1, 2), float(rank)) for r in range(size)])
     comm.all_to_all_single(uneven, given_rows, [rank + 1] * size, [r + 1 for r in range(size)])
     assert uneven[:, 1].tolist() == [float(r) for r in range(size) for _ in range(rank + 1)]
 
 
 def _messages(rank_order: bool) -> None:
-    size, rank = comm.world_size(), comm.rank()
+    size = comm.world_size()
+    rank = comm.rank()
     if size == 1:
         return
-    right, left = (rank + 1) % size, (rank - 1) % size
+    right = (rank + 1) % size
+    left = (rank - 1) % size
     group = dist.new_group()
     comm.open_transport(group)
     got = torch.empty(4)
@@ -263,7 +320,9 @@ def _messages(rank_order: bool) -> None:
     lengths = (1, 3, 1000, 70_001, 700_003)
     sent = [torch.arange(n) * 7 + rank for n in lengths]
     ahead, late = ([torch.zeros_like(t) for t in sent] for _ in range(2))
-    works = [comm.irecv(t, left, group) for t in ahead] + [comm.isend(t, right, group) for t in sent]
+    works = [comm.irecv(t, left, group) for t in ahead] + [
+        comm.isend(t, right, group) for t in sent
+    ]
     comm.all_reduce(torch.ones(5), group=group)
     works += [comm.isend(t, left, group) for t in sent]
     for work in [comm.irecv(t, right, group) for t in late][::-1] + works:
@@ -275,10 +334,14 @@ def _messages(rank_order: bool) -> None:
 
 
 def _under_way(rank_order: bool) -> None:
-    """Long and short collectives of all kinds started together, and waited for in an order of each rank's own."""
-    size, rank = comm.world_size(), comm.rank()
+    """Long and short collectives of all kinds started together, and waited for in an order of each
+    rank's own.
+    """
+    size = comm.world_size()
+    rank = comm.rank()
     lengths = [1_100_001, 11, 150_001]
-    tensors, works = [], []
+    tensors = []
+    works = []
     for length in lengths:
         tensors.append(contribution(length, torch.int64, rank))
         works.append(comm.all_reduce(tensors[-1], async_op=True))
@@ -286,10 +349,16 @@ def _under_way(rank_order: bool) -> None:
         tensors.append(torch.empty(length, dtype=torch.int64))
         works.append(comm.reduce_scatter_tensor(tensors[-1], whole, async_op=True))
         tensors.append(torch.empty(size * length, dtype=torch.int64))
-        works.append(comm.all_gather_into_tensor(tensors[-1], contribution(length, torch.int64, rank), async_op=True))
+        works.append(
+            comm.all_gather_into_tensor(
+                tensors[-1], contribution(length, torch.int64, rank), async_op=True
+            )
+        )
     late = contribution(500_001, torch.float32, rank)
     comm.all_reduce(late, OPS["MAX"])  # a blocking one after them
-    assert torch.equal(late, expected([contribution(500_001, torch.float32, r) for r in range(size)], "MAX"))
+    assert torch.equal(
+        late, expected([contribution(500_001, torch.float32, r) for r in range(size)], "MAX")
+    )
     for work in works[::-1] if rank else works:
         assert work is not None
         work.wait()
@@ -303,7 +372,8 @@ def _under_way(rank_order: bool) -> None:
 
 
 def _groups(rank_order: bool) -> None:
-    size, rank = comm.world_size(), comm.rank()
+    size = comm.world_size()
+    rank = comm.rank()
     rows = [list(range(size)), sorted({0, size - 1}), [0]]
     groups = [dist.new_group(row) for row in rows]
     for row, group in zip(rows, groups, strict=True):
@@ -322,8 +392,11 @@ def _groups(rank_order: bool) -> None:
 
 
 def _objects(rank_order: bool) -> None:
-    size, rank = comm.world_size(), comm.rank()
-    objects = [{"rank": r, "text": "é" * 1000 * r, "none": None, "list": [1.5, True]} for r in range(size)]
+    size = comm.world_size()
+    rank = comm.rank()
+    objects = [
+        {"rank": r, "text": "é" * 1000 * r, "none": None, "list": [1.5, True]} for r in range(size)
+    ]
     assert comm.all_gather_json(objects[rank]) == objects
     assert comm.all_gather_json("") == [""] * size
 
@@ -343,10 +416,13 @@ CHECKS: dict[str, Callable[[bool], None]] = {
 
 def _polled(provider: str | None, messages: bool) -> None:
     serve_by(provider)
-    size, rank = comm.world_size(), comm.rank()
+    size = comm.world_size()
+    rank = comm.rank()
     for length in (100, 3_000_000):
         out = torch.empty(length)
-        work = comm.reduce_scatter_tensor(out, torch.full((size * length,), rank + 1.0), async_op=True)
+        work = comm.reduce_scatter_tensor(
+            out, torch.full((size * length,), rank + 1.0), async_op=True
+        )
         assert work is not None
         while not work.is_completed():
             pass
@@ -365,7 +441,9 @@ def _polled(provider: str | None, messages: bool) -> None:
 
 def _wrong(provider: str | None) -> None:
     serve_by(provider)
-    with pytest.raises(CommError, match="input has 5 elements, output 3; input must have 2 x 3 = 6"):
+    with pytest.raises(
+        CommError, match="input has 5 elements, output 3; input must have 2 x 3 = 6"
+    ):
         comm.reduce_scatter_tensor(torch.empty(3), torch.empty(5))
     with pytest.raises(CommError, match="output has 5 elements"):
         comm.all_gather_into_tensor(torch.empty(5), torch.empty(3))

@@ -1,4 +1,7 @@
-"""The conformance kit for commands: subclass `CommandConformance` and name your plugin. Needs ds-cli."""
+"""The conformance kit for commands: subclass `CommandConformance` and name your plugin.
+
+Needs ds-cli.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ print("\\0" + json.dumps(sorted({"torch", *json.loads(sys.argv[2])} & set(sys.mo
 class CommandConformance:
     """Inherit, and set `plugin` to the reference of your declaration module, which is installed.
 
-    ``class TestMine(CommandConformance)``: the name must start with Test. Add tests of what they do, with `run`.
+    ``class TestMine(CommandConformance)``: the name must start with Test. Add tests of what they
+    do, with `run`.
     """
 
     plugin: str = ""
@@ -43,29 +47,52 @@ class CommandConformance:
         path = os.pathsep.join(filter(None, sys.path))
         environment = {**os.environ, "PYTHONPATH": path, "NO_COLOR": "1", "COLUMNS": "200"}
         command = [sys.executable, "-m", "ds_cli", *words]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
         said = f"{done.stdout}\n{done.stderr}"
-        assert done.returncode == status, f"dscore {' '.join(words)} ended with {done.returncode}, not {status}: {said}"
+        assert done.returncode == status, (
+            f"dscore {' '.join(words)} ended with {done.returncode}, not {status}: {said}"
+        )
         return done
 
     def test_each_is_listed_before_it_is_imported(self) -> None:
-        """``dscore --help`` shows the name and the help line, and imports neither the command nor torch."""
+        """``dscore --help`` shows the name and the help line, and imports neither the command nor
+        torch.
+        """
         for name, entry in self.commands().items():
             *group, last = name.split(" ")
             module = entry.load.partition(":")[0]
-            command = [sys.executable, "-c", LIST, json.dumps(sys.path), json.dumps([module]), *group]
+            command = [
+                sys.executable,
+                "-c",
+                LIST,
+                json.dumps(sys.path),
+                json.dumps([module]),
+                *group,
+            ]
             environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "200"}
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=120, check=False
+            )
             shown, _, imported = done.stdout.rpartition("\0")
-            assert last in shown.split(), f"dscore --help does not list {name}; is the plugin installed?\n{done.stderr}"
+            assert last in shown.split(), (
+                f"dscore --help does not list {name}; is the plugin installed?\n{done.stderr}"
+            )
             loaded = ", ".join(json.loads(imported))
-            assert not loaded, f"to list {name}, {loaded} was imported; import it inside the command's function"
+            assert not loaded, (
+                f"to list {name}, {loaded} was imported; import it inside the command's function"
+            )
 
     def test_each_has_a_line_of_help(self) -> None:
         """`CommandEntry.help` is one line of at most 80 characters, for the list."""
         for name, entry in self.commands().items():
-            assert entry.help.strip(), f"{name} has no help; give CommandEntry(..., help='What it does.')"
-            assert len(entry.help) <= 80 and "\n" not in entry.help, f"{name}: the help must be a line of 80 at most"
+            assert entry.help.strip(), (
+                f"{name} has no help; give CommandEntry(..., help='What it does.')"
+            )
+            assert len(entry.help) <= 80 and "\n" not in entry.help, (
+                f"{name}: the help must be a line of 80 at most"
+            )
 
     def test_each_explains_itself(self) -> None:
         """``--help`` ends with 0 and shows the options."""

@@ -13,6 +13,7 @@ def ds_commands() -> Mapping[str, CommandEntry]:
     """A command of the group ``plugins``."""
     return {
         "plugins grade": CommandEntry(
-            "ds_testing.grade:grade", "Say how much of what users expect a plugin keeps: twenty rules in four levels."
+            "ds_testing.grade:grade",
+            "Say how much of what users expect a plugin keeps: twenty rules in four levels.",
         )
     }

@@ -17,9 +17,11 @@ __all__ = ["CompilePassConformance"]
 
 
 class CompilePassConformance:
-    """Inherit, set `plugin`, and give `make_model` and `make_batch` where your passes look for something in a model.
+    """Inherit, set `plugin`, and give `make_model` and `make_batch` where your passes look for
+    something in a model.
 
-    plugin: reference of the declaration module. config, load: what is added to the config, and ``plugins.load``.
+    plugin: reference of the declaration module. config, load: what is added to the config, and
+        ``plugins.load``.
     tolerance: how far losses and gradients may be from those without the pass.
     """
 
@@ -29,7 +31,8 @@ class CompilePassConformance:
     tolerance: ClassVar[float] = 1e-6
 
     def make_model(self) -> nn.Module:
-        """A model in eval mode, or without randomness; the same whenever torch's seed is the same."""
+        """A model in eval mode, or without randomness; the same whenever torch's seed is the
+        same."""
         return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
 
     def make_batch(self) -> Any:
@@ -47,22 +50,32 @@ class CompilePassConformance:
         return found
 
     def made(self, check: Callable[[str, Any, Any], None]) -> None:
-        """`check` a name, the pass (or None) that its function makes in a run of one process, and the engine."""
+        """`check` a name, the pass (or None) that its function makes in a run of one process, and
+        the engine.
+        """
         torch.manual_seed(0)
-        config = {"train_micro_batch_size_per_gpu": 3, "plugins": {"load": list(self.load)}, **self.config}
+        config = {
+            "train_micro_batch_size_per_gpu": 3,
+            "plugins": {"load": list(self.load)},
+            **self.config,
+        }
         config.setdefault("optimizer", {"type": "SGD", "params": {"lr": 0.1}})
         with one_process_engine(self.make_model(), config) as engine:
             for name, reference in self.offered().items():
                 check(name, resolve(reference)(engine.ctx), engine)
 
     def test_functions_make_passes(self) -> None:
-        """Each reference is a function of the context, which gives a function ``(graph, inputs)``, or None."""
+        """Each reference is a function of the context, which gives a function ``(graph, inputs)``,
+        or None.
+        """
         assert self.offered(), f"{self.plugin}.ds_compile_passes offers no pass"
 
         def check(name: str, change: Any, engine: Any) -> None:
             if change is None:
                 return
-            assert callable(change), f"{name}: the function gave {change!r}; it gives a pass, or None"
+            assert callable(change), (
+                f"{name}: the function gave {change!r}; it gives a pass, or None"
+            )
             try:
                 inspect.signature(change).bind(None, ())
             except TypeError as error:
@@ -71,7 +84,8 @@ class CompilePassConformance:
         self.made(check)
 
     def test_they_calculate_the_same(self) -> None:
-        """Loss and gradients of the changed graph are those of the model, and the graph is sound."""
+        """Loss and gradients of the changed graph are those of the model, and the graph is
+        sound."""
 
         def check(name: str, change: Any, engine: Any) -> None:
             if change is None:
@@ -81,13 +95,16 @@ class CompilePassConformance:
             def backend(graph: Any, inputs: Sequence[Any]) -> Any:
                 nonlocal graphs
                 changed = change(graph, inputs)
-                assert isinstance(changed, torch.fx.GraphModule), f"{name} returned {type(changed).__name__}, no graph"
+                assert isinstance(changed, torch.fx.GraphModule), (
+                    f"{name} returned {type(changed).__name__}, no graph"
+                )
                 changed.graph.lint()
                 changed.recompile()
                 graphs += 1
                 return changed.forward
 
-            model, batch = engine.module, self.make_batch()
+            model = engine.module
+            batch = self.make_batch()
             wanted = self._pass(model, model, copy.deepcopy(batch))
             torch._dynamo.reset()
             found = self._pass(torch.compile(model, backend=backend), model, batch)
@@ -95,7 +112,9 @@ class CompilePassConformance:
             assert graphs, f"{name}: nothing was captured of the model"
             for what, mine in found.items():
                 off = float((mine - wanted[what]).abs().max())
-                assert off <= self.tolerance * (1 + float(wanted[what].abs().max())), f"{name}: {what} is off by {off}"
+                assert off <= self.tolerance * (1 + float(wanted[what].abs().max())), (
+                    f"{name}: {what} is off by {off}"
+                )
 
         self.made(check)
 
@@ -103,5 +122,9 @@ class CompilePassConformance:
         model.zero_grad()
         loss = self.loss(run(batch))
         loss.backward()
-        found = {f"the gradient of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found = {
+            f"the gradient of {n}": p.grad
+            for n, p in model.named_parameters()
+            if p.grad is not None
+        }
         return {"the loss": loss.detach(), **{n: g.clone() for n, g in found.items()}}

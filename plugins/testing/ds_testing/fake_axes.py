@@ -1,8 +1,9 @@
-"""A plugin with no feature behind it: mesh axes on which ranks really hold different parameters (torch-free).
+"""A plugin with no feature behind it: mesh axes on which ranks really hold different parameters
+(torch-free).
 
-The conformance kits use it to put products of axes (dp x pp x ep x tp) under a partitioner. Load it with
-``"plugins": {"load": ["fake_axes=ds_testing.fake_axes"]}, "fake_axes": {"axes": {"pp": 2, "ep": 2}}``.
-A parameter named ``held_pp_ep...`` anywhere in its path is held on exactly those axes.
+The conformance kits use it to put products of axes (dp x pp x ep x tp) under a partitioner. Load it
+with ``"plugins": {"load": ["fake_axes=ds_testing.fake_axes"]}, "fake_axes": {"axes": {"pp": 2,
+"ep": 2}}``. A parameter named ``held_pp_ep...`` anywhere in its path is held on exactly those axes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ SAME_BATCH = ("sp",)
 class FakeAxes(Section):
     """The section ``fake_axes``."""
 
-    axes: dict[str, int] = option(..., "Axis name to size; ep and sp fold inside dp, others stand outside.")
+    axes: dict[str, int] = option(
+        ..., "Axis name to size; ep and sp fold inside dp, others stand outside."
+    )
 
 
 def ds_config() -> type[FakeAxes]:

@@ -17,7 +17,9 @@ __all__ = ["SEEN", "ds_config", "ds_gradients"]
 
 @dataclass(frozen=True)
 class Seen:
-    """norm: as given. root: of the sum of squares. count: of elements. sums: of elements, per parameter."""
+    """norm: as given. root: of the sum of squares. count: of elements. sums: of elements, per
+    parameter.
+    """
 
     norm: float
     root: float

@@ -16,9 +16,9 @@ __all__ = ["ConfigFormatConformance"]
 class ConfigFormatConformance:
     """Inherit, and set the class attributes.
 
-    plugin: reference to the declaration module. samples: per suffix, a text and the data that it means. broken:
-    per suffix, a text that is not of the format. repeated: per suffix, a text in which the top level repeats the key
-    ``"a"``; leave out a format that cannot.
+    plugin: reference to the declaration module. samples: per suffix, a text and the data that it
+    means. broken: per suffix, a text that is not of the format. repeated: per suffix, a text in
+    which the top level repeats the key ``"a"``; leave out a format that cannot.
     """
 
     plugin: str = ""
@@ -40,7 +40,8 @@ class ConfigFormatConformance:
         for name in ("samples", "broken"):
             has = set(getattr(self, name))
             assert has == suffixes, (
-                f"{type(self).__name__}.{name} has {sorted(has)}; give one for each of {sorted(suffixes)}"
+                f"{type(self).__name__}.{name} has {sorted(has)}; give one for each of "
+                f"{sorted(suffixes)}"
             )
 
     def test_samples_are_read(self) -> None:
@@ -67,4 +68,7 @@ class ConfigFormatConformance:
                 )
             else:
                 known = isinstance(found, Pairs) and found.repeated == ("a",)
-                assert known, f"{suffix}: a key that comes twice is lost; make objects with ds_core.config.to_pairs"
+                assert known, (
+                    f"{suffix}: a key that comes twice is lost; make objects with "
+                    "ds_core.config.to_pairs"
+                )

@@ -1,7 +1,8 @@
-"""``dscore plugins grade MODULE``: how much of what users expect a plugin keeps, checked by machine in four levels.
+"""``dscore plugins grade MODULE``: how much of what users expect a plugin keeps, checked by machine
+in four levels.
 
-A rule passes, fails with a reason, or does not apply. A plugin has a level when every rule of it, and of those below,
-passes or does not apply.
+A rule passes, fails with a reason, or does not apply. A plugin has a level when every rule of it,
+and of those below, passes or does not apply.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from ds_testing.plugin import PluginConformance
 __all__ = ["LEVELS", "RULES", "Rule", "Subject", "Verdict", "examine", "grade", "level_of"]
 
 LEVELS = ("declared", "kept", "proven", "whole")
-"""declared: installing it harms nobody. kept: it keeps the contract. proven: by tests of its own, and it says so to
-users. whole: right on several ranks, resumed, and nothing is left of it."""
+"""declared: installing it harms nobody. kept: it keeps the contract. proven: by tests of its own,
+and it says so to users. whole: right on several ranks, resumed, and nothing is left of it."""
 
 KITS = {
     "ds_accelerators": "AcceleratorConformance",
@@ -69,8 +70,8 @@ KITS = {
 class Subject:
     """The plugin that is graded: its declaration module, and what is found around it.
 
-    section, config: the section that it owns and a config of it that is valid; from its `PluginConformance` test where
-    they are not given.
+    section, config: the section that it owns and a config of it that is valid; from its
+    `PluginConformance` test where they are not given.
     """
 
     def __init__(self, module: str, section: str | None = None, config: Any = None) -> None:
@@ -78,9 +79,12 @@ class Subject:
         self.section = section
         self.config = config
         if section is None and (kit := self._own_kit()) is not None:
-            self.section, self.config = kit.section, kit.good_config
+            self.section = kit.section
+            self.config = kit.good_config
         elif section is None:
-            self.section = next((f.name for f in discover() if f.module == module and f.owns_section), None)
+            self.section = next(
+                (f.name for f in discover() if f.module == module and f.owns_section), None
+            )
 
     @cached_property
     def folder(self) -> Path:
@@ -106,7 +110,9 @@ class Subject:
     def metadata(self) -> Any:
         """The metadata of its distribution. Raises AssertionError where it is not installed."""
         dist = next((f.dist for f in discover() if f.module == self.module), None)
-        assert dist is not None, f"no installed distribution has the entry point {self.module}; pip install -e it"
+        assert dist is not None, (
+            f"no installed distribution has the entry point {self.module}; pip install -e it"
+        )
         return importlib_metadata.metadata(dist)
 
     @cached_property
@@ -178,7 +184,11 @@ def _of_kit(*checks: str) -> Check:
 def _metadata(subject: Subject) -> None:
     found = subject.metadata
     licence = found.get("License-Expression") or found.get("License")
-    lacking = [n for n, v in (("a licence", licence), ("requires-python", found.get("Requires-Python"))) if not v]
+    lacking = [
+        n
+        for n, v in (("a licence", licence), ("requires-python", found.get("Requires-Python")))
+        if not v
+    ]
     lacking += [] if found.get("Summary") else ["a description"]
     assert not lacking, f"its metadata lacks {', '.join(lacking)}"
 
@@ -204,11 +214,15 @@ def _contract(subject: Subject) -> None:
     if offered_by("folders", dist) is not None:  # of ds_core's own repository, and released with it
         return
     needs = getattr(resolve(subject.module), "DS_CONTRACT", None)
-    assert type(needs) is int, f"{subject.module} does not say DS_CONTRACT = N, the contract that it was written for"
+    assert type(needs) is int, (
+        f"{subject.module} does not say DS_CONTRACT = N, the contract that it was written for"
+    )
 
 
 def _typed(subject: Subject) -> None:
-    assert (subject.folder / "py.typed").exists(), "the package has no py.typed: users' type checkers ignore it"
+    assert (subject.folder / "py.typed").exists(), (
+        "the package has no py.typed: users' type checkers ignore it"
+    )
     bare = [
         f"{file.name}:{node.lineno}"
         for file in sorted(subject.folder.rglob("*.py"))
@@ -245,7 +259,9 @@ def _has_tests(subject: Subject) -> None:
 
 def _uses_kits(subject: Subject) -> None:
     _has_tests(subject)
-    texts = "\n".join(f.read_text(encoding="utf-8") for f in (subject.folder.parent / "tests").rglob("*.py"))
+    texts = "\n".join(
+        f.read_text(encoding="utf-8") for f in (subject.folder.parent / "tests").rglob("*.py")
+    )
     wanted = {"PluginConformance", *(KITS[hook] for hook in subject.hooks & KITS.keys())}
     lacking = sorted(kit for kit in wanted if not re.search(kit, texts))
     assert not lacking, f"its tests do not run {', '.join(lacking)}"
@@ -253,11 +269,28 @@ def _uses_kits(subject: Subject) -> None:
 
 def _tests_pass(subject: Subject) -> None:
     _has_tests(subject)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow and not gpu",
+    ]
     done = subprocess.run(
-        [*command, "tests"], cwd=subject.folder.parent, capture_output=True, text=True, timeout=1800, check=False
+        [*command, "tests"],
+        cwd=subject.folder.parent,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
     )
-    assert done.returncode == 0, done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr
+    assert done.returncode == 0, (
+        done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr
+    )
 
 
 def _lower_bounds(subject: Subject) -> None:
@@ -269,9 +302,13 @@ def _lower_bounds(subject: Subject) -> None:
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        lows = [Version(s.version) for s in requirement.specifier if s.operator in (">=", "==", "~=")]
+        lows = [
+            Version(s.version) for s in requirement.specifier if s.operator in (">=", "==", "~=")
+        ]
         here = Version(importlib_metadata.version(requirement.name))
-        assert all(low <= here for low in lows), f"{text} is not what is tested here, {requirement.name} {here}"
+        assert all(low <= here for low in lows), (
+            f"{text} is not what is tested here, {requirement.name} {here}"
+        )
 
 
 def _documented(subject: Subject) -> None:
@@ -304,11 +341,28 @@ def _run(check: Callable[[str, str, Any], None]) -> Check:
 TWICE = ("test_hooks_answer_twice_the_same", "test_names_do_not_collide")
 
 RULES = (
-    Rule("torch-free", "declared", "the declaration loads no torch", _of_kit("test_imports_nothing_heavy")),
-    Rule("quiet", "declared", "importing it changes nothing", _of_kit("test_import_changes_nothing")),
-    Rule("independent", "declared", "it imports no other plugin", _of_kit("test_imports_no_other_plugin")),
+    Rule(
+        "torch-free",
+        "declared",
+        "the declaration loads no torch",
+        _of_kit("test_imports_nothing_heavy"),
+    ),
+    Rule(
+        "quiet", "declared", "importing it changes nothing", _of_kit("test_import_changes_nothing")
+    ),
+    Rule(
+        "independent",
+        "declared",
+        "it imports no other plugin",
+        _of_kit("test_imports_no_other_plugin"),
+    ),
     Rule("loads", "declared", "it can be named in plugins.load", _of_kit("test_loads_by_name")),
-    Rule("hooks", "declared", "its hooks are known and fit", _of_kit("test_every_hook_is_known_and_fits")),
+    Rule(
+        "hooks",
+        "declared",
+        "its hooks are known and fit",
+        _of_kit("test_every_hook_is_known_and_fits"),
+    ),
     Rule("repeatable", "kept", "hooks answer twice the same", _of_kit(*TWICE)),
     Rule("references", "kept", "references lead somewhere", _of_kit("test_references_resolve")),
     Rule("entries", "kept", "entries are well formed", _of_kit("test_entries_are_well_formed")),
@@ -324,10 +378,17 @@ RULES = (
     Rule("contract", "kept", "it says which contract it was written for", _contract),
     Rule("typed", "proven", "it is typed", _typed),
     Rule("kits", "proven", "its tests run the kit of each hook", _uses_kits),
-    Rule("documented", "proven", "its README has install, example, limits and every key", _documented),
+    Rule(
+        "documented", "proven", "its README has install, example, limits and every key", _documented
+    ),
     Rule("lower-bounds", "proven", "lower bounds are of what is tested", _lower_bounds),
     Rule("tests", "proven", "its tests pass", _tests_pass),
-    Rule("parallel", "whole", "two ranks, and tp, pp and ep axes, train as one process", _run(trains_alike)),
+    Rule(
+        "parallel",
+        "whole",
+        "two ranks, and tp, pp and ep axes, train as one process",
+        _run(trains_alike),
+    ),
     Rule("resumes", "whole", "a resumed run goes on exactly", _run(resumes)),
     Rule("given-back", "whole", "nothing is left of it after destroy()", _run(gives_back)),
 )
@@ -343,7 +404,11 @@ def examine(subject: Subject, without: frozenset[str] = frozenset()) -> Iterator
         except NotApplicable:
             yield Verdict(rule, None)
         except Exception as error:  # a rule that cannot be carried out is not kept
-            why = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+            why = (
+                str(error)
+                if isinstance(error, AssertionError)
+                else f"{type(error).__name__}: {error}"
+            )
             yield Verdict(rule, False, why.strip().partition("\nassert ")[0])
         else:
             yield Verdict(rule, True)
@@ -359,24 +424,33 @@ def level_of(verdicts: list[Verdict]) -> str:
     return reached
 
 
-def grade(module: str, section: str = "", config: str = "", as_json: bool = False, fast: bool = False) -> None:
+def grade(
+    module: str, section: str = "", config: str = "", as_json: bool = False, fast: bool = False
+) -> None:
     """Say how much of what users expect the plugin with the declaration MODULE keeps.
 
-    --section and --config give its section and a valid value of it as JSON, where its tests do not say them. --fast
-    leaves out its own tests and runs of training.
+    --section and --config give its section and a valid value of it as JSON, where its tests do not
+    say them. --fast leaves out its own tests and runs of training.
     """
     try:
         exists = importlib.util.find_spec(module) is not None
     except ImportError:
         exists = False
     if not exists:
-        raise UsageError(f"no module {module!r} can be imported; give the value of the plugin's entry point")
-    subject = Subject(module, section or None, json.loads(config) if config else ({} if section else None))
+        raise UsageError(
+            f"no module {module!r} can be imported; give the value of the plugin's entry point"
+        )
+    subject = Subject(
+        module, section or None, json.loads(config) if config else ({} if section else None)
+    )
     without = frozenset(("tests", "parallel", "resumes", "given-back")) if fast else frozenset()
     verdicts = list(examine(subject, without))
     level = level_of(verdicts)
     if as_json:
-        rows = [{"rule": v.rule.name, "level": v.rule.level, "passed": v.passed, "why": v.why} for v in verdicts]
+        rows = [
+            {"rule": v.rule.name, "level": v.rule.level, "passed": v.passed, "why": v.why}
+            for v in verdicts
+        ]
         print(json.dumps({"module": module, "level": level, "rules": rows}, indent=2))
     else:
         for verdict in verdicts:

@@ -1,4 +1,5 @@
-"""The rules of ``dscore plugins grade`` that train: on several ranks, resumed, and after the end."""
+"""The rules of ``dscore plugins grade`` that train: on several ranks, resumed, and after the
+end."""
 
 from __future__ import annotations
 
@@ -9,11 +10,16 @@ from ds_testing.pool import RemoteError, run_ranks
 
 __all__ = ["gives_back", "resumes", "trains_alike"]
 
-STEPS, ROWS, WIDTH, TOLERANCE = 4, 8, 6, 1e-9
+STEPS = 4
+ROWS = 8
+WIDTH = 6
+TOLERANCE = 1e-9
 AXES: tuple[dict[str, int], ...] = ({}, {"tp": 2}, {"pp": 2}, {"ep": 2})
 
 
-def _config(module: str, section: str, value: Any, rows: int, axes: dict[str, int]) -> dict[str, Any]:
+def _config(
+    module: str, section: str, value: Any, rows: int, axes: dict[str, int]
+) -> dict[str, Any]:
     load = [f"{section}={module}"]
     extra: dict[str, Any] = {section: value}
     if axes:
@@ -36,7 +42,8 @@ def _model() -> Any:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+            self.first = nn.Linear(WIDTH, WIDTH)
+            self.last = nn.Linear(WIDTH, 1)
 
         def forward(self, x: Any) -> Any:
             return self.last(torch.tanh(self.first(x))).square().mean()
@@ -47,7 +54,9 @@ def _model() -> Any:
 def _rows(step: int) -> Any:
     import torch
 
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    return torch.randn(
+        ROWS, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+    )
 
 
 def _train(module: str, section: str, value: Any, axes: dict[str, int]) -> tuple[list[float], str]:
@@ -65,7 +74,8 @@ def _train(module: str, section: str, value: Any, axes: dict[str, int]) -> tuple
             engine, *_ = ds_core.initialize(model=_model(), config=config)
         except DSError as error:
             return [], f"{error}"
-        dp, index = engine.ctx.mesh.size("batch"), engine.ctx.mesh.index("batch")
+        dp = engine.ctx.mesh.size("batch")
+        index = engine.ctx.mesh.index("batch")
         losses = []
         for step in range(STEPS):
             mine = _rows(step).chunk(dp)[index]
@@ -84,12 +94,17 @@ def _in(folder: str, value: Any) -> Any:
     """The config, with what it writes in `folder`."""
     if isinstance(value, dict):
         paths = ("folder", "path", "file", "output_path", "journal")
-        return {k: f"{folder}/{k}" if k in paths and isinstance(v, str) else _in(folder, v) for k, v in value.items()}
+        return {
+            k: f"{folder}/{k}" if k in paths and isinstance(v, str) else _in(folder, v)
+            for k, v in value.items()
+        }
     return value
 
 
 def trains_alike(module: str, section: str, value: Any) -> None:
-    """On two ranks, and with axes of other features, losses are those of one process, or all ranks refuse."""
+    """On two ranks, and with axes of other features, losses are those of one process, or all ranks
+    refuse.
+    """
     from ds_core.errors import UsageError
 
     alone, why = run_ranks(1, _train, module, section, value, {})[0]
@@ -106,10 +121,14 @@ def trains_alike(module: str, section: str, value: Any) -> None:
                 f"2 ranks{_with(axes)}: refused without {section}: {refused[0]}"
             )
             continue
-        assert not any(refused), f"2 ranks{_with(axes)}: one rank refuses, the other trains: {refused}"
+        assert not any(refused), (
+            f"2 ranks{_with(axes)}: one rank refuses, the other trains: {refused}"
+        )
         for rank, (losses, _) in enumerate(answers):
             worst = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(losses, alone, strict=True))
-            assert worst <= TOLERANCE, f"rank {rank} of 2{_with(axes)}: losses are off by {worst:.1g}"
+            assert worst <= TOLERANCE, (
+                f"rank {rank} of 2{_with(axes)}: losses are off by {worst:.1g}"
+            )
 
 
 def _with(axes: dict[str, int]) -> str:
@@ -117,7 +136,8 @@ def _with(axes: dict[str, int]) -> str:
 
 
 def _resume(module: str, section: str, value: Any) -> tuple[list[float], list[float], str]:
-    """Losses of a whole run, and of one that was saved after half and loaded into another engine."""
+    """Losses of a whole run, and of one that was saved after half and loaded into another
+    engine."""
     import ds_core
     from ds_core.errors import DSError
 
@@ -125,7 +145,9 @@ def _resume(module: str, section: str, value: Any) -> tuple[list[float], list[fl
 
         def start(name: str) -> Any:
             shown = _in(f"{folder}/{name}", value)
-            return ds_core.initialize(model=_model(), config=_config(module, section, shown, ROWS, {}))[0]
+            return ds_core.initialize(
+                model=_model(), config=_config(module, section, shown, ROWS, {})
+            )[0]
 
         def step(engine: Any, number: int) -> float:
             loss = engine(_rows(number).to(next(engine.module.parameters()).dtype))
@@ -172,9 +194,13 @@ def _left(module: str, section: str, value: Any) -> tuple[list[str], str]:
 
     with tempfile.TemporaryDirectory() as folder:
         model = _model()
-        before, threads, hook = Structure(model), set(threading.enumerate()), id(__import__("sys").excepthook)
+        before = Structure(model)
+        threads = set(threading.enumerate())
+        hook = id(__import__("sys").excepthook)
         try:
-            engine, *_ = ds_core.initialize(model=model, config=_config(module, section, _in(folder, value), ROWS, {}))
+            engine, *_ = ds_core.initialize(
+                model=model, config=_config(module, section, _in(folder, value), ROWS, {})
+            )
         except DSError as error:
             return [], f"{error}"
         loss = engine(_rows(0).to(next(engine.module.parameters()).dtype))

@@ -1,16 +1,19 @@
-"""Hosts on one machine: each has network, host name, mount, pid and ipc namespaces of its own; a switch joins them.
+"""Hosts on one machine: each has network, host name, mount, pid and ipc namespaces of its own; a
+switch joins them.
 
 ::
 
     with Lab("a", "b", ssh=True, shared=[tmp_path]) as lab:
         lab.head.run(["ssh", "a", "hostname"])
 
-[Note: who holds a host] The first process of each host's pid namespace is one that waits for the end of its stdin,
-a pipe to this process. Whatever ends this process ends the pipe, that one, all processes of the host, and with them
-its namespaces: devices, mounts and files in memory. Nothing has a global name, so several labs run at once.
+[Note: who holds a host] The first process of each host's pid namespace is one that waits for the
+end of its stdin, a pipe to this process. Whatever ends this process ends the pipe, that one, all
+processes of the host, and with them its namespaces: devices, mounts and files in memory. Nothing
+has a global name, so several labs run at once.
 
-Data flow: host's ``eth0`` - its other end in the switch's namespace - bridge. A rate is a queue (tbf) at both ends; for
-latency and loss, two TAP devices and `relay` are put before the bridge. A cut takes the end out of its bridge.
+Data flow: host's ``eth0`` - its other end in the switch's namespace - bridge. A rate is a queue
+(tbf) at both ends; for latency and loss, two TAP devices and `relay` are put before the bridge. A
+cut takes the end out of its bridge.
 """
 
 from __future__ import annotations
@@ -79,7 +82,9 @@ class Host:
     """One host of a `Lab`. name: its host name. address: on the lab's network."""
 
     def __init__(self, lab: Lab, name: str, number: int) -> None:
-        self.name, self.number, self.address = name, number, f"{NETWORK}{number}"
+        self.name = name
+        self.number = number
+        self.address = f"{NETWORK}{number}"
         self._lab = lab
         self._held: Holder | None = None
         self._started: list[subprocess.Popen[Any]] = []
@@ -91,30 +96,38 @@ class Host:
         """Whether it is switched on."""
         return self._held is not None
 
-    # -- power ---------------------------------------------------------------------------------------------------
+    # -- power -------------------------------------------------------------------------------------
 
     def boot(self) -> None:
         """Switch it on: same name, address and ssh keys, an undisturbed link, an empty /tmp."""
         if self._held is not None:
             raise LabError(f"host {self.name!r} is already on")
-        switch, end = self._lab.switch, f"v{self.number}"
+        switch = self._lab.switch
+        end = f"v{self.number}"
         self._held = Holder(self.name, self._lab.table, self._lab.keep)
         with contextlib.suppress(LabError):
-            switch.network(f"link delete {end}")  # of the host before it, which the kernel may still have
+            # of the host before it, which the kernel may still have
+            switch.network(f"link delete {end}")
         switch.network(
-            f"link add {end} type veth peer name eth0 address 02:00:00:00:00:{self.number:02x} netns {self._held.pid}",
+            f"link add {end} type veth peer name eth0 address 02:00:00:00:00:{self.number:02x} "
+            f"netns {self._held.pid}",
             f"link set {end} master switch addrgenmode none",
             f"link set {end} up",
         )
         self._held.network(
-            "link set eth0 addrgenmode none", f"address add {self.address}/24 dev eth0", "link set eth0 up"
+            "link set eth0 addrgenmode none",
+            f"address add {self.address}/24 dev eth0",
+            "link set eth0 up",
         )
         if self._lab.ssh:
             self._lab.ssh.install(self)
             self.start_ssh()
 
     def kill(self) -> None:
-        """End all its processes at once; their peers see connections close. The host is then off."""
+        """End all its processes at once; their peers see connections close.
+
+        The host is then off.
+        """
         self._on.end()
         self._held = None
         self._port = "switch"
@@ -125,19 +138,33 @@ class Host:
         self.cut()
         self.kill()
 
-    # -- what runs on it -----------------------------------------------------------------------------------------
+    # -- what runs on it ---------------------------------------------------------------------------
 
     def popen(
-        self, command: Sequence[str], *, cwd: str | Path = "", env: Mapping[str, str] | None = None, **options: Any
+        self,
+        command: Sequence[str],
+        *,
+        cwd: str | Path = "",
+        env: Mapping[str, str] | None = None,
+        **options: Any,
     ) -> subprocess.Popen[Any]:
-        """Start a process; text, stdin empty, stderr in stdout, a session of its own, unless `options` differ.
+        """Start a process; text, stdin empty, stderr in stdout, a session of its own, unless
+        `options` differ.
 
-        env: the whole environment; `clean_environment` when left out. Signals sent by its methods reach it.
+        env: the whole environment; `clean_environment` when left out. Signals sent by its methods
+        reach it.
         """
         words = self._on.words(command, str(cwd or os.getcwd()))
-        given = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        given = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "text": True,
+        }
         variables = clean_environment() if env is None else dict(env)
-        process = _Entered(words, **{**given, "start_new_session": True, "env": variables, **options})
+        process = _Entered(
+            words, **{**given, "start_new_session": True, "env": variables, **options}
+        )
         self._started.append(process)
         return process
 
@@ -150,7 +177,9 @@ class Host:
         cwd: str | Path = "",
         env: Mapping[str, str] | None = None,
     ) -> str:
-        """Run and give back stdout and stderr together; the exit status must be `status` (-1: any but 0)."""
+        """Run and give back stdout and stderr together; the exit status must be `status` (-1: any
+        but 0).
+        """
         process = self.popen(command, cwd=cwd, env=env)
         try:
             text, _ = process.communicate(timeout=timeout)
@@ -167,7 +196,7 @@ class Host:
         """Everything that runs on it, but for its first process."""
         return self._on.processes()
 
-    # -- its files -----------------------------------------------------------------------------------------------
+    # -- its files ---------------------------------------------------------------------------------
 
     @property
     def root(self) -> Path:
@@ -175,11 +204,15 @@ class Host:
         return Path(f"/proc/{self._on.pid}/root")
 
     def disk(self, folder: str | Path, size: str | None = None) -> None:
-        """Mount an empty disk of its own on a folder, which is made where it is not there. size: as "2m"."""
+        """Mount an empty disk of its own on a folder, which is made where it is not there. size: as
+        "2m".
+        """
         self.run(["mkdir", "-p", str(folder)])
-        self.run(["mount", "-t", "tmpfs", *(["-o", f"size={size}"] if size else []), "lab", str(folder)])
+        self.run(
+            ["mount", "-t", "tmpfs", *(["-o", f"size={size}"] if size else []), "lab", str(folder)]
+        )
 
-    # -- its link ------------------------------------------------------------------------------------------------
+    # -- its link ----------------------------------------------------------------------------------
 
     @property
     def sent(self) -> int:
@@ -224,22 +257,26 @@ class Host:
             self.mend()
             self._end_relay()
 
-    # -- ssh -----------------------------------------------------------------------------------------------------
+    # -- ssh ---------------------------------------------------------------------------------------
 
     def start_ssh(self) -> None:
         """Start its OpenSSH server."""
-        self.run(["/usr/sbin/sshd", "-f", "/run/lab/sshd_config", "-E", "/run/lab/sshd.log"], cwd="/")
+        self.run(
+            ["/usr/sbin/sshd", "-f", "/run/lab/sshd_config", "-E", "/run/lab/sshd.log"], cwd="/"
+        )
 
     def stop_ssh(self) -> None:
         """End its OpenSSH server: connections are refused; those that are open stay."""
         end = time.monotonic() + 10.0
-        while not (found := [p.pid for p in self.processes() if p.words and "[listener]" in p.words[0]]):
+        while not (
+            found := [p.pid for p in self.processes() if p.words and "[listener]" in p.words[0]]
+        ):
             if time.monotonic() > end:  # just after its start it does not bear that name yet
                 raise LabError(f"no OpenSSH server runs on {self.name}")
         for pid in found:
             os.kill(pid, signal.SIGKILL)
 
-    # -- inside --------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     @property
     def _on(self) -> Holder:
@@ -255,13 +292,29 @@ class Host:
         raise LabError(f"host {self.name!r} has no eth0")
 
     def _start_relay(self) -> None:
-        """Put two TAP devices and a process that joins them between this host's end and the switch."""
+        """Put two TAP devices and a process that joins them between this host's end and the
+        switch."""
         if self._relay is not None:
             return
-        near, far, bridge = f"n{self.number}", f"f{self.number}", f"w{self.number}"
+        near = f"n{self.number}"
+        far = f"f{self.number}"
+        bridge = f"w{self.number}"
         switch = self._lab.switch
         self._relay = subprocess.Popen(
-            ["nsenter", "-t", str(switch.pid), "-n", "-p", "--", sys.executable, "-I", "-S", RELAY, near, far],
+            [
+                "nsenter",
+                "-t",
+                str(switch.pid),
+                "-n",
+                "-p",
+                "--",
+                sys.executable,
+                "-I",
+                "-S",
+                RELAY,
+                near,
+                far,
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -315,18 +368,26 @@ class _Keys:
 class Lab:
     """Hosts with these names, and ``head``, where launchers run. Close it, or use it in ``with``.
 
-    shared: folders that all hosts see. What lies under /tmp, /run and /dev/shm is each host's own otherwise; the rest
-    of the file system is this machine's. ssh: with an OpenSSH server on each.
+    shared: folders that all hosts see. What lies under /tmp, /run and /dev/shm is each host's own
+    otherwise; the rest of the file system is this machine's. ssh: with an OpenSSH server on each.
     """
 
     def __init__(self, *names: str, ssh: bool = False, shared: Sequence[str | Path] = ()) -> None:
-        self.everyone = [Host(self, name, number) for number, name in enumerate(("head", *names), 1)]
-        self.table = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in self.everyone)
+        self.everyone = [
+            Host(self, name, number) for number, name in enumerate(("head", *names), 1)
+        ]
+        self.table = "127.0.0.1 localhost\n" + "".join(
+            f"{host.address} {host.name}\n" for host in self.everyone
+        )
         self.keep = _kept([*shared, sys.prefix, sys.base_prefix, os.getcwd()])
         self.ssh = _Keys([host.name for host in self.everyone]) if ssh else None
         self.switch = Holder("switch", "", self.keep)
         try:
-            self.switch.network("link add switch type bridge", "link set switch addrgenmode none", "link set switch up")
+            self.switch.network(
+                "link add switch type bridge",
+                "link set switch addrgenmode none",
+                "link set switch up",
+            )
             for host in self.everyone:
                 host.boot()
         except BaseException:
@@ -381,7 +442,9 @@ def _key() -> tuple[str, str]:
     """A new ed25519 key: private and public."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "key")
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "lab", "-f", path], check=True)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "lab", "-f", path], check=True
+        )
         return path.read_text(), path.with_suffix(".pub").read_text()
 
 
@@ -390,7 +453,11 @@ def _kept(folders: Sequence[str | Path]) -> list[str]:
     covered = [Path(root).resolve() for root in ("/tmp", "/run", "/dev/shm")]
     paths = sorted({Path(folder).resolve() for folder in folders})
     hidden = [path for path in paths if any(path.is_relative_to(root) for root in covered)]
-    return [str(path) for path in hidden if not any(path != other and path.is_relative_to(other) for other in hidden)]
+    return [
+        str(path)
+        for path in hidden
+        if not any(path != other and path.is_relative_to(other) for other in hidden)
+    ]
 
 
 def _rest(process: subprocess.Popen[Any]) -> str:

@@ -1,4 +1,6 @@
-"""A Ray cluster on the hosts of a `ds_testing.hosts.Lab`: each host a node, the lab's head too, which takes no work."""
+"""A Ray cluster on the hosts of a `ds_testing.hosts.Lab`: each host a node, the lab's head too,
+which takes no work.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,16 @@ sys.exit(sum(node["Alive"] for node in ray.nodes()) != int(sys.argv[1]))
 """
 
 
-def start_ray(lab: Lab, folder: Path, *, cpus: int = 2, options: Sequence[str] = (), timeout: float = 180.0) -> None:
-    """Return when every host is a node. folder: for what the nodes say. Needs ray beside this Python."""
-    _start(lab.head, folder, "--head", f"--port={PORT}", "--include-dashboard=false", "--num-cpus=0")
+def start_ray(
+    lab: Lab, folder: Path, *, cpus: int = 2, options: Sequence[str] = (), timeout: float = 180.0
+) -> None:
+    """Return when every host is a node. folder: for what the nodes say.
+
+    Needs ray beside this Python.
+    """
+    _start(
+        lab.head, folder, "--head", f"--port={PORT}", "--include-dashboard=false", "--num-cpus=0"
+    )
     for host in lab.hosts:
         _start(host, folder, f"--address={lab.head.address}:{PORT}", f"--num-cpus={cpus}", *options)
     end = time.monotonic() + timeout

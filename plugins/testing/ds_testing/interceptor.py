@@ -1,6 +1,7 @@
 """The conformance kit for interceptors: subclass `InterceptorConformance` and name your plugin.
 
-Every collective is called on two ranks (worker processes) with your interceptors and without them; nothing may differ.
+Every collective is called on two ranks (worker processes) with your interceptors and without them;
+nothing may differ.
 """
 
 from __future__ import annotations
@@ -16,18 +17,24 @@ WORLD = 2
 
 
 class InterceptorConformance:
-    """Inherit and set `config`, so that your plugin's `ds_interceptors` returns what is to be tested.
+    """Inherit and set `config`, so that your plugin's `ds_interceptors` returns what is to be
+    tested.
 
-    ``class TestMine(InterceptorConformance)``: the name must start with Test, so that pytest collects it.
+    ``class TestMine(InterceptorConformance)``: the name must start with Test, so that pytest
+    collects it.
     """
 
     config: ClassVar[Mapping[str, Any]]
-    """The config, as of ``initialize``, with your plugin's section: ``{"mine": {"enabled": True}}``."""
+    """The config, as of ``initialize``, with your plugin's section: ``{"mine": {"enabled":
+    True}}``.
+    """
     load: ClassVar[Sequence[str]] = ()
     """``plugins.load``, for a plugin that is not installed."""
 
     def test_collectives_give_the_same(self) -> None:
-        """Results, works and return values are those without it; a collective's `tag` is equal on all ranks."""
+        """Results, works and return values are those without it; a collective's `tag` is equal on
+        all ranks.
+        """
         self._run(_compare)
 
     def test_errors_pass(self) -> None:
@@ -50,8 +57,14 @@ def _install(config: dict[str, Any]) -> list[Interceptor]:
     from ds_core.compose import compose
 
     chosen = compose(config)
-    found = [i for answer in chosen.plugins.ask("ds_interceptors", config=chosen.config) for i in answer.value]
-    assert found, "no plugin that takes part returns an interceptor; is its section in the kit's config?"
+    found = [
+        i
+        for answer in chosen.plugins.ask("ds_interceptors", config=chosen.config)
+        for i in answer.value
+    ]
+    assert found, (
+        "no plugin that takes part returns an interceptor; is its section in the kit's config?"
+    )
     for interceptor in found:
         comm.add_interceptor(interceptor)
     return found
@@ -70,7 +83,8 @@ def _compare(config: dict[str, Any]) -> None:
     from ds_core import comm
 
     plain = _results()
-    installed, tags = _install(config), _Tags()
+    installed = _install(config)
+    tags = _Tags()
     comm.add_interceptor(tags)
     for mine, theirs in zip(_results(), plain, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
@@ -125,26 +139,33 @@ class _Tags(Interceptor):
 
 
 def _results() -> list[Any]:
-    """What every function of ds_core.comm gives, called by position and by name, at once and asynchronously."""
+    """What every function of ds_core.comm gives, called by position and by name, at once and
+    asynchronously.
+    """
     import torch
     import torch.distributed as dist
 
     from ds_core import comm
 
-    rank, size = comm.rank(), comm.world_size()
+    rank = comm.rank()
+    size = comm.world_size()
     torch.manual_seed(rank)
     out: list[Any] = []
     for numel in (1, 1000, 300_000):
         x = torch.randn(numel)
         for asynchronous in (False, True):
-            total, whole, part = x.clone(), torch.empty(numel * size), torch.empty(numel)
+            total = x.clone()
+            whole = torch.empty(numel * size)
+            part = torch.empty(numel)
             works = [
                 comm.all_reduce(total, dist.ReduceOp.AVG, async_op=asynchronous),
                 comm.all_gather_into_tensor(input=x, output=whole, async_op=asynchronous),
                 comm.reduce_scatter_tensor(part, x.repeat(size), async_op=asynchronous),
             ]
             for work in works:
-                assert (work is not None) == asynchronous, "a work is returned for async_op=True, else None"
+                assert (work is not None) == asynchronous, (
+                    "a work is returned for async_op=True, else None"
+                )
                 if work is not None:
                     work.wait()
                     assert work.is_completed()
@@ -155,7 +176,8 @@ def _results() -> list[Any]:
     swapped = torch.empty(size)
     comm.all_to_all_single(swapped, torch.arange(float(size)) + 10 * rank)
     comm.barrier()
-    got, peer = torch.empty(3), (rank + 1) % size
+    got = torch.empty(3)
+    peer = (rank + 1) % size
     for message in (comm.isend(torch.ones(3) * rank, peer), comm.irecv(got, peer)):
         message.wait()
     later = torch.empty(2)

@@ -1,4 +1,6 @@
-"""A plugin for `CheckpointerConformance`: it keeps a state of each rank's own, and can fail to give it."""
+"""A plugin for `CheckpointerConformance`: it keeps a state of each rank's own, and can fail to give
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ class Kept:
     """value: the state. fails: `state_dict` raises."""
 
     def __init__(self, value: int) -> None:
-        self.value, self.fails = value, False
+        self.value = value
+        self.fails = False
 
     def state_dict(self) -> dict[str, Any]:
         """The value; RuntimeError where it is to fail."""

@@ -1,7 +1,7 @@
 """The conformance kit for kernels: every available provider against the reference of its operation.
 
-What is compared is in `ds_kernel_kit.comparisons`; an operation of a plugin's own brings its comparisons as
-`KernelEntry.check`.
+What is compared is in `ds_kernel_kit.comparisons`; an operation of a plugin's own brings its
+comparisons as `KernelEntry.check`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,20 @@ class KernelConformance:
         return [e for e in found if not e.devices or self.device in e.devices]
 
     def test_offers_something_that_runs_here(self) -> None:
-        """At least one entry is for this device, and says None when asked whether it is available."""
+        """At least one entry is for this device, and says None when asked whether it is
+        available."""
         entries = self.entries()
         assert entries, f"{self.plugin} offers no kernel for {self.device}"
-        reasons = {e.provider: why for e in entries if (why := offered.ask(e.available)) is not None}
+        reasons = {
+            e.provider: why for e in entries if (why := offered.ask(e.available)) is not None
+        }
         assert len(reasons) < len({e.provider for e in entries}), f"none is available: {reasons}"
 
     def test_every_operation_has_a_check(self) -> None:
         """An operation of the plugin's own needs a check of its own: `KernelEntry.check`."""
-        assert not (bare := sorted({e.op for e in self.entries() if not has_check(e)})), f"no check for {bare}"
+        assert not (bare := sorted({e.op for e in self.entries() if not has_check(e)})), (
+            f"no check for {bare}"
+        )
 
     def test_against_the_reference(self) -> None:
         """Every available provider gives what the reference gives, to rounding."""

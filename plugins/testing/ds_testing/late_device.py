@@ -1,4 +1,5 @@
-"""A device for tests whose side streams run as late as events allow: what is not waited for is stale.
+"""A device for tests whose side streams run as late as events allow: what is not waited for is
+stale.
 
 Its tensors are the CPU's, so code under test must be told to treat those as a device's.
 """
@@ -39,10 +40,12 @@ class Event:
         self.device = device
 
     def record(self) -> None:
-        self.stream, self.count = self.device.now, len(self.device.now.jobs)
+        self.count = len(self.device.now.jobs)
+        self.stream = self.device.now
 
     def wait(self) -> None:
-        stream, count = self.stream, self.count
+        stream = self.stream
+        count = self.count
         if self.device.now is self.device.main:
             stream.run(count)  # what the program does next sees it
         else:

@@ -1,6 +1,8 @@
-"""The conformance kit for launchers that start on several hosts: subclass `HostsConformance`; needs a lab and ds-cli.
+"""The conformance kit for launchers that start on several hosts: subclass `HostsConformance`; needs
+a lab and ds-cli.
 
-Real hosts, real programs: each check runs ``dscore run`` on the head of a `Lab`. Mark the subclass `hosts`.
+Real hosts, real programs: each check runs ``dscore run`` on the head of a `Lab`. Mark the subclass
+`hosts`.
 """
 
 from __future__ import annotations
@@ -53,10 +55,17 @@ SECRET = "swordfish-4711"
 
 
 class Launched:
-    """A launcher that can be used: the lab, the folder that all hosts see, and how ``dscore run`` is called."""
+    """A launcher that can be used: the lab, the folder that all hosts see, and how ``dscore run``
+    is called.
+    """
 
-    def __init__(self, lab: Lab, folder: Path, words: list[str], environment: dict[str, str]) -> None:
-        self.lab, self.folder, self.words, self.environment = lab, folder, words, environment
+    def __init__(
+        self, lab: Lab, folder: Path, words: list[str], environment: dict[str, str]
+    ) -> None:
+        self.lab = lab
+        self.folder = folder
+        self.words = words
+        self.environment = environment
 
     def start(self, name: str, what: str, *arguments: str) -> tuple[subprocess.Popen[Any], Path]:
         """A run of the script in a folder of its own."""
@@ -89,7 +98,9 @@ class Launched:
         """Wait until nothing runs any more."""
         end = time.monotonic() + seconds
         while left := self.left(folder):
-            assert time.monotonic() < end, f"after {seconds} s there are still {[(h.name, p) for h, p in left]}"
+            assert time.monotonic() < end, (
+                f"after {seconds} s there are still {[(h.name, p) for h, p in left]}"
+            )
             time.sleep(0.1)
 
     def all_began(self, process: subprocess.Popen[Any], folder: Path) -> None:
@@ -102,11 +113,12 @@ class Launched:
 
 
 class HostsConformance:
-    """Inherit, name the launcher, and mark the class with ``pytest.mark.hosts``. The class's name must start with Test.
+    """Inherit, name the launcher, and mark the class with ``pytest.mark.hosts``. The class's name
+    must start with Test.
 
-    launcher: its name. more: words of ``dscore run`` besides. programs: what it needs. tool: the one that reaches the
-    hosts. secret: what goes to the hosts cannot be read in `ps`. lab_ssh: the hosts have ssh. preempted: the
-    exit code after SIGTERM where ranks end with 75.
+    launcher: its name. more: words of ``dscore run`` besides. programs: what it needs. tool: the
+    one that reaches the hosts. secret: what goes to the hosts cannot be read in `ps`. lab_ssh: the
+    hosts have ssh. preempted: the exit code after SIGTERM where ranks end with 75.
     """
 
     launcher: ClassVar[str] = ""
@@ -143,7 +155,8 @@ class HostsConformance:
         return "b"
 
     def test_ranks(self, launched: Launched) -> None:
-        """Ranks by host, in order; words, folder and variables arrive, and all output comes back."""
+        """Ranks by host, in order; words, folder and variables arrive, and all output comes
+        back."""
         words = ("--lr", "0.1 0.2", "", "a'b$HOME%n", "ü")
         process, folder = launched.start("ranks", "end", *words)
         said = process.communicate(timeout=60)[0]
@@ -156,7 +169,9 @@ class HostsConformance:
         assert {rank["MASTER_ADDR"] for rank in ranks} == {order[0]}
         assert [rank["arguments"] for rank in ranks] == [list(words)] * 4
         assert {rank["folder"] for rank in ranks} == {str(folder)}
-        assert {(rank["LAB_SECRET"], rank["PYTHONLAB"]) for rank in ranks} == {(SECRET, "of the launcher")}
+        assert {(rank["LAB_SECRET"], rank["PYTHONLAB"]) for rank in ranks} == {
+            (SECRET, "of the launcher")
+        }
         assert sorted(line for line in said.splitlines() if line.endswith("speaks")) == [
             f"rank {rank} speaks" for rank in range(4)
         ]
@@ -167,9 +182,12 @@ class HostsConformance:
         said = process.communicate(timeout=60)[0]
         began = time.monotonic()
         assert process.returncode == 1, said
-        assert said.count("ValueError: the third rank fails") == 2, said  # in the traceback and in the line about it
+        # in the traceback and in the line about it
+        assert said.count("ValueError: the third rank fails") == 2, said
         host = "a" if self.first_host() == "b" else "b"
-        assert f" on {host})" in next(line for line in said.splitlines() if line.startswith("dscore: rank 2 of 4"))
+        assert f" on {host})" in next(
+            line for line in said.splitlines() if line.startswith("dscore: rank 2 of 4")
+        )
         launched.gone(folder, 10)
         assert time.monotonic() < began + 10
 
@@ -185,7 +203,9 @@ class HostsConformance:
             assert agents
             assert not any(len(words) > 4000 or "--settings " in words for words in agents), agents
         if who == "dscore":
-            victims = [p for p in launched.lab.head.processes() if "ds_cli" in p.words and "run" in p.words]
+            victims = [
+                p for p in launched.lab.head.processes() if "ds_cli" in p.words and "run" in p.words
+            ]
         else:
             victims = [p for p in launched.lab.head.processes() if p.words and self.is_tool(p)]
         assert victims
@@ -204,7 +224,11 @@ class HostsConformance:
         process, folder = launched.start(name, what)
         launched.all_began(process, folder)
         for victim in launched.lab.head.processes():
-            if "ds_cli" in victim.words and "run" in victim.words and victim.words[0] == sys.executable:
+            if (
+                "ds_cli" in victim.words
+                and "run" in victim.words
+                and victim.words[0] == sys.executable
+            ):
                 os.kill(victim.pid, number)
         said = process.communicate(timeout=30)[0]
         launched.gone(folder, 15)
@@ -254,7 +278,10 @@ class SshHostsConformance(HostsConformance):
             said = process.communicate(timeout=60)[0]
             assert process.returncode not in (0, None), said
             assert time.monotonic() < began + 30, said
-            assert any("a" in line.replace(":", " ").replace(",", " ").split() for line in said.splitlines()), said
+            assert any(
+                "a" in line.replace(":", " ").replace(",", " ").split()
+                for line in said.splitlines()
+            ), said
             launched.gone(folder, 15)
         finally:
             launched.lab.host("a").start_ssh()

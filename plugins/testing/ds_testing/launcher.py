@@ -1,6 +1,8 @@
-"""The conformance kit for launchers: subclass `LauncherConformance` and name your launcher's function.
+"""The conformance kit for launchers: subclass `LauncherConformance` and name your launcher's
+function.
 
-Each check is a launch of small scripts (they import no torch) in a process of its own. Needs ds-cli.
+Each check is a launch of small scripts (they import no torch) in a process of its own. Needs
+ds-cli.
 """
 
 from __future__ import annotations
@@ -68,19 +70,22 @@ if __name__ == "__main__":
 
 
 class LauncherConformance:
-    """Inherit, and set `load` to the reference in your `LauncherEntry`. The class's name must start with Test.
+    """Inherit, and set `load` to the reference in your `LauncherEntry`. The class's name must start
+    with Test.
 
-    nproc: how many processes to ask for, on each host. timeout: seconds for a launch. patience: seconds in which
-    processes must be gone after the launcher has returned, or was killed.
+    nproc: how many processes to ask for, on each host. timeout: seconds for a launch. patience:
+    seconds in which processes must be gone after the launcher has returned, or was killed.
 
-    hosts: set their names for a launcher that reaches hosts. Its agents then run on this machine, and `programs` holds
-    stand-ins for the program that reaches hosts: name -> lines of sh, such as ``{"docker": 'shift 3; exec "$@"'}``.
-    For real hosts override `popen`, which starts the launcher, and set `master_addr` to "".
+    hosts: set their names for a launcher that reaches hosts. Its agents then run on this machine,
+    and `programs` holds stand-ins for the program that reaches hosts: name -> lines of sh, such as
+    ``{"docker": 'shift 3; exec "$@"'}``. For real hosts override `popen`, which starts the
+    launcher, and set `master_addr` to "".
 
-    nodes: fewest and most machines, of a launcher that finds them itself. `dscore run` tells 0 and 0 unless it is given
-    a number; then the launcher decides.
+    nodes: fewest and most machines, of a launcher that finds them itself. `dscore run` tells 0 and
+    0 unless it is given a number; then the launcher decides.
 
-    hides: whether the run's variables stay out of what `ps` shows; where they cannot, the launcher's README says so.
+    hides: whether the run's variables stay out of what `ps` shows; where they cannot, the
+    launcher's README says so.
     """
 
     load: str = ""
@@ -95,10 +100,14 @@ class LauncherConformance:
     patience: ClassVar[float] = 10.0
 
     def popen(self, command: list[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start the launcher where it is to run; options: cwd, env, stdin, stdout, stderr as of subprocess."""
+        """Start the launcher where it is to run; options: cwd, env, stdin, stdout, stderr as of
+        subprocess.
+        """
         return subprocess.Popen(command, **options)
 
-    def launch(self, tmp_path: Path, *arguments: str, **more: Any) -> tuple[int, dict[str, dict[str, Any]]]:
+    def launch(
+        self, tmp_path: Path, *arguments: str, **more: Any
+    ) -> tuple[int, dict[str, dict[str, Any]]]:
         """The exit code, and what each rank wrote, by rank."""
         with self.launched(tmp_path, *arguments, **more) as launcher:
             code = launcher.wait(self.timeout)
@@ -109,7 +118,9 @@ class LauncherConformance:
         return code, ranks
 
     @contextlib.contextmanager
-    def launched(self, tmp_path: Path, *arguments: str, **more: Any) -> Iterator[subprocess.Popen[Any]]:
+    def launched(
+        self, tmp_path: Path, *arguments: str, **more: Any
+    ) -> Iterator[subprocess.Popen[Any]]:
         """The launcher, which is killed at the end if it still runs."""
         script = tmp_path / "launched_script.py"
         script.write_text(SCRIPT)
@@ -117,11 +128,19 @@ class LauncherConformance:
         target = script.stem if more.get("is_module") else str(script)
         request = tmp_path / "request.json"
         request.write_text(
-            json.dumps([self.load, target, [str(tmp_path / "ranks"), *arguments], *self._where(tmp_path, more)])
+            json.dumps(
+                [
+                    self.load,
+                    target,
+                    [str(tmp_path / "ranks"), *arguments],
+                    *self._where(tmp_path, more),
+                ]
+            )
         )
         search = f"{self._programs(tmp_path)}{os.pathsep}{os.environ['PATH']}"
         environment = clean_environment(PYTHONPATH=_path(tmp_path), PATH=search)
-        with (tmp_path / "launcher.log").open("w") as output:  # a file: what is left running would keep a pipe open
+        # a file: what is left running would keep a pipe open
+        with (tmp_path / "launcher.log").open("w") as output:
             launcher = self.popen(
                 [sys.executable, "-c", LAUNCH, str(request)],
                 env=environment,
@@ -137,14 +156,20 @@ class LauncherConformance:
                 launcher.kill()
                 launcher.wait()
 
-    def _where(self, tmp_path: Path, more: dict[str, Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    def _where(
+        self, tmp_path: Path, more: dict[str, Any]
+    ) -> tuple[list[Any], list[Any], dict[str, Any]]:
         """Hosts, variables for them, and the other fields of the request."""
         if not self.hosts:
             low, most = self.nodes
             return [], [], {"nproc": self.nproc, "min_nodes": low, "max_nodes": most, **more}
         count = len(self.hosts)
         fixed = {"min_nodes": count, "max_nodes": count, "launcher_args": self.launcher_args}
-        place = {"master_addr": self.master_addr, "master_port": _free_port()} if self.master_addr else {}
+        place = (
+            {"master_addr": self.master_addr, "master_port": _free_port()}
+            if self.master_addr
+            else {}
+        )
         secret = [["KIT_SECRET", SECRET], ["PYTHONPATH", _path(tmp_path)]]
         return [[name, self.nproc] for name in self.hosts], secret, {**fixed, **place, **more}
 
@@ -164,22 +189,36 @@ class LauncherConformance:
         assert sorted(ranks) == sorted(wanted), f"processes had RANK {sorted(ranks)}, not {wanted}"
         for rank, row in ranks.items():
             host, local = divmod(int(rank), self.nproc)
-            assert row["LOCAL_RANK"] == str(local), f"rank {rank} has LOCAL_RANK {row['LOCAL_RANK']}, not {local}"
+            assert row["LOCAL_RANK"] == str(local), (
+                f"rank {rank} has LOCAL_RANK {row['LOCAL_RANK']}, not {local}"
+            )
             where = row["GROUP_RANK"]
-            assert not self.hosts or where == str(host), f"rank {rank} is on host {where}, not {host}"
+            assert not self.hosts or where == str(host), (
+                f"rank {rank} is on host {where}, not {host}"
+            )
         for name, number in (("WORLD_SIZE", size), ("LOCAL_WORLD_SIZE", self.nproc)):
-            assert {r[name] for r in ranks.values()} == {str(number)}, f"{name} is not {number} everywhere"
+            assert {r[name] for r in ranks.values()} == {str(number)}, (
+                f"{name} is not {number} everywhere"
+            )
         stores = {(r["MASTER_ADDR"], r["MASTER_PORT"]) for r in ranks.values()}
-        assert len(stores) == 1 and None not in next(iter(stores)), f"ranks have no common rendezvous: {stores}"
+        assert len(stores) == 1 and None not in next(iter(stores)), (
+            f"ranks have no common rendezvous: {stores}"
+        )
 
     def test_a_script_runs_on_every_rank(self, tmp_path: Path) -> None:
-        """Each process has its rank, all have one rendezvous, arguments arrive untouched, variables arrive unseen."""
+        """Each process has its rank, all have one rendezvous, arguments arrive untouched, variables
+        arrive unseen.
+        """
         words = ("--lr", "0.1 0.2", "", "--flag=a b", "ü")
         code, ranks = self.launch(tmp_path, *words)
         self.check(code, ranks)
-        assert [r["arguments"] for r in ranks.values()] == [list(words)] * len(ranks), "arguments were changed"
+        assert [r["arguments"] for r in ranks.values()] == [list(words)] * len(ranks), (
+            "arguments were changed"
+        )
         if self.hosts:
-            assert {r["KIT_SECRET"] for r in ranks.values()} == {SECRET}, "variables of the request did not arrive"
+            assert {r["KIT_SECRET"] for r in ranks.values()} == {SECRET}, (
+                "variables of the request did not arrive"
+            )
             seen = any(r["seen"] for r in ranks.values())
             assert not (self.hides and seen), "the run's variables stand on a command line"
             assert SECRET not in said(tmp_path), "the launcher shows what a variable holds"
@@ -195,15 +234,23 @@ class LauncherConformance:
         assert code == 3, f"a process ended with 3, the launcher with {code}"
         self._gone(tmp_path, self.patience, "after the launcher had returned")
         if self.hosts:
-            lines = [line for line in said(tmp_path).splitlines() if line.startswith("dscore: rank 1 ")]
-            assert len(lines) == 1, f"the failure of rank 1 is told {len(lines)} times: {said(tmp_path)[-2000:]}"
+            lines = [
+                line for line in said(tmp_path).splitlines() if line.startswith("dscore: rank 1 ")
+            ]
+            assert len(lines) == 1, (
+                f"the failure of rank 1 is told {len(lines)} times: {said(tmp_path)[-2000:]}"
+            )
 
     def test_nothing_is_left_when_it_is_killed(self, tmp_path: Path) -> None:
         """SIGKILL leaves a launcher no time to end its processes; they end nevertheless."""
         with self.launched(tmp_path, "wait") as launcher:
             size = self.nproc * max(1, len(self.hosts))
-            everyone = _until(lambda: len(_ranks(tmp_path)) == size or launcher.poll() is not None, self.timeout)
-            assert everyone and launcher.poll() is None, f"the processes did not start: {said(tmp_path)[-2000:]}"
+            everyone = _until(
+                lambda: len(_ranks(tmp_path)) == size or launcher.poll() is not None, self.timeout
+            )
+            assert everyone and launcher.poll() is None, (
+                f"the processes did not start: {said(tmp_path)[-2000:]}"
+            )
             launcher.send_signal(signal.SIGKILL)
             launcher.wait()
         self._gone(tmp_path, self.patience + 20 * bool(self.hosts), "after the launcher was killed")
@@ -214,7 +261,9 @@ class LauncherConformance:
             return  # `dscore run --show` does it
         with self.launched(tmp_path, "x", show=True) as launcher:
             code = launcher.wait(self.timeout)
-        assert code == 0 and not _ranks(tmp_path), f"exit code {code}; ran: {sorted(_ranks(tmp_path))}"
+        assert code == 0 and not _ranks(tmp_path), (
+            f"exit code {code}; ran: {sorted(_ranks(tmp_path))}"
+        )
         assert "launched_script.py" in said(tmp_path), f"the script is not shown: {said(tmp_path)}"
         assert SECRET not in said(tmp_path), "the launcher shows what a variable holds"
 

@@ -1,7 +1,8 @@
 """`LoaderConformance`: does a loader keep the contract of `ds_core.data.Loader`?
 
-Subclass it, set `config` (and `load`) to what enables your loader, and implement `samples_of`. Data-parallel ranks are
-simulated by their requests, so all of it runs in one process. A checkpointer must be installed.
+Subclass it, set `config` (and `load`) to what enables your loader, and implement `samples_of`.
+Data-parallel ranks are simulated by their requests, so all of it runs in one process. A
+checkpointer must be installed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class _Watched(Sequence[Any]):
     """A dataset that counts what is read."""
 
     def __init__(self, data: Any) -> None:
-        self.data, self.read = data, 0
+        self.data = data
+        self.read = 0
 
     def __len__(self) -> int:
         return len(self.data)
@@ -38,7 +40,9 @@ class _Watched(Sequence[Any]):
 
 
 def watched(data: Any) -> Any:
-    """`data`, which counts in ``read`` what is taken of it; a dataset that is only iterated stays one."""
+    """`data`, which counts in ``read`` what is taken of it; a dataset that is only iterated stays
+    one.
+    """
     from torch.utils.data import IterableDataset
 
     if not isinstance(data, IterableDataset):
@@ -62,9 +66,10 @@ def watched(data: Any) -> Any:
 class LoaderConformance:
     """Subclass me; see the module's docstring.
 
-    config: added to the config of the engine. load: its ``plugins.load``. micro, gas: samples per micro-batch,
-    micro-batches per step. replicas: numbers of data-parallel ranks. pads: an epoch may repeat samples, so that ranks
-    get equally many. drops: an epoch may leave samples out. shuffles: epochs differ.
+    config: added to the config of the engine. load: its ``plugins.load``. micro, gas: samples per
+    micro-batch, micro-batches per step. replicas: numbers of data-parallel ranks. pads: an epoch
+    may repeat samples, so that ranks get equally many. drops: an epoch may leave samples out.
+    shuffles: epochs differ.
     """
 
     config: ClassVar[Mapping[str, Any]] = {}
@@ -77,7 +82,8 @@ class LoaderConformance:
     shuffles: ClassVar[bool] = True
 
     def make_dataset(self) -> Any:
-        """A dataset with at least some steps' worth of samples for the largest of `replicas`; called once per test.
+        """A dataset with at least some steps' worth of samples for the largest of `replicas`;
+        called once per test.
 
         It may be an ``IterableDataset``.
         """
@@ -88,10 +94,11 @@ class LoaderConformance:
         return list(self.make_dataset())
 
     def samples_of(self, batch: Any) -> list[Any]:
-        """The samples in a batch, each as a hashable value that no other sample of the dataset has."""
+        """The samples in a batch, each as a hashable value that no other sample of the dataset
+        has."""
         raise NotImplementedError
 
-    # -- what the tests use ----------------------------------------------------------------------------------
+    # -- what the tests use ------------------------------------------------------------------------
 
     @pytest.fixture
     def engine(self) -> Iterator[Engine]:
@@ -107,12 +114,21 @@ class LoaderConformance:
         import ds_core
         from ds_testing.partitioner import with_plugins
 
-        batch = {"train_micro_batch_size_per_gpu": self.micro, "gradient_accumulation_steps": self.gas}
-        config = with_plugins({**batch, "optimizer": {"type": "SGD"}}, dict(self.config), list(self.load))
-        made, *_ = ds_core.initialize(model=nn.Linear(1, 1), config=config, training_data=self.make_dataset())
+        batch = {
+            "train_micro_batch_size_per_gpu": self.micro,
+            "gradient_accumulation_steps": self.gas,
+        }
+        config = with_plugins(
+            {**batch, "optimizer": {"type": "SGD"}}, dict(self.config), list(self.load)
+        )
+        made, *_ = ds_core.initialize(
+            model=nn.Linear(1, 1), config=config, training_data=self.make_dataset()
+        )
         return made
 
-    def make_loader(self, engine: Engine, replicas: int = 1, index: int = 0, dataset: Any = None) -> Loader:
+    def make_loader(
+        self, engine: Engine, replicas: int = 1, index: int = 0, dataset: Any = None
+    ) -> Loader:
         """The loader of one of `replicas` data-parallel ranks."""
         dataset = self.make_dataset() if dataset is None else dataset
         request = LoaderRequest(dataset, self.micro, replicas=replicas, index=index)
@@ -121,28 +137,42 @@ class LoaderConformance:
         return loader
 
     def take(self, loader: Loader, count: int | None = None) -> Batches:
-        """The samples of the rest of the epoch, batch by batch, or of the next `count` batches over epochs."""
-        batches = iter(loader) if count is None else itertools.islice(RepeatingLoader(loader), count)
+        """The samples of the rest of the epoch, batch by batch, or of the next `count` batches over
+        epochs.
+        """
+        batches = (
+            iter(loader) if count is None else itertools.islice(RepeatingLoader(loader), count)
+        )
         return [self.samples_of(batch) for batch in batches]
 
-    # -- epochs ----------------------------------------------------------------------------------------------
+    # -- epochs ------------------------------------------------------------------------------------
 
     def test_ranks_share_an_epoch(self, engine: Engine) -> None:
-        """All ranks get equally many batches, and together every sample, once, as `pads` and `drops` allow."""
+        """All ranks get equally many batches, and together every sample, once, as `pads` and
+        `drops` allow.
+        """
         every = set(self.all_samples())
         for replicas in self.replicas:
-            shares = [self.take(self.make_loader(engine, replicas, index)) for index in range(replicas)]
+            shares = [
+                self.take(self.make_loader(engine, replicas, index)) for index in range(replicas)
+            ]
             assert len({len(share) for share in shares}) == 1, (
                 f"{replicas} ranks get {[len(s) for s in shares]} batches"
             )
             seen = [sample for share in shares for batch in share for sample in batch]
             assert seen and set(seen) <= every
-            assert self.pads or len(seen) == len(set(seen)), f"{replicas} ranks: a sample comes twice in an epoch"
-            assert self.drops or set(seen) == every, f"{replicas} ranks: a sample is missing in an epoch"
+            assert self.pads or len(seen) == len(set(seen)), (
+                f"{replicas} ranks: a sample comes twice in an epoch"
+            )
+            assert self.drops or set(seen) == every, (
+                f"{replicas} ranks: a sample is missing in an epoch"
+            )
 
     def test_epochs_are_reproducible(self, engine: Engine) -> None:
-        """Two loaders give the same two epochs; the second differs from the first if it shuffles."""
-        one, two = self.make_loader(engine, 2, 1), self.make_loader(engine, 2, 1)
+        """Two loaders give the same two epochs; the second differs from the first if it
+        shuffles."""
+        one = self.make_loader(engine, 2, 1)
+        two = self.make_loader(engine, 2, 1)
         epochs = [self.take(one), self.take(one)]
         assert [self.take(two), self.take(two)] == epochs
         assert (epochs[0] != epochs[1]) == self.shuffles
@@ -155,10 +185,11 @@ class LoaderConformance:
         self.take(self.make_loader(engine))
         assert torch.equal(torch.get_rng_state(), before)
 
-    # -- the position ----------------------------------------------------------------------------------------
+    # -- the position ------------------------------------------------------------------------------
 
     def test_making_and_loading_reads_nothing(self, engine: Engine) -> None:
-        """A pipeline's inner stages make a loader, give and load its state, and never iterate it."""
+        """A pipeline's inner stages make a loader, give and load its state, and never iterate
+        it."""
         data = watched(self.make_dataset())
         loader = self.make_loader(engine, dataset=data)
         loader.load_state_dict(loader.state_dict())
@@ -175,8 +206,12 @@ class LoaderConformance:
         for done in range(count):
             resumed = self.make_loader(engine, 2)
             resumed.load_state_dict(deepcopy(loader.state_dict()))
-            assert self.take(resumed, count - done) == wanted[done:], f"resumed after {done} batches"
-            assert self.samples_of(next(running)) == wanted[done], "state_dict disturbs the running iteration"
+            assert self.take(resumed, count - done) == wanted[done:], (
+                f"resumed after {done} batches"
+            )
+            assert self.samples_of(next(running)) == wanted[done], (
+                "state_dict disturbs the running iteration"
+            )
 
     def test_the_state_is_equal_on_all_ranks(self, engine: Engine) -> None:
         """A checkpoint holds one rank's state, and every rank loads it."""
@@ -197,7 +232,9 @@ class LoaderConformance:
         assert rest and (self.pads or not seen & rest)
 
     def test_checkpoints_have_it(self, engine: Engine, tmp_path: Path) -> None:
-        """The engine's own loader goes on where a checkpoint was saved, and `make_loader` gives a loader too."""
+        """The engine's own loader goes on where a checkpoint was saved, and `make_loader` gives a
+        loader too.
+        """
         assert engine.training_dataloader is not None
         running = iter(RepeatingLoader(engine.training_dataloader))
         for _ in range(3):
@@ -206,11 +243,13 @@ class LoaderConformance:
         other = self.make_engine()
         other.load_checkpoint(str(tmp_path))
         assert other.training_dataloader is not None
-        assert self.take(other.training_dataloader, 2) == [self.samples_of(next(running)) for _ in range(2)]
+        assert self.take(other.training_dataloader, 2) == [
+            self.samples_of(next(running)) for _ in range(2)
+        ]
         other.destroy()
         assert self.take(make_loader(engine.ctx, self.make_dataset()))
 
-    # -- what a loader may have besides ----------------------------------------------------------------------
+    # -- what a loader may have besides ------------------------------------------------------------
 
     def test_its_length_is_the_number_of_batches(self, engine: Engine) -> None:
         """If it has one."""
@@ -220,7 +259,8 @@ class LoaderConformance:
 
     def test_set_epoch(self, engine: Engine) -> None:
         """If it has it: the next pass is that epoch, from a position within it that was loaded."""
-        loader, plain = self.make_loader(engine), self.make_loader(engine)
+        loader = self.make_loader(engine)
+        plain = self.make_loader(engine)
         if not hasattr(loader, "set_epoch"):
             return
         epochs = [self.take(plain) for _ in range(3)]
@@ -235,7 +275,9 @@ class LoaderConformance:
         assert self.take(resumed) == epochs[1][1:]
 
     def test_samples_seen(self, engine: Engine) -> None:
-        """If it counts them: those of all ranks, equal on all ranks, and the engine's `global_samples` follow."""
+        """If it counts them: those of all ranks, equal on all ranks, and the engine's
+        `global_samples` follow.
+        """
         loaders = [self.make_loader(engine, 2, index) for index in range(2)]
         if not hasattr(loaders[0], "samples_seen"):
             return

@@ -1,6 +1,7 @@
 """Small models, data and the plain-torch truth that the conformance kits compare with.
 
-Everything is seeded and sized so that one case takes milliseconds, with shapes that divide by nothing.
+Everything is seeded and sized so that one case takes milliseconds, with shapes that divide by
+nothing.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from torch import Tensor, nn
 
 __all__ = ["Case", "build_model", "complex_run", "micro_batch", "param_groups", "reference_run"]
 
-WIDTH, CLASSES, MICRO = 7, 5, 3
+WIDTH = 7
+CLASSES = 5
+MICRO = 3
 
 
 @dataclass(frozen=True)
 class Case:
     """One training run to compare.
 
-    model: "plain", "frozen", "unused", "shared", "partly" (a layer that only some ranks use) or "groups".
+    model: "plain", "frozen", "unused", "shared", "partly" (a layer that only some ranks use) or
+        "groups".
     dtype: "float64", "float32" or "bfloat16". optimizer: "AdamW" or "SGD".
     """
 
@@ -42,7 +46,11 @@ class Case:
 
     def config(self, dp: int) -> dict[str, Any]:
         """The ds_core config of this case on `dp` data-parallel ranks."""
-        params = {"lr": 0.01, "weight_decay": 0.1} if self.optimizer == "AdamW" else {"lr": 0.05, "momentum": 0.9}
+        params = (
+            {"lr": 0.01, "weight_decay": 0.1}
+            if self.optimizer == "AdamW"
+            else {"lr": 0.05, "momentum": 0.9}
+        )
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": MICRO,
             "gradient_accumulation_steps": self.gas,
@@ -86,7 +94,9 @@ class _Net(nn.Module):
             h = torch.tanh(self.again(h))
         if self.kind == "partly" and use_extra:
             h = h + self.extra(h)
-        return nn.functional.cross_entropy(self.out(h).float() if h.dtype == torch.bfloat16 else self.out(h), y)
+        return nn.functional.cross_entropy(
+            self.out(h).float() if h.dtype == torch.bfloat16 else self.out(h), y
+        )
 
 
 def build_model(case: Case, seed: int = 0) -> nn.Module:
@@ -106,7 +116,8 @@ def param_groups(case: Case, model: nn.Module) -> list[dict[str, Any]]:
 
 
 def micro_batch(case: Case, step: int, micro: int, index: int) -> dict[str, Any]:
-    """The micro-batch that dp rank `index` sees; "partly" uses its extra layer on even ranks only."""
+    """The micro-batch that dp rank `index` sees; "partly" uses its extra layer on even ranks
+    only."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + index)
     x = torch.randn(MICRO, WIDTH, generator=generator, dtype=torch.float64)
     y = torch.randint(0, CLASSES, (MICRO,), generator=generator)
@@ -123,7 +134,8 @@ def make_optimizer(case: Case, groups: Any) -> torch.optim.Optimizer:
 def reference_run(
     case: Case, dp: int, build: Callable[[Case], nn.Module] = build_model
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Train in one process, with plain torch, on what all `dp` ranks see; returns (losses, final weights).
+    """Train in one process, with plain torch, on what all `dp` ranks see; returns (losses, final
+    weights).
 
     Under bf16 the weights are bf16 copies of fp32 masters, as mixed precision means it.
     """
@@ -134,7 +146,9 @@ def reference_run(
     if case.dtype == "bfloat16":
         masters = {p: nn.Parameter(p.detach().clone(), p.requires_grad) for p in model.parameters()}
         model.to(torch.bfloat16)
-    optimizer = make_optimizer(case, [{**g, "params": [masters[p] for p in g["params"]]} for g in groups])
+    optimizer = make_optimizer(
+        case, [{**g, "params": [masters[p] for p in g["params"]]} for g in groups]
+    )
     losses = []
     for step in range(case.steps):
         total = 0.0
@@ -149,7 +163,9 @@ def reference_run(
                 master.grad = param.grad.float()
                 param.grad = None
         if case.clip:
-            torch.nn.utils.clip_grad_norm_([m for m in masters.values() if m.grad is not None], case.clip)
+            torch.nn.utils.clip_grad_norm_(
+                [m for m in masters.values() if m.grad is not None], case.clip
+            )
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
@@ -180,8 +196,8 @@ class _Spectral(nn.Module):
 
 
 def complex_run(config: Mapping[str, Any]) -> float:
-    """Train a model with a complex weight, with clipping, under `config` and in plain torch; the worst difference
-    of a loss. Called on every rank."""
+    """Train a model with a complex weight, with clipping, under `config` and in plain torch; the
+    worst difference of a loss. Called on every rank."""
     import ds_core
     from ds_core import comm
 
@@ -198,11 +214,14 @@ def complex_run(config: Mapping[str, Any]) -> float:
     worst = 0.0
     for step in range(4):
         xs = [
-            torch.randn(2, 7, generator=torch.Generator().manual_seed(99 * step + r)) for r in range(comm.world_size())
+            torch.randn(2, 7, generator=torch.Generator().manual_seed(99 * step + r))
+            for r in range(comm.world_size())
         ]
         losses = [truth(x) for x in xs]
         loss = engine(xs[comm.rank()])
-        worst = max(worst, abs(loss.item() - losses[comm.rank()].item()) / losses[comm.rank()].item())
+        worst = max(
+            worst, abs(loss.item() - losses[comm.rank()].item()) / losses[comm.rank()].item()
+        )
         torch.stack(losses).mean().backward()
         torch.nn.utils.clip_grad_norm_(truth.parameters(), 0.5)
         optimizer.step()

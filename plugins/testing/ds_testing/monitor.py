@@ -1,6 +1,8 @@
-"""The conformance kit for monitors: subclass `MonitorConformance` in a test module and give it your monitor.
+"""The conformance kit for monitors: subclass `MonitorConformance` in a test module and give it your
+monitor.
 
-It writes events and reads them back from where the monitor put them, so it tests what users will see.
+It writes events and reads them back from where the monitor put them, so it tests what users will
+see.
 """
 
 from __future__ import annotations
@@ -20,38 +22,50 @@ Row = tuple[str, float, int]
 class MonitorConformance:
     """Inherit, and implement `make_monitor` and `read_events`.
 
-    ``class TestMine(MonitorConformance)``: the name must start with Test, so that pytest collects it.
+    ``class TestMine(MonitorConformance)``: the name must start with Test, so that pytest collects
+    it.
     """
 
     relative_tolerance: float = 1e-6
     """How far a value read back may be off; the default allows a monitor to keep float32."""
 
     def make_monitor(self, tmp_path: Path) -> Monitor:
-        """A new monitor that writes below `tmp_path` (or to a fake service); called more than once in no test."""
+        """A new monitor that writes below `tmp_path` (or to a fake service); called more than once
+        in no test.
+        """
         raise NotImplementedError
 
     def read_events(self, tmp_path: Path) -> list[Row]:
-        """What others can read now, as ``(name, value, step)``; within one name in the order written.
+        """What others can read now, as ``(name, value, step)``; within one name in the order
+        written.
 
         Called at any time: before anything was written it returns an empty list.
         """
         raise NotImplementedError
 
     def stored_name(self, name: str) -> str:
-        """The name under which `read_events` shows `name`; override when your storage cannot hold every name."""
+        """The name under which `read_events` shows `name`; override when your storage cannot hold
+        every name.
+        """
         return name
 
     def test_is_a_monitor(self, tmp_path: Path) -> None:
         """It has the contract's methods and a name to show in warnings."""
         monitor = self.make_monitor(tmp_path)
-        assert isinstance(monitor, Monitor), f"{type(monitor).__name__} lacks a method of ds_core.telemetry.Monitor"
+        assert isinstance(monitor, Monitor), (
+            f"{type(monitor).__name__} lacks a method of ds_core.telemetry.Monitor"
+        )
         assert isinstance(monitor.name, str) and monitor.name, "a monitor needs a name"
         monitor.close()
 
     def test_flush_makes_events_readable(self, tmp_path: Path) -> None:
         """After `flush`, and before `close`, everything written is there."""
         monitor = self.make_monitor(tmp_path)
-        events = [Event("Train/loss", 2.5, 8), Event("Train/lr", 1e-4, 8), Event("Train/loss", 0.0, 16)]
+        events = [
+            Event("Train/loss", 2.5, 8),
+            Event("Train/lr", 1e-4, 8),
+            Event("Train/loss", 0.0, 16),
+        ]
         monitor.write_events(events)
         monitor.flush()
         self.check(tmp_path, events)
@@ -77,7 +91,9 @@ class MonitorConformance:
         self.check(tmp_path, events)
 
     def test_unflushed_events_are_a_beginning(self, tmp_path: Path) -> None:
-        """Buffering is allowed, but what is readable early is a beginning of what was written, and comes once."""
+        """Buffering is allowed, but what is readable early is a beginning of what was written, and
+        comes once.
+        """
         monitor = self.make_monitor(tmp_path)
         events = [Event("loss", float(i), i) for i in range(50)]
         monitor.write_events(events[:25])
@@ -123,9 +139,13 @@ class MonitorConformance:
         assert self.read_events(tmp_path) == []
 
     def test_values_that_are_not_finite(self, tmp_path: Path) -> None:
-        """NaN and infinities do not raise; they may be dropped or kept, but the events around them arrive."""
+        """NaN and infinities do not raise; they may be dropped or kept, but the events around them
+        arrive.
+        """
         monitor = self.make_monitor(tmp_path)
-        odd = [Event("loss", value, i + 1) for i, value in enumerate((math.nan, math.inf, -math.inf))]
+        odd = [
+            Event("loss", value, i + 1) for i, value in enumerate((math.nan, math.inf, -math.inf))
+        ]
         finite = [Event("loss", 1.0, 0), Event("loss", 2.0, 4)]
         monitor.write_events([finite[0], *odd, finite[1]])
         monitor.close()
@@ -137,7 +157,9 @@ class MonitorConformance:
             assert same, f"{name} at step {step} was written as {written} and is read as {value}"
 
     def test_extreme_values_and_steps(self, tmp_path: Path) -> None:
-        """Zero, tiny, huge and negative values, and steps beyond 32 bits: samples are counted, not steps."""
+        """Zero, tiny, huge and negative values, and steps beyond 32 bits: samples are counted, not
+        steps.
+        """
         monitor = self.make_monitor(tmp_path)
         values = (0.0, -1.5, 1e-30, 1e30, 16777216.0)
         events = [Event("value", value, 2**40 + i) for i, value in enumerate(values)]
@@ -146,8 +168,20 @@ class MonitorConformance:
         self.check(tmp_path, [Event("value", 1.0, 0), *events])
 
     def test_odd_names(self, tmp_path: Path) -> None:
-        """Names with slashes, spaces, dots, quotes, commas or letters beyond ASCII keep apart and keep their values."""
-        names = ("a/b/c", "a.b", "with space", "comma,quote\"'", "back\\slash", "../up", "größe", "%d {0}", "a:b|c*?<>")
+        """Names with slashes, spaces, dots, quotes, commas or letters beyond ASCII keep apart and
+        keep their values.
+        """
+        names = (
+            "a/b/c",
+            "a.b",
+            "with space",
+            "comma,quote\"'",
+            "back\\slash",
+            "../up",
+            "größe",
+            "%d {0}",
+            "a:b|c*?<>",
+        )
         monitor = self.make_monitor(tmp_path)
         events = [Event(name, float(i), 1) for i, name in enumerate(names)]
         stored = {self.stored_name(name) for name in names}
@@ -161,7 +195,9 @@ class MonitorConformance:
         inside = tmp_path / "inside"
         inside.mkdir()
         monitor = self.make_monitor(inside)
-        monitor.write_events([Event("../escaped", 1.0, 1), Event(str(tmp_path / "absolute"), 2.0, 1)])
+        monitor.write_events(
+            [Event("../escaped", 1.0, 1), Event(str(tmp_path / "absolute"), 2.0, 1)]
+        )
         monitor.close()
         assert [path.name for path in tmp_path.iterdir()] == ["inside"]
 
@@ -170,17 +206,24 @@ class MonitorConformance:
         self.check_rows(self.read_events(tmp_path), list(written))
 
     def check_rows(self, rows: Sequence[Row], written: Sequence[Event]) -> None:
-        """Assert that `rows` are the events `written`; the order between different names is free."""
+        """Assert that `rows` are the events `written`; the order between different names is
+        free."""
         expected: dict[str, list[tuple[float, int]]] = {}
         for event in written:
             expected.setdefault(self.stored_name(event.name), []).append((event.value, event.step))
         found: dict[str, list[tuple[float, int]]] = {}
         for name, value, step in rows:
             found.setdefault(name, []).append((value, step))
-        assert sorted(found) == sorted(expected), f"names read {sorted(found)}, names written {sorted(expected)}"
+        assert sorted(found) == sorted(expected), (
+            f"names read {sorted(found)}, names written {sorted(expected)}"
+        )
         for name, pairs in expected.items():
             steps = [step for _, step in found[name]]
-            assert steps == [step for _, step in pairs], f"{name}: steps read {steps}, written {[s for _, s in pairs]}"
+            assert steps == [step for _, step in pairs], (
+                f"{name}: steps read {steps}, written {[s for _, s in pairs]}"
+            )
             for (value, step), (want, _) in zip(found[name], pairs, strict=True):
                 close = math.isclose(value, want, rel_tol=self.relative_tolerance)
-                assert close, f"{name} at step {step} was written as {want!r} and is read as {value!r}"
+                assert close, (
+                    f"{name} at step {step} was written as {want!r} and is read as {value!r}"
+                )

@@ -16,8 +16,9 @@ __all__ = ["Holder", "LabError", "Process", "children", "put_away"]
 
 SPACES = ("--net", "--uts", "--mount", "--pid", "--ipc")
 
-# Arguments: host name, the user's home, then folders to keep although they lie under /tmp. Stdin: /etc/hosts, up to an
-# empty line. /sys is mounted anew so that it shows the devices of this network; the cgroups below it stay.
+# Arguments: host name, the user's home, then folders to keep although they lie under /tmp. Stdin:
+# /etc/hosts, up to an empty line. /sys is mounted anew so that it shows the devices of this
+# network; the cgroups below it stay.
 _HOLDER = r"""
 set -e
 name=$1 home=$2; shift 2
@@ -60,7 +61,9 @@ class LabError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of a host. pid: as this process sees it. state: a letter as in ps. words: its command line."""
+    """A process of a host. pid: as this process sees it. state: a letter as in ps. words: its
+    command line.
+    """
 
     pid: int
     state: str
@@ -69,7 +72,9 @@ class Process:
 
 
 class Holder:
-    """Namespaces, and the process that holds them. pid: of the first process inside, as this process sees it."""
+    """Namespaces, and the process that holds them. pid: of the first process inside, as this
+    process sees it.
+    """
 
     def __init__(self, name: str, table: str, keep: Sequence[str]) -> None:
         home = pwd.getpwuid(os.geteuid()).pw_dir
@@ -113,14 +118,33 @@ class Holder:
 
     def words(self, command: Sequence[str], cwd: str = "/") -> list[str]:
         """A command line that runs `command` inside."""
-        return ["nsenter", "-t", str(self.pid), "-m", "-u", "-i", "-n", "-p", "--", "env", "-C", cwd, *command]
+        return [
+            "nsenter",
+            "-t",
+            str(self.pid),
+            "-m",
+            "-u",
+            "-i",
+            "-n",
+            "-p",
+            "--",
+            "env",
+            "-C",
+            cwd,
+            *command,
+        ]
 
     def network(self, *commands: str, program: str = "ip") -> None:
-        """Run commands of ip, or tc, in its network; a pid in them is one as this process sees it."""
+        """Run commands of ip, or tc, in its network; a pid in them is one as this process sees
+        it."""
         words = ["nsenter", "-t", str(self.pid), "-n", "--", program, "-batch", "-"]
-        done = subprocess.run(words, input="\n".join(commands) + "\n", capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            words, input="\n".join(commands) + "\n", capture_output=True, text=True, check=False
+        )
         if done.returncode:
-            raise LabError(f"{program} {'; '.join(commands)}: {(done.stderr or done.stdout).strip()}")
+            raise LabError(
+                f"{program} {'; '.join(commands)}: {(done.stderr or done.stdout).strip()}"
+            )
 
     def processes(self) -> list[Process]:
         """All processes inside but the first."""
@@ -154,5 +178,8 @@ def _process(pid: int) -> Process:
     folder = Path(f"/proc/{pid}")
     state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
     words = tuple((folder / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1])
-    pairs = (item.partition("=") for item in (folder / "environ").read_bytes().decode(errors="replace").split("\0"))
+    pairs = (
+        item.partition("=")
+        for item in (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+    )
     return Process(pid, state, words, {name: value for name, _, value in pairs if name})

@@ -1,7 +1,9 @@
-"""`ObserverConformance`: does a plugin only watch, on any number of ranks, and what all of them agree on?
+"""`ObserverConformance`: does a plugin only watch, on any number of ranks, and what all of them
+agree on?
 
-Subclass it, set `config` to what switches your plugin on (and `load` to its declaration module when it is not
-installed). The kit trains and evaluates a small model with it on one and two ranks, and without it.
+Subclass it, set `config` to what switches your plugin on (and `load` to its declaration module when
+it is not installed). The kit trains and evaluates a small model with it on one and two ranks, and
+without it.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ __all__ = ["ObserverConformance"]
 class ObserverConformance:
     """Subclass me; see the module's docstring.
 
-    steps: how many optimizer steps are run, unless the plugin asks to stop. stops_at: the number of steps after which
-    it asks to, in the kit's training, whose loss falls in every step; None: never. metrics: names that its
-    `ds_metrics` gives after every step.
+    steps: how many optimizer steps are run, unless the plugin asks to stop. stops_at: the number of
+    steps after which it asks to, in the kit's training, whose loss falls in every step; None:
+    never. metrics: names that its `ds_metrics` gives after every step.
     """
 
     config: ClassVar[Mapping[str, Any]] = {}
@@ -36,17 +38,23 @@ class ObserverConformance:
     metrics: ClassVar[tuple[str, ...]] = ()
     timeout: ClassVar[float] = 300.0
 
-    def _run(self, world: int, extra: Mapping[str, Any], load: tuple[str, ...], *, error: bool = False) -> list[Any]:
-        return run_ranks(world, _train, self.steps, dict(extra), list(load), error, timeout=self.timeout)
+    def _run(
+        self, world: int, extra: Mapping[str, Any], load: tuple[str, ...], *, error: bool = False
+    ) -> list[Any]:
+        return run_ranks(
+            world, _train, self.steps, dict(extra), list(load), error, timeout=self.timeout
+        )
 
     def test_training_is_the_same_with_it(self) -> None:
         """Losses and gradient norms are bit-identical, and no observer has failed."""
         for world in (1, 2):
-            without, with_it = self._run(world, {}, ()), self._run(world, self.config, self.load)
+            without = self._run(world, {}, ())
+            with_it = self._run(world, self.config, self.load)
             for plain, watched in zip(without, with_it, strict=True):
                 assert watched["failed"] == [], f"an observer failed: {watched['failed']}"
                 assert watched["seen"] == plain["seen"][: len(watched["seen"])], (
-                    "losses or norms are not those without it: an observer changes weights, gradients or randomness"
+                    "losses or norms are not those without it: an observer changes weights, "
+                    "gradients or randomness"
                 )
                 assert watched["eval"] == plain["eval"] or self.stops_at is not None, (
                     "eval_batch gives another loss than without it: an observer changes the model"
@@ -61,7 +69,9 @@ class ObserverConformance:
                     f"{world} ranks trained {len(answer['seen'])} steps, not {wanted}; "
                     "ds_request answers Request(stop=True), and `stops_at` says after which step"
                 )
-                assert answer["stop"] is (self.stops_at is not None), "should_stop does not say that it asked to stop"
+                assert answer["stop"] is (self.stops_at is not None), (
+                    "should_stop does not say that it asked to stop"
+                )
 
     def test_its_metrics_reach_a_monitor(self) -> None:
         """Those of `metrics`, once per step, as finite numbers; on two ranks those of rank 0."""
@@ -74,29 +84,43 @@ class ObserverConformance:
                 )
 
     def test_ranks_are_asked_for_metrics_alike(self) -> None:
-        """`ds_listens` says the same of `ds_metrics` on every rank: there may be collectives in it."""
+        """`ds_listens` says the same of `ds_metrics` on every rank: there may be collectives in
+        it."""
         said = [answer["listens"] for answer in self._run(2, self.config, self.load)]
-        assert said[0] == said[1], f"ds_listens differs on two ranks: ds_metrics every {said[0]} and {said[1]} steps"
+        assert said[0] == said[1], (
+            f"ds_listens differs on two ranks: ds_metrics every {said[0]} and {said[1]} steps"
+        )
 
     def test_an_exception_that_ends_training_reaches_it(self) -> None:
         """The exception goes on, and no observer has failed."""
         (answer,) = self._run(1, self.config, self.load, error=True)
-        assert answer["failed"] == [], f"an observer failed when training ended by an exception: {answer['failed']}"
+        assert answer["failed"] == [], (
+            f"an observer failed when training ended by an exception: {answer['failed']}"
+        )
 
     def test_what_it_keeps_in_checkpoints_survives(self) -> None:
-        """Objects of `ds_checkpointables`: states of JSON and tensors, and a new run that loads them has the same."""
-        (wrong,) = run_ranks(1, _restore, self.steps, dict(self.config), list(self.load), timeout=self.timeout)
+        """Objects of `ds_checkpointables`: states of JSON and tensors, and a new run that loads
+        them has the same.
+        """
+        (wrong,) = run_ranks(
+            1, _restore, self.steps, dict(self.config), list(self.load), timeout=self.timeout
+        )
         assert wrong == [], "; ".join(wrong)
 
 
 def _restore(steps: int, extra: dict[str, Any], load: list[str]) -> list[str]:
-    """What is wrong with the states that plugins keep; they are taken after `steps`, and loaded by another engine."""
+    """What is wrong with the states that plugins keep; they are taken after `steps`, and loaded by
+    another engine.
+    """
     import torch
 
     import ds_core
     from ds_testing.partitioner import with_plugins
 
-    config: dict[str, Any] = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.05}}}
+    config: dict[str, Any] = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
+    }
     states: dict[str, Any] = {}
     wrong: list[str] = []
     for again in (False, True):
@@ -105,14 +129,20 @@ def _restore(steps: int, extra: dict[str, Any], load: list[str]) -> list[str]:
         for name, answer in objects.items() if again else ():
             answer.value.load_state_dict(copy.deepcopy(states[name]))
             if not _equal(answer.value.state_dict(), states[name]):
-                wrong.append(f"{name}: after load_state_dict, state_dict gives {answer.value.state_dict()!r}")
+                wrong.append(
+                    f"{name}: after load_state_dict, state_dict gives {answer.value.state_dict()!r}"
+                )
         for _ in range(0 if again or not objects else steps):
             engine.backward(engine(torch.ones(2, 3, dtype=torch.float64)))
             engine.step()
-        states = states or {name: copy.deepcopy(answer.value.state_dict()) for name, answer in objects.items()}
+        states = states or {
+            name: copy.deepcopy(answer.value.state_dict()) for name, answer in objects.items()
+        }
         engine.destroy()
     return wrong + [
-        f"{name}: its state has {bad}, not JSON or a tensor" for name in states for bad in _odd(states[name])
+        f"{name}: its state has {bad}, not JSON or a tensor"
+        for name in states
+        for bad in _odd(states[name])
     ]
 
 
@@ -122,7 +152,9 @@ def _odd(state: Any) -> list[str]:
 
     if isinstance(state, Mapping):
         return [
-            bad for key, value in state.items() for bad in (*_odd(value), *([] if type(key) is str else [repr(key)]))
+            bad
+            for key, value in state.items()
+            for bad in (*_odd(value), *([] if type(key) is str else [repr(key)]))
         ]
     if isinstance(state, (list, tuple)):
         return [bad for value in state for bad in _odd(value)]

@@ -14,7 +14,9 @@ __all__ = ["one_process_engine"]
 
 @contextmanager
 def one_process_engine(model: nn.Module, config: Mapping[str, Any]) -> Iterator[Any]:
-    """``ds_core.initialize`` of `model`; the engine is destroyed at the end, and so is a process group that it made."""
+    """``ds_core.initialize`` of `model`; the engine is destroyed at the end, and so is a process
+    group that it made.
+    """
     import torch.distributed as dist
 
     import ds_core

@@ -1,7 +1,8 @@
 """The conformance kit for optimizers that a plugin offers by `ds_optimizers`.
 
-It checks what the core and partitioners rely on: missing gradients, the declared grain, the learning rate of the group,
-states in ``state_dict``, `StepInputs`, and training by the engine as by a plain loop.
+It checks what the core and partitioners rely on: missing gradients, the declared grain, the
+learning rate of the group, states in ``state_dict``, `StepInputs`, and training by the engine as by
+a plain loop.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from ds_testing.one_process import one_process_engine
 
 __all__ = ["OptimizerConformance"]
 
-ROWS, COLUMNS, STEPS = 6, 4, 3
+ROWS = 6
+COLUMNS = 4
+STEPS = 3
 
 
 class OptimizerConformance:
     """Inherit, and set `plugin` to the reference of your declaration module.
 
-    names: those to test; by default all that it offers. params: by name, the ``optimizer.params`` to test with; add
-    what an optimizer cannot do without. load: modules for ``plugins.load``, where the plugin is not installed.
+    names: those to test; by default all that it offers. params: by name, the ``optimizer.params``
+    to test with; add what an optimizer cannot do without. load: modules for ``plugins.load``, where
+    the plugin is not installed.
     """
 
     plugin: str = ""
@@ -43,11 +47,13 @@ class OptimizerConformance:
         return found
 
     def prepare(self, name: str, params: Iterable[Tensor]) -> None:
-        """Mark parameters, where the optimizer `name` reads more of them than values and gradients."""
+        """Mark parameters, where the optimizer `name` reads more of them than values and
+        gradients."""
 
     def make(self, name: str, params: Iterable[Tensor]) -> Optimizer:
         """The optimizer `name` of one group of `params`, as the core makes it."""
-        entry, given = self.entries()[name], dict(self.params.get(name, {}))
+        entry = self.entries()[name]
+        given = dict(self.params.get(name, {}))
         if entry.params is not None:
             given = resolve(entry.params).model_validate(given).model_dump()
         groups: Any = [{"params": list(params)}]
@@ -57,11 +63,15 @@ class OptimizerConformance:
                 groups, {p: f"weight{i}" for i, p in enumerate(groups[0]["params"])}, **given
             )
         made = resolve(entry.load)(groups, **given)
-        assert isinstance(made, Optimizer), f"{name}: {entry.load} gave a {type(made).__name__}, not an Optimizer"
+        assert isinstance(made, Optimizer), (
+            f"{name}: {entry.load} gave a {type(made).__name__}, not an Optimizer"
+        )
         return made
 
     def test_a_step_updates_what_has_a_gradient_and_nothing_else(self) -> None:
-        """``step()`` goes without arguments; a parameter whose gradient is None keeps its values, and gradients too."""
+        """``step()`` goes without arguments; a parameter whose gradient is None keeps its values,
+        and gradients too.
+        """
         for name in self.entries():
             params = _params(3)
             before = [p.detach().clone() for p in params]
@@ -72,12 +82,20 @@ class OptimizerConformance:
                 grads = [p.grad.clone() for p in params[:2] if p.grad is not None]
                 optimizer.step()
             for place in (0, 1):
-                assert not torch.equal(params[place], before[place]), f"{name}: parameter {place} was not updated"
-                assert torch.isfinite(params[place]).all(), f"{name}: parameter {place} is not finite"
-            assert torch.equal(params[2], before[2]), f"{name}: a parameter without a gradient was changed"
-            assert all(torch.equal(p.grad, g) for p, g in zip(params, grads, strict=False) if p.grad is not None), (
-                f"{name}: the step changed gradients"
+                assert not torch.equal(params[place], before[place]), (
+                    f"{name}: parameter {place} was not updated"
+                )
+                assert torch.isfinite(params[place]).all(), (
+                    f"{name}: parameter {place} is not finite"
+                )
+            assert torch.equal(params[2], before[2]), (
+                f"{name}: a parameter without a gradient was changed"
             )
+            assert all(
+                torch.equal(p.grad, g)
+                for p, g in zip(params, grads, strict=False)
+                if p.grad is not None
+            ), f"{name}: the step changed gradients"
 
     def test_the_groups_learning_rate_is_read_in_each_step(self) -> None:
         """Every group has ``lr``, which schedules write and logs read; with 0 nothing moves."""
@@ -95,34 +113,51 @@ class OptimizerConformance:
             assert torch.equal(params[0], before), f"{name}: a step with lr 0 changed a parameter"
 
     def test_the_grain_is_true(self) -> None:
-        """Updating parts of the size of the declared grain, each by an optimizer of its own, gives the same."""
+        """Updating parts of the size of the declared grain, each by an optimizer of its own, gives
+        the same.
+        """
         for name, entry in self.entries().items():
-            whole, parts = _params(2), _params(2)
+            whole = _params(2)
+            parts = _params(2)
             if entry.grain == "element":  # the rows of both, in two optimizers
                 views = [
-                    [nn.Parameter(p.detach()[rows].clone()) for p in parts] for rows in (slice(0, 2), slice(2, None))
+                    [nn.Parameter(p.detach()[rows].clone()) for p in parts]
+                    for rows in (slice(0, 2), slice(2, None))
                 ]
             else:
                 views = [[p] for p in parts]
-            optimizer, others = self.make(name, whole), [self.make(name, members) for members in views]
+            optimizer = self.make(name, whole)
+            others = [self.make(name, members) for members in views]
             for step in range(STEPS):
                 _give(whole, step)
                 for place, members in enumerate(views):
                     for index, member in enumerate(members):
                         grad = whole[index if entry.grain == "element" else place].grad
                         assert grad is not None
-                        rows = (slice(0, 2), slice(2, None))[place] if entry.grain == "element" else slice(None)
+                        rows = (
+                            (slice(0, 2), slice(2, None))[place]
+                            if entry.grain == "element"
+                            else slice(None)
+                        )
                         member.grad = grad[rows].clone()
                 optimizer.step()
                 for other in others:
                     other.step()
-            joined = [torch.cat(ps) for ps in zip(*views, strict=True)] if entry.grain == "element" else parts
+            joined = (
+                [torch.cat(ps) for ps in zip(*views, strict=True)]
+                if entry.grain == "element"
+                else parts
+            )
             for a, b in zip(whole, joined, strict=True):
                 off = float((a - b).abs().max().detach())
-                assert off < 1e-12, f"{name} declares grain {entry.grain!r}, but its parts are off by {off:.2g}"
+                assert off < 1e-12, (
+                    f"{name} declares grain {entry.grain!r}, but its parts are off by {off:.2g}"
+                )
 
     def test_states_are_in_the_state_dict(self) -> None:
-        """A new optimizer that loads ``state_dict()`` goes on bit for bit; states are tensors by parameter."""
+        """A new optimizer that loads ``state_dict()`` goes on bit for bit; states are tensors by
+        parameter.
+        """
         for name in self.entries():
             params = _params(2)
             optimizer = self.make(name, params)
@@ -138,12 +173,17 @@ class OptimizerConformance:
                 optimizer.step()
                 other.step()
             for a, b in zip(params, again, strict=True):
-                assert torch.equal(a, b), f"{name}: an optimizer with the loaded state_dict() steps differently"
+                assert torch.equal(a, b), (
+                    f"{name}: an optimizer with the loaded state_dict() steps differently"
+                )
 
     def test_step_inputs_are_heeded(self) -> None:
-        """One that `takes_inputs` multiplies gradients by the scale, and writes 16-bit copies; see `StepInputs`."""
+        """One that `takes_inputs` multiplies gradients by the scale, and writes 16-bit copies; see
+        `StepInputs`.
+        """
         for name in self.entries():
-            mine, theirs = _params(2, torch.float32), _params(2, torch.float32)
+            mine = _params(2, torch.float32)
+            theirs = _params(2, torch.float32)
             optimizer: Any = self.make(name, mine)
             other = self.make(name, theirs)
             if not getattr(optimizer, "takes_inputs", False):
@@ -157,25 +197,34 @@ class OptimizerConformance:
                 optimizer.step(inputs=StepInputs(0.5, grads, copies))
                 other.step()
             for a, b, c in zip(mine, theirs, copies, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=f"{name}: a step with inputs differs")
-                assert torch.equal(c, a.detach().bfloat16()), f"{name}: copies are not the new parameters"
+                torch.testing.assert_close(
+                    a, b, rtol=1e-5, atol=1e-6, msg=f"{name}: a step with inputs differs"
+                )
+                assert torch.equal(c, a.detach().bfloat16()), (
+                    f"{name}: copies are not the new parameters"
+                )
 
     def test_the_engine_trains_as_a_plain_loop_does(self) -> None:
         """The config names it; one process, fp32; the same losses."""
         for name in self.entries():
-            engine_model, model = _model(), _model()
+            engine_model = _model()
+            model = _model()
             self.prepare(name, engine_model.parameters())
             config = {
                 "train_micro_batch_size_per_gpu": 5,
                 "optimizer": {"type": name, "params": dict(self.params.get(name, {}))},
                 "plugins": {"load": list(self.load)},
             }
-            optimizer, batch = self.make(name, model.parameters()), _batch()
+            optimizer = self.make(name, model.parameters())
+            batch = _batch()
             with one_process_engine(engine_model, config) as engine:
                 for _ in range(STEPS):
-                    loss, plain = engine(batch).square().mean(), model(batch).square().mean()
+                    loss = engine(batch).square().mean()
+                    plain = model(batch).square().mean()
                     off = abs(loss.item() - plain.item())
-                    assert off < 1e-6, f"{name}: the engine's loss is {loss}, the plain loop's {plain}"
+                    assert off < 1e-6, (
+                        f"{name}: the engine's loss is {loss}, the plain loop's {plain}"
+                    )
                     engine.backward(loss)
                     plain.backward()
                     engine.step()
@@ -185,7 +234,10 @@ class OptimizerConformance:
 
 def _params(count: int, dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(count)
-    return [nn.Parameter(torch.randn(ROWS, COLUMNS, dtype=dtype, generator=generator)) for _ in range(count)]
+    return [
+        nn.Parameter(torch.randn(ROWS, COLUMNS, dtype=dtype, generator=generator))
+        for _ in range(count)
+    ]
 
 
 def _give(params: list[nn.Parameter], step: int) -> None:

@@ -1,9 +1,9 @@
 """`PartitionerConformance`: does a partitioner train exactly as one process of plain torch would?
 
-Subclass it, set `config` to what switches your partitioner on (and `load` to its declaration modules when they are
-not installed), and pytest runs losses *and* weights against the truth at world sizes 1, 2 and 4: uneven shapes,
-frozen, unused, partly used and shared parameters, several groups, accumulation, clipping, fp64, fp32 and bf16, and
-products with fake pp, ep and tp axes.
+Subclass it, set `config` to what switches your partitioner on (and `load` to its declaration
+modules when they are not installed), and pytest runs losses *and* weights against the truth at
+world sizes 1, 2 and 4: uneven shapes, frozen, unused, partly used and shared parameters, several
+groups, accumulation, clipping, fp64, fp32 and bf16, and products with fake pp, ep and tp axes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class PartitionerConformance:
     load: ClassVar[tuple[str, ...]] = ()
     timeout: ClassVar[float] = 300.0
     refused: ClassVar[str | None] = None
-    """For one that needs whole tensors: what its error says where ranks have parts of them (`check_grain`)."""
+    """For one that needs whole tensors: what its error says where ranks have parts of them
+    (`check_grain`).
+    """
 
     @pytest.mark.parametrize(("how", "world"), WAYS)
     @pytest.mark.parametrize("name", list(CASES))
@@ -72,26 +74,38 @@ class PartitionerConformance:
 
         case = Case(**CASES[name])
         answers = run_ranks(
-            world, _train_and_compare, asdict(case), dict(self.config), list(self.load), how, timeout=self.timeout
+            world,
+            _train_and_compare,
+            asdict(case),
+            dict(self.config),
+            list(self.load),
+            how,
+            timeout=self.timeout,
         )
         _check(answers, TOLERANCE[case.dtype])
 
     @pytest.mark.parametrize("clip", [pytest.param(0.0, marks=pytest.mark.slow), 0.05])
     @pytest.mark.parametrize("name", list(PRODUCTS))
     def test_products_of_axes(self, name: str, clip: float) -> None:
-        """On 4 ranks, parameters that differ over pp, ep and tp train as in one process that holds them all."""
+        """On 4 ranks, parameters that differ over pp, ep and tp train as in one process that holds
+        them all.
+        """
         self._check_axes(4, name, clip, 1)
 
     @pytest.mark.parametrize(("name", "world"), TWICE)
     def test_two_backwards_before_a_step(self, name: str, world: int) -> None:
-        """What a first backward left behind, reduced by then, counts as much as what a second one adds.
+        """What a first backward left behind, reduced by then, counts as much as what a second one
+        adds.
 
-        On 4 ranks along ep 2 a parameter has two replicas where dp has four ranks: its average is over all four.
+        On 4 ranks along ep 2 a parameter has two replicas where dp has four ranks: its average is
+        over all four.
         """
         self._check_axes(world, name, 0.05, 2)
 
     def _check_axes(self, world: int, name: str, clip: float, backwards: int) -> None:
-        run = partial(run_ranks, world, _train_axes, PRODUCTS[name], clip, backwards, dict(self.config))
+        run = partial(
+            run_ranks, world, _train_axes, PRODUCTS[name], clip, backwards, dict(self.config)
+        )
         if self.refused is None:
             _check(run(list(self.load), timeout=self.timeout), 1e-12)
             return
@@ -103,7 +117,9 @@ class PartitionerConformance:
     @pytest.mark.parametrize("world", [2, 4])
     def test_overflow_is_agreed(self, world: int) -> None:
         """An inf on one rank makes every rank skip the same step, and training goes on."""
-        answers = run_ranks(world, _overflow, dict(self.config), list(self.load), timeout=self.timeout)
+        answers = run_ranks(
+            world, _overflow, dict(self.config), list(self.load), timeout=self.timeout
+        )
         assert all(a == answers[0] for a in answers), f"ranks disagree: {answers}"
         assert answers[0]["skipped"] == 1
         assert answers[0]["steps"] == 3
@@ -111,18 +127,24 @@ class PartitionerConformance:
     @pytest.mark.parametrize("world", [1, 2])
     @pytest.mark.parametrize("name", ["unused", "shared"])
     def test_gradient_shards(self, name: str, world: int) -> None:
-        """The shards that plugins see are each element of each gradient once, and what the optimizer gets.
+        """The shards that plugins see are each element of each gradient once, and what the
+        optimizer gets.
 
-        A partitioner without `gradient_shards` is not asked: a plugin that changes gradients is refused with it.
+        A partitioner without `gradient_shards` is not asked: a plugin that changes gradients is
+        refused with it.
         """
-        answers = run_ranks(world, _shards, CASES[name]["model"], dict(self.config), list(self.load))
+        answers = run_ranks(
+            world, _shards, CASES[name]["model"], dict(self.config), list(self.load)
+        )
         _check(answers, 1e-12)
 
 
 def _check(answers: list[dict[str, Any]], tolerance: float) -> None:
     for rank, answer in enumerate(answers):
         for what, error in answer.items():
-            assert error <= tolerance, f"rank {rank}: {what} is off by {error:.3g} (relative), allowed {tolerance:.0e}"
+            assert error <= tolerance, (
+                f"rank {rank}: {what} is off by {error:.3g} (relative), allowed {tolerance:.0e}"
+            )
 
 
 def with_plugins(config: dict[str, Any], extra: dict[str, Any], load: list[str]) -> dict[str, Any]:
@@ -148,11 +170,15 @@ def _train_and_compare(
     from ds_testing.models import Case, batches, build_model, param_groups, reference_run
 
     case = Case(**case_fields)
-    rank, world = comm.rank(), comm.world_size()
+    rank = comm.rank()
+    world = comm.world_size()
     truth_losses, truth = reference_run(case, world)
-    model = build_model(case, seed=rank)  # ranks start differently; the partitioner makes them agree on rank 0's
+    # ranks start differently; the partitioner makes them agree on rank 0's
+    model = build_model(case, seed=rank)
     engine, *_ = ds_core.initialize(
-        model=model, model_parameters=param_groups(case, model), config=with_plugins(case.config(world), extra, load)
+        model=model,
+        model_parameters=param_groups(case, model),
+        config=with_plugins(case.config(world), extra, load),
     )
     stream = batches(case, rank, world)
     losses = []
@@ -170,7 +196,9 @@ def _train_and_compare(
 
 
 def _one_step(engine: Any, stream: Iterator[Any], gas: int, how: str) -> Any:
-    """One optimizer step, driven by hand, by train_batch or by plain loss.backward(); this rank's mean loss."""
+    """One optimizer step, driven by hand, by train_batch or by plain loss.backward(); this rank's
+    mean loss.
+    """
     import torch
 
     if how == "train_batch":
@@ -188,7 +216,9 @@ def _one_step(engine: Any, stream: Iterator[Any], gas: int, how: str) -> Any:
 
 
 def whole_weights(engine: Any) -> dict[str, Any]:
-    """Full weights by name, through what the partitioner would store in a checkpoint; slices as their wholes."""
+    """Full weights by name, through what the partitioner would store in a checkpoint; slices as
+    their wholes.
+    """
     import torch
     from ds_run_state import RunState
     from ds_run_state.slices import SLICES, Box
@@ -202,12 +232,14 @@ def whole_weights(engine: Any) -> dict[str, Any]:
     whole = {}
     for info in engine.ctx.params.values():
         mine = pieces.get(f"module/{info.name}", [])
-        # A rank may hold all of a parameter, some pieces of it, or none: ranks first agree on its shape.
+        # A rank may hold all of a parameter, some pieces of it, or none: ranks first agree on its
+        # shape.
         along = slices[info.name].axes if info.name in slices else ()
         group = engine.ctx.mesh.group(*info.replicas, *along)
         shapes = comm.all_gather_json([list(p.shape) for p in mine], group=group)
         shape = torch.Size([p.shape for p in mine][0] if mine else next(s[0] for s in shapes if s))
-        sums = torch.zeros(2, shape.numel(), dtype=torch.float64)  # of values, and how many there are
+        # of values, and how many there are
+        sums = torch.zeros(2, shape.numel(), dtype=torch.float64)
         for piece in mine:
             box = piece.box or Box.whole(shape)
             local = torch.zeros(2, box.numel, dtype=torch.float64)
@@ -223,15 +255,19 @@ def whole_weights(engine: Any) -> dict[str, Any]:
 
 
 def _shards(kind: str, extra: dict[str, Any], load: list[str]) -> dict[str, Any]:
-    """What a `ds_gradients` plugin saw of one step, against plain torch; it sets zeros, so weights must not change."""
+    """What a `ds_gradients` plugin saw of one step, against plain torch; it sets zeros, so weights
+    must not change.
+    """
     import ds_core
     from ds_core import comm
     from ds_core.errors import UsageError
     from ds_testing import fake_gradients
     from ds_testing.models import Case, build_model, micro_batch
 
-    case, world = Case(model=kind, optimizer="SGD"), comm.world_size()
-    truth, model = build_model(case), build_model(case)
+    case = Case(model=kind, optimizer="SGD")
+    world = comm.world_size()
+    truth = build_model(case)
+    model = build_model(case)
     load = [*load, "fake_gradients=ds_testing.fake_gradients"]
     config = with_plugins(case.config(world), {**extra, "fake_gradients": {}}, load)
     try:
@@ -245,10 +281,13 @@ def _shards(kind: str, extra: dict[str, Any], load: list[str]) -> dict[str, Any]
         (truth(**micro_batch(case, 0, 0, index)) / world).backward()
     engine.backward(engine(**micro_batch(case, 0, 0, comm.rank())))
     engine.step()
-    seen, after = engine.ctx.stash[fake_gradients.SEEN], whole_weights(engine)
+    seen = engine.ctx.stash[fake_gradients.SEEN]
+    after = whole_weights(engine)
     engine.destroy()
     grads = {n: p.grad for n, p in truth.named_parameters() if p.grad is not None}
-    report = {f"gradient {n}": abs(seen.sums.get(n, 0.0) - g.sum().item()) for n, g in grads.items()}
+    report = {
+        f"gradient {n}": abs(seen.sums.get(n, 0.0) - g.sum().item()) for n, g in grads.items()
+    }
     report |= {f"{n} left": relative(after[n], before[n]) for n in before}
     norm = sum(float(g.square().sum()) for g in grads.values()) ** 0.5
     elements = sum(g.numel() for g in grads.values())
@@ -260,13 +299,14 @@ def _shards(kind: str, extra: dict[str, Any], load: list[str]) -> dict[str, Any]
     }
 
 
-# -- products of axes --------------------------------------------------------------------------------------------
+# -- products of axes ------------------------------------------------------------------------------
 
 
 def _train_axes(
     axes: dict[str, int], clip: float, backwards: int, extra: dict[str, Any], load: list[str]
 ) -> dict[str, float]:
-    """Each rank trains the sum of small heads, each held on some axes; the truth holds every head of every rank.
+    """Each rank trains the sum of small heads, each held on some axes; the truth holds every head
+    of every rank.
 
     backwards: how many there are before each step, each of other data.
     """
@@ -290,7 +330,9 @@ def _train_axes(
     engine, *_ = ds_core.initialize(model=model, config=with_plugins(config, extra, load))
     dp = engine.ctx.mesh.size("dp")
     heads = {(n, _key(n, c)): _head(n, c).double() for c in coords for n in names}
-    optimizer = torch.optim.AdamW([p for h in heads.values() for p in h.parameters()], lr=0.02, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        [p for h in heads.values() for p in h.parameters()], lr=0.02, weight_decay=0.1
+    )
     worst_norm = 0.0
     for step in range(3):
         for turn in range(backwards):
@@ -300,7 +342,8 @@ def _train_axes(
         seen = set()
         for c in coords:
             for n in names:
-                if (n, _key(n, c), c["dp"]) not in seen:  # ranks that differ otherwise would count it twice
+                # ranks that differ otherwise would count it twice
+                if (n, _key(n, c), c["dp"]) not in seen:
                     seen.add((n, _key(n, c), c["dp"]))
                     for turn in range(backwards):
                         x = _axes_data(step, c["dp"], turn)
@@ -331,7 +374,9 @@ def _coords(axes: dict[str, int], world: int, rank: int) -> dict[str, int]:
     from ds_core.entries import Axis
     from ds_core.mesh import plan_mesh
 
-    mesh = plan_mesh([Axis(n, s, inside="dp" if n == "ep" else None) for n, s in axes.items()], world, rank)
+    mesh = plan_mesh(
+        [Axis(n, s, inside="dp" if n == "ep" else None) for n, s in axes.items()], world, rank
+    )
     return {**mesh.coord, "dp": mesh.index("dp")}
 
 
@@ -346,7 +391,10 @@ def _head(name: str, coord: dict[str, int]) -> Any:
     import torch
 
     with torch.random.fork_rng():
-        torch.manual_seed(sum(map(ord, name)) + sum(10 ** (i + 3) * (k + 1) for i, k in enumerate(_key(name, coord))))
+        torch.manual_seed(
+            sum(map(ord, name))
+            + sum(10 ** (i + 3) * (k + 1) for i, k in enumerate(_key(name, coord)))
+        )
         return torch.nn.Linear(5, 3)
 
 

@@ -1,8 +1,8 @@
 """Worker processes for tests of multi-process code: started once per size, used by many tests.
 
-`run_ranks(2, fn, x)` calls the module-level function ``fn(x)`` on two ranks with torch.distributed (gloo)
-initialised and returns both results. Functions go by reference, values by `ds_testing.wire`; nothing is
-pickled. After any failure the workers are killed and new ones serve the next call.
+`run_ranks(2, fn, x)` calls the module-level function ``fn(x)`` on two ranks with torch.distributed
+(gloo) initialised and returns both results. Functions go by reference, values by `ds_testing.wire`;
+nothing is pickled. After any failure the workers are killed and new ones serve the next call.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ serve(int(sys.argv[2]))
 class RankFailure:
     """What became of one rank.
 
-    kind: ``"raised"``, ``"died"``, ``"hung"`` (past the timeout) or ``"stopped"`` (by the pool: others failed).
-    what: the exception, exit code or signal in one line; detail: traceback or stacks; output: end of stdout and stderr.
+    kind: ``"raised"``, ``"died"``, ``"hung"`` (past the timeout) or ``"stopped"`` (by the pool:
+        others failed).
+    what: the exception, exit code or signal in one line; detail: traceback or stacks; output: end
+        of stdout and stderr.
     """
 
     rank: int
@@ -70,12 +72,17 @@ class RankFailure:
 
 
 class RemoteError(Exception):
-    """A run failed on at least one rank. `rank` failed first; `failures` tells of every rank that did not finish."""
+    """A run failed on at least one rank.
+
+    `rank` failed first; `failures` tells of every rank that did not finish.
+    """
 
     def __init__(self, name: str, size: int, failures: Sequence[RankFailure]) -> None:
         self.failures = tuple(failures)
         self.rank = failures[0].rank
-        head = f"{name} on {size} ranks: " + "; ".join(f"rank {f.rank} {f.what.splitlines()[0]}" for f in failures)
+        head = f"{name} on {size} ranks: " + "; ".join(
+            f"rank {f.rank} {f.what.splitlines()[0]}" for f in failures
+        )
         super().__init__("\n\n".join([head, *map(str, failures)]))
 
 
@@ -105,12 +112,13 @@ class WorkerPool:
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
         """Call ``fn(*args)`` on every rank and return the results by rank.
 
-        The worker sees this process's environment, directory and import path as they are now, seeds of 0, and
-        RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (a free port).
+        The worker sees this process's environment, directory and import path as they are now, seeds
+        of 0, and RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (a
+        free port).
         timeout: seconds for all ranks to answer.
 
-        Raises RemoteError when a rank raises, dies or does not answer; TypeError for an `fn` that is not a
-        module-level function or a value that cannot be sent.
+        Raises RemoteError when a rank raises, dies or does not answer; TypeError for an `fn` that
+        is not a module-level function or a value that cannot be sent.
         """
         task = reference(fn) | _surroundings() | {"args": list(args)}
         wire.encode(task["args"], "args")
@@ -139,7 +147,9 @@ class WorkerPool:
             sock.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-        self._socks, self._folder, self._generation = [], None, 0
+        self._socks = []
+        self._folder = None
+        self._generation = 0
 
     def __enter__(self) -> Self:
         return self
@@ -148,7 +158,9 @@ class WorkerPool:
         self.close()
 
     def _end(self) -> list[int | None]:
-        """Kill the workers; wait statuses by rank (of one that had ended before: how it did), None where unknown."""
+        """Kill the workers; wait statuses by rank (of one that had ended before: how it did), None
+        where unknown.
+        """
         pids, self._pids = self._pids, []
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -167,20 +179,26 @@ class WorkerPool:
         except (wire.Closed, TimeoutError) as error:
             logs = "\n".join(self._output(rank) for rank in range(self.size))
             self.close()
-            raise RuntimeError(f"the {self.size} workers did not start: {type(error).__name__}\n{logs}") from error
+            raise RuntimeError(
+                f"the {self.size} workers did not start: {type(error).__name__}\n{logs}"
+            ) from error
         self._store_port = hellos[0]["store_port"]
 
     def _any_closed(self) -> bool:
-        """Whether a worker has gone since the last run; nothing is ever readable on an idle worker's socket."""
+        """Whether a worker has gone since the last run; nothing is ever readable on an idle
+        worker's socket.
+        """
         with selectors.DefaultSelector() as selector:
             for sock in self._socks:
                 selector.register(sock, selectors.EVENT_READ)
             return bool(selector.select(0))
 
     def _exchange(self, task: Mapping[str, Any], deadline: float) -> dict[int, Any]:
-        """Send `task` to all and gather answers by rank in order of arrival; None for a rank that died.
+        """Send `task` to all and gather answers by rank in order of arrival; None for a rank that
+        died.
 
-        Ranks without an answer at the deadline, or `GRACE` seconds after the first failure, are left out.
+        Ranks without an answer at the deadline, or `GRACE` seconds after the first failure, are
+        left out.
         """
         answers: dict[int, Any] = {}
         with selectors.DefaultSelector() as selector:
@@ -219,13 +237,19 @@ class WorkerPool:
         for rank in raised:
             answer = answers[rank]
             failures.append(
-                RankFailure(rank, "raised", f"raised {answer['error']}", answer["trace"], self._output(rank))
+                RankFailure(
+                    rank, "raised", f"raised {answer['error']}", answer["trace"], self._output(rank)
+                )
             )
         if failures:
-            kind, what = "stopped", f"was still running {GRACE:g} s after the first failure"
+            kind = "stopped"
+            what = f"was still running {GRACE:g} s after the first failure"
         else:
-            kind, what = "hung", f"did not answer within {timeout:g} s"
-        failures += [RankFailure(rank, kind, what, stacks[rank], self._output(rank)) for rank in silent]
+            kind = "hung"
+            what = f"did not answer within {timeout:g} s"
+        failures += [
+            RankFailure(rank, kind, what, stacks[rank], self._output(rank)) for rank in silent
+        ]
         return failures
 
     def _stacks(self, ranks: Sequence[int]) -> dict[int, str]:
@@ -240,10 +264,16 @@ class WorkerPool:
         while time.monotonic() < until:
             time.sleep(0.05)
             before = dict(texts)
-            texts = {rank: file.read_text(errors="replace") if file.exists() else "" for rank, file in files.items()}
+            texts = {
+                rank: file.read_text(errors="replace") if file.exists() else ""
+                for rank, file in files.items()
+            }
             if texts == before and all(texts.values()):
                 break
-        return {rank: text or "(no stack: the process did not answer SIGUSR1)" for rank, text in texts.items()}
+        return {
+            rank: text or "(no stack: the process did not answer SIGUSR1)"
+            for rank, text in texts.items()
+        }
 
     def _output(self, rank: int) -> str:
         assert self._folder is not None
@@ -252,7 +282,9 @@ class WorkerPool:
 
 
 def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
-    """`WorkerPool.run` on this process's pool of `size` workers, which is kept until the process ends."""
+    """`WorkerPool.run` on this process's pool of `size` workers, which is kept until the process
+    ends.
+    """
     if size not in _pools:
         _pools[size] = WorkerPool(size)
     return _pools[size].run(fn, *args, timeout=timeout)
@@ -280,7 +312,8 @@ class _Server:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         env = dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
         command = [sys.executable, "-c", _BOOT, json.dumps(_import_path()), str(theirs.fileno())]
-        # A session of its own: Ctrl-C is for the test process, which then ends the workers in good order.
+        # A session of its own: Ctrl-C is for the test process, which then ends the workers in good
+        # order.
         self._process = subprocess.Popen(
             command,
             env=env,
@@ -338,7 +371,9 @@ class _Server:
                 said = self._log.read().decode(errors="replace")[-TAIL:]
                 self._process.kill()
                 code = self._process.wait()
-                raise RuntimeError(f"the fork server of the worker pool failed (exit code {code}):\n{said}")
+                raise RuntimeError(
+                    f"the fork server of the worker pool failed (exit code {code}):\n{said}"
+                )
             line += part
         return json.loads(line)
 
@@ -352,8 +387,12 @@ def _server() -> _Server:
 
 
 def reference(fn: Callable[..., Any]) -> dict[str, Any]:
-    """Where a worker finds `fn`: module name, file and qualified name. Raises TypeError when it cannot be found so."""
-    module, qualname = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "")
+    """Where a worker finds `fn`: module name, file and qualified name.
+
+    Raises TypeError when it cannot be found so.
+    """
+    module = getattr(fn, "__module__", None)
+    qualname = getattr(fn, "__qualname__", "")
     found: Any = sys.modules.get(module or "")
     for part in qualname.split("."):
         found = getattr(found, part, None)
@@ -364,12 +403,19 @@ def reference(fn: Callable[..., Any]) -> dict[str, Any]:
         )
     file = getattr(sys.modules[module], "__file__", None)
     if file is None:
-        raise TypeError(f"{module}.{qualname} has no source file; a worker can only import functions from files")
+        raise TypeError(
+            f"{module}.{qualname} has no source file; a worker can only import functions from files"
+        )
     return {"module": module, "qualname": qualname, "file": os.path.realpath(file)}
 
 
 def _surroundings() -> dict[str, Any]:
-    return {"env": dict(os.environ), "cwd": os.getcwd(), "path": _import_path(), "port": free_port()}
+    return {
+        "env": dict(os.environ),
+        "cwd": os.getcwd(),
+        "path": _import_path(),
+        "port": free_port(),
+    }
 
 
 def _import_path() -> list[str]:

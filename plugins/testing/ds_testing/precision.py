@@ -1,7 +1,7 @@
 """`PrecisionConformance`: is a precision mode one that every part of ds_core can train in?
 
-Subclass it and set `config` (and `load`) to what selects your mode. All cases of a world size are one call of its
-worker pool. Checkpoints are saved and loaded, so a checkpointer must be installed.
+Subclass it and set `config` (and `load`) to what selects your mode. All cases of a world size are
+one call of its worker pool. Checkpoints are saved and loaded, so a checkpointer must be installed.
 """
 
 from __future__ import annotations
@@ -28,16 +28,19 @@ def _default_model() -> nn.Module:
     from torch import nn
 
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 1))
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 1)
+    )
 
 
 class PrecisionConformance:
     """Subclass me; see the module's docstring.
 
-    config: added to the config of the engine. load: its ``plugins.load``. make_model: ``() -> module`` that maps 8
-    inputs to 1 output per sample, given as ``staticmethod``. variants: by name what is added to the config, such as
-    stages of ZeRO. gas: micro-batches per step. worlds: world sizes. tolerance: how far, relatively, losses may be from
-    those of one process: formats with few bits turn a rounding in a sum into another value.
+    config: added to the config of the engine. load: its ``plugins.load``. make_model: ``() ->
+    module`` that maps 8 inputs to 1 output per sample, given as ``staticmethod``. variants: by name
+    what is added to the config, such as stages of ZeRO. gas: micro-batches per step. worlds: world
+    sizes. tolerance: how far, relatively, losses may be from those of one process: formats with few
+    bits turn a rounding in a sum into another value.
     """
 
     config: ClassVar[Mapping[str, Any]] = {}
@@ -50,39 +53,62 @@ class PrecisionConformance:
 
     def _run(self, world: int, function: Any, *arguments: Any) -> list[Any]:
         make = type(self).make_model
-        return run_ranks(world, function, [reference(make), dict(self.config), list(self.load)], *arguments)
+        return run_ranks(
+            world, function, [reference(make), dict(self.config), list(self.load)], *arguments
+        )
 
     def test_it_is_selected_and_keeps_parameters(self) -> None:
-        """The config selects it, its description is the same every time, and converting keeps names and shapes."""
+        """The config selects it, its description is the same every time, and converting keeps names
+        and shapes.
+        """
         (found,) = self._run(1, _describe)
         assert found["plugin"], "the config selects no mode of a plugin"
-        assert found["text"][0] == found["text"][1], "the description differs from one initialize to the next"
-        assert found["lost"] == [], "parameters that are missing, or have another shape, in the converted model"
-        assert found["state"] == [], "names of the plain model's state dict that are missing in the converted model's"
+        assert found["text"][0] == found["text"][1], (
+            "the description differs from one initialize to the next"
+        )
+        assert found["lost"] == [], (
+            "parameters that are missing, or have another shape, in the converted model"
+        )
+        assert found["state"] == [], (
+            "names of the plain model's state dict that are missing in the converted model's"
+        )
 
     def test_it_trains_alike_everywhere(self) -> None:
-        """Losses fall, and are those of one process at every world size, accumulation and variant."""
-        cases = [[variant, gas] for variant, gas in itertools.product(self.variants.values(), self.gas)]
+        """Losses fall, and are those of one process at every world size, accumulation and
+        variant."""
+        cases = [
+            [variant, gas] for variant, gas in itertools.product(self.variants.values(), self.gas)
+        ]
         ((truth, *_),) = self._run(1, _train, [[{}, 1]], max(self.worlds) * max(self.gas))
         assert all(x == x and abs(x) != float("inf") for x in truth), truth
         assert truth[-1] < 0.8 * truth[0], f"nothing is learnt: {truth}"
         for world in self.worlds:
-            for rank, rows in enumerate(self._run(world, _train, cases, max(self.worlds) * max(self.gas))):
+            for rank, rows in enumerate(
+                self._run(world, _train, cases, max(self.worlds) * max(self.gas))
+            ):
                 for case, losses in zip(cases, rows, strict=True):
                     worst = max(abs(a - b) / abs(b) for a, b in zip(losses, truth, strict=True))
-                    assert worst <= self.tolerance, f"world {world}, rank {rank}, {case}: losses off by {worst:.3g}"
+                    assert worst <= self.tolerance, (
+                        f"world {world}, rank {rank}, {case}: losses off by {worst:.3g}"
+                    )
 
     def test_resume_is_bit_identical(self, tmp_path: Path) -> None:
-        """Two steps, a checkpoint, two steps: the same losses and weights with a new engine in between."""
+        """Two steps, a checkpoint, two steps: the same losses and weights with a new engine in
+        between.
+        """
         for world, (name, variant) in itertools.product(self.worlds, self.variants.items()):
             folder = str(tmp_path / f"{world} {name}")
-            for rank, (same_losses, same_weights) in enumerate(self._run(world, _resume, dict(variant), folder)):
+            for rank, (same_losses, same_weights) in enumerate(
+                self._run(world, _resume, dict(variant), folder)
+            ):
                 where = f"world {world}, rank {rank}, {name or 'plain'}"
                 assert same_losses, f"{where}: losses differ after resuming"
                 assert same_weights, f"{where}: weights differ after resuming"
 
     def test_an_overflow_is_skipped(self) -> None:
-        """If it scales losses: a step with inf gradients on one rank changes no weight, and the scaler notices."""
+        """If it scales losses: a step with inf gradients on one rank changes no weight, and the
+        scaler notices.
+        """
         world = max(self.worlds)
         for skipped, unchanged, restored in self._run(world, _overflow):
             assert skipped == unchanged == restored is True
@@ -99,7 +125,9 @@ def _engine(what: list[Any], extra: Mapping[str, Any], gas: int, total: int) -> 
         "gradient_accumulation_steps": gas,
         "optimizer": {"type": "Adam", "params": {"lr": 0.02}},
     }
-    engine, *_ = ds_core.initialize(model=find_function(make)(), config=with_plugins(base, {**config, **extra}, load))
+    engine, *_ = ds_core.initialize(
+        model=find_function(make)(), config=with_plugins(base, {**config, **extra}, load)
+    )
     return engine
 
 
@@ -117,7 +145,9 @@ def _step(engine: Engine, total: int) -> float:
 
     from ds_core import comm
 
-    dp, index, gas = engine.ctx.mesh.size("dp"), engine.ctx.mesh.index("dp"), engine.ctx.batch.gas
+    dp = engine.ctx.mesh.size("dp")
+    index = engine.ctx.mesh.index("dp")
+    gas = engine.ctx.batch.gas
     x, y = (t.chunk(dp)[index].chunk(gas) for t in _batch(total))
     mean = torch.zeros(())
     dtype = next(engine.module.parameters()).dtype
@@ -134,7 +164,9 @@ def _step(engine: Engine, total: int) -> float:
 def _describe(what: list[Any]) -> dict[str, Any]:
     from ds_testing.worker import find_function
 
-    plain, first, engine = find_function(what[0])(), _engine(what, {}, 1, 1), _engine(what, {}, 1, 1)
+    plain = find_function(what[0])()
+    first = _engine(what, {}, 1, 1)
+    engine = _engine(what, {}, 1, 1)
     made = {n: p.shape for n, p in engine.module.named_parameters()}
     found = {
         "plugin": str(engine.ctx.precision.plugin or ""),
@@ -186,11 +218,13 @@ def _overflow(what: list[Any]) -> list[bool]:
         engine.destroy()
         return [True, True, True]
     _step(engine, 4)
-    before, dtype = whole_weights(engine), next(engine.module.parameters()).dtype
+    before = whole_weights(engine)
+    dtype = next(engine.module.parameters()).dtype
     factor = float("inf") if engine.ctx.rank == 0 else 1.0
     engine.backward(engine(torch.ones(1, 8, dtype=dtype)).float().sum() * factor)
     engine.step()
-    after, state = whole_weights(engine), engine.scaler.state_dict()
+    after = whole_weights(engine)
+    state = engine.scaler.state_dict()
     other = _engine(what, {}, 1, 4)
     assert other.scaler is not None
     other.scaler.load_state_dict(state)

@@ -1,4 +1,6 @@
-"""What tests want of the operating system: processes in a clean environment, a free port, files that are full."""
+"""What tests want of the operating system: processes in a clean environment, a free port, files
+that are full.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ LAUNCHERS = ("MASTER_", "TORCHELASTIC", "OMPI_", "SLURM_", "PMI")
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
-    """This process's environment without what would let a checkout, a launcher or a choice of ours leak in."""
+    """This process's environment without what would let a checkout, a launcher or a choice of ours
+    leak in.
+    """
     leaks = ("PYTHON", "VIRTUAL_ENV", "DS_", "COV_", *LAUNCHERS)
     exact = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(leaks) and k not in exact}
@@ -34,7 +38,9 @@ def run(
     status: int = 0,
     timeout: int = 120,
 ) -> str:
-    """Run and give back stdout and stderr together; the exit status must be `status` (-1: any but 0)."""
+    """Run and give back stdout and stderr together; the exit status must be `status` (-1: any but
+    0).
+    """
     done = subprocess.run(
         command,
         cwd=cwd,
@@ -65,23 +71,31 @@ def start(code: str, **variables: str) -> subprocess.Popen[str]:
 
 
 def output(process: subprocess.Popen[str], timeout: float = 300.0) -> str:
-    """What a process that `start` began has printed, once it has ended; AssertionError where it failed."""
+    """What a process that `start` began has printed, once it has ended; AssertionError where it
+    failed.
+    """
     text, _ = process.communicate(timeout=timeout)
     assert process.returncode == 0, text
     return text.strip()
 
 
 @contextmanager
-def disposed(*, ignored: bool, signals: Sequence[signal.Signals] = (signal.SIGINT,)) -> Iterator[None]:
-    """Processes that are started inside ignore `signals`, as in a shell's background, or have their default.
+def disposed(
+    *, ignored: bool, signals: Sequence[signal.Signals] = (signal.SIGINT,)
+) -> Iterator[None]:
+    """Processes that are started inside ignore `signals`, as in a shell's background, or have their
+    default.
 
-    In the main thread. Tests that send Ctrl-C want the default: who runs the tests may be in the background.
+    In the main thread. Tests that send Ctrl-C want the default: who runs the tests may be in the
+    background.
     """
 
     def handler(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt  # a new program has the default where its parent has a handler
 
-    before = {number: signal.signal(number, signal.SIG_IGN if ignored else handler) for number in signals}
+    before = {
+        number: signal.signal(number, signal.SIG_IGN if ignored else handler) for number in signals
+    }
     try:
         yield
     finally:
@@ -98,7 +112,9 @@ def free_port() -> int:
 
 @contextmanager
 def full_at(size: int) -> Iterator[None]:
-    """Inside, every file of this process is full at `size` bytes: a write beyond is cut short, the next one fails."""
+    """Inside, every file of this process is full at `size` bytes: a write beyond is cut short, the
+    next one fails.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

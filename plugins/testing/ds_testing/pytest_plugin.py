@@ -1,6 +1,7 @@
 """The pytest plugin of ds_core (entry point ``ds_core`` in group ``pytest11``).
 
-Every pytest run of an environment with ds_core imports this module, so it imports nothing but pytest.
+Every pytest run of an environment with ds_core imports this module, so it imports nothing but
+pytest.
 """
 
 from __future__ import annotations
@@ -22,27 +23,39 @@ __all__ = ["Ranks", "clean_ds", "lab", "ranks"]
 class Ranks(Protocol):
     """What the fixture `ranks` gives: see `ds_testing.run_ranks`."""
 
-    def __call__(self, size: int, fn: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
+    def __call__(
+        self, size: int, fn: Callable[..., Any], *args: Any, timeout: float = 300.0
+    ) -> list[Any]:
         """Call ``fn(*args)`` on `size` gloo ranks; the results by rank."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers that the suites of ds_core and of its plugins use."""
-    config.addinivalue_line("markers", "slow: takes more than a few seconds; leave out with -m 'not slow'")
+    config.addinivalue_line(
+        "markers", "slow: takes more than a few seconds; leave out with -m 'not slow'"
+    )
     config.addinivalue_line("markers", "gpu: needs a GPU; leave out with -m 'not gpu'")
-    config.addinivalue_line("markers", "integration: released programs of others, run on ds_core; make test-frontends")
-    config.addinivalue_line("markers", "hosts: launchers on several hosts in namespaces; make test-hosts")
+    config.addinivalue_line(
+        "markers", "integration: released programs of others, run on ds_core; make test-frontends"
+    )
+    config.addinivalue_line(
+        "markers", "hosts: launchers on several hosts in namespaces; make test-hosts"
+    )
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Below a failure in a test of a kit: what the kit asks for, which is the test's docstring."""
     report = yield
     function: Any = getattr(item, "function", None)
     if report.failed and str(getattr(function, "__module__", "")).startswith("ds_testing."):
         kit = function.__qualname__.partition(".")[0]
         about = " ".join((inspect.getdoc(function) or "").split())
-        report.sections.append((f"what {kit} asks for", f"{about}\n`python -m pydoc ds_testing.{kit}` has all of it."))
+        report.sections.append(
+            (f"what {kit} asks for", f"{about}\n`python -m pydoc ds_testing.{kit}` has all of it.")
+        )
     return report
 
 
@@ -56,13 +69,17 @@ def _pools() -> Iterator[Ranks]:
 
 @pytest.fixture
 def ranks(_pools: Ranks) -> Ranks:
-    """``ranks(size, fn, *args, timeout=300.0)``: run a module-level function on gloo ranks kept for the session."""
+    """``ranks(size, fn, *args, timeout=300.0)``: run a module-level function on gloo ranks kept for
+    the session.
+    """
     return _pools
 
 
 @pytest.fixture
 def lab() -> Iterator[Callable[..., Lab]]:
-    """``lab("a", "b", ssh=True)``: a `ds_testing.hosts.Lab`, ended after the test; skips where there can be none."""
+    """``lab("a", "b", ssh=True)``: a `ds_testing.hosts.Lab`, ended after the test; skips where
+    there can be none.
+    """
     from ds_testing.hosts import Lab, unavailable
 
     if reason := unavailable():

@@ -1,7 +1,9 @@
-"""A cable with latency and loss: two TAP devices, and this process that carries packets from one to the other.
+"""A cable with latency and loss: two TAP devices, and this process that carries packets from one to
+the other.
 
-Run by `ds_testing.hosts` in the namespace of its switch, as ``python -I -S relay.py TAP TAP``. Each line on stdin is
-``{"latency": seconds, "loss": share}``, answered by a line on stdout once it holds; the end of stdin ends the process.
+Run by `ds_testing.hosts` in the namespace of its switch, as ``python -I -S relay.py TAP TAP``. Each
+line on stdin is ``{"latency": seconds, "loss": share}``, answered by a line on stdout once it
+holds; the end of stdin ends the process.
 """
 
 from __future__ import annotations
@@ -16,9 +18,14 @@ import sys
 import time
 from collections import deque
 
-TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
-TAP, NO_PACKET_INFO, OFFLOAD_HEADER = 0x0002, 0x1000, 0x4000  # IFF_TAP, IFF_NO_PI, IFF_VNET_HDR
-LARGE_PACKETS = 0x01 | 0x02 | 0x04  # TUN_F_CSUM, TUN_F_TSO4, TUN_F_TSO6: the kernel hands over up to 64 KiB at once
+TUNSETIFF = 0x400454CA
+TUNSETOFFLOAD = 0x400454D0
+# IFF_TAP, IFF_NO_PI, IFF_VNET_HDR
+TAP = 0x0002
+NO_PACKET_INFO = 0x1000
+OFFLOAD_HEADER = 0x4000
+# TUN_F_CSUM, TUN_F_TSO4, TUN_F_TSO6: the kernel hands over up to 64 KiB at once
+LARGE_PACKETS = 0x01 | 0x02 | 0x04
 LONGEST = 1 << 17
 HELD = 64 << 20  # bytes under way in one direction; what comes beyond is lost, as in a switch
 
@@ -27,7 +34,8 @@ class Direction:
     """From one device to the other: packets wait here for their time."""
 
     def __init__(self, source: int, target: int) -> None:
-        self.source, self.target = source, target
+        self.source = source
+        self.target = target
         self.waiting: deque[tuple[float, bytes]] = deque()
         self.held = 0
 
@@ -61,7 +69,11 @@ class Direction:
 def device(name: str) -> int:
     """A new TAP device, which goes with this process."""
     file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    fcntl.ioctl(file, TUNSETIFF, struct.pack("16sH14x", name.encode(), TAP | NO_PACKET_INFO | OFFLOAD_HEADER))
+    fcntl.ioctl(
+        file,
+        TUNSETIFF,
+        struct.pack("16sH14x", name.encode(), TAP | NO_PACKET_INFO | OFFLOAD_HEADER),
+    )
     return file
 
 
@@ -82,7 +94,8 @@ def main(names: list[str]) -> None:
             if not line:
                 return
             wanted = json.loads(line)
-            latency, loss = wanted["latency"], wanted["loss"]
+            latency = wanted["latency"]
+            loss = wanted["loss"]
             for tap in ways:  # with loss, packets as they are on a wire are what gets lost
                 fcntl.ioctl(tap, TUNSETOFFLOAD, 0 if loss else LARGE_PACKETS)
             print("set", flush=True)

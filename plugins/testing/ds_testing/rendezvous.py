@@ -1,4 +1,6 @@
-"""The conformance kit of `ds_rendezvous`: finding a process's place, and the store at which all ranks meet."""
+"""The conformance kit of `ds_rendezvous`: finding a process's place, and the store at which all
+ranks meet.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ else:
 def start_rank(variables: Mapping[str, str], **arguments: Any) -> subprocess.Popen[str]:
     """A process that calls ``init_distributed(**arguments)``; see `ds_testing.processes.output`.
 
-    It prints its rank, the world size, its local rank and the sum of 1 + rank over all ranks; or the error message.
+    It prints its rank, the world size, its local rank and the sum of 1 + rank over all ranks; or
+    the error message.
     """
     return start(RANK.format(arguments=arguments), **variables)
 
@@ -63,13 +66,19 @@ class RendezvousConformance:
         """`find` gives None where none of the job's variables is set."""
         entry = self.entry()
         both = set(entry.variables) & set(self.alone)
-        assert not both, f"{both} are set for a process alone; RendezvousEntry.variables are those of a job"
+        assert not both, (
+            f"{both} are set for a process alone; RendezvousEntry.variables are those of a job"
+        )
         if entry.find is not None:
             found = resolve(entry.find)(self.alone)
-            assert found is None, f"a process without the job's variables is given {found}; answer None"
+            assert found is None, (
+                f"a process without the job's variables is given {found}; answer None"
+            )
 
     def test_ranks_find_their_places(self) -> None:
-        """`find` gives each rank its number and the job's size, and one of `variables` is among those that are set."""
+        """`find` gives each rank its number and the job's size, and one of `variables` is among
+        those that are set.
+        """
         entry = self.entry()
         for rank in range(SIZE) if entry.find is not None else ():
             env = self.environment(rank, SIZE)
@@ -77,10 +86,14 @@ class RendezvousConformance:
                 f"none of {entry.variables} is in environment(); find is never asked"
             )
             job = resolve(str(entry.find))(env)
-            assert isinstance(job, Job), f"find gives {job!r} in a job, not a ds_core.comm.start.Job"
+            assert isinstance(job, Job), (
+                f"find gives {job!r} in a job, not a ds_core.comm.start.Job"
+            )
             assert job.source, "Job.source is empty; say whose variables these are"
             place = (int(job.variables["RANK"]), int(job.variables["WORLD_SIZE"]))
-            assert place == (rank, SIZE), f"rank {rank} of {SIZE} is told that it is rank {place[0]} of {place[1]}"
+            assert place == (rank, SIZE), (
+                f"rank {rank} of {SIZE} is told that it is rank {place[0]} of {place[1]}"
+            )
 
     def test_ranks_meet_at_the_store(self) -> None:
         """All ranks open the store at once; what one sets, the others read."""
@@ -91,11 +104,14 @@ class RendezvousConformance:
         port = free_port()
 
         def meet(rank: int) -> list[bytes]:
-            store: Any = open_store(Rendezvous(rank, SIZE, "127.0.0.1", port, "the kit"), timedelta(seconds=60))
+            store: Any = open_store(
+                Rendezvous(rank, SIZE, "127.0.0.1", port, "the kit"), timedelta(seconds=60)
+            )
             store.set(f"kit/{rank}", str(rank))
             found = [store.get(f"kit/{other}") for other in range(SIZE)]
             store.add("kit/read", 1)
-            while rank == 0 and store.add("kit/read", 0) < SIZE:  # rank 0 may hold the store: it leaves last
+            # rank 0 may hold the store: it leaves last
+            while rank == 0 and store.add("kit/read", 0) < SIZE:
                 pass
             return found
 

@@ -1,9 +1,10 @@
 """`RunnerConformance`: does a runner train exactly as the core's own does?
 
-Subclass it, set `config` (and `load`) to what switches your runner on and give `make_model` and `make_batch`. The kit
-checks `train_batch` and `eval_batch` against one process of plain torch: losses, weights, accumulation, an iterator
-that ends early, evaluation that changes nothing, and (for runners that cannot be stepped) the errors. All of a
-world size's cases are one call of its worker pool, so that hundreds take seconds.
+Subclass it, set `config` (and `load`) to what switches your runner on and give `make_model` and
+`make_batch`. The kit checks `train_batch` and `eval_batch` against one process of plain torch:
+losses, weights, accumulation, an iterator that ends early, evaluation that changes nothing, and
+(for runners that cannot be stepped) the errors. All of a world size's cases are one call of its
+worker pool, so that hundreds take seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RunnerConformance"]
 
-WIDTH, MICRO = 6, 2
+WIDTH = 6
+MICRO = 2
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
 
 
@@ -42,13 +44,14 @@ def default_batch(step: int, micro: int, index: int) -> Any:
 class RunnerConformance:
     """Subclass me; see the module's docstring.
 
-    make_model: ``() -> module`` whose output holds a scalar loss, in fp64. make_batch: ``(step, micro, dp index) ->
-    batch`` as the module takes it. make_truth: the same as one plain module with the same parameter names, where the
-    model is not one itself. All are module-level functions, given as ``staticmethod``.
+    make_model: ``() -> module`` whose output holds a scalar loss, in fp64. make_batch: ``(step,
+    micro, dp index) -> batch`` as the module takes it. make_truth: the same as one plain module
+    with the same parameter names, where the model is not one itself. All are module-level
+    functions, given as ``staticmethod``.
 
-    worlds: world sizes, of which the smallest is used where one is enough. variants: by name what is added to the
-    config; gas: micro-batches per batch; dtypes: "float64" (to 1e-12) and "float32" (to 1e-6). `cases` chooses from
-    their product.
+    worlds: world sizes, of which the smallest is used where one is enough. variants: by name what
+    is added to the config; gas: micro-batches per batch; dtypes: "float64" (to 1e-12) and "float32"
+    (to 1e-6). `cases` chooses from their product.
     """
 
     config: ClassVar[Mapping[str, Any]] = {}
@@ -68,17 +71,33 @@ class RunnerConformance:
         return list(itertools.product(cls.variants, cls.gas, cls.dtypes))
 
     def _run(self, world: int, function: Any, *arguments: Any) -> list[Any]:
-        model, batch, truth = type(self).make_model, type(self).make_batch, type(self).make_truth
+        model = type(self).make_model
+        batch = type(self).make_batch
+        truth = type(self).make_truth
         names = [reference(f) for f in (model, batch, truth or model)]
-        return run_ranks(world, function, names, dict(self.config), list(self.load), *arguments, timeout=self.timeout)
+        return run_ranks(
+            world,
+            function,
+            names,
+            dict(self.config),
+            list(self.load),
+            *arguments,
+            timeout=self.timeout,
+        )
 
     def test_train_batch_is_plain_torch(self) -> None:
         """Losses and weights of three steps, at every world size."""
         for world in self.worlds:
-            cases = [[name, dict(self.variants[name]), gas, dtype] for name, gas, dtype in self.cases(world)]
+            cases = [
+                [name, dict(self.variants[name]), gas, dtype]
+                for name, gas, dtype in self.cases(world)
+            ]
             for rank, rows in enumerate(self._run(world, _train_all, cases)):
                 for (name, gas, dtype), (loss, weight) in zip(self.cases(world), rows, strict=True):
-                    where = f"world {world}, rank {rank}, {name or 'plain'}, {gas} micro-batches, {dtype}"
+                    where = (
+                        f"world {world}, rank {rank}, {name or 'plain'}, {gas} micro-batches, "
+                        f"{dtype}"
+                    )
                     assert loss <= TOLERANCE[dtype], f"{where}: losses off by {loss:.3g}"
                     assert weight <= TOLERANCE[dtype], f"{where}: weights off by {weight:.3g}"
 
@@ -87,14 +106,17 @@ class RunnerConformance:
         for world in self.worlds:
             same = self._run(world, _short)
             assert all(same), (
-                f"world {world}: StopIteration did not come through, or a weight or counter changed: {same}"
+                f"world {world}: StopIteration did not come through, or a weight or counter "
+                f"changed: {same}"
             )
 
     def test_evaluation_changes_nothing(self) -> None:
         """eval_batch gives the plain loss, keeps weights, gradients and the training mode."""
         for world in self.worlds:
             for error, unchanged, training in self._run(world, _evaluate):
-                assert error <= 1e-12, f"world {world}: eval_batch's loss is off by {error:.3g} from plain torch"
+                assert error <= 1e-12, (
+                    f"world {world}: eval_batch's loss is off by {error:.3g} from plain torch"
+                )
                 assert unchanged, f"world {world}: eval_batch changed weights or gradients"
                 assert training, f"world {world}: eval_batch left the module in eval mode"
 
@@ -102,7 +124,9 @@ class RunnerConformance:
         """forward / backward / step either work or raise a UsageError with the runner's reason."""
         world = min(self.worlds)
         works = self._run(world, _manual)
-        assert all(works), f"driven by hand it neither trains nor raises UsageError with manual_reason: {works}"
+        assert all(works), (
+            f"driven by hand it neither trains nor raises UsageError with manual_reason: {works}"
+        )
 
 
 def data_place(mesh: Mesh) -> tuple[int, int]:
@@ -117,7 +141,9 @@ def _parts(names: list[Any]) -> tuple[Any, Any, Any]:
     return find_function(names[0]), find_function(names[1]), find_function(names[2])
 
 
-def _engine(names: list[Any], extra: dict[str, Any], load: list[str], gas: int, dtype: str = "float64") -> Any:
+def _engine(
+    names: list[Any], extra: dict[str, Any], load: list[str], gas: int, dtype: str = "float64"
+) -> Any:
     import torch
 
     import ds_core
@@ -134,11 +160,17 @@ def _engine(names: list[Any], extra: dict[str, Any], load: list[str], gas: int, 
     return engine
 
 
-def _train_all(names: list[Any], extra: dict[str, Any], load: list[str], cases: list[Any]) -> list[list[float]]:
-    return [_train(names, {**extra, **variant}, load, gas, dtype) for _, variant, gas, dtype in cases]
+def _train_all(
+    names: list[Any], extra: dict[str, Any], load: list[str], cases: list[Any]
+) -> list[list[float]]:
+    return [
+        _train(names, {**extra, **variant}, load, gas, dtype) for _, variant, gas, dtype in cases
+    ]
 
 
-def _train(names: list[Any], extra: dict[str, Any], load: list[str], gas: int, dtype: str) -> list[float]:
+def _train(
+    names: list[Any], extra: dict[str, Any], load: list[str], gas: int, dtype: str
+) -> list[float]:
     import torch
 
     from ds_core.precision import cast_floats
@@ -153,11 +185,17 @@ def _train(names: list[Any], extra: dict[str, Any], load: list[str], gas: int, d
     optimizer = torch.optim.SGD(truth.parameters(), lr=0.1, momentum=0.9)
     worst = 0.0
     for step in range(3):
-        ours = engine.train_batch(iter([cast_floats(make_batch(step, m, index), kind) for m in range(gas)])).item()
+        ours = engine.train_batch(
+            iter([cast_floats(make_batch(step, m, index), kind) for m in range(gas)])
+        ).item()
         theirs = 0.0
         for micro in range(gas):
             for i in range(dp):
-                loss = loss_of(call_with_batch(truth, cast_floats(make_batch(step, micro, i), kind))) / gas / dp
+                loss = (
+                    loss_of(call_with_batch(truth, cast_floats(make_batch(step, micro, i), kind)))
+                    / gas
+                    / dp
+                )
                 loss.backward()
                 theirs += loss.item()
         torch.nn.utils.clip_grad_norm_(truth.parameters(), 0.7)
@@ -182,7 +220,10 @@ def _short(names: list[Any], extra: dict[str, Any], load: list[str]) -> bool:
     before = whole_weights(engine)
     with pytest.raises(StopIteration):
         engine.train_batch(iter([make_batch(0, 0, 0)]))
-    same = all(torch.equal(a, b) for a, b in zip(before.values(), whole_weights(engine).values(), strict=True))
+    same = all(
+        torch.equal(a, b)
+        for a, b in zip(before.values(), whole_weights(engine).values(), strict=True)
+    )
     answer = same and engine.global_steps == 0 and engine.micro_steps == 0
     engine.destroy()
     return answer
@@ -201,9 +242,16 @@ def _evaluate(names: list[Any], extra: dict[str, Any], load: list[str]) -> list[
     ours = engine.eval_batch(iter([make_batch(0, m, index) for m in range(2)])).item()
     truth = make_truth().eval()
     with torch.no_grad():
-        losses = [loss_of(call_with_batch(truth, make_batch(0, m, i))).item() for m in range(2) for i in range(dp)]
+        losses = [
+            loss_of(call_with_batch(truth, make_batch(0, m, i))).item()
+            for m in range(2)
+            for i in range(dp)
+        ]
     theirs = sum(losses) / len(losses)
-    same = all(torch.equal(a, b) for a, b in zip(before.values(), whole_weights(engine).values(), strict=True))
+    same = all(
+        torch.equal(a, b)
+        for a, b in zip(before.values(), whole_weights(engine).values(), strict=True)
+    )
     answer = [abs(ours - theirs) / max(abs(theirs), 1e-3), same, engine.module.training]
     engine.destroy()
     return answer
@@ -220,7 +268,9 @@ def _manual(names: list[Any], extra: dict[str, Any], load: list[str]) -> bool:
         engine.step()
         answer = bool(engine.global_steps == 1)
     else:
-        assert engine.runner.manual_reason, "manual is False, so manual_reason must say what to call instead"
+        assert engine.runner.manual_reason, (
+            "manual is False, so manual_reason must say what to call instead"
+        )
         with pytest.raises(UsageError, match="explicitly"):
             call_with_batch(engine, batch)
         with pytest.raises(UsageError, match="explicitly"):

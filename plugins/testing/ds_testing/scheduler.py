@@ -21,9 +21,9 @@ STEPS = 25
 class SchedulerConformance:
     """Inherit, and set `plugin` to the reference of your declaration module.
 
-    names: those to test; by default all that it offers. params: by name, the ``scheduler.params`` to test with; choose
-    them so that the learning rate changes within 25 steps. load: modules for ``plugins.load``, where the plugin is not
-    installed.
+    names: those to test; by default all that it offers. params: by name, the ``scheduler.params``
+    to test with; choose them so that the learning rate changes within 25 steps. load: modules for
+    ``plugins.load``, where the plugin is not installed.
     """
 
     plugin: str = ""
@@ -40,7 +40,8 @@ class SchedulerConformance:
 
     def make(self, name: str, optimizer: Any) -> Any:
         """The schedule `name` for `optimizer`, as the core makes it."""
-        entry, given = self.entries()[name], dict(self.params.get(name, {}))
+        entry = self.entries()[name]
+        given = dict(self.params.get(name, {}))
         if entry.params is not None:
             given = resolve(entry.params).model_validate(given).model_dump()
         return resolve(entry.load)(optimizer, **given)
@@ -60,15 +61,21 @@ class SchedulerConformance:
         return found
 
     def test_rates_are_finite_and_change(self) -> None:
-        """``step()`` goes without arguments, and writes a finite rate that is not negative into every group."""
+        """``step()`` goes without arguments, and writes a finite rate that is not negative into
+        every group.
+        """
         for name in self.entries():
             optimizer = self.optimizer()
             rates = self.rates(self.make(name, optimizer), optimizer, STEPS)
             for step, groups in enumerate(rates):
-                assert all(math.isfinite(r) and r >= 0 for r in groups), f"{name}: rates in step {step} are {groups}"
+                assert all(math.isfinite(r) and r >= 0 for r in groups), (
+                    f"{name}: rates in step {step} are {groups}"
+                )
             for group in range(2):
                 seen = {groups[group] for groups in rates}
-                assert len(seen) > 1, f"{name}: the rate of group {group} is {rates[0][group]} in all {STEPS} steps"
+                assert len(seen) > 1, (
+                    f"{name}: the rate of group {group} is {rates[0][group]} in all {STEPS} steps"
+                )
 
     def test_it_only_writes_to_groups(self) -> None:
         """Parameters keep their values and gradients."""
@@ -76,10 +83,14 @@ class SchedulerConformance:
             optimizer = self.optimizer()
             params = [p for g in optimizer.param_groups for p in g["params"]]
             self.rates(self.make(name, optimizer), optimizer, 3)
-            assert all(torch.equal(p, torch.ones(2)) and p.grad is None for p in params), f"{name}: parameters changed"
+            assert all(torch.equal(p, torch.ones(2)) and p.grad is None for p in params), (
+                f"{name}: parameters changed"
+            )
 
     def test_a_saved_schedule_goes_on(self) -> None:
-        """`state_dict` is JSON, and a new schedule that loads it, with its optimizer's, gives the same rates."""
+        """`state_dict` is JSON, and a new schedule that loads it, with its optimizer's, gives the
+        same rates.
+        """
         for name in self.entries():
             for done in (0, 1, STEPS // 2):
                 optimizer = self.optimizer()
@@ -94,8 +105,11 @@ class SchedulerConformance:
                 resumed = self.make(name, other)
                 other.load_state_dict(optimizer.state_dict())
                 resumed.load_state_dict(saved)
-                expected, got = self.rates(schedule, optimizer, STEPS), self.rates(resumed, other, STEPS)
-                assert got == expected, f"{name}: after {done} steps, a schedule that was loaded gives other rates"
+                expected = self.rates(schedule, optimizer, STEPS)
+                got = self.rates(resumed, other, STEPS)
+                assert got == expected, (
+                    f"{name}: after {done} steps, a schedule that was loaded gives other rates"
+                )
 
     def test_the_engine_steps_it_once_per_step(self) -> None:
         """The config names it; the engine's rates are those of stepping by hand."""
@@ -107,7 +121,8 @@ class SchedulerConformance:
                 "scheduler": {"type": name, "params": dict(self.params.get(name, {}))},
                 "plugins": {"load": list(self.load)},
             }
-            optimizer, got = self.optimizer(), []
+            optimizer = self.optimizer()
+            got = []
             with one_process_engine(nn.Linear(2, 1), config) as engine:
                 for micro in range(10):
                     if micro % 2 == 0:

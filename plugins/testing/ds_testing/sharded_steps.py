@@ -1,4 +1,5 @@
-"""One step of a divided model and of the whole one, on the ranks of `ShardedTransformConformance`."""
+"""One step of a divided model and of the whole one, on the ranks of
+`ShardedTransformConformance`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,16 @@ from ds_testing.runner import MICRO
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["Truth", "cast_batch", "functions_of", "loss_in", "made", "one_step", "plain_optimizer", "started"]
+__all__ = [
+    "Truth",
+    "cast_batch",
+    "functions_of",
+    "loss_in",
+    "made",
+    "one_step",
+    "plain_optimizer",
+    "started",
+]
 
 
 def functions_of(names: list[Any]) -> tuple[Any, Any, Any]:
@@ -39,15 +49,27 @@ def started(model: nn.Module, extra: dict[str, Any], *, optimizer: Any = None, *
     import ds_core
     from ds_testing.partitioner import with_plugins
 
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": MICRO, "gradient_clipping": 0.0, **keys}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_clipping": 0.0,
+        **keys,
+    }
     if optimizer is None:
-        config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.05, "eps": 0.1, "weight_decay": 0.1}}
-    engine, *_ = ds_core.initialize(model=model, config=with_plugins(config, extra, []), optimizer=optimizer)
+        config["optimizer"] = {
+            "type": "AdamW",
+            "params": {"lr": 0.05, "eps": 0.1, "weight_decay": 0.1},
+        }
+    engine, *_ = ds_core.initialize(
+        model=model, config=with_plugins(config, extra, []), optimizer=optimizer
+    )
     return engine
 
 
 def plain_optimizer(model: nn.Module) -> Any:
-    """What `started` asks for, of torch. The eps keeps what rounding does to small gradients small."""
+    """What `started` asks for, of torch.
+
+    The eps keeps what rounding does to small gradients small.
+    """
     import torch
 
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -57,8 +79,12 @@ def plain_optimizer(model: nn.Module) -> Any:
 class Truth:
     """One process of plain torch that sees what all ranks do."""
 
-    def __init__(self, make: Any, make_batch: Any, dtype: Any, frozen: list[str] | None = None) -> None:
-        self.model, self.make_batch, self.dtype = made(make, dtype, frozen), make_batch, dtype
+    def __init__(
+        self, make: Any, make_batch: Any, dtype: Any, frozen: list[str] | None = None
+    ) -> None:
+        self.model = made(make, dtype, frozen)
+        self.make_batch = make_batch
+        self.dtype = dtype
         self.optimizer = plain_optimizer(self.model)
 
     def step(self, step: int, ranks: int, gas: int = 1, clip: float = 0.0) -> tuple[float, float]:
@@ -67,7 +93,9 @@ class Truth:
 
         total = 0.0
         for micro, index in itertools.product(range(gas), range(ranks)):
-            loss = loss_in(self.model, self.make_batch(step, micro, index), self.dtype) / gas / ranks
+            loss = (
+                loss_in(self.model, self.make_batch(step, micro, index), self.dtype) / gas / ranks
+            )
             loss.backward()
             total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip or 1e30)
@@ -92,7 +120,9 @@ def loss_in(model: Any, batch: Any, dtype: Any) -> Tensor:
 
 
 def one_step(engine: Any, batches: list[Any], dtype: Any, *, by_hand: bool = True) -> float:
-    """One step, by hand where the runner can be driven so; the mean of the losses over micro-batches and all ranks."""
+    """One step, by hand where the runner can be driven so; the mean of the losses over
+    micro-batches and all ranks.
+    """
     import torch
 
     from ds_core import comm

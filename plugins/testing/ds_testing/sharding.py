@@ -1,9 +1,11 @@
-"""`ShardedTransformConformance`: does a model whose parts lie on several ranks train as the whole one?
+"""`ShardedTransformConformance`: does a model whose parts lie on several ranks train as the whole
+one?
 
-Subclass it for a plugin that divides the work of a model among the ranks of a mesh axis: rows and columns of weights,
-the tokens of a sequence, and so on. Set `axis`, `configs` and `cut`, give `make_model` and `make_batch`, and pytest
-compares with one process of plain torch: losses, norms and weights, with frozen parameters and in 16 bits; what each
-rank has; evaluation; checkpoints and exports that are read at other sizes of the axis.
+Subclass it for a plugin that divides the work of a model among the ranks of a mesh axis: rows and
+columns of weights, the tokens of a sequence, and so on. Set `axis`, `configs` and `cut`, give
+`make_model` and `make_batch`, and pytest compares with one process of plain torch: losses, norms
+and weights, with frozen parameters and in 16 bits; what each rank has; evaluation; checkpoints and
+exports that are read at other sizes of the axis.
 """
 
 from __future__ import annotations
@@ -17,7 +19,16 @@ from typing import Any, ClassVar
 from ds_testing.given_back import given_back
 from ds_testing.pool import reference, run_ranks
 from ds_testing.runner import data_place, default_batch, default_model
-from ds_testing.sharded_steps import Truth, cast_batch, functions_of, loss_in, made, one_step, plain_optimizer, started
+from ds_testing.sharded_steps import (
+    Truth,
+    cast_batch,
+    functions_of,
+    loss_in,
+    made,
+    one_step,
+    plain_optimizer,
+    started,
+)
 
 __all__ = ["ShardedTransformConformance"]
 
@@ -26,23 +37,27 @@ CLIP = 0.3
 
 
 class ShardedTransformConformance:
-    """Subclass me; see the module's docstring. The name must start with Test, so that pytest collects it.
+    """Subclass me; see the module's docstring. The name must start with Test, so that pytest
+    collects it.
 
-    axis: the mesh axis. configs: its size -> the sections that make it so long; every size but 1 is tested, 1 is how
-    checkpoints are read without the axis (default: without any section). cut: regular expressions, each matches the
-    whole names of parameters of which a rank has a part; none, where only the work is divided. load: modules for
-    ``plugins.load``, where the plugin is not installed.
+    axis: the mesh axis. configs: its size -> the sections that make it so long; every size but 1 is
+    tested, 1 is how checkpoints are read without the axis (default: without any section). cut:
+    regular expressions, each matches the whole names of parameters of which a rank has a part;
+    none, where only the work is divided. load: modules for ``plugins.load``, where the plugin is
+    not installed.
 
-    make_model: ``() -> module`` whose output holds a scalar loss. make_batch: ``(step, micro, index) -> batch``; ranks
-    along an axis of model parallelism are given the same. make_truth: the model of one process with the same names,
-    where `make_model` is not one itself (the stages of a pipeline). All are module-level functions, given as
-    ``staticmethod``.
+    make_model: ``() -> module`` whose output holds a scalar loss. make_batch: ``(step, micro,
+    index) -> batch``; ranks along an axis of model parallelism are given the same. make_truth: the
+    model of one process with the same names, where `make_model` is not one itself (the stages of a
+    pipeline). All are module-level functions, given as ``staticmethod``.
 
-    frozen: as `cut`, of parameters that some cases freeze. data: numbers of data-parallel ranks. variants: by name what
-    is added to the config, such as ZeRO stages. gas, clip, dtypes: further factors; `cases` chooses of their product.
-    initialized_alike: whether `make_model` gives each rank the same weights whatever its seed; otherwise ranks must
-    agree on those of the first. alone: whether the model can be called without an engine, also on one rank by itself
-    (default: where no `make_truth` is given). checkpoints, exports: whether the checks of them apply.
+    frozen: as `cut`, of parameters that some cases freeze. data: numbers of data-parallel ranks.
+        variants: by name what is added to the config, such as ZeRO stages. gas, clip, dtypes:
+        further factors; `cases` chooses of their product.
+    initialized_alike: whether `make_model` gives each rank the same weights whatever its seed;
+        otherwise ranks must agree on those of the first. alone: whether the model can be called
+        without an engine, also on one rank by itself (default: where no `make_truth` is given).
+        checkpoints, exports: whether the checks of them apply.
     """
 
     axis: ClassVar[str] = ""
@@ -84,25 +99,38 @@ class ShardedTransformConformance:
         truth = cls.make_truth or cls.make_model
         make = cls.make_model if size in self.configs else truth
         names = [reference(f) for f in (make, cls.make_batch, truth)]
-        config = {**self.configs.get(size, {}), "plugins": {"load": list(self.load if size in self.configs else ())}}
+        config = {
+            **self.configs.get(size, {}),
+            "plugins": {"load": list(self.load if size in self.configs else ())},
+        }
         return run_ranks(world, function, names, config, *arguments, timeout=self.timeout)
 
     def test_trains_as_one_process(self) -> None:
-        """Losses, gradient norms and weights of three steps: by hand and by `train_batch`, also with frozen weights."""
+        """Losses, gradient norms and weights of three steps: by hand and by `train_batch`, also
+        with frozen weights.
+        """
         for size, data in itertools.product(self._sizes(), self.data):
             cases = self.cases(size, data)
             rows = [[dict(self.variants[variant]), *rest] for variant, *rest in cases]
-            for rank, answers in enumerate(self._run(size * data, size, _train_all, rows, list(self.frozen))):
+            for rank, answers in enumerate(
+                self._run(size * data, size, _train_all, rows, list(self.frozen))
+            ):
                 for (variant, gas, clip, dtype), found in zip(cases, answers, strict=True):
-                    where = f"{self.axis} {size} x data {data}, {variant or 'plain'}, gas {gas}, clip {clip}, {dtype}"
+                    where = (
+                        f"{self.axis} {size} x data {data}, {variant or 'plain'}, gas {gas}, "
+                        "clip "
+                        f"{clip}, {dtype}"
+                    )
                     for what, error in found.items():
                         assert error <= TOLERANCE[dtype], (
-                            f"rank {rank} of {where}: {what} is off by {error:.3g} (relative) from one process, "
+                            f"rank {rank} of {where}: {what} is off by {error:.3g} (relative) from "
+                            "one process, "
                             f"allowed {TOLERANCE[dtype]:.0e}"
                         )
 
     def test_ranks_hold_the_parts_of_one_whole(self) -> None:
-        """The parts of parameters in `cut` make the whole, without gaps; they and no others are held on the axis.
+        """The parts of parameters in `cut` make the whole, without gaps; they and no others are
+        held on the axis.
 
         The wholes are the weights of the first rank's model, though ranks were seeded differently.
         """
@@ -112,67 +140,96 @@ class ShardedTransformConformance:
             ranks = self._run(size, size, _parts_of, self.axis, self.initialized_alike)
             wholes = {name: whole for rank in ranks for name, whole in rank["whole"].items()}
             for pattern in self.cut:
-                assert any(re.fullmatch(pattern, n) for n in wholes), f"cut: no parameter is {pattern!r}: {set(wholes)}"
+                assert any(re.fullmatch(pattern, n) for n in wholes), (
+                    f"cut: no parameter is {pattern!r}: {set(wholes)}"
+                )
             for name, whole in wholes.items():
                 parts = [rank["parts"][name] for rank in ranks if name in rank["parts"]]
                 if any(re.fullmatch(pattern, name) for pattern in self.cut):
                     assert all(self.axis in part["held"] for part in parts), (
-                        f"{name} is cut, but ds_param_axes does not put it on {self.axis!r}: {parts[0]['held']}"
+                        f"{name} is cut, but ds_param_axes does not put it on {self.axis!r}: "
+                        f"{parts[0]['held']}"
                     )
-                    assert all(part["sliced"] for part in parts), f"{name} is cut, but it is not in ds_run_state.SLICES"
+                    assert all(part["sliced"] for part in parts), (
+                        f"{name} is cut, but it is not in ds_run_state.SLICES"
+                    )
                     most = max(part["numel"] for part in parts)
                     assert most < whole.numel(), f"{self.axis} {size}: a rank has all of {name}"
                 else:
-                    assert self.axis not in parts[0]["held"], f"{name} is on {self.axis!r} and not in `cut`"
+                    assert self.axis not in parts[0]["held"], (
+                        f"{name} is on {self.axis!r} and not in `cut`"
+                    )
                     assert all(torch.equal(p["value"], parts[0]["value"]) for p in parts), (
-                        f"{name} is not cut, but ranks along {self.axis!r} start with different values; "
+                        f"{name} is not cut, but ranks along {self.axis!r} start with different "
+                        "values; "
                         "they must agree on those of the first"
                     )
                 off = (whole - ranks[0]["truth"][name]).abs().max()
-                assert not off, f"the parts of {name} are not those of the first rank's model: off by {float(off):.3g}"
+                assert not off, (
+                    f"the parts of {name} are not those of the first rank's model: off by "
+                    f"{float(off):.3g}"
+                )
 
     def test_what_is_not_cut_stays_the_same(self) -> None:
-        """After training, all ranks have the same bits of what they share, and one gradient norm."""
+        """After training, all ranks have the same bits of what they share, and one gradient
+        norm."""
         import torch
 
         for size, data in itertools.product(self._sizes(), self.data):
             ranks = self._run(size * data, size, _trained)
-            assert len({rank["norm"] for rank in ranks}) == 1, f"gradient norms are {[r['norm'] for r in ranks]}"
+            assert len({rank["norm"] for rank in ranks}) == 1, (
+                f"gradient norms are {[r['norm'] for r in ranks]}"
+            )
             first: dict[tuple[str, str], Any] = {}
-            for name, (place, value) in ((n, v) for rank in ranks for n, v in rank["weights"].items()):
+            for name, (place, value) in (
+                (n, v) for rank in ranks for n, v in rank["weights"].items()
+            ):
                 if not any(re.fullmatch(pattern, name) for pattern in self.cut):
                     assert torch.equal(first.setdefault((name, place), value), value), (
-                        f"{self.axis} {size} x data {data}: {name} differs between ranks after two steps; sum its "
+                        f"{self.axis} {size} x data {data}: {name} differs between ranks after two "
+                        "steps; sum its "
                         f"gradient over {self.axis!r} where its ranks use it for different elements"
                     )
 
     def test_evaluation(self) -> None:
-        """`eval_batch` and a forward in eval mode give the loss of one process, and change nothing."""
+        """`eval_batch` and a forward in eval mode give the loss of one process, and change
+        nothing."""
         for size in self._sizes():
             for rank, found in enumerate(self._run(size, size, _evaluated)):
                 for what, error in found.items():
-                    assert error <= 1e-12, f"{self.axis} {size}, rank {rank}: {what} is off by {error:.3g}"
+                    assert error <= 1e-12, (
+                        f"{self.axis} {size}, rank {rank}: {what} is off by {error:.3g}"
+                    )
 
     def test_an_optimizer_of_the_users(self) -> None:
-        """One that was made from the model's parameters before `initialize` updates what ranks have now."""
+        """One that was made from the model's parameters before `initialize` updates what ranks have
+        now.
+        """
         for size in self._sizes():
             for rank, found in enumerate(self._run(size, size, _own_optimizer)):
                 for what, error in found.items():
                     assert error <= 1e-12, (
-                        f"{self.axis} {size}, rank {rank}: with an optimizer that was made before, {what} is off by "
-                        f"{error:.3g}; give parameters their parts by `param.data = ...`, so that they stay the same"
+                        f"{self.axis} {size}, rank {rank}: with an optimizer that was made before, "
+                        f"{what} is off by "
+                        f"{error:.3g}; give parameters their parts by `param.data = ...`, so that "
+                        "they stay the same"
                     )
 
     def test_it_is_given_back(self) -> None:
-        """After `destroy` each rank's module is an ordinary, whole one, and trains as plain torch."""
+        """After `destroy` each rank's module is an ordinary, whole one, and trains as plain
+        torch."""
         alone = self.make_truth is None if self.alone is None else self.alone
         for size in self._sizes():
             for rank, found in enumerate(self._run(size, size, given_back, alone)):
                 for what, error in found.items():
-                    assert error <= 1e-12, f"{self.axis} {size}, rank {rank}: {what} is off by {error:.3g}"
+                    assert error <= 1e-12, (
+                        f"{self.axis} {size}, rank {rank}: {what} is off by {error:.3g}"
+                    )
 
     def test_checkpoints_at_other_sizes(self, tmp_path: Path) -> None:
-        """What was saved at one size goes on at any other, without the axis too, as if it had never stopped."""
+        """What was saved at one size goes on at any other, without the axis too, as if it had never
+        stopped.
+        """
         if not self.checkpoints:
             return
         for saved in self._sizes():
@@ -182,12 +239,15 @@ class ShardedTransformConformance:
                 for rank, found in enumerate(self._run(size, size, _go_on, folder, data)):
                     for what, error in found.items():
                         assert error <= 1e-12, (
-                            f"saved with {self.axis} {saved}, loaded with {size}, rank {rank}: {what} is off by "
+                            f"saved with {self.axis} {saved}, loaded with {size}, rank {rank}: "
+                            f"{what} is off by "
                             f"{error:.3g}"
                         )
 
     def test_exports_have_the_whole(self, tmp_path: Path) -> None:
-        """`save_16bit_model` writes what the model that was never divided loads, and calculates the same with."""
+        """`save_16bit_model` writes what the model that was never divided loads, and calculates the
+        same with.
+        """
         if not self.exports:
             return
         for size in self._sizes():
@@ -195,19 +255,35 @@ class ShardedTransformConformance:
                 assert found == "", f"{self.axis} {size}: {found}"
 
 
-# -- on the ranks ------------------------------------------------------------------------------------------------------
+# -- on the ranks ----------------------------------------------------------------------------------
 
 
-def _train_all(names: list[Any], extra: dict[str, Any], cases: list[Any], frozen: list[str]) -> list[dict[str, float]]:
+def _train_all(
+    names: list[Any], extra: dict[str, Any], cases: list[Any], frozen: list[str]
+) -> list[dict[str, float]]:
     """Every other case is driven by hand, every third has frozen parameters."""
     return [
-        _train(names, {**extra, **variant}, gas, clip, dtype, frozen if number % 3 == 2 else [], number % 2 == 0)
+        _train(
+            names,
+            {**extra, **variant},
+            gas,
+            clip,
+            dtype,
+            frozen if number % 3 == 2 else [],
+            number % 2 == 0,
+        )
         for number, (variant, gas, clip, dtype) in enumerate(cases)
     ]
 
 
 def _train(
-    names: list[Any], extra: dict[str, Any], gas: int, clip: float, dtype: str, frozen: list[str], by_hand: bool
+    names: list[Any],
+    extra: dict[str, Any],
+    gas: int,
+    clip: float,
+    dtype: str,
+    frozen: list[str],
+    by_hand: bool,
 ) -> dict[str, float]:
     import torch
 
@@ -220,7 +296,8 @@ def _train(
     if dtype == "bfloat16":
         keys["bf16"] = {"enabled": True}
     engine = started(made(make, wide, frozen), extra, **keys)
-    own, (ranks, index) = getattr(torch, dtype), data_place(engine.ctx.mesh)
+    own = getattr(torch, dtype)
+    (ranks, index) = data_place(engine.ctx.mesh)
     truth = Truth(make_truth, make_batch, wide, frozen)
     first = {n: p.detach().clone() for n, p in truth.model.named_parameters()}
     worst = {"loss": 0.0, "norm": 0.0}
@@ -229,12 +306,17 @@ def _train(
         ours = one_step(engine, batches, own, by_hand=by_hand)
         theirs, norm = truth.step(step, ranks, gas, clip)
         worst["loss"] = max(worst["loss"], abs(ours - theirs) / max(abs(theirs), 1e-3))
-        worst["norm"] = max(worst["norm"], abs(float(engine.get_global_grad_norm()) - norm) / max(norm, 1e-3))
+        worst["norm"] = max(
+            worst["norm"], abs(float(engine.get_global_grad_norm()) - norm) / max(norm, 1e-3)
+        )
     mine = whole_weights(engine)
     engine.destroy()
     weights = dict(truth.model.named_parameters())
-    anywhere = {name for names in comm.all_gather_json(list(mine)) for name in names}  # of all stages of a pipeline
-    assert anywhere == set(weights), f"names of parameters changed: {sorted(anywhere ^ set(weights))}"
+    # of all stages of a pipeline
+    anywhere = {name for names in comm.all_gather_json(list(mine)) for name in names}
+    assert anywhere == set(weights), (
+        f"names of parameters changed: {sorted(anywhere ^ set(weights))}"
+    )
     for name, weight in ((n, w) for n, w in weights.items() if n in mine):
         worst[f"weight {name}"] = relative(mine[name], weight.detach())
         if not weight.requires_grad and dtype != "bfloat16":
@@ -251,7 +333,9 @@ def _parts_of(names: list[Any], extra: dict[str, Any], axis: str, alike: bool) -
 
     make, _, make_truth = functions_of(names)
     engine = started(made(make, torch.float64, seed=0 if alike else comm.rank()), extra)
-    assert engine.ctx.mesh.has(axis), f"the mesh {engine.ctx.mesh.describe()} has no axis {axis!r}; see ds_mesh_axes"
+    assert engine.ctx.mesh.has(axis), (
+        f"the mesh {engine.ctx.mesh.describe()} has no axis {axis!r}; see ds_mesh_axes"
+    )
     slices = engine.ctx.stash.get(SLICES) or {}
     held = {info.name: list(info.held) for info in engine.ctx.params.values()}
     parts = {
@@ -273,7 +357,9 @@ def _trained(names: list[Any], extra: dict[str, Any]) -> dict[str, Any]:
     for step in range(2):
         one_step(engine, [cast_batch(make_batch(step, 0, index), torch.float32)], torch.float32)
     coord = engine.ctx.mesh.coord
-    places = {info.name: str([coord[axis] for axis in info.held]) for info in engine.ctx.params.values()}
+    places = {
+        info.name: str([coord[axis] for axis in info.held]) for info in engine.ctx.params.values()
+    }
     weights = {n: [places[n], p.detach().clone()] for n, p in engine.module.named_parameters()}
     found = {"weights": weights, "norm": engine.get_global_grad_norm()}
     engine.destroy()
@@ -297,7 +383,11 @@ def _evaluated(names: list[Any], extra: dict[str, Any]) -> dict[str, float]:
         ours = engine.eval_batch(batch)
         engine.eval()
         by_hand = engine.runner.manual
-        forward = loss_in(engine, make_batch(0, 0, index), torch.float64).item() if by_hand else each[index]
+        forward = (
+            loss_in(engine, make_batch(0, 0, index), torch.float64).item()
+            if by_hand
+            else each[index]
+        )
         engine.train()
     after = whole_weights(engine)
     engine.destroy()
@@ -313,7 +403,8 @@ def _own_optimizer(names: list[Any], extra: dict[str, Any]) -> dict[str, float]:
     from ds_testing.partitioner import relative, whole_weights
 
     make, make_batch, make_truth = functions_of(names)
-    model, truth = made(make, torch.float64), Truth(make_truth, make_batch, torch.float64)
+    model = made(make, torch.float64)
+    truth = Truth(make_truth, make_batch, torch.float64)
     engine = started(model, extra, optimizer=plain_optimizer(model))
     ranks, index = data_place(engine.ctx.mesh)
     for step in range(2):
@@ -321,7 +412,11 @@ def _own_optimizer(names: list[Any], extra: dict[str, Any]) -> dict[str, float]:
         truth.step(step, ranks)
     whole = whole_weights(engine)
     engine.destroy()
-    return {f"weight {n}": relative(whole[n], p.detach()) for n, p in truth.model.named_parameters() if n in whole}
+    return {
+        f"weight {n}": relative(whole[n], p.detach())
+        for n, p in truth.model.named_parameters()
+        if n in whole
+    }
 
 
 def _save(names: list[Any], extra: dict[str, Any], folder: str) -> int:
@@ -348,10 +443,12 @@ def _go_on(names: list[Any], extra: dict[str, Any], folder: str, data: int) -> d
     make, make_batch, make_truth = functions_of(names)
     engine = started(made(make, torch.float64, seed=1), extra)
     engine.load_checkpoint(folder)
-    truth, (ranks, index) = Truth(make_truth, make_batch, torch.float64), data_place(engine.ctx.mesh)
+    truth = Truth(make_truth, make_batch, torch.float64)
+    (ranks, index) = data_place(engine.ctx.mesh)
     for step in range(2):
         truth.step(step, data)
-    loaded, wanted = whole_weights(engine), {n: p.detach().clone() for n, p in truth.model.named_parameters()}
+    loaded = whole_weights(engine)
+    wanted = {n: p.detach().clone() for n, p in truth.model.named_parameters()}
     for step in range(2, 4):
         truth.step(step, ranks)
         one_step(engine, [cast_batch(make_batch(step, 0, index), torch.float64)], torch.float64)
@@ -359,7 +456,9 @@ def _go_on(names: list[Any], extra: dict[str, Any], folder: str, data: int) -> d
     engine.destroy()
     found = {f"loaded weight {n}": relative(loaded[n], wanted[n]) for n in loaded}
     weights = {n: p.detach() for n, p in truth.model.named_parameters() if n in loaded}
-    return found | {f"weight {n} two steps later": relative(went_on[n], w) for n, w in weights.items()}
+    return found | {
+        f"weight {n} two steps later": relative(went_on[n], w) for n, w in weights.items()
+    }
 
 
 def _export(names: list[Any], extra: dict[str, Any], folder: str) -> str:
@@ -380,8 +479,14 @@ def _export(names: list[Any], extra: dict[str, Any], folder: str) -> str:
     files = load_file(str(Path(folder) / "model.safetensors"))
     plain = made(make_truth, torch.float32, seed=1)
     missing, unexpected = plain.load_state_dict(files, strict=False)
-    tied = {n for n, p in plain.named_parameters(remove_duplicate=False)} - {n for n, _ in plain.named_parameters()}
+    tied = {n for n, p in plain.named_parameters(remove_duplicate=False)} - {
+        n for n, _ in plain.named_parameters()
+    }
     if set(missing) - tied or unexpected:
         return f"it lacks {missing}, and has {unexpected}, which the model does not know"
-    wrong = [n for n, p in plain.named_parameters() if n in whole and relative(p.detach(), whole[n].bfloat16()) > 0]
+    wrong = [
+        n
+        for n, p in plain.named_parameters()
+        if n in whole and relative(p.detach(), whole[n].bfloat16()) > 0
+    ]
     return f"{wrong} are not what was trained" if wrong else ""

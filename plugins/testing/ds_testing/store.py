@@ -20,7 +20,9 @@ class StateStoreConformance:
     """Inherit, and implement `make_store`. The class's name must start with Test."""
 
     def make_store(self, ctx: Any, tmp_path: Path) -> StateStore:
-        """A new store; files go below `tmp_path`. ctx: stands in for the run; it has an `accelerator`."""
+        """A new store; files go below `tmp_path`. ctx: stands in for the run; it has an
+        `accelerator`.
+        """
         raise NotImplementedError
 
     def store(self, tmp_path: Path) -> StateStore:
@@ -28,7 +30,9 @@ class StateStoreConformance:
         from ds_core.accelerator import get_accelerator
 
         made = self.make_store(SimpleNamespace(accelerator=get_accelerator()), tmp_path)
-        assert isinstance(made, StateStore), f"{type(made).__name__} is no ds_state_stores.StateStore"
+        assert isinstance(made, StateStore), (
+            f"{type(made).__name__} is no ds_state_stores.StateStore"
+        )
         return made
 
     def test_values_come_back(self, tmp_path: Path) -> None:
@@ -41,20 +45,26 @@ class StateStoreConformance:
             for i, t in enumerate(tensors):
                 gone = t.numel() > 0 and not store.resident
                 assert is_evicted(t) is gone, (
-                    f"tensor {i}: resident is {store.resident}, and its memory is {'' if gone else 'not '}there"
+                    f"tensor {i}: resident is {store.resident}, and its memory is "
+                    f"{'' if gone else 'not '}there"
                 )
             store.fetch(tensors[::-1])
             store.fetch(tensors)
             store.wait(tensors)
             for i, (t, wanted) in enumerate(zip(tensors, originals, strict=True)):
-                assert torch.equal(t, wanted), f"tensor {i} ({t.dtype}, {t.numel()} elements) has other values"
+                assert torch.equal(t, wanted), (
+                    f"tensor {i} ({t.dtype}, {t.numel()} elements) has other values"
+                )
 
     def test_copy_in_copies_and_casts(self, tmp_path: Path) -> None:
         """`copy_in` gives a flat copy in host memory, in the dtype asked for."""
-        store, given = self.store(tmp_path), torch.arange(12.0).view(3, 4).t()
+        store = self.store(tmp_path)
+        given = torch.arange(12.0).view(3, 4).t()
         placed = store.copy_in(given, torch.float64)
         given.add_(1)
-        assert placed.shape == (12,) and placed.dtype is torch.float64 and placed.device.type == "cpu"
+        assert (
+            placed.shape == (12,) and placed.dtype is torch.float64 and placed.device.type == "cpu"
+        )
         assert torch.equal(placed, (given - 1).reshape(-1).double())
         assert store.buffer(5, torch.bfloat16).shape == (5,)
 
@@ -74,7 +84,9 @@ class StateStoreConformance:
             store.evict(some)
             store.fetch(tensors)
             store.wait(tensors)
-            assert all(map(torch.equal, tensors, wanted)), f"round {number}: changes are lost, or went elsewhere"
+            assert all(map(torch.equal, tensors, wanted)), (
+                f"round {number}: changes are lost, or went elsewhere"
+            )
 
     def test_evict_without_a_change(self, tmp_path: Path) -> None:
         """``changed=False`` keeps the values."""
@@ -91,7 +103,8 @@ class StateStoreConformance:
         """`read` and `write` of a view leave the tensor where it is, evicted or not."""
         store = self.store(tmp_path)
         tensor = store.copy_in(torch.arange(10.0))
-        left, right = tensor[:4], tensor[6:]
+        left = tensor[:4]
+        right = tensor[6:]
         for in_memory in (True, False):
             if not in_memory:
                 store.evict([tensor])
@@ -104,7 +117,9 @@ class StateStoreConformance:
         assert tensor.tolist() == [5, 5, 5, 5, 4, 5, 6, 7, 8, 9]
 
     def test_discarded_tensors_are_forgotten(self, tmp_path: Path) -> None:
-        """`discard` takes tensors in memory, evicted ones and unknown ones, and leaves all others alone."""
+        """`discard` takes tensors in memory, evicted ones and unknown ones, and leaves all others
+        alone.
+        """
         store = self.store(tmp_path)
         evicted, in_memory, kept = (store.copy_in(torch.full((1000,), float(i))) for i in range(3))
         store.evict([evicted, kept])

@@ -1,4 +1,6 @@
-"""What is sent between ranks, for tests: an interceptor that notes every collective of this process."""
+"""What is sent between ranks, for tests: an interceptor that notes every collective of this
+process.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ __all__ = ["SentCollective", "Traffic"]
 
 @dataclass(frozen=True, slots=True)
 class SentCollective:
-    """One collective. bytes: of the whole message, of all `ranks` together. label: what it was for, or ""."""
+    """One collective. bytes: of the whole message, of all `ranks` together. label: what it was for,
+    or "".
+    """
 
     op: str
     bytes: int
@@ -33,7 +37,9 @@ class Traffic(comm.Interceptor):
     def around(self, collective: comm.Collective, call: Callable[[], Any]) -> Any:
         """Note one collective, as it is called."""
         size = 0 if collective.message is None else collective.message.nbytes
-        self.sent.append(SentCollective(collective.op, size, collective.label, collective.group.size()))
+        self.sent.append(
+            SentCollective(collective.op, size, collective.label, collective.group.size())
+        )
         return call()
 
     def __enter__(self) -> Traffic:

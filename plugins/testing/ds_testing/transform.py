@@ -1,4 +1,6 @@
-"""The conformance kit for transforms, the model -> model steps that a plugin returns from `ds_transforms`."""
+"""The conformance kit for transforms, the model -> model steps that a plugin returns from
+`ds_transforms`.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,15 @@ _TRAINS: Mapping[str, Any] = {
 
 
 class TransformConformance:
-    """Inherit, set `plugin` and `config`, and give `make_model` and `make_batch` where the default ones will not do.
+    """Inherit, set `plugin` and `config`, and give `make_model` and `make_batch` where the default
+    ones will not do.
 
-    plugin: reference of the declaration module. config: what is added to the config so that it takes part. load:
-    modules for ``plugins.load``, where the plugin is not installed. same_outputs: whether the transformed model
-    calculates what the given one does (to `tolerance`), gradients too. same_names: whether parameters keep theirs.
-    given_back: whether the given model is as it was once the engine is destroyed; false where something else ends it.
+    plugin: reference of the declaration module. config: what is added to the config so that it
+        takes part. load: modules for ``plugins.load``, where the plugin is not installed.
+        same_outputs: whether the transformed model calculates what the given one does (to
+        `tolerance`), gradients too. same_names: whether parameters keep theirs.
+    given_back: whether the given model is as it was once the engine is destroyed; false where
+        something else ends it.
     """
 
     plugin: str = ""
@@ -59,7 +64,9 @@ class TransformConformance:
             return self.make_model()
 
     def run(self, check: Callable[[Any, list[Any]], None], model: nn.Module | None = None) -> None:
-        """`check` an engine of one process over `model`, and the transforms that the plugin gives for it."""
+        """`check` an engine of one process over `model`, and the transforms that the plugin gives
+        for it.
+        """
         config = {**_TRAINS, "plugins": {"load": list(self.load)}, **self.config}
         with one_process_engine(self.model() if model is None else model, config) as engine:
             answers = engine.ctx.plugins.ask("ds_transforms", ctx=engine.ctx)
@@ -73,13 +80,17 @@ class TransformConformance:
             before = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
             engine.backward(self.loss(engine(self.make_batch())))
             engine.step()
-            changed = [n for n, p in engine.module.named_parameters() if not torch.equal(p, before[n])]
+            changed = [
+                n for n, p in engine.module.named_parameters() if not torch.equal(p, before[n])
+            ]
             assert changed, "a step of the transformed model changed no parameter"
 
         self.run(check)
 
     def test_parameters_stay_what_they_are(self) -> None:
-        """The transformed model has the given one's names, shapes, frozen parameters and training mode."""
+        """The transformed model has the given one's names, shapes, frozen parameters and training
+        mode.
+        """
         given = self.model()
         first = next(given.parameters())
         first.requires_grad_(False)
@@ -87,20 +98,27 @@ class TransformConformance:
 
         def check(engine: Any, transforms: list[Any]) -> None:
             assert engine.module.training, "the transformed model is in eval mode"
-            got = {n: (tuple(p.shape), p.requires_grad) for n, p in engine.module.named_parameters()}
+            got = {
+                n: (tuple(p.shape), p.requires_grad) for n, p in engine.module.named_parameters()
+            }
             if self.same_names:
                 assert got == wanted, f"parameters are {got}, they were {wanted}"
             else:
                 frozen = [n for n, (_, trains) in got.items() if not trains]
-                assert frozen, "the given model has a frozen parameter, the transformed one has none"
+                assert frozen, (
+                    "the given model has a frozen parameter, the transformed one has none"
+                )
 
         self.run(check, given)
 
     def test_it_calculates_the_same(self) -> None:
-        """Output and gradients are those of the given model; not checked where `same_outputs` is false."""
+        """Output and gradients are those of the given model; not checked where `same_outputs` is
+        false.
+        """
         if not self.same_outputs:
             return
-        plain, batch = self.model(), self.make_batch()
+        plain = self.model()
+        batch = self.make_batch()
         with _seeded():
             loss = self.loss(plain(copy.deepcopy(batch)))
             loss.backward()
@@ -110,19 +128,27 @@ class TransformConformance:
             with _seeded():
                 mine = self.loss(engine(batch))
                 mine.backward()
-            torch.testing.assert_close(mine, loss, rtol=self.tolerance, atol=self.tolerance, msg=lambda m: f"loss: {m}")
+            torch.testing.assert_close(
+                mine, loss, rtol=self.tolerance, atol=self.tolerance, msg=lambda m: f"loss: {m}"
+            )
             got = {n: p.grad for n, p in engine.module.named_parameters()}
             pairs = ((n, got[n], wanted[n]) for n in wanted) if self.same_names else ()
             for name, a, b in pairs:
-                assert (a is None) == (b is None), f"{name}: only one of the models gives a gradient"
+                assert (a is None) == (b is None), (
+                    f"{name}: only one of the models gives a gradient"
+                )
                 if a is not None and b is not None:
                     off = float((a - b).abs().max())
-                    assert off <= self.tolerance * (1 + float(b.abs().max())), f"the gradient of {name} is off by {off}"
+                    assert off <= self.tolerance * (1 + float(b.abs().max())), (
+                        f"the gradient of {name} is off by {off}"
+                    )
 
         self.run(check)
 
     def test_it_is_given_back(self) -> None:
-        """After `destroy` the given model is an ordinary one, which trains with the transform and without."""
+        """After `destroy` the given model is an ordinary one, which trains with the transform and
+        without.
+        """
         if not self.given_back:
             return
         given = self.model()
@@ -144,7 +170,10 @@ class TransformConformance:
             engine.step()
         for name, param in given.named_parameters():
             off = float((param - plain.get_parameter(name)).detach().abs().max())
-            assert off <= 1e-5, f"without the transform, a model that had it trains otherwise: {name} is off by {off}"
+            assert off <= 1e-5, (
+                f"without the transform, a model that had it trains otherwise: {name} is off by "
+                f"{off}"
+            )
         self.run(train, given)
         check_ordinary(given, before, self.model(), self._calculated)
 
@@ -159,23 +188,30 @@ class TransformConformance:
         return found
 
     def test_equal_models_become_equal(self) -> None:
-        """Transforming is the same on every rank: nothing depends on chance, order of sets or the time."""
+        """Transforming is the same on every rank: nothing depends on chance, order of sets or the
+        time.
+        """
         states: list[dict[str, Tensor]] = []
 
         def check(engine: Any, transforms: list[Any]) -> None:
-            torch.manual_seed(len(states))  # a transform that draws numbers shall not get the same ones by accident
+            # a transform that draws numbers shall not get the same ones by accident
+            torch.manual_seed(len(states))
             states.append({n: t.detach().clone() for n, t in engine.module.state_dict().items()})
 
         for _ in range(2):
             self.run(check)
-        assert list(states[0]) == list(states[1]), "the names of states, or their order, differ between two runs"
+        assert list(states[0]) == list(states[1]), (
+            "the names of states, or their order, differ between two runs"
+        )
         for name, value in states[0].items():
             assert torch.equal(value, states[1][name]), f"{name} differs between two runs"
 
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Random numbers (dropout, noise of a gate) are the same each time, and those of the test are left alone."""
+    """Random numbers (dropout, noise of a gate) are the same each time, and those of the test are
+    left alone.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield

@@ -1,8 +1,10 @@
-"""How values travel between a test and its worker processes: JSON plus raw tensor bytes, never pickle.
+"""How values travel between a test and its worker processes: JSON plus raw tensor bytes, never
+pickle.
 
-A message is ``<u64 length of the header><header JSON><blob><blob>...``; the header holds the value, with tensors
-and bytes replaced by the index of their blob, and the blobs' lengths. What has no plain JSON form is written as
-``{"!": kind, ...}``; dicts are always wrapped, so that a user's key ``"!"`` cannot be mistaken for a tag.
+A message is ``<u64 length of the header><header JSON><blob><blob>...``; the header holds the value,
+with tensors and bytes replaced by the index of their blob, and the blobs' lengths. What has no
+plain JSON form is written as ``{"!": kind, ...}``; dicts are always wrapped, so that a user's key
+``"!"`` cannot be mistaken for a tag.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ class Closed(Exception):
 def encode(value: Any, where: str = "value") -> tuple[Any, list[bytes]]:
     """Turn `value` into plain JSON and the blobs it refers to.
 
-    Takes None, bool, int, float, str, bytes, Path, list, tuple, dict with str keys, dense tensors and torch.dtype;
-    subclasses come out as the plain kind, a tensor as a detached CPU tensor.
+    Takes None, bool, int, float, str, bytes, Path, list, tuple, dict with str keys, dense tensors
+    and torch.dtype; subclasses come out as the plain kind, a tensor as a detached CPU tensor.
     Raises TypeError with the place inside `value` for anything else.
     """
     blobs: list[bytes] = []
@@ -63,7 +65,10 @@ def decode(plain: Any, blobs: list[bytes]) -> Any:
 
 
 def send(sock: socket.socket, value: Any) -> None:
-    """Write one message. Raises Closed when the reader is gone, TypeError for a value that cannot travel."""
+    """Write one message.
+
+    Raises Closed when the reader is gone, TypeError for a value that cannot travel.
+    """
     plain, blobs = encode(value)
     header = json.dumps({"v": plain, "blobs": [len(b) for b in blobs]}).encode()
     try:
@@ -75,7 +80,10 @@ def send(sock: socket.socket, value: Any) -> None:
 
 
 def receive(sock: socket.socket, deadline: float | None = None) -> Any:
-    """Read one message. Raises Closed at the end of the stream, TimeoutError past `deadline` (`time.monotonic`)."""
+    """Read one message.
+
+    Raises Closed at the end of the stream, TimeoutError past `deadline` (`time.monotonic`).
+    """
     (length,) = _LENGTH.unpack(_read(sock, _LENGTH.size, deadline))
     header = json.loads(_read(sock, length, deadline))
     blobs = [_read(sock, n, deadline) for n in header["blobs"]]
@@ -84,7 +92,8 @@ def receive(sock: socket.socket, deadline: float | None = None) -> Any:
 
 def _read(sock: socket.socket, count: int, deadline: float | None) -> bytes:
     buffer = bytearray(count)
-    view, done = memoryview(buffer), 0
+    view = memoryview(buffer)
+    done = 0
     while done < count:
         if deadline is not None:
             sock.settimeout(max(deadline - time.monotonic(), 1e-3))
@@ -111,12 +120,18 @@ def _encode(value: Any, where: str, blobs: list[bytes]) -> Any:
     if isinstance(value, list):
         return [_encode(item, f"{where}[{i}]", blobs) for i, item in enumerate(value)]
     if isinstance(value, tuple):
-        return {"!": "tuple", "v": [_encode(item, f"{where}[{i}]", blobs) for i, item in enumerate(value)]}
+        return {
+            "!": "tuple",
+            "v": [_encode(item, f"{where}[{i}]", blobs) for i, item in enumerate(value)],
+        }
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
                 raise TypeError(f"{where} has the key {key!r}; only str keys can be sent")
-        return {"!": "dict", "v": {str(k): _encode(v, f"{where}[{k!r}]", blobs) for k, v in value.items()}}
+        return {
+            "!": "dict",
+            "v": {str(k): _encode(v, f"{where}[{k!r}]", blobs) for k, v in value.items()},
+        }
     if isinstance(value, Path):
         return {"!": "path", "v": str(value)}
     if isinstance(value, bytes | bytearray):
@@ -137,8 +152,10 @@ def _encode_torch(value: Any, where: str, blobs: list[bytes]) -> Any:
         name = str(flat.dtype).removeprefix("torch.")
         return {"!": "tensor", "dtype": name, "shape": list(flat.shape), "n": len(blobs) - 1}
     raise TypeError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent to or from a worker; "
-        "send None, bool, int, float, str, bytes, Path, list, tuple, dict with str keys, dense tensors or torch.dtype"
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent "
+        "to or from a worker; "
+        "send None, bool, int, float, str, bytes, Path, list, tuple, dict with str keys, dense "
+        "tensors or torch.dtype"
     )
 
 

@@ -1,8 +1,10 @@
-"""The far side of `ds_testing.pool`: a process that imports torch once and forks workers, and what they do.
+"""The far side of `ds_testing.pool`: a process that imports torch once and forks workers, and what
+they do.
 
-[Note: fork server] On two cores one `import torch` costs seconds, and pools are many and restart after every
-failure. So one server imports torch, stays single-threaded (no tensor work, no device), and forks on request; a
-worker is ready in milliseconds. The server ends, and its workers with it, when the test process goes away.
+[Note: fork server] On two cores one `import torch` costs seconds, and pools are many and restart
+after every failure. So one server imports torch, stays single-threaded (no tensor work, no device),
+and forks on request; a worker is ready in milliseconds. The server ends, and its workers with it,
+when the test process goes away.
 """
 
 from __future__ import annotations
@@ -32,13 +34,21 @@ from ds_testing import wire
 
 __all__ = ["serve", "work"]
 
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "pluggy", "importlib_metadata", "ds_core.assemble")
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "pluggy",
+    "importlib_metadata",
+    "ds_core.assemble",
+)
 """What nearly every worker would import by itself otherwise."""
 _PR_SET_PDEATHSIG = 1
 
 
 def serve(control_fd: int) -> None:
-    """Answer spawn and reap requests on the control socket until it closes; then end all workers."""
+    """Answer spawn and reap requests on the control socket until it closes; then end all
+    workers."""
     for name in PRELOAD:
         try:
             importlib.import_module(name)
@@ -72,7 +82,8 @@ def serve(control_fd: int) -> None:
 
 
 def _request(control: socket.socket) -> tuple[bytes, list[int]]:
-    line, fds = b"", []
+    line = b""
+    fds = []
     while not line.endswith(b"\n"):
         part, more, _, _ = socket.recv_fds(control, 65536, 64)
         fds += more
@@ -88,13 +99,15 @@ def _spawn(folder: str, fds: list[int], control: socket.socket) -> list[int]:
     for rank, fd in enumerate(fds):
         pid = os.fork()
         if pid:
-            with contextlib.suppress(OSError):  # in both, so that neither needs to wait for the other
+            # in both, so that neither needs to wait for the other
+            with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)
             pids.append(pid)
             continue
         code = 1
         try:
-            # A copy of a sibling's socket kept here would hide the sibling's death from the test process.
+            # A copy of a sibling's socket kept here would hide the sibling's death from the test
+            # process.
             control.close()
             for other in fds:
                 if other != fd:
@@ -117,7 +130,8 @@ def _spawn(folder: str, fds: list[int], control: socket.socket) -> list[int]:
 
 def _reap(pids: list[int], timeout: float) -> dict[str, int]:
     """Wait status by pid of those that ended within `timeout` seconds."""
-    deadline, ended = time.monotonic() + timeout, {}
+    deadline = time.monotonic() + timeout
+    ended = {}
     left = set(pids)
     while left:
         for pid in list(left):
@@ -157,7 +171,7 @@ def _redirect(folder: Path, rank: int) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
 
 
-# -- the worker ----------------------------------------------------------------------------------------------------
+# -- the worker ------------------------------------------------------------------------------------
 
 
 def work(rank: int, size: int, sock: socket.socket) -> None:
@@ -167,7 +181,11 @@ def work(rank: int, size: int, sock: socket.socket) -> None:
 
     torch.set_num_threads(1)
     sys.argv = ["ds_core-test-worker"]
-    store: Any = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False) if rank == 0 else None
+    store: Any = (
+        TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+        if rank == 0
+        else None
+    )
     wire.send(sock, {"store_port": store.port if store is not None else None})
     group = _WorkerGroup(rank, size, store)
     modules: dict[tuple[str, int, int], ModuleType] = {}
@@ -193,19 +211,29 @@ def _answer(
     except BaseException as error:
         frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
         trace = "".join(traceback.format_exception(type(error), error, frames))
-        return {"ok": False, "error": "".join(traceback.format_exception_only(error)).strip(), "trace": trace}
+        return {
+            "ok": False,
+            "error": "".join(traceback.format_exception_only(error)).strip(),
+            "trace": trace,
+        }
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
 
 
 def _fresh(task: Mapping[str, Any], group: _WorkerGroup) -> None:
-    """Make this process look newly started by the test: its environment, directory, path, seeds and torch defaults."""
+    """Make this process look newly started by the test: its environment, directory, path, seeds and
+    torch defaults.
+    """
     import torch
 
     env = dict(task["env"])
     env |= {"RANK": str(group.rank), "LOCAL_RANK": str(group.rank), "WORLD_SIZE": str(group.size)}
-    env |= {"LOCAL_WORLD_SIZE": str(group.size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(task["port"])}
+    env |= {
+        "LOCAL_WORLD_SIZE": str(group.size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(task["port"]),
+    }
     for name in set(os.environ) - set(env):
         del os.environ[name]
     for name, value in env.items():
@@ -225,7 +253,9 @@ def _fresh(task: Mapping[str, Any], group: _WorkerGroup) -> None:
 
 
 def _forget() -> None:
-    """Reset ds_core's process-wide state, once a test has imported anything of it that could hold some."""
+    """Reset ds_core's process-wide state, once a test has imported anything of it that could hold
+    some.
+    """
     if not any(name.startswith("ds_core.") for name in sys.modules):
         return
     reset = getattr(importlib.import_module("ds_core"), "reset", None)
@@ -233,7 +263,9 @@ def _forget() -> None:
         reset()
 
 
-def find_function(reference: Mapping[str, Any], modules: dict[tuple[str, int, int], ModuleType] | None = None) -> Any:
+def find_function(
+    reference: Mapping[str, Any], modules: dict[tuple[str, int, int], ModuleType] | None = None
+) -> Any:
     """What `ds_testing.pool.reference` describes. modules: those that were run before, by file."""
     found: Any = _module(reference["module"], reference["file"], {} if modules is None else modules)
     for part in reference["qualname"].split("."):
@@ -244,7 +276,8 @@ def find_function(reference: Mapping[str, Any], modules: dict[tuple[str, int, in
 def _module(name: str, file: str, modules: dict[tuple[str, int, int], ModuleType]) -> ModuleType:
     """Import `name` when that leads to `file`, else run `file` under a name of its own.
 
-    Two test files may well have one module name, and ``__main__`` must not be run as a script again.
+    Two test files may well have one module name, and ``__main__`` must not be run as a script
+    again.
     """
     stat = os.stat(file)
     key = (file, stat.st_mtime_ns, stat.st_size)
@@ -274,15 +307,21 @@ def _run_file(file: str) -> ModuleType:
 
 
 class _WorkerGroup:
-    """The default process group of this worker, made anew when the test process asks for a new generation."""
+    """The default process group of this worker, made anew when the test process asks for a new
+    generation.
+    """
 
     def __init__(self, rank: int, size: int, store: Any) -> None:
-        self.rank, self.size, self.store = rank, size, store
+        self.rank = rank
+        self.size = size
+        self.store = store
         self.generation = -1
         self.world: Any = None
 
     def renew(self, generation: int, port: int) -> None:
-        """Leave all groups and make the default one under a fresh prefix of the pool's store; a collective."""
+        """Leave all groups and make the default one under a fresh prefix of the pool's store; a
+        collective.
+        """
         import torch.distributed as dist
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
@@ -294,7 +333,8 @@ class _WorkerGroup:
             self.store = TCPStore("127.0.0.1", port, self.size, is_master=False)
         store = PrefixStore(f"generation{generation}", self.store)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size)
-        self.world, self.generation = dist.group.WORLD, generation
+        self.world = dist.group.WORLD
+        self.generation = generation
 
     def dirty(self) -> bool:
         """Whether the test made, replaced or destroyed groups."""
@@ -303,4 +343,5 @@ class _WorkerGroup:
 
         if not dist.is_initialized() or dist.group.WORLD is not self.world:
             return True
-        return len(distributed_c10d._world.pg_map) != 1  # no public call counts the groups of a process
+        # no public call counts the groups of a process
+        return len(distributed_c10d._world.pg_map) != 1

@@ -1,4 +1,6 @@
-"""A plugin that divides pairs of layers among ranks, for the tests of the kit; `fault` plants one (torch-free)."""
+"""A plugin that divides pairs of layers among ranks, for the tests of the kit; `fault` plants one
+(torch-free).
+"""
 
 from __future__ import annotations
 
@@ -70,14 +72,17 @@ def _divide(model: Any, ctx: Context, fault: str, undo: Undo) -> nn.Module:
 
     mesh = ctx.mesh
     pieces: dict[nn.Parameter, Slice] = {}
-    size, index, group = mesh.size("divided"), mesh.index("divided"), mesh.group("divided")
+    size = mesh.size("divided")
+    index = mesh.index("divided")
+    group = mesh.group("divided")
     if fault != "start":
         for param in model.parameters():
             comm.broadcast(param.data, src=mesh.ranks("divided")[0], group=group)
     known = ctx.stash.get(SLICES)
     slices = dict(known) if known is not None else {}
     width = model.up.out_features
-    first, last = width * index // size, width * (index + 1) // size
+    first = width * index // size
+    last = width * (index + 1) // size
     for name, dim in (("up.weight", 0), ("up.bias", 0), ("down.weight", 1)):
         param = model.get_parameter(name)
         piece = Slice.of(param.shape).cut("divided", dim, first, last - first)
@@ -92,7 +97,9 @@ def _divide(model: Any, ctx: Context, fault: str, undo: Undo) -> nn.Module:
             slices[name] = piece
     ctx.stash[SLICES] = slices
     undo(lambda: gather_slices(pieces, mesh, "divided"))
-    model.up.__class__, model.down.__class__ = divided_modules.Up, divided_modules.Down
+    model.up.__class__ = divided_modules.Up
+    model.down.__class__ = divided_modules.Down
     for layer in (model.up, model.down):
-        layer.group, layer.fault = Shared(group), fault
+        layer.group = Shared(group)
+        layer.fault = fault
     return model  # type: ignore[no-any-return]

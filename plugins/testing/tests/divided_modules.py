@@ -71,12 +71,17 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inp, self.up, self.down, self.out = nn.Linear(7, 6), nn.Linear(6, 11), nn.Linear(11, 6), nn.Linear(6, 5)
+        self.inp = nn.Linear(7, 6)
+        self.up = nn.Linear(6, 11)
+        self.down = nn.Linear(11, 6)
+        self.out = nn.Linear(6, 5)
 
     def forward(self, x: Tensor, y: Tensor, use_extra: bool = False) -> Tensor:
         hidden = self.inp(x)
         hidden = hidden + self.down(torch.tanh(self.up(hidden)))
-        return nn.functional.cross_entropy(self.out(hidden).to(torch.promote_types(x.dtype, torch.float32)), y)
+        return nn.functional.cross_entropy(
+            self.out(hidden).to(torch.promote_types(x.dtype, torch.float32)), y
+        )
 
 
 def model() -> nn.Module:

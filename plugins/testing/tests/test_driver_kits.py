@@ -1,4 +1,6 @@
-"""The kits for optimizers, schedules, stores, transforms and launchers find planted faults, and pass what is right."""
+"""The kits for optimizers, schedules, stores, transforms and launchers find planted faults, and
+pass what is right.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
     return make
 
 
-# -- what the core offers passes ---------------------------------------------------------------------------------------
+# -- what the core offers passes -------------------------------------------------------------------
 
 
 class TestCoreOptimizers(OptimizerConformance):
@@ -51,7 +53,7 @@ class TestHostStore(StateStoreConformance):
         return HostStore(ctx, {})
 
 
-# -- optimizers --------------------------------------------------------------------------------------------------------
+# -- optimizers ------------------------------------------------------------------------------------
 
 
 class Momentum(torch.optim.Optimizer):
@@ -143,12 +145,13 @@ def test_optimizers(plant: Plant, fault: type) -> None:
         run_kit(kit, only)
 
 
-# -- schedules ---------------------------------------------------------------------------------------------------------
+# -- schedules -------------------------------------------------------------------------------------
 
 
 class Halving:
     def __init__(self, optimizer: Any) -> None:
-        self.optimizer, self.count = optimizer, 0
+        self.optimizer = optimizer
+        self.count = 0
 
     def step(self) -> None:
         self.count += 1
@@ -198,7 +201,9 @@ SCHEDULES = {
 @pytest.mark.parametrize("fault", [Halving, *SCHEDULES], ids=lambda f: f.__name__)
 def test_schedules(plant: Plant, fault: type) -> None:
     kit = type("Kit", (SchedulerConformance,), {})()
-    kit.plugin = plant(ds_schedulers=lambda: {"Planted": SchedulerEntry("planted_kit_subject:Made")}, Made=fault)
+    kit.plugin = plant(
+        ds_schedulers=lambda: {"Planted": SchedulerEntry("planted_kit_subject:Made")}, Made=fault
+    )
     kit.load = (kit.plugin,)
     if fault is Halving:
         run_kit(kit)
@@ -208,7 +213,7 @@ def test_schedules(plant: Plant, fault: type) -> None:
         run_kit(kit, only)
 
 
-# -- stores ------------------------------------------------------------------------------------------------------------
+# -- stores ----------------------------------------------------------------------------------------
 
 
 class Attic(HostStore):
@@ -267,7 +272,9 @@ STORES: dict[type, tuple[str, type[Exception], str | None]] = {
 
 @pytest.mark.parametrize("fault", [Attic, *STORES], ids=lambda f: f.__name__)
 def test_stores(tmp_path: Path, fault: Any) -> None:
-    kit = type("Kit", (StateStoreConformance,), {"make_store": lambda self, ctx, path: fault(ctx, {})})()
+    kit = type(
+        "Kit", (StateStoreConformance,), {"make_store": lambda self, ctx, path: fault(ctx, {})}
+    )()
     if fault is Attic:
         run_kit(kit, "", tmp_path)
         return
@@ -276,7 +283,7 @@ def test_stores(tmp_path: Path, fault: Any) -> None:
         run_kit(kit, only, tmp_path)
 
 
-# -- transforms --------------------------------------------------------------------------------------------------------
+# -- transforms ------------------------------------------------------------------------------------
 
 
 class Wrapped(nn.Module):
@@ -339,7 +346,7 @@ def test_a_plugin_without_a_transform_is_found(plant: Plant) -> None:
         kit.test_it_takes_part()
 
 
-# -- launchers ---------------------------------------------------------------------------------------------------------
+# -- launchers -------------------------------------------------------------------------------------
 
 LAUNCHER = """
 import ctypes, os, subprocess, sys, time
@@ -378,11 +385,19 @@ RIGHT = {
 LAUNCHERS = {
     "right": ({}, "", ""),
     "one rank for all": ({"rank": "0"}, "every_rank", "processes had RANK"),
-    "arguments through a shell": ({"arguments": "' '.join(request.arguments).split()"}, "every_rank", "arguments were"),
+    "arguments through a shell": (
+        {"arguments": "' '.join(request.arguments).split()"},
+        "every_rank",
+        "arguments were",
+    ),
     "always 0": ({"code": "0"}, "fails", "the launcher with 0"),
     "leaves others": ({"ends": False, "dies": False}, "fails", "1 processes were still running"),
     "no modules": ({"modules": True}, "module", "no process ran"),
-    "leaves orphans": ({"dies": False}, "killed", "2 processes were still running after the launcher was killed"),
+    "leaves orphans": (
+        {"dies": False},
+        "killed",
+        "2 processes were still running after the launcher was killed",
+    ),
 }
 
 
@@ -391,7 +406,8 @@ def test_launchers(tmp_path: Path, what: str) -> None:
     changed, only, why = LAUNCHERS[what]
     (tmp_path / "planted_launcher.py").write_text(LAUNCHER.format(**RIGHT | changed))
     kit = LauncherConformance()
-    kit.load, kit.patience = "planted_launcher:start", 1.0  # type: ignore[misc]
+    kit.load = "planted_launcher:start"  # type: ignore[misc]
+    kit.patience = 1.0  # type: ignore[misc]
     if not only:
         for number, name in enumerate(n for n in dir(kit) if n.startswith("test_")):
             (place := tmp_path / str(number)).mkdir()

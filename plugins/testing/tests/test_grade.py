@@ -1,4 +1,6 @@
-"""``dscore plugins grade``: a plugin as `dscore new plugin` writes it reaches the top; what is wrong is found."""
+"""``dscore plugins grade``: a plugin as `dscore new plugin` writes it reaches the top; what is
+wrong is found.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path, text in render("observer", forms_of("my-watch")).items():
         (made / path).parent.mkdir(parents=True, exist_ok=True)
         (made / path).write_text(text)
-    write_metadata(made, "my-watch", *METADATA, entry_points={"ds_core.plugins": {"my_watch": "my_watch.plugin"}})
+    write_metadata(
+        made,
+        "my-watch",
+        *METADATA,
+        entry_points={"ds_core.plugins": {"my_watch": "my_watch.plugin"}},
+    )
     return made
 
 
@@ -38,7 +45,8 @@ def test_a_new_plugin_is_whole(site: Path) -> None:
 
 
 WRONG = {
-    "parallel": "def ds_open(ctx):\n    if ctx.rank == 1:\n        ctx.engine.module.last.bias.data.add_(1)\n",
+    "parallel": "def ds_open(ctx):\n    if ctx.rank == 1:\n        "
+    "ctx.engine.module.last.bias.data.add_(1)\n",
     "resumes": "def ds_step_end(ctx, step):\n"
     "    SEEN.append(step)\n    ctx.engine.module.last.bias.data.add_(0.01 * len(SEEN))\n",
     "given-back": "def ds_open(ctx):\n    ctx.module.left = 1\n",

@@ -1,4 +1,5 @@
-"""Hosts in namespaces: what is each one's own, what their links do, and that nothing stays behind."""
+"""Hosts in namespaces: what is each one's own, what their links do, and that nothing stays
+behind."""
 
 from __future__ import annotations
 
@@ -46,12 +47,18 @@ def serve(host: Host) -> None:
 
 
 def ask(host: Host, name: str, *, wait: float = 30.0, count: int = 1, status: int = 0) -> str:
-    return host.run([sys.executable, "-I", "-S", "-c", ASK, name, str(wait), str(count)], status=status)
+    return host.run(
+        [sys.executable, "-I", "-S", "-c", ASK, name, str(wait), str(count)], status=status
+    )
 
 
 def sleepers(host: Host) -> list[Process]:
-    """The processes of ``sleep``, once there is one that sleeps: on a busy machine it is a while on its way there."""
-    while not (found := [p for p in host.processes() if p.words[:1] == ("sleep",) and p.state == "S"]):
+    """The processes of ``sleep``, once there is one that sleeps: on a busy machine it is a while on
+    its way there.
+    """
+    while not (
+        found := [p for p in host.processes() if p.words[:1] == ("sleep",) and p.state == "S"]
+    ):
         time.sleep(0.01)
     return found
 
@@ -63,13 +70,22 @@ def test_what_is_its_own(lab: Labs, tmp_path: Path) -> None:
     assert a.run(["getent", "hosts", "b"]).split() == [b.address, "b"]
     assert a.run(["ls", "/sys/class/net"]).split() == ["eth0", "lo"]
     a.run(["tee", "/tmp/own", "/dev/shm/own", str(tmp_path / "shared")])
-    assert (a.root / "tmp/own").exists() and not (b.root / "tmp/own").exists() and not Path("/dev/shm/own").exists()
+    assert (
+        (a.root / "tmp/own").exists()
+        and not (b.root / "tmp/own").exists()
+        and not Path("/dev/shm/own").exists()
+    )
     assert (tmp_path / "shared").exists() and b.run(["ls", str(tmp_path)]) == "shared\n"
-    assert a.run([sys.executable, "-c", "import os, ds_core; print(os.getcwd())"], cwd=tmp_path) == f"{tmp_path}\n"
+    assert (
+        a.run([sys.executable, "-c", "import os, ds_core; print(os.getcwd())"], cwd=tmp_path)
+        == f"{tmp_path}\n"
+    )
     with pytest.raises(AssertionError, match=r"cat nothing on a ended with 1:\n.*No such file"):
         a.run(["cat", "nothing"])
     a.disk("/tmp/small", size="64k")
-    assert "No space left" in a.run(["dd", "if=/dev/zero", "of=/tmp/small/file", "bs=128k", "count=1"], status=1)
+    assert "No space left" in a.run(
+        ["dd", "if=/dev/zero", "of=/tmp/small/file", "bs=128k", "count=1"], status=1
+    )
 
 
 def test_signals_reach_the_process_and_all_end_with_the_host(lab: Labs) -> None:
@@ -96,7 +112,10 @@ def test_links(lab: Labs) -> None:
     serve(b)
     before = b.received, b.sent
     ask(a, "b", count=200_000)
-    assert all(200_000 < now - then < 230_000 for now, then in zip((b.received, b.sent), before, strict=True))
+    assert all(
+        200_000 < now - then < 230_000
+        for now, then in zip((b.received, b.sent), before, strict=True)
+    )
     b.link(latency=0.02)
     assert float(ask(a, "b")) >= 0.04
     b.link(latency=0.001, loss=0.05)
@@ -105,7 +124,9 @@ def test_links(lab: Labs) -> None:
     assert float(ask(a, "b", count=300_000)) >= 0.2
     b.link()
     b.cut()
-    assert "timed out" in ask(a, "b", wait=0.2, status=1) and "eth0" in b.run(["ip", "link", "show", "up"])
+    assert "timed out" in ask(a, "b", wait=0.2, status=1) and "eth0" in b.run(
+        ["ip", "link", "show", "up"]
+    )
     b.mend()
     ask(a, "b")
     b.kill()
@@ -115,7 +136,10 @@ def test_links(lab: Labs) -> None:
     ask(a, "b")
 
 
-@pytest.mark.skipif(shutil.which("sshd", path="/usr/sbin") is None, reason="no OpenSSH server; Debian: openssh-server")
+@pytest.mark.skipif(
+    shutil.which("sshd", path="/usr/sbin") is None,
+    reason="no OpenSSH server; Debian: openssh-server",
+)
 def test_ssh(lab: Labs) -> None:
     made = lab("a", "b", ssh=True)
     assert made.head.run(["ssh", "-o", "BatchMode=yes", "a", "ssh", "b", "hostname"]) == "b\n"
@@ -137,7 +161,11 @@ print(made.switch.pid, *pids, flush=True)
 input()
 """
     test = subprocess.Popen(
-        [sys.executable, "-c", code], env=clean_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code],
+        env=clean_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert test.stdout
     pids = [int(word) for word in test.stdout.readline().split()]

@@ -122,7 +122,9 @@ class ChokesOnNan(LinesMonitor):
 
 class TurnsNanToInf(LinesMonitor):
     def write_events(self, events: Sequence[Event]) -> None:
-        super().write_events([e._replace(value=math.inf) if math.isnan(e.value) else e for e in events])
+        super().write_events(
+            [e._replace(value=math.inf) if math.isnan(e.value) else e for e in events]
+        )
 
 
 class FoldsNames(LinesMonitor):

@@ -17,7 +17,12 @@ class TestGoodPlugin(PluginConformance):
     entry_point = "kit_good.plugin"
     section = "kit"
     good_config: ClassVar[Any] = {"degree": 2, "inner": {"ratio": 0.25}}
-    bad_configs = ({}, {"degree": 0}, {"degree": 1, "inner": {"ratio": 2}}, {"degree": 1, "inner": {"ration": 1}})
+    bad_configs = (
+        {},
+        {"degree": 0},
+        {"degree": 1, "inner": {"ratio": 2}},
+        {"degree": 1, "inner": {"ration": 1}},
+    )
 
     @pytest.fixture(autouse=True)
     def _path(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,23 +43,47 @@ from ds_core.entries import KernelEntry, LauncherEntry, OptimizerEntry, Schedule
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 """
-MODEL = "class Model(Strict):\n    a: int = Field(1, description='one')\ndef ds_config():\n    return Model\n"
+MODEL = (
+    "class Model(Strict):\n    a: int = Field(1, description='one')\ndef ds_config():\n    "
+    "return "
+    "Model\n"
+)
 
 FAULTS: list[tuple[str, str, str]] = [
-    ("test_imports_nothing_heavy", "import torch\ndef ds_kernels(): return ()", "imports .*'torch'"),
+    (
+        "test_imports_nothing_heavy",
+        "import torch\ndef ds_kernels(): return ()",
+        "imports .*'torch'",
+    ),
     ("test_import_changes_nothing", "print('hello')", "prints at import: 'hello"),
-    ("test_import_changes_nothing", "os.environ['KIT_TEST'] = '1'", r"environment variables \['KIT_TEST'\]"),
+    (
+        "test_import_changes_nothing",
+        "os.environ['KIT_TEST'] = '1'",
+        r"environment variables \['KIT_TEST'\]",
+    ),
     ("test_import_changes_nothing", "os.chdir('/')", "changes the working directory"),
     (
         "test_import_changes_nothing",
         "import threading, time\nthreading.Thread(target=time.sleep, args=(0.5,)).start()",
         "starts 1 threads",
     ),
-    ("test_loads_by_name", "def ds_kernel(): return ()", "unknown hook 'ds_kernel'; did you mean 'ds_kernels'"),
+    (
+        "test_loads_by_name",
+        "def ds_kernel(): return ()",
+        "unknown hook 'ds_kernel'; did you mean 'ds_kernels'",
+    ),
     ("test_loads_by_name", "1 / 0", "failed to import: ZeroDivisionError"),
     ("test_every_hook_is_known_and_fits", "def ds_kernel(): return ()", "ds_kernel is no hook"),
-    ("test_every_hook_is_known_and_fits", "def ds_runner(cfg): return None", "takes 'cfg'; the hook offers"),
-    ("test_every_hook_is_known_and_fits", "def ds_runner(*ctx): return None", "not a plain argument"),
+    (
+        "test_every_hook_is_known_and_fits",
+        "def ds_runner(cfg): return None",
+        "takes 'cfg'; the hook offers",
+    ),
+    (
+        "test_every_hook_is_known_and_fits",
+        "def ds_runner(*ctx): return None",
+        "not a plain argument",
+    ),
     ("test_every_hook_is_known_and_fits", "x = 1", "implements no hook"),
     (
         "test_hooks_answer_twice_the_same",
@@ -63,16 +92,25 @@ FAULTS: list[tuple[str, str, str]] = [
     ),
     (
         "test_names_do_not_collide",
-        "def ds_optimizers(): return {'Abc': OptimizerEntry('math:sin'), 'aBC': OptimizerEntry('math:cos')}",
+        "def ds_optimizers(): return {'Abc': OptimizerEntry('math:sin'), 'aBC': "
+        "OptimizerEntry('math:cos')}",
         "names must differ in more than case",
     ),
-    ("test_references_resolve", "def ds_schedulers(): return {'s': SchedulerEntry('math:sine')}", "math:sine"),
+    (
+        "test_references_resolve",
+        "def ds_schedulers(): return {'s': SchedulerEntry('math:sine')}",
+        "math:sine",
+    ),
     (
         "test_references_resolve",
         "def ds_schedulers(): return {'s': SchedulerEntry('math')}",
         "a reference 'package.module:",
     ),
-    ("test_references_resolve", "def ds_launchers(): return {'s': LauncherEntry('math:pi')}", "not callable"),
+    (
+        "test_references_resolve",
+        "def ds_launchers(): return {'s': LauncherEntry('math:pi')}",
+        "not callable",
+    ),
     (
         "test_references_resolve",
         "def ds_kernels(): return [KernelEntry('o', 'p', 'no.such:x', 0, available=lambda: 'no')]",
@@ -88,7 +126,11 @@ FAULTS: list[tuple[str, str, str]] = [
         "def ds_kernels(): return [KernelEntry('o', 'p', 'math:sin', 0, dtypes=('fp32',))]",
         "holds 'fp32'",
     ),
-    ("test_entries_are_well_formed", "def ds_kernels(): return [KernelEntry('', 'p', 'math:sin', 0)]", "op is empty"),
+    (
+        "test_entries_are_well_formed",
+        "def ds_kernels(): return [KernelEntry('', 'p', 'math:sin', 0)]",
+        "op is empty",
+    ),
     (
         "test_entries_are_well_formed",
         "def ds_kernels(): return ['math:sin']",
@@ -117,20 +159,28 @@ FAULTS: list[tuple[str, str, str]] = [
         "test_model_is_strict_and_described",
         (
             "class In(BaseModel):\n    b: int = Field(1, description='b')\n"
-            "class Model(Strict):\n    a: list[In | None] = Field([], description='a')\ndef ds_config(): return Model"
+            "class Model(Strict):\n    a: list[In | None] = Field([], description='a')\ndef "
+            "ds_config(): return Model"
         ),
         "In has extra=None",
     ),
     (
         "test_model_is_strict_and_described",
-        "class Model(Strict):\n    a: float = Field(float('inf'), description='a')\ndef ds_config(): return Model",
+        "class Model(Strict):\n    a: float = Field(float('inf'), description='a')\ndef "
+        "ds_config(): return Model",
         "the default inf is not JSON",
     ),
-    ("test_model_is_strict_and_described", "def ds_config(): return dict", "must return a pydantic model class"),
+    (
+        "test_model_is_strict_and_described",
+        "def ds_config(): return dict",
+        "must return a pydantic model class",
+    ),
 ]
 
 
-@pytest.mark.parametrize("method, body, message", FAULTS, ids=[f"{i}-{f[0][5:]}" for i, f in enumerate(FAULTS)])
+@pytest.mark.parametrize(
+    "method, body, message", FAULTS, ids=[f"{i}-{f[0][5:]}" for i, f in enumerate(FAULTS)]
+)
 def test_kit_finds_the_fault(
     method: str, body: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,7 +191,9 @@ def test_kit_finds_the_fault(
 
 def test_kit_finds_faults_of_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = MODEL + "class Loose(BaseModel):\n    a: int = Field(1, description='one')\n"
-    kit = _kit(tmp_path, monkeypatch, body, section="kit", good_config={"a": "x"}, bad_configs=[{"a": 2}])
+    kit = _kit(
+        tmp_path, monkeypatch, body, section="kit", good_config={"a": "x"}, bad_configs=[{"a": 2}]
+    )
     with pytest.raises(ValueError, match="validation error"):
         kit.test_good_config_validates()
     with pytest.raises(pytest.fail.Exception, match=r"accepts the bad config \{'a': 2\}"):
@@ -165,7 +217,9 @@ def test_kit_finds_another_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     (tmp_path / "kit_neighbour.py").write_text("")
     kit = _kit(tmp_path, monkeypatch, "import kit_neighbour")
-    monkeypatch.setattr(plugin, "discover", lambda: (Found("n", "ds_core.plugins", "kit_neighbour", "n", "1"),))
+    monkeypatch.setattr(
+        plugin, "discover", lambda: (Found("n", "ds_core.plugins", "kit_neighbour", "n", "1"),)
+    )
     with pytest.raises(AssertionError, match=r"imports the plugins \['kit_neighbour'\]"):
         kit.test_imports_no_other_plugin()
 
@@ -173,7 +227,9 @@ def test_kit_finds_another_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 _serial = itertools.count()
 
 
-def _kit(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str, **attributes: Any) -> PluginConformance:
+def _kit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, body: str, **attributes: Any
+) -> PluginConformance:
     name = f"kit_bad_{next(_serial)}"
     (folder / f"{name}.py").write_text(HEAD + body + "\n")
     monkeypatch.syspath_prepend(str(folder))
@@ -181,5 +237,7 @@ def _kit(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str, **attributes:
     monkeypatch.setenv("KIT_TEST", "")
     monkeypatch.delenv("KIT_TEST")
     importlib.invalidate_caches()
-    kit: PluginConformance = type("Kit", (PluginConformance,), {"entry_point": name, **attributes})()
+    kit: PluginConformance = type(
+        "Kit", (PluginConformance,), {"entry_point": name, **attributes}
+    )()
     return kit

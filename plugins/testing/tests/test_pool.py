@@ -1,4 +1,5 @@
-"""The worker pool: results, failures of every kind, and that one test leaves nothing for the next."""
+"""The worker pool: results, failures of every kind, and that one test leaves nothing for the
+next."""
 
 from __future__ import annotations
 
@@ -103,7 +104,14 @@ def spoil(folder: str) -> None:
 def state() -> tuple[Any, ...]:
     numbers = (torch.rand(1).item(), random.random())
     flags = (torch.get_num_threads(), torch.is_grad_enabled(), str(torch.get_default_dtype()))
-    return (os.environ.get("SPOILT"), os.environ["RANK"], os.getcwd(), numbers, flags, "/spoilt" in sys.path)
+    return (
+        os.environ.get("SPOILT"),
+        os.environ["RANK"],
+        os.getcwd(),
+        numbers,
+        flags,
+        "/spoilt" in sys.path,
+    )
 
 
 def make_groups() -> int:
@@ -156,10 +164,19 @@ def test_pool_is_reused_and_cached(pool: WorkerPool) -> None:
 
 def test_plain_values_round_trip(pool: WorkerPool) -> None:
     value: dict[str, Any] = {
-        "none": None, "bools": [True, False], "int": 2**70, "float": 0.1, "inf": -math.inf, "text": "ü\n\ud800\"",
-        "bytes": b"\x00\xff", "tuple": (1, (2, [3])), "empty": [{}, [], ()], "!": {"!": "float"},
-        "dtype": torch.bfloat16, "path": Path("a/b"),
-    }  # fmt: skip
+        "none": None,
+        "bools": [True, False],
+        "int": 2**70,
+        "float": 0.1,
+        "inf": -math.inf,
+        "text": 'ü\n\ud800"',
+        "bytes": b"\x00\xff",
+        "tuple": (1, (2, [3])),
+        "empty": [{}, [], ()],
+        "!": {"!": "float"},
+        "dtype": torch.bfloat16,
+        "path": Path("a/b"),
+    }
     for back in pool.run(echo, value):
         assert back == value
         assert [type(v) for v in back.values()] == [type(v) for v in value.values()]
@@ -198,7 +215,8 @@ def test_large_tensor(pool: WorkerPool) -> None:
 
 
 @pytest.mark.parametrize(
-    "value, place", [({"a": [1, {2}]}, r"args\[0\]\['a'\]\[1\] is a builtins.set"), ({3: 4}, "key 3")]
+    "value, place",
+    [({"a": [1, {2}]}, r"args\[0\]\['a'\]\[1\] is a builtins.set"), ({3: 4}, "key 3")],
 )
 def test_values_that_cannot_travel(pool: WorkerPool, value: Any, place: str) -> None:
     with pytest.raises(TypeError, match=place):
@@ -298,7 +316,9 @@ def test_state_is_reset_between_runs(pool: WorkerPool, tmp_path: Path) -> None:
     assert pool.pids == pids
 
 
-def test_worker_sees_the_callers_environment(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_worker_sees_the_callers_environment(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("DS_POOL_TEST", "here")
     assert pool.run(variable) == ["here", "here"]
     monkeypatch.delenv("DS_POOL_TEST")
@@ -364,7 +384,9 @@ if __name__ == "__main__":
 def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(root=str(Path(__file__).parents[3])))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) == 2

@@ -58,9 +58,19 @@ ds_core.reset = lambda: RESETS.append(1)
 
 def pytest_run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = dict(os.environ, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", PYTHONPATH=str(ROOT))
-    command = [sys.executable, "-m", "pytest", "-p", "ds_testing.pytest_plugin", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "ds_testing.pytest_plugin",
+        "-p",
+        "no:cacheprovider",
+    ]
     command += arguments
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 @pytest.mark.slow
@@ -75,15 +85,24 @@ def test_fixtures_and_markers(tmp_path: Path) -> None:
 
 
 def test_a_failure_of_a_kit_says_what_the_kit_asks_for(tmp_path: Path) -> None:
-    suite = "from ds_testing import KernelConformance\nclass TestMine(KernelConformance): entries = lambda self: []\n"
+    suite = (
+        "from ds_testing import KernelConformance\nclass TestMine(KernelConformance): "
+        "entries = "
+        "lambda self: []\n"
+    )
     (tmp_path / "test_suite.py").write_text(suite + "def test_own(): assert False\n")
     said = pytest_run(tmp_path, "-q", "-k", "offers or own").stdout
     assert said.count("what KernelConformance asks for") == 1 and "2 failed" in said
-    assert "At least one entry is for this device" in said and "pydoc ds_testing.KernelConformance" in said
+    assert (
+        "At least one entry is for this device" in said
+        and "pydoc ds_testing.KernelConformance" in said
+    )
 
 
 def test_pytest_starts_without_torch(tmp_path: Path) -> None:
-    (tmp_path / "test_light.py").write_text("import sys\ndef test_light(): assert 'torch' not in sys.modules\n")
+    (tmp_path / "test_light.py").write_text(
+        "import sys\ndef test_light(): assert 'torch' not in sys.modules\n"
+    )
     done = pytest_run(tmp_path, "-q")
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -91,7 +110,9 @@ def test_pytest_starts_without_torch(tmp_path: Path) -> None:
 def test_exports_are_lazy() -> None:
     code = "import json, sys, ds_testing; print(json.dumps(sorted(sys.modules)))"
     env = dict(os.environ, PYTHONPATH=str(ROOT))
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
     loaded = set(json.loads(done.stdout))
     assert not loaded & {"torch", "pytest", "pydantic", "ds_testing.pool", "ds_testing.plugin"}
 

@@ -1,4 +1,6 @@
-"""The kit of transforms that divide a model among ranks passes what is right, and finds planted faults."""
+"""The kit of transforms that divide a model among ranks passes what is right, and finds planted
+faults.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ def divided(size: int, fault: str = "") -> dict[str, Any]:
 
 
 def zero(stage: int) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": stage, "param_persistence_threshold": 8, "reduce_bucket_size": 300}}
+    return {
+        "zero_optimization": {
+            "stage": stage,
+            "param_persistence_threshold": 8,
+            "reduce_bucket_size": 300,
+        }
+    }
 
 
 class TestDividedLayers(ShardedTransformConformance):
@@ -42,7 +50,10 @@ class TestDividedByFour(TestDividedLayers):
 
 
 FAULTS = {
-    "start": ("parts_of_one_whole", "start with different values|not those of the first rank's model"),
+    "start": (
+        "parts_of_one_whole",
+        "start with different values|not those of the first rank's model",
+    ),
     "axes": ("parts_of_one_whole", "is cut, but ds_param_axes does not put it on 'divided'"),
     "slices": ("parts_of_one_whole", "is cut, but it is not in ds_run_state.SLICES"),
     "bias": ("evaluation", "eval_batch is off by"),
@@ -55,7 +66,9 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(fault: str) -> None:
     only, why = FAULTS[fault]
-    kit: Any = type("Kit", (TestDividedLayers,), {"configs": {2: divided(2, fault)}, "data": (1,)})()
+    kit: Any = type(
+        "Kit", (TestDividedLayers,), {"configs": {2: divided(2, fault)}, "data": (1,)}
+    )()
     (check,) = (name for name in dir(kit) if name.startswith("test_") and only in name)
     with pytest.raises((AssertionError, RemoteError), match=why):
         getattr(kit, check)()

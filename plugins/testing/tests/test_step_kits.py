@@ -20,7 +20,9 @@ HEAD = "def ds_gradients(ctx, gradients):\n    import torch\n    for s in gradie
     ],
     ids=["ranks", "scale", "nothing"],
 )
-def test_wrong_changes_of_gradients(body: str, check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_changes_of_gradients(
+    body: str, check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = f"changes_{abs(hash(body))}"
     (tmp_path / f"{name}.py").write_text(HEAD + body)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -34,7 +36,8 @@ def test_wrong_changes_of_gradients(body: str, check: Any, tmp_path: Path, monke
     [
         "def ds_step_end(ctx): ctx.engine.optimizer.param_groups[0]['lr'] = 0.2",
         "def ds_phase_begin(phase): 1 / 0",
-        "def ds_phase_begin(ctx, phase): phase != 'eval' or ctx.engine.module.layer.bias.data.add_(1)",
+        "def ds_phase_begin(ctx, phase): phase != 'eval' or "
+        "ctx.engine.module.layer.bias.data.add_(1)",
     ],
     ids=["changes", "fails", "evaluation"],
 )

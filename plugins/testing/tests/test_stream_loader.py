@@ -18,7 +18,9 @@ class Numbers(IterableDataset[int]):
 
 
 class StreamLoader:
-    """Each rank takes every n-th micro-batch of the stream; the position is the number of samples of all ranks."""
+    """Each rank takes every n-th micro-batch of the stream; the position is the number of samples
+    of all ranks.
+    """
 
     def __init__(self, request: Any) -> None:
         self.request = request
@@ -71,7 +73,9 @@ class Eager(StreamLoader):
 class TestEager(TestStream):
     """Only what the kit says of reading is asked here."""
 
-    def make_loader(self, engine: Any, replicas: int = 1, index: int = 0, dataset: Any = None) -> Any:
+    def make_loader(
+        self, engine: Any, replicas: int = 1, index: int = 0, dataset: Any = None
+    ) -> Any:
         return Eager(super().make_loader(engine, replicas, index, dataset).request)  # type: ignore[attr-defined]
 
     def test_making_and_loading_reads_nothing(self, engine: Any) -> None:

@@ -1,9 +1,10 @@
 """Who waited for whom: the traces of all ranks, aligned by their collectives (torch-free).
 
-Clocks of different machines are not compared. All ranks leave a collective together, so the one that came last spent
-the least time in it; that time is what the collective itself takes, and the rest of the others' time is waiting for
-the last. Over all collectives each rank has made others wait, and has waited; the straggler is the rank that has made
-others wait longest beyond its own waiting (a rank that is late only because it waited for another is not to blame).
+Clocks of different machines are not compared. All ranks leave a collective together, so the one
+that came last spent the least time in it; that time is what the collective itself takes, and the
+rest of the others' time is waiting for the last. Over all collectives each rank has made others
+wait, and has waited; the straggler is the rank that has made others wait longest beyond its own
+waiting (a rank that is late only because it waited for another is not to blame).
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ from ds_trace.one_rank import Made, RankTrace, read_rank
 __all__ = ["Comparison", "Row", "Straggler", "compare", "read_run"]
 
 NOTABLE = 0.02
-"""The least part of the steps for which one rank must have kept the others waiting to be called a straggler."""
+"""The least part of the steps for which one rank must have kept the others waiting to be called a
+straggler.
+"""
 
 
 @dataclass(slots=True)
 class Row:
-    """One kind of collective: milliseconds per step, of the mean rank; `worst` is the rank on which it cost most."""
+    """One kind of collective: milliseconds per step, of the mean rank; `worst` is the rank on which
+    it cost most.
+    """
 
     title: str
     label: str
@@ -39,8 +44,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """caused: milliseconds per step that the other ranks together waited for this one. mostly: the collective in which
-    they did. phase: where it spends more time of its own than the median of the others, by `longer` milliseconds.
+    """caused: milliseconds per step that the other ranks together waited for this one. mostly: the
+    collective in which they did. phase: where it spends more time of its own than the median of the
+    others, by `longer` milliseconds.
     """
 
     rank: int
@@ -61,18 +67,23 @@ class Comparison:
 
 
 def read_run(folder: Path) -> list[RankTrace]:
-    """The traces in `folder`, by rank. Raises UsageError if there is none, or they are of different runs."""
+    """The traces in `folder`, by rank.
+
+    Raises UsageError if there is none, or they are of different runs.
+    """
     files = sorted([*folder.glob("rank*.json.gz"), *folder.glob("rank*.json")])
     if not files:
         raise UsageError(
-            f"{folder}: no trace here; files are called rank0.json.gz (section torch_profiler, key folder)"
+            f"{folder}: no trace here; files are called rank0.json.gz (section torch_profiler, key "
+            "folder)"
         )
     traces = [read_rank(file) for file in files]
     for file, trace in zip(files, traces, strict=True):
         other = traces[0]
         if (trace.world, trace.steps) != (other.world, other.steps):
             raise UsageError(
-                f"{file} is of {trace.steps} steps on {trace.world} ranks, {files[0].name} of {other.steps} on "
+                f"{file} is of {trace.steps} steps on {trace.world} ranks, {files[0].name} of "
+                f"{other.steps} on "
                 f"{other.world}; remove those of the older run"
             )
     return sorted(traces, key=lambda t: t.rank)
@@ -108,10 +119,17 @@ def _said(made: Made) -> str:
 
 
 def _count(
-    rows: dict[tuple[str, str, int], Row], rank: int, made: Made, waiting: float, steps: int, ranks: int
+    rows: dict[tuple[str, str, int], Row],
+    rank: int,
+    made: Made,
+    waiting: float,
+    steps: int,
+    ranks: int,
 ) -> None:
     named = made.named
-    row = rows.setdefault((named.title, named.label, named.bytes), Row(named.title, named.label, named.bytes))
+    row = rows.setdefault(
+        (named.title, named.label, named.bytes), Row(named.title, named.label, named.bytes)
+    )
     row.calls += 1 / steps / ranks
     row.cost += made.cost / steps / ranks
     row.waiting += waiting / steps / ranks
@@ -129,7 +147,10 @@ def _straggler(
     mine = next(trace for trace in ranks if trace.rank == rank)
     if not others or caused[rank] - waited[rank] < NOTABLE * mine.total / mine.steps * len(others):
         return None
-    longer = {p: (own - median(o.phases[p] for o in others)) / mine.steps for p, own in mine.phases.items()}
+    longer = {
+        p: (own - median(o.phases[p] for o in others)) / mine.steps
+        for p, own in mine.phases.items()
+    }
     phase = max(longer, key=lambda p: longer[p])
     mostly = max((said for r, said in blamed if r == rank), key=lambda said: blamed[rank, said])
     return Straggler(rank, caused[rank], mostly, phase, longer[phase])

@@ -1,4 +1,6 @@
-"""`NamedCollectives`: gives collectives their names in a trace, and the waiting for those in the background."""
+"""`NamedCollectives`: gives collectives their names in a trace, and the waiting for those in the
+background.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ __all__ = ["NamedCollectives"]
 
 
 class NamedCollectives(Interceptor):
-    """Counts the collectives of each group, so that ranks agree on a number for each; names them while `recording`."""
+    """Counts the collectives of each group, so that ranks agree on a number for each; names them
+    while `recording`.
+    """
 
     order = Order.OBSERVE
 
@@ -46,14 +50,18 @@ class NamedCollectives(Interceptor):
         return result if result is None else _NamedWork(result, f"{WAIT}{name}")
 
     def _key(self, collective: Collective) -> tuple[str, int | None]:
-        """(the number of this collective or message, the other rank of a message); the same on both sides."""
-        group, op = collective.group.group_name, MESSAGES.get(collective.op)
+        """(the number of this collective or message, the other rank of a message); the same on both
+        sides.
+        """
+        group = collective.group.group_name
+        op = MESSAGES.get(collective.op)
         at: tuple[str, ...] = (group,)
         peer = None
         if op is not None:
             from torch.distributed import get_rank
 
-            me, peer = get_rank(), int(collective.arguments["dst" if op == "send" else "src"])
+            me = get_rank()
+            peer = int(collective.arguments["dst" if op == "send" else "src"])
             at = (group, *map(str, (me, peer) if op == "send" else (peer, me)))
         if collective.op in OPERATIONS:
             self._made[at] += 1
@@ -70,7 +78,8 @@ class _NamedWork:
     """A work whose `wait` is a range in the trace."""
 
     def __init__(self, work: Any, name: str) -> None:
-        self._work, self._name = work, name
+        self._work = work
+        self._name = name
 
     def wait(self, timeout: timedelta | None = None) -> Any:
         from torch.profiler import record_function

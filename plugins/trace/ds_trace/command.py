@@ -17,9 +17,13 @@ __all__ = ["trace"]
 def trace(
     run: Annotated[Path, typer.Argument(help="The folder with the traces: torch_profiler.folder.")],
     top: Annotated[int, typer.Option(min=1, help="How many collectives are listed.")] = 10,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of tables; times in milliseconds.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="JSON instead of tables; times in milliseconds.")
+    ] = False,
 ) -> None:
-    """Say where the traced steps went: compute, waiting for which collective, idle; and which rank is the straggler."""
+    """Say where the traced steps went: compute, waiting for which collective, idle; and which rank
+    is the straggler.
+    """
     from ds_cli.show import show_json
 
     from ds_trace.all_ranks import compare, read_run
@@ -68,19 +72,32 @@ def _show(found: Comparison, top: int) -> None:
     from ds_cli.show import show_table
 
     first = found.ranks[0]
-    steps, phases = first.steps, list(first.phases)
+    steps = first.steps
+    phases = list(first.phases)
     missing = "" if len(found.ranks) == first.world else f" of {first.world}"
-    typer.echo(f"{steps} steps, {len(found.ranks)}{missing} ranks on {first.device}; milliseconds per step")
+    typer.echo(
+        f"{steps} steps, {len(found.ranks)}{missing} ranks on {first.device}; milliseconds per step"
+    )
     columns = ["rank", "step", "compute", "collectives", "waiting", "idle", *phases]
     rows = []
     for t in found.ranks:
         times = [t.compute / steps, t.stalled / steps, found.waited[t.rank], t.idle / steps]
         step = t.total / steps
         shares = [f"{time:.1f} ({time / step:.0%})" for time in times]
-        rows.append([str(t.rank), f"{step:.1f}", *shares, *(f"{t.phases[phase] / steps:.1f}" for phase in phases)])
+        rows.append(
+            [
+                str(t.rank),
+                f"{step:.1f}",
+                *shares,
+                *(f"{t.phases[phase] / steps:.1f}" for phase in phases),
+            ]
+        )
     show_table(columns, rows)
     if found.rows:
-        typer.echo("\ncollectives: what they cost the mean rank, and how much of it was waiting for other ranks")
+        typer.echo(
+            "\ncollectives: what they cost the mean rank, and how much of it was waiting for other "
+            "ranks"
+        )
         show_table(
             ["collective", "for", "KiB", "calls", "cost", "waiting", "most on"],
             [_cells(row) for row in found.rows[:top]],
@@ -92,7 +109,12 @@ def _show(found: Comparison, top: int) -> None:
 
 def _cells(row: Row) -> list[str]:
     label = row.label if len(row.label) <= 48 else row.label[:45] + "..."
-    figures = [f"{row.bytes / 1024:.1f}", f"{row.calls:.3g}", f"{row.cost:.1f}", f"{row.waiting:.1f}"]
+    figures = [
+        f"{row.bytes / 1024:.1f}",
+        f"{row.calls:.3g}",
+        f"{row.cost:.1f}",
+        f"{row.waiting:.1f}",
+    ]
     return [row.title, label, *figures, f"rank {row.worst}"]
 
 
@@ -101,9 +123,18 @@ def _verdict(straggler: Straggler | None, ranks: int) -> str:
         return "one rank: nobody to wait for"
     if straggler is None:
         return "no straggler: no rank keeps the others waiting"
-    where = "between the phases (loading data, logging)" if straggler.phase == "between" else f"in {straggler.phase}"
-    longer = f"; it spends {straggler.longer:.1f} ms more {where} than the others do" if straggler.longer > 0 else ""
+    where = (
+        "between the phases (loading data, logging)"
+        if straggler.phase == "between"
+        else f"in {straggler.phase}"
+    )
+    longer = (
+        f"; it spends {straggler.longer:.1f} ms more {where} than the others do"
+        if straggler.longer > 0
+        else ""
+    )
     return (
-        f"straggler: rank {straggler.rank}. The others together wait {straggler.caused:.1f} ms per step for it, mostly "
+        f"straggler: rank {straggler.rank}. The others together wait {straggler.caused:.1f} ms per "
+        "step for it, mostly "
         f"in {straggler.mostly}{longer}"
     )

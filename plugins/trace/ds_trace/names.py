@@ -1,8 +1,10 @@
-"""The names of ranges in a trace: what is written by the run is read by ``dscore trace`` (torch-free).
+"""The names of ranges in a trace: what is written by the run is read by ``dscore trace``
+(torch-free).
 
-A phase is ``phase: forward``. A collective is ``comm: all_reduce | gradients of 'a' | 4096 B | ranks 0-3 | 0#17``: the
-operation, what it is for, the bytes of its message, the ranks of its group, and which of the group's collectives it is.
-Waiting for one that runs in the background is ``wait:`` and the same. All ranks of a group give it the same number.
+A phase is ``phase: forward``. A collective is ``comm: all_reduce | gradients of 'a' | 4096 B |
+ranks 0-3 | 0#17``: the operation, what it is for, the bytes of its message, the ranks of its group,
+and which of the group's collectives it is. Waiting for one that runs in the background is ``wait:``
+and the same. All ranks of a group give it the same number.
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ from dataclasses import dataclass
 
 __all__ = ["COMM", "PHASE", "STEP", "WAIT", "Named", "parse_comm", "shown_ranks"]
 
-PHASE, COMM, WAIT, STEP = "phase: ", "comm: ", "wait: ", "ProfilerStep#"
+PHASE = "phase: "
+COMM = "comm: "
+WAIT = "wait: "
+STEP = "ProfilerStep#"
 MESSAGES = {"send": "send", "isend": "send", "recv": "recv", "irecv": "recv"}
 
 
@@ -20,8 +25,8 @@ MESSAGES = {"send": "send", "isend": "send", "recv": "recv", "irecv": "recv"}
 class Named:
     """A collective, or a message between two ranks.
 
-    op: as called, `send` or `recv` for messages. ranks: of its group, as text. key: the same on all ranks that take
-    part in it. peer: the other rank of a message; None for a collective.
+    op: as called, `send` or `recv` for messages. ranks: of its group, as text. key: the same on all
+    ranks that take part in it. peer: the other rank of a message; None for a collective.
     """
 
     op: str
@@ -51,7 +56,8 @@ def parse_comm(name: str) -> Named | None:
         return None
     op, _, peer = parts[0].partition(" ")
     try:
-        size, other = int(parts[2][:-2]), int(peer) if peer else None
+        size = int(parts[2][:-2])
+        other = int(peer) if peer else None
     except ValueError:
         return None
     return Named(op, parts[1], size, parts[3][6:], parts[4], other)

@@ -1,8 +1,9 @@
 """Where the steps of one rank went, from its trace (torch-free).
 
-On the CPU a collective costs what the program waits: the time in the call, and in the `wait` of one that runs in the
-background. On a GPU it costs what the device waits: the time in which kernels of collectives run and no others do. A
-rank computes while operations (on a GPU: other kernels and copies) run, and is idle in the rest of its steps.
+On the CPU a collective costs what the program waits: the time in the call, and in the `wait` of one
+that runs in the background. On a GPU it costs what the device waits: the time in which kernels of
+collectives run and no others do. A rank computes while operations (on a GPU: other kernels and
+copies) run, and is idle in the rest of its steps.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ TOP_PHASES = ("forward", "backward", "step")
 
 @dataclass(slots=True)
 class Made:
-    """One collective of this rank. begin: in milliseconds from the first traced step. cost: milliseconds that the rank
-    computed nothing for it. taken: milliseconds from its begin to its end, where that is known; else as `cost`.
+    """One collective of this rank. begin: in milliseconds from the first traced step. cost:
+    milliseconds that the rank computed nothing for it. taken: milliseconds from its begin to its
+    end, where that is known; else as `cost`.
     """
 
     named: Named
@@ -41,8 +43,9 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
-    """Milliseconds of all traced steps. phases: own time of each top-level phase, without collectives; "between" is the
-    time in none: loading data, logging, evaluation. made: collectives by key.
+    """Milliseconds of all traced steps. phases: own time of each top-level phase, without
+    collectives; "between" is the time in none: loading data, logging, evaluation. made: collectives
+    by key.
     """
 
     rank: int
@@ -68,8 +71,12 @@ class _Seen:
     head: dict[str, Any] = field(default_factory=dict)
     steps: list[Span] = field(default_factory=list)
     threads: set[Any] = field(default_factory=set)
-    phases: dict[bool, list[tuple[str, float, float]]] = field(default_factory=lambda: {True: [], False: []})
-    comms: dict[bool, list[tuple[str, float, float, Any]]] = field(default_factory=lambda: {True: [], False: []})
+    phases: dict[bool, list[tuple[str, float, float]]] = field(
+        default_factory=lambda: {True: [], False: []}
+    )
+    comms: dict[bool, list[tuple[str, float, float, Any]]] = field(
+        default_factory=lambda: {True: [], False: []}
+    )
     operations: array[float] = field(default_factory=lambda: array("d"))
     kernels: array[float] = field(default_factory=lambda: array("d"))
     comm_kernels: list[tuple[str, float, float]] = field(default_factory=list)
@@ -78,7 +85,8 @@ class _Seen:
         """One event; those of the device are kept apart from those of the program."""
         if event.get("ph") != "X":
             return
-        kind, name = event.get("cat"), str(event.get("name", ""))
+        kind = event.get("cat")
+        name = str(event.get("name", ""))
         try:
             begin = float(event["ts"])
             end = begin + float(event.get("dur", 0))
@@ -119,8 +127,11 @@ def read_rank(path: Path) -> RankTrace:
         raise UsageError(f"{path}: was not written by the section torch_profiler of ds-trace")
     whole = sorted(seen.steps)[: int(about.get("steps", len(seen.steps)))]
     if not whole:
-        raise UsageError(f"{path}: holds no whole step; did the run end before the traced steps were over?")
-    begin, end = whole[0][0], whole[-1][1]
+        raise UsageError(
+            f"{path}: holds no whole step; did the run end before the traced steps were over?"
+        )
+    begin = whole[0][0]
+    end = whole[-1][1]
     if seen.has_device:
         end, stalls, busy = _on_device(seen, begin, end)
     else:
@@ -148,7 +159,9 @@ def _pairs(flat: array[float]) -> Iterable[Span]:
 
 
 def _on_host(seen: _Seen, begin: float, end: float) -> tuple[list[Stall], Iterable[Span]]:
-    """Of the thread that trains: its collectives, outermost where one is made in another; and all operations."""
+    """Of the thread that trains: its collectives, outermost where one is made in another; and all
+    operations.
+    """
     mine = sorted((b, -e, n) for n, b, e, thread in seen.comms[False] if thread in seen.threads)
     stalls: list[Stall] = []
     for b, negative, name in mine:
@@ -160,8 +173,8 @@ def _on_host(seen: _Seen, begin: float, end: float) -> tuple[list[Stall], Iterab
 
 
 def _on_device(seen: _Seen, begin: float, end: float) -> tuple[float, list[Stall], Iterable[Span]]:
-    """When the device has done the work, and collectives where nothing else runs on it. What was queued before does not
-    count.
+    """When the device has done the work, and collectives where nothing else runs on it. What was
+    queued before does not count.
     """
     kernels = list(_pairs(seen.kernels))
     end = max([end, *(e for _, e in kernels), *(e for _, _, e in seen.comm_kernels)])
@@ -175,7 +188,9 @@ def _on_device(seen: _Seen, begin: float, end: float) -> tuple[float, list[Stall
     return end, stalls, computing
 
 
-def _phases(phases: Iterable[tuple[str, float, float]], window: Span, stalled: list[Span]) -> dict[str, float]:
+def _phases(
+    phases: Iterable[tuple[str, float, float]], window: Span, stalled: list[Span]
+) -> dict[str, float]:
     """Own milliseconds per top-level phase, and of the time between them."""
     found = dict.fromkeys(TOP_PHASES, 0.0)
     inside: list[Span] = []
@@ -188,7 +203,10 @@ def _phases(phases: Iterable[tuple[str, float, float]], window: Span, stalled: l
 
 
 def _made(stalls: Iterable[Stall], seen: _Seen, begin: float) -> dict[str, Made]:
-    """Collectives by key, with what each cost. Unnamed kernels are kept by name, without a key that others share."""
+    """Collectives by key, with what each cost.
+
+    Unnamed kernels are kept by name, without a key that others share.
+    """
     made: dict[str, Made] = {}
     for text, b, e in stalls:
         named = parse_comm(text) or Named(text.split("(")[0], "", 0, "", f"unnamed {text}")

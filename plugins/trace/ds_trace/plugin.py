@@ -1,4 +1,6 @@
-"""What ds-trace offers: the section ``torch_profiler``, what it listens to, and ``dscore trace`` (torch-free)."""
+"""What ds-trace offers: the section ``torch_profiler``, what it listens to, and ``dscore trace``
+(torch-free).
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,11 @@ def ds_config() -> type[BaseModel]:
 
 def ds_commands() -> Mapping[str, CommandEntry]:
     """``dscore trace``."""
-    return {"trace": CommandEntry("ds_trace.command:trace", "Where the traced steps of a run went, on each rank.")}
+    return {
+        "trace": CommandEntry(
+            "ds_trace.command:trace", "Where the traced steps of a run went, on each rank."
+        )
+    }
 
 
 def ds_interceptors(config: RunConfig) -> Iterable[Interceptor]:
@@ -64,7 +70,9 @@ def ds_open(ctx: Context) -> None:
 
 
 def ds_phase_begin(ctx: Context, phase: str) -> None:
-    """The first phase of a step starts the profiler when it is due; a phase that is recorded gets its name."""
+    """The first phase of a step starts the profiler when it is due; a phase that is recorded gets
+    its name.
+    """
     if (tracer := ctx.stash.get(TRACER)) is not None:
         tracer.phase_begin(phase)
 

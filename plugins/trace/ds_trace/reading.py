@@ -1,4 +1,6 @@
-"""Reading a Chrome trace piece by piece (torch-free): the memory it takes does not grow with the file."""
+"""Reading a Chrome trace piece by piece (torch-free): the memory it takes does not grow with the
+file.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,22 @@ _DECODER = json.JSONDecoder(strict=False)  # names may hold control characters
 
 
 def read_trace(path: Path, head: Callable[[str, Any], None]) -> Iterator[dict[str, Any]]:
-    """The events of a trace file, ``.json`` or ``.json.gz``. head: called with each other key of the file, as read.
+    """The events of a trace file, ``.json`` or ``.json.gz``. head: called with each other key of
+    the file, as read.
 
     Raises UsageError for a file that is no trace, or that was cut off.
     """
     if not path.is_file():  # a FIFO would be waited for
         raise UsageError(f"{path}: not a file")
     try:
-        with gzip.open(path, "rt", encoding="utf-8", errors="replace") if path.suffix == ".gz" else path.open() as file:
+        with (
+            gzip.open(path, "rt", encoding="utf-8", errors="replace")
+            if path.suffix == ".gz"
+            else path.open() as file
+        ):
             yield from _Reader(file).document(head)
-    except (ValueError, EOFError, OSError, RecursionError) as error:  # JSONDecodeError is a ValueError
+    # JSONDecodeError is a ValueError
+    except (ValueError, EOFError, OSError, RecursionError) as error:
         raise UsageError(f"{path}: not a trace of torch.profiler, or cut off: {error}") from error
 
 
@@ -39,12 +47,15 @@ class _Reader:
     """Decodes one JSON object from a file, the items of its ``traceEvents`` one by one."""
 
     def __init__(self, file: IO[str]) -> None:
-        self._file, self._text, self._at = file, "", 0
+        self._file = file
+        self._text = ""
+        self._at = 0
 
     def _more(self) -> bool:
         """Read on; False at the end of the file."""
         piece = self._file.read(PIECE)
-        self._text, self._at = self._text[self._at :] + piece, 0
+        self._text = self._text[self._at :] + piece
+        self._at = 0
         return bool(piece)
 
     def _next(self) -> str:
@@ -68,7 +79,8 @@ class _Reader:
         """The next value, whole; a number is never the last thing in a trace."""
         self._next()
         while True:
-            value, end = None, len(self._text)
+            value = None
+            end = len(self._text)
             with contextlib.suppress(json.JSONDecodeError):
                 value, end = _DECODER.raw_decode(self._text, self._at)
             if end < len(self._text):  # else it may go on in the next piece

@@ -35,7 +35,8 @@ def clip(spans: Iterable[Span], begin: float, end: float) -> list[Span]:
 def overlap(span: Span, merged: list[Span]) -> float:
     """How long `span` and `merged` have in common."""
     begin, end = span
-    total, at = 0.0, max(0, bisect_right(merged, (begin, float("inf"))) - 1)
+    total = 0.0
+    at = max(0, bisect_right(merged, (begin, float("inf"))) - 1)
     while at < len(merged) and merged[at][0] < end:
         total += max(0.0, min(end, merged[at][1]) - max(begin, merged[at][0]))
         at += 1

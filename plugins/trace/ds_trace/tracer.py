@@ -30,13 +30,17 @@ def make_tracer(ctx: Context) -> Tracer | None:
 
 
 class Tracer:
-    """Starts the profiler before the first traced step, tells it of steps, and writes this rank's file.
+    """Starts the profiler before the first traced step, tells it of steps, and writes this rank's
+    file.
 
-    Ranks that are not traced count along: they take out the interceptor at the same step as all others.
+    Ranks that are not traced count along: they take out the interceptor at the same step as all
+    others.
     """
 
     def __init__(self, ctx: Context, section: TorchProfiler) -> None:
-        self._rank, self._world, self._section = ctx.rank, ctx.world_size, section
+        self._rank = ctx.rank
+        self._world = ctx.world_size
+        self._section = section
         self._device = ctx.accelerator.device_type
         self._traces = section.ranks is None or ctx.rank in section.ranks
         self._profiler: Any = None
@@ -52,9 +56,13 @@ class Tracer:
         last = first + self._section.record - 1
         log.info("steps %d to %d from now are traced into %s", first, last, self._section.folder)
         if beyond := [rank for rank in self._section.ranks or () if rank >= self._world]:
-            log.warning("torch_profiler.ranks: there is no rank %d; there are %d ranks", beyond[0], self._world)
+            log.warning(
+                "torch_profiler.ranks: there is no rank %d; there are %d ranks",
+                beyond[0],
+                self._world,
+            )
 
-    # -- events ----------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def phase_begin(self, phase: str) -> None:
         """See `ds_phase_begin`."""
@@ -90,14 +98,16 @@ class Tracer:
         for interceptor in _interceptors():
             comm.remove_interceptor(interceptor)
 
-    # -- the profiler ----------------------------------------------------------------------------------------
+    # -- the profiler ------------------------------------------------------------------------------
 
     def _start(self) -> None:
         section = self._section
         folder = Path(section.folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._profiler = profiler.profile(
-            schedule=profiler.schedule(wait=0, warmup=section.warmup, active=section.record, repeat=1),
+            schedule=profiler.schedule(
+                wait=0, warmup=section.warmup, active=section.record, repeat=1
+            ),
             on_trace_ready=self._writer(folder),
             record_shapes=section.shapes,
             profile_memory=section.memory,
@@ -118,11 +128,17 @@ class Tracer:
         """Say in the file whose it is, and how many whole steps it holds."""
         steps = self._step - self._section.wait - self._section.warmup
         if steps >= 0:
-            about = {"rank": self._rank, "world": self._world, "device": self._device, "steps": steps}
+            about = {
+                "rank": self._rank,
+                "world": self._world,
+                "device": self._device,
+                "steps": steps,
+            }
             self._profiler.add_metadata_json("ds_core", json.dumps(about))
 
     def _writer(self, folder: Path) -> Callable[[Any], None]:
-        path, rank = folder / f"rank{self._rank}.json.gz", self._rank
+        path = folder / f"rank{self._rank}.json.gz"
+        rank = self._rank
 
         def write(recorded: Any) -> None:
             recorded.export_chrome_trace(str(path))

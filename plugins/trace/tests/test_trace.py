@@ -26,16 +26,29 @@ from ds_core.errors import UsageError
 
 
 class TestPlugin(PluginConformance):
-    entry_point, section = "ds_trace.plugin", "torch_profiler"
-    good_config: ClassVar[Any] = {"enabled": True, "folder": "there", "wait": 0, "record": 1, "ranks": [0]}
-    bad_configs: ClassVar[Any] = [{"record": 0}, {"warmup": 0}, {"ranks": []}, {"ranks": [-1]}, {"steps": 3}]
+    entry_point = "ds_trace.plugin"
+    section = "torch_profiler"
+    good_config: ClassVar[Any] = {
+        "enabled": True,
+        "folder": "there",
+        "wait": 0,
+        "record": 1,
+        "ranks": [0],
+    }
+    bad_configs: ClassVar[Any] = [
+        {"record": 0},
+        {"warmup": 0},
+        {"ranks": []},
+        {"ranks": [-1]},
+        {"steps": 3},
+    ]
 
 
 class TestInterceptor(InterceptorConformance):
     config: ClassVar[Any] = {"torch_profiler": {"enabled": True, "wait": 100}}
 
 
-# -- real runs ---------------------------------------------------------------------------------------------------------
+# -- real runs -------------------------------------------------------------------------------------
 
 
 def train(engine: Any, steps: int) -> None:
@@ -52,8 +65,13 @@ def test_a_run_that_ends_early_keeps_what_was_recorded(tmp_path: Path) -> None:
 
     import ds_core
 
-    given = {"train_micro_batch_size_per_gpu": 2, "torch_profiler": section(tmp_path, wait=0, record=50, shapes=True)}
-    engine, *_ = ds_core.initialize(model=torch.nn.Linear(3, 1), config={**given, "optimizer": {"type": "SGD"}})
+    given = {
+        "train_micro_batch_size_per_gpu": 2,
+        "torch_profiler": section(tmp_path, wait=0, record=50, shapes=True),
+    }
+    engine, *_ = ds_core.initialize(
+        model=torch.nn.Linear(3, 1), config={**given, "optimizer": {"type": "SGD"}}
+    )
     train(engine, 3)
     assert list(tmp_path.iterdir()) == []
     engine.destroy()
@@ -66,21 +84,32 @@ def test_a_run_that_ends_early_keeps_what_was_recorded(tmp_path: Path) -> None:
     assert parts["compute"] + parts["collectives"] + parts["idle"] == pytest.approx(parts["step"])
 
 
-# -- traces of GPUs ----------------------------------------------------------------------------------------------------
+# -- traces of GPUs --------------------------------------------------------------------------------
 
 NAME = "all_reduce | gradients of 'a' | 1024 B | ranks 0-1 | 0#{}"
 
 
 def gpu_trace(folder: Path, rank: int, late: float, offset: float) -> None:
-    """As torch writes it with CUDA: the program is far ahead of the device, and clocks of ranks differ by `offset`.
+    """As torch writes it with CUDA: the program is far ahead of the device, and clocks of ranks
+    differ by `offset`.
 
-    Per step of 100 us: kernels 0-40 (and `late` more), the collective from there to the same end on all ranks, 10 of it
-    beside a kernel; then a kernel of 10 that nothing names.
+    Per step of 100 us: kernels 0-40 (and `late` more), the collective from there to the same end on
+    all ranks, 10 of it beside a kernel; then a kernel of 10 that nothing names.
     """
-    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "ts": 0, "pid": 0, "args": {"name": "python"}}]
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "ts": 0, "pid": 0, "args": {"name": "python"}}
+    ]
 
     def add(cat: str, name: str, begin: float, end: float, tid: int = 7) -> None:
-        event = {"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": tid, "ts": begin + offset, "dur": end - begin}
+        event = {
+            "ph": "X",
+            "cat": cat,
+            "name": name,
+            "pid": 0,
+            "tid": tid,
+            "ts": begin + offset,
+            "dur": end - begin,
+        }
         events.append(event)
 
     for step in range(2):
@@ -95,13 +124,19 @@ def gpu_trace(folder: Path, rank: int, late: float, offset: float) -> None:
         add("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL(args)", at + 40 + late, at + 80, 20)
         add("gpu_memcpy", "Memcpy DtoD", at + 70, at + 80)
         add("kernel", "ncclDevKernel_Broadcast(args)", at + 80, at + 85, 20)
-    document = {"schemaVersion": 1, "ds_core": {"rank": rank, "world": 2, "device": "cuda"}, "traceEvents": events}
+    document = {
+        "schemaVersion": 1,
+        "ds_core": {"rank": rank, "world": 2, "device": "cuda"},
+        "traceEvents": events,
+    }
     with gzip.open(folder / f"rank{rank}.json.gz", "wt") as file:
         json.dump({**document, "traceName": "x"}, file)
 
 
 def test_on_a_gpu_kernels_count(tmp_path: Path) -> None:
-    """What the device does, not what the program does; and the late rank is found though clocks differ by an hour."""
+    """What the device does, not what the program does; and the late rank is found though clocks
+    differ by an hour.
+    """
     gpu_trace(tmp_path, 0, 0, 0)
     gpu_trace(tmp_path, 1, 25, 3.6e9)
     found = compare(read_run(tmp_path))
@@ -113,23 +148,33 @@ def test_on_a_gpu_kernels_count(tmp_path: Path) -> None:
     assert [first.phases["forward"], second.phases["forward"]] == pytest.approx([0.08, 0.13])
     named = row(found, "all_reduce", "gradients of 'a'")
     assert named.cost == pytest.approx((0.03 + 0.005) / 2)
-    assert named.waiting == pytest.approx(0.015 / 2), "15 us are the collective's own: what the last rank spends in it"
+    assert named.waiting == pytest.approx(0.015 / 2), (
+        "15 us are the collective's own: what the last rank spends in it"
+    )
     assert row(found, "ncclDevKernel_Broadcast").cost == pytest.approx(0.005)
     assert found.straggler is not None
     assert (found.straggler.rank, found.straggler.phase) == (1, "forward")
     assert found.straggler.longer == pytest.approx(0.025)
 
 
-# -- files and arithmetic ----------------------------------------------------------------------------------------------
+# -- files and arithmetic --------------------------------------------------------------------------
 
 
 def test_files_that_are_no_traces(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no trace here; files are called rank0.json.gz"):
         read_run(tmp_path)
     file = tmp_path / "rank0.json"
-    for text in ("", "[]", '{"traceEvents": [{"a": 1}', '{"traceEvents": [1, 2', '{"a": ' + "[" * 100_000):
+    for text in (
+        "",
+        "[]",
+        '{"traceEvents": [{"a": 1}',
+        '{"traceEvents": [1, 2',
+        '{"a": ' + "[" * 100_000,
+    ):
         file.write_text(text)
-        with pytest.raises(UsageError, match="rank0.json: not a trace of torch.profiler, or cut off"):
+        with pytest.raises(
+            UsageError, match="rank0.json: not a trace of torch.profiler, or cut off"
+        ):
             read_run(tmp_path)
     file.write_text('{"traceEvents": [], "traceName": "x"}')
     with pytest.raises(UsageError, match="was not written by the section torch_profiler"):
@@ -142,18 +187,27 @@ def test_files_that_are_no_traces(tmp_path: Path) -> None:
         read_run(tmp_path)
     gpu_trace(tmp_path, 0, 0, 0)
     (tmp_path / "rank1.json").write_text(
-        '{"ds_core": {"rank": 1, "world": 8}, "traceEvents": [{"ph": "X", "cat": "user_annotation", '
+        '{"ds_core": {"rank": 1, "world": 8}, "traceEvents": [{"ph": "X", "cat": '
+        '"user_annotation", '
         '"name": "ProfilerStep#1", "ts": 1, "dur": 1}], "traceName": ""}'
     )
-    with pytest.raises(UsageError, match=r"rank1.json is of 1 steps on 8 ranks, rank0.json.gz of 2 on 2; remove"):
+    with pytest.raises(
+        UsageError, match=r"rank1.json is of 1 steps on 8 ranks, rank0.json.gz of 2 on 2; remove"
+    ):
         read_run(tmp_path)
 
 
-def test_hostile_traces_end_soon_and_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_traces_end_soon_and_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     event = '{"ph": "X", "cat": "cpu_op", "name": "a", "ts": %s, "dur": 1}'
     steps = '{"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "ts": 1, "dur": 1}'
     odd = ", ".join(event % ts for ts in ('"x"', "null", "[]", "1" * 400))
-    whole = f'{{"ds_core": {{"rank": 0, "world": 1}}, "traceEvents": [{odd}, {steps}], "traceName": ""}}'
+    whole = (
+        f'{{"ds_core": {{"rank": 0, "world": 1}}, "traceEvents": [{odd}, {steps}], '
+        '"traceName": '
+        '""}'
+    )
     (tmp_path / "rank0.json").write_text(whole)
     assert len(read_run(tmp_path)) == 1
     (tmp_path / "rank0.json").write_text(" " * 5_000_000)
@@ -196,4 +250,8 @@ def test_arithmetic_of_spans() -> None:
     spans = merge([(5, 6), (0, 2), (1, 3), (9, 9)])
     assert spans == [(0, 3), (5, 6)]
     assert without(spans, [(1, 2), (2.5, 5.5)]) == [(0, 1), (2, 2.5), (5.5, 6)]
-    assert (overlap((2, 10), spans), overlap((3, 5), spans), overlap((-1, 0.5), spans)) == (2, 0, 0.5)
+    assert (overlap((2, 10), spans), overlap((3, 5), spans), overlap((-1, 0.5), spans)) == (
+        2,
+        0,
+        0.5,
+    )

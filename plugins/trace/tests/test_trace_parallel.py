@@ -20,7 +20,9 @@ from traced_runs import row, section
 
 
 def test_a_rank_that_sleeps_and_a_big_collective_are_named(tmp_path: Path) -> None:
-    """ZeRO-3: gathers have the names of weights, the late rank is named with its phase; losses are the same."""
+    """ZeRO-3: gathers have the names of weights, the late rank is named with its phase; losses are
+    the same.
+    """
     traced = run_ranks(2, traced_runs.data_parallel, section(tmp_path / "run"), 3, 1)
     assert traced == run_ranks(2, traced_runs.data_parallel, {}, 3, -1)
     found = compare(read_run(tmp_path / "run"))
@@ -30,16 +32,28 @@ def test_a_rank_that_sleeps_and_a_big_collective_are_named(tmp_path: Path) -> No
     assert (found.straggler.rank, found.straggler.phase) == (1, "forward")
     asleep = traced_runs.SLOW * 1e3
     assert found.waited[0] > asleep / 2 > found.waited[1], "the other waits for it"
-    assert second.idle / second.steps > asleep / 2 > first.idle / first.steps, "a rank that sleeps is idle"
+    assert second.idle / second.steps > asleep / 2 > first.idle / first.steps, (
+        "a rank that sleeps is idle"
+    )
     assert row(found, "all_gather_into_tensor", "weights of 'up.").calls == pytest.approx(1)
     assert row(found, "reduce_scatter_tensor", "gradients of 'down.")
-    assert row(found, "all_reduce", "planted").bytes == 4 * traced_runs.PLANTED == max(r.bytes for r in found.rows)
+    assert (
+        row(found, "all_reduce", "planted").bytes
+        == 4 * traced_runs.PLANTED
+        == max(r.bytes for r in found.rows)
+    )
     answer = CliRunner().invoke(make_app(), ["trace", str(tmp_path / "run")])
-    assert answer.exit_code == 0 and "straggler: rank 1." in answer.output and "planted" in answer.output
+    assert (
+        answer.exit_code == 0
+        and "straggler: rank 1." in answer.output
+        and "planted" in answer.output
+    )
 
 
 def test_what_a_pipeline_waits_for(tmp_path: Path) -> None:
-    """The second stage waits for activations of the slow first one, which is to blame though no collective says so."""
+    """The second stage waits for activations of the slow first one, which is to blame though no
+    collective says so.
+    """
     run_ranks(2, traced_runs.pipeline, section(tmp_path, wait=0))
     found = compare(read_run(tmp_path))
     assert found.rows[0].title == "recv from rank 0"

@@ -29,7 +29,9 @@ class Net(nn.Module):
 
     def __init__(self, sleeps: bool) -> None:
         super().__init__()
-        self.up, self.down, self.sleeps = nn.Linear(64, 256), nn.Linear(256, 64), sleeps
+        self.up = nn.Linear(64, 256)
+        self.down = nn.Linear(256, 64)
+        self.sleeps = sleeps
 
     def forward(self, x: Tensor) -> Tensor:
         from ds_core import comm
@@ -82,7 +84,9 @@ def pipeline(section: dict[str, Any]) -> None:
     import ds_core
 
     layers = [Slow(8, 8), nn.Linear(8, 8)]
-    model = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+    model = PipelineModule(
+        layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform"
+    )
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,

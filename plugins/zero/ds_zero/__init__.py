@@ -63,9 +63,11 @@ __getattr__, __dir__ = names_on_first_use(
     {
         "init_context": "Init MiCS_Init",
         "external": "register_external_parameter unregister_external_parameter",
-        "gathered_parameters": "GatheredParameters empty_partition_cache is_zero_param unwrap_model_for_generation",
+        "gathered_parameters": "GatheredParameters empty_partition_cache is_zero_param "
+        "unwrap_model_for_generation",
         "leaves": (
-            "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
+            "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules "
+            "set_z3_leaf_modules_by_name "
             "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"
         ),
         "state_offload": "OffloadDeviceEnum OffloadStateTypeEnum",

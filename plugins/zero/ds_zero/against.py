@@ -1,7 +1,7 @@
 """``dscore plan --against``: a plan beside what a run held, and why they differ (torch-free).
 
-The run wrote ``rank0.json`` and so on (section ``memory_snapshot`` of ds-step-log): bytes by kind between backward and
-step, and the peak of each phase.
+The run wrote ``rank0.json`` and so on (section ``memory_snapshot`` of ds-step-log): bytes by kind
+between backward and step, and the peak of each phase.
 """
 
 from __future__ import annotations
@@ -47,44 +47,68 @@ class Line:
 
 
 def read_snapshots(folder: Path) -> list[Snapshot]:
-    """The snapshots in `folder`, by rank. Raises UsageError where there is none, or one cannot be read."""
+    """The snapshots in `folder`, by rank.
+
+    Raises UsageError where there is none, or one cannot be read.
+    """
     files = [f for f in folder.glob("rank*.json") if not f.stem.endswith("-oom")]
     if not files:
-        raise UsageError(f'{folder}: no snapshot here; run with "memory_snapshot": {{"enabled": true, "folder": ...}}')
+        raise UsageError(
+            f'{folder}: no snapshot here; run with "memory_snapshot": {{"enabled": true, "folder": '
+            "...}"
+        )
     found = []
     for file in files:
         try:
             found.append(_snapshot(json.loads(file.read_text(encoding="utf-8"))))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(f"{file}: is no snapshot of the section memory_snapshot: {error!r}") from error
+            raise UsageError(
+                f"{file}: is no snapshot of the section memory_snapshot: {error!r}"
+            ) from error
     return sorted(found, key=lambda s: s.rank)
 
 
 def _snapshot(data: Any) -> Snapshot:
-    kinds = {place: {kind: int(size) for kind, size in data["kinds"][place].items()} for place in ("device", "host")}
+    kinds = {
+        place: {kind: int(size) for kind, size in data["kinds"][place].items()}
+        for place in ("device", "host")
+    }
     peak = max((int(used["peak"]) for used in data["phases"].values()), default=0)
-    return Snapshot(int(data["rank"]), int(data["dp"]), int(data["gas"]), str(data["device"]), kinds, peak)
+    return Snapshot(
+        int(data["rank"]), int(data["dp"]), int(data["gas"]), str(data["device"]), kinds, peak
+    )
 
 
 def compare(need: Need, states: int, snapshot: Snapshot) -> list[Line]:
-    """`need`, planned with `states` elements of the optimizer per parameter, beside what that rank held."""
-    on_host = snapshot.device == "cpu"  # there the host is the device, and memory is that of the process
+    """`need`, planned with `states` elements of the optimizer per parameter, beside what that rank
+    held.
+    """
+    # there the host is the device, and memory is that of the process
+    on_host = snapshot.device == "cpu"
     lines = []
     for place in ("device", "host"):
         held = snapshot.kinds[place]
         if on_host and place == "host":
             continue
         for kind in RESTING:
-            planned = getattr(getattr(need, place), kind) + (getattr(need.host, kind) if on_host else 0)
+            planned = getattr(getattr(need, place), kind) + (
+                getattr(need.host, kind) if on_host else 0
+            )
             if planned or held.get(kind, 0):
                 measured = held.get(kind, 0)
                 where = "" if place == "device" else " on the host"
-                lines.append(Line(kind + where, planned, measured, _why(kind, planned, measured, states)))
+                lines.append(
+                    Line(kind + where, planned, measured, _why(kind, planned, measured, states))
+                )
         extra = {
             "buffers": "of the model; not planned",
             "other": "batches, outputs, copies and messages under way; not planned",
         }
-        lines += [Line(kind, 0, held.get(kind, 0), why) for kind, why in extra.items() if place == "device"]
+        lines += [
+            Line(kind, 0, held.get(kind, 0), why)
+            for kind, why in extra.items()
+            if place == "device"
+        ]
     planned = need.device.peak + (need.host.peak if on_host else 0)
     why = "activations and temporaries of autograd, which no plan counts"
     why += "; and the process itself, Python and torch" if on_host else ""
@@ -98,10 +122,17 @@ def _why(kind: str, planned: int, measured: int, states: int) -> str:
         return "the optimizer had made none yet: memory_snapshot.step must be 2 or more"
     if kind == "states" and planned:
         each = states * measured / planned
-        return f"the optimizer keeps {each:.2g} elements per parameter, not {states} (--optimizer-states)"
+        return (
+            f"the optimizer keeps {each:.2g} elements per parameter, not {states} "
+            "(--optimizer-states)"
+        )
     if kind == "gradients":
         less = measured < planned
-        return "some parameters had no gradient in this step" if less else "buffers of reductions that are kept"
+        return (
+            "some parameters had no gradient in this step"
+            if less
+            else "buffers of reductions that are kept"
+        )
     if planned and measured / planned in (2.0, 0.5):
         return "of another dtype: is the config that of the run?"
     if measured > planned:

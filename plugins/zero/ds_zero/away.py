@@ -20,7 +20,8 @@ class AwayShard:
     """
 
     def __init__(self, store: StateStore, shard: Tensor) -> None:
-        self._store, self._shard = store, [shard]
+        self._store = store
+        self._shard = [shard]
         self._users = 0
         self._ahead = self._changed = False
         store.evict(self._shard)
@@ -37,7 +38,10 @@ class AwayShard:
             self._ahead = True
 
     def hold(self, *, fresh: bool = False) -> None:
-        """Bring it into memory until `drop`. Calls nest. fresh: all of it will be written; it may be zeros."""
+        """Bring it into memory until `drop`.
+
+        Calls nest. fresh: all of it will be written; it may be zeros.
+        """
         if not self._users and fresh and not self._ahead:
             self._store.allocate(self._shard)
             self._shard[0].zero_()
@@ -64,7 +68,8 @@ class AwayShard:
 
     @contextlib.contextmanager
     def here(self, *, write: bool, fresh: bool = False) -> Iterator[None]:
-        """Inside, it is in memory, and may be changed if `write`. fresh: all of it will be written."""
+        """Inside, it is in memory, and may be changed if `write`. fresh: all of it will be
+        written."""
         self.hold(fresh=fresh)
         try:
             yield

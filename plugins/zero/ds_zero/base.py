@@ -1,4 +1,6 @@
-"""What all stages share: set-up of a module, the optimizer's pieces, the step, and the contract with the engine."""
+"""What all stages share: set-up of a module, the optimizer's pieces, the step, and the contract
+with the engine.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +50,14 @@ ParamGroups = list[dict[str, Any]]
 
 
 class ZeroPartitioner(WeightOwner):
-    """Flat buckets over each parameter's replicas. The stages differ in what of a bucket is sharded."""
+    """Flat buckets over each parameter's replicas.
+
+    The stages differ in what of a bucket is sharded.
+    """
 
     def __init__(self, ctx: Context, section: ZeroConfig) -> None:
-        self.ctx, self.section = ctx, section
+        self.ctx = ctx
+        self.section = section
         self.partitions_gradients = section.stage > 1
         self.offload: OffloadStores
         self.buckets: list[FlatBucket] = []
@@ -68,12 +74,16 @@ class ZeroPartitioner(WeightOwner):
         self._reducer: GradientSource | None = None
         self.updates = Updates(self)
 
-    # -- set-up ----------------------------------------------------------------------------------------------
+    # -- set-up ------------------------------------------------------------------------------------
 
-    def attach(self, module: nn.Module, groups: ParamGroups, *, updated: bool = True) -> ParamGroups:
+    def attach(
+        self, module: nn.Module, groups: ParamGroups, *, updated: bool = True
+    ) -> ParamGroups:
         """See `Partitioner.attach`."""
         _check_grain(self.ctx)
-        self.offload = OffloadStores(self.ctx, self.section, full_tensors=needs_full_tensors(self.ctx))
+        self.offload = OffloadStores(
+            self.ctx, self.section, full_tensors=needs_full_tensors(self.ctx)
+        )
         self._module = module
         self.updated = updated
         mine = [p for group in groups for p in group["params"]] if updated else []
@@ -93,12 +103,19 @@ class ZeroPartitioner(WeightOwner):
         self._install_hooks(module)
         if not updated:  # weights rest as they are, for inference
             return groups
-        return [{**group, "params": [self.pieces[p].master for p in group["params"]]} for group in groups]
+        return [
+            {**group, "params": [self.pieces[p].master for p in group["params"]]}
+            for group in groups
+        ]
 
     def _install_hooks(self, module: nn.Module) -> None:
         """Install the module hooks, in place of those of `ds_zero.Init`."""
         for part in module.modules():
-            install_hooks(part, apply=self.section.stage == 3 and self.section.override_module_apply, engine=True)
+            install_hooks(
+                part,
+                apply=self.section.stage == 3 and self.section.override_module_apply,
+                engine=True,
+            )
         self._follow_loads(module)
 
     def _follow_loads(self, module: nn.Module) -> None:
@@ -142,7 +159,9 @@ class ZeroPartitioner(WeightOwner):
             self._follow_loads(self.module)
 
     def _follow(self, module: nn.Module, keys: Any) -> None:
-        """After weights were loaded into `module`: update their masters, which the next step publishes."""
+        """After weights were loaded into `module`: update their masters, which the next step
+        publishes.
+        """
         for param in module._parameters.values():
             if param is not None and (bucket := self.bucket_of.get(param)) is not None:
                 self.settle()
@@ -192,14 +211,16 @@ class ZeroPartitioner(WeightOwner):
         assert self._reducer is not None
         return self._reducer
 
-    # -- backward and step -----------------------------------------------------------------------------------
+    # -- backward and step -------------------------------------------------------------------------
 
     def begin(self, plan: BackwardPlan) -> None:
         """See `Partitioner.begin`."""
         if not self.updated and self.trainable:
             raise UsageError(
-                f"backward under zero_optimization stage {self.section.stage} needs an optimizer, which would be given "
-                "the reduced gradients; name one in the config or pass optimizer= to initialize, or freeze the model "
+                f"backward under zero_optimization stage {self.section.stage} needs an optimizer, "
+                "which would be given "
+                "the reduced gradients; name one in the config or pass optimizer= to initialize, "
+                "or freeze the model "
                 "with requires_grad_(False) to pass through it only"
             )
         self.offloaded.require("backward", BACKWARD)
@@ -232,7 +253,9 @@ class ZeroPartitioner(WeightOwner):
             if grad is not None:
                 axes = self.ctx.mesh.expand((*bucket.held, *bucket.axes))
                 span = (piece.start, piece.stop)
-                yield GradientShard(piece.name, grad, piece.shape, *span, bucket.held, axes, bucket.counted)
+                yield GradientShard(
+                    piece.name, grad, piece.shape, *span, bucket.held, axes, bucket.counted
+                )
 
     def zero_grad(self) -> None:
         """See `Partitioner.zero_grad`."""
@@ -248,7 +271,8 @@ class ZeroPartitioner(WeightOwner):
         return {self.ctx.mesh.expand((*b.held, *b.axes)) for b in self.buckets} | {()}
 
     def _update_shards(self, buckets: Iterable[FlatBucket]) -> None:
-        """Write what the step has made into the shards; evictable masters' are written in the step."""
+        """Write what the step has made into the shards; evictable masters' are written in the
+        step."""
         self.offload.synchronize()
         for bucket in buckets:
             if not bucket.evictable and bucket.deferred is None:
@@ -263,7 +287,9 @@ class ZeroPartitioner(WeightOwner):
             work.wait()
 
     def _check_equal(self, buckets: Iterable[FlatBucket]) -> None:
-        """For ``enable_sanity_checks``: the weights of a bucket are the same on all ranks that have its parameters."""
+        """For ``enable_sanity_checks``: the weights of a bucket are the same on all ranks that have
+        its parameters.
+        """
         mesh = self.ctx.mesh
         for bucket in buckets:
             if not bucket.reduces:
@@ -273,36 +299,47 @@ class ZeroPartitioner(WeightOwner):
             comm.all_gather_into_tensor(sums, mine, group=mesh.group(*bucket.replicas))
             if not torch.equal(sums, mine.expand_as(sums)):
                 raise DSError(
-                    f"rank {self.ctx.rank}: weights differ between ranks after the step, in the bucket from "
-                    f"{bucket.names[0]!r} to {bucket.names[-1]!r} (sums {sums.tolist()}); did a rank write to them?"
+                    f"rank {self.ctx.rank}: weights differ between ranks after the step, in the "
+                    "bucket from "
+                    f"{bucket.names[0]!r} to {bucket.names[-1]!r} (sums {sums.tolist()}); did a "
+                    "rank write to them?"
                 )
 
-    # -- checkpoints -----------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     def adopt(self, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
         """See `Partitioner.adopt`."""
         return states.adopt(self.pieces[param], state, full=needs_full_tensors(self.ctx))
 
     def states(self, optimizer: Optimizer | None) -> Iterator[StateTensor]:
-        """See `HasStates.states`. Replicated weights are stored by the first rank, pieces by their owners."""
+        """See `HasStates.states`.
+
+        Replicated weights are stored by the first rank, pieces by their owners.
+        """
         assert self._module is not None
         self.offloaded.require("saving states")
         self.settle()
         return states.states(self.ctx, self._module, self.buckets, optimizer)
 
-    def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
+    def load_states(
+        self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True
+    ) -> None:
         """See `HasStates.load_states`."""
         assert self._module is not None
         self.offloaded.require("loading states")
         from_fp32 = self.section.load_from_fp32_weights
         self.settle()
-        states.load(self._module, self.buckets, source, optimizer, strict=strict, from_fp32=from_fp32)
+        states.load(
+            self._module, self.buckets, source, optimizer, strict=strict, from_fp32=from_fp32
+        )
         self.updates.loaded(source, optimizer)
 
-    # -- access ----------------------------------------------------------------------------------------------
+    # -- access ------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Others will read or write masters, states or gradients: no copy and no update of them runs after this."""
+        """Others will read or write masters, states or gradients: no copy and no update of them
+        runs after this.
+        """
         self.updates.settle()
         self.offload.synchronize()
 
@@ -310,7 +347,12 @@ class ZeroPartitioner(WeightOwner):
         """See `ds_access.param_shard.LocatesParams`."""
         if not self._shards:
             shard = LocalPieceShard if self.reducer.local else PieceShard
-            self._shards = {p.param: shard(self, b, p) for b in self.buckets for p in b.pieces if self._updates(b)}
+            self._shards = {
+                p.param: shard(self, b, p)
+                for b in self.buckets
+                for p in b.pieces
+                if self._updates(b)
+            }
         self.settle()  # the optimizer has all states to look at
         return self._shards.get(param)
 
@@ -343,9 +385,13 @@ def _check_grain(ctx: Context) -> None:
     """Raise UsageError for an optimizer of unknown arithmetic, unless the config allows it."""
     if ctx.grain is None and not switch(ctx.config, AllowUntestedOptimizer, False):
         raise UsageError(
-            "zero_optimization: it is not known which elements this optimizer's arithmetic combines. Set "
-            '"zero_allow_untested_optimizer": true, and one rank updates each parameter as a full tensor, which suits '
-            "any optimizer that looks at one parameter at a time. Or use one that is known, by its name in the "
-            "config or as an object of torch's class: Adam, AdamW, SGD and other element-wise ones can be cheaper, "
+            "zero_optimization: it is not known which elements this optimizer's arithmetic "
+            "combines. Set "
+            '"zero_allow_untested_optimizer": true, and one rank updates each parameter as a full '
+            "tensor, which suits "
+            "any optimizer that looks at one parameter at a time. Or use one that is known, by its "
+            "name in the "
+            "config or as an object of torch's class: Adam, AdamW, SGD and other element-wise ones "
+            "can be cheaper, "
             "since every rank updates an equal shard of each parameter"
         )

@@ -20,15 +20,17 @@ __all__ = ["Grads"]
 class Grads:
     """The gradients of one bucket.
 
-    local: this rank's, not reduced yet, in the layout of the bucket; filled: which parameters it has. shard: this
-    rank's shard of the reduced gradients; None: nothing was reduced yet. buffer: the buffer of which `shard` is a view,
-    if any. host: memory for the shard if the host does the optimizer's step. used: which parameters had a gradient
-    since the last step. norm: of the shard, where a store frees its memory; parts: its views by piece. copied: the last
-    copy to `host`, if any; any thread may wait for it.
+    local: this rank's, not reduced yet, in the layout of the bucket; filled: which parameters it
+    has. shard: this rank's shard of the reduced gradients; None: nothing was reduced yet. buffer:
+    the buffer of which `shard` is a view, if any. host: memory for the shard if the host does the
+    optimizer's step. used: which parameters had a gradient since the last step. norm: of the shard,
+    where a store frees its memory; parts: its views by piece. copied: the last copy to `host`, if
+    any; any thread may wait for it.
     """
 
     def __init__(self, bucket: FlatBucket, squares: Callable[[list[Tensor]], Tensor]) -> None:
-        self.bucket, self._squares = bucket, squares
+        self.bucket = bucket
+        self._squares = squares
         self.norm: Tensor | None = None
         self.parts: list[Tensor] = []
         count = len(bucket.params)
@@ -45,9 +47,11 @@ class Grads:
     def add_to_host(self, out: Tensor, accumulate: torch.dtype | None, *, once: bool) -> None:
         """Start to add the device's `out` to the shard, which is on the host.
 
-        accumulate: the shard's dtype; None: that of masters, or of `out` if it is the only one (`once`).
+        accumulate: the shard's dtype; None: that of masters, or of `out` if it is the only one
+        (`once`).
         """
-        placement, first = self.bucket.placement, self.shard is None
+        placement = self.bucket.placement
+        first = self.shard is None
         assert placement.masters is not None and placement.transfers is not None
         wide = accumulate or self.bucket.master.dtype
         if first:
@@ -74,7 +78,7 @@ class Grads:
             store.allocate([self.host])
         self.shard = self.host
 
-    # -- in a store that frees memory ------------------------------------------------------------------------
+    # -- in a store that frees memory --------------------------------------------------------------
 
     def expect(self) -> None:
         """Start to read the shard, if it is evicted, since something will be added to it."""
@@ -93,7 +97,9 @@ class Grads:
 
     @torch.no_grad()
     def leave(self) -> None:
-        """Evict the shard, which is complete for now; its norm is taken before, so that nobody reads it for that."""
+        """Evict the shard, which is complete for now; its norm is taken before, so that nobody
+        reads it for that.
+        """
         assert self.shard is not None and self.bucket.placement.masters is not None
         self.norm = self._squares([self.shard]).double().sqrt().view(1)
         self.bucket.placement.masters.evict([self.shard])
@@ -108,7 +114,9 @@ class Grads:
 
     @property
     def evicted(self) -> Tensor | None:
-        """The shard, if a store has freed its memory; `offload_states` does so too, and that is not meant."""
+        """The shard, if a store has freed its memory; `offload_states` does so too, and that is not
+        meant.
+        """
         gone = self.bucket.evictable and self.shard is not None and is_evicted(self.shard)
         return self.shard if gone else None
 
@@ -119,7 +127,9 @@ class Grads:
             assert self.shard is not None
             self.shard.zero_()
         else:
-            self.shard = torch.zeros(self.bucket.layout.shard_numel, dtype=dtype, device=self.bucket.full.device)
+            self.shard = torch.zeros(
+                self.bucket.layout.shard_numel, dtype=dtype, device=self.bucket.full.device
+            )
 
     def drop(self) -> None:
         """Forget all gradients."""

@@ -1,7 +1,8 @@
-"""The compile passes ``z1`` and ``z3``: ds-compile compiles block by block, and ZeRO works between the blocks.
+"""The compile passes ``z1`` and ``z3``: ds-compile compiles block by block, and ZeRO works between
+the blocks.
 
-Gradients are reduced while the backward of the next block runs, and weights are gathered ahead of the block that needs
-them, so nothing is to be changed in a graph. Naming a pass asserts the stage.
+Gradients are reduced while the backward of the next block runs, and weights are gathered ahead of
+the block that needs them, so nothing is to be changed in a graph. Naming a pass asserts the stage.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def _check(ctx: Context, name: str, stages: tuple[int, ...]) -> None:
     if stage not in stages:
         wanted = " or ".join(map(str, stages))
         raise UsageError(
-            f"compile.passes: {name!r} is for zero_optimization.stage {wanted}, and the stage is {stage}; remove it or "
+            f"compile.passes: {name!r} is for zero_optimization.stage {wanted}, and the stage is "
+            f"{stage}; remove it or "
             "leave passes out"
         )

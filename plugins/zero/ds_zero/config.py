@@ -1,4 +1,6 @@
-"""The section ``zero_optimization``: every documented key, with its documented default (torch-free)."""
+"""The section ``zero_optimization``: every documented key, with its documented default
+(torch-free).
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,20 @@ LEAF_CLASSES = tuple(
         "qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
     )
 )
-"""Module classes of transformers whose submodules run on some ranks only; they are leaf modules by default."""
+"""Module classes of transformers whose submodules run on some ranks only; they are leaf modules by
+default.
+"""
 
 _DISK_KEYS = (
-    *("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write", "fast_init"),
+    *(
+        "nvme_path",
+        "buffer_count",
+        "buffer_size",
+        "max_in_cpu",
+        "pipeline_read",
+        "pipeline_write",
+        "fast_init",
+    ),
 )
 """Keys of stores that free memory; they are passed to the store as options."""
 
@@ -46,9 +58,13 @@ _DISK_KEYS = (
 class _Place(Section):
     """The keys of both offload sections: a store, and whether its memory is page-locked."""
 
-    device: str = option("none", '"none", "cpu", or the name of a state store that a plugin offers.', min_length=1)
+    device: str = option(
+        "none", '"none", "cpu", or the name of a state store that a plugin offers.', min_length=1
+    )
     pin_memory: bool = option(
-        False, "Page-lock the host memory, so that copies overlap with the device's work; such memory is never swapped."
+        False,
+        "Page-lock the host memory, so that copies overlap with the device's work; such memory is "
+        "never swapped.",
     )
 
     @property
@@ -64,7 +80,11 @@ class _Place(Section):
     def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
         """Keys without effect on this device."""
         fields = type(self).model_fields
-        changed = [k for k in fields if k in self.model_fields_set and getattr(self, k) != fields[k].get_default()]
+        changed = [
+            k
+            for k in fields
+            if k in self.model_fields_set and getattr(self, k) != fields[k].get_default()
+        ]
         if not self.on:
             unused = [k for k in changed if k != "device"]
         elif self.device.lower() == "cpu":
@@ -78,7 +98,9 @@ class _Place(Section):
 class OffloadParam(_Place):
     """Where the parameters of stage 3 are kept between uses."""
 
-    nvme_path: str | None = option(None, 'Folder on the NVMe device, for device "nvme".', min_length=1)
+    nvme_path: str | None = option(
+        None, 'Folder on the NVMe device, for device "nvme".', min_length=1
+    )
     buffer_count: int = option(5, "NVMe: buffers in the pool.", ge=1)
     buffer_size: int = option(100_000_000, "NVMe: elements per buffer.", ge=1)
     max_in_cpu: int = option(1_000_000_000, "NVMe: elements that stay in memory.", ge=0)
@@ -88,18 +110,28 @@ class OffloadOptimizer(_Place):
     """Where master weights and optimizer states are kept; the optimizer then runs on the host."""
 
     ratio: float = option(
-        1.0, "Stage 3: the share of elements that is offloaded; the others stay on the device.", ge=0, le=1
+        1.0,
+        "Stage 3: the share of elements that is offloaded; the others stay on the device.",
+        ge=0,
+        le=1,
     )
-    nvme_path: str | None = option(None, 'Folder on the NVMe device, for device "nvme".', min_length=1)
+    nvme_path: str | None = option(
+        None, 'Folder on the NVMe device, for device "nvme".', min_length=1
+    )
     buffer_count: int = option(4, "NVMe: buffers in the pool.", ge=1)
     pipeline_read: bool = option(False, "NVMe: read the next tile while this one is computed.")
     pipeline_write: bool = option(False, "NVMe: write the last tile while this one is computed.")
     fast_init: bool = option(False, "NVMe: faster initialisation.")
     super_offload: bool = option(
-        False, "Update each bucket on the host during backward, as soon as its gradients are reduced; exact."
+        False,
+        "Update each bucket on the host during backward, as soon as its gradients are reduced; "
+        "exact.",
     )
     cpuadam_cores_perc: float = option(
-        0.8, "super_offload: the share of this rank's threads that updates use during backward.", ge=0, le=1
+        0.8,
+        "super_offload: the share of this rank's threads that updates use during backward.",
+        ge=0,
+        le=1,
     )
 
     def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
@@ -110,41 +142,69 @@ class OffloadOptimizer(_Place):
 
 
 class ZenFlowConfig(Section):
-    """Which columns of weights are updated in every step, on the device, and when the others are, on the host."""
+    """Which columns of weights are updated in every step, on the device, and when the others are,
+    on the host.
+    """
 
-    topk_ratio: float = option(0.1, "The share of a weight's columns that are updated in every step.", ge=0, le=1)
+    topk_ratio: float = option(
+        0.1, "The share of a weight's columns that are updated in every step.", ge=0, le=1
+    )
     select_strategy: Literal["auto", "step", "epoch"] = option(
-        "auto", "The unit of select_interval; auto: each epoch, or 100 steps where the length of one is not known."
+        "auto",
+        "The unit of select_interval; auto: each epoch, or 100 steps where the length of one is "
+        "not known.",
     )
     select_interval: Annotated[int, Field(ge=1)] | Literal["auto"] = option(
-        "auto", "Steps or epochs until columns are chosen again; needed unless select_strategy is auto."
+        "auto",
+        "Steps or epochs until columns are chosen again; needed unless select_strategy is auto.",
     )
     update_interval: Annotated[int, Field(ge=1)] | Literal["auto"] = option(
-        "auto", "Steps after which the other columns are updated with the mean gradient; auto: see auto_ratio."
+        "auto",
+        "Steps after which the other columns are updated with the mean gradient; auto: see "
+        "auto_ratio.",
     )
     overlap_step: bool = option(
-        False, "The host updates while training goes on; its weights are used one update_interval later."
+        False,
+        "The host updates while training goes on; its weights are used one update_interval later.",
     )
-    offload: bool = option(False, "Keep the states of chosen columns on the host between steps, too.")
+    offload: bool = option(
+        False, "Keep the states of chosen columns on the host between steps, too."
+    )
     auto_ratio: float = option(
         0.99,
-        "update_interval auto: the share of weights whose other columns have added up to the chosen.",
+        "update_interval auto: the share of weights whose other columns have added up to the "
+        "chosen.",
         ge=0,
         le=1,
     )
-    full_warm_up_rounds: int = option(0, "The first steps, which update everything on the host.", ge=0)
+    full_warm_up_rounds: int = option(
+        0, "The first steps, which update everything on the host.", ge=0
+    )
     pt_reserved_cores_perc: float = option(
-        0.5, "overlap_step: the share of this rank's cores that the host's updates leave to torch.", ge=0, le=1
+        0.5,
+        "overlap_step: the share of this rank's cores that the host's updates leave to torch.",
+        ge=0,
+        le=1,
     )
 
     @model_validator(mode="after")
     def _intervals(self) -> ZenFlowConfig:
-        select, update = self.select_interval, self.update_interval
+        select = self.select_interval
+        update = self.update_interval
         if self.select_strategy != "auto" and select == "auto":
-            raise ValueError(f"select_interval must be a number where select_strategy is {self.select_strategy!r}")
-        if self.select_strategy == "step" and isinstance(select, int) and isinstance(update, int) and select < update:
             raise ValueError(
-                f"select_interval is {select}, less than update_interval, {update}; columns can be chosen at the "
+                "select_interval must be a number where select_strategy is "
+                f"{self.select_strategy!r}"
+            )
+        if (
+            self.select_strategy == "step"
+            and isinstance(select, int)
+            and isinstance(update, int)
+            and select < update
+        ):
+            raise ValueError(
+                f"select_interval is {select}, less than update_interval, {update}; columns can be "
+                "chosen at the "
                 f"beginning of an interval only, so use at least {update}"
             )
         return self
@@ -160,10 +220,14 @@ class ZenFlowConfig(Section):
 
 
 class LeafModules(Section):
-    """Modules that are gathered as one unit. A single name may be given without a list; duplicates are dropped."""
+    """Modules that are gathered as one unit.
+
+    A single name may be given without a list; duplicates are dropped.
+    """
 
     classes: list[str] = option(
-        list(LEAF_CLASSES), "Class names, plain or dotted; modules of these classes and their subclasses."
+        list(LEAF_CLASSES),
+        "Class names, plain or dotted; modules of these classes and their subclasses.",
     )
     names: list[str] = option([], "Module names, as named_modules() has them.")
     name_suffixes: list[str] = option([], "Suffixes of module names.")
@@ -174,21 +238,37 @@ class LeafModules(Section):
         if not isinstance(data, dict):
             return data
         listed = {k: [v] if isinstance(v, str) else v for k, v in data.items()}
-        texts = {k: v for k, v in listed.items() if isinstance(v, list) and all(isinstance(i, str) for i in v)}
+        texts = {
+            k: v
+            for k, v in listed.items()
+            if isinstance(v, list) and all(isinstance(i, str) for i in v)
+        }
         return {**listed, **{k: list(dict.fromkeys(v)) for k, v in texts.items()}}
 
 
 class Loco(Section):
     """Error feedback of quantised gradients."""
 
-    err_beta: float = option(0.8, "The share of the old error that is kept when a new one is made.", ge=0, le=1)
+    err_beta: float = option(
+        0.8, "The share of the old error that is kept when a new one is made.", ge=0, le=1
+    )
     reset_T: int = option(1024, "Optimizer steps after which errors are cleared.", gt=0)
 
 
 _STAGE_3 = frozenset(
     (
-        *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters"),
-        *("max_reuse_distance", "module_granularity_threshold", "use_all_reduce_for_fetch_params", "leaf_module"),
+        *(
+            "prefetch_bucket_size",
+            "param_persistence_threshold",
+            "model_persistence_threshold",
+            "max_live_parameters",
+        ),
+        *(
+            "max_reuse_distance",
+            "module_granularity_threshold",
+            "use_all_reduce_for_fetch_params",
+            "leaf_module",
+        ),
         *("allgather_sequential", "log_trace_cache_warnings", "override_module_apply"),
         "gather_16bit_weights_on_model_save",
     )
@@ -201,13 +281,15 @@ class ZeroConfig(Section):
 
     stage: Literal[0, 1, 2, 3] = option(
         0,
-        "What is partitioned. 0: nothing, 1: optimizer states, 2: and gradients, 3: and parameters.",
+        "What is partitioned. 0: nothing, 1: optimizer states, 2: and gradients, 3: and "
+        "parameters.",
         json_schema_extra={"x-ds-tune": [0, 1, 2, 3]},
     )
     # -- gradients
     contiguous_gradients: bool = option(
         True,
-        "Copy each gradient into its flat bucket as soon as it is computed; false: when the bucket is reduced.",
+        "Copy each gradient into its flat bucket as soon as it is computed; false: when the bucket "
+        "is reduced.",
         json_schema_extra={"x-ds-tune": {"values": [True, False], "stages": [1, 2]}},
     )
     reduce_scatter: bool = option(
@@ -219,21 +301,28 @@ class ZeroConfig(Section):
         500_000_000,
         "Elements per reduction; a larger parameter has its own.",
         gt=0,
-        json_schema_extra={"x-ds-tune": {"values": [50_000_000, 500_000_000, 1_000_000_000], "stages": [1, 2, 3]}},
+        json_schema_extra={
+            "x-ds-tune": {"values": [50_000_000, 500_000_000, 1_000_000_000], "stages": [1, 2, 3]}
+        },
     )
     use_multi_rank_bucket_allreduce: bool = option(
-        True, "Without reduce_scatter: one all-reduce per bucket; false: one reduction to each owner."
+        True,
+        "Without reduce_scatter: one all-reduce per bucket; false: one reduction to each owner.",
     )
     overlap_comm: bool | None = option(
         None,
-        "Reduce gradients while backward goes on; null: only in stage 3. False: backward waits for each bucket.",
+        "Reduce gradients while backward goes on; null: only in stage 3. False: backward waits for "
+        "each bucket.",
         json_schema_extra={"x-ds-tune": {"values": [True, False], "stages": [1, 2, 3]}},
     )
-    ignore_unused_parameters: bool = option(True, "False: a trainable parameter without a gradient is an error.")
+    ignore_unused_parameters: bool = option(
+        True, "False: a trainable parameter without a gradient is an error."
+    )
     round_robin_gradients: bool = option(
         False,
         "Spread the copies of gradients over the ranks.",
-        without_effect="each rank copies its own share of every bucket, so copies are always spread",
+        without_effect="each rank copies its own share of every bucket, so copies are always "
+        "spread",
     )
     # -- weights after the step
     allgather_partitions: bool = option(
@@ -246,11 +335,14 @@ class ZeroConfig(Section):
         "Elements per all-gather; a larger parameter has its own.",
         gt=0,
         old=("allgather_size",),
-        json_schema_extra={"x-ds-tune": {"values": [50_000_000, 500_000_000, 1_000_000_000], "stages": [1, 2]}},
+        json_schema_extra={
+            "x-ds-tune": {"values": [50_000_000, 500_000_000, 1_000_000_000], "stages": [1, 2]}
+        },
     )
     sub_group_size: int = option(
         1_000_000_000,
-        "The most elements of this rank's states in one flat buffer; a larger parameter has its own.",
+        "The most elements of this rank's states in one flat buffer; a larger parameter has its "
+        "own.",
         gt=0,
     )
     # -- stage 3
@@ -259,7 +351,9 @@ class ZeroConfig(Section):
         "Elements gathered ahead of their use.",
         ge=0,
         alias="stage3_prefetch_bucket_size",
-        json_schema_extra={"x-ds-tune": {"values": [5_000_000, 50_000_000, 500_000_000], "stages": [3]}},
+        json_schema_extra={
+            "x-ds-tune": {"values": [5_000_000, 50_000_000, 500_000_000], "stages": [3]}
+        },
     )
     param_persistence_threshold: int = option(
         100_000,
@@ -269,10 +363,16 @@ class ZeroConfig(Section):
         json_schema_extra={"x-ds-tune": {"values": [10_000, 100_000, 1_000_000], "stages": [3]}},
     )
     model_persistence_threshold: int = option(
-        sys.maxsize, "The most elements that stay unsharded.", ge=0, alias="stage3_model_persistence_threshold"
+        sys.maxsize,
+        "The most elements that stay unsharded.",
+        ge=0,
+        alias="stage3_model_persistence_threshold",
     )
     max_live_parameters: int = option(
-        1_000_000_000, "The most gathered elements at a time.", ge=0, alias="stage3_max_live_parameters"
+        1_000_000_000,
+        "The most gathered elements at a time.",
+        ge=0,
+        alias="stage3_max_live_parameters",
     )
     max_reuse_distance: int = option(
         1_000_000_000,
@@ -293,36 +393,54 @@ class ZeroConfig(Section):
         alias="stage3_module_granularity_threshold",
     )
     use_all_reduce_for_fetch_params: bool = option(
-        False, "Gather by all-reduce of zero-padded buffers.", alias="stage3_use_all_reduce_for_fetch_params"
+        False,
+        "Gather by all-reduce of zero-padded buffers.",
+        alias="stage3_use_all_reduce_for_fetch_params",
     )
-    allgather_sequential: bool = option(False, "Gather one parameter at a time.", alias="stage3_allgather_sequential")
+    allgather_sequential: bool = option(
+        False, "Gather one parameter at a time.", alias="stage3_allgather_sequential"
+    )
     memory_efficient_linear: bool = option(
         True,
         "Do not keep gathered weights of linear layers for backward.",
         without_effect="no module keeps a gathered weight for backward",
     )
-    log_trace_cache_warnings: bool = option(False, "Warn when modules run in another order than in the last pass.")
+    log_trace_cache_warnings: bool = option(
+        False, "Warn when modules run in another order than in the last pass."
+    )
     leaf_module: LeafModules = option(LeafModules(), "Modules that are gathered as one unit.")
     # -- hierarchies of ranks, see ds_zero.hierarchy
     zero_hpz_partition_size: int = option(
-        1, "hpZ: data-parallel ranks per block that keeps a second copy of gathered weights; 1: off.", ge=1
+        1,
+        "hpZ: data-parallel ranks per block that keeps a second copy of gathered weights; 1: off.",
+        ge=1,
     )
-    mics_shard_size: int = option(-1, "MiCS: data-parallel ranks over which states are partitioned; -1: all.", ge=-1)
+    mics_shard_size: int = option(
+        -1, "MiCS: data-parallel ranks over which states are partitioned; -1: all.", ge=-1
+    )
     mics_hierarchical_params_gather: bool = option(
-        False, "MiCS: gather in two steps where a shard group spans several hosts, first across hosts, then inside."
+        False,
+        "MiCS: gather in two steps where a shard group spans several hosts, first across hosts, "
+        "then inside.",
     )
     # -- slow links
-    zero_quantized_weights: bool = option(False, "Stage 3: send weights in 8 bits for modules that run (qwZ).")
+    zero_quantized_weights: bool = option(
+        False, "Stage 3: send weights in 8 bits for modules that run (qwZ)."
+    )
     zero_quantized_nontrainable_weights: bool = option(
         False, "Stage 3: weights that no optimizer updates rest in 8 bits, and are sent so."
     )
     zero_quantized_gradients: bool = option(
-        False, "Stage 3: send gradients in 4 bits, first inside each host and then between hosts (qgZ)."
+        False,
+        "Stage 3: send gradients in 4 bits, first inside each host and then between hosts (qgZ).",
     )
-    zeropp_loco_param: Loco | None = option(None, "Error feedback (LoCo) of zero_quantized_gradients; null: none.")
+    zeropp_loco_param: Loco | None = option(
+        None, "Error feedback (LoCo) of zero_quantized_gradients; null: none."
+    )
     # -- loading and checks
     load_from_fp32_weights: bool = option(
-        True, "Load master weights from stored fp32 copies; false: make them from the 16-bit weights."
+        True,
+        "Load master weights from stored fp32 copies; false: make them from the 16-bit weights.",
     )
     enable_sanity_checks: bool = option(False, "Compare the weights of all ranks after every step.")
     # -- offload
@@ -336,31 +454,45 @@ class ZeroConfig(Section):
         "Where optimizer states are kept.",
         json_schema_extra={"x-ds-tune": {"values": [{"device": "cpu"}], "stages": [1, 2, 3]}},
     )
-    cpu_offload: bool | None = option(None, "Deprecated: true is read as offload_optimizer.device cpu.")
-    cpu_offload_param: bool | None = option(None, "Deprecated: true is read as offload_param.device cpu.")
+    cpu_offload: bool | None = option(
+        None, "Deprecated: true is read as offload_optimizer.device cpu."
+    )
+    cpu_offload_param: bool | None = option(
+        None, "Deprecated: true is read as offload_param.device cpu."
+    )
     cpu_offload_use_pin_memory: bool | None = option(
-        None, "Deprecated, and not carried over: set pin_memory in offload_optimizer and offload_param."
+        None,
+        "Deprecated, and not carried over: set pin_memory in offload_optimizer and offload_param.",
     )
     zenflow: ZenFlowConfig | None = option(
-        None, "Update important columns of weights on the device in every step, others on the host now and then."
+        None,
+        "Update important columns of weights on the device in every step, others on the host now "
+        "and then.",
     )
     # -- later
     save_muon_momentum_buffer_in_memory: bool = option(
         False,
         "Keep Muon's momentum out of NVMe.",
-        without_effect="Muon's states always stay in memory: its device can be cpu, and NVMe is an error that says so",
+        without_effect="Muon's states always stay in memory: its device can be cpu, and NVMe is an "
+        "error that says so",
     )
     pipeline_loading_checkpoint: bool = option(
-        False, "Load in a pipeline.", without_effect="every rank reads only its own ranges of a checkpoint"
+        False,
+        "Load in a pipeline.",
+        without_effect="every rank reads only its own ranges of a checkpoint",
     )
     override_module_apply: bool = option(
-        True, "Module.apply gathers each module's own parameters; false: the function must gather them itself."
+        True,
+        "Module.apply gathers each module's own parameters; false: the function must gather them "
+        "itself.",
     )
     legacy_stage1: bool = option(
         False, "The old stage 1.", without_effect="there is one stage 1, with the same results"
     )
     elastic_checkpoint: bool = option(
-        False, "Legacy elastic checkpoints.", without_effect="every checkpoint loads at any number of ranks"
+        False,
+        "Legacy elastic checkpoints.",
+        without_effect="every checkpoint loads at any number of ranks",
     )
 
     @model_validator(mode="before")
@@ -372,14 +504,21 @@ class ZeroConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _old_offload(cls, data: Any) -> Any:
-        """Move ``cpu_offload`` and ``cpu_offload_param``; other values than booleans are reported later."""
+        """Move ``cpu_offload`` and ``cpu_offload_param``; other values than booleans are reported
+        later.
+        """
         if not isinstance(data, dict):
             return data
         moved = dict(data)
-        for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        for old, new in (
+            ("cpu_offload", "offload_optimizer"),
+            ("cpu_offload_param", "offload_param"),
+        ):
             if isinstance(moved.get(old), bool):
                 if moved.get(new) is not None and moved[old]:
-                    raise ValueError(f"{old} is the old name of {new}, and both are set; remove {old}")
+                    raise ValueError(
+                        f"{old} is the old name of {new}, and both are set; remove {old}"
+                    )
                 if moved.pop(old):
                     moved[new] = {"device": "cpu"}
         return moved
@@ -387,21 +526,41 @@ class ZeroConfig(Section):
     def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
         """Old keys, and those without effect at this stage."""
         if isinstance(given, bool):
-            yield "", f'true and false are deprecated: read as {{"stage": {self.stage}}}; write that'
+            yield (
+                "",
+                f'true and false are deprecated: read as {{"stage": {self.stage}}}; write that',
+            )
             return
-        for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        for old, new in (
+            ("cpu_offload", "offload_optimizer"),
+            ("cpu_offload_param", "offload_param"),
+        ):
             if isinstance(given.get(old), bool):
                 device = "cpu" if given[old] else "none"
-                yield old, f'is deprecated and was read as {new} {{"device": "{device}"}}; write that'
+                yield (
+                    old,
+                    f'is deprecated and was read as {new} {{"device": "{device}"}}; write that',
+                )
         if self.cpu_offload_use_pin_memory is not None:
-            yield "cpu_offload_use_pin_memory", "has no effect: set pin_memory in offload_optimizer and offload_param"
-        names = {s: n for n, f in type(self).model_fields.items() for s in (*names_of(n, f), *old_names(f))}
+            yield (
+                "cpu_offload_use_pin_memory",
+                "has no effect: set pin_memory in offload_optimizer and offload_param",
+            )
+        names = {
+            s: n
+            for n, f in type(self).model_fields.items()
+            for s in (*names_of(n, f), *old_names(f))
+        }
         unused = [k for k in given if names.get(k) in _STAGE_3] if 0 < self.stage < 3 else []
         if self.stage < 3 and self.offload_param is not None and self.offload_param.on:
             unused += [key for key in ("offload_param", "cpu_offload_param") if given.get(key)]
         if unused:
             have = "has" if len(unused) == 1 else "have"
-            yield "", f"{', '.join(unused)} {have} no effect at stage {self.stage}: only stage 3 gathers parameters"
+            yield (
+                "",
+                f"{', '.join(unused)} {have} no effect at stage {self.stage}: only stage 3 gathers "
+                "parameters",
+            )
 
     @field_validator("leaf_module", mode="before")
     @classmethod
@@ -432,7 +591,9 @@ class ZeroConfig(Section):
 
     def bucket_elements(self, world: int) -> int:
         """The most elements of one flat buffer over `world` ranks together."""
-        return max(1, min(self.reduce_bucket_size, self.allgather_bucket_size, self.sub_group_size * world))
+        return max(
+            1, min(self.reduce_bucket_size, self.allgather_bucket_size, self.sub_group_size * world)
+        )
 
     def unit_elements(self, world: int) -> int:
         """The most elements that stage 3 gathers at a time, except for larger parameters."""
@@ -446,12 +607,15 @@ class AllowUntestedOptimizer(RootModel[bool]):
 
 
 class ForceOwnOptimizer(RootModel[bool]):
-    """Refuse an optimizer object of the user's where optimizer states are offloaded; default true."""
+    """Refuse an optimizer object of the user's where optimizer states are offloaded; default
+    true."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
 
-def switch(config: RunConfig, key: type[AllowUntestedOptimizer | ForceOwnOptimizer], default: bool) -> bool:
+def switch(
+    config: RunConfig, key: type[AllowUntestedOptimizer | ForceOwnOptimizer], default: bool
+) -> bool:
     """The value of a top-level key that is a switch of ds-zero's."""
     section = config.section(key)
     return default if section is None else section.root

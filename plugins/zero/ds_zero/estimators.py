@@ -1,11 +1,12 @@
 """How much memory the model states need under ZeRO: arithmetic and the printed tables (torch-free).
 
-Model states are weights, gradients and Adam's moments; activations and temporaries come on top. "live" functions
-count a model's parameters, "cold" ones take the counts as arguments. In the tables 1 GB is 2**30 bytes.
+Model states are weights, gradients and Adam's moments; activations and temporaries come on top.
+"live" functions count a model's parameters, "cold" ones take the counts as arguments. In the tables
+1 GB is 2**30 bytes.
 
-[Note: bytes per parameter] A half-precision weight takes 2 bytes and its gradient 2; in fp32 weight, gradient and the
-two moments take 4 each, 16 together. A process that builds the model in fp32 on the host takes 4 more, so n processes
-of a machine take 4n: this is what `zero_init` saves.
+[Note: bytes per parameter] A half-precision weight takes 2 bytes and its gradient 2; in fp32
+weight, gradient and the two moments take 4 each, 16 together. A process that builds the model in
+fp32 on the host takes 4 more, so n processes of a machine take 4n: this is what `zero_init` saves.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ GB = 2**30
 
 
 def count_params(model: nn.Module) -> tuple[int, int]:
-    """Number of elements of all parameters, and of the module with the most direct parameters (not its children's).
+    """Number of elements of all parameters, and of the module with the most direct parameters (not
+    its children's).
 
-    Parameters that share memory count once in the first number. Works on the meta device too. Call it before
+    Parameters that share memory count once in the first number. Works on the meta device too. Call
+    it before
     `initialize`: the parameters of a model under stage 3 are empty between its passes.
     """
     elements: dict[tuple[Any, ...], int] = {}
@@ -41,7 +44,9 @@ def count_params(model: nn.Module) -> tuple[int, int]:
         # On the meta device all pointers are 0, and only the storage object shows what is shared.
         place = (storage.data_ptr() or storage._cdata, param.storage_offset())
         elements[place] = max(elements.get(place, 0), param.numel())
-    largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
+    largest = max(
+        sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()
+    )
     return sum(elements.values()), largest
 
 
@@ -54,14 +59,17 @@ def estimate_zero2_model_states_mem_needs(
 ) -> tuple[int, int]:
     """Bytes of host memory per node, and of device memory per device, under stage 2.
 
-    total_params: elements. cpu_offload: the optimizer's states are on the host. additional_buffer_factor: safety
-    factor on the host memory. Raises ValueError when a number of devices or nodes is below 1.
+    total_params: elements. cpu_offload: the optimizer's states are on the host.
+    additional_buffer_factor: safety factor on the host memory. Raises ValueError when a number of
+    devices or nodes is below 1.
     """
     devices = _devices(num_gpus_per_node, num_nodes)
     if cpu_offload:
-        device, host = 2 * total_params, total_params * max(4 * num_gpus_per_node, 16)
+        device = 2 * total_params
+        host = total_params * max(4 * num_gpus_per_node, 16)
     else:
-        device, host = 4 * total_params + 16 * total_params / devices, total_params * 4 * num_gpus_per_node
+        device = 4 * total_params + 16 * total_params / devices
+        host = total_params * 4 * num_gpus_per_node
     return int(host * additional_buffer_factor), int(device)
 
 
@@ -75,19 +83,25 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """Bytes of host memory per node, of device memory per device, and how many of these the largest layer takes.
+    """Bytes of host memory per node, of device memory per device, and how many of these the largest
+    layer takes.
 
-    total_params, largest_layer_params: elements. cpu_offload: the optimizer's states are on the host.
-    cpu_offload_params: the weights are there too; they never are without the optimizer's states, so this has no effect
-    when `cpu_offload` is False. zero_init: the model is sharded while it is built, and never complete on the host.
+    total_params, largest_layer_params: elements. cpu_offload: the optimizer's states are on the
+        host.
+    cpu_offload_params: the weights are there too; they never are without the optimizer's states, so
+        this has no effect when `cpu_offload` is False. zero_init: the model is sharded while it is
+        built, and never complete on the host.
     additional_buffer_factor: safety factor on the host memory. Raises ValueError when a
-    number of devices or nodes is below 1.
+        number of devices or nodes is below 1.
     """
     devices = _devices(num_gpus_per_node, num_nodes)
-    layer = int(4 * largest_layer_params)  # weights and gradients of the gathered layer, in half precision
+    # weights and gradients of the gathered layer, in half precision
+    layer = int(4 * largest_layer_params)
     unsharded = 4 * num_gpus_per_node
     if cpu_offload:
-        device, kept = (layer, 18) if cpu_offload_params else (layer + int(2 * total_params / devices), 16)
+        device, kept = (
+            (layer, 18) if cpu_offload_params else (layer + int(2 * total_params / devices), 16)
+        )
         share = kept / num_nodes
         host = total_params * (share if zero_init else max(unsharded, share))
     else:
@@ -97,17 +111,29 @@ def estimate_zero3_model_states_mem_needs(
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print what stage 2 needs for `model`, with and without offload; see `estimate_zero2_model_states_mem_needs`."""
+    """Print what stage 2 needs for `model`, with and without offload; see
+    `estimate_zero2_model_states_mem_needs`.
+    """
     total, _ = count_params(model)
-    estimate_zero2_model_states_mem_needs_all_cold(total, num_gpus_per_node, num_nodes, additional_buffer_factor)
+    estimate_zero2_model_states_mem_needs_all_cold(
+        total, num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
-    total_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+    total_params: float,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print what stage 2 needs, with and without offload; see `estimate_zero2_model_states_mem_needs`."""
+    """Print what stage 2 needs, with and without offload; see
+    `estimate_zero2_model_states_mem_needs`.
+    """
 
     def rows() -> Iterator[tuple[int, int, str]]:
         for offload in (True, False):
@@ -121,9 +147,14 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print what stage 3 needs for `model`, for all options; see `estimate_zero3_model_states_mem_needs`."""
+    """Print what stage 3 needs for `model`, for all options; see
+    `estimate_zero3_model_states_mem_needs`.
+    """
     total, largest = count_params(model)
     estimate_zero3_model_states_mem_needs_all_cold(
         total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor
@@ -153,10 +184,16 @@ def estimate_zero3_model_states_mem_needs_all_cold(
                     additional_buffer_factor=additional_buffer_factor,
                 )
                 places = [f"{'cpu' if there else 'none':4}" for there in (params, optimizer)]
-                options = f"offload_param={places[0]}, offload_optimizer={places[1]}, zero_init={init:d}"
+                options = (
+                    f"offload_param={places[0]}, offload_optimizer={places[1]}, zero_init={init:d}"
+                )
                 yield host, device, options
 
-    model = f"{_millions(total_params)} total params, {_millions(largest_layer_params)} largest layer params."
+    model = (
+        f"{_millions(total_params)} total params, {_millions(largest_layer_params)} largest "
+        "layer "
+        "params."
+    )
     _print_table(model, num_gpus_per_node, num_nodes, rows())
 
 
@@ -172,9 +209,15 @@ def _millions(params: float) -> str:
     return f"{int(params / 1e6)}M"
 
 
-def _print_table(model: str, num_gpus_per_node: int, num_nodes: int, rows: Iterable[tuple[int, int, str]]) -> None:
-    """Print the heading and `rows` of (host bytes, device bytes, options); nothing when the rows raise."""
-    lines = [f"{host / GB:8.2f}GB | {device / GB:6.2f}GB | {options}" for host, device, options in rows]
+def _print_table(
+    model: str, num_gpus_per_node: int, num_nodes: int, rows: Iterable[tuple[int, int, str]]
+) -> None:
+    """Print the heading and `rows` of (host bytes, device bytes, options); nothing when the rows
+    raise.
+    """
+    lines = [
+        f"{host / GB:8.2f}GB | {device / GB:6.2f}GB | {options}" for host, device, options in rows
+    ]
     nodes = f"{num_nodes} {'node' if num_nodes == 1 else 'nodes'}"
     devices = f"{num_gpus_per_node} {'GPU' if num_gpus_per_node == 1 else 'GPUs'}"
     print("Estimated memory needed for params, optim states and gradients for a:")

@@ -18,15 +18,17 @@ _REGISTERED = "_ds_external_parameters"
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Make stage 3 gather `parameter`, which another module owns, for ``module.forward``.
 
-    Call it before or after `initialize`. It is not needed for a parameter that is read as ``other.weight`` inside a
-    forward, or that a module returns. Raises UsageError when `module` is not a module or `parameter` not a parameter,
-    and, once there is an engine, when no engine has the parameter; `initialize` checks those registered before.
+    Call it before or after `initialize`. It is not needed for a parameter that is read as
+    ``other.weight`` inside a forward, or that a module returns. Raises UsageError when `module` is
+    not a module or `parameter` not a parameter, and, once there is an engine, when no engine has
+    the parameter; `initialize` checks those registered before.
     """
     _check(module, parameter)
     owner = owner_of(parameter)
     if owner is None and in_engine(module):
         raise UsageError(
-            f"register_external_parameter: the parameter of shape {tuple(parameter.shape)} belongs to no module that "
+            f"register_external_parameter: the parameter of shape {tuple(parameter.shape)} belongs "
+            "to no module that "
             "was given to initialize"
         )
     registered = externals(module)
@@ -37,12 +39,16 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Undo `register_external_parameter`. Raises UsageError when the parameter was not registered."""
+    """Undo `register_external_parameter`.
+
+    Raises UsageError when the parameter was not registered.
+    """
     _check(module, parameter)
     registered = externals(module)
     if not any(p is parameter for p in registered):
         raise UsageError(
-            f"unregister_external_parameter: the parameter of shape {tuple(parameter.shape)} was not registered with "
+            f"unregister_external_parameter: the parameter of shape {tuple(parameter.shape)} was "
+            "not registered with "
             f"this {type(module).__name__}"
         )
     module.__dict__[_REGISTERED] = [p for p in registered if p is not parameter]
@@ -64,8 +70,11 @@ def in_engine(module: nn.Module) -> bool:
 
 def _check(module: Any, parameter: Any) -> None:
     if not isinstance(module, nn.Module):
-        raise UsageError(f"external parameters: the first argument must be a module, not {type(module).__name__}")
+        raise UsageError(
+            f"external parameters: the first argument must be a module, not {type(module).__name__}"
+        )
     if not isinstance(parameter, nn.Parameter):
         raise UsageError(
-            f"external parameters: the second argument must be an nn.Parameter, not {type(parameter).__name__}"
+            "external parameters: the second argument must be an nn.Parameter, not "
+            f"{type(parameter).__name__}"
         )

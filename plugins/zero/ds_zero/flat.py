@@ -1,8 +1,10 @@
-"""Flat buckets: parameters in one buffer, of which each rank owns an equal shard that its optimizer updates.
+"""Flat buckets: parameters in one buffer, of which each rank owns an equal shard that its optimizer
+updates.
 
-[Note: pieces] The optimizer gets one tensor per parameter: this rank's piece of it, a view of the shard, or empty.
-So an unused parameter keeps its weight and state (its piece has no gradient, and torch's optimizers skip it), step
-counters are per parameter, and parameter groups have as many entries as the user gave.
+[Note: pieces] The optimizer gets one tensor per parameter: this rank's piece of it, a view of the
+shard, or empty. So an unused parameter keeps its weight and state (its piece has no gradient, and
+torch's optimizers skip it), step counters are per parameter, and parameter groups have as many
+entries as the user gave.
 """
 
 from __future__ import annotations
@@ -34,22 +36,25 @@ if TYPE_CHECKING:
 __all__ = ["FlatBucket", "make_buckets", "needs_full_tensors"]
 
 HOST_BYTES = 1 << 23
-"""The most bytes of a bucket in host memory whose gradient buffer is freed in each step, or which is reduced during
-backward. The allocator keeps freed memory only up to some size; above it every step pays for fresh pages: 70 of 410 ms
-CPU time for 114 MB."""
+"""The most bytes of a bucket in host memory whose gradient buffer is freed in each step, or which
+is reduced during backward. The allocator keeps freed memory only up to some size; above it every
+step pays for fresh pages: 70 of 410 ms CPU time for 114 MB."""
 
 
 class FlatBucket:
     """Parameters of one dtype, device and replica group, one after the other in a flat buffer.
 
-    full: the buffer, of which parameters are views. shard: this rank's shard of it. sharded: whether weights are
-    sharded between steps; else `full` is always there, and `shard` is a view of it. away: set where a store frees the
-    shard's memory, which is there inside `shard_here` only. parts: of `shard`, by piece. master: what the optimizer
-    updates: the shard itself, or a copy of it in the dtype of master weights or in a store. replicas, held, counted:
-    see `ParamInfo`. axes: those of `replicas` over which it is sharded, far: the others; see `ds_zero.hierarchy`.
-    group, world, rank: along `axes`. reduces: whether other ranks have the parameters, too. owned: set where the
-    optimizer updates full tensors (see `owned_tensors`); `master` is the shard then. second: this rank's share of a
-    second copy of gathered weights, if there is one. deferred: who writes masters and `shard` at times of its own.
+    full: the buffer, of which parameters are views. shard: this rank's shard of it. sharded:
+        whether weights are sharded between steps; else `full` is always there, and `shard` is a
+        view of it. away: set where a store frees the shard's memory, which is there inside
+        `shard_here` only. parts: of `shard`, by piece. master: what the optimizer
+    updates: the shard itself, or a copy of it in the dtype of master weights or in a store.
+        replicas, held, counted: see `ParamInfo`. axes: those of `replicas` over which it is
+        sharded, far: the others; see `ds_zero.hierarchy`.
+    group, world, rank: along `axes`. reduces: whether other ranks have the parameters, too. owned:
+        set where the optimizer updates full tensors (see `owned_tensors`); `master` is the shard
+        then. second: this rank's share of a second copy of gathered weights, if there is one.
+        deferred: who writes masters and `shard` at times of its own.
     """
 
     def __init__(
@@ -63,27 +68,41 @@ class FlatBucket:
     ) -> None:
         mesh = ctx.mesh
         self.placement = placement
-        self.params, self.names = list(params), [i.name for i in infos]
+        self.params = list(params)
+        self.names = [i.name for i in infos]
         self.shapes = [tuple(p.shape) for p in params]
-        self.replicas, self.held, self.sharded = infos[0].replicas, infos[0].held, sharded
+        self.replicas = infos[0].replicas
+        self.held = infos[0].held
+        self.sharded = sharded
         self.axes, self.far = sharding_axes(mesh, self.replicas), far(mesh, self.replicas)
         self.reduces = mesh.size(*self.replicas) > 1
         text = f"{self.names[0]!r}" + (f" to {self.names[-1]!r}" if len(self.names) > 1 else "")
-        self.about_weights, self.about_gradients = f"weights of {text}", f"gradients of {text}"  # for comm.label
+        # for comm.label
+        self.about_weights = f"weights of {text}"
+        self.about_gradients = f"gradients of {text}"
         self.counted = infos[0].counted
-        self.group, self.world, self.rank = mesh.group(*self.axes), mesh.size(*self.axes), mesh.index(*self.axes)
+        self.group, self.world, self.rank = (
+            mesh.group(*self.axes),
+            mesh.size(*self.axes),
+            mesh.index(*self.axes),
+        )
         self.layout = Layout.of([p.numel() for p in params], self.world)
         self.full = self._flatten(mesh.ranks(*self.replicas), mesh.group(*self.replicas))
         mine = slice(self.rank * self.layout.shard_numel, (self.rank + 1) * self.layout.shard_numel)
         self.shard = self.full[mine]
         if sharded:
-            self.shard = self.shard.clone() if placement.shards is None else placement.shards.copy_in(self.shard)
+            self.shard = (
+                self.shard.clone()
+                if placement.shards is None
+                else placement.shards.copy_in(self.shard)
+            )
         self.shard_in_store = sharded and placement.shards is not None
         self.master_in_store = False
         self._staged: Tensor | None = None
         self.master = self._master(self.full[mine], ctx.precision.master) if masters else self.shard
         self.pieces = [self._piece(i) for i in range(len(self.params))]
-        self.parts = [self.shard[p.within] for p in self.pieces]  # torch makes no view of a tensor that is evicted
+        # torch makes no view of a tensor that is evicted
+        self.parts = [self.shard[p.within] for p in self.pieces]
         self.owned: OptimizerTensors | None = None
         self.second: SecondCopy | None = None
         self.joined: dict[str, Tensor] = {}  # optimizer states by name, see `tiled_step`
@@ -91,14 +110,21 @@ class FlatBucket:
         if self.evictable:
             assert placement.masters is not None
             placement.masters.evict([self.master])
-        frees = self.shard_in_store and placement.shards is not None and not placement.shards.resident
-        self.away = AwayShard(placement.shards, self.shard) if frees and placement.shards is not None else None
+        frees = (
+            self.shard_in_store and placement.shards is not None and not placement.shards.resident
+        )
+        self.away = (
+            AwayShard(placement.shards, self.shard)
+            if frees and placement.shards is not None
+            else None
+        )
 
     @torch.no_grad()
     def _master(self, mine: Tensor, wanted: torch.dtype | None) -> Tensor:
         """The tensor that the optimizer updates, made from this rank's shard of `full`."""
         dtype = wanted if wanted is not None and mine.is_floating_point() else mine.dtype
-        store, shards = self.placement.masters if self.trains else None, self.placement.shards
+        store = self.placement.masters if self.trains else None
+        shards = self.placement.shards
         stays = store is not None and store.resident and shards is not None and shards.resident
         stays = stays and not self.placement.deferred
         if store is not None and not (self.shard_in_store and stays and dtype == mine.dtype):
@@ -110,8 +136,12 @@ class FlatBucket:
 
     @torch.no_grad()
     def _flatten(self, ranks: list[int], group: Any) -> Tensor:
-        """Move the parameters into one buffer, and broadcast the weights of the first of the global `ranks`."""
-        full = torch.zeros(self.layout.total, dtype=self.params[0].dtype, device=self.params[0].device)
+        """Move the parameters into one buffer, and broadcast the weights of the first of the global
+        `ranks`.
+        """
+        full = torch.zeros(
+            self.layout.total, dtype=self.params[0].dtype, device=self.params[0].device
+        )
         agreed = True
         for param, view in zip(self.params, self.views(full), strict=True):
             found = pop_weight(param, ranks)
@@ -124,7 +154,8 @@ class FlatBucket:
         return full
 
     def _piece(self, index: int) -> Piece:
-        span, param = self.layout.span(index, self.rank), self.params[index]
+        span = self.layout.span(index, self.rank)
+        param = self.params[index]
         values = self.master[span.at : span.at + span.stop - span.start]
         master = nn.Parameter(values, requires_grad=param.requires_grad)
         return Piece(self.names[index], param, self.shapes[index], index, *span, master)
@@ -141,23 +172,37 @@ class FlatBucket:
 
     @property
     def stepped_on_host(self) -> bool:
-        """Whether the optimizer updates this bucket on the host, so that reduced gradients are copied there."""
+        """Whether the optimizer updates this bucket on the host, so that reduced gradients are
+        copied there.
+        """
         placed = self.placement.masters is not None and not self.placement.deferred
         return placed and self.trains and self.owned is None
 
     @property
     def evictable(self) -> bool:
         """Whether masters and optimizer states are in a store that frees memory."""
-        return self.master_in_store and self.placement.masters is not None and not self.placement.masters.resident
+        return (
+            self.master_in_store
+            and self.placement.masters is not None
+            and not self.placement.masters.resident
+        )
 
     @property
     def upcast(self) -> bool:
         """Whether masters have another dtype than the weights."""
         return self.master.dtype != self.dtype
 
-    def shard_here(self, *, write: bool = False, fresh: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Inside, `shard` is in memory, and may be changed if `write`. fresh: all of it will be written."""
-        return contextlib.nullcontext() if self.away is None else self.away.here(write=write, fresh=fresh)
+    def shard_here(
+        self, *, write: bool = False, fresh: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """Inside, `shard` is in memory, and may be changed if `write`. fresh: all of it will be
+        written.
+        """
+        return (
+            contextlib.nullcontext()
+            if self.away is None
+            else self.away.here(write=write, fresh=fresh)
+        )
 
     @contextlib.contextmanager
     def in_memory(self) -> Iterator[None]:
@@ -206,9 +251,11 @@ class FlatBucket:
 
     @property
     def staged(self) -> Tensor | None:
-        """Where a step writes this rank's shard: the shard itself, or host memory that is copied to the device.
+        """Where a step writes this rank's shard: the shard itself, or host memory that is copied to
+        the device.
 
-        None where it cannot, or where masters have the weights' dtype: then `update_shard` copies them.
+        None where it cannot, or where masters have the weights' dtype: then `update_shard` copies
+        them.
         """
         if not self.upcast or (self.away is not None and not self.evictable):
             return None
@@ -219,21 +266,26 @@ class FlatBucket:
         return self._staged
 
     def weight_targets(self) -> list[Tensor | None]:
-        """For each of `optimized`, where a step writes its value in the weights' dtype; None: `update_shard` does."""
+        """For each of `optimized`, where a step writes its value in the weights' dtype; None:
+        `update_shard` does.
+        """
         if self.owned is not None:
             return self.owned.weight_targets()
         staged = self.staged
         if staged is None:
             return [None] * len(self.pieces)
         parts = self.parts if staged is self.shard else [staged[p.within] for p in self.pieces]
-        return [part if p.stop > p.start else None for part, p in zip(parts, self.pieces, strict=True)]
+        return [
+            part if p.stop > p.start else None for part, p in zip(parts, self.pieces, strict=True)
+        ]
 
     @torch.no_grad()
     def update_shard(self, unused: Iterable[Piece]) -> None:
-        """After a step, which has written `weight_targets`: write the remaining new weights into the shard.
+        """After a step, which has written `weight_targets`: write the remaining new weights into
+        the shard.
 
-        unused: those that the step has left as they were. Masters are in memory. See `Transfers.to_device`. Collective
-        where the optimizer updates full tensors.
+        unused: those that the step has left as they were. Masters are in memory. See
+        `Transfers.to_device`. Collective where the optimizer updates full tensors.
         """
         staged = self.staged
         if staged is not None and staged is not self.shard and self.owned is None:
@@ -246,18 +298,23 @@ class FlatBucket:
             return
         elif self.master_in_store and not self.shard_in_store:
             assert self.placement.transfers is not None
-            self.placement.transfers.to_device(self.shard, self.master if staged is None else staged)
+            self.placement.transfers.to_device(
+                self.shard, self.master if staged is None else staged
+            )
         else:
             with self.shard_here(write=True, fresh=True):
                 self.shard.copy_(self.master)
 
     @torch.no_grad()
     def write(self, index: int, weight: Tensor) -> None:
-        """Make `weight`, equal on all ranks, the weight of parameter `index` in its shard and its master.
+        """Make `weight`, equal on all ranks, the weight of parameter `index` in its shard and its
+        master.
 
         The parameter itself must have it already, if it is unsharded.
         """
-        flat, piece, owned = weight.reshape(-1), self.pieces[index], self.optimized[index]
+        flat = weight.reshape(-1)
+        piece = self.pieces[index]
+        owned = self.optimized[index]
         self.outdate()
         if self.sharded:
             with self.shard_here(write=True):
@@ -276,19 +333,26 @@ class FlatBucket:
         owned = self.optimized[index]
         with self.in_memory():
             master = owned.master.data.view(-1)
-            now = self.view(self.full, index).reshape(-1)[owned.start : owned.stop].to(master.device)
+            now = (
+                self.view(self.full, index).reshape(-1)[owned.start : owned.stop].to(master.device)
+            )
             master.copy_(torch.where(master.to(now.dtype) == now, master, now))
         if self.deferred is not None:
             self.deferred.follow(owned)
 
     def outdate(self) -> None:
-        """The weights have changed, on all ranks that have them: a second copy is not used any more."""
+        """The weights have changed, on all ranks that have them: a second copy is not used any
+        more.
+        """
         if self.second is not None:
             self.second.valid = False
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Make the master weights from the shard. Collective where the optimizer updates full tensors."""
+        """Make the master weights from the shard.
+
+        Collective where the optimizer updates full tensors.
+        """
         if self.owned is not None:
             self.owned.refresh()
         elif self.master is not self.shard:
@@ -301,10 +365,13 @@ class FlatBucket:
         if not self.shard_in_store:
             return self.shard
         assert self.placement.transfers is not None
-        mine, away = self.own_shard(self.full), self.away
+        mine = self.own_shard(self.full)
+        away = self.away
         if away is not None:
             away.hold()
-        self.placement.transfers.to_device(mine, self.shard, then=None if away is None else away.drop)
+        self.placement.transfers.to_device(
+            mine, self.shard, then=None if away is None else away.drop
+        )
         return mine
 
     def start_gather(self, wire: WeightWire) -> list[Any]:
@@ -336,22 +403,39 @@ def make_buckets(
     placement: Callable[[nn.Parameter], StatePlacement] = lambda param: ON_DEVICE,
     small_on_host: bool = False,
 ) -> list[FlatBucket]:
-    """Assign `params` to buckets in reverse order, which is about the order in which backward finishes them.
+    """Assign `params` to buckets in reverse order, which is about the order in which backward
+    finishes them.
 
-    capacity: world size -> the most elements of a bucket. masters: whether an optimizer will update them. Frozen
-    parameters have buckets of their own, which are not reduced until they are thawed. placement: where each parameter's
-    states are. small_on_host: buckets in host memory have at most `HOST_BYTES`.
+    capacity: world size -> the most elements of a bucket. masters: whether an optimizer will update
+    them. Frozen parameters have buckets of their own, which are not reduced until they are thawed.
+    placement: where each parameter's states are. small_on_host: buckets in host memory have at most
+    `HOST_BYTES`.
     """
     masters = masters and not needs_full_tensors(ctx)
 
     def kind(param: nn.Parameter) -> tuple[Any, ...]:
         info = ctx.params[param]
-        return info.replicas, info.held, info.counted, param.dtype, param.device, param.requires_grad, placement(param)
+        return (
+            info.replicas,
+            info.held,
+            info.counted,
+            param.dtype,
+            param.device,
+            param.requires_grad,
+            placement(param),
+        )
 
     def most(key: tuple[Any, ...]) -> int:
         replicas, _, _, dtype, device, *_ = key
         limit = capacity(ctx.mesh.size(*sharding_axes(ctx.mesh, replicas)))
-        return min(limit, HOST_BYTES // dtype.itemsize) if small_on_host and device.type == "cpu" else limit
+        return (
+            min(limit, HOST_BYTES // dtype.itemsize)
+            if small_on_host and device.type == "cpu"
+            else limit
+        )
 
     runs = arrange(params, kind, lambda key, filled, size: filled + size > most(key))
-    return [FlatBucket(run, [ctx.params[p] for p in run], ctx, sharded, masters, placement(run[0])) for run in runs]
+    return [
+        FlatBucket(run, [ctx.params[p] for p in run], ctx, sharded, masters, placement(run[0]))
+        for run in runs
+    ]

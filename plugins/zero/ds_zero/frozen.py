@@ -1,4 +1,6 @@
-"""Frozen weights that rest quantised (`zero_quantized_nontrainable_weights`): the store of their shards."""
+"""Frozen weights that rest quantised (`zero_quantized_nontrainable_weights`): the store of their
+shards.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,16 @@ __all__ = ["QuantisedStore"]
 class QuantisedStore(StateStore):
     """Evicted tensors are 8-bit messages on their own device: a quarter of fp32, a half of 16 bits.
 
-    options: ``host``: copies are made in host memory. See `ds_zero.quantised` for what a message is.
+    options: ``host``: copies are made in host memory. See `ds_zero.quantised` for what a message
+    is.
     """
 
     resident = False
 
     def __init__(self, ctx: Context, options: Mapping[str, Any]) -> None:
         super().__init__(ctx, options)
-        self._coder, self._host = Coder(ctx.kernels), bool(options.get("host"))
+        self._coder = Coder(ctx.kernels)
+        self._host = bool(options.get("host"))
         # By storage, which lives as long as its tensor: its elements, and the message.
         self._kept: dict[int, tuple[int, Tensor]] = {}
 
@@ -61,7 +65,8 @@ class QuantisedStore(StateStore):
         for tensor in tensors:
             if is_evicted(tensor) or not tensor.numel():
                 continue
-            storage, key = tensor.untyped_storage(), _key(tensor)
+            storage = tensor.untyped_storage()
+            key = _key(tensor)
             if changed or key not in self._kept:
                 flat = _flat(tensor, storage.nbytes() // tensor.element_size())
                 kind = Message.of(WEIGHT_BITS, flat.numel())

@@ -1,11 +1,12 @@
 """Stage 3's gathers: units are gathered before they are needed, and released when they are not.
 
-[Note: double backward] A backward with ``create_graph=True`` leaves a graph that refers to weights as well, and it is
-unknown when the next backward needs them. So the weights that it used stay unsharded until the end of the next backward
-without ``create_graph``, or the step.
+[Note: double backward] A backward with ``create_graph=True`` leaves a graph that refers to weights
+as well, and it is unknown when the next backward needs them. So the weights that it used stay
+unsharded until the end of the next backward without ``create_graph``, or the step.
 
-[Note: same order] Gathers are collectives, so all ranks must ask for the same units in the same order. Everything here
-follows from the order of modules, which must be equal on all ranks; below a leaf module it may differ.
+[Note: same order] Gathers are collectives, so all ranks must ask for the same units in the same
+order. Everything here follows from the order of modules, which must be equal on all ranks; below a
+leaf module it may differ.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ log = logging.getLogger("ds_zero")
 class GatherScheduler:
     """Decides when units are gathered, prefetched and released; hooks report which modules run.
 
-    live: elements unsharded or being gathered now. peak: the maximum of `live`. wire: a function of a unit that gives
-    the wire of its next gather for running modules; None: `exact`, by which callers get exact weights.
+    live: elements unsharded or being gathered now. peak: the maximum of `live`. wire: a function of
+    a unit that gives the wire of its next gather for running modules; None: `exact`, by which
+    callers get exact weights.
     """
 
     def __init__(
@@ -42,11 +44,15 @@ class GatherScheduler:
         units: Sequence[GatherUnit],
         wire: Callable[[Any], WeightWire | None] = lambda unit: None,
     ) -> None:
-        self.section, self.units, self._wire = section, list(units), wire
+        self.section = section
+        self.units = list(units)
+        self._wire = wire
         self.exact = weight_wire(section)
         offload = section.weights_offload
         reads = offload is not None and any(u.away for u in units)
-        self._window = offload.buffer_count * offload.buffer_size if offload is not None and reads else 0
+        self._window = (
+            offload.buffer_count * offload.buffer_size if offload is not None and reads else 0
+        )
         self.sizes = [u.size for u in units]
         self.live = self.peak = 0
         self.passes = 0  # how many have ended
@@ -55,9 +61,10 @@ class GatherScheduler:
         self._traces = {True: Trace(), False: Trace()}  # by whether grad mode is on
         self._trace = self._traces[True]
         self._opening = False
-        self._clock = self._began = 0  # counts fetches in forwards; its value when the last forward began
+        # counts fetches in forwards; its value when the last forward began
+        self._clock = self._began = 0
 
-    # -- passes ----------------------------------------------------------------------------------------------
+    # -- passes ------------------------------------------------------------------------------------
 
     def open(self) -> None:
         """An outermost forward begins."""
@@ -87,7 +94,9 @@ class GatherScheduler:
             self.release_all()
 
     def trails(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The modules (named by a weight) of this pass, in order, and of the last one with gradients."""
+        """The modules (named by a weight) of this pass, in order, and of the last one with
+        gradients.
+        """
 
         def named(units: list[int]) -> tuple[str, ...]:
             return tuple(f"the module of {self.units[i].name!r}" for i in units)
@@ -105,10 +114,13 @@ class GatherScheduler:
         for unit in self.units:
             unit.end_uses()
 
-    # -- for callers -----------------------------------------------------------------------------------------
+    # -- for callers -------------------------------------------------------------------------------
 
     def pin(self, unit: GatherUnit) -> None:
-        """Gather `unit` and keep it unsharded until `unpin`, whatever runs meanwhile. Calls nest."""
+        """Gather `unit` and keep it unsharded until `unpin`, whatever runs meanwhile.
+
+        Calls nest.
+        """
         self._begin_pin(unit)
         if unit.state is UnitState.GATHERING:
             unit.complete()
@@ -150,13 +162,17 @@ class GatherScheduler:
             if unit.state is UnitState.GATHERING or unit.idle:
                 self.release(unit)
 
-    # -- units -----------------------------------------------------------------------------------------------
+    # -- units -------------------------------------------------------------------------------------
 
     def fetch(self, unit: GatherUnit) -> None:
         """Unshard `unit`, and start to gather what is expected next."""
-        if not self._trace.visit(unit.index, opening=self._opening) and self.section.log_trace_cache_warnings:
+        if (
+            not self._trace.visit(unit.index, opening=self._opening)
+            and self.section.log_trace_cache_warnings
+        ):
             log.warning(
-                "stage 3: %s does not come next in the order of the last pass; no prefetching until this pass ends",
+                "stage 3: %s does not come next in the order of the last pass; no prefetching "
+                "until this pass ends",
                 unit.name,
             )
         self._opening = False
@@ -232,7 +248,9 @@ class GatherScheduler:
 def narrower_dtype(
     params: Sequence[nn.Parameter], own: torch.dtype, listed: Mapping[nn.Parameter, torch.dtype]
 ) -> torch.dtype | None:
-    """The dtype that `listed` allows for all of `params`, if it is narrower than their own; else None."""
+    """The dtype that `listed` allows for all of `params`, if it is narrower than their own; else
+    None.
+    """
     wanted = {listed.get(p) for p in params}
     dtype = wanted.pop() if len(wanted) == 1 else None
     return dtype if dtype is not None and dtype.itemsize < own.itemsize else None

@@ -1,12 +1,15 @@
-"""Module hooks of stage 3: they report to `GatherScheduler` which module runs, in forward and in backward.
+"""Module hooks of stage 3: they report to `GatherScheduler` which module runs, in forward and in
+backward.
 
-[Note: parameters used elsewhere] A parameter that a running module reads from another one (``self.emb.weight`` in the
-forward of a parent) is gathered at that moment. From then on the running module gathers it with its own parameters.
-For this the modules' parameter dicts are replaced by dicts that notice reads, until `GatherHooks.remove`.
+[Note: parameters used elsewhere] A parameter that a running module reads from another one
+(``self.emb.weight`` in the forward of a parent) is gathered at that moment. From then on the
+running module gathers it with its own parameters. For this the modules' parameter dicts are
+replaced by dicts that notice reads, until `GatherHooks.remove`.
 
-[Note: compiled modules] The hooks wait for collectives and change what parameters hold, so torch.compile must not trace
-into them: a graph ends at each module that gathers, and the next one begins with unsharded weights. So what is compiled
-is gathered as a whole (`GatherHooks.gather_whole`): below such a module there are no hooks, and reads go unnoticed.
+[Note: compiled modules] The hooks wait for collectives and change what parameters hold, so
+torch.compile must not trace into them: a graph ends at each module that gathers, and the next one
+begins with unsharded weights. So what is compiled is gathered as a whole
+(`GatherHooks.gather_whole`): below such a module there are no hooks, and reads go unnoticed.
 """
 
 from __future__ import annotations
@@ -57,8 +60,8 @@ class _ObservedParams(dict[str, Any]):
 class GatherHooks:
     """The gather hooks of one engine.
 
-    modules: those that gather parameters. unit_of: the unit of each sharded parameter. backward_began: called when the
-    first hook of a backward runs.
+    modules: those that gather parameters. unit_of: the unit of each sharded parameter.
+    backward_began: called when the first hook of a backward runs.
     """
 
     def __init__(
@@ -69,9 +72,13 @@ class GatherHooks:
         unit_of: Mapping[nn.Parameter, BucketUnit],
         backward_began: Callable[[], None],
     ) -> None:
-        self._root, self._gathering, self._unit_of, self._backward_began = root, gathering, unit_of, backward_began
+        self._root = root
+        self._gathering = gathering
+        self._unit_of = unit_of
+        self._backward_began = backward_began
         self._units = {g.module: list(dict.fromkeys(unit_of[p] for p in g.params)) for g in modules}
-        self._below = {m: g.module for g in modules if g.leaf for m in g.module.modules()}  # the leaf above
+        # the leaf above
+        self._below = {m: g.module for g in modules if g.leaf for m in g.module.modules()}
         self._traced: set[nn.Module] = set()  # by torch.compile, see [Note: compiled modules]
         self._known = set(root.parameters())
         self._registered: dict[nn.Module, list[BucketUnit]] = {}
@@ -97,19 +104,29 @@ class GatherHooks:
         if self._unit_of:
             self._hooks.append(register_module_module_registration_hook(self._note_change))
             self._hooks.append(register_module_parameter_registration_hook(self._note_change))
-            self._hooks.append(self._root.register_forward_pre_hook(self._pre_root_forward, prepend=True))
+            self._hooks.append(
+                self._root.register_forward_pre_hook(self._pre_root_forward, prepend=True)
+            )
 
     def _hook(self, module: nn.Module) -> None:
-        self._hooks.append(module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True))
-        self._hooks.append(module.register_forward_hook(self._post_forward, with_kwargs=True, always_call=True))
+        self._hooks.append(
+            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+        )
+        self._hooks.append(
+            module.register_forward_hook(self._post_forward, with_kwargs=True, always_call=True)
+        )
 
     def _observe(self, module: nn.Module) -> None:
         mine = any(p in self._unit_of for p in module._parameters.values() if p is not None)
-        if mine and module not in self._traced and not isinstance(module._parameters, _ObservedParams):
+        if (
+            mine
+            and module not in self._traced
+            and not isinstance(module._parameters, _ObservedParams)
+        ):
             module._parameters = _ObservedParams(module._parameters, self._on_read)
             self._owners.append(module)
 
-    # -- changes after initialize ----------------------------------------------------------------------------
+    # -- changes after initialize ------------------------------------------------------------------
 
     def gather_whole(self, module: nn.Module) -> None:
         """From now on `module` gathers all units below it, and nothing below it has hooks."""
@@ -120,7 +137,9 @@ class GatherHooks:
             self._below[below] = module
         self._traced.update(module.modules())
         self._units[module] = list(dict.fromkeys(units))
-        self._names.setdefault(module, next(n for n, m in self._root.named_modules() if m is module))
+        self._names.setdefault(
+            module, next(n for n, m in self._root.named_modules() if m is module)
+        )
         self.install()
 
     def _add(self, module: nn.Module, unit: BucketUnit) -> None:
@@ -140,7 +159,8 @@ class GatherHooks:
 
     def remove_external(self, module: nn.Module, param: nn.Parameter) -> None:
         """See `WeightOwner.remove_external`."""
-        unit, left = self._unit_of.get(param), self._registered.get(module, [])
+        unit = self._unit_of.get(param)
+        left = self._registered.get(module, [])
         if unit not in left:
             return
         left.remove(unit)
@@ -149,10 +169,13 @@ class GatherHooks:
             self._units[module].remove(unit)
 
     def _note_change(self, module: nn.Module, name: str, added: Any) -> None:
-        self._changed = True  # anywhere in the process; the next forward checks whether it is in this model
+        # anywhere in the process; the next forward checks whether it is in this model
+        self._changed = True
 
     def _look_again(self, root: nn.Module, args: Any) -> None:
-        """After a module or parameter was added somewhere: hook modules that have parameters of a unit."""
+        """After a module or parameter was added somewhere: hook modules that have parameters of a
+        unit.
+        """
         if not self._changed:
             return
         self._changed = False
@@ -169,7 +192,8 @@ class GatherHooks:
         if untrained:
             more = f" and {len(untrained) - 5} more" if len(untrained) > 5 else ""
             log.warning(
-                "parameters added to the model after initialize are not trained, and each rank has its own: %s%s; "
+                "parameters added to the model after initialize are not trained, and each rank has "
+                "its own: %s%s; "
                 "add modules before initialize to train them",
                 ", ".join(untrained[:5]),
                 more,
@@ -177,7 +201,9 @@ class GatherHooks:
             self._known.update(root.parameters())
 
     def activity(self) -> tuple[str, int, tuple[str, ...], tuple[str, ...]]:
-        """What runs now, how many passes through the model have ended, the modules of this one and of the last one."""
+        """What runs now, how many passes through the model have ended, the modules of this one and
+        of the last one.
+        """
         gathering = self._gathering
         running = [module for module, _ in list(self._stack)]
         text = f"in forward of module {self._names[running[-1]]!r}" if running else ""
@@ -185,7 +211,7 @@ class GatherHooks:
             text = f"in backward of module {self._names[self._in_backward_of]!r}"
         return text, gathering.passes, *gathering.trails()
 
-    # -- forward ---------------------------------------------------------------------------------------------
+    # -- forward -----------------------------------------------------------------------------------
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         gathering = self._gathering
@@ -218,7 +244,8 @@ class GatherHooks:
     def _end_use(self, units: Sequence[BucketUnit]) -> None:
         for unit in units:
             unit.uses.forward -= 1
-            # In backward this forward was a recomputation, and its backward comes next; `on_gradient` releases.
+            # In backward this forward was a recomputation, and its backward comes next;
+            # `on_gradient` releases.
             if not self._gathering.in_backward:
                 self._gathering.drop(unit)
             elif torch.is_grad_enabled():
@@ -250,19 +277,24 @@ class GatherHooks:
         unit.uses.forward += 1
         self._gathering.fetch(unit)
 
-    # -- backward --------------------------------------------------------------------------------------------
+    # -- backward ----------------------------------------------------------------------------------
 
     def _expect_backward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Register the hooks that gather the units when backward reaches `module`."""
         units = self._units[module]
         outputs = [t for t in tensors_of(output) if t.requires_grad]
         if not outputs:
-            if not _is_searched(output):  # it may hide tensors, so no hook shows when backward reaches this module
+            # it may hide tensors, so no hook shows when backward reaches this module
+            if not _is_searched(output):
                 for unit in units:
                     unit.uses.rest_of_pass |= unit.bucket.trainable
             return
-        register_multi_grad_hook(outputs, functools.partial(self._before_backward, module), mode="any")
-        if any(not p.requires_grad for u in units for p in u.bucket.params) or any(u.leaf for u in units):
+        register_multi_grad_hook(
+            outputs, functools.partial(self._before_backward, module), mode="any"
+        )
+        if any(not p.requires_grad for u in units for p in u.bucket.params) or any(
+            u.leaf for u in units
+        ):
             before = [t for t in tensors_of(inputs) if t.requires_grad]
             if before:
                 register_multi_grad_hook(before, functools.partial(self._after_backward, module))
@@ -287,7 +319,10 @@ class GatherHooks:
                 self._end_backward_use(unit)
 
     def on_gradient(self, param: nn.Parameter) -> None:
-        """A parameter has its gradient. Once all of a unit have, this backward does not need the unit any more."""
+        """A parameter has its gradient.
+
+        Once all of a unit have, this backward does not need the unit any more.
+        """
         unit = self._unit_of.get(param)
         if unit is None:
             return
@@ -322,4 +357,7 @@ class GatherHooks:
 
 def _is_searched(output: Any) -> bool:
     """Whether `tensors_of` finds all tensors in an output of this type."""
-    return isinstance(output, (Tensor, list, tuple, set, Mapping, int, float, str, bool)) or output is None
+    return (
+        isinstance(output, (Tensor, list, tuple, set, Mapping, int, float, str, bool))
+        or output is None
+    )

@@ -1,11 +1,11 @@
 """Gather a sharded weight when code accesses it, inside constructors and inside `apply`.
 
-[Note: gathered on access] A constructor may write to the weights of children that are finished, and so sharded
-(``nn.init.normal_(self.head.weight)``, ``lin.weight.data.mul_(2)``). A torch function mode sees each such call, on this
-thread and inside the context only: the weight is gathered before the call, and written back as the first rank has it
-when another weight is accessed or the next module begins. A weight of which a view is alive (``data =
-lin.weight.data``) stays unsharded until the view is gone, since writes to the view count too. Shapes are answered
-without a gather.
+[Note: gathered on access] A constructor may write to the weights of children that are finished, and
+so sharded (``nn.init.normal_(self.head.weight)``, ``lin.weight.data.mul_(2)``). A torch function
+mode sees each such call, on this thread and inside the context only: the weight is gathered before
+the call, and written back as the first rank has it when another weight is accessed or the next
+module begins. A weight of which a view is alive (``data = lin.weight.data``) stays unsharded until
+the view is gone, since writes to the view count too. Shapes are answered without a gather.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ def gathering_on_access() -> bool:
 
 
 class GatherOnAccess(TorchFunctionMode):
-    """Inside, torch functions get sharded parameters unsharded; see [Note: gathered on access]. Collective."""
+    """Inside, torch functions get sharded parameters unsharded; see [Note: gathered on access].
+
+    Collective.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,23 +111,32 @@ class GatherOnAccess(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def release(self, *, all_weights: bool = False) -> None:
-        """Write back and reshard what was gathered; weights with a live view only with `all_weights`."""
+        """Write back and reshard what was gathered; weights with a live view only with
+        `all_weights`.
+        """
         if not self._open:
             return
         handles = sorted(self._open.values(), key=lambda h: h.order)
-        in_use = [False] * len(handles) if all_weights else _agree(handles, [_in_use(h.param) for h in handles])
+        in_use = (
+            [False] * len(handles)
+            if all_weights
+            else _agree(handles, [_in_use(h.param) for h in handles])
+        )
         for handle, stays in zip(handles, in_use, strict=True):
             if stays:
                 continue
             del self._open[handle.param]
-            now = handle_of(handle.param)  # an engine may own it by now, or other code has resharded it
+            # an engine may own it by now, or other code has resharded it
+            now = handle_of(handle.param)
             if now is not None and now.order == handle.order and not now.is_sharded:
                 now.reshard() if now.in_context else now.commit()
 
 
 @untracked
 def _in_use(param: nn.Parameter) -> bool:
-    """Whether there is another reference to the parameter's storage (the question itself makes one more)."""
+    """Whether there is another reference to the parameter's storage (the question itself makes one
+    more).
+    """
     storage = param.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) > 2
 
@@ -137,9 +149,12 @@ def _agree(handles: list[WeightHandle], flags: list[bool]) -> list[bool]:
         groups.setdefault(handle.ranks, []).append(index)
     agreed = list(flags)
     for ranks in sorted(groups):
-        members, first = groups[ranks], handles[groups[ranks][0]]
+        members = groups[ranks]
+        first = handles[groups[ranks][0]]
         if len(ranks) > 1:
-            votes = torch.tensor([flags[i] for i in members], dtype=torch.uint8, device=first.device)
+            votes = torch.tensor(
+                [flags[i] for i in members], dtype=torch.uint8, device=first.device
+            )
             comm.all_reduce(votes, op=torch.distributed.ReduceOp.MAX, group=first.group)
             for index, vote in zip(members, votes.tolist(), strict=True):
                 agreed[index] = bool(vote)

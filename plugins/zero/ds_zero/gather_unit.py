@@ -1,9 +1,10 @@
 """A unit of stage 3's weights: a bucket that is gathered and released as one.
 
-[Note: storage] A unit's parameters are views of one buffer whose storage has size 0 while the unit is sharded. What
-autograd saves for backward (the weight, or a transposed view of it) refers to that storage, so it takes no memory, and
-is right again once the unit is gathered. A sharded parameter itself is an empty tensor, so that using it by mistake is
-a shape error and not a read of freed memory.
+[Note: storage] A unit's parameters are views of one buffer whose storage has size 0 while the unit
+is sharded. What autograd saves for backward (the weight, or a transposed view of it) refers to that
+storage, so it takes no memory, and is right again once the unit is gathered. A sharded parameter
+itself is an empty tensor, so that using it by mistake is a shape error and not a read of freed
+memory.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class UnitState(enum.Enum):
 class Uses:
     """Reference counts of a unit by reason: while any is set, it has to be unsharded.
 
-    forward: modules whose forward runs. backward: backward has reached a module of the unit, and has not used it yet.
+    forward: modules whose forward runs. backward: backward has reached a module of the unit, and
+        has not used it yet.
     rest_of_pass: it is needed until the pass ends. callers: how often it is pinned.
     """
 
@@ -53,17 +55,22 @@ class Uses:
 class GatherUnit(ABC):
     """State and reference counts of a unit; subclasses move the data.
 
-    index: of the unit. size: elements, padding included. leaf: belongs to a leaf module, below which ranks may run
-    different modules. name: a parameter of it, for messages. exact: whether the last gather gave the bits of the
-    shards. for_caller: whether it was gathered for a caller only. arrived: parameters whose gradient this backward
-    has computed. first_use: when the last forward first needed it, as a count of fetches; -1: never.
+    index: of the unit. size: elements, padding included. leaf: belongs to a leaf module, below
+    which ranks may run different modules. name: a parameter of it, for messages. exact: whether the
+    last gather gave the bits of the shards. for_caller: whether it was gathered for a caller only.
+    arrived: parameters whose gradient this backward has computed. first_use: when the last forward
+    first needed it, as a count of fetches; -1: never.
     """
 
     def __init__(self, index: int, size: int, leaf: bool, name: str) -> None:
-        self.index, self.size, self.leaf, self.name = index, size, leaf, name
+        self.index = index
+        self.size = size
+        self.leaf = leaf
+        self.name = name
         self.state = UnitState.SHARDED
         self.uses = Uses()
-        self.exact, self.for_caller = True, False
+        self.exact = True
+        self.for_caller = False
         self.arrived: set[nn.Parameter] = set()
         self.first_use = -1
 
@@ -105,7 +112,9 @@ class GatherUnit(ABC):
         self.state = UnitState.UNSHARDED
 
     def refresh(self, wire: WeightWire) -> None:
-        """Gather again, by a `wire` that is exact, into the memory of which the parameters are views."""
+        """Gather again, by a `wire` that is exact, into the memory of which the parameters are
+        views.
+        """
         if self.state is UnitState.GATHERING:
             self.complete()
         self.state = UnitState.SHARDED  # but the memory stays
@@ -113,7 +122,10 @@ class GatherUnit(ABC):
         self.complete()
 
     def release(self) -> None:
-        """Free the unsharded weights. Only uses that outlive this (forward's and callers' counts) are kept."""
+        """Free the unsharded weights.
+
+        Only uses that outlive this (forward's and callers' counts) are kept.
+        """
         if self.state is UnitState.GATHERING:
             self.complete()
         self._expect(UnitState.UNSHARDED)
@@ -125,7 +137,8 @@ class GatherUnit(ABC):
 
     def end_uses(self) -> None:
         """Nothing runs any more: forget uses by forward and backward."""
-        self.uses.forward, self.uses.backward = 0, False
+        self.uses.forward = 0
+        self.uses.backward = False
         self.arrived.clear()
 
     @property
@@ -173,7 +186,9 @@ class BucketUnit(GatherUnit):
         for work in self._works:
             work.wait()
         self._works = []
-        for param, view in zip(self.bucket.params, self.bucket.views(self.bucket.full), strict=True):
+        for param, view in zip(
+            self.bucket.params, self.bucket.views(self.bucket.full), strict=True
+        ):
             param.data = view
         self._set_status(ZeroParamStatus.AVAILABLE)
 

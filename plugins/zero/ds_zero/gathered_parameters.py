@@ -1,4 +1,6 @@
-"""`GatheredParameters`: sharded weights gathered for a while, to be read or written; and what is built on it."""
+"""`GatheredParameters`: sharded weights gathered for a while, to be read or written; and what is
+built on it.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +19,31 @@ from ds_zero.external import register_external_parameter
 from ds_zero.sharded_param import untracked
 from ds_zero.weights import WeightHandle, handles_of
 
-__all__ = ["GatheredParameters", "empty_partition_cache", "is_zero_param", "unwrap_model_for_generation"]
+__all__ = [
+    "GatheredParameters",
+    "empty_partition_cache",
+    "is_zero_param",
+    "unwrap_model_for_generation",
+]
 
 
 class GatheredParameters:
-    """Inside the context the parameters are unsharded on every rank. Collective: every rank enters and leaves.
+    """Inside the context the parameters are unsharded on every rank. Collective: every rank enters
+    and leaves.
 
-    params: a parameter, an iterable of them (a mapping gives its values), or a module, which means all below it.
-    Parameters that ZeRO does not partition are left alone. modifier_rank: None if they are only read; else the global
-    rank whose values at the end become the weight on all ranks, master weights included. For a parameter that rank 0
-    does not share (an expert's), 0 means the first of its ranks. fwd_module: its forward will use the parameters, see
+    params: a parameter, an iterable of them (a mapping gives its values), or a module, which means
+    all below it. Parameters that ZeRO does not partition are left alone. modifier_rank: None if
+    they are only read; else the global rank whose values at the end become the weight on all ranks,
+    master weights included. For a parameter that rank 0 does not share (an expert's), 0 means the
+    first of its ranks. fwd_module: its forward will use the parameters, see
     `register_external_parameter`. enabled=False does nothing.
 
-    Writes without a modifier_rank are lost, or an error under ``enable_sanity_checks``. After an exception nothing is
-    written back. A backward after the context through operations that ran inside it, outside of modules, fails.
+    Writes without a modifier_rank are lost, or an error under ``enable_sanity_checks``. After an
+    exception nothing is written back. A backward after the context through operations that ran
+    inside it, outside of modules, fails.
 
-    Raises UsageError when contexts overlap, when a parameter has been moved to another device or shape inside, or when
-    modifier_rank does not share a parameter.
+    Raises UsageError when contexts overlap, when a parameter has been moved to another device or
+    shape inside, or when modifier_rank does not share a parameter.
     """
 
     def __init__(
@@ -45,8 +55,15 @@ class GatheredParameters:
     ) -> None:
         self._params = _flat(params) if enabled else []
         self._modifier = modifier_rank
-        if modifier_rank is not None and comm.is_initialized() and not 0 <= modifier_rank < comm.world_size():
-            raise UsageError(f"modifier_rank {modifier_rank} is not a rank; this run has 0 to {comm.world_size() - 1}")
+        if (
+            modifier_rank is not None
+            and comm.is_initialized()
+            and not 0 <= modifier_rank < comm.world_size()
+        ):
+            raise UsageError(
+                f"modifier_rank {modifier_rank} is not a rank; this run has 0 to "
+                f"{comm.world_size() - 1}"
+            )
         self._handles: list[WeightHandle] = []
         self._before: dict[nn.Parameter, Tensor] = {}
         if fwd_module is not None:
@@ -61,7 +78,8 @@ class GatheredParameters:
         for handle in handles:
             if handle.in_context:
                 raise UsageError(
-                    f"parameter {handle.name!r} is in an outer GatheredParameters already; contexts must not overlap"
+                    f"parameter {handle.name!r} is in an outer GatheredParameters already; "
+                    "contexts must not overlap"
                 )
             if self._modifier is not None:
                 handle.source(self._modifier)
@@ -74,10 +92,17 @@ class GatheredParameters:
 
     @untracked
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         handles, self._handles = self._handles, []
-        written = [h for h in handles if h.param in self._before and not _same(h.param, self._before[h.param])]
+        written = [
+            h
+            for h in handles
+            if h.param in self._before and not _same(h.param, self._before[h.param])
+        ]
         for handle in handles:
             handle.in_context = False
         try:
@@ -93,8 +118,10 @@ class GatheredParameters:
                 handle.reshard()
         if written and kind is None:
             raise UsageError(
-                f"parameter {written[0].name!r} was written inside GatheredParameters without modifier_rank, so the "
-                "write is dropped; name the rank whose value counts: GatheredParameters(..., modifier_rank=0)"
+                f"parameter {written[0].name!r} was written inside GatheredParameters without "
+                "modifier_rank, so the "
+                "write is dropped; name the rank whose value counts: GatheredParameters(..., "
+                "modifier_rank=0)"
             )
 
 
@@ -106,7 +133,9 @@ def _flat(params: Any) -> list[Any]:
     if isinstance(params, Mapping):
         params = params.values()
     if not isinstance(params, Iterable):
-        raise UsageError(f"GatheredParameters takes parameters or a module, not {type(params).__name__}")
+        raise UsageError(
+            f"GatheredParameters takes parameters or a module, not {type(params).__name__}"
+        )
     return list(params)
 
 
@@ -117,12 +146,17 @@ def _same(param: Tensor, before: Tensor) -> bool:
 
 
 def is_zero_param(param: Any) -> bool:
-    """Whether stage 3 (or `Init`) manages `param`, so that it has ``ds_id``, ``ds_shape`` and ``ds_tensor``."""
+    """Whether stage 3 (or `Init`) manages `param`, so that it has ``ds_id``, ``ds_shape`` and
+    ``ds_tensor``.
+    """
     return isinstance(param, Tensor) and hasattr(param, "ds_id")
 
 
 def empty_partition_cache(engine: Any) -> None:
-    """Release weights that `engine` has prefetched or kept for reuse. Does nothing in stages 0 to 2."""
+    """Release weights that `engine` has prefetched or kept for reuse.
+
+    Does nothing in stages 0 to 2.
+    """
     release = getattr(engine.partitioner, "release_idle", None)
     if release is not None:
         release()
@@ -130,7 +164,8 @@ def empty_partition_cache(engine: Any) -> None:
 
 @contextlib.contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
-    """Inside, all weights are unsharded and stage 3's hooks are off, for a generation loop. Collective; no gradients.
+    """Inside, all weights are unsharded and stage 3's hooks are off, for a generation loop.
+    Collective; no gradients.
 
     model: an engine or its module. Yields the module. Training may go on after the context.
     """

@@ -25,14 +25,19 @@ __all__ = ["GradientSource"]
 class GradientSource(ABC):
     """Takes the gradients of `buckets` from backward, and gives the optimizer those of its pieces.
 
-    given: between `gradients` and the end of the step, the gradient of each of what is `optimized` of all buckets.
-    local: whether gradients stay in ``param.grad``, so that nothing needs to be reported in backward.
+    given: between `gradients` and the end of the step, the gradient of each of what is `optimized`
+        of all buckets.
+    local: whether gradients stay in ``param.grad``, so that nothing needs to be reported in
+        backward.
     """
 
     local = False
 
     def __init__(self, owner: ZeroPartitioner, buckets: Sequence[FlatBucket]) -> None:
-        self.owner, self.ctx, self.section, self.buckets = owner, owner.ctx, owner.section, list(buckets)
+        self.owner = owner
+        self.ctx = owner.ctx
+        self.section = owner.section
+        self.buckets = list(buckets)
         self.given: list[Tensor | None] = []
         self._params = {p for b in buckets for p in b.params}
         self._axes = {b: self.ctx.mesh.expand((*b.held, *b.axes)) for b in buckets}
@@ -48,15 +53,20 @@ class GradientSource(ABC):
 
     @abstractmethod
     def add(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Take a gradient that no backward has made; like one that comes at the end of a backward."""
+        """Take a gradient that no backward has made; like one that comes at the end of a
+        backward."""
 
     @abstractmethod
     def gradients(self) -> list[GradGroup]:
-        """All gradients that this rank's optimizer gets, in the dtypes in which they arrived; and `given`."""
+        """All gradients that this rank's optimizer gets, in the dtypes in which they arrived; and
+        `given`.
+        """
 
     @abstractmethod
     def used(self, bucket: FlatBucket) -> bool:
-        """Whether any rank had a gradient for any parameter of `bucket`; asked between `gradients` and `zero_grad`."""
+        """Whether any rank had a gradient for any parameter of `bucket`; asked between `gradients`
+        and `zero_grad`.
+        """
 
     def unused(self, bucket: FlatBucket) -> list[Piece]:
         """This rank's pieces of `bucket` for which no rank had a gradient; asked when `used` is."""
@@ -69,7 +79,9 @@ class GradientSource(ABC):
 
     @abstractmethod
     def tensors(self, bucket: FlatBucket, *, reduced: bool) -> Iterable[Tensor | None]:
-        """The tensors that hold gradients of `bucket`: what will not be reduced again, or (not `reduced`) what will."""
+        """The tensors that hold gradients of `bucket`: what will not be reduced again, or (not
+        `reduced`) what will.
+        """
 
     def grads(self, bucket: FlatBucket) -> Grads | None:
         """The gradients of `bucket` in its flat layout; None where there are none, now or ever."""
@@ -86,7 +98,7 @@ class GradientSource(ABC):
     def detach(self) -> None:  # noqa: B027
         """Free buffers."""
 
-    # -- for implementations -----------------------------------------------------------------------------------
+    # -- for implementations -----------------------------------------------------------------------
 
     def refuse_unused(self, used: Iterable[Iterable[bool]]) -> None:
         """Raise UsageError where `ignore_unused_parameters` is off and a parameter had no gradient.
@@ -109,9 +121,12 @@ class GradientSource(ABC):
             )
 
     def grouped(
-        self, mine: Iterable[Sequence[Tensor | None]], norms: Mapping[FlatBucket, Tensor] = MappingProxyType({})
+        self,
+        mine: Iterable[Sequence[Tensor | None]],
+        norms: Mapping[FlatBucket, Tensor] = MappingProxyType({}),
     ) -> list[GradGroup]:
-        """`given`, and the groups of the norm. mine: per bucket, the gradients of what is `optimized` of it.
+        """`given`, and the groups of the norm. mine: per bucket, the gradients of what is
+        `optimized` of it.
 
         norms: of buckets whose gradients are evicted, their L2 norm, which stands for them.
         """
@@ -124,4 +139,6 @@ class GradientSource(ABC):
                 found.append(norms[bucket])
             elif bucket.counted:
                 found += [g for g in grads if g is not None]
-        return [GradGroup(axes, tensors) for axes, tensors in by_axes.items()] or [GradGroup((), [])]
+        return [GradGroup(axes, tensors) for axes, tensors in by_axes.items()] or [
+            GradGroup((), [])
+        ]

@@ -1,16 +1,19 @@
 """Reduction of gradients to the shards of the ranks that own them.
 
-Each bucket collects its gradients in a flat buffer (`Grads.local`). A complete buffer is reduced to its owners while
-backward goes on, and the result is added to this rank's shard (`Grads.shard`). All ranks reduce buckets in one order.
+Each bucket collects its gradients in a flat buffer (`Grads.local`). A complete buffer is reduced to
+its owners while backward goes on, and the result is added to this rank's shard (`Grads.shard`). All
+ranks reduce buckets in one order.
 
-[Note: flags] At the end of each reduction ranks exchange one byte per parameter ("I had a gradient") and one per
-bucket ("gradients came after its reduction", as in nested backwards: then it is reduced once more). So a parameter
-that no rank used keeps ``grad=None`` as in one-process torch, and ranks whose control flow differs stay in step.
+[Note: flags] At the end of each reduction ranks exchange one byte per parameter ("I had a
+gradient") and one per bucket ("gradients came after its reduction", as in nested backwards: then it
+is reduced once more). So a parameter that no rank used keeps ``grad=None`` as in one-process torch,
+and ranks whose control flow differs stay in step.
 
-[Note: reduced] Who wants to begin with a bucket before the end of backward sets `Reducer.on_reduced`. It is called at
-an accumulation boundary only, when the shard has all that was accumulated. What it cannot know yet: which parameters
-the other ranks used (one that this rank used is used), whether gradients are finite, their norm, and that no gradient
-comes late (then it is called again for that bucket, in `Reducer.finish`, or after the next `begin`).
+[Note: reduced] Who wants to begin with a bucket before the end of backward sets
+`Reducer.on_reduced`. It is called at an accumulation boundary only, when the shard has all that was
+accumulated. What it cannot know yet: which parameters the other ranks used (one that this rank used
+is used), whether gradients are finite, their norm, and that no gradient comes late (then it is
+called again for that bucket, in `Reducer.finish`, or after the next `begin`).
 """
 
 from __future__ import annotations
@@ -44,15 +47,18 @@ __all__ = ["Reducer"]
 log = logging.getLogger("ds_zero")
 
 IN_FLIGHT = 2
-"""Reductions running at a time from stage 2 on: one bucket is reduced while the next one is filled."""
+"""Reductions running at a time from stage 2 on: one bucket is reduced while the next one is filled.
+"""
 
 FLYING = 16 << 20
-"""Bytes of buckets that may be in reduction in any case. Two small ones do not fill the link between two hosts, since
-each also waits for the ranks to come to it."""
+"""Bytes of buckets that may be in reduction in any case. Two small ones do not fill the link
+between two hosts, since each also waits for the ranks to come to it."""
 
 
 def crowded(flying: Iterable[int]) -> bool:
-    """Whether the oldest reduction has to end before a buffer is taken. flying: bytes of each bucket in reduction."""
+    """Whether the oldest reduction has to end before a buffer is taken. flying: bytes of each
+    bucket in reduction.
+    """
     sizes = list(flying)
     return len(sizes) >= IN_FLIGHT and sum(sizes) > FLYING
 
@@ -95,12 +101,13 @@ class _Reduction:
 class Reducer(GradientSource):
     """Reduces gradients to the ranks that own them. See the module's docstring.
 
-    groups: the process group of each bucket's reduction. order: the order in which buckets are reduced, asked for at
-    the start of each backward; equal on all ranks. on_reduced: see [Note: reduced]. wire: by which a bucket is reduced;
+    groups: the process group of each bucket's reduction. order: the order in which buckets are
+        reduced, asked for at the start of each backward; equal on all ranks. on_reduced: see [Note:
+        reduced]. wire: by which a bucket is reduced;
     None: by that of the config.
 
-    [Note: chains] The later collectives of a `Chain` begin where the next bucket's first one does: the same place on
-    all ranks, and a bucket's backward later.
+    [Note: chains] The later collectives of a `Chain` begin where the next bucket's first one does:
+    the same place on all ranks, and a bucket's backward later.
     """
 
     on_reduced: Callable[[FlatBucket], None] | None = None
@@ -115,7 +122,9 @@ class Reducer(GradientSource):
         wire: Callable[[FlatBucket], GradientWire | None] = lambda bucket: None,
     ) -> None:
         super().__init__(owner, buckets)
-        self._group, self._order, self._wire = groups, order, wire
+        self._group = groups
+        self._order = order
+        self._wire = wire
         self._plain = gradient_wire(self.section)
         self._all = {b: Grads(b, self._squares) for b in buckets}
         self._index_of = {p: (self._all[b], i) for b in buckets for i, p in enumerate(b.params)}
@@ -132,7 +141,7 @@ class Reducer(GradientSource):
         # A gradient can stay in param.grad only where it accumulates in the parameter's own dtype.
         self._eager = self.section.contiguous_gradients or self.ctx.precision.accumulate is not None
 
-    # -- backward --------------------------------------------------------------------------------------------
+    # -- backward ----------------------------------------------------------------------------------
 
     @property
     def _reduces(self) -> bool:
@@ -173,12 +182,15 @@ class Reducer(GradientSource):
         """Move a parameter's gradient (or `grad`) into the flat buffer."""
         bucket = grads.bucket
         param = bucket.params[index]
-        given, grad = grad is not None, param.grad if grad is None else grad
+        given = grad is not None
+        grad = param.grad if grad is None else grad
         assert grad is not None
         if grads.local is None:
             while not self._keeps and crowded(r.source.nbytes for r in self._in_flight):
                 self._complete(self._in_flight.popleft())
-            grads.local = self._pool.get(bucket.layout.total, self._dtype(bucket), bucket.full.device)
+            grads.local = self._pool.get(
+                bucket.layout.total, self._dtype(bucket), bucket.full.device
+            )
         view = bucket.view(grads.local, index)
         if grad.is_sparse:  # of nn.Embedding(sparse=True)
             grad = grad.to_dense()
@@ -201,7 +213,8 @@ class Reducer(GradientSource):
             grads.arrived.clear()
 
     def _wire_dtype(self, bucket: FlatBucket) -> torch.dtype:
-        """The dtype in which a bucket is reduced: the widest that any of its parameters asks for."""
+        """The dtype in which a bucket is reduced: the widest that any of its parameters asks
+        for."""
         wanted = [wire_dtype(p, self.ctx) for p in bucket.params]
         wire = wanted[0]
         for dtype in wanted[1:]:
@@ -209,16 +222,19 @@ class Reducer(GradientSource):
         return wire
 
     def _advance(self) -> None:
-        # [Note: several engines] Buckets are waited for in backward, too, to keep few in memory. If ranks came to the
-        # engines' parts in different orders, each would wait for a bucket of another engine. So only the engine that
-        # runs the backward sends before its end.
+        # [Note: several engines] Buckets are waited for in backward, too, to keep few in memory. If
+        # ranks came to the engines' parts in different orders, each would wait for a bucket of
+        # another engine. So only the engine that runs the backward sends before its end.
         if not self._plan.may_wait:
             return
-        while self._next < len(self._queue) and len(self._queue[self._next].arrived) >= self._queue[self._next].awaited:
+        while (
+            self._next < len(self._queue)
+            and len(self._queue[self._next].arrived) >= self._queue[self._next].awaited
+        ):
             self._launch(self._queue[self._next])
             self._next += 1
 
-    # -- reduction -------------------------------------------------------------------------------------------
+    # -- reduction ---------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _launch(self, grads: Grads) -> None:
@@ -237,7 +253,8 @@ class Reducer(GradientSource):
             else:
                 bucket.view(source, index).zero_()
         source[sum(bucket.layout.sizes) :].zero_()
-        grads.local, grads.filled = None, [False] * len(bucket.params)
+        grads.local = None
+        grads.filled = [False] * len(bucket.params)
         wire = self._wire_dtypes[bucket]
         if source.dtype != wire and bucket.reduces:
             cast = self._pool.get(source.numel(), wire, source.device).copy_(source)
@@ -266,7 +283,11 @@ class Reducer(GradientSource):
     def _room(self, bucket: FlatBucket, source: Tensor) -> Tensor:
         """Where the reduced shard of `source` goes."""
         numel = bucket.layout.shard_numel
-        return bucket.own_shard(source) if self._keeps else self._pool.get(numel, source.dtype, source.device)
+        return (
+            bucket.own_shard(source)
+            if self._keeps
+            else self._pool.get(numel, source.dtype, source.device)
+        )
 
     def _drain(self, left: int) -> None:
         """Complete reductions, the oldest first, until at most `left` are running."""
@@ -278,7 +299,9 @@ class Reducer(GradientSource):
         """Wait for a reduction, and add it to this rank's shard."""
         for work in done.works:
             work.wait()
-        grads, out, bucket = done.grads, done.out, done.grads.bucket
+        grads = done.grads
+        out = done.out
+        bucket = done.grads.bucket
         if self._after != 1.0:
             out.mul_(self._after)
         inside = out.data_ptr() == bucket.own_shard(done.source).data_ptr()
@@ -287,8 +310,13 @@ class Reducer(GradientSource):
             self.on_late(bucket)
         if bucket.stepped_on_host:
             grads.add_to_host(out, self.ctx.precision.accumulate, once=self.ctx.batch.gas == 1)
-        elif grads.shard is None and out.dtype == dtype and (not inside or self._keeps or bucket.world == 1):
-            grads.shard, grads.buffer = out, done.source if inside else None
+        elif (
+            grads.shard is None
+            and out.dtype == dtype
+            and (not inside or self._keeps or bucket.world == 1)
+        ):
+            grads.shard = out
+            grads.buffer = done.source if inside else None
         elif grads.shard is None:
             grads.shard = self._pool.get(out.numel(), dtype, out.device).copy_(out)
         else:
@@ -302,12 +330,16 @@ class Reducer(GradientSource):
 
     def _synchronize(self) -> None:
         """Wait for copies to the host."""
-        for transfers in {b.placement.transfers for b in self._all if b.placement.transfers is not None}:
+        for transfers in {
+            b.placement.transfers for b in self._all if b.placement.transfers is not None
+        }:
             transfers.synchronize()
 
     def _dtype(self, bucket: FlatBucket) -> torch.dtype:
         """The dtype in which gradients accumulate."""
-        return (self.ctx.precision.accumulate if bucket.full.is_floating_point() else None) or bucket.dtype
+        return (
+            self.ctx.precision.accumulate if bucket.full.is_floating_point() else None
+        ) or bucket.dtype
 
     def finish(self, plan: BackwardPlan) -> None:
         """See `Partitioner.finish`."""
@@ -327,30 +359,45 @@ class Reducer(GradientSource):
             self._pool.clear()
 
     def _agree(self) -> list[Grads]:
-        """Agree on which parameters any rank used; the buckets to be reduced again. See [Note: flags]."""
+        """Agree on which parameters any rank used; the buckets to be reduced again.
+
+        See [Note: flags].
+        """
         by_axes: dict[tuple[str, ...], list[Grads]] = {}
         for grads in self._queue:
             by_axes.setdefault(grads.bucket.replicas, []).append(grads)
         again = []
         for members in by_axes.values():
-            late = [g.local is not None or any(p.grad is not None for p in g.bucket.params) for g in members]
+            late = [
+                g.local is not None or any(p.grad is not None for p in g.bucket.params)
+                for g in members
+            ]
             used = [u for g in members for u in g.used]
             if members[0].bucket.reduces:
-                flags = torch.tensor(late + used, dtype=torch.uint8, device=members[0].bucket.full.device)
+                flags = torch.tensor(
+                    late + used, dtype=torch.uint8, device=members[0].bucket.full.device
+                )
                 comm.label("flags of gradients, at the end of backward")
                 # Gathers are on the group of `replicas` unless that has far ranks, too.
-                far, mesh = members[0].bucket.far, self.ctx.mesh
-                group = mesh.group(*members[0].bucket.replicas) if far else self._group(members[0].bucket)
+                far = members[0].bucket.far
+                mesh = self.ctx.mesh
+                group = (
+                    mesh.group(*members[0].bucket.replicas)
+                    if far
+                    else self._group(members[0].bucket)
+                )
                 comm.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=group)
                 agreed = [bool(f) for f in flags.tolist()]
-                late, used = agreed[: len(members)], agreed[len(members) :]
+                late = agreed[: len(members)]
+                used = agreed[len(members) :]
             for grads in members:
                 count = len(grads.used)
-                grads.used, used = used[:count], used[count:]
+                grads.used = used[:count]
+                used = used[count:]
             again += [grads for grads, is_late in zip(members, late, strict=True) if is_late]
         return again
 
-    # -- step ------------------------------------------------------------------------------------------------
+    # -- step --------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def gradients(self) -> list[GradGroup]:
@@ -358,12 +405,22 @@ class Reducer(GradientSource):
         self.refuse_unused(g.used for g in self._all.values())
         if self._shown and any(g.evicted is not None for g in self._all.values()):
             if self.ctx.rank == 0:
-                log_once(log, logging.INFO, f"{self._shown[0]} looks at all gradients: each step holds them in memory")
+                log_once(
+                    log,
+                    logging.INFO,
+                    f"{self._shown[0]} looks at all gradients: each step holds them in memory",
+                )
             for grads in self._all.values():
                 grads.bring()
         mine = [self._mine(b, g) for b, g in self._all.items()]
-        away = (g for g, given in zip(self._all.values(), mine, strict=True) if any(t is not None for t in given))
-        return self.grouped(mine, {g.bucket: g.norm for g in away if g.evicted is not None and g.norm is not None})
+        away = (
+            g
+            for g, given in zip(self._all.values(), mine, strict=True)
+            if any(t is not None for t in given)
+        )
+        return self.grouped(
+            mine, {g.bucket: g.norm for g in away if g.evicted is not None and g.norm is not None}
+        )
 
     def evicted(self, bucket: FlatBucket) -> Tensor | None:
         """See `GradientSource.evicted`."""
@@ -395,7 +452,11 @@ class Reducer(GradientSource):
         """See `GradientSource.tensors`."""
         if (grads := self._all.get(bucket)) is None:
             return []
-        return [grads.shard, grads.buffer, *(p.grad for p in bucket.params)] if reduced else [grads.local]
+        return (
+            [grads.shard, grads.buffer, *(p.grad for p in bucket.params)]
+            if reduced
+            else [grads.local]
+        )
 
     @property
     def any_gradient(self) -> bool:

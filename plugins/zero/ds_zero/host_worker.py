@@ -1,7 +1,8 @@
 """One thread that works on the host beside training, on cores of its own.
 
-Kernels and torch's operations release the interpreter's lock, so the thread computes while the main one does, and it
-shares its memory. What it raises ends its work: who waits for a job of it then gets `WorkerError`.
+Kernels and torch's operations release the interpreter's lock, so the thread computes while the main
+one does, and it shares its memory. What it raises ends its work: who waits for a job of it then
+gets `WorkerError`.
 """
 
 from __future__ import annotations
@@ -41,11 +42,13 @@ class Ticket:
 class HostWorker:
     """Does the jobs it is given, those with `first` before others, else in order.
 
-    name: of the thread, and in messages. cores: where it runs; it uses as many threads. None: anywhere.
+    name: of the thread, and in messages. cores: where it runs; it uses as many threads. None:
+    anywhere.
     """
 
     def __init__(self, name: str, cores: Sequence[int] | None = None) -> None:
-        self.name, self.cores = name, list(cores) if cores else None
+        self.name = name
+        self.cores = list(cores) if cores else None
         self._jobs: queue.PriorityQueue[tuple[int, int, Ticket | None]] = queue.PriorityQueue()
         self._order = itertools.count()
         self._open: list[Ticket] = []
@@ -87,7 +90,8 @@ class HostWorker:
         if self._failure is not None:
             what, error = self._failure
             raise WorkerError(
-                f"rank {comm.rank()}: {self.name} died in {what}: {type(error).__name__}: {error}; the weights on the "
+                f"rank {comm.rank()}: {self.name} died in {what}: {type(error).__name__}: {error}; "
+                "the weights on the "
                 "host may be half updated, so go on from the last checkpoint"
             ) from error
 
@@ -107,19 +111,24 @@ class HostWorker:
 
 
 def cores_for(kept: float) -> list[int] | None:
-    """The cores of this rank's worker: all that it may use but the share `kept`, at least one. None: not known.
+    """The cores of this rank's worker: all that it may use but the share `kept`, at least one.
+    None: not known.
 
     Ranks of one host that may use the same cores divide them first.
     """
     if not hasattr(os, "sched_getaffinity"):
         return None
     mine = tuple(sorted(os.sched_getaffinity(0)))
-    index, count = 0, 1
+    index = 0
+    count = 1
     if comm.world_size() > 1:
         here = [host_name(), list(mine)]
         same = [r for r, answer in enumerate(comm.all_gather_json(here)) if answer == here]
-        index, count = same.index(comm.rank()), len(same)
-    mine = mine[index * len(mine) // count : (index + 1) * len(mine) // count] or (mine[index % len(mine)],)
+        index = same.index(comm.rank())
+        count = len(same)
+    mine = mine[index * len(mine) // count : (index + 1) * len(mine) // count] or (
+        mine[index % len(mine)],
+    )
     return list(mine[min(math.ceil(kept * len(mine)), len(mine) - 1) :])
 
 

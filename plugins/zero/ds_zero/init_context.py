@@ -1,10 +1,11 @@
 """`Init`: shard a model that is larger than one device's memory while it is built.
 
-[Note: when a module is finished] A module's parameters are sharded when the ``__init__`` of its outermost class has
-returned. Torch has no hook for that moment, and wrapping ``__init__`` of every class would change classes that are not
-ours. But torch has hooks that are called when a parameter or a module is registered anywhere. What was registered
-before, and has no ``__init__`` running on this thread (seen from its frames), is finished, whether it is in a list, in
-a parent, or nowhere yet. So only the module under construction and the one finished last are unsharded. Other threads,
+[Note: when a module is finished] A module's parameters are sharded when the ``__init__`` of its
+outermost class has returned. Torch has no hook for that moment, and wrapping ``__init__`` of every
+class would change classes that are not ours. But torch has hooks that are called when a parameter
+or a module is registered anywhere. What was registered before, and has no ``__init__`` running on
+this thread (seen from its frames), is finished, whether it is in a list, in a parent, or nowhere
+yet. So only the module under construction and the one finished last are unsharded. Other threads,
 and modules built outside the context, are not affected.
 """
 
@@ -49,28 +50,37 @@ __all__ = ["Init", "MiCS_Init"]
 
 log = logging.getLogger("ds_zero")
 
-_INNERMOST: contextvars.ContextVar[Init | None] = contextvars.ContextVar("ds_zero.Init", default=None)
+_INNERMOST: contextvars.ContextVar[Init | None] = contextvars.ContextVar(
+    "ds_zero.Init", default=None
+)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Init:
-    """Shard the parameters of each module that is built inside the context, right after its construction.
+    """Shard the parameters of each module that is built inside the context, right after its
+    construction.
 
-    module: an existing model, which is sharded at once; no context is needed. data_parallel_group: the ranks to shard
-    over, whose first rank's weights count; None: all ranks, or those of `mpu`. remote_device: "cpu" keeps the shards in
-    host memory, page-locked with `pin_memory`; "nvme" keeps them on disk, as offload_param says.
-    config_dict_or_path: the run's config, for dtype, offload_param and override_module_apply; with a stage below 3
-    nothing is sharded, and values that are still "auto" do not count.
+    module: an existing model, which is sharded at once; no context is needed. data_parallel_group:
+        the ranks to shard over, whose first rank's weights count; None: all ranks, or those of
+        `mpu`. remote_device: "cpu" keeps the shards in host memory, page-locked with `pin_memory`;
+        "nvme" keeps them on disk, as offload_param says.
+    config_dict_or_path: the run's config, for dtype, offload_param and override_module_apply; with
+        a stage below 3 nothing is sharded, and values that are still "auto" do not count.
     config: deprecated name of config_dict_or_path.
-    dtype: of floating-point weights (float16, bfloat16, float32, float64); None: the config's, or as built.
-    mem_efficient_linear, zero_param_parallel_group: have no effect, which is noted in the log. enabled=False does
-    nothing. With ``mics_shard_size`` in the config each shard group has all weights.
+    dtype: of floating-point weights (float16, bfloat16, float32, float64); None: the config's, or
+        as built.
+    mem_efficient_linear, zero_param_parallel_group: have no effect, which is noted in the log.
+        enabled=False does nothing. With ``mics_shard_size`` in the config each shard group has all
+        weights.
 
-    Weights are bit-identical to plain construction with the first rank's random state. Modules on the meta device get
-    values from their ``reset_parameters``; without that method they must be loaded or written before `initialize`.
-    Collective: all ranks build the same modules in the same order. Starts torch.distributed if it is not running.
+    Weights are bit-identical to plain construction with the first rank's random state. Modules on
+    the meta device get values from their ``reset_parameters``; without that method they must be
+    loaded or written before `initialize`.
+    Collective: all ranks build the same modules in the same order. Starts torch.distributed if it
+        is not running.
 
-    Raises UsageError or ConfigError for arguments that are invalid, contradict each other or are not supported yet.
+    Raises UsageError or ConfigError for arguments that are invalid, contradict each other or are
+    not supported yet.
     """
 
     _for_mics = False
@@ -100,31 +110,49 @@ class Init:
         _check_arguments(remote_device, dtype)
         if (zero_quantized_weights or zero_quantized_nontrainable_weights) and comm.rank() == 0:
             log.warning(
-                "ds_zero.Init: zero_quantized_* have no effect here: set them in zero_optimization, for training"
+                "ds_zero.Init: zero_quantized_* have no effect here: set them in "
+                "zero_optimization, for training"
             )
         if config is not None:
             log.warning("ds_zero.Init: config= is deprecated; use config_dict_or_path=")
             if config_dict_or_path is not None:
-                raise UsageError("ds_zero.Init: config and config_dict_or_path are both given; give one")
+                raise UsageError(
+                    "ds_zero.Init: config and config_dict_or_path are both given; give one"
+                )
         if not mem_efficient_linear and comm.rank() == 0:
-            text = "ds_zero.Init: mem_efficient_linear has no effect: no module keeps a gathered weight"
+            text = (
+                "ds_zero.Init: mem_efficient_linear has no effect: no module keeps a gathered "
+                "weight"
+            )
             log_once(log, logging.WARNING, text)
         if zero_param_parallel_group is not None and comm.rank() == 0:
-            text = "ds_zero.Init: zero_param_parallel_group has no effect: hpZ's groups follow from the config"
+            text = (
+                "ds_zero.Init: zero_param_parallel_group has no effect: hpZ's groups follow "
+                "from "
+                "the config"
+            )
             log_once(log, logging.WARNING, text)
         run, plugins = _read(config if config_dict_or_path is None else config_dict_or_path)
         section = _section(run)
         if run is not None and (section is None or section.stage != 3):
-            log.info("ds_zero.Init shards nothing: the config's ZeRO stage is %d", section.stage if section else 0)
+            log.info(
+                "ds_zero.Init shards nothing: the config's ZeRO stage is %d",
+                section.stage if section else 0,
+            )
             self._enabled = False
             return
         if self._for_mics and (section is None or section.mics_shard_size < 1):
             raise UsageError(
-                "ds_zero.MiCS_Init: the config has no zero_optimization.mics_shard_size; give it with "
+                "ds_zero.MiCS_Init: the config has no zero_optimization.mics_shard_size; give it "
+                "with "
                 "config_dict_or_path, or use ds_zero.Init"
             )
         self._apply = section is None or section.override_module_apply
-        group = mpu.get_data_parallel_group() if data_parallel_group is None and mpu is not None else None
+        group = (
+            mpu.get_data_parallel_group()
+            if data_parallel_group is None and mpu is not None
+            else None
+        )
         self._arguments = (
             data_parallel_group or group,
             remote_device,
@@ -140,7 +168,7 @@ class Init:
         if module is not None:
             self._convert(module)
 
-    # -- the context -----------------------------------------------------------------------------------------
+    # -- the context -------------------------------------------------------------------------------
 
     def __enter__(self) -> Init:
         if not self._enabled:
@@ -159,7 +187,10 @@ class Init:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if not self._enabled:
             return
@@ -178,7 +209,7 @@ class Init:
             self._on_access.__exit__(kind or sys.exc_info()[0], error, trace)
             self._cast()
 
-    # -- construction ----------------------------------------------------------------------------------------
+    # -- construction ------------------------------------------------------------------------------
 
     def _mine(self) -> bool:
         return threading.get_ident() == self._thread and _INNERMOST.get() is self
@@ -254,7 +285,8 @@ def _under_construction() -> set[int]:
 
 @torch.no_grad()
 def _materialise(module: nn.Module) -> list[nn.Parameter]:
-    """Give a module on the meta device its values by ``reset_parameters``; return its own parameters, to be sharded.
+    """Give a module on the meta device its values by ``reset_parameters``; return its own
+    parameters, to be sharded.
 
     Parameters that it does not initialize (all, without such a method) stay without a value.
     """
@@ -264,7 +296,9 @@ def _materialise(module: nn.Module) -> list[nn.Parameter]:
         return params
     on_meta = [p for p in params if p.is_meta]
     for param in on_meta:
-        fresh = nn.Parameter(torch.empty_like(param, device="cpu"), requires_grad=param.requires_grad)
+        fresh = nn.Parameter(
+            torch.empty_like(param, device="cpu"), requires_grad=param.requires_grad
+        )
         if fresh.is_floating_point():
             fresh.fill_(float("nan"))
         fresh.__dict__.update(param.__dict__)
@@ -275,18 +309,25 @@ def _materialise(module: nn.Module) -> list[nn.Parameter]:
     reset()
     for param in on_meta:
         if param.is_floating_point() and bool(param.isnan().any()):
-            torch.utils.swap_tensors(param, nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad))
+            torch.utils.swap_tensors(
+                param, nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+            )
     return params
 
 
-# -- arguments ---------------------------------------------------------------------------------------------------
+# -- arguments -------------------------------------------------------------------------------------
 
 
 def _check_arguments(remote: str | None, dtype: torch.dtype | None) -> None:
     if remote not in (None, "none", "cpu", "nvme"):
-        raise UsageError(f"ds_zero.Init: remote_device is {remote!r}; use 'cpu', 'nvme', or None for the accelerator")
+        raise UsageError(
+            f"ds_zero.Init: remote_device is {remote!r}; use 'cpu', 'nvme', or None for the "
+            "accelerator"
+        )
     if dtype is not None and dtype not in _DTYPES:
-        raise UsageError(f"ds_zero.Init: dtype is {dtype}; use torch.float16, bfloat16, float32 or float64")
+        raise UsageError(
+            f"ds_zero.Init: dtype is {dtype}; use torch.float16, bfloat16, float32 or float64"
+        )
 
 
 def _read(source: Any) -> tuple[RunConfig | None, Plugins | None]:
@@ -306,14 +347,18 @@ def _section(run: RunConfig | None) -> ZeroConfig | None:
     return run.section(ZeroConfig) if run is not None else None
 
 
-def _dtype(given: torch.dtype | None, run: RunConfig | None, plugins: Plugins | None) -> torch.dtype | None:
+def _dtype(
+    given: torch.dtype | None, run: RunConfig | None, plugins: Plugins | None
+) -> torch.dtype | None:
     if run is None:
         return given
     from ds_core.precision import make_precision
 
     wanted = make_precision(run, plugins).param
     if given is not None and wanted is not None and wanted != given:
-        raise ConfigError(f"ds_zero.Init: dtype is {given}, but the config trains in {wanted}; leave dtype out")
+        raise ConfigError(
+            f"ds_zero.Init: dtype is {given}, but the config trains in {wanted}; leave dtype out"
+        )
     return given or wanted
 
 
@@ -327,13 +372,16 @@ def _store(
         return None
     if offload is None or plugins is None or (offload.nvme_path is None and device == "nvme"):
         raise UsageError(
-            f"ds_zero.Init: remote_device {device!r} needs the folder; give config_dict_or_path= with "
+            f"ds_zero.Init: remote_device {device!r} needs the folder; give config_dict_or_path= "
+            "with "
             "zero_optimization.offload_param.nvme_path"
         )
 
     def opened(accelerator: Accelerator) -> StateStore:
         # There is no engine yet, and stores need no more of one than this.
-        like: Any = SimpleNamespace(accelerator=accelerator, config=run, plugins=plugins, rank=comm.rank())
+        like: Any = SimpleNamespace(
+            accelerator=accelerator, config=run, plugins=plugins, rank=comm.rank()
+        )
         return open_store(like, device, {**offload.options, "max_in_cpu": 0})
 
     return opened
@@ -347,25 +395,35 @@ def _shard_spec(
     section: ZeroConfig | None,
     store: Callable[[Accelerator], StateStore] | None,
 ) -> ShardSpec:
-    """Start torch.distributed if it is not running, and choose the ranks and the device of shards."""
+    """Start torch.distributed if it is not running, and choose the ranks and the device of
+    shards."""
     accelerator = get_accelerator()
     comm.init_distributed(accelerator.communication_backend)
     accelerator.set_device(accelerator.local_index(comm.local_rank()))
     if dtype is torch.float16 and not accelerator.supports(torch.float16):
-        raise AcceleratorError(f"ds_zero.Init: {accelerator.name} cannot compute in float16; use torch.bfloat16")
+        raise AcceleratorError(
+            f"ds_zero.Init: {accelerator.name} cannot compute in float16; use torch.bfloat16"
+        )
     ranks = list(range(comm.world_size()))
     if group is not None:
         ranks = torch.distributed.get_process_group_ranks(group)
         if comm.rank() not in ranks:
-            raise UsageError(f"ds_zero.Init: rank {comm.rank()} is not in data_parallel_group, which has {ranks}")
+            raise UsageError(
+                f"ds_zero.Init: rank {comm.rank()} is not in data_parallel_group, which has {ranks}"
+            )
     elif len(ranks) > 1:
         group = torch.distributed.group.WORLD
-    size = section.mics_shard_size if section is not None and section.mics_shard_size > 0 else len(ranks)
+    size = (
+        section.mics_shard_size
+        if section is not None and section.mics_shard_size > 0
+        else len(ranks)
+    )
     over, index = _block(group, ranks, size)
     device = accelerator.current_device()
     offload = section.weights_offload if section is not None else None
     if offload is not None and remote is None and offload.device == "cpu":
-        remote, pin = "cpu", pin or offload.pin_memory
+        remote = "cpu"
+        pin = pin or offload.pin_memory
     kept = store(accelerator) if store is not None else None
     shard_device = torch.device("cpu") if remote == "cpu" or kept is not None else device
     spec = ShardSpec(
@@ -376,7 +434,8 @@ def _shard_spec(
         index=index,
         device=device,
         shard_device=shard_device,
-        # Where the device is the CPU itself there is nothing to copy to, so nothing to lock pages for.
+        # Where the device is the CPU itself there is nothing to copy to, so nothing to lock pages
+        # for.
         pin=pin and kept is None and shard_device.type == "cpu" and device.type != "cpu",
         dtype=dtype,
         checks=section is not None and section.enable_sanity_checks,
@@ -388,11 +447,15 @@ def _shard_spec(
 
 
 def _block(group: Any, ranks: list[int], size: int) -> tuple[Any, int]:
-    """The group of this rank's block of `size` consecutive `ranks`, and its index there. Collective over the block."""
+    """The group of this rank's block of `size` consecutive `ranks`, and its index there.
+
+    Collective over the block.
+    """
     if len(ranks) % size:
         good = ", ".join(str(d) for d in range(1, len(ranks) + 1) if len(ranks) % d == 0)
         raise ConfigError(
-            f"zero_optimization.mics_shard_size: {size} does not divide the {len(ranks)} ranks of ds_zero.Init; "
+            f"zero_optimization.mics_shard_size: {size} does not divide the {len(ranks)} ranks of "
+            "ds_zero.Init; "
             f"use {good}"
         )
     place = ranks.index(comm.rank())

@@ -1,7 +1,8 @@
-"""Layout of tensors in one flat buffer that is cut into equal shards, one per rank: arithmetic only, no tensors.
+"""Layout of tensors in one flat buffer that is cut into equal shards, one per rank: arithmetic
+only, no tensors.
 
-A buffer holds its tensors one after the other and ends with padding, so that it can be reduce-scattered and
-all-gathered as it is. Shard r is rank r's; a tensor may be cut at any element.
+A buffer holds its tensors one after the other and ends with padding, so that it can be
+reduce-scattered and all-gathered as it is. Shard r is rank r's; a tensor may be cut at any element.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ __all__ = ["ALIGN", "Layout", "Span"]
 
 
 ALIGN = 2
-"""Each shard is a multiple of this many elements, so that shards of 16-bit elements begin at full words."""
+"""Each shard is a multiple of this many elements, so that shards of 16-bit elements begin at full
+words.
+"""
 
 
 class Span(NamedTuple):
-    """The elements [start, stop) of a flattened tensor, at offset `at` of their shard; start == stop: none."""
+    """The elements [start, stop) of a flattened tensor, at offset `at` of their shard; start ==
+    stop: none.
+    """
 
     start: int
     stop: int
@@ -53,12 +58,18 @@ class Layout:
 
     def span(self, index: int, rank: int) -> Span:
         """The elements of tensor `index` in the shard of `rank`."""
-        begin, low = self.offsets[index], rank * self.shard_numel
+        begin = self.offsets[index]
+        low = rank * self.shard_numel
         start = min(max(low - begin, 0), self.sizes[index])
         stop = max(min(low + self.shard_numel - begin, self.sizes[index]), start)
         return Span(start, stop, begin + start - low if stop > start else 0)
 
     def ranks(self, index: int) -> range:
         """The ranks whose shards have elements of tensor `index`."""
-        begin, size = self.offsets[index], self.sizes[index]
-        return range(begin // self.shard_numel, (begin + size - 1) // self.shard_numel + 1) if size else range(0)
+        begin = self.offsets[index]
+        size = self.sizes[index]
+        return (
+            range(begin // self.shard_numel, (begin + size - 1) // self.shard_numel + 1)
+            if size
+            else range(0)
+        )

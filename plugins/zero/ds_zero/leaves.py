@@ -1,4 +1,5 @@
-"""Leaf modules: everything below one is gathered with it, so that ranks may run different parts of it.
+"""Leaf modules: everything below one is gathered with it, so that ranks may run different parts of
+it.
 
 What these functions set takes precedence over ``leaf_module`` of the config.
 """
@@ -32,18 +33,23 @@ _LEAVES = "_ds_z3_leaves"  # on a parameter: the ids of the leaves above it
 
 
 def set_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
+    model: nn.Module,
+    leaf_module_classes: Iterable[type[nn.Module] | str],
+    raise_if_not_found: bool = True,
 ) -> list[nn.Module]:
     """Make modules of these classes leaves; returns them. Call it before `initialize`.
 
-    leaf_module_classes: classes (subclasses match too), plain class names, or dotted ones (``"package.module.Class"``).
-    Raises ValueError when there is none, TypeError for anything else in the list.
+    leaf_module_classes: classes (subclasses match too), plain class names, or dotted ones
+    (``"package.module.Class"``). Raises ValueError when there is none, TypeError for anything else
+    in the list.
     """
     return _change(model, leaf_module_classes, True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
+    model: nn.Module,
+    leaf_module_classes: Iterable[type[nn.Module] | str],
+    raise_if_not_found: bool = True,
 ) -> list[nn.Module]:
     """The reverse of `set_z3_leaf_modules`."""
     return _change(model, leaf_module_classes, False, raise_if_not_found)
@@ -52,11 +58,17 @@ def unset_z3_leaf_modules(
 def _change(model: nn.Module, wanted: Any, flag: bool, strict: bool) -> list[nn.Module]:
     wanted = [wanted] if isinstance(wanted, (str, type)) else list(wanted)
     for entry in wanted:
-        if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
-            raise TypeError(f"leaf modules are named by module classes or class names, not {entry!r}")
+        if not isinstance(entry, str) and not (
+            isinstance(entry, type) and issubclass(entry, nn.Module)
+        ):
+            raise TypeError(
+                f"leaf modules are named by module classes or class names, not {entry!r}"
+            )
     found = [m for m in model.modules() if any(_matches(m, entry) for entry in wanted)]
     if not found and strict:
-        raise ValueError(f"no module of the model has the class {_names(wanted)}{_hint(wanted, model)}")
+        raise ValueError(
+            f"no module of the model has the class {_names(wanted)}{_hint(wanted, model)}"
+        )
     for module in found:
         set_z3_leaf_module(module, flag)
     return found
@@ -65,13 +77,16 @@ def _change(model: nn.Module, wanted: Any, flag: bool, strict: bool) -> list[nn.
 def _matches(module: nn.Module, entry: type | str) -> bool:
     if not isinstance(entry, str):
         return isinstance(module, entry)
-    return any(entry in (c.__name__, f"{c.__module__}.{c.__qualname__}") for c in type(module).__mro__)
+    return any(
+        entry in (c.__name__, f"{c.__module__}.{c.__qualname__}") for c in type(module).__mro__
+    )
 
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, names: Iterable[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Make the modules of these names (as ``named_modules()`` has them) leaves; returns them and the names not found.
+    """Make the modules of these names (as ``named_modules()`` has them) leaves; returns them and
+    the names not found.
 
     Raises ValueError when a name is not found.
     """
@@ -81,7 +96,8 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, suffixes: Iterable[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Make modules whose names end with one of `suffixes` leaves; returns them and the suffixes that match none.
+    """Make modules whose names end with one of `suffixes` leaves; returns them and the suffixes
+    that match none.
 
     Raises ValueError when a suffix matches none.
     """
@@ -112,13 +128,18 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     for param in model.parameters():
         owner = owner_of(param)
         if owner is not None and owner[0].section.stage == 3:
-            raise UsageError("leaf modules must be set before initialize, which decides what is gathered together")
+            raise UsageError(
+                "leaf modules must be set before initialize, which decides what is gathered "
+                "together"
+            )
     model.__dict__[_FLAG] = flag
     mark_leaf(model, flag)
 
 
 def mark_leaf(module: nn.Module, flag: bool) -> None:
-    """Record on the module and on the parameters below it whether it is a leaf; what is none has no record."""
+    """Record on the module and on the parameters below it whether it is a leaf; what is none has no
+    record.
+    """
     if flag:
         module.__dict__[_NOW] = True
     else:

@@ -1,7 +1,8 @@
-"""Gradients where dp has one rank: they stay in ``param.grad``, and the optimizer gets views of them.
+"""Gradients where dp has one rank: they stay in ``param.grad``, and the optimizer gets views of
+them.
 
-Nothing is reduced then, so neither flat buffers nor flags are needed, and autograd adds up what micro-batches, nested
-backwards and shared weights give.
+Nothing is reduced then, so neither flat buffers nor flags are needed, and autograd adds up what
+micro-batches, nested backwards and shared weights give.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ __all__ = ["LocalGradients", "serves"]
 
 def serves(owner: ZeroPartitioner, buckets: Sequence[FlatBucket]) -> bool:
     """Whether gradients of `buckets` can stay where autograd leaves them."""
-    ctx, accumulate = owner.ctx, owner.ctx.precision.accumulate
+    ctx = owner.ctx
+    accumulate = owner.ctx.precision.accumulate
     return (
         ctx.mesh.size("dp") == 1
         and ctx.grain == "element"

@@ -1,4 +1,6 @@
-"""The answer to `ds_memory`: the plan of the config's own stage and offload, on the rank that has most."""
+"""The answer to `ds_memory`: the plan of the config's own stage and offload, on the rank that has
+most.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ __all__ = ["measured_states", "memory", "offload_of"]
 def memory(
     config: RunConfig, plugins: Plugins, section: ZeroConfig, module: nn.Module, world: int
 ) -> Mapping[str, float]:
-    """Bytes per rank by place. Raises UsageError where ranks do not divide into the config's blocks."""
+    """Bytes per rank by place.
+
+    Raises UsageError where ranks do not divide into the config's blocks.
+    """
     optimizer, _ = choose("optimizer", config, plugins)
     precision = make_precision(config, plugins)
     like = next((p for p in module.parameters() if p.requires_grad), None)
@@ -46,7 +51,11 @@ def memory(
 
 def offload_of(section: ZeroConfig) -> Offload:
     """The offload that a section asks for; weights are offloaded in stage 3 alone."""
-    states = section.offload_optimizer.device.lower() if section.offload_optimizer is not None else "none"
+    states = (
+        section.offload_optimizer.device.lower()
+        if section.offload_optimizer is not None
+        else "none"
+    )
     weights = section.offload_param.device.lower() if section.offload_param is not None else "none"
     if section.stage == 0 or (states == "none" and (weights == "none" or section.stage < 3)):
         return Offload.NONE
@@ -60,17 +69,25 @@ def offload_of(section: ZeroConfig) -> Offload:
 def measured_states(
     optimizer: Any | None, precision: Precision, like: nn.Parameter | None = None
 ) -> tuple[int, bool, bool]:
-    """`PlannedRun.states`, `wide` and `casts`, measured in a small step of a tensor as the optimizer updates it.
+    """`PlannedRun.states`, `wide` and `casts`, measured in a small step of a tensor as the
+    optimizer updates it.
 
-    like: a parameter of the model; what is written on it (``infshape``, ``use_muon``) is on the tensor too.
+    like: a parameter of the model; what is written on it (``infshape``, ``use_muon``) is on the
+    tensor too.
     """
     if optimizer is None:
         return 2, False, True
-    weight = torch.nn.Parameter(torch.zeros(64, 64, dtype=precision.master or precision.param or torch.float32))
+    weight = torch.nn.Parameter(
+        torch.zeros(64, 64, dtype=precision.master or precision.param or torch.float32)
+    )
     weight.__dict__.update(vars(like) if like is not None else {})
     weight.grad = torch.ones_like(weight)
     made = optimizer.build(optimizer.groups([{"params": [weight]}], {weight: "weight"}))
     made.step()
     kept = [v for v in made.state.get(weight, {}).values() if isinstance(v, torch.Tensor)]
     wide = any(v.shape == weight.shape and v.dtype.itemsize > weight.dtype.itemsize for v in kept)
-    return round(sum(v.numel() for v in kept) / weight.numel()), wide, not getattr(made, "takes_inputs", False)
+    return (
+        round(sum(v.numel() for v in kept) / weight.numel()),
+        wide,
+        not getattr(made, "takes_inputs", False),
+    )

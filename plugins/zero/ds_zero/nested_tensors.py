@@ -12,7 +12,9 @@ __all__ = ["tensors_of"]
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors in `value`, in lists, tuples, sets, mappings and dataclasses, depth first, in their order."""
+    """The tensors in `value`, in lists, tuples, sets, mappings and dataclasses, depth first, in
+    their order.
+    """
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple, set, frozenset)):

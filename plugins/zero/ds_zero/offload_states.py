@@ -1,4 +1,6 @@
-"""`engine.offload_states`, `engine.reload_states` and `get_state_devices`: which tensors belong to each group."""
+"""`engine.offload_states`, `engine.reload_states` and `get_state_devices`: which tensors belong to
+each group.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,26 @@ def offload_states(
     pin_memory: bool = True,
     non_blocking: bool = False,
 ) -> None:
-    """Move groups of states to host memory until `reload_states`, to make room for another phase of the program.
+    """Move groups of states to host memory until `reload_states`, to make room for another phase of
+    the program.
 
-    include: None for all. Without ``optim_states`` and ``hp_params`` the model still runs, and only the step raises;
-    without gradients forwards that build a graph raise, without ``lp_params`` all forwards. Master weights that are the
-    weights themselves (fp32 training) belong to ``lp_params``. Graphs from before weights or gradients were offloaded
-    cannot be used again. Needs stage 3 without offload_param. Every rank calls it, outside forward and backward. Raises
+    include: None for all. Without ``optim_states`` and ``hp_params`` the model still runs, and only
+    the step raises; without gradients forwards that build a graph raise, without ``lp_params`` all
+    forwards. Master weights that are the weights themselves (fp32 training) belong to
+    ``lp_params``. Graphs from before weights or gradients were offloaded cannot be used again.
+    Needs stage 3 without offload_param. Every rank calls it, outside forward and backward. Raises
     ValueError for a device other than the cpu.
     """
     if OffloadDeviceEnum(device) is not OffloadDeviceEnum.cpu:
-        raise ValueError(f"offload_states(device={OffloadDeviceEnum(device).value!r}): states can only go to 'cpu'")
-    chosen = list(OffloadStateTypeEnum) if include is None else [OffloadStateTypeEnum(kind) for kind in include]
+        raise ValueError(
+            f"offload_states(device={OffloadDeviceEnum(device).value!r}): states can only go to "
+            "'cpu'"
+        )
+    chosen = (
+        list(OffloadStateTypeEnum)
+        if include is None
+        else [OffloadStateTypeEnum(kind) for kind in include]
+    )
     partitioner = _stage3(engine)
     partitioner.release_for_offload()
     offloaded = partitioner.offloaded
@@ -60,19 +71,27 @@ def reload_states(engine: Engine, non_blocking: bool = False) -> None:
     _stage3(engine).offloaded.reload(non_blocking=non_blocking)
 
 
-def get_state_devices(model: Engine | nn.Module, state: OffloadStateTypeEnum | str) -> set[torch.device]:
+def get_state_devices(
+    model: Engine | nn.Module, state: OffloadStateTypeEnum | str
+) -> set[torch.device]:
     """The devices on which the group `state` is now; empty when there is none of it.
 
-    model: an engine, also one that stands around another (that of `deepspeed.initialize`), or its module.
+    model: an engine, also one that stands around another (that of `deepspeed.initialize`), or its
+    module.
 
-    Raises ValueError for an unknown group, UsageError when no live engine under ZeRO has this model.
+    Raises ValueError for an unknown group, UsageError when no live engine under ZeRO has this
+    model.
     """
     kind = OffloadStateTypeEnum(state)
-    module = model if any(e.module is model for e in STATE.engines) else getattr(model, "module", None)
+    module = (
+        model if any(e.module is model for e in STATE.engines) else getattr(model, "module", None)
+    )
     engine = next((e for e in reversed(STATE.engines) if e.module is module), None)
     partitioner: Any = engine.partitioner if engine is not None else None
     if engine is None or not hasattr(partitioner, "offloaded"):
-        raise UsageError("get_state_devices: no live engine under ZeRO has this model; give the engine itself")
+        raise UsageError(
+            "get_state_devices: no live engine under ZeRO has this model; give the engine itself"
+        )
     view = partitioner.offloaded.view
     return {view(t).device for t in _tensors(partitioner, engine.optimizer, kind)}
 
@@ -80,7 +99,10 @@ def get_state_devices(model: Engine | nn.Module, state: OffloadStateTypeEnum | s
 def _stage3(engine: Engine) -> Any:
     partitioner: Any = engine.partitioner
     if (stage := partitioner.section.stage if isinstance(partitioner, ZeroPartitioner) else 0) != 3:
-        raise UsageError(f"offload_states and reload_states need zero_optimization stage 3, this is stage {stage}")
+        raise UsageError(
+            "offload_states and reload_states need zero_optimization stage 3, this is stage "
+            f"{stage}"
+        )
     offload = partitioner.section.weights_offload
     if offload is not None and offload.device != "none":
         raise UsageError("offload_states and reload_states cannot be combined with offload_param")
@@ -98,14 +120,27 @@ def _weights(partitioner: ZeroPartitioner) -> Iterator[Tensor]:
             yield partitioner.offloaded.data_of(param)
 
 
-def _tensors(partitioner: ZeroPartitioner, optimizer: Any, kind: OffloadStateTypeEnum) -> Iterator[Tensor]:
-    """The tensors of a group that have elements, without those that offload_optimizer keeps on the host."""
+def _tensors(
+    partitioner: ZeroPartitioner, optimizer: Any, kind: OffloadStateTypeEnum
+) -> Iterator[Tensor]:
+    """The tensors of a group that have elements, without those that offload_optimizer keeps on the
+    host.
+    """
     if kind is OffloadStateTypeEnum.optim_states:
         by_param = optimizer.state if optimizer is not None else {}
-        states = (by_param.get(p.master, {}) for b in partitioner.buckets if not b.master_in_store for p in b.optimized)
-        found: Iterable[Tensor | None] = (v for s in states for v in s.values() if isinstance(v, Tensor))
+        states = (
+            by_param.get(p.master, {})
+            for b in partitioner.buckets
+            if not b.master_in_store
+            for p in b.optimized
+        )
+        found: Iterable[Tensor | None] = (
+            v for s in states for v in s.values() if isinstance(v, Tensor)
+        )
     elif kind is OffloadStateTypeEnum.hp_params:
-        found = (p.master for b in partitioner.buckets if not b.master_in_store for p in b.optimized)
+        found = (
+            p.master for b in partitioner.buckets if not b.master_in_store for p in b.optimized
+        )
     elif kind is OffloadStateTypeEnum.lp_params:
         found = _weights(partitioner)
     else:

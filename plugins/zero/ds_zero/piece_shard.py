@@ -21,19 +21,29 @@ __all__ = ["LocalPieceShard", "PieceShard"]
 
 
 class PieceShard(ParamShard):
-    """A piece of a parameter, in its bucket; what the optimizer updates may be another range (see `owned_tensors`)."""
+    """A piece of a parameter, in its bucket; what the optimizer updates may be another range (see
+    `owned_tensors`).
+    """
 
     def __init__(self, partitioner: ZeroPartitioner, bucket: FlatBucket, piece: Piece) -> None:
-        mesh, axes = partitioner.ctx.mesh, bucket.replicas
-        self._partitioner, self._bucket, self._piece = partitioner, bucket, piece
-        self.name, self.shape, self.param = piece.name, piece.shape, piece.param
+        mesh = partitioner.ctx.mesh
+        axes = bucket.replicas
+        self._partitioner = partitioner
+        self._bucket = bucket
+        self._piece = piece
+        self.name = piece.name
+        self.shape = piece.shape
+        self.param = piece.param
         self.updated = partitioner.pieces[piece.param].master
-        self.group, self.ranks, self.index = mesh.group(*axes), mesh.ranks(*axes), mesh.index(*axes)
+        self.group = mesh.group(*axes)
+        self.ranks = mesh.ranks(*axes)
+        self.index = mesh.index(*axes)
         places = [rank % bucket.world for rank in range(len(self.ranks))]  # far ranks have the same
         spans = (bucket.layout.span(piece.index, place) for place in places)
         self.ranges = self.updated_ranges = [(s.start, s.stop) for s in spans]
         if bucket.owned is not None:
-            owner, everything = bucket.owned.owners[piece.index], (0, self.numel)
+            owner = bucket.owned.owners[piece.index]
+            everything = (0, self.numel)
             self.updated_ranges = [everything if rank == owner else (0, 0) for rank in places]
         self.partitions_weights = partitioner.section.stage == 3
         self.local = bucket.sharded
@@ -46,7 +56,8 @@ class PieceShard(ParamShard):
 
     def write(self, tensor: Tensor, values: Tensor) -> None:
         """See `ParamShard.write`."""
-        found, values = self._here(tensor), values.view(tensor.shape)
+        found = self._here(tensor)
+        values = values.view(tensor.shape)
         if is_evicted(found):
             self._store.write(found, values)
         else:
@@ -65,7 +76,7 @@ class PieceShard(ParamShard):
         assert store is not None, self.name
         return store
 
-    # -- weights ---------------------------------------------------------------------------------------------
+    # -- weights -----------------------------------------------------------------------------------
 
     def round(self) -> None:
         """See `ParamShard.round`."""
@@ -92,11 +103,12 @@ class PieceShard(ParamShard):
         """See `ParamShard.check_local_write`."""
         if self._bucket.second is not None and self._bucket.second.valid:
             raise UsageError(
-                f"parameter {self.name!r}: under hpZ other ranks do not see what one writes between the first forward "
+                f"parameter {self.name!r}: under hpZ other ranks do not see what one writes "
+                "between the first forward "
                 "and the step; write it after step(), or with safe_set_full_fp32_param"
             )
 
-    # -- gradients -------------------------------------------------------------------------------------------
+    # -- gradients ---------------------------------------------------------------------------------
 
     @property
     def _grads(self) -> Grads | None:
@@ -114,7 +126,11 @@ class PieceShard(ParamShard):
         if self._bucket.stepped_on_host:
             part = self._grads.shard if self._grads is not None else None
             return part.dtype if part is not None else accumulate or self._bucket.master.dtype
-        return accumulate if accumulate is not None and self._bucket.full.is_floating_point() else self._bucket.dtype
+        return (
+            accumulate
+            if accumulate is not None and self._bucket.full.is_floating_point()
+            else self._bucket.dtype
+        )
 
     def reduced(self) -> Tensor | None:
         """See `ParamShard.reduced`."""
@@ -127,7 +143,9 @@ class PieceShard(ParamShard):
     def has_pending(self) -> bool:
         """See `ParamShard.has_pending`."""
         grads = self._grads
-        return grads is not None and (grads.filled[self._piece.index] or self.param.grad is not None)
+        return grads is not None and (
+            grads.filled[self._piece.index] or self.param.grad is not None
+        )
 
     def pending(self) -> Tensor | None:
         """See `ParamShard.pending`."""
@@ -143,11 +161,13 @@ class PieceShard(ParamShard):
 
     def set_grad(self, values: Tensor) -> None:
         """See `ParamShard.set_grad`."""
-        grads, index = self._grads, self._piece.index
+        grads = self._grads
+        index = self._piece.index
         assert grads is not None, self.name
         if grads.shard is None:  # nothing was reduced yet; what will be is added to it
             grads.begin_shard(self.grad_dtype, self._partitioner.ctx.precision.accumulate)
-        grads.used[index], grads.filled[index] = True, False
+        grads.used[index] = True
+        grads.filled[index] = False
         self.param.grad = None
         assert grads.shard is not None
         with grads.here():
@@ -171,6 +191,9 @@ class LocalPieceShard(PieceShard):
         if (grad := self.reduced()) is not None:
             grad.copy_(values)
             return
-        hidden, values = self.param.data, values.to(self._bucket.dtype, copy=True).view(self.shape)
-        self.param.data = values  # while the weight is sharded it is empty, and its gradient must have its shape
-        self.param.grad, self.param.data = values, hidden
+        hidden = self.param.data
+        values = values.to(self._bucket.dtype, copy=True).view(self.shape)
+        # while the weight is sharded it is empty, and its gradient must have its shape
+        self.param.data = values
+        self.param.grad = values
+        self.param.data = hidden

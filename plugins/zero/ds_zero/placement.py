@@ -1,9 +1,10 @@
 """Which states the config offloads to a store, and the copies between device and host.
 
-[Note: copies] Every copy between device and host is started without waiting, and followed by an event on the same
-stream. The host uses the memory of a copy only after that event: in `Transfers.synchronize`, or when a staging buffer
-is used again. So nothing depends on page-locked memory, which only makes copies truly asynchronous. On a CPU
-accelerator the path is the same, and copies are done when they are started.
+[Note: copies] Every copy between device and host is started without waiting, and followed by an
+event on the same stream. The host uses the memory of a copy only after that event: in
+`Transfers.synchronize`, or when a staging buffer is used again. So nothing depends on page-locked
+memory, which only makes copies truly asynchronous. On a CPU accelerator the path is the same, and
+copies are done when they are started.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ __all__ = ["ON_DEVICE", "Copy", "OffloadStores", "StatePlacement", "Transfers"]
 class StatePlacement:
     """Where a bucket's states are; None: on the device.
 
-    masters: the store of masters, optimizer states and reduced gradients. shards: the
-    store of weights that are sharded (see `FlatBucket.away`). transfers: the copies between device and host. deferred:
-    reduced gradients stay on the device until the step, and `ds_zero.zenflow` updates masters and weights.
+    masters: the store of masters, optimizer states and reduced gradients. shards: the store of
+    weights that are sharded (see `FlatBucket.away`). transfers: the copies between device and host.
+    deferred: reduced gradients stay on the device until the step, and `ds_zero.zenflow` updates
+    masters and weights.
     """
 
     masters: StateStore | None = None
@@ -52,14 +54,18 @@ _NONE: Mapping[nn.Parameter, int] = {}
 class OffloadStores:
     """The stores of the config's offload sections.
 
-    optimizer, param: the stores; None if not offloaded. full_tensors: whether the optimizer gets full tensors (see
-    `ds_zero.owned_tensors`).
+    optimizer, param: the stores; None if not offloaded. full_tensors: whether the optimizer gets
+    full tensors (see `ds_zero.owned_tensors`).
     """
 
     def __init__(self, ctx: Context, section: ZeroConfig, *, full_tensors: bool) -> None:
         wanted = section.offload_optimizer
         self.ratio = wanted.ratio if wanted is not None else 1.0
-        self.optimizer = open_store(ctx, wanted.device, wanted.options) if wanted is not None and wanted.on else None
+        self.optimizer = (
+            open_store(ctx, wanted.device, wanted.options)
+            if wanted is not None and wanted.on
+            else None
+        )
         weights = section.weights_offload
         self.param = None
         if weights is not None and weights.on:  # the share that stays in memory is another store's
@@ -73,30 +79,38 @@ class OffloadStores:
         if self.optimizer is not None and not self.optimizer.resident and full_tensors:
             assert wanted is not None
             raise UsageError(
-                f"zero_optimization.offload_optimizer.device: {wanted.device!r} does not keep states in memory, which "
+                f"zero_optimization.offload_optimizer.device: {wanted.device!r} does not keep "
+                "states in memory, which "
                 "works with element-wise optimizers only, such as Adam; use cpu with this one"
             )
         self.deferred = section.zenflow is not None
-        self._close = weakref.finalize(self, _close, [s for s in (self.optimizer, self.param) if s is not None])
+        self._close = weakref.finalize(
+            self, _close, [s for s in (self.optimizer, self.param) if s is not None]
+        )
         store = self.optimizer or self.param
         self.transfers = Transfers(ctx, store) if store is not None else None
         refused = ctx.own_optimizer and switch(ctx.config, ForceOwnOptimizer, True)
         if self.optimizer is not None and refused:
             raise UsageError(
-                "zero_optimization.offload_optimizer moves what the optimizer updates to the host, and initialize was "
-                "given an optimizer object, which may not support that; name one in the config's optimizer "
+                "zero_optimization.offload_optimizer moves what the optimizer updates to the host, "
+                "and initialize was "
+                "given an optimizer object, which may not support that; name one in the config's "
+                "optimizer "
                 'section, or set "zero_force_ds_cpu_optimizer": false'
             )
 
     def placements(
         self, params: Sequence[nn.Parameter], shards: Mapping[nn.Parameter, int] = _NONE
     ) -> Callable[[nn.Parameter], StatePlacement]:
-        """The placement of each parameter's states. params: those of the optimizer, in the model's order.
+        """The placement of each parameter's states. params: those of the optimizer, in the model's
+        order.
 
-        shards: the elements of this rank's shard of each parameter that is sharded, in the model's order. The first
-        ``max_in_cpu`` stay in host memory: what is needed first cannot be read behind anything.
-        With ratio < 1 the last parameters are offloaded, up to half a parameter more or less than `ratio` of all
-        elements: their gradients come first, so that copying them overlaps with the rest of backward.
+        shards: the elements of this rank's shard of each parameter that is sharded, in the model's
+            order. The first ``max_in_cpu`` stay in host memory: what is needed first cannot be read
+            behind anything. With ratio < 1 the last parameters are offloaded, up to half a
+            parameter more or less than `ratio` of all
+        elements: their gradients come first, so that copying them overlaps with the rest of
+            backward.
         """
         if self.transfers is None:
             return lambda param: ON_DEVICE
@@ -146,7 +160,9 @@ class Copy:
     """One copy between device and host. then: what the host does with the data after it."""
 
     def __init__(self, event: Any, then: Callable[[], Any] | None = None) -> None:
-        self._event, self._then, self._lock = event, then, threading.Lock()
+        self._event = event
+        self._then = then
+        self._lock = threading.Lock()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -181,17 +197,26 @@ class _StagingBuffer:
 
 
 class Transfers:
-    """The copies of one partitioner, in order, through two staging buffers in turn. See [Note: copies]."""
+    """The copies of one partitioner, in order, through two staging buffers in turn.
+
+    See [Note: copies].
+    """
 
     def __init__(self, ctx: Context, store: StateStore) -> None:
-        self._new_event, self._store, self._kernels = ctx.accelerator.new_event, store, ctx.kernels
-        self._slots: deque[_StagingBuffer] = deque([_StagingBuffer(), _StagingBuffer()])  # the oldest copy's first
+        self._new_event = ctx.accelerator.new_event
+        self._store = store
+        self._kernels = ctx.kernels
+        # the oldest copy's first
+        self._slots: deque[_StagingBuffer] = deque([_StagingBuffer(), _StagingBuffer()])
         self._direct: deque[Copy] = deque()
 
-    def to_host(self, target: Tensor, source: Tensor, *, add: bool, then: Callable[[], Any] | None = None) -> Copy:
+    def to_host(
+        self, target: Tensor, source: Tensor, *, add: bool, then: Callable[[], Any] | None = None
+    ) -> Copy:
         """Start to copy device tensor `source` into host tensor `target`, or with `add` to add it.
 
-        `source` may be overwritten by later work of the device. Complete after `synchronize`, or the copy's `finish`.
+        `source` may be overwritten by later work of the device. Complete after `synchronize`, or
+        the copy's `finish`.
         """
         if not add and source.dtype == target.dtype:
             return self._straight(target, source, then)
@@ -209,11 +234,14 @@ class Transfers:
         slot.copy = Copy(self._mark(), use)
         return slot.copy
 
-    def to_device(self, target: Tensor, source: Tensor, then: Callable[[], Any] | None = None) -> None:
-        """Start to copy host tensor `source` into device tensor `target`; casts are done on the host.
+    def to_device(
+        self, target: Tensor, source: Tensor, then: Callable[[], Any] | None = None
+    ) -> None:
+        """Start to copy host tensor `source` into device tensor `target`; casts are done on the
+        host.
 
-        Later work of the device sees the values; the host may change `source` after `synchronize`, or when `then` is
-        called.
+        Later work of the device sees the values; the host may change `source` after `synchronize`,
+        or when `then` is called.
         """
         if source.dtype == target.dtype:
             self._straight(target, source, then)
@@ -224,7 +252,9 @@ class Transfers:
         if then is not None:
             then()
 
-    def _straight(self, target: Tensor, source: Tensor, then: Callable[[], Any] | None = None) -> Copy:
+    def _straight(
+        self, target: Tensor, source: Tensor, then: Callable[[], Any] | None = None
+    ) -> Copy:
         """Start a copy that needs no staging buffer."""
         target.copy_(source, non_blocking=True)
         copy = Copy(self._mark(), then)

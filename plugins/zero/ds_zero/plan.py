@@ -1,7 +1,9 @@
-"""Memory and communication of each rank, per stage and offload choice, predicted from the layouts that training uses.
+"""Memory and communication of each rank, per stage and offload choice, predicted from the layouts
+that training uses.
 
-Counted are model states, gradient buckets and gathered weights; not counted are activations and temporaries of
-autograd. The plan is of one data-parallel group: without ZeRO all its ranks have the same parameters.
+Counted are model states, gradient buckets and gathered weights; not counted are activations and
+temporaries of autograd. The plan is of one data-parallel group: without ZeRO all its ranks have the
+same parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +29,17 @@ from ds_zero.simulate import SimulatedBucket, SimulatedUnit, Wires, gather_passe
 from ds_zero.units import Gatherer, find_leaves, gatherers, members, persistent
 from ds_zero.zenflow.plan import held
 
-__all__ = ["Advice", "Kinds", "Need", "Offload", "PlannedRun", "lay_out", "plan", "predict", "recommend"]
+__all__ = [
+    "Advice",
+    "Kinds",
+    "Need",
+    "Offload",
+    "PlannedRun",
+    "lay_out",
+    "plan",
+    "predict",
+    "recommend",
+]
 
 
 class Offload(enum.Enum):
@@ -54,10 +66,11 @@ class Offload(enum.Enum):
 class PlannedRun:
     """The properties of a run, besides model and section, that memory and communication depend on.
 
-    states: elements that the optimizer keeps per parameter element, in the dtype of what it updates (Adam: 2). wide:
-    whether those of 16-bit tensors are fp32.
-    gas: micro-batches per step. casts: whether the optimizer needs gradients in its tensors' dtype; see
-    `ds_core.stepping`. ahead: whether updates on the host begin in backward, see `ds_zero.super_offload`.
+    states: elements that the optimizer keeps per parameter element, in the dtype of what it updates
+        (Adam: 2). wide: whether those of 16-bit tensors are fp32.
+    gas: micro-batches per step. casts: whether the optimizer needs gradients in its tensors' dtype;
+        see `ds_core.stepping`. ahead: whether updates on the host begin in backward, see
+        `ds_zero.super_offload`.
     """
 
     world: int
@@ -75,10 +88,11 @@ class PlannedRun:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The memory and communication of one rank. reduced, gathered: elements of gradients and of weights sent per step.
+    """The memory and communication of one rank. reduced, gathered: elements of gradients and of
+    weights sent per step.
 
-    sent: the sum of both, in bytes. link: bytes between device and host per step. across: with hpZ or MiCS, bytes of
-    `sent` for ranks of other blocks. disk: bytes on disk.
+    sent: the sum of both, in bytes. link: bytes between device and host per step. across: with hpZ
+    or MiCS, bytes of `sent` for ranks of other blocks. disk: bytes on disk.
     """
 
     stage: int
@@ -103,24 +117,35 @@ class Laid:
     units: list[SimulatedUnit]
 
 
-def lay_out(module: nn.Module, section: ZeroConfig, world: int, weights_on_host: bool = False) -> Laid:
-    """The buckets in which `section.stage` (1 to 3) would lay the parameters of `module` over `world` ranks.
+def lay_out(
+    module: nn.Module, section: ZeroConfig, world: int, weights_on_host: bool = False
+) -> Laid:
+    """The buckets in which `section.stage` (1 to 3) would lay the parameters of `module` over
+    `world` ranks.
 
     weights_on_host: even a single rank then gathers.
     """
     everything = list(module.parameters())
     trained = [p for p in everything if p.requires_grad]
     if section.stage < 3 or (world == 1 and not weights_on_host):
-        buckets = list(_simulated(trained, section.bucket_elements(world), world, replicated=True, trained=True))
+        buckets = list(
+            _simulated(
+                trained, section.bucket_elements(world), world, replicated=True, trained=True
+            )
+        )
         return Laid(buckets, [p for p in everything if not p.requires_grad], [], [])
     small = persistent(everything, section)
     partitioned = {p for p in everything if p not in small}
     modules = gatherers(module, partitioned, section, find_leaves(module, section.leaf_module))
     replicated = [p for p in trained if p not in partitioned]
-    buckets = list(_simulated(replicated, section.bucket_elements(world), world, replicated=True, trained=True))
+    buckets = list(
+        _simulated(replicated, section.bucket_elements(world), world, replicated=True, trained=True)
+    )
     units: list[SimulatedUnit] = []
     for gatherer, chosen, mine in members(modules, set(trained)):
-        for bucket in _simulated(chosen, section.unit_elements(world), world, replicated=False, trained=mine):
+        for bucket in _simulated(
+            chosen, section.unit_elements(world), world, replicated=False, trained=mine
+        ):
             units.append(SimulatedUnit(len(units), bucket, gatherer.leaf))
     loose = [p for p in everything if p in small and not p.requires_grad]
     return Laid(buckets + [u.bucket for u in units], loose, modules, units)
@@ -129,20 +154,36 @@ def lay_out(module: nn.Module, section: ZeroConfig, world: int, weights_on_host:
 def _simulated(
     params: Sequence[nn.Parameter], capacity: int, world: int, *, replicated: bool, trained: bool
 ) -> Iterator[SimulatedBucket]:
-    for run in arrange(params, lambda p: (p.dtype, p.requires_grad), lambda _, filled, size: filled + size > capacity):
-        yield SimulatedBucket(tuple(run), Layout.of([p.numel() for p in run], world), run[0].dtype, replicated, trained)
+    for run in arrange(
+        params,
+        lambda p: (p.dtype, p.requires_grad),
+        lambda _, filled, size: filled + size > capacity,
+    ):
+        yield SimulatedBucket(
+            tuple(run),
+            Layout.of([p.numel() for p in run], world),
+            run[0].dtype,
+            replicated,
+            trained,
+        )
 
 
 def predict(
-    module: nn.Module, section: ZeroConfig, run: PlannedRun, offload: Offload = Offload.NONE, rank: int = 0
+    module: nn.Module,
+    section: ZeroConfig,
+    run: PlannedRun,
+    offload: Offload = Offload.NONE,
+    rank: int = 0,
 ) -> Need:
-    """The memory and communication of `rank` under ``section.stage``; no rank owns more than rank 0.
+    """The memory and communication of `rank` under ``section.stage``; no rank owns more than rank
+    0.
 
     module: may be on the meta device, in the dtypes of training.
     """
     if section.stage == 0:
         return _replicated(module, run)
-    offloaded, weights_on_host = offload is not Offload.NONE, offload.weights
+    offloaded = offload is not Offload.NONE
+    weights_on_host = offload.weights
     blocks = _blocks(section, run.world)
     special = _special(module, run.precision)
     laid = lay_out(module, section, blocks.sharded, weights_on_host)
@@ -151,11 +192,18 @@ def predict(
     wires = _wires(section, run, blocks, special, offloaded and deferred is None)
     gathered = gather_passes(laid.modules, laid.units, section) if laid.units else 0
     passes, waits = (run.gas, False) if section.stage > 1 else (1, run.gas > 1)
-    flat_peak, kept = reduction(_queue(laid, trained), _arrivals(module, trained), wires, passes, waits)
+    flat_peak, kept = reduction(
+        _queue(laid, trained), _arrivals(module, trained), wires, passes, waits
+    )
     parts = sum(b.layout.shard_numel * b.dtype.itemsize for b in laid.buckets if not b.replicated)
-    weights = sum(b.layout.total * b.dtype.itemsize for b in laid.buckets if b.replicated) + _bytes(laid.loose)
+    weights = sum(b.layout.total * b.dtype.itemsize for b in laid.buckets if b.replicated) + _bytes(
+        laid.loose
+    )
     if blocks.second:
-        parts += sum(u.bucket.layout.total // blocks.size * _sent(u.bucket, special).itemsize for u in laid.units)
+        parts += sum(
+            u.bucket.layout.total // blocks.size * _sent(u.bucket, special).itemsize
+            for u in laid.units
+        )
     device = Kinds(
         parameters=weights + (0 if weights_on_host else parts),
         gradients=kept,
@@ -169,22 +217,36 @@ def predict(
     if deferred is not None:
         states = _optimized(trained, run, Offload.OPTIMIZER, wires.wire, mine)
         on_device, on_host = held(
-            trained, deferred, run.kept, mine, partial(_master, run.precision), partial(_grad, run.precision)
+            trained,
+            deferred,
+            run.kept,
+            mine,
+            partial(_master, run.precision),
+            partial(_grad, run.precision),
         )
-        device, host = join(device, on_device), join(host, replace(states, cast=0), on_host)
+        device = join(device, on_device)
+        host = join(host, replace(states, cast=0), on_host)
     elif offload.on_disk:
         resting = [_resting(b, run, offload, wires.wire, mine) for b in laid.buckets]
         stay, tiles, ahead, disk = rest_on_disk(resting, section)
-        staged = sum(b.layout.shard_numel * b.dtype.itemsize for b in trained if _staged(run, b, offload))
+        staged = sum(
+            b.layout.shard_numel * b.dtype.itemsize for b in trained if _staged(run, b, offload)
+        )
         host = Kinds(parameters=stay, buckets=staged + tiles, gathered=ahead)
     elif offloaded:
-        # Two staging buffers for copies between device and host, and the weights that a step has written.
+        # Two staging buffers for copies between device and host, and the weights that a step has
+        # written.
         through = 2 * max(
-            (b.layout.shard_numel * max(wires.wire(b).itemsize, b.dtype.itemsize) for b in trained), default=0
+            (b.layout.shard_numel * max(wires.wire(b).itemsize, b.dtype.itemsize) for b in trained),
+            default=0,
         )
-        through += sum(b.layout.shard_numel * b.dtype.itemsize for b in trained if _staged(run, b, offload))
+        through += sum(
+            b.layout.shard_numel * b.dtype.itemsize for b in trained if _staged(run, b, offload)
+        )
         through += sum(_saved(run, b, offload) for b in trained) if run.ahead else 0
-        host = join(host, states, Kinds(gradients=_on_host(trained, run, wires.wire), buckets=through))
+        host = join(
+            host, states, Kinds(gradients=_on_host(trained, run, wires.wire), buckets=through)
+        )
     else:
         device = join(device, states)
     return Need(
@@ -221,29 +283,50 @@ def _optimized(
     """Masters, the optimizer's states, and gradients in the masters' dtype."""
     masters = states = cast = 0
     for bucket in trained:
-        size, own = bucket.layout.shard_numel, _master(run.precision, bucket)
-        # On the host masters are copies, except of weights that are kept there too, in the masters' dtype.
-        copied = offload.on_disk or offload is Offload.OPTIMIZER or (offload is Offload.ALL and bucket.replicated)
+        size = bucket.layout.shard_numel
+        own = _master(run.precision, bucket)
+        # On the host masters are copies, except of weights that are kept there too, in the masters'
+        # dtype.
+        copied = (
+            offload.on_disk
+            or offload is Offload.OPTIMIZER
+            or (offload is Offload.ALL and bucket.replicated)
+        )
         masters += size * own.itemsize if copied or own != bucket.dtype else 0
         states += _owned(bucket.layout, rank) * run.kept(own)
-        grad = _grad(run.precision, bucket) if offload is Offload.NONE else _host_grad(run, bucket, wire)
+        grad = (
+            _grad(run.precision, bucket)
+            if offload is Offload.NONE
+            else _host_grad(run, bucket, wire)
+        )
         cast += size * own.itemsize if run.casts and grad != own else 0
     return Kinds(masters=masters, states=states, cast=cast)
 
 
-def _host_grad(run: PlannedRun, bucket: SimulatedBucket, wire: Callable[[SimulatedBucket], torch.dtype]) -> torch.dtype:
-    """The dtype of gradients on the host: the masters', in which they are summed, or that of the reduction."""
-    return run.precision.accumulate or (wire(bucket) if run.gas == 1 else _master(run.precision, bucket))
+def _host_grad(
+    run: PlannedRun, bucket: SimulatedBucket, wire: Callable[[SimulatedBucket], torch.dtype]
+) -> torch.dtype:
+    """The dtype of gradients on the host: the masters', in which they are summed, or that of the
+    reduction.
+    """
+    return run.precision.accumulate or (
+        wire(bucket) if run.gas == 1 else _master(run.precision, bucket)
+    )
 
 
 def _staged(run: PlannedRun, bucket: SimulatedBucket, offload: Offload) -> bool:
     """Whether a step on the host leaves 16-bit weights there, to be copied to the device."""
-    return _master(run.precision, bucket) != bucket.dtype and (not offload.weights or bucket.replicated)
+    return _master(run.precision, bucket) != bucket.dtype and (
+        not offload.weights or bucket.replicated
+    )
 
 
 def _saved(run: PlannedRun, bucket: SimulatedBucket, offload: Offload) -> int:
-    """Bytes in which a bucket that is updated before the step is saved, see `ds_zero.super_offload`."""
-    own, staged = _master(run.precision, bucket), _staged(run, bucket, offload)
+    """Bytes in which a bucket that is updated before the step is saved, see
+    `ds_zero.super_offload`.
+    """
+    own = _master(run.precision, bucket)
+    staged = _staged(run, bucket, offload)
     if offload is Offload.ALL and not bucket.replicated and own == bucket.dtype:
         return 0
     written = bucket.dtype.itemsize if own != bucket.dtype and not staged else 0
@@ -251,7 +334,9 @@ def _saved(run: PlannedRun, bucket: SimulatedBucket, offload: Offload) -> int:
 
 
 def _on_host(
-    trained: Sequence[SimulatedBucket], run: PlannedRun, wire: Callable[[SimulatedBucket], torch.dtype]
+    trained: Sequence[SimulatedBucket],
+    run: PlannedRun,
+    wire: Callable[[SimulatedBucket], torch.dtype],
 ) -> int:
     return sum(b.layout.shard_numel * _host_grad(run, b, wire).itemsize for b in trained)
 
@@ -262,7 +347,9 @@ def _bytes(params: Iterable[nn.Parameter]) -> int:
 
 def _owned(layout: Layout, rank: int) -> int:
     """Elements in the part of `rank`, without padding."""
-    return sum(span.stop - span.start for span in (layout.span(i, rank) for i in range(len(layout.sizes))))
+    return sum(
+        span.stop - span.start for span in (layout.span(i, rank) for i in range(len(layout.sizes)))
+    )
 
 
 def _master(precision: Precision, bucket: SimulatedBucket) -> torch.dtype:
@@ -271,10 +358,16 @@ def _master(precision: Precision, bucket: SimulatedBucket) -> torch.dtype:
 
 
 def _grad(precision: Precision, bucket: SimulatedBucket) -> torch.dtype:
-    return precision.accumulate if precision.accumulate and bucket.dtype.is_floating_point else bucket.dtype
+    return (
+        precision.accumulate
+        if precision.accumulate and bucket.dtype.is_floating_point
+        else bucket.dtype
+    )
 
 
-def _wire(precision: Precision, special: Mapping[nn.Parameter, torch.dtype], bucket: SimulatedBucket) -> torch.dtype:
+def _wire(
+    precision: Precision, special: Mapping[nn.Parameter, torch.dtype], bucket: SimulatedBucket
+) -> torch.dtype:
     """The widest dtype that any parameter of the bucket asks for, as in `Reducer`."""
     wanted = [special.get(p) or precision.wire or p.dtype for p in bucket.params]
     return reduce(torch.promote_types, wanted)
@@ -282,12 +375,18 @@ def _wire(precision: Precision, special: Mapping[nn.Parameter, torch.dtype], buc
 
 def _special(module: nn.Module, precision: Precision) -> Mapping[nn.Parameter, torch.dtype]:
     """Parameters whose gradients are sent in the dtype of autocast."""
-    return wire_dtypes(module, precision.autocast, precision.autocast_modules) if precision.autocast else {}
+    return (
+        wire_dtypes(module, precision.autocast, precision.autocast_modules)
+        if precision.autocast
+        else {}
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """sharded: over how many ranks states are. size: ranks of a block. second: whether blocks have second copies."""
+    """sharded: over how many ranks states are. size: ranks of a block. second: whether blocks have
+    second copies.
+    """
 
     sharded: int
     size: int
@@ -296,12 +395,15 @@ class _Blocks:
 
 def _blocks(section: ZeroConfig, world: int) -> _Blocks:
     """Raises UsageError where ranks do not divide into the blocks of the config."""
-    hpz, mics = section.zero_hpz_partition_size, section.mics_shard_size
+    hpz = section.zero_hpz_partition_size
+    mics = section.mics_shard_size
     if section.stage != 3 or (hpz < 2 and mics < 1):
         return _Blocks(world, world)
     key, size = ("zero_hpz_partition_size", hpz) if hpz > 1 else ("mics_shard_size", mics)
     if world % size:
-        raise UsageError(f"zero_optimization.{key}: {size} does not divide {world} data-parallel ranks")
+        raise UsageError(
+            f"zero_optimization.{key}: {size} does not divide {world} data-parallel ranks"
+        )
     return _Blocks(world, size, size < world) if hpz > 1 else _Blocks(size, size)
 
 
@@ -354,22 +456,34 @@ def _traffic(
     wire: Callable[[SimulatedBucket], torch.dtype],
     special: Mapping[nn.Parameter, torch.dtype],
 ) -> tuple[int, int, int, int, int]:
-    """Per step: elements of gradients and of weights, bytes of both, bytes between device and host, and across blocks.
+    """Per step: elements of gradients and of weights, bytes of both, bytes between device and host,
+    and across blocks.
 
     Each rank sends its part of a message to all others, so some of it to other blocks.
     """
-    sharded, times = blocks.sharded, run.gas if section.stage > 1 else 1
-    others, outside = sharded - 1, sharded - blocks.size
+    sharded = blocks.sharded
+    times = run.gas if section.stage > 1 else 1
+    others = sharded - 1
+    outside = sharded - blocks.size
     reduced = gathered = sent = link = across = 0
-    by_reduction = times * (1 if section.reduce_scatter or not section.use_multi_rank_bucket_allreduce else 2)
+    by_reduction = times * (
+        1 if section.reduce_scatter or not section.use_multi_rank_bucket_allreduce else 2
+    )
     for bucket in laid.buckets:
         part = bucket.layout.shard_numel
         if bucket.trained:
-            over = times * part * 2 * (run.world - sharded) // run.world  # MiCS: an all-reduce over the far ranks
+            # MiCS: an all-reduce over the far ranks
+            over = times * part * 2 * (run.world - sharded) // run.world
             reduced += part * others * by_reduction + over
-            shard, apart = part * by_reduction * wire(bucket).itemsize, outside
-            if section.zero_quantized_gradients and not bucket.replicated and can_quantise(bucket.dtype):
-                shard, apart = Message.of(GRADIENT_BITS, part).size * times, sharded // blocks.size - 1
+            shard = part * by_reduction * wire(bucket).itemsize
+            apart = outside
+            if (
+                section.zero_quantized_gradients
+                and not bucket.replicated
+                and can_quantise(bucket.dtype)
+            ):
+                shard = Message.of(GRADIENT_BITS, part).size * times
+                apart = sharded // blocks.size - 1
             sent += shard * others + over * wire(bucket).itemsize
             across += shard * apart + over * wire(bucket).itemsize
             if bucket.replicated:
@@ -383,14 +497,19 @@ def _traffic(
                     link += part * bucket.dtype.itemsize // (every if isinstance(every, int) else 1)
     factor = 2 if section.use_all_reduce_for_fetch_params else 1
     for unit in laid.units:
-        part, count, size = unit.bucket.layout.shard_numel, unit.gathers * run.gas, _sent(unit.bucket, special).itemsize
-        near = count - unit.bucket.trained if blocks.second and count else 0  # a step outdates second copies
+        part = unit.bucket.layout.shard_numel
+        count = unit.gathers * run.gas
+        size = _sent(unit.bucket, special).itemsize
+        # a step outdates second copies
+        near = count - unit.bucket.trained if blocks.second and count else 0
         inside = unit.bucket.layout.total // blocks.size * (blocks.size - 1) * near
         gathered += part * (count - near) * factor * others + inside
         shard = part * factor * size
         coded = section.zero_quantized_nontrainable_weights and not unit.bucket.trained
         if (coded or section.zero_quantized_weights) and can_quantise(unit.bucket.dtype):
-            shard, size = Message.of(WEIGHT_BITS, part).size, unit.bucket.dtype.itemsize  # second copies are decoded
+            # second copies are decoded
+            shard = Message.of(WEIGHT_BITS, part).size
+            size = unit.bucket.dtype.itemsize
         sent += shard * (count - near) * others + inside * size
         across += shard * (count - near) * outside
         if offload.weights:
@@ -401,14 +520,18 @@ def _traffic(
 def _replicated(module: nn.Module, run: PlannedRun) -> Need:
     """Stage 0: the core's data parallelism, whose gradient buckets live as long as the run."""
     trained = [p for p in module.parameters() if p.requires_grad]
-    precision, special = run.precision, _special(module, run.precision)
+    precision = run.precision
+    special = _special(module, run.precision)
     gradients = masters = states = cast = fresh = elements = sent = 0
     for param in trained:
-        size, own, floating = param.numel(), param.dtype, param.is_floating_point()
+        size = param.numel()
+        own = param.dtype
+        floating = param.is_floating_point()
         master = precision.master if precision.master and floating else own
         grad = precision.accumulate if precision.accumulate and floating else own
         wire = special.get(param) or precision.wire or own
-        reduction = (size + 1) * wire.itemsize if run.world > 1 else 0  # a flag is sent with each gradient
+        # a flag is sent with each gradient
+        reduction = (size + 1) * wire.itemsize if run.world > 1 else 0
         if reduction and grad == own == wire:
             gradients += reduction  # reduced gradients stay in the buffer of the reduction
             fresh += size * own.itemsize
@@ -424,10 +547,12 @@ def _replicated(module: nn.Module, run: PlannedRun) -> Need:
         sent += (size + 1) * wire.itemsize
     device = Kinds(_bytes(module.parameters()), gradients, masters, states, cast, fresh)
     share = 2 * (run.world - 1) / run.world
-    return Need(0, Offload.NONE, device, Kinds(), round(elements * share), 0, round(sent * share), 0)
+    return Need(
+        0, Offload.NONE, device, Kinds(), round(elements * share), 0, round(sent * share), 0
+    )
 
 
-# -- all choices -------------------------------------------------------------------------------------------------
+# -- all choices -----------------------------------------------------------------------------------
 
 
 def plan(module: nn.Module, section: ZeroConfig, run: PlannedRun) -> list[Need]:
@@ -435,7 +560,9 @@ def plan(module: nn.Module, section: ZeroConfig, run: PlannedRun) -> list[Need]:
     needs = []
     for stage in (0, 1, 2, 3):
         staged = section.model_copy(update={"stage": stage})
-        choices = [c for c in Offload if stage == 3 or (c is Offload.NONE if stage == 0 else not c.weights)]
+        choices = [
+            c for c in Offload if stage == 3 or (c is Offload.NONE if stage == 0 else not c.weights)
+        ]
         needs += [predict(module, staged, run, choice) for choice in choices]
     return needs
 
@@ -448,29 +575,44 @@ class Advice:
     reason: str
 
 
-def recommend(needs: Sequence[Need], device: int, host: int | None, ranks_per_host: int = 1) -> Advice:
-    """Of what fits into `device` bytes per rank and `host` bytes per machine: the least offload, then traffic.
+def recommend(
+    needs: Sequence[Need], device: int, host: int | None, ranks_per_host: int = 1
+) -> Advice:
+    """Of what fits into `device` bytes per rank and `host` bytes per machine: the least offload,
+    then traffic.
 
-    host: None: as much as it takes. Among those whose traffic is equal within 1 %, stage 3 comes last, since it gathers
-    in every pass, and then memory decides.
+    host: None: as much as it takes. Among those whose traffic is equal within 1 %, stage 3 comes
+    last, since it gathers in every pass, and then memory decides.
     """
 
     def memory(need: Need) -> str:
-        on_host = f" and {_gb(need.host.peak * ranks_per_host)} on the host" if need.host.peak else ""
-        return f"{_gb(need.device.peak)} on the device{on_host}" + (f", {_gb(need.disk)} on disk" if need.disk else "")
+        on_host = (
+            f" and {_gb(need.host.peak * ranks_per_host)} on the host" if need.host.peak else ""
+        )
+        return f"{_gb(need.device.peak)} on the device{on_host}" + (
+            f", {_gb(need.disk)} on disk" if need.disk else ""
+        )
 
     def cost(need: Need) -> tuple[int, int]:
         return list(Offload).index(need.offload), need.sent
 
-    fitting = [n for n in needs if n.device.peak <= device and (host is None or n.host.peak * ranks_per_host <= host)]
+    fitting = [
+        n
+        for n in needs
+        if n.device.peak <= device and (host is None or n.host.peak * ranks_per_host <= host)
+    ]
     if not fitting:
         least = min(needs, key=lambda n: (n.device.peak, n.host.peak))
-        return Advice(None, f"nothing fits: {_name(least)} needs least on the device, {memory(least)}")
+        return Advice(
+            None, f"nothing fits: {_name(least)} needs least on the device, {memory(least)}"
+        )
     level, sent = min(cost(n) for n in fitting)
     equal = [n for n in fitting if cost(n)[0] == level and n.sent <= sent * 1.01]
     best = min(equal, key=lambda n: (n.stage == 3, n.device.peak))
     reason = f"{_name(best)}: {memory(best)}; of what fits it offloads least and then sends least"
-    cheaper = [n for n in needs if n not in fitting and (cost(n)[0] < level or n.sent * 1.01 < sent)]
+    cheaper = [
+        n for n in needs if n not in fitting and (cost(n)[0] < level or n.sent * 1.01 < sent)
+    ]
     if cheaper:
         nearest = min(cheaper, key=lambda n: n.device.peak)
         reason += f" ({_name(nearest)} would need {memory(nearest)})"
@@ -479,7 +621,9 @@ def recommend(needs: Sequence[Need], device: int, host: int | None, ranks_per_ho
 
 def _name(need: Need) -> str:
     where = "" if need.offload.on_disk else " on the host"
-    return f"stage {need.stage}" + ("" if need.offload is Offload.NONE else f" with {need.offload.value}{where}")
+    return f"stage {need.stage}" + (
+        "" if need.offload is Offload.NONE else f" with {need.offload.value}{where}"
+    )
 
 
 def _gb(size: int) -> str:

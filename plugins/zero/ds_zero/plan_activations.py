@@ -1,6 +1,8 @@
-"""What autograd keeps of one micro-batch, for `dscore plan`: counted in a forward of fake tensors, so of any model.
+"""What autograd keeps of one micro-batch, for `dscore plan`: counted in a forward of fake tensors,
+so of any model.
 
-Fake tensors have shapes and no memory. Not counted are temporaries of operators and gradients of activations.
+Fake tensors have shapes and no memory. Not counted are temporaries of operators and gradients of
+activations.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ __all__ = ["Activations", "count_activations"]
 class Activations:
     """Bytes of one rank, from the forward of a micro-batch to its backward.
 
-    tokens: of this rank. kept: where nothing is computed again. recomputed: where the repeated blocks are, each with
-    its inputs, and what one of them saves while it runs again; None without such blocks.
+    tokens: of this rank. kept: where nothing is computed again. recomputed: where the repeated
+    blocks are, each with its inputs, and what one of them saves while it runs again; None without
+    such blocks.
     """
 
     tokens: int
@@ -44,13 +47,17 @@ def count_activations(module: nn.Module, tokens: int) -> Activations:
             fakes = {n: _fake(p) for n, p in (*module.named_parameters(), *module.named_buffers())}
             ids = torch.ones(1, tokens, dtype=torch.long)
             counter.ignored = {t.untyped_storage()._cdata for t in fakes.values()}
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(counter.saw, lambda t: t):
+            with (
+                torch.enable_grad(),
+                torch.autograd.graph.saved_tensors_hooks(counter.saw, lambda t: t),
+            ):
                 torch.func.functional_call(module, fakes, *_inputs(module, ids))
     except UsageError:
         raise
     except Exception as error:  # the user's code
         raise UsageError(
-            f"--tokens: the forward of {type(module).__name__} failed on token ids of shape (1, {tokens}) without "
+            f"--tokens: the forward of {type(module).__name__} failed on token ids of shape (1, "
+            f"{tokens}) without "
             f"values: {type(error).__name__}: {error}"
         ) from error
     finally:
@@ -68,12 +75,19 @@ def _inputs(module: nn.Module, ids: Tensor) -> tuple[tuple[Tensor, ...], dict[st
     names = inspect.signature(module.forward).parameters
     if "input_ids" not in names:
         return (ids,), {}
-    known: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False, "past_key_values": _NoCache()}
+    known: dict[str, Any] = {
+        "input_ids": ids,
+        "labels": ids,
+        "use_cache": False,
+        "past_key_values": _NoCache(),
+    }
     return (), {name: value for name, value in known.items() if name in names}
 
 
 class _NoCache:
-    """A model of transformers that is given a cache does not look for packed sequences, which have no values here."""
+    """A model of transformers that is given a cache does not look for packed sequences, which have
+    no values here.
+    """
 
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """What attention goes on with."""
@@ -91,7 +105,8 @@ class _NoCache:
 
 
 class _Counter:
-    """Adds up storages: of all that is saved, and for each repeated block of its inputs and of what it saves.
+    """Adds up storages: of all that is saved, and for each repeated block of its inputs and of what
+    it saves.
 
     ignored: storages of weights.
     """

@@ -33,38 +33,66 @@ def plan(
     world: Annotated[int, typer.Option("--world", min=1, help="Data-parallel ranks.")],
     params: Annotated[str | None, typer.Option(help="Parameters of the model, such as 7B.")] = None,
     largest_layer: Annotated[
-        str | None, typer.Option(help="With --params: parameters of the largest layer, such as 200M. Default: 1/32.")
+        str | None,
+        typer.Option(
+            help="With --params: parameters of the largest layer, such as 200M. Default: 1/32."
+        ),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="module:function that builds the model, or the path of a Hugging Face config.json."),
+        typer.Option(
+            help="module:function that builds the model, or the path of a Hugging Face config.json."
+        ),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="The config of the run.")] = None,
     dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="Default: the config's; bf16 without one.")
+        Literal["fp32", "bf16", "fp16"] | None,
+        typer.Option(help="Default: the config's; bf16 without one."),
     ] = None,
     optimizer_states: Annotated[
         int | None,
-        typer.Option(min=0, help="Elements that the optimizer keeps per parameter. Default: the config's; 2 (Adam)."),
+        typer.Option(
+            min=0,
+            help="Elements that the optimizer keeps per parameter. Default: the config's; 2 "
+            "(Adam).",
+        ),
     ] = None,
-    gas: Annotated[int | None, typer.Option(min=1, help="Micro-batches per step. Default: the config's; 1.")] = None,
+    gas: Annotated[
+        int | None, typer.Option(min=1, help="Micro-batches per step. Default: the config's; 1.")
+    ] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of one sequence: tell what activations take too. Needs --model.")
+        int | None,
+        typer.Option(
+            min=1, help="Tokens of one sequence: tell what activations take too. Needs --model."
+        ),
     ] = None,
     device_memory: Annotated[
         str | None, typer.Option(help="Memory of one device, such as 80GB: recommend what fits.")
     ] = None,
-    reserve: Annotated[str, typer.Option(help="Device memory to leave for activations, such as 20GB.")] = "0",
-    host_memory: Annotated[str | None, typer.Option(help="Of one machine, such as 1TB. Default: no limit.")] = None,
-    ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks that share a machine's memory.")] = 8,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table; all in bytes.")] = False,
-    svg: Annotated[Path | None, typer.Option(help="A folder for drawings by plugins, such as timelines.")] = None,
+    reserve: Annotated[
+        str, typer.Option(help="Device memory to leave for activations, such as 20GB.")
+    ] = "0",
+    host_memory: Annotated[
+        str | None, typer.Option(help="Of one machine, such as 1TB. Default: no limit.")
+    ] = None,
+    ranks_per_host: Annotated[
+        int, typer.Option(min=1, help="Ranks that share a machine's memory.")
+    ] = 8,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="JSON instead of a table; all in bytes.")
+    ] = False,
+    svg: Annotated[
+        Path | None, typer.Option(help="A folder for drawings by plugins, such as timelines.")
+    ] = None,
     against: Annotated[
-        Path | None, typer.Option(help="Compare with a run: the folder of its section memory_snapshot.")
+        Path | None,
+        typer.Option(help="Compare with a run: the folder of its section memory_snapshot."),
     ] = None,
     imports: Imports = False,
 ) -> None:
-    """Predict memory and communication of each rank under every stage and offload, and recommend one."""
+    """Predict memory and communication of each rank under every stage and offload, and recommend
+    one.
+    """
     from ds_cli.show import say_error
 
     from ds_core.precision import cast_module, make_precision
@@ -74,7 +102,11 @@ def plan(
     from ds_zero.plan_model import divide_matrices, parse_amount
 
     module = _model(params, largest_layer, model)
-    given = dict(read_to_look_at(config, imports).raw) if config is not None else {"bf16": {"enabled": True}}
+    given = (
+        dict(read_to_look_at(config, imports).raw)
+        if config is not None
+        else {"bf16": {"enabled": True}}
+    )
     chosen = _config(given, dtype, gas)
     section = chosen.config.section(ZeroConfig)
     assert section is not None
@@ -95,10 +127,15 @@ def plan(
         _show_against(against, module, section, run, _offload(given), as_json)
         return
     needs = planning.plan(module, section, run)
-    grain = getattr(chosen.optimizer.entry, "grain", "element") if chosen.optimizer is not None else "element"
+    grain = (
+        getattr(chosen.optimizer.entry, "grain", "element")
+        if chosen.optimizer is not None
+        else "element"
+    )
     if grain != "element":
         say_error(
-            f"the config's optimizer needs unsharded {'matrices' if grain == 'matrix' else 'tensors'}; the memory and "
+            "the config's optimizer needs unsharded "
+            f"{'matrices' if grain == 'matrix' else 'tensors'}; the memory and "
             "communication for them are not counted"
         )
     advice = None
@@ -107,11 +144,18 @@ def plan(
         left = room - (0 if reserve == "0" else parse_amount(reserve, "--reserve"))
         if activations is not None:
             again = chosen.config.has(Trait.RECOMPUTES)
-            left -= activations.recomputed if again and activations.recomputed is not None else activations.kept
+            left -= (
+                activations.recomputed
+                if again and activations.recomputed is not None
+                else activations.kept
+            )
         host = None if host_memory is None else parse_amount(host_memory, "--host-memory")
         advice = planning.recommend(needs, left, host, min(ranks_per_host, world))
     elif host_memory is not None or reserve != "0":
-        raise UsageError("--host-memory and --reserve are options of the recommendation; give --device-memory too")
+        raise UsageError(
+            "--host-memory and --reserve are options of the recommendation; give "
+            "--device-memory too"
+        )
     answers = chosen.plugins.ask("ds_charts", config=chosen.config, plugins=chosen.plugins)
     charts = [chart for answer in answers for chart in answer.value]
     _show(whole, run, divided, activations, needs, advice, charts, as_json)
@@ -120,7 +164,9 @@ def plan(
 
 @dataclass(frozen=True, slots=True)
 class Divided:
-    """Ranks of other mesh axes. layers: those of tensor parallelism. sequences: those with the same samples."""
+    """Ranks of other mesh axes. layers: those of tensor parallelism. sequences: those with the same
+    samples.
+    """
 
     layers: int
     sequences: int
@@ -135,14 +181,17 @@ class Divided:
         )
 
 
-def _activations(module: nn.Module, tokens: int | None, params: str | None, divided: Divided) -> Activations | None:
+def _activations(
+    module: nn.Module, tokens: int | None, params: str | None, divided: Divided
+) -> Activations | None:
     from ds_zero.plan_activations import count_activations
 
     if tokens is None:
         return None
     if params is not None:
         raise UsageError(
-            "--tokens: activations are counted in a forward of the model; give --model instead of --params"
+            "--tokens: activations are counted in a forward of the model; give --model instead of "
+            "--params"
         )
     return count_activations(module, -(-tokens // divided.sequences))
 
@@ -151,19 +200,29 @@ def _model(params: str | None, largest_layer: str | None, model: str | None) -> 
     from ds_zero.plan_model import find_model, of_size, parse_amount
 
     if (params is None) == (model is None):
-        raise UsageError("give the model: either --params, such as 7B, or --model, such as mine.model:build")
+        raise UsageError(
+            "give the model: either --params, such as 7B, or --model, such as mine.model:build"
+        )
     if params is None:
         if largest_layer is not None:
-            raise UsageError("--largest-layer is an option of --params; with --model the sizes of layers are known")
+            raise UsageError(
+                "--largest-layer is an option of --params; with --model the sizes of layers are "
+                "known"
+            )
         assert model is not None
         return find_model(model)
     count = parse_amount(params, "--params")
-    largest = -(-count // LAYERS) if largest_layer is None else parse_amount(largest_layer, "--largest-layer")
+    largest = (
+        -(-count // LAYERS)
+        if largest_layer is None
+        else parse_amount(largest_layer, "--largest-layer")
+    )
     return of_size(count, largest)
 
 
 def _config(raw: dict[str, Any], dtype: str | None, gas: int | None) -> Composition:
-    """The config, in which options of the command line take precedence; batch sizes have no effect."""
+    """The config, in which options of the command line take precedence; batch sizes have no
+    effect."""
     from ds_core.compose import compose
 
     if dtype is not None:
@@ -173,7 +232,11 @@ def _config(raw: dict[str, Any], dtype: str | None, gas: int | None) -> Composit
     if gas is not None:
         raw = {**raw, "gradient_accumulation_steps": gas}
     given = _zero(raw)  # every offload is planned anyway, but zenflow is part of one
-    left_out = ("offload_param",) if given.get("zenflow") is not None else ("offload_optimizer", "offload_param")
+    left_out = (
+        ("offload_param",)
+        if given.get("zenflow") is not None
+        else ("offload_optimizer", "offload_param")
+    )
     zero = {k: v for k, v in given.items() if k not in left_out}
     return compose({**raw, "zero_optimization": zero})
 
@@ -188,8 +251,15 @@ def _places(raw: dict[str, Any]) -> dict[str, Any]:
     """The sections of offload, whose buffers count where something rests on disk."""
     from ds_zero.config import OffloadOptimizer, OffloadParam
 
-    kinds: dict[str, type[BaseModel]] = {"offload_optimizer": OffloadOptimizer, "offload_param": OffloadParam}
-    return {key: kind.model_validate(_zero(raw)[key]) for key, kind in kinds.items() if _zero(raw).get(key)}
+    kinds: dict[str, type[BaseModel]] = {
+        "offload_optimizer": OffloadOptimizer,
+        "offload_param": OffloadParam,
+    }
+    return {
+        key: kind.model_validate(_zero(raw)[key])
+        for key, kind in kinds.items()
+        if _zero(raw).get(key)
+    }
 
 
 def _show(
@@ -223,8 +293,20 @@ def _show(
         )
         return
     times = f", each {divided.layers} that divide matrices evenly" if divided.layers > 1 else ""
-    typer.echo(f"{total:,} parameters on {run.world} ranks{times}; GB of each rank, without activations")
-    columns = ("stage", "offloaded", "weights", "gradients", "masters", "states", "step", "buckets", "gathered")
+    typer.echo(
+        f"{total:,} parameters on {run.world} ranks{times}; GB of each rank, without activations"
+    )
+    columns = (
+        "stage",
+        "offloaded",
+        "weights",
+        "gradients",
+        "masters",
+        "states",
+        "step",
+        "buckets",
+        "gathered",
+    )
     across = any(need.across for need in needs)
     shown = [
         (
@@ -243,10 +325,14 @@ def _show(
     show_table((*columns, "device", "host", "disk", *last), shown)
     if activations is not None:
         again = (
-            "" if activations.recomputed is None else f", {_gb(activations.recomputed)} GB with its blocks recomputed"
+            ""
+            if activations.recomputed is None
+            else f", {_gb(activations.recomputed)} GB with its blocks recomputed"
         )
         kept = f"{_gb(activations.kept)} GB{again}"
-        typer.echo(f"activations of a rank's {activations.tokens:,} tokens, undivided layers: {kept}")
+        typer.echo(
+            f"activations of a rank's {activations.tokens:,} tokens, undivided layers: {kept}"
+        )
     if advice is not None:
         typer.echo(advice.reason)
     for chart in charts:
@@ -259,7 +345,8 @@ def _offload(raw: dict[str, Any]) -> Offload:
 
     section = _zero(raw)
     states, weights = (
-        str((section.get(f"offload_{what}") or {}).get("device") or "none").lower() for what in ("optimizer", "param")
+        str((section.get(f"offload_{what}") or {}).get("device") or "none").lower()
+        for what in ("optimizer", "param")
     )
     if states == "none":
         return Offload.NONE
@@ -268,7 +355,9 @@ def _offload(raw: dict[str, Any]) -> Offload:
     return Offload.DISK_ALL if weights not in ("none", "cpu") else Offload.DISK
 
 
-def _show_against(folder: Path, module: nn.Module, section: Any, run: Any, offload: Offload, as_json: bool) -> None:
+def _show_against(
+    folder: Path, module: nn.Module, section: Any, run: Any, offload: Offload, as_json: bool
+) -> None:
     """The plan of the config's own stage and offload, beside what the rank held that held most."""
     from ds_cli.show import show_json, show_table
 
@@ -276,7 +365,10 @@ def _show_against(folder: Path, module: nn.Module, section: Any, run: Any, offlo
     from ds_zero.plan import predict
 
     snapshots = read_snapshots(folder)
-    for name, planned, held in (("--world", run.world, snapshots[0].dp), ("--gas", run.gas, snapshots[0].gas)):
+    for name, planned, held in (
+        ("--world", run.world, snapshots[0].dp),
+        ("--gas", run.gas, snapshots[0].gas),
+    ):
         if planned != held:
             raise UsageError(f"{name}: the run in {folder} had {held}, not {planned}")
     most = max(snapshots, key=lambda s: sum(sum(kinds.values()) for kinds in s.kinds.values()))
@@ -285,8 +377,13 @@ def _show_against(folder: Path, module: nn.Module, section: Any, run: Any, offlo
     if as_json:
         show_json({"rank": most.rank, "kinds": [asdict(line) for line in lines]})
         return
-    typer.echo(f"rank {most.rank} on {most.device}, stage {need.stage}, {offload.value} on the host; GB")
-    rows = [(x.kind, _gb(x.planned), _gb(x.measured), _signed(x.measured - x.planned), x.why) for x in lines]
+    typer.echo(
+        f"rank {most.rank} on {most.device}, stage {need.stage}, {offload.value} on the host; GB"
+    )
+    rows = [
+        (x.kind, _gb(x.planned), _gb(x.measured), _signed(x.measured - x.planned), x.why)
+        for x in lines
+    ]
     show_table(("between backward and step", "planned", "measured", "difference", "why"), rows)
 
 
@@ -309,7 +406,9 @@ def _draw(charts: list[Chart], folder: Path | None) -> None:
 
 
 def _row(need: Need) -> dict[str, Any]:
-    plain: dict[str, Any] = json.loads(json.dumps(asdict(need), default=lambda offload: offload.value))
+    plain: dict[str, Any] = json.loads(
+        json.dumps(asdict(need), default=lambda offload: offload.value)
+    )
     return {**plain, "device_peak": need.device.peak, "host_peak": need.host.peak}
 
 

@@ -11,9 +11,11 @@ __all__ = ["Kinds", "join"]
 class Kinds:
     """Bytes of one rank, by kind.
 
-    gradients: reduced, from backward to the step. masters: what the optimizer updates, where it is a copy.
-    cast: gradients in the masters' dtype, during a step of an optimizer that needs it. buckets: flat buffers in which
-    gradients are reduced, in backward. gathered: unsharded weights of stage 3, the most at a time.
+    gradients: reduced, from backward to the step. masters: what the optimizer updates, where it is
+        a copy.
+    cast: gradients in the masters' dtype, during a step of an optimizer that needs it. buckets:
+        flat buffers in which gradients are reduced, in backward. gathered: unsharded weights of
+        stage 3, the most at a time.
     """
 
     parameters: int = 0

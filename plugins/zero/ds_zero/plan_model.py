@@ -27,18 +27,32 @@ UNITS = {
 
 
 def parse_amount(text: str, option: str) -> int:
-    """``"7B"``, ``"350M"``, ``"80GB"``, ``"1.5TiB"`` as a number. Raises UsageError that names `option`."""
+    """``"7B"``, ``"350M"``, ``"80GB"``, ``"1.5TiB"`` as a number.
+
+    Raises UsageError that names `option`.
+    """
     match = re.fullmatch(r"\s*([0-9][0-9_]*\.?[0-9]*)\s*([A-Za-z]*)\s*", text)
     unit = UNITS.get(match.group(2).lower()) if match else None
-    if match is None or unit is None or (amount := round(float(match.group(1).replace("_", "")) * unit)) < 1:
-        raise UsageError(f"{option} is {text!r}; write a number with a unit, such as 7B, 350M, 80GB or 1.5TiB")
+    if (
+        match is None
+        or unit is None
+        or (amount := round(float(match.group(1).replace("_", "")) * unit)) < 1
+    ):
+        raise UsageError(
+            f"{option} is {text!r}; write a number with a unit, such as 7B, 350M, 80GB or 1.5TiB"
+        )
     return amount
 
 
 def of_size(params: int, largest: int) -> nn.Module:
-    """A chain of layers with one matrix each, of `largest` elements but for the last: `params` together."""
+    """A chain of layers with one matrix each, of `largest` elements but for the last: `params`
+    together.
+    """
     if not 0 < largest <= params:
-        raise UsageError(f"--largest-layer is {largest}; it must be from 1 to the {params} parameters of the model")
+        raise UsageError(
+            f"--largest-layer is {largest}; it must be from 1 to the {params} parameters of the "
+            "model"
+        )
     chain = nn.Sequential()
     for begin in range(0, params, largest):
         layer = nn.Module()
@@ -48,7 +62,8 @@ def of_size(params: int, largest: int) -> nn.Module:
 
 
 def divide_matrices(model: nn.Module, ranks: int) -> nn.Module:
-    """The model with a rank's part of every matrix, as tensor parallelism divides them evenly; others stay whole.
+    """The model with a rank's part of every matrix, as tensor parallelism divides them evenly;
+    others stay whole.
 
     The layers of `of_size` count as matrices. Gives `model` itself where there is one rank.
     """
@@ -66,7 +81,8 @@ def divide_matrices(model: nn.Module, ranks: int) -> nn.Module:
 
 
 def find_model(source: str) -> nn.Module:
-    """The model of ``module:function`` (called without arguments) or of a Hugging Face ``config.json``.
+    """The model of ``module:function`` (called without arguments) or of a Hugging Face
+    ``config.json``.
 
     Raises UsageError when it cannot be found, or does not return a module.
     """
@@ -78,16 +94,23 @@ def find_model(source: str) -> nn.Module:
         with torch.device("meta"):
             model = build()
     except Exception as error:  # the user's code
-        raise UsageError(f"--model {source}: building it failed: {type(error).__name__}: {error}") from error
+        raise UsageError(
+            f"--model {source}: building it failed: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(model, nn.Module):
-        raise UsageError(f"--model {source}: returned a {type(model).__name__}; it must return a torch.nn.Module")
+        raise UsageError(
+            f"--model {source}: returned a {type(model).__name__}; it must return a torch.nn.Module"
+        )
     return model
 
 
 def _find_function(source: str) -> Callable[[], Any]:
     name, _, attribute = source.partition(":")
     if not attribute:
-        raise UsageError(f"--model is {source!r}; write module:function, or the path of a Hugging Face config.json")
+        raise UsageError(
+            f"--model is {source!r}; write module:function, or the path of a Hugging Face "
+            "config.json"
+        )
     if "" not in sys.path:
         sys.path.insert(0, "")  # modules in the working directory, as for python -m
     try:
@@ -104,7 +127,9 @@ def _find_function(source: str) -> Callable[[], Any]:
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     if needed:
-        raise UsageError(f"--model {source}: needs arguments ({', '.join(needed)}); name a function without any")
+        raise UsageError(
+            f"--model {source}: needs arguments ({', '.join(needed)}); name a function without any"
+        )
     return found  # type: ignore[no-any-return]
 
 
@@ -114,21 +139,30 @@ def _from_hugging_face(path: Path) -> nn.Module:
     except (OSError, ValueError) as error:
         raise UsageError(f"--model {path}: {error}") from error
     if not isinstance(raw, dict) or "model_type" not in raw:
-        raise UsageError(f"--model {path}: has no model_type, so it is not a Hugging Face config.json")
+        raise UsageError(
+            f"--model {path}: has no model_type, so it is not a Hugging Face config.json"
+        )
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError:
         raise UsageError(
-            f"--model {path}: needs the transformers library, which is not installed; pip install transformers, or "
+            f"--model {path}: needs the transformers library, which is not installed; pip install "
+            "transformers, or "
             "give --params"
         ) from None
     try:
         config = transformers.AutoConfig.for_model(**raw)
-        named = [getattr(transformers, n) for n in raw.get("architectures") or () if hasattr(transformers, n)]
+        named = [
+            getattr(transformers, n)
+            for n in raw.get("architectures") or ()
+            if hasattr(transformers, n)
+        ]
         with torch.device("meta"):
             # In fp32, as the models of a training run are before they are cast.
             model = named[0](config) if named else transformers.AutoModel.from_config(config)
     except Exception as error:  # any of a large library's
-        raise UsageError(f"--model {path}: transformers cannot build it: {type(error).__name__}: {error}") from error
+        raise UsageError(
+            f"--model {path}: transformers cannot build it: {type(error).__name__}: {error}"
+        ) from error
     assert isinstance(model, nn.Module)
     return model

@@ -1,4 +1,6 @@
-"""What ds-zero offers to ds_core: section ``zero_optimization``, its partitioner, ``dscore plan`` (torch-free)."""
+"""What ds-zero offers to ds_core: section ``zero_optimization``, its partitioner, ``dscore plan``
+(torch-free).
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def ds_compile_passes() -> Mapping[str, str]:
 
 
 def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
-    """What the stage does not support, unknown stores, and optimizers that reduce gradients themselves."""
+    """What the stage does not support, unknown stores, and optimizers that reduce gradients
+    themselves.
+    """
     from ds_zero.config import ZeroConfig
     from ds_zero.rules import (
         hierarchy_problems,
@@ -65,7 +69,10 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
     section = config.section(ZeroConfig)
     if section is None:
         return ()
-    problems = [*offload_problems(section, plugins), *optimizer_problems(section, config.core.optimizer, plugins)]
+    problems = [
+        *offload_problems(section, plugins),
+        *optimizer_problems(section, config.core.optimizer, plugins),
+    ]
     problems += [*quantised_problems(section), *zenflow_problems(section, config)]
     return [*hierarchy_problems(section), *problems]
 
@@ -79,15 +86,21 @@ def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
         return []
     sizes = {"hpz": section.zero_hpz_partition_size, "mics": section.mics_shard_size}
     asked = {"hpz": sizes["hpz"] > 1, "mics": sizes["mics"] > 0}
-    return [Axis(name, sizes[name], inside="dp", outermost=True) for name, on in asked.items() if on]
+    return [
+        Axis(name, sizes[name], inside="dp", outermost=True) for name, on in asked.items() if on
+    ]
 
 
 def ds_engine_methods() -> Mapping[str, Ref]:
-    """What moves the states of stage 3 between device and host; in other stages an error names stage 3."""
+    """What moves the states of stage 3 between device and host; in other stages an error names
+    stage 3.
+    """
     return {name: f"ds_zero.offload_states:{name}" for name in ("offload_states", "reload_states")}
 
 
-def ds_memory(config: RunConfig, plugins: Plugins, module: nn.Module, world: int) -> Mapping[str, float]:
+def ds_memory(
+    config: RunConfig, plugins: Plugins, module: nn.Module, world: int
+) -> Mapping[str, float]:
     """What ``dscore plan`` says of the config's own stage and offload."""
     from ds_zero.config import ZeroConfig
     from ds_zero.memory import memory

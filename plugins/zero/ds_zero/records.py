@@ -1,4 +1,6 @@
-"""What a flat bucket and the code around it share: pieces, and the tensors of optimizers that need full ones."""
+"""What a flat bucket and the code around it share: pieces, and the tensors of optimizers that need
+full ones.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ __all__ = ["DeferredMasters", "OptimizerTensors", "Piece"]
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """The elements [start, stop) of a flattened parameter, which this rank's optimizer updates through `master`.
+    """The elements [start, stop) of a flattened parameter, which this rank's optimizer updates
+    through `master`.
 
-    shape: of the full parameter. index: of the parameter in its bucket. at: offset of the piece in the shard.
+    shape: of the full parameter. index: of the parameter in its bucket. at: offset of the piece in
+    the shard.
     """
 
     name: str
@@ -37,7 +41,9 @@ class Piece:
 
 
 class OptimizerTensors(Protocol):
-    """A bucket's parameters as an optimizer that needs full tensors gets them: see `ds_zero.owned_tensors`."""
+    """A bucket's parameters as an optimizer that needs full tensors gets them: see
+    `ds_zero.owned_tensors`.
+    """
 
     pieces: list[Piece]
     owners: list[int]
@@ -62,4 +68,6 @@ class DeferredMasters(Protocol):
         """The master of `piece`, or an optimizer state of it, was written."""
 
     def saved(self, piece: Piece, store: bool) -> Iterator[StateTensor]:
-        """What checkpoints keep of `piece` beside its weight and its optimizer states. store: see `StateTensor`."""
+        """What checkpoints keep of `piece` beside its weight and its optimizer states. store: see
+        `StateTensor`.
+        """

@@ -24,31 +24,42 @@ __all__ = [
     "zenflow_problems",
 ]
 
-OPTIMIZER, PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
+OPTIMIZER = "zero_optimization.offload_optimizer"
+PARAM = "zero_optimization.offload_param"
 
 
 SELF_REDUCED = "this optimizer reduces gradients by itself, and so does ZeRO"
 
 
-def optimizer_problems(section: ZeroConfig, optimizer: OptimizerConfig | None, plugins: Plugins) -> Iterator[Problem]:
+def optimizer_problems(
+    section: ZeroConfig, optimizer: OptimizerConfig | None, plugins: Plugins
+) -> Iterator[Problem]:
     """An optimizer that reduces gradients itself."""
     if section.stage == 0 or optimizer is None:
         return
     answer = plugins.named("ds_optimizers", "optimizer").get(optimizer.type.lower())
     if answer is not None and answer.value.partitioner is not None:
-        yield Problem("optimizer.type", f"{optimizer.type!r}: {SELF_REDUCED}", "set stage 0, or use another optimizer")
+        yield Problem(
+            "optimizer.type",
+            f"{optimizer.type!r}: {SELF_REDUCED}",
+            "set stage 0, or use another optimizer",
+        )
 
 
 def hierarchy_problems(section: ZeroConfig) -> Iterator[Problem]:
     """Keys of hierarchies outside stage 3, and two hierarchies."""
-    hpz, mics = section.zero_hpz_partition_size > 1, section.mics_shard_size > 0
+    hpz = section.zero_hpz_partition_size > 1
+    mics = section.mics_shard_size > 0
     given = [key for key, on in (("zero_hpz_partition_size", hpz), ("mics_shard_size", mics)) if on]
     if section.mics_hierarchical_params_gather and not mics:
         path = "zero_optimization.mics_hierarchical_params_gather"
-        yield Problem(path, "there are no shard groups to gather over", "set mics_shard_size, or remove it")
+        yield Problem(
+            path, "there are no shard groups to gather over", "set mics_shard_size, or remove it"
+        )
     if section.stage != 3:
         for key in given:
-            path, why = f"zero_optimization.{key}", f"only stage 3 partitions weights, this is stage {section.stage}"
+            path = f"zero_optimization.{key}"
+            why = f"only stage 3 partitions weights, this is stage {section.stage}"
             yield Problem(path, why, "set stage 3, or remove the key")
     if hpz and mics:
         why = "MiCS gathers inside a shard group already, so hpZ has nothing to add to it"
@@ -62,14 +73,22 @@ def offload_problems(section: ZeroConfig, plugins: Plugins) -> Iterator[Problem]
         yield from _store_problems(weights, PARAM, plugins)
     if (states := section.offload_optimizer) is not None and states.on:
         if stage == 0:
-            yield Problem(f"{OPTIMIZER}.device", "stage 0 partitions nothing", 'set stage 1, 2 or 3, or "none"')
+            yield Problem(
+                f"{OPTIMIZER}.device",
+                "stage 0 partitions nothing",
+                'set stage 1, 2 or 3, or "none"',
+            )
         if states.ratio < 1 and stage != 3:
             yield Problem(
-                f"{OPTIMIZER}.ratio", f"{states.ratio} needs stage 3, this is stage {stage}", "set stage 3, or ratio 1"
+                f"{OPTIMIZER}.ratio",
+                f"{states.ratio} needs stage 3, this is stage {stage}",
+                "set stage 3, or ratio 1",
             )
         if states.super_offload and states.device.lower() == "nvme":
             yield Problem(
-                f"{OPTIMIZER}.super_offload", "needs states that stay in memory", 'set device "cpu", or leave it out'
+                f"{OPTIMIZER}.super_offload",
+                "needs states that stay in memory",
+                'set device "cpu", or leave it out',
             )
         yield from _store_problems(states, OPTIMIZER, plugins)
 
@@ -78,29 +97,54 @@ def zenflow_problems(section: ZeroConfig, config: RunConfig) -> Iterator[Problem
     """What ZenFlow needs beside it."""
     if section.zenflow is None:
         return
-    path, states = "zero_optimization.zenflow", section.offload_optimizer
+    path = "zero_optimization.zenflow"
+    states = section.offload_optimizer
     if states is None or states.device.lower() != "cpu":
-        yield Problem(path, "needs optimizer states on the host", f'set {OPTIMIZER}.device to "cpu"')
+        yield Problem(
+            path, "needs optimizer states on the host", f'set {OPTIMIZER}.device to "cpu"'
+        )
     elif states.ratio < 1:
-        yield Problem(f"{OPTIMIZER}.ratio", f"{states.ratio} does not go with zenflow, which has a topk_ratio", "set 1")
+        yield Problem(
+            f"{OPTIMIZER}.ratio",
+            f"{states.ratio} does not go with zenflow, which has a topk_ratio",
+            "set 1",
+        )
     elif states.super_offload:
-        yield Problem(f"{OPTIMIZER}.super_offload", "zenflow updates the host's states in its own time", "leave it out")
+        yield Problem(
+            f"{OPTIMIZER}.super_offload",
+            "zenflow updates the host's states in its own time",
+            "leave it out",
+        )
     if config.core.gradient_allreduce_op == "sum":
-        yield Problem("gradient_allreduce_op", "'sum' does not go with zero_optimization.zenflow", 'set "mean"')
+        yield Problem(
+            "gradient_allreduce_op",
+            "'sum' does not go with zero_optimization.zenflow",
+            'set "mean"',
+        )
 
 
 def quantised_problems(section: ZeroConfig) -> Iterator[Problem]:
     """Quantised communication that the stage or other keys do not allow."""
     path = "zero_optimization"
-    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+    for key in (
+        "zero_quantized_weights",
+        "zero_quantized_nontrainable_weights",
+        "zero_quantized_gradients",
+    ):
         if getattr(section, key) and section.stage != 3:
-            yield Problem(f"{path}.{key}", f"needs stage 3, this is stage {section.stage}", "set stage 3, or false")
+            yield Problem(
+                f"{path}.{key}",
+                f"needs stage 3, this is stage {section.stage}",
+                "set stage 3, or false",
+            )
     if section.zero_quantized_weights and section.mics_hierarchical_params_gather:
         why = "gathers weights as they are, and zero_quantized_weights in 8 bits"
         yield Problem(f"{path}.mics_hierarchical_params_gather", why, "remove one of the two")
     if section.zero_quantized_gradients and not section.reduce_scatter:
         yield Problem(
-            f"{path}.zero_quantized_gradients", "takes the place of reduce_scatter, which is false", "set it to true"
+            f"{path}.zero_quantized_gradients",
+            "takes the place of reduce_scatter, which is false",
+            "set it to true",
         )
     if section.zeropp_loco_param is not None and not section.zero_quantized_gradients:
         yield Problem(
@@ -110,9 +154,13 @@ def quantised_problems(section: ZeroConfig) -> Iterator[Problem]:
         )
 
 
-def _store_problems(place: OffloadParam | OffloadOptimizer, path: str, plugins: Plugins) -> Iterator[Problem]:
+def _store_problems(
+    place: OffloadParam | OffloadOptimizer, path: str, plugins: Plugins
+) -> Iterator[Problem]:
     """An unknown store, and NVMe without its folder."""
     if (problem := check_store(plugins, place.device, f"{path}.device")) is not None:
         yield problem
     if place.device.lower() == "nvme" and place.nvme_path is None:
-        yield Problem(f"{path}.nvme_path", 'device "nvme" needs it', "name a folder on the NVMe device")
+        yield Problem(
+            f"{path}.nvme_path", 'device "nvme" needs it', "name a folder on the NVMe device"
+        )

@@ -1,16 +1,18 @@
 """Parameters that `Init` has sharded before there is an engine.
 
-Such a parameter is an empty tensor. Its weight is divided into equal shards over the ranks of one group. The engine's
-partitioner later gathers them into its flat buffers, one bucket at a time.
+Such a parameter is an empty tensor. Its weight is divided into equal shards over the ranks of one
+group. The engine's partitioner later gathers them into its flat buffers, one bucket at a time.
 
-[Note: bits] Plain code builds a model in fp32 and casts it at the end, and constructors may change a weight several
-times. So a weight is sharded in the dtype in which it was built, and cast when construction is over.
+[Note: bits] Plain code builds a model in fp32 and casts it at the end, and constructors may change
+a weight several times. So a weight is sharded in the dtype in which it was built, and cast when
+construction is over.
 
-[Note: aliases] A tensor that was made of an empty parameter without a call that a function mode sees
-(``nn.Parameter(linear.weight)``) gets its values by a gather, so all ranks must agree on which tensors these are. An
-address is not enough: the memory of a freed tensor is reused, on one rank and not on the next. So the mark is an
-attribute of the storage itself, which torch keeps for as long as the storage lives. The storage also keeps the sharded
-weight alive, so that no garbage collector decides whether a gather takes place.
+[Note: aliases] A tensor that was made of an empty parameter without a call that a function mode
+sees (``nn.Parameter(linear.weight)``) gets its values by a gather, so all ranks must agree on which
+tensors these are. An address is not enough: the memory of a freed tensor is reused, on one rank and
+not on the next. So the mark is an attribute of the storage itself, which torch keeps for as long as
+the storage lives. The storage also keeps the sharded weight alive, so that no garbage collector
+decides whether a gather takes place.
 """
 
 from __future__ import annotations
@@ -57,13 +59,22 @@ __all__ = [
 log = logging.getLogger("ds_zero")
 
 _ATTRIBUTES = (
-    *("ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_secondary_tensor", "ds_status", "ds_persist"),
+    *(
+        "ds_id",
+        "ds_shape",
+        "ds_numel",
+        "ds_tensor",
+        "ds_secondary_tensor",
+        "ds_status",
+        "ds_persist",
+    ),
     "ds_active_sub_modules",
 )
 """The documented attributes of a parameter of stage 3."""
 
 _IN_PLACE = "_ds_in_place"
-"""The attribute of a frozen parameter that rests where it was, so that several engines may have it."""
+"""The attribute of a frozen parameter that rests where it was, so that several engines may have it.
+"""
 
 STORED = 1 << 16
 """The least bytes of a shard that a store keeps; smaller ones stay in memory."""
@@ -79,10 +90,11 @@ _MARK = LAZY
 class ShardSpec:
     """Over which ranks parameters are sharded, and how.
 
-    ranks: the global ranks that share the parameters; the weights of the first count. group: theirs; None for one rank
-    alone. over, block: the group of the ranks over which they are sharded, and how many those are: all, or with MiCS a
-    block of them. index: this rank's index in its block. device: of unsharded weights. shard_device: of shards. pin:
-    shards are in page-locked memory. dtype: of floating-point weights; None keeps their own. checks: see
+    ranks: the global ranks that share the parameters; the weights of the first count. group:
+    theirs; None for one rank alone. over, block: the group of the ranks over which they are
+    sharded, and how many those are: all, or with MiCS a block of them. index: this rank's index in
+    its block. device: of unsharded weights. shard_device: of shards. pin: shards are in page-locked
+    memory. dtype: of floating-point weights; None keeps their own. checks: see
     ``enable_sanity_checks``. store: keeps the shards, in place of memory, except for small ones.
     """
 
@@ -100,7 +112,9 @@ class ShardSpec:
 
 
 def untracked(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` without autograd and without torch function modes, ours (see `gather_on_access`) and others'."""
+    """`function` without autograd and without torch function modes, ours (see `gather_on_access`)
+    and others'.
+    """
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -113,13 +127,17 @@ def untracked(function: Callable[P, R]) -> Callable[P, R]:
 class ShardedParam:
     """The sharded weight of one parameter.
 
-    shard: this rank's; None while the weight has no value yet (it was on the meta device). users: how many callers need
-    the parameter unsharded now. in_context: whether it is inside a `GatheredParameters`. consumed: whether the weight
-    was handed on, usually to an engine. serial: equal on all ranks.
+    shard: this rank's; None while the weight has no value yet (it was on the meta device). users:
+    how many callers need the parameter unsharded now. in_context: whether it is inside a
+    `GatheredParameters`. consumed: whether the weight was handed on, usually to an engine. serial:
+    equal on all ranks.
     """
 
     def __init__(self, spec: ShardSpec, shape: torch.Size, dtype: torch.dtype, serial: int) -> None:
-        self.spec, self.shape, self.dtype, self.serial = spec, shape, dtype, serial
+        self.spec = spec
+        self.shape = shape
+        self.dtype = dtype
+        self.serial = serial
         self.shard: Tensor | None = None
         self._stored = False
         self.users = 0
@@ -132,7 +150,8 @@ class ShardedParam:
 
     def keep_shard(self, flat: Tensor) -> None:
         """Keep this rank's shard of the flat unsharded weight."""
-        size, index = self.shard_numel, self.spec.index
+        size = self.shard_numel
+        index = self.spec.index
         mine = flat[size * index : size * (index + 1)]
         shard = torch.zeros(size, dtype=self.dtype, device=self.spec.shard_device)
         if self.spec.pin:
@@ -142,12 +161,14 @@ class ShardedParam:
 
     def _keep(self, shard: Tensor | None) -> None:
         """Make this the shard, in the store if it is to have it; the old one is forgotten."""
-        store, self._stored = self.spec.store, False
+        store = self.spec.store
+        self._stored = False
         if store is not None and self.shard is not None:
             store.discard([self.shard])
         self.shard = shard
         if store is not None and shard is not None and shard.nbytes >= STORED:
-            self.shard, self._stored = store.copy_in(shard), True
+            self.shard = store.copy_in(shard)
+            self._stored = True
             store.evict([self.shard])
 
     @contextlib.contextmanager
@@ -176,8 +197,12 @@ class ShardedParam:
         self.consumed = True
 
     def gather(self) -> Tensor:
-        """The unsharded weight on the device; NaN (or zero, for integers) if it has no value yet. Collective."""
-        numel, world = self.shape.numel(), self.spec.block
+        """The unsharded weight on the device; NaN (or zero, for integers) if it has no value yet.
+
+        Collective.
+        """
+        numel = self.shape.numel()
+        world = self.spec.block
         if self.shard is None:
             fill = float("nan") if self.dtype.is_floating_point else 0
             return torch.full(self.shape, fill, dtype=self.dtype, device=self.spec.device)
@@ -209,7 +234,8 @@ class ShardedParam:
         """See `ds_run_state.lazy.LazyWeight`. Raises UsageError for a weight without a value."""
         if self.shard is None and self.shape.numel():
             raise UsageError(
-                f"{getattr(param, 'ds_id', 'a parameter')} of shape {tuple(self.shape)} was built on the meta device "
+                f"{getattr(param, 'ds_id', 'a parameter')} of shape {tuple(self.shape)} was built "
+                "on the meta device "
                 "and has no value yet; load weights before initialize"
             )
         found = pop_weight(param, [])
@@ -217,7 +243,9 @@ class ShardedParam:
         return found[0]
 
     def placeholder(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The empty tensor that the parameter holds while its weight is sharded; see [Note: aliases]."""
+        """The empty tensor that the parameter holds while its weight is sharded; see [Note:
+        aliases].
+        """
         placeholder = torch.empty(0, dtype=dtype or self.dtype, device=self.spec.device)
         setattr(placeholder.untyped_storage(), _MARK, self)
         return placeholder
@@ -231,32 +259,44 @@ def sharded_param_of(param: Any) -> ShardedParam | None:
 
 @untracked
 def fill_alias(tensor: Tensor) -> None:
-    """Fill a tensor that was made of an empty parameter (``nn.Parameter(linear.weight)``) with the weight's values.
+    """Fill a tensor that was made of an empty parameter (``nn.Parameter(linear.weight)``) with the
+    weight's values.
 
-    Does nothing for other tensors, else collective. Raises UsageError when the weight has gone to an engine.
+    Does nothing for other tensors, else collective. Raises UsageError when the weight has gone to
+    an engine.
     """
-    if tensor.dim() == 1 and not tensor.numel() and tensor.layout is torch.strided and not tensor.is_meta:
+    if (
+        tensor.dim() == 1
+        and not tensor.numel()
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+    ):
         sharded = sharded_param_of(tensor.untyped_storage())
         if sharded is None:
             return
         if sharded.consumed:
             raise UsageError(
-                f"this tensor was made of parameter 'init.{sharded.serial}' of shape {tuple(sharded.shape)} while "
-                "that was partitioned, and had no values when an engine took over the weight; make it inside "
-                "ds_zero.GatheredParameters(param), or put it into a module in the same ds_zero.Init"
+                f"this tensor was made of parameter 'init.{sharded.serial}' of shape "
+                f"{tuple(sharded.shape)} while "
+                "that was partitioned, and had no values when an engine took over the weight; make "
+                "it inside "
+                "ds_zero.GatheredParameters(param), or put it into a module in the same "
+                "ds_zero.Init"
             )
         tensor.data = sharded.gather().to(tensor.dtype)
 
 
 @untracked
 def shard_param(param: nn.Parameter, spec: ShardSpec, source: int | None = None) -> None:
-    """Keep only this rank's shard of the weight in `param`, as global rank `source` has it. Collective.
+    """Keep only this rank's shard of the weight in `param`, as global rank `source` has it.
+    Collective.
 
     source: None: the group's first rank. A parameter on the meta device has no value yet.
     """
     old = sharded_param_of(param)
     sharded = ShardedParam(spec, param.shape, param.dtype, next(_SERIAL)) if old is None else old
-    sharded.shape, sharded.dtype = param.shape, param.dtype
+    sharded.shape = param.shape
+    sharded.dtype = param.dtype
     if not param.is_meta:
         flat = param.data.to(spec.device).contiguous().reshape(-1)
         if len(spec.ranks) > 1 and flat.numel():
@@ -272,9 +312,11 @@ def _set_attributes(param: Any, sharded: ShardedParam) -> None:
     tagged: Any = param
     setattr(tagged, _MARK, sharded)
     tagged.ds_id = f"init.{sharded.serial}"
-    tagged.ds_shape, tagged.ds_numel = sharded.shape, sharded.shape.numel()
+    tagged.ds_shape = sharded.shape
+    tagged.ds_numel = sharded.shape.numel()
     tagged.ds_tensor = sharded.shard if sharded.shard is not None else sharded.placeholder()
-    tagged.ds_persist, tagged.ds_active_sub_modules = False, set()
+    tagged.ds_persist = False
+    tagged.ds_active_sub_modules = set()
     set_status(param, sharded)
 
 
@@ -287,7 +329,11 @@ def set_status(param: Any, sharded: ShardedParam) -> None:
 def cast_param(param: nn.Parameter) -> None:
     """Cast a sharded weight to the dtype of its spec, after construction: see [Note: bits]."""
     sharded = sharded_param_of(param)
-    if sharded is None or sharded.spec.dtype in (None, sharded.dtype) or not sharded.dtype.is_floating_point:
+    if (
+        sharded is None
+        or sharded.spec.dtype in (None, sharded.dtype)
+        or not sharded.dtype.is_floating_point
+    ):
         return
     assert sharded.spec.dtype is not None
     sharded.cast(sharded.spec.dtype)
@@ -296,7 +342,10 @@ def cast_param(param: nn.Parameter) -> None:
 
 
 def _replace_meta(param: nn.Parameter, data: Tensor) -> None:
-    """``param.data = data`` for a parameter on the meta device, where torch refuses it. The object stays the same."""
+    """``param.data = data`` for a parameter on the meta device, where torch refuses it.
+
+    The object stays the same.
+    """
     new = nn.Parameter(data, requires_grad=param.requires_grad)
     new.__dict__.update(param.__dict__)
     torch.utils.swap_tensors(param, new)
@@ -316,10 +365,13 @@ def remove_attributes(param: nn.Parameter) -> None:
 
 @untracked
 def check_not_assigned(param: nn.Parameter, sharded: ShardedParam, name: str = "") -> None:
-    """Raise UsageError if ``param.data`` was assigned while the weight is sharded: that would be lost."""
+    """Raise UsageError if ``param.data`` was assigned while the weight is sharded: that would be
+    lost.
+    """
     if not sharded.users and param.numel():
         raise UsageError(
-            f"parameter {name or getattr(param, 'ds_id', '')!r} of shape {tuple(sharded.shape)} was given data of "
+            f"parameter {name or getattr(param, 'ds_id', '')!r} of shape {tuple(sharded.shape)} "
+            "was given data of "
             f"shape {tuple(param.shape)} while it is partitioned; write to it inside "
             "ds_zero.GatheredParameters(param, modifier_rank=0)"
         )
@@ -336,8 +388,8 @@ def expand_placeholder(param: nn.Parameter, sharded: ShardedParam) -> None:
 def pop_weight(param: nn.Parameter, ranks: list[int]) -> tuple[Tensor, bool] | None:
     """Remove and return the unsharded weight of `param`, and whether all `ranks` got the same one.
 
-    None for a parameter that is not sharded. The weight has the dtype to which `param` was cast meanwhile. Collective
-    over the group over which it was sharded.
+    None for a parameter that is not sharded. The weight has the dtype to which `param` was cast
+    meanwhile. Collective over the group over which it was sharded.
     """
     sharded = sharded_param_of(param)
     if sharded is None:
@@ -349,10 +401,11 @@ def pop_weight(param: nn.Parameter, ranks: list[int]) -> tuple[Tensor, bool] | N
 
 
 def prepare_module(module: nn.Module, ctx: Context) -> None:
-    """Check the parameters of `module` before a partitioner lays them out, and give sharded ones their shapes.
+    """Check the parameters of `module` before a partitioner lays them out, and give sharded ones
+    their shapes.
 
-    Raises UsageError for a weight without a value, one that was assigned while it was sharded, or one that another
-    engine owns.
+    Raises UsageError for a weight without a value, one that was assigned while it was sharded, or
+    one that another engine owns.
     """
     lacking = []
     for param, info in ctx.params.items():
@@ -360,7 +413,8 @@ def prepare_module(module: nn.Module, ctx: Context) -> None:
         if sharded is None:
             if hasattr(param, "ds_id") and not hasattr(param, _IN_PLACE):
                 raise UsageError(
-                    f"parameter {info.name!r} is partitioned by another engine; call that engine's destroy() first, or "
+                    f"parameter {info.name!r} is partitioned by another engine; call that engine's "
+                    "destroy() first, or "
                     "initialize the complete model once"
                 )
             continue
@@ -369,7 +423,8 @@ def prepare_module(module: nn.Module, ctx: Context) -> None:
             lacking.append(info.name)
         if info.held and set(ctx.mesh.ranks(*info.held)) & set(sharded.spec.ranks) != {ctx.rank}:
             log.warning(
-                "%s differs over the mesh axes %s, but was built by ds_zero.Init over ranks that differ there, so all "
+                "%s differs over the mesh axes %s, but was built by ds_zero.Init over ranks that "
+                "differ there, so all "
                 "start with the same values; give Init a data_parallel_group, or build it outside",
                 info.name,
                 list(info.held),
@@ -377,7 +432,8 @@ def prepare_module(module: nn.Module, ctx: Context) -> None:
     if lacking:
         more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
         raise UsageError(
-            f"{', '.join(lacking[:5])}{more}: built on the meta device and still without a value: their modules "
+            f"{', '.join(lacking[:5])}{more}: built on the meta device and still without a value: "
+            "their modules "
             "have no reset_parameters. Load weights (load_state_dict), or write them inside "
             "ds_zero.GatheredParameters(..., modifier_rank=0), before initialize"
         )

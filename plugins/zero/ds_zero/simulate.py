@@ -1,7 +1,9 @@
-"""A simulated step without tensors: what stage 3 would gather, and which flat gradient buffers there would be.
+"""A simulated step without tensors: what stage 3 would gather, and which flat gradient buffers
+there would be.
 
-Gathers are decided by the code that trains (`GatherScheduler`, over units that only count). Modules are assumed to run
-in the order in which the model registers them, and gradients to arrive in the reverse order of the parameters.
+Gathers are decided by the code that trains (`GatherScheduler`, over units that only count). Modules
+are assumed to run in the order in which the model registers them, and gradients to arrive in the
+reverse order of the parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ __all__ = ["SimulatedBucket", "SimulatedUnit", "Wires", "gather_passes", "reduct
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulatedBucket:
-    """Sizes of a `FlatBucket`. replicated: not sharded at rest. trained: an optimizer updates it."""
+    """Sizes of a `FlatBucket`. replicated: not sharded at rest. trained: an optimizer updates
+    it."""
 
     params: tuple[nn.Parameter, ...]
     layout: Layout
@@ -61,8 +64,11 @@ class SimulatedUnit(GatherUnit):
         """Nothing to free."""
 
 
-def gather_passes(modules: Sequence[Gatherer], units: Sequence[SimulatedUnit], section: ZeroConfig) -> int:
-    """Simulate forwards and backwards until they repeat; return the most elements gathered at a time.
+def gather_passes(
+    modules: Sequence[Gatherer], units: Sequence[SimulatedUnit], section: ZeroConfig
+) -> int:
+    """Simulate forwards and backwards until they repeat; return the most elements gathered at a
+    time.
 
     Afterwards each unit's `gathers` and `first_use` are those of one forward and backward.
     """
@@ -84,12 +90,19 @@ def gather_passes(modules: Sequence[Gatherer], units: Sequence[SimulatedUnit], s
 class _SimulatedModules:
     """Does what `GatherHooks` does when modules run."""
 
-    def __init__(self, modules: Sequence[Gatherer], units: Sequence[SimulatedUnit], gathering: GatherScheduler) -> None:
+    def __init__(
+        self,
+        modules: Sequence[Gatherer],
+        units: Sequence[SimulatedUnit],
+        gathering: GatherScheduler,
+    ) -> None:
         self._gathering = gathering
         unit_of = {p: u for u in units for p in u.bucket.params}
         self._units = {g.name: list(dict.fromkeys(unit_of[p] for p in g.params)) for g in modules}
         self._leaf = {g.name: g.leaf for g in modules}
-        self._trains = {g.name: any(p.requires_grad for p in g.module.parameters()) for g in modules}
+        self._trains = {
+            g.name: any(p.requires_grad for p in g.module.parameters()) for g in modules
+        }
         self._below: dict[str, list[str]] = {}
         for gatherer in modules:
             if gatherer.name:
@@ -134,15 +147,16 @@ class _SimulatedModules:
                 self._gathering.drop(unit)
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------
+# -- gradients -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Wires:
     """What decides the buffers of a reducer.
 
-    keeps: buffers are kept between steps. eager: gradients go into buckets at once. to_host: reduced gradients are on
-    the host. grad, wire: the dtypes in which a bucket's gradients accumulate and are sent.
+    keeps: buffers are kept between steps. eager: gradients go into buckets at once. to_host:
+    reduced gradients are on the host. grad, wire: the dtypes in which a bucket's gradients
+    accumulate and are sent.
     """
 
     world: int
@@ -187,12 +201,17 @@ class _Memory:
 
 
 def reduction(
-    queue: Sequence[SimulatedBucket], arrivals: Sequence[nn.Parameter], wires: Wires, passes: int, waits: bool
+    queue: Sequence[SimulatedBucket],
+    arrivals: Sequence[nn.Parameter],
+    wires: Wires,
+    passes: int,
+    waits: bool,
 ) -> tuple[int, int]:
     """The bytes of flat gradient buffers: the most at a time, and those between backward and step.
 
-    queue: buckets in the order in which they are reduced. arrivals: their parameters in the order in which gradients
-    arrive. passes: backwards per step that reduce. waits: whether backwards without reduction come before them.
+    queue: buckets in the order in which they are reduced. arrivals: their parameters in the order
+    in which gradients arrive. passes: backwards per step that reduce. waits: whether backwards
+    without reduction come before them.
     """
     reducer = _SimulatedReducer(queue, wires)
     if waits:
@@ -206,7 +225,9 @@ class _SimulatedReducer:
     """Does what `Reducer` does with its buffers."""
 
     def __init__(self, queue: Sequence[SimulatedBucket], wires: Wires) -> None:
-        self.queue, self.wires, self.memory = queue, wires, _Memory(None if wires.keeps else 2 * IN_FLIGHT)
+        self.queue = queue
+        self.wires = wires
+        self.memory = _Memory(None if wires.keeps else 2 * IN_FLIGHT)
         self._bucket_of = {p: b for b in queue for p in b.params}
         self._local: set[SimulatedBucket] = set()
         self._parts: set[SimulatedBucket] = set()
@@ -232,7 +253,9 @@ class _SimulatedReducer:
             bucket = self._bucket_of[param]
             self._take(param)
             arrived[bucket] += 1
-            while upcoming < len(self.queue) and arrived[self.queue[upcoming]] == len(self.queue[upcoming].params):
+            while upcoming < len(self.queue) and arrived[self.queue[upcoming]] == len(
+                self.queue[upcoming].params
+            ):
                 self._launch(self.queue[upcoming])
                 upcoming += 1
         self._drain(0)
@@ -253,13 +276,15 @@ class _SimulatedReducer:
         return bucket.layout.total * dtype.itemsize
 
     def _launch(self, bucket: SimulatedBucket) -> None:
-        wires, memory = self.wires, self.memory
+        wires = self.wires
+        memory = self.memory
         self._copy_in(bucket)
         self._local.discard(bucket)
         for param in self._waiting.intersection(bucket.params):
             self._waiting.discard(param)
             memory.live -= param.numel() * param.element_size()
-        wire, total = wires.wire(bucket), bucket.layout.total
+        wire = wires.wire(bucket)
+        total = bucket.layout.total
         if wires.world > 1:
             if wire != wires.grad(bucket):
                 memory.take(total, wire)
@@ -275,10 +300,14 @@ class _SimulatedReducer:
             self._complete(self._in_flight.popleft())
 
     def _complete(self, bucket: SimulatedBucket) -> None:
-        wires, memory, part = self.wires, self.memory, bucket.layout.shard_numel
-        total, grad = bucket.layout.total, wires.grad(bucket)
+        wires = self.wires
+        memory = self.memory
+        part = bucket.layout.shard_numel
+        total = bucket.layout.total
+        grad = wires.grad(bucket)
         wire = wires.wire(bucket) if wires.world > 1 else grad
-        own = wires.scatter and not wires.keeps and wires.world > 1  # the shard is in a separate buffer
+        # the shard is in a separate buffer
+        own = wires.scatter and not wires.keeps and wires.world > 1
         first = bucket not in self._parts and not wires.to_host
         self._parts.add(bucket)
         if first and wire == grad and (own or wires.keeps or wires.world == 1):

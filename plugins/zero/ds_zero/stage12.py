@@ -1,4 +1,6 @@
-"""Stages 1 and 2: weights are replicated; optimizer states (and, in stage 2, gradients) are sharded."""
+"""Stages 1 and 2: weights are replicated; optimizer states (and, in stage 2, gradients) are
+sharded.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class Stage12(ZeroPartitioner):
         placement = self.offload.placements(params)
         # One large bucket is complete at the end of backward: nothing of it could overlap.
         small = self.section.stage == 2 or self.section.overlap
-        return make_buckets(params, self.ctx, self.section.bucket_elements, placement=placement, small_on_host=small)
+        return make_buckets(
+            params, self.ctx, self.section.bucket_elements, placement=placement, small_on_host=small
+        )
 
     def publish(self) -> None:
         """See `Partitioner.publish`; unused buckets have not changed."""

@@ -1,7 +1,8 @@
-"""Stage 3: weights are sharded too. A module's weights are gathered before it runs and released afterwards.
+"""Stage 3: weights are sharded too. A module's weights are gathered before it runs and released
+afterwards.
 
-Small parameters stay replicated, as in stage 2. Gradients are reduced on process groups of their own, so that their
-order is independent of gathers.
+Small parameters stay replicated, as in stage 2. Gradients are reduced on process groups of their
+own, so that their order is independent of gathers.
 """
 
 from __future__ import annotations
@@ -71,29 +72,49 @@ class Stage3(ZeroPartitioner):
         self.hooks: GatherHooks
 
     def _lay_out(self, module: nn.Module, params: Sequence[nn.Parameter]) -> list[FlatBucket]:
-        trained, mesh = set(params), self.ctx.mesh
-        offloads = self.offload.param is not None  # then even a single rank gains from releasing weights
-        sizes = {p: mesh.size(*sharding_axes(mesh, self.ctx.params[p].replicas)) for p in module.parameters()}
+        trained = set(params)
+        mesh = self.ctx.mesh
+        # then even a single rank gains from releasing weights
+        offloads = self.offload.param is not None
+        sizes = {
+            p: mesh.size(*sharding_axes(mesh, self.ctx.params[p].replicas))
+            for p in module.parameters()
+        }
         shared_out = [p for p, size in sizes.items() if offloads or size > 1]
         small = persistent(shared_out, self.section)
         sharded = {p for p in shared_out if p not in small}
         leaves = find_leaves(module, self.section.leaf_module)
         self._gatherers = gatherers(module, sharded, self.section, leaves)
-        self._leaves = {m for m in (*leaves, *(g.module for g in self._gatherers if g.leaf)) if leaf_flag(m) is None}
+        self._leaves = {
+            m
+            for m in (*leaves, *(g.module for g in self._gatherers if g.leaf))
+            if leaf_flag(m) is None
+        }
         for leaf in self._leaves:  # of the config, also where no weight of theirs is sharded
             mark_leaf(leaf, True)
         elements = {
-            p: p.numel() // self.ctx.mesh.size(*self.ctx.params[p].replicas) for p in shared_out if p in sharded
+            p: p.numel() // self.ctx.mesh.size(*self.ctx.params[p].replicas)
+            for p in shared_out
+            if p in sharded
         }
         placement = self.offload.placements(params, elements)
         small_trained = [p for p in params if p not in sharded]
         replicated = make_buckets(
-            small_trained, self.ctx, self.section.bucket_elements, placement=placement, small_on_host=True
+            small_trained,
+            self.ctx,
+            self.section.bucket_elements,
+            placement=placement,
+            small_on_host=True,
         )
         frozen = self._frozen_placement() or placement
         for gatherer, chosen, mine in members(self._gatherers, trained):
             for bucket in make_buckets(
-                chosen, self.ctx, self._capacity, sharded=True, masters=mine, placement=placement if mine else frozen
+                chosen,
+                self.ctx,
+                self._capacity,
+                sharded=True,
+                masters=mine,
+                placement=placement if mine else frozen,
             ):
                 self._add_unit(bucket, gatherer.leaf, mine)
         return replicated + [u.bucket for u in self.units]
@@ -104,7 +125,9 @@ class Stage3(ZeroPartitioner):
         With weights on a disk they rest there as they are.
         """
         host = self.offload.param
-        if not self.section.zero_quantized_nontrainable_weights or (host is not None and not host.resident):
+        if not self.section.zero_quantized_nontrainable_weights or (
+            host is not None and not host.resident
+        ):
             return None
         store = QuantisedStore(self.ctx, {"host": host is not None})
         coded = StatePlacement(None, store, Transfers(self.ctx, store))
@@ -117,7 +140,9 @@ class Stage3(ZeroPartitioner):
         return bool(self.units)
 
     def _capacity(self, world: int) -> int:
-        """The most elements of a unit: those of a module, unless the config gathers parameters one at a time."""
+        """The most elements of a unit: those of a module, unless the config gathers parameters one
+        at a time.
+        """
         return self.section.unit_elements(world)
 
     def _add_unit(self, bucket: FlatBucket, leaf: bool, trained: bool) -> None:
@@ -126,7 +151,9 @@ class Stage3(ZeroPartitioner):
         if not trained:
             self._untrained.add(bucket)
 
-    def attach(self, module: nn.Module, groups: list[dict[str, Any]], *, updated: bool = True) -> list[dict[str, Any]]:
+    def attach(
+        self, module: nn.Module, groups: list[dict[str, Any]], *, updated: bool = True
+    ) -> list[dict[str, Any]]:
         """See `Partitioner.attach`."""
         for part in module.modules():
             for param in externals(part):
@@ -137,13 +164,27 @@ class Stage3(ZeroPartitioner):
         for unit in self.units:
             unit.bucket.second = second_copy(unit.bucket, mesh)
         if self.section.mics_hierarchical_params_gather:
-            self._two_steps = two_steps(mesh, {u.bucket.axes for u in self.units if u.bucket.world > 1})
+            self._two_steps = two_steps(
+                mesh, {u.bucket.axes for u in self.units if u.bucket.world > 1}
+            )
             if not self._two_steps and self.ctx.rank == 0:
-                log.info("mics_hierarchical_params_gather has no effect here: no shard group is on several hosts")
+                log.info(
+                    "mics_hierarchical_params_gather has no effect here: no shard group is on "
+                    "several hosts"
+                )
         self._gather_8 = quantised_gather(self.ctx, self.section, [u.bucket for u in self.units])
-        special = self.ctx.precision.autocast is not None or self._two_steps or self._gather_8 or mesh.has("hpz")
-        self.gathering = GatherScheduler(self.section, self.units, *([self.wire_of] if special else []))
-        self.hooks = GatherHooks(module, self._gatherers, self.gathering, self.unit_of, self._backward_began)
+        special = (
+            self.ctx.precision.autocast is not None
+            or self._two_steps
+            or self._gather_8
+            or mesh.has("hpz")
+        )
+        self.gathering = GatherScheduler(
+            self.section, self.units, *([self.wire_of] if special else [])
+        )
+        self.hooks = GatherHooks(
+            module, self._gatherers, self.gathering, self.unit_of, self._backward_began
+        )
         for part in module.modules():
             for param in externals(part):
                 self.hooks.add_external(part, param)
@@ -151,13 +192,16 @@ class Stage3(ZeroPartitioner):
         return out
 
     def _describe_all(self, module: nn.Module) -> None:
-        """Set the documented attributes of every parameter, also of those that no optimizer updates and no rank cuts.
+        """Set the documented attributes of every parameter, also of those that no optimizer updates
+        and no rank cuts.
 
         Programs look for them at stage 3 without asking how a parameter is kept.
         """
         for bucket in self.buckets:
             for piece in bucket.pieces:
-                _describe(piece.param, piece.name, torch.Size(piece.shape), bucket.parts[piece.index])
+                _describe(
+                    piece.param, piece.name, torch.Size(piece.shape), bucket.parts[piece.index]
+                )
                 if not bucket.sharded:
                     _describe_unsharded(piece.param)
         for param in module.parameters():
@@ -169,8 +213,11 @@ class Stage3(ZeroPartitioner):
                 mark_in_place(param)
 
     def wire_of(self, unit: BucketUnit) -> WeightWire | None:
-        """How the weights of `unit` are gathered now for running modules; None: exactly, as the config says."""
-        wire, second = self._wire_over_ranks(unit), unit.bucket.second
+        """How the weights of `unit` are gathered now for running modules; None: exactly, as the
+        config says.
+        """
+        wire = self._wire_over_ranks(unit)
+        second = unit.bucket.second
         return wire if second is None else second.around(wire or self.gathering.exact)
 
     def _wire_over_ranks(self, unit: BucketUnit) -> WeightWire | None:
@@ -187,7 +234,7 @@ class Stage3(ZeroPartitioner):
         dtype = narrower_dtype(unit.bucket.params, unit.bucket.dtype, listed) if listed else None
         return None if dtype is None else weight_wire(self.section, dtype)
 
-    # -- access to weights, see `weights` --------------------------------------------------------------
+    # -- access to weights, see `weights` ----------------------------------------------------------
 
     def pin(self, unit: BucketUnit) -> None:
         """See `WeightOwner.pin`."""
@@ -214,7 +261,8 @@ class Stage3(ZeroPartitioner):
     def _check_external(self, module: nn.Module, param: nn.Parameter) -> None:
         if param not in self.ctx.params:
             raise UsageError(
-                f"register_external_parameter({type(module).__name__}, ...): the parameter of shape "
+                f"register_external_parameter({type(module).__name__}, ...): the parameter of "
+                "shape "
                 f"{tuple(param.shape)} belongs to no module that was given to initialize"
             )
 
@@ -258,8 +306,13 @@ class Stage3(ZeroPartitioner):
         with super().module_hooks_removed(), self.without_hooks():
             yield
 
-    def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
-        """See `HasStates.load_states`. Gathered weights are released, since they become outdated."""
+    def load_states(
+        self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True
+    ) -> None:
+        """See `HasStates.load_states`.
+
+        Gathered weights are released, since they become outdated.
+        """
         self.gathering.release_all()
         self._outdate()
         super().load_states(source, optimizer, strict=strict)
@@ -285,11 +338,12 @@ class Stage3(ZeroPartitioner):
         replicated = [b for b in self.buckets if not b.sharded and b.trains]
         return sharded + replicated
 
-    # -- backward and step -----------------------------------------------------------------------------------
+    # -- backward and step -------------------------------------------------------------------------
 
     def begin(self, plan: BackwardPlan) -> None:
         """See `Partitioner.begin`."""
-        if torch._C._current_graph_task_id() == -1:  # else hooks on modules may have seen the backward before
+        # else hooks on modules may have seen the backward before
+        if torch._C._current_graph_task_id() == -1:
             self.gathering.in_backward = False
         super().begin(plan)
 
@@ -339,7 +393,10 @@ class Stage3(ZeroPartitioner):
             if unit.uses.callers:
                 continue
             if unit.state is not UnitState.SHARDED or unit.bucket.full.untyped_storage().nbytes():
-                raise DSError(f"rank {self.ctx.rank}: {unit.bucket.names[0]!r} is still gathered after the step")
+                raise DSError(
+                    f"rank {self.ctx.rank}: {unit.bucket.names[0]!r} is still gathered after the "
+                    "step"
+                )
 
     def _updates(self, bucket: FlatBucket) -> bool:
         """See `ZeroPartitioner._updates`."""
@@ -354,7 +411,10 @@ class Stage3(ZeroPartitioner):
                 if unit.bucket.second is not None:
                     unit.bucket.second.free(unit.bucket)
         if busy or any(u.state is not UnitState.SHARDED for u in self.units):
-            raise UsageError("offload_states() inside a forward, a backward or GatheredParameters; call it outside")
+            raise UsageError(
+                "offload_states() inside a forward, a backward or GatheredParameters; call it "
+                "outside"
+            )
 
     def unsharded_now(self, bucket: FlatBucket) -> Tensor | None:
         """See `ZeroPartitioner.unsharded_now`."""
@@ -377,8 +437,13 @@ class Stage3(ZeroPartitioner):
         for part in self.module.modules():
             if part in self._leaves:
                 mark_leaf(part, False)
-        elsewhere = [e.module for e in STATE.engines if isinstance(e.partitioner, Stage3) and e.partitioner is not self]
-        described = {p for module in elsewhere for p in module.parameters()}  # two engines may share a frozen one
+        elsewhere = [
+            e.module
+            for e in STATE.engines
+            if isinstance(e.partitioner, Stage3) and e.partitioner is not self
+        ]
+        # two engines may share a frozen one
+        described = {p for module in elsewhere for p in module.parameters()}
         for param in self.module.parameters():
             if param in self.pieces or param not in described:
                 remove_attributes(param)
@@ -393,13 +458,16 @@ class Stage3(ZeroPartitioner):
 
 
 def _describe(param: Any, name: str, shape: torch.Size, part: Tensor) -> None:
-    """Set the documented attributes of a parameter of stage 3. part: what this rank has of it, or would have."""
+    """Set the documented attributes of a parameter of stage 3. part: what this rank has of it, or
+    would have.
+    """
     param.ds_id = name
     param.ds_tensor = part
     param.ds_shape = shape
     param.ds_numel = shape.numel()
     param.ds_persist = False
-    param.ds_active_sub_modules = set()  # for code that clears it; modules that need the weight are in its unit
+    # for code that clears it; modules that need the weight are in its unit
+    param.ds_active_sub_modules = set()
 
 
 def _describe_unsharded(param: Any) -> None:
@@ -409,13 +477,19 @@ def _describe_unsharded(param: Any) -> None:
 
 
 def _part(param: nn.Parameter, index: int, ranks: int) -> Tensor:
-    """The elements of a replicated parameter that rank `index` would have: a view of it, where it is contiguous."""
-    flat, each = param.data.reshape(-1), -(-param.numel() // ranks)
+    """The elements of a replicated parameter that rank `index` would have: a view of it, where it
+    is contiguous.
+    """
+    flat = param.data.reshape(-1)
+    each = -(-param.numel() // ranks)
     return flat[index * each : (index + 1) * each]
 
 
 def _own_groups(mesh: Mesh, wanted: set[tuple[str, ...]]) -> dict[tuple[str, ...], Any]:
-    """A second process group along each set of axes that any rank wants. Collective over all ranks."""
+    """A second process group along each set of axes that any rank wants.
+
+    Collective over all ranks.
+    """
     if mesh.world_size == 1:
         return {}
     return {axes: mesh.own_group(*axes) for axes in wanted_anywhere(wanted)}

@@ -1,9 +1,11 @@
-"""Storages of stage 3's states that are in host memory between two phases of a program: see `offload_states`.
+"""Storages of stage 3's states that are in host memory between two phases of a program: see
+`offload_states`.
 
-[Note: offloaded states] An offloaded tensor stays the same object, since optimizers, parameters and views refer to it.
-Its storage is emptied (``resize_(0)``), which frees device memory, and its bytes are kept in host memory. To use it
-then would be a read of freed memory. So `OffloadedStates.require` is called wherever states are used, and older graphs
-are made unusable through the version counters of the parameters.
+[Note: offloaded states] An offloaded tensor stays the same object, since optimizers, parameters and
+views refer to it. Its storage is emptied (``resize_(0)``), which frees device memory, and its bytes
+are kept in host memory. To use it then would be a read of freed memory. So
+`OffloadedStates.require` is called wherever states are used, and older graphs are made unusable
+through the version counters of the parameters.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class OffloadDeviceEnum(str, enum.Enum):
 
 
 class OffloadStateTypeEnum(str, enum.Enum):
-    """Groups of states: optimizer states, master weights, weights, reduced gradients, buffers of gradients."""
+    """Groups of states: optimizer states, master weights, weights, reduced gradients, buffers of
+    gradients.
+    """
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -64,18 +68,27 @@ class OffloadedStates:
         self._copies: dict[int, _HostCopy] = {}
         self._event: Any = None
         self._guards: list[Any] = []
-        self._hidden: list[tuple[nn.Parameter, Tensor]] = []  # parameters that are empty now, and their data
+        # parameters that are empty now, and their data
+        self._hidden: list[tuple[nn.Parameter, Tensor]] = []
 
     @property
     def kinds(self) -> set[OffloadStateTypeEnum]:
         """The groups of which something is offloaded."""
         return {p.kind for p in self._copies.values()}
 
-    # -- out and back ----------------------------------------------------------------------------------------
+    # -- out and back ------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def offload(self, kind: OffloadStateTypeEnum, tensors: Iterable[Tensor], *, pin: bool, non_blocking: bool) -> None:
-        """Move the storages of `tensors` to the host, except those that are there already or empty."""
+    def offload(
+        self,
+        kind: OffloadStateTypeEnum,
+        tensors: Iterable[Tensor],
+        *,
+        pin: bool,
+        non_blocking: bool,
+    ) -> None:
+        """Move the storages of `tensors` to the host, except those that are there already or
+        empty."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage.nbytes() == 0 or tensor.device.type != self._accelerator.device_type:
@@ -83,7 +96,8 @@ class OffloadedStates:
             host = torch.empty(storage.nbytes(), dtype=torch.uint8)
             host = self._accelerator.pin(host) if pin else host
             host.copy_(_bytes(storage, tensor.device), non_blocking=non_blocking)
-            # The freed memory may be used by later work of the same stream only, which runs after the copy.
+            # The freed memory may be used by later work of the same stream only, which runs after
+            # the copy.
             storage.resize_(0)
             self._copies[storage._cdata] = _HostCopy(storage, host, kind, tensor.device)
         self._event = self._accelerator.new_event()
@@ -120,10 +134,12 @@ class OffloadedStates:
             self._event.synchronize()
             self._event = None
 
-    # -- looking ---------------------------------------------------------------------------------------------
+    # -- looking -----------------------------------------------------------------------------------
 
     def view(self, tensor: Tensor) -> Tensor:
-        """`tensor`, or if it is offloaded the same view of its host copy; writes to that are kept by `reload`."""
+        """`tensor`, or if it is offloaded the same view of its host copy; writes to that are kept
+        by `reload`.
+        """
         if not self._copies or (copy := self._copies.get(tensor.untyped_storage()._cdata)) is None:
             return tensor
         self._synchronize()
@@ -135,25 +151,33 @@ class OffloadedStates:
         """The data of `param`, hidden or not."""
         return next((data for hidden, data in self._hidden if hidden is param), param.data)
 
-    # -- guarding --------------------------------------------------------------------------------------------
+    # -- guarding ----------------------------------------------------------------------------------
 
     def install_guards(self, module: nn.Module, optimizer: Any) -> None:
-        """Make forwards and optimizer steps that would use offloaded states raise, until `reload`."""
+        """Make forwards and optimizer steps that would use offloaded states raise, until
+        `reload`."""
         if self._guards or not self._copies:
             return
         for part in module.modules():
             self._guards.append(part.register_forward_pre_hook(self._before_forward, prepend=True))
         if optimizer is not None:
-            self._guards.append(optimizer.register_step_pre_hook(lambda *_: self.require("the optimizer's step")))
+            self._guards.append(
+                optimizer.register_step_pre_hook(lambda *_: self.require("the optimizer's step"))
+            )
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         self.require("forward", BACKWARD if torch.is_grad_enabled() else FORWARD)
 
     def require(self, what: str, kinds: frozenset[OffloadStateTypeEnum] | None = None) -> None:
-        """Raise UsageError when anything (of `kinds`) is offloaded. what: the operation, for the message."""
+        """Raise UsageError when anything (of `kinds`) is offloaded. what: the operation, for the
+        message.
+        """
         if self._copies and (missing := self.kinds if kinds is None else self.kinds & kinds):
             names = ", ".join(sorted(k.value for k in missing))
-            raise UsageError(f"{what} needs {names}, moved to the host by offload_states(); call reload_states() first")
+            raise UsageError(
+                f"{what} needs {names}, moved to the host by offload_states(); call "
+                "reload_states() first"
+            )
 
 
 def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:

@@ -1,4 +1,6 @@
-"""Partitioned states for checkpoints: every piece with its parameter's name and its range of the unsharded state."""
+"""Partitioned states for checkpoints: every piece with its parameter's name and its range of the
+unsharded state.
+"""
 
 from __future__ import annotations
 
@@ -35,23 +37,30 @@ __all__ = ["adopt", "load", "states"]
 def states(
     ctx: Context, module: nn.Module, buckets: Sequence[FlatBucket], optimizer: Optimizer | None
 ) -> Iterator[StateTensor]:
-    """This rank's states: unsharded weights and buffers, then pieces of partitioned weights, masters and moments."""
+    """This rank's states: unsharded weights and buffers, then pieces of partitioned weights,
+    masters and moments.
+    """
 
     def first(*but: str) -> bool:
         """Whether this rank is the first along all axes but these."""
         return all(ctx.mesh.coord[a] == 0 for a in ctx.mesh.expand(ctx.mesh.names) if a not in but)
 
     def others(*but: str) -> tuple[str, ...]:
-        """The axes along which ranks hold the same as this one, so that they can share the writing."""
+        """The axes along which ranks hold the same as this one, so that they can share the
+        writing."""
         return tuple(a for a in ctx.mesh.expand(ctx.mesh.names) if a not in but)
 
     partitioned = {p for b in buckets if b.sharded for p in b.params}
     reader = _Reader()
     for name, param in module.named_parameters():
         if param not in partitioned:
-            info, shape = ctx.params.get(param), tuple(param.shape)  # None: one that came after initialize
+            # None: one that came after initialize
+            info = ctx.params.get(param)
+            shape = tuple(param.shape)
             held, counted = (info.held, info.counted) if info is not None else ((), True)
-            yield StateTensor(f"module/{name}", param.data, shape, 0, param.numel(), held, counted, others(*held))
+            yield StateTensor(
+                f"module/{name}", param.data, shape, 0, param.numel(), held, counted, others(*held)
+            )
     yield from buffer_states(ctx, module)
     for bucket in buckets:
         store = bucket.counted and first(*bucket.held, *bucket.axes)
@@ -59,8 +68,12 @@ def states(
             if bucket.sharded and (piece.stop > piece.start or 0 in piece.shape):
                 keep = store and (piece.stop > piece.start or bucket.rank == 0)
                 place = (piece.shape, piece.start, piece.stop, bucket.held)
-                read = reader.of(bucket, bucket.placement.shards if bucket.away is not None else None)
-                yield StateTensor(f"module/{piece.name}", bucket.parts[piece.index], *place, keep, read=read)
+                read = reader.of(
+                    bucket, bucket.placement.shards if bucket.away is not None else None
+                )
+                yield StateTensor(
+                    f"module/{piece.name}", bucket.parts[piece.index], *place, keep, read=read
+                )
         for piece in bucket.optimized:
             if piece.stop > piece.start:
                 yield from _updated(bucket, piece, optimizer, store, reader)
@@ -71,7 +84,9 @@ def states(
 def _updated(
     bucket: FlatBucket, piece: Piece, optimizer: Optimizer | None, store: bool, reader: _Reader
 ) -> Iterator[StateTensor]:
-    """The master weights, where they are not the weights themselves, and the optimizer's states of one piece."""
+    """The master weights, where they are not the weights themselves, and the optimizer's states of
+    one piece.
+    """
     place = (piece.shape, piece.start, piece.stop, bucket.held)
     read = reader.of(bucket, bucket.placement.masters if bucket.evictable else None)
     if piece.master.dtype != bucket.dtype:
@@ -89,14 +104,19 @@ def _updated(
             yield StateTensor(name, value, tuple(value.shape), 0, value.numel(), bucket.held, store)
         else:
             raise UsageError(
-                f"optimizer state {key!r} of parameter {piece.name!r} has shape {tuple(value.shape)}, its "
-                f"piece on this rank has {piece.master.numel()} elements; ZeRO can save states of one "
+                f"optimizer state {key!r} of parameter {piece.name!r} has shape "
+                f"{tuple(value.shape)}, its "
+                f"piece on this rank has {piece.master.numel()} elements; ZeRO can save states of "
+                "one "
                 "value per element, or one value in all"
             )
 
 
 class _Reader:
-    """Reads evicted states. Those of a bucket stay in memory until another's are read: pieces share storages."""
+    """Reads evicted states.
+
+    Those of a bucket stay in memory until another's are read: pieces share storages.
+    """
 
     def __init__(self) -> None:
         self._bucket: FlatBucket | None = None
@@ -111,7 +131,8 @@ class _Reader:
             for owner, opened in self._open:
                 if not is_evicted(opened):
                     owner.evict([opened], changed=False)
-            self._bucket, self._open = bucket, []
+            self._bucket = bucket
+            self._open = []
         if is_evicted(tensor):
             store.fetch([tensor])
             store.wait([tensor])
@@ -129,9 +150,11 @@ def load(
     strict: bool,
     from_fp32: bool,
 ) -> None:
-    """Read what `states` yields, from a checkpoint of any world size, stage or partitioner; each rank its ranges.
+    """Read what `states` yields, from a checkpoint of any world size, stage or partitioner; each
+    rank its ranges.
 
-    from_fp32: take master weights from the checkpoint's (when it has them), else from its module weights.
+    from_fp32: take master weights from the checkpoint's (when it has them), else from its module
+    weights.
     """
     known = set(source.names())
     partitioned = {p for b in buckets if b.sharded for p in b.params}
@@ -143,7 +166,9 @@ def load(
             check_shape(source, f"module/{name}", tuple(tensor.shape))
             tensor.copy_(read_state(source, f"module/{name}", tensor))
     for bucket in buckets:
-        given = [p for p in bucket.pieces if bucket.sharded and (strict or f"module/{p.name}" in known)]
+        given = [
+            p for p in bucket.pieces if bucket.sharded and (strict or f"module/{p.name}" in known)
+        ]
         with bucket.shard_here(write=True) if given else contextlib.nullcontext():
             for piece in given:
                 part = bucket.parts[piece.index]
@@ -154,8 +179,13 @@ def load(
         _load_optimizer(buckets, source, optimizer)
 
 
-def _load_masters(bucket: FlatBucket, source: StateSource, known: set[str], *, from_fp32: bool) -> None:
-    """From saved masters or, without them, from the weights. No collectives: another rank may fail to read."""
+def _load_masters(
+    bucket: FlatBucket, source: StateSource, known: set[str], *, from_fp32: bool
+) -> None:
+    """From saved masters or, without them, from the weights.
+
+    No collectives: another rank may fail to read.
+    """
     owned = bucket.owned is not None and bucket.sharded  # an unsharded master of a sharded weight
     if not owned:
         bucket.refresh()
@@ -168,7 +198,9 @@ def _load_masters(bucket: FlatBucket, source: StateSource, known: set[str], *, f
             master.copy_(_range(source, f"master/{piece.name}", piece, master).view(master.shape))
 
 
-def _load_optimizer(buckets: Sequence[FlatBucket], source: StateSource, optimizer: Optimizer) -> None:
+def _load_optimizer(
+    buckets: Sequence[FlatBucket], source: StateSource, optimizer: Optimizer
+) -> None:
     saved = saved_optimizer_states(source)
     counters = _counters(saved, source)
     mine = {p for g in optimizer.param_groups for p in g["params"]}
@@ -187,15 +219,24 @@ def _load_optimizer(buckets: Sequence[FlatBucket], source: StateSource, optimize
                 else:
                     values[key] = _range(source, name, piece, old)
             if store is not None:
-                store.discard([v for k, v in replaced.items() if isinstance(v, Tensor) and (k in values or not values)])
-                values = {k: v.clone() for k, v in values.items()}  # own storages, which the store can free
+                store.discard(
+                    [
+                        v
+                        for k, v in replaced.items()
+                        if isinstance(v, Tensor) and (k in values or not values)
+                    ]
+                )
+                # own storages, which the store can free
+                values = {k: v.clone() for k, v in values.items()}
             set_optimizer_state(optimizer, piece.master, values)
             if store is not None:
                 store.evict([v for k, v in values.items() if v.dim()])
 
 
 def adopt(piece: Piece, state: Mapping[str, Any], *, full: bool) -> dict[str, Any]:
-    """This rank's piece of the `state` that the user's optimizer already has for a parameter. full: all of it."""
+    """This rank's piece of the `state` that the user's optimizer already has for a parameter. full:
+    all of it.
+    """
     if piece.stop == piece.start:
         return {}
     kept = dict(state)
@@ -209,11 +250,15 @@ def adopt(piece: Piece, state: Mapping[str, Any], *, full: bool) -> dict[str, An
         if full:
             kept[key] = value.to(piece.master.device)
         elif tuple(value.shape) == piece.shape:
-            kept[key] = value.reshape(-1)[piece.start : piece.stop].to(piece.master.device, copy=True)
+            kept[key] = value.reshape(-1)[piece.start : piece.stop].to(
+                piece.master.device, copy=True
+            )
         else:
             raise UsageError(
-                f"the optimizer's state {key!r} of parameter {piece.name!r} has shape {tuple(value.shape)}, the "
-                f"parameter {piece.shape}; ZeRO can take over states of one value per element, or one value in all"
+                f"the optimizer's state {key!r} of parameter {piece.name!r} has shape "
+                f"{tuple(value.shape)}, the "
+                f"parameter {piece.shape}; ZeRO can take over states of one value per element, or "
+                "one value in all"
             )
     return kept
 
@@ -221,7 +266,8 @@ def adopt(piece: Piece, state: Mapping[str, Any], *, full: bool) -> dict[str, An
 def _counters(by_param: Mapping[str, Mapping[str, str]], source: StateSource) -> set[str]:
     """The keys of states with one value per parameter, such as step.
 
-    The shapes of a parameter without dimensions do not show it; the other parameters decide, and "step" is known.
+    The shapes of a parameter without dimensions do not show it; the other parameters decide, and
+    "step" is known.
     """
     shapes: dict[str, set[tuple[int, ...]]] = {}
     for entries in by_param.values():

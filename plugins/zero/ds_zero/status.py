@@ -1,4 +1,6 @@
-"""The values of ``param.ds_status``: where the weight of a partitioned parameter is now (torch-free)."""
+"""The values of ``param.ds_status``: where the weight of a partitioned parameter is now
+(torch-free).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,10 @@ __all__ = ["ZeroParamStatus"]
 
 
 class ZeroParamStatus(enum.Enum):
-    """AVAILABLE: unsharded. NOT_AVAILABLE: the parameter is empty, each rank has a shard. INFLIGHT: being gathered."""
+    """AVAILABLE: unsharded.
+
+    NOT_AVAILABLE: the parameter is empty, each rank has a shard. INFLIGHT: being gathered.
+    """
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2

@@ -1,16 +1,20 @@
-"""SuperOffload: on the host, a bucket is updated while backward still computes the gradients of others.
+"""SuperOffload: on the host, a bucket is updated while backward still computes the gradients of
+others.
 
-[Note: attempts] A bucket that is reduced (`Reducer.on_reduced`) is given to a worker thread, which saves what it will
-change, and updates the bucket as if no gradient were non-finite and none were clipped. The step, which knows better,
-keeps an attempt if it was made with the very factor and settings (learning rate) of the step, from gradients that have
-not changed since; it restores what any other has changed, and updates those buckets and whatever was not begun with,
-as plain offload does. So the result has the same bits in every case, and what is lost at worst is the worker's time.
+[Note: attempts] A bucket that is reduced (`Reducer.on_reduced`) is given to a worker thread, which
+saves what it will change, and updates the bucket as if no gradient were non-finite and none were
+clipped. The step, which knows better, keeps an attempt if it was made with the very factor and
+settings (learning rate) of the step, from gradients that have not changed since; it restores what
+any other has changed, and updates those buckets and whatever was not begun with, as plain offload
+does. So the result has the same bits in every case, and what is lost at worst is the worker's time.
 
-Attempts are this rank's own affair: ranks need not agree on them. Of parameters that this rank did not use it is only
-known after backward whether another rank did, so they are left to the step. Weights do not change before the step:
-16-bit ones are written to memory of their own, or to that from which the step copies them to the device.
+Attempts are this rank's own affair: ranks need not agree on them. Of parameters that this rank did
+not use it is only known after backward whether another rank did, so they are left to the step.
+Weights do not change before the step: 16-bit ones are written to memory of their own, or to that
+from which the step copies them to the device.
 
-[Note: likely] Attempts are made after a step that was not clipped only, and none while plugins change gradients.
+[Note: likely] Attempts are made after a step that was not clipped only, and none while plugins
+change gradients.
 """
 
 from __future__ import annotations
@@ -63,7 +67,9 @@ class SuperOffload(Updates):
     def __init__(self, owner: ZeroPartitioner, share: float) -> None:
         super().__init__(owner)
         self.kept = self.undone = 0
-        self._share, self._worker, self._stuck = share, None, ""
+        self._share = share
+        self._worker = None
+        self._stuck = ""
         self._open = self._likely = False
         self._optimizer: Any = None
         self._spares: dict[FlatBucket, _Spare] = {}
@@ -73,38 +79,55 @@ class SuperOffload(Updates):
 
     def bind(self, optimizer: Optimizer) -> None:
         """See `Updates.bind`."""
-        reducer, ctx = self.owner.reducer, self.owner.ctx
+        reducer = self.owner.reducer
+        ctx = self.owner.ctx
         if ctx.grain != "element" or not hasattr(optimizer, "takes_inputs"):
             raise UsageError(
-                f"{KEY}: {type(optimizer).__name__} cannot update one bucket after the other; use Adam, AdamW, Lion, "
-                "SGD or Adagrad of ds-optimizers, by its name in the config's optimizer section, or set it to false"
+                f"{KEY}: {type(optimizer).__name__} cannot update one bucket after the other; use "
+                "Adam, AdamW, Lion, "
+                "SGD or Adagrad of ds-optimizers, by its name in the config's optimizer section, "
+                "or set it to false"
             )
         if any(b.evictable for b in reducer.buckets):
-            raise UsageError(f"{KEY}: needs states that stay in memory; set device cpu, or leave it out")
+            raise UsageError(
+                f"{KEY}: needs states that stay in memory; set device cpu, or leave it out"
+            )
         if takers := ctx.plugins.implementing("ds_gradients"):
             log.info(
-                "SuperOffload: no update begins in backward, since plugin %s changes gradients after it", takers[0]
+                "SuperOffload: no update begins in backward, since plugin %s changes gradients "
+                "after it",
+                takers[0],
             )
             return
         buckets = [b for b in reducer.buckets if b.stepped_on_host and b.master is not b.shard]
         if not isinstance(reducer, Reducer) or not buckets:
-            log.info("SuperOffload: no update begins in backward: no bucket has masters of its own on the host")
+            log.info(
+                "SuperOffload: no update begins in backward: no bucket has masters of its own on "
+                "the host"
+            )
             return
-        self._optimizer, self._spares = optimizer, {b: _Spare(b) for b in buckets}
-        reducer.on_reduced, reducer.on_late = self._reduced, self._late
+        self._optimizer = optimizer
+        self._spares = {b: _Spare(b) for b in buckets}
+        reducer.on_reduced = self._reduced
+        reducer.on_late = self._late
 
-    # -- during backward -------------------------------------------------------------------------------------
+    # -- during backward ---------------------------------------------------------------------------
 
     def begin(self, plan: BackwardPlan) -> None:
         """See `Updates.begin`."""
         self._open = bool(self._spares) and self._likely and plan.reduce and not self._stuck
         if self._open and not self._optimizer.takes_inputs:
             self._open = False
-            log_once(log, logging.INFO, "SuperOffload: no update begins in backward: the optimizer's step has hooks")
+            log_once(
+                log,
+                logging.INFO,
+                "SuperOffload: no update begins in backward: the optimizer's step has hooks",
+            )
 
     def _reduced(self, bucket: FlatBucket) -> None:
         """See `Reducer.on_reduced`; called in backward, on autograd's thread."""
-        spare, grads = self._spares.get(bucket), self.owner.reducer.grads(bucket)
+        spare = self._spares.get(bucket)
+        grads = self.owner.reducer.grads(bucket)
         if not self._open or spare is None or grads is None or bucket in self._attempts:
             return
         if self._worker is None:
@@ -118,11 +141,12 @@ class SuperOffload(Updates):
         if bucket in self._attempts:
             self._undo()
 
-    # -- after it --------------------------------------------------------------------------------------------
+    # -- after it ----------------------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer, factor: float) -> None:
         """See `Updates.step`."""
-        given, settings = list(self.owner.reducer.given), _settings(optimizer)
+        given = list(self.owner.reducer.given)
+        settings = _settings(optimizer)
         made = self._finish()
         place = 0
         for bucket in self.owner.reducer.buckets:
@@ -144,13 +168,17 @@ class SuperOffload(Updates):
         """See `Updates.settle`."""
         if self._attempts:
             log_once(
-                log, logging.INFO, "SuperOffload: states or gradients are used between backward and step, so updates "
-                "that had begun are undone and made again in the step"
-            )  # fmt: skip
+                log,
+                logging.INFO,
+                "SuperOffload: states or gradients are used between backward and step, so updates "
+                "that had begun are undone and made again in the step",
+            )
             self._undo()
 
     def drop(self) -> None:
-        """See `Updates.drop`; without a step before it, gradients were not finite, or the user dropped them."""
+        """See `Updates.drop`; without a step before it, gradients were not finite, or the user
+        dropped them.
+        """
         if self._attempts:
             self._likely = False
             self._undo()
@@ -169,7 +197,10 @@ class SuperOffload(Updates):
             self.undone += 1
 
     def _finish(self) -> dict[FlatBucket, _Attempt]:
-        """End all attempts: those that were made. Raises DSError for what went wrong, when all others are undone."""
+        """End all attempts: those that were made.
+
+        Raises DSError for what went wrong, when all others are undone.
+        """
         if self._stuck:
             raise DSError(self._stuck)
         attempts, self._attempts = self._attempts, {}
@@ -179,7 +210,8 @@ class SuperOffload(Updates):
         for bucket, attempt in attempts.items():
             if not wait([attempt.future], TIMEOUT).done:
                 self._stuck = (
-                    f"{self._who} has not updated the {bucket.about_weights} within {TIMEOUT:g} s; it is stuck, and "
+                    f"{self._who} has not updated the {bucket.about_weights} within {TIMEOUT:g} s; "
+                    "it is stuck, and "
                     "states are of no use: end the run, and load a checkpoint"
                 )
                 raise DSError(self._stuck)
@@ -190,7 +222,9 @@ class SuperOffload(Updates):
                 attempt.undo()
             bucket, error = failure
             what = f"{type(error).__name__}: {error}"
-            raise DSError(f"{self._who} failed to update the {bucket.about_weights}: {what}") from error
+            raise DSError(
+                f"{self._who} failed to update the {bucket.about_weights}: {what}"
+            ) from error
         return {b: a for b, a in attempts.items() if a.made}
 
     @property
@@ -201,7 +235,8 @@ class SuperOffload(Updates):
 class _Spare:
     """Memory for the attempts on one bucket, which is kept: fresh pages cost more than the copies.
 
-    copies: where 16-bit weights are written; None: nowhere. steps: whether that is where the step expects them.
+    copies: where 16-bit weights are written; None: nowhere. steps: whether that is where the step
+    expects them.
     """
 
     def __init__(self, bucket: FlatBucket) -> None:
@@ -213,7 +248,8 @@ class _Spare:
         if staged is not None and not self.steps:
             self.copies = torch.empty_like(staged)
         copies = [
-            self.copies[p.within] if self.copies is not None and p.stop > p.start else None for p in bucket.pieces
+            self.copies[p.within] if self.copies is not None and p.stop > p.start else None
+            for p in bucket.pieces
         ]
         self.stepper = Stepper([p.master for p in bucket.pieces], copies)
 
@@ -227,9 +263,11 @@ class _Spare:
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
-    """The update of one bucket, before the step. grads: one per piece. places: the pieces that it is of.
+    """The update of one bucket, before the step. grads: one per piece. places: the pieces that it
+    is of.
 
-    changed: what it changes, and the saved values of that, in order; states: the states of each piece, None: none yet.
+    changed: what it changes, and the saved values of that, in order; states: the states of each
+    piece, None: none yet.
     """
 
     optimizer: Any
@@ -243,10 +281,13 @@ class _Attempt:
     states: list[tuple[Piece, dict[str, Any] | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        used, shard = self.source.used, self.source.shard
+        used = self.source.used
+        shard = self.source.shard
         assert shard is not None
         mine = [used[p.index] and p.stop > p.start for p in self.bucket.pieces]
-        self.grads = [shard[p.within] if m else None for p, m in zip(self.bucket.pieces, mine, strict=True)]
+        self.grads = [
+            shard[p.within] if m else None for p, m in zip(self.bucket.pieces, mine, strict=True)
+        ]
         self.settings = _settings(self.optimizer)
 
     @property
@@ -272,7 +313,8 @@ class _Attempt:
         self.spare.stepper.step(self.optimizer, self.grads, self.factor)
         if _settings(self.optimizer) != self.settings:
             raise UsageError(
-                f"{type(self.optimizer).__name__} changes its parameter groups in each step, and buckets are updated "
+                f"{type(self.optimizer).__name__} changes its parameter groups in each step, and "
+                "buckets are updated "
                 "one by one, so it would count them wrongly; set super_offload false"
             )
 
@@ -288,7 +330,9 @@ class _Attempt:
                 if isinstance(value, Tensor):
                     live.append(value.detach())
                     whole = value.shape == piece.master.shape
-                    saved.append(self.spare.room(key, piece, value) if whole else torch.empty_like(value))
+                    saved.append(
+                        self.spare.room(key, piece, value) if whole else torch.empty_like(value)
+                    )
         if live:
             torch._foreach_copy_(saved, live)
         self.changed = live, saved
@@ -328,14 +372,18 @@ def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{k: now(v) for k, v in group.items()} for group in settings_of(optimizer)]
 
 
-# -- the worker ------------------------------------------------------------------------------------------------------
+# -- the worker ------------------------------------------------------------------------------------
 
 
 class _Worker:
-    """A thread that does one job after the other, each with `threads` of torch's; it ends when nobody has this."""
+    """A thread that does one job after the other, each with `threads` of torch's; it ends when
+    nobody has this.
+    """
 
     def __init__(self, threads: int) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = (
+            queue.SimpleQueue()
+        )
         name = "ds-zero SuperOffload"
         threading.Thread(target=_work, args=(self._jobs, threads), name=name, daemon=True).start()
         weakref.finalize(self, self._jobs.put, None)
@@ -345,9 +393,15 @@ class _Worker:
         self._jobs.put((future, job))
 
 
-def _work(jobs: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None], threads: int) -> None:
+def _work(
+    jobs: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None], threads: int
+) -> None:
     if not use_threads(threads):
-        log_once(log, logging.INFO, "SuperOffload: cpuadam_cores_perc has no effect with this build of torch")
+        log_once(
+            log,
+            logging.INFO,
+            "SuperOffload: cpuadam_cores_perc has no effect with this build of torch",
+        )
     while (work := jobs.get()) is not None:
         future, job = work
         if future.set_running_or_notify_cancel():

@@ -1,7 +1,8 @@
 """The optimizer's step where states are in a store that frees memory: one bucket after the other.
 
-[Note: joined] Optimizers make one tensor per state and parameter. Those of a bucket are joined into one tensor per
-state, of which they become views, so that a store reads and writes few large tensors.
+[Note: joined] Optimizers make one tensor per state and parameter. Those of a bucket are joined into
+one tensor per state, of which they become views, so that a store reads and writes few large
+tensors.
 """
 
 from __future__ import annotations
@@ -37,22 +38,30 @@ def tiled_step(
     ahead: bool,
     reduced: Callable[[FlatBucket], Tensor | None],
 ) -> None:
-    """`Stepper.step` where some buckets' states are evicted: those buckets are updated one after the other.
+    """`Stepper.step` where some buckets' states are evicted: those buckets are updated one after
+    the other.
 
-    grads: of the masters of all buckets, in order; for evicted buckets views of ``reduced(bucket)``, which may be
-    evicted too. ahead: while one bucket is updated the next one is fetched. Weights are written before their masters
-    are evicted again; the store may save both behind the step.
+    grads: of the masters of all buckets, in order; for evicted buckets views of
+    ``reduced(bucket)``, which may be evicted too. ahead: while one bucket is updated the next one
+    is fetched. Weights are written before their masters are evicted again; the store may save both
+    behind the step.
     """
     owners = [b for b in buckets for _ in b.optimized]
     pieces = [p for b in buckets for p in b.optimized]
     present = [None if b.evictable else g for b, g in zip(owners, grads, strict=True)]
-    tiles = [b for b in dict.fromkeys(b for b, g in zip(owners, grads, strict=True) if g is not None) if b.evictable]
+    tiles = [
+        b
+        for b in dict.fromkeys(b for b, g in zip(owners, grads, strict=True) if g is not None)
+        if b.evictable
+    ]
     if not tiles or any(g is not None for g in present):
         stepper.step(optimizer, present, factor)
     kept = settings_of(optimizer)
     for index, tile in enumerate(tiles):
         mine = [g if b is tile else None for b, g in zip(owners, grads, strict=True)]
-        unused = (p for p, g, b in zip(pieces, grads, owners, strict=True) if b is tile and g is None)
+        unused = (
+            p for p, g, b in zip(pieces, grads, owners, strict=True) if b is tile and g is None
+        )
         following = tiles[index + 1] if ahead and index + 1 < len(tiles) else None
         with _in_memory(tile, optimizer, mine, reduced, following):
             stepper.step(optimizer, mine, factor)
@@ -61,7 +70,8 @@ def tiled_step(
                 tile.placement.transfers.synchronize()
         if settings_of(optimizer) != kept:
             raise UsageError(
-                f"{type(optimizer).__name__} changes its parameter groups in each step, and evicted states are updated "
+                f"{type(optimizer).__name__} changes its parameter groups in each step, and "
+                "evicted states are updated "
                 "in several steps, so it would count them wrongly; use offload_optimizer.device cpu"
             )
 
@@ -74,7 +84,9 @@ def _in_memory(
     reduced: Callable[[FlatBucket], Tensor | None],
     following: FlatBucket | None,
 ) -> Iterator[None]:
-    """Inside, the states and gradients of `tile` are in memory, and those of `following` are fetched."""
+    """Inside, the states and gradients of `tile` are in memory, and those of `following` are
+    fetched.
+    """
     store = tile.placement.masters
     assert store is not None
     used = [g for g in (reduced(tile),) if g is not None]
@@ -82,10 +94,15 @@ def _in_memory(
     store.fetch(used + states)
     shard = tile.away if tile.away is not None and tile.staged is tile.shard else None
     if shard is not None:
-        shard.hold(fresh=sum(g.numel() for g in grads if g is not None) == sum(p.master.numel() for p in tile.pieces))
+        shard.hold(
+            fresh=sum(g.numel() for g in grads if g is not None)
+            == sum(p.master.numel() for p in tile.pieces)
+        )
     store.wait(used + states)
     if following is not None:
-        store.fetch([g for g in (reduced(following),) if g is not None] + states_of(following, optimizer))
+        store.fetch(
+            [g for g in (reduced(following),) if g is not None] + states_of(following, optimizer)
+        )
     yield
     store.evict(used, changed=False)
     if shard is not None:
@@ -95,12 +112,19 @@ def _in_memory(
 
 
 def _join(tile: FlatBucket, optimizer: Optimizer, store: StateStore) -> None:
-    """Move states that have memory of their own into those of the bucket; see [Note: joined]. They are in memory."""
+    """Move states that have memory of their own into those of the bucket; see [Note: joined].
+
+    They are in memory.
+    """
     made = {t.untyped_storage()._cdata for t in tile.joined.values()}
     for piece in tile.pieces:
         state = optimizer.state.get(piece.master, {})
         for key, value in state.items():
-            if not _is_moment(value, piece.master) or not owns_storage(value) or value.untyped_storage()._cdata in made:
+            if (
+                not _is_moment(value, piece.master)
+                or not owns_storage(value)
+                or value.untyped_storage()._cdata in made
+            ):
                 continue
             joined = tile.joined.get(key)
             if joined is None:
@@ -112,11 +136,16 @@ def _join(tile: FlatBucket, optimizer: Optimizer, store: StateStore) -> None:
 
 
 def states_of(tile: FlatBucket, optimizer: Optimizer) -> list[Tensor]:
-    """The master of a bucket, and its optimizer states with one value per element: one tensor of each storage."""
+    """The master of a bucket, and its optimizer states with one value per element: one tensor of
+    each storage.
+    """
     found = {t.untyped_storage()._cdata: t for t in (tile.master, *tile.joined.values())}
     for piece in tile.pieces:
         for value in optimizer.state.get(piece.master, {}).values():
-            if _is_moment(value, piece.master) and (key := value.untyped_storage()._cdata) not in found:
+            if (
+                _is_moment(value, piece.master)
+                and (key := value.untyped_storage()._cdata) not in found
+            ):
                 if is_evicted(value) or owns_storage(value):
                     found[key] = value
     return list(found.values())

@@ -1,7 +1,7 @@
 """A large linear layer as a grid of small ones that run one after the other.
 
-Under stage 3 each tile is gathered and released separately, so the memory for gathered weights (and for their
-gradients) falls by the number of tiles, while the result stays that of the full layer.
+Under stage 3 each tile is gathered and released separately, so the memory for gathered weights (and
+for their gradients) falls by the number of tiles, while the result stays that of the full layer.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ __all__ = ["TiledLinear", "TiledLinearReturnBias"]
 class _Tiles(nn.Module):
     """The grid ``linears[row][column]``: rows cut the outputs, columns cut the inputs.
 
-    Cuts are near-equal, the first ones longer by 1 where the sizes are not divisible. The last tile of a row has its
-    share of the bias.
+    Cuts are near-equal, the first ones longer by 1 where the sizes are not divisible. The last tile
+    of a row has its share of the bias.
 
     nn_linear: the class that makes the tiles when `linear_cls` is ``nn.Linear``.
     """
@@ -45,9 +45,13 @@ class _Tiles(nn.Module):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
-        self.in_splits, self.out_splits = in_splits, out_splits
-        self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
+        self.in_features = in_features
+        self.out_features = out_features
+        self.use_bias = bias
+        self.in_splits = in_splits
+        self.out_splits = out_splits
+        self.input_is_already_split = input_is_already_split
+        self.combine_out_splits = combine_out_splits
         self.in_sizes = _cut("in", in_features, in_splits)
         self.out_sizes = _cut("out", out_features, out_splits)
         make = self.nn_linear if linear_cls is nn.Linear else linear_cls
@@ -64,7 +68,8 @@ class _Tiles(nn.Module):
     def extra_repr(self) -> str:
         """Sizes of the layer, which its tiles do not show."""
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}, "
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.use_bias}, "
             f"in_splits={self.in_splits}, out_splits={self.out_splits}"
         )
 
@@ -72,10 +77,10 @@ class _Tiles(nn.Module):
     def copy_params_from(self, linear: nn.Module) -> None:
         """Give the tiles the values of `linear`, a full layer.
 
-        linear: has ``weight`` of (out_features, in_features), and ``bias`` of (out_features,) where this layer has one
-        and None or none where it has not; any device, any dtype. Weights that are partitioned are gathered, one tile
-        at a time, and the first rank's count; every rank calls it then. Raises UsageError when the layers do not fit;
-        no value is changed then.
+        linear: has ``weight`` of (out_features, in_features), and ``bias`` of (out_features,) where
+        this layer has one and None or none where it has not; any device, any dtype. Weights that
+        are partitioned are gathered, one tile at a time, and the first rank's count; every rank
+        calls it then. Raises UsageError when the layers do not fit; no value is changed then.
         """
         weight = _param(linear, "weight", (self.out_features, self.in_features))
         full = [weight]
@@ -85,7 +90,8 @@ class _Tiles(nn.Module):
         if self.use_bias != (getattr(linear, "bias", None) is not None):
             mine, other = ("a", "no") if self.use_bias else ("no", "a")
             raise UsageError(
-                f"copy_params_from: the linear layer has {other} bias and the tiled one has {mine} bias; make the "
+                f"copy_params_from: the linear layer has {other} bias and the tiled one has {mine} "
+                "bias; make the "
                 f"tiled one with bias={not self.use_bias}"
             )
         if self.use_bias:
@@ -110,9 +116,12 @@ class _Tiles(nn.Module):
         return [list(row.children()) for row in self.linears]
 
     def _run(self, input_: Tensor | Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
-        """One output per row, summed over its tiles, and the bias that its last tile returned with its output."""
+        """One output per row, summed over its tiles, and the bias that its last tile returned with
+        its output.
+        """
         parts = self._split(input_)
-        outputs, biases = [], []
+        outputs = []
+        biases = []
         for tiles in self._rows():
             total, bias = _call(tiles[0], parts[0])
             for tile, part in zip(tiles[1:], parts[1:], strict=True):
@@ -127,11 +136,15 @@ class _Tiles(nn.Module):
         """The input of each column."""
         if not self.input_is_already_split:
             if not isinstance(input_, Tensor) or _width(input_) != self.in_features:
-                raise UsageError(f"the input must be a tensor of (..., {self.in_features}), not {_described(input_)}")
+                raise UsageError(
+                    f"the input must be a tensor of (..., {self.in_features}), not "
+                    f"{_described(input_)}"
+                )
             return list(input_.split(self.in_sizes, dim=-1))
         if not isinstance(input_, (list, tuple)) or [_width(t) for t in input_] != self.in_sizes:
             raise UsageError(
-                f"the input is split already, so it must be a list of {self.in_splits} tensors with last dimensions "
+                f"the input is split already, so it must be a list of {self.in_splits} tensors "
+                "with last dimensions "
                 f"{self.in_sizes}, not {_described(input_)}"
             )
         return list(input_)
@@ -141,21 +154,24 @@ class TiledLinear(_Tiles):
     """``nn.Linear`` cut into a grid of `out_splits` x `in_splits` tiles, which run in sequence.
 
     in_features, out_features, bias: of the full layer.
-    in_splits, out_splits: into how many near-equal parts inputs and outputs are cut, 1 to the number of features.
+    in_splits, out_splits: into how many near-equal parts inputs and outputs are cut, 1 to the
+        number of features.
     input_is_already_split: forward takes a list of `in_splits` tensors instead of one.
     combine_out_splits: forward returns one tensor; False: the list of the `out_splits` tensors.
     linear_cls: makes a tile, as ``linear_cls(in, out, bias=..., **kwargs)``.
-    init_linear: a full layer to copy the values from. Without it each tile is initialised by its class, for its own
-    number of inputs not that of the full layer.
+    init_linear: a full layer to copy the values from. Without it each tile is initialised by its
+        class, for its own number of inputs not that of the full layer.
 
-    Raises UsageError (a RuntimeError) for splits out of range and, in forward, for an input of another shape.
+    Raises UsageError (a RuntimeError) for splits out of range and, in forward, for an input of
+    another shape.
     """
 
     def forward(self, input_: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
-        """The layer's output, (..., out_features); or the list of its parts, see `combine_out_splits`.
+        """The layer's output, (..., out_features); or the list of its parts, see
+        `combine_out_splits`.
 
-        The input is (..., in_features), or with `input_is_already_split` the list of its parts along its last
-        dimension.
+        The input is (..., in_features), or with `input_is_already_split` the list of its parts
+        along its last dimension.
         """
         outputs, biases = self._run(input_)
         if any(b is not None for b in biases):
@@ -167,14 +183,16 @@ class _LinearReturnBias(nn.Linear):
     """A linear layer whose caller adds the bias."""
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
-        # A copy: under stage 3 a returned parameter would keep the tile gathered while it is in use.
+        # A copy: under stage 3 a returned parameter would keep the tile gathered while it is in
+        # use.
         return F.linear(input, self.weight), None if self.bias is None else self.bias.clone()
 
 
 class TiledLinearReturnBias(_Tiles):
     """`TiledLinear`, but forward returns ``(output, bias)`` and does not add the bias.
 
-    linear_cls: its tiles return ``(output, bias)`` too, without the bias added; for ``nn.Linear`` such a class is used.
+    linear_cls: its tiles return ``(output, bias)`` too, without the bias added; for ``nn.Linear``
+    such a class is used.
     """
 
     nn_linear = _LinearReturnBias
@@ -182,7 +200,8 @@ class TiledLinearReturnBias(_Tiles):
     def forward(
         self, input_: Tensor | Sequence[Tensor]
     ) -> tuple[Tensor, Tensor | None] | tuple[list[Tensor], list[Tensor] | None]:
-        """The output before the bias is added, (..., out_features), and the bias, (out_features,) or None without one.
+        """The output before the bias is added, (..., out_features), and the bias, (out_features,)
+        or None without one.
 
         Without `combine_out_splits` both are lists, one entry per row of tiles.
         """
@@ -190,7 +209,8 @@ class TiledLinearReturnBias(_Tiles):
         biases = [b for b in returned if b is not None]
         if self.use_bias and len(biases) < self.out_splits:
             raise UsageError(
-                "TiledLinearReturnBias: the tiles have a bias but do not return it; give a linear_cls whose forward "
+                "TiledLinearReturnBias: the tiles have a bias but do not return it; give a "
+                "linear_cls whose forward "
                 "returns (output, bias), or use TiledLinear"
             )
         if self.combine_out_splits:
@@ -225,10 +245,13 @@ def _param(module: nn.Module, name: str, shape: Sequence[int]) -> Tensor:
     """A parameter of `module`, which must have `shape`."""
     param = getattr(module, name, None)
     handle = handle_of(param)
-    found = handle.shape if handle is not None else param.shape if isinstance(param, Tensor) else None
+    found = (
+        handle.shape if handle is not None else param.shape if isinstance(param, Tensor) else None
+    )
     if not isinstance(param, Tensor) or found != tuple(shape):
         raise UsageError(
-            f"copy_params_from: {name} of {type(module).__name__} must have shape {tuple(shape)}, not "
+            f"copy_params_from: {name} of {type(module).__name__} must have shape {tuple(shape)}, "
+            "not "
             f"{_described(param)}"
         )
     return param
@@ -239,5 +262,8 @@ def _described(value: object) -> str:
     if isinstance(value, Tensor):
         return f"one of shape {tuple(value.shape)}"
     if isinstance(value, (list, tuple)):
-        return f"a {type(value).__name__} of {len(value)} with shapes {[tuple(getattr(v, 'shape', ())) for v in value]}"
+        return (
+            f"a {type(value).__name__} of {len(value)} with shapes "
+            f"{[tuple(getattr(v, 'shape', ())) for v in value]}"
+        )
     return f"a {type(value).__name__}"

@@ -1,4 +1,6 @@
-"""The order in which units were needed in the last pass, and predictions from it: arithmetic only, no tensors."""
+"""The order in which units were needed in the last pass, and predictions from it: arithmetic only,
+no tensors.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ __all__ = ["Trace"]
 class Trace:
     """One pass over the model, compared with the pass before.
 
-    Units are numbers. A pass that departs from the recorded order predicts nothing more; when it ends, its own order
-    is recorded.
+    Units are numbers. A pass that departs from the recorded order predicts nothing more; when it
+    ends, its own order is recorded.
     """
 
     def __init__(self) -> None:
@@ -22,11 +24,12 @@ class Trace:
     def visit(self, unit: int, *, opening: bool = False) -> bool:
         """A unit is needed. Returns False when another one was expected.
 
-        opening: a new forward begins with it; if the expected one is not `unit`, and the pass began with it, then the
-        last forward had no backward, and a new pass begins.
+        opening: a new forward begins with it; if the expected one is not `unit`, and the pass began
+        with it, then the last forward had no backward, and a new pass begins.
         """
         if opening and self._seen and self._seen[0] == unit and self.ahead()[:1] != [unit]:
-            self._seen, self._diverged = [], False
+            self._seen = []
+            self._diverged = False
         here = len(self._seen)
         self._seen.append(unit)
         if self._diverged or not self._expected:
@@ -47,7 +50,9 @@ class Trace:
         return [] if self._diverged else self._expected[len(self._seen) :]
 
     def distance(self, unit: int, sizes: Sequence[int]) -> int | None:
-        """Elements of other units that are needed before `unit` is needed again; None: not again, or not known."""
+        """Elements of other units that are needed before `unit` is needed again; None: not again,
+        or not known.
+        """
         between = 0
         for index in range(len(self._seen), 0 if self._diverged else len(self._expected)):
             if self._expected[index] == unit:
@@ -59,4 +64,5 @@ class Trace:
         """The pass is over."""
         if self._seen:
             self._expected = self._seen
-        self._seen, self._diverged = [], False
+        self._seen = []
+        self._diverged = False

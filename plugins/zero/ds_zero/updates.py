@@ -1,4 +1,6 @@
-"""How the optimizer's updates of one partitioner are carried out: here at the step, when all is known of gradients."""
+"""How the optimizer's updates of one partitioner are carried out: here at the step, when all is
+known of gradients.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ __all__ = ["Updates"]
 
 
 class Updates:
-    """Updates in `step`. A subclass may begin earlier (see `Reducer.on_reduced`) or end later; then it keeps `settle`.
+    """Updates in `step`. A subclass may begin earlier (see `Reducer.on_reduced`) or end later; then
+    it keeps `settle`.
 
     `ZeroPartitioner` calls these methods, on its own thread.
     """
@@ -42,12 +45,23 @@ class Updates:
         self.update(optimizer, self.owner.reducer.given, factor)
 
     def update(self, optimizer: Optimizer, grads: Sequence[Tensor | None], factor: float) -> None:
-        """Update from these gradients, one for each of what is `optimized` of all buckets; None: leave it."""
-        reducer, states = self.owner.reducer, self.owner.section.offload_optimizer
+        """Update from these gradients, one for each of what is `optimized` of all buckets; None:
+        leave it.
+        """
+        reducer = self.owner.reducer
+        states = self.owner.section.offload_optimizer
         buckets = reducer.buckets
         if any(b.evictable for b in buckets):
             ahead = states is not None and states.pipeline_read
-            tiled_step(optimizer, buckets, self.stepper, grads, factor, ahead=ahead, reduced=reducer.evicted)
+            tiled_step(
+                optimizer,
+                buckets,
+                self.stepper,
+                grads,
+                factor,
+                ahead=ahead,
+                reduced=reducer.evicted,
+            )
         else:
             self.stepper.step(optimizer, grads, factor)
 
@@ -62,14 +76,20 @@ class Updates:
         return self._stepper
 
     def changed(self, bucket: FlatBucket) -> bool:
-        """Whether the step has changed weights of `bucket`, on any rank; asked before gradients are dropped."""
+        """Whether the step has changed weights of `bucket`, on any rank; asked before gradients are
+        dropped.
+        """
         return self.owner.reducer.used(bucket)
 
     def loaded(self, source: StateSource, optimizer: Optimizer | None) -> None:
-        """Masters, and the optimizer's states unless it is None, were read from `source`, after `settle`."""
+        """Masters, and the optimizer's states unless it is None, were read from `source`, after
+        `settle`.
+        """
 
     def settle(self) -> None:
-        """Others will read or write masters, states or gradients: they must be as `step` has left them."""
+        """Others will read or write masters, states or gradients: they must be as `step` has left
+        them.
+        """
 
     def drop(self) -> None:
         """Gradients are dropped, after a step or instead of one."""

@@ -1,7 +1,8 @@
-"""Access to the weight of one ZeRO-managed parameter, with or without an engine: gather it, write it, release it.
+"""Access to the weight of one ZeRO-managed parameter, with or without an engine: gather it, write
+it, release it.
 
-There are two kinds of parameters: those that `Init` has sharded, and those of a running engine of any stage. Methods
-that move weights are collective over the ranks that share the parameter.
+There are two kinds of parameters: those that `Init` has sharded, and those of a running engine of
+any stage. Methods that move weights are collective over the ranks that share the parameter.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from ds_core import comm
 from ds_core.errors import UsageError
 from ds_core.partition import Partitioner
 from ds_core.process import STATE
-from ds_zero.sharded_param import ShardedParam, check_not_assigned, set_status, shard_param, sharded_param_of, untracked
+from ds_zero.sharded_param import (
+    ShardedParam,
+    check_not_assigned,
+    set_status,
+    shard_param,
+    sharded_param_of,
+    untracked,
+)
 
 if TYPE_CHECKING:
     from ds_core.context import Context
@@ -35,9 +43,9 @@ FIRST = -1
 class WeightOwner(Partitioner):
     """The part of a ZeRO partitioner by which the weights of single parameters are reached.
 
-    pieces, bucket_of, unit_of: what each parameter belongs to; frozen parameters that stay replicated have no bucket,
-    and only those that stage 3 shards have a unit. param_index: each parameter's index in the model. in_context: those
-    inside a `GatheredParameters`.
+    pieces, bucket_of, unit_of: what each parameter belongs to; frozen parameters that stay
+    replicated have no bucket, and only those that stage 3 shards have a unit. param_index: each
+    parameter's index in the model. in_context: those inside a `GatheredParameters`.
     """
 
     ctx: Context
@@ -49,7 +57,10 @@ class WeightOwner(Partitioner):
     in_context: set[nn.Parameter]
 
     def pin(self, unit: BucketUnit) -> None:
-        """Gather `unit` and keep it unsharded until `unpin`. Calls nest. Collective when it is sharded now."""
+        """Gather `unit` and keep it unsharded until `unpin`.
+
+        Calls nest. Collective when it is sharded now.
+        """
         raise NotImplementedError
 
     def unpin(self, unit: BucketUnit) -> None:
@@ -68,7 +79,9 @@ class WeightOwner(Partitioner):
 
 
 class WeightHandle(ABC):
-    """How to gather, write and release one ZeRO-managed parameter. order: sort key, equal on all ranks."""
+    """How to gather, write and release one ZeRO-managed parameter. order: sort key, equal on all
+    ranks.
+    """
 
     param: nn.Parameter
     order: tuple[int, ...]
@@ -110,11 +123,16 @@ class WeightHandle(ABC):
 
     @abstractmethod
     def unshard(self) -> None:
-        """Make the parameter hold the unsharded weight until `reshard`. Calls nest. Collective when it is sharded."""
+        """Make the parameter hold the unsharded weight until `reshard`.
+
+        Calls nest. Collective when it is sharded.
+        """
 
     @abstractmethod
     def write_back(self, source: int) -> None:
-        """Make what the parameter holds on global rank `source` the weight on all ranks, masters too. Collective."""
+        """Make what the parameter holds on global rank `source` the weight on all ranks, masters
+        too. Collective.
+        """
 
     @abstractmethod
     def reshard(self) -> None:
@@ -130,13 +148,17 @@ class WeightHandle(ABC):
         self.reshard()
 
     def source(self, modifier: int) -> int:
-        """The global rank that `modifier` means. Raises UsageError when it does not share this parameter."""
+        """The global rank that `modifier` means.
+
+        Raises UsageError when it does not share this parameter.
+        """
         if modifier in self.ranks:
             return modifier
         if modifier in (FIRST, 0):
             return self.ranks[0]
         raise UsageError(
-            f"modifier_rank {modifier} does not share parameter {self.name!r}, which is on ranks {list(self.ranks)}; "
+            f"modifier_rank {modifier} does not share parameter {self.name!r}, which is on ranks "
+            f"{list(self.ranks)}; "
             "give one of those, or 0 for the first of each parameter's ranks"
         )
 
@@ -149,7 +171,8 @@ class WeightHandle(ABC):
         """Check that the parameter still has its device and shape."""
         if self.param.device.type != self.device.type:
             raise UsageError(
-                f"parameter {self.name!r} was moved to {self.param.device} inside GatheredParameters; "
+                f"parameter {self.name!r} was moved to {self.param.device} inside "
+                "GatheredParameters; "
                 f"leave it on {self.device}"
             )
         if self.param.shape != self.shape:
@@ -173,7 +196,8 @@ class _InitWeight(WeightHandle):
     """A parameter that `Init` has sharded, and no engine owns yet."""
 
     def __init__(self, param: nn.Parameter, sharded: ShardedParam) -> None:
-        self.param, self._sharded = param, sharded
+        self.param = param
+        self._sharded = sharded
         self.order = (0, sharded.serial)
         self.checks = sharded.spec.checks
 
@@ -229,7 +253,8 @@ class _InitWeight(WeightHandle):
 
     @untracked
     def commit(self) -> None:
-        shard_param(self.param, self._sharded.spec)  # the constructor that wrote to it may have changed its shape
+        # the constructor that wrote to it may have changed its shape
+        shard_param(self.param, self._sharded.spec)
         self.reshard()
 
     @untracked
@@ -254,7 +279,8 @@ class _EngineWeight(WeightHandle):
     """A parameter of an engine of stage 1, 2 or 3."""
 
     def __init__(self, param: nn.Parameter, owner: WeightOwner, serial: int) -> None:
-        self.param, self._owner = param, owner
+        self.param = param
+        self._owner = owner
         self._piece = owner.pieces.get(param)
         self._bucket = owner.bucket_of.get(param)
         self._unit = owner.unit_of.get(param)
@@ -310,7 +336,8 @@ class _EngineWeight(WeightHandle):
     @untracked
     def write_back(self, source: int) -> None:
         self._check()
-        group, data = self.group, self.param.data
+        group = self.group
+        data = self.param.data
         if self._bucket is None or self._piece is None:  # frozen, and in no bucket
             flat = data.contiguous()
             if group is not None and flat.numel():
@@ -345,7 +372,9 @@ class _EngineWeight(WeightHandle):
 
 
 def owner_of(param: nn.Parameter) -> tuple[WeightOwner, int] | None:
-    """The live ZeRO partitioner that owns `param`, and its engine's serial number; None for any other parameter."""
+    """The live ZeRO partitioner that owns `param`, and its engine's serial number; None for any
+    other parameter.
+    """
     found = [
         (e.partitioner, e.serial)
         for e in STATE.engines

@@ -1,7 +1,8 @@
 """Wires: how the weights of a bucket come to its ranks, and how its gradients come to their owners.
 
-Units and the reducer say when, a wire says how. Those of this module send what there is, as the config's keys ask;
-others send fewer bits, or over fewer links. Ranks of a bucket ask for a wire's collectives in the same order.
+Units and the reducer say when, a wire says how. Those of this module send what there is, as the
+config's keys ask; others send fewer bits, or over fewer links. Ranks of a bucket ask for a wire's
+collectives in the same order.
 """
 
 from __future__ import annotations
@@ -42,13 +43,15 @@ Room = Callable[["FlatBucket", Tensor], Tensor]
 
 
 class Chain:
-    """Collectives that follow each other: each of `then` is called when those before have ended, and starts the next.
+    """Collectives that follow each other: each of `then` is called when those before have ended,
+    and starts the next.
 
     The last of `then` may start none and only finish the result.
     """
 
     def __init__(self, works: Sequence[Any], *then: Callable[[], Sequence[Any]]) -> None:
-        self._works, self._then = works, deque(then)
+        self._works = works
+        self._then = deque(then)
 
     def advance(self) -> None:
         """Start the next ones now, after those before."""
@@ -62,7 +65,7 @@ class Chain:
             self.advance()
 
 
-# -- weights -----------------------------------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 
 
 class WeightWire(ABC):
@@ -91,11 +94,14 @@ class AllGather(WeightWire):
 
     def start(self, bucket: FlatBucket) -> Works:
         """See `WeightWire.start`."""
-        mine, full = bucket.own(), bucket.full
+        mine = bucket.own()
+        full = bucket.full
         if self.dtype is None:
             return [comm.all_gather_into_tensor(full, mine, group=bucket.group, async_op=True)]
         low = torch.empty_like(full, dtype=self.dtype)
-        work = comm.all_gather_into_tensor(low, mine.to(self.dtype), group=bucket.group, async_op=True)
+        work = comm.all_gather_into_tensor(
+            low, mine.to(self.dtype), group=bucket.group, async_op=True
+        )
         return [cast_after(work, low, full)]
 
 
@@ -110,7 +116,8 @@ class AllReduce(WeightWire):
         full = bucket.full
         low = full if self.dtype is None else torch.empty_like(full, dtype=self.dtype)
         low.zero_()
-        mine, place = bucket.own(), bucket.own_shard(low)
+        mine = bucket.own()
+        place = bucket.own_shard(low)
         if mine.data_ptr() != place.data_ptr():
             place.copy_(mine)
         work = comm.all_reduce(low, group=bucket.group, async_op=True)
@@ -124,9 +131,13 @@ class Broadcasts(WeightWire):
     def start(self, bucket: FlatBucket) -> Works:
         """See `WeightWire.start`. `full` has this rank's shard already."""
         bucket.own()
-        group, parts = bucket.group, bucket.shards(bucket.full)
+        group = bucket.group
+        parts = bucket.shards(bucket.full)
         ranks = torch.distributed.get_process_group_ranks(group)
-        return [comm.broadcast(parts[i], src=rank, group=group, async_op=True) for i, rank in enumerate(ranks)]
+        return [
+            comm.broadcast(parts[i], src=rank, group=group, async_op=True)
+            for i, rank in enumerate(ranks)
+        ]
 
 
 def cast_after(work: Any, low: Tensor, out: Tensor) -> Chain:
@@ -144,18 +155,23 @@ def weight_wire(section: ZeroConfig, dtype: torch.dtype | None = None) -> Weight
     return AllReduce(dtype) if section.use_all_reduce_for_fetch_params else AllGather(dtype)
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
+# -- gradients -------------------------------------------------------------------------------------
 
 
 class GradientWire(ABC):
-    """How gradients in the layout of a bucket are summed over its ranks, each rank getting its own shard."""
+    """How gradients in the layout of a bucket are summed over its ranks, each rank getting its own
+    shard.
+    """
 
     @abstractmethod
-    def start(self, bucket: FlatBucket, source: Tensor, group: Any, room: Room) -> tuple[Works, Tensor]:
+    def start(
+        self, bucket: FlatBucket, source: Tensor, group: Any, room: Room
+    ) -> tuple[Works, Tensor]:
         """Start to reduce `source`, of several ranks, which it may overwrite.
 
-        Returns what to wait for, and the tensor that this rank's shard of the sum is in then: `room`'s, or a view of
-        `source`. group: the bucket's ranks, in its order; no other collectives are on it.
+        Returns what to wait for, and the tensor that this rank's shard of the sum is in then:
+        `room`'s, or a view of `source`. group: the bucket's ranks, in its order; no other
+        collectives are on it.
         """
 
 
@@ -163,7 +179,9 @@ class GradientWire(ABC):
 class ReduceScatter(GradientWire):
     """One reduce-scatter."""
 
-    def start(self, bucket: FlatBucket, source: Tensor, group: Any, room: Room) -> tuple[Works, Tensor]:
+    def start(
+        self, bucket: FlatBucket, source: Tensor, group: Any, room: Room
+    ) -> tuple[Works, Tensor]:
         """See `GradientWire.start`."""
         out = room(bucket, source)
         return [comm.reduce_scatter_tensor(out, source, group=group, async_op=True)], out
@@ -173,7 +191,9 @@ class ReduceScatter(GradientWire):
 class AllReduced(GradientWire):
     """One all-reduce."""
 
-    def start(self, bucket: FlatBucket, source: Tensor, group: Any, room: Room) -> tuple[Works, Tensor]:
+    def start(
+        self, bucket: FlatBucket, source: Tensor, group: Any, room: Room
+    ) -> tuple[Works, Tensor]:
         """See `GradientWire.start`."""
         return [comm.all_reduce(source, group=group, async_op=True)], bucket.own_shard(source)
 
@@ -182,10 +202,16 @@ class AllReduced(GradientWire):
 class ReduceToOwners(GradientWire):
     """One reduction to each owner."""
 
-    def start(self, bucket: FlatBucket, source: Tensor, group: Any, room: Room) -> tuple[Works, Tensor]:
+    def start(
+        self, bucket: FlatBucket, source: Tensor, group: Any, room: Room
+    ) -> tuple[Works, Tensor]:
         """See `GradientWire.start`."""
-        ranks, parts = torch.distributed.get_process_group_ranks(group), bucket.shards(source)
-        works = [comm.reduce(parts[i], dst=rank, group=group, async_op=True) for i, rank in enumerate(ranks)]
+        ranks = torch.distributed.get_process_group_ranks(group)
+        parts = bucket.shards(source)
+        works = [
+            comm.reduce(parts[i], dst=rank, group=group, async_op=True)
+            for i, rank in enumerate(ranks)
+        ]
         return works, bucket.own_shard(source)
 
 

@@ -1,4 +1,6 @@
-"""A state store as somebody else's plugin would bring it: one file per storage, and no memory between uses."""
+"""A state store as somebody else's plugin would bring it: one file per storage, and no memory
+between uses.
+"""
 
 from __future__ import annotations
 

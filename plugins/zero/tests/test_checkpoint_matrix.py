@@ -1,6 +1,8 @@
-"""Every stage and world size loads every other's checkpoint: weights, masters and moments are the same bits.
+"""Every stage and world size loads every other's checkpoint: weights, masters and moments are the
+same bits.
 
-Each target loads and saves again; then the two checkpoints must not differ, whatever way they are cut into files.
+Each target loads and saves again; then the two checkpoints must not differ, whatever way they are
+cut into files.
 """
 
 from __future__ import annotations
@@ -20,8 +22,12 @@ from ds_zero.layout import Layout
 from hypothesis import given
 from hypothesis import strategies as st
 
-STAGES, WORLDS = (0, 1, 2, 3), (1, 2, 4)
-CASES = {"bf16": Case(dtype="bfloat16", model="shared"), "fp32": Case(dtype="float32", model="frozen")}
+STAGES = (0, 1, 2, 3)
+WORLDS = (1, 2, 4)
+CASES = {
+    "bf16": Case(dtype="bfloat16", model="shared"),
+    "fp32": Case(dtype="float32", model="frozen"),
+}
 SMALL = {"reduce_bucket_size": 100, "param_persistence_threshold": 6}
 
 
@@ -55,7 +61,10 @@ def again(folder: Path, name: str, stage: int, tag: str) -> None:
 
 def product(few: Collection[tuple[Any, ...]], *columns: Iterable[Any]) -> list[Any]:
     """Every combination; those that are not among the `few` are slow."""
-    return [c if c in few else pytest.param(*c, marks=pytest.mark.slow) for c in itertools.product(*columns)]
+    return [
+        c if c in few else pytest.param(*c, marks=pytest.mark.slow)
+        for c in itertools.product(*columns)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -116,10 +125,14 @@ def test_states_that_differ_over_axes(name: str, stage: int, tmp_path: Path) -> 
 
     run_ranks(4, axes_save, tmp_path, PRODUCTS[name], stage, list(STAGES))
     texts = [
-        json.loads((tmp_path / tag / "manifest.json").read_text()) for tag in ("from", *map("stage{}".format, STAGES))
+        json.loads((tmp_path / tag / "manifest.json").read_text())
+        for tag in ("from", *map("stage{}".format, STAGES))
     ]
     held = [
-        {(s["name"], tuple(sorted(s["at"].items()))): _values(tmp_path / t["tag"], s) for s in t["states"]}
+        {
+            (s["name"], tuple(sorted(s["at"].items()))): _values(tmp_path / t["tag"], s)
+            for s in t["states"]
+        }
         for t in texts
     ]
     assert any(at for _, at in held[0])
@@ -138,20 +151,36 @@ def _values(folder: Path, state: dict[str, Any]) -> list[float]:
     return values
 
 
-# -- the arithmetic ------------------------------------------------------------------------------------------------
+# -- the arithmetic --------------------------------------------------------------------------------
 
 
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 9), st.integers(1, 9), st.integers(0, 99))
-def test_pieces_of_any_layout_are_covered_by_those_of_any_other(sizes: Any, one: int, two: int, seed: int) -> None:
-    """What a rank of the second layout needs of a tensor can be put together from what the first one's ranks have."""
-    truth = [[random.Random(seed + i).random() for _ in range(size)] for i, size in enumerate(sizes)]
-    first, second = Layout.of(sizes, one), Layout.of(sizes, two)
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=8),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.integers(0, 99),
+)
+def test_pieces_of_any_layout_are_covered_by_those_of_any_other(
+    sizes: Any, one: int, two: int, seed: int
+) -> None:
+    """What a rank of the second layout needs of a tensor can be put together from what the first
+    one's ranks have.
+    """
+    truth = [
+        [random.Random(seed + i).random() for _ in range(size)] for i, size in enumerate(sizes)
+    ]
+    first = Layout.of(sizes, one)
+    second = Layout.of(sizes, two)
     for index, values in enumerate(truth):
-        stored = [(s.start, s.stop, values[s.start : s.stop]) for s in (first.span(index, r) for r in range(one))]
+        stored = [
+            (s.start, s.stop, values[s.start : s.stop])
+            for s in (first.span(index, r) for r in range(one))
+        ]
         rebuilt: list[float] = []
         for rank in range(two):
             need = second.span(index, rank)
             for start, stop, chunk in stored:
-                low, high = max(start, need.start), min(stop, need.stop)
+                low = max(start, need.start)
+                high = min(stop, need.stop)
                 rebuilt += chunk[low - start : high - start] if low < high else []
         assert rebuilt == values

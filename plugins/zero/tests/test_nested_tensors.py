@@ -23,6 +23,14 @@ class Output:
 
 def test_tensors_are_found_in_order_in_every_container() -> None:
     a, b, c, d, e = (torch.full((), float(i)) for i in range(5))
-    value = [a, Pair("text", (b,)), collections.OrderedDict(x={"y": c}), Output(d, cache=Output([e])), Output, None, 3]
+    value = [
+        a,
+        Pair("text", (b,)),
+        collections.OrderedDict(x={"y": c}),
+        Output(d, cache=Output([e])),
+        Output,
+        None,
+        3,
+    ]
     assert [t.item() for t in tensors_of(value)] == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert list(tensors_of({a})) == [a]

@@ -28,13 +28,16 @@ from ds_core.errors import UsageError
 from ds_core.optim import Choice
 from ds_core.precision import Precision, cast_module, make_precision
 
-D, WORDS = 32, 101
+D = 32
+WORDS = 101
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 3 * D + 1), nn.Linear(3 * D + 1, D)
+        self.norm = nn.LayerNorm(D)
+        self.up = nn.Linear(D, 3 * D + 1)
+        self.down = nn.Linear(3 * D + 1, D)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
@@ -77,24 +80,41 @@ def live() -> dict[int, int]:
 
 
 class Held:
-    """Bytes of what `engine` has made, by kind. `flat`: the most that was there beside weights and states."""
+    """Bytes of what `engine` has made, by kind.
+
+    `flat`: the most that was there beside weights and states.
+    """
 
     def __init__(self, engine: Any) -> None:
-        self.engine, self.flat = engine, 0
+        self.engine = engine
+        self.flat = 0
 
     def _known(self) -> tuple[dict[int, int], dict[int, int], list[Tensor]]:
         params: list[Any] = list(self.engine.module.parameters())
-        weights = storages([p.data for p in params] + [p.ds_tensor for p in params if hasattr(p, "ds_tensor")])
+        weights = storages(
+            [p.data for p in params] + [p.ds_tensor for p in params if hasattr(p, "ds_tensor")]
+        )
         buckets = getattr(self.engine.partitioner, "buckets", ())
-        weights |= storages(b.second.copy for b in buckets if b.second is not None and b.second.copy is not None)
+        weights |= storages(
+            b.second.copy for b in buckets if b.second is not None and b.second.copy is not None
+        )
         masters = storages(p.data for g in self.engine.optimizer.param_groups for p in g["params"])
-        states = [v for s in self.engine.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
-        updates: Any = self.engine.partitioner.updates if hasattr(self.engine.partitioner, "updates") else None
+        states = [
+            v
+            for s in self.engine.optimizer.state.values()
+            for v in s.values()
+            if isinstance(v, Tensor)
+        ]
+        updates: Any = (
+            self.engine.partitioner.updates if hasattr(self.engine.partitioner, "updates") else None
+        )
         for weight in getattr(updates, "weights", []):  # of ZenFlow
             weights |= dict.fromkeys(storages([] if weight.picked is None else [weight.picked]), 0)
             if weight.part is not None:
                 masters |= storages([weight.part.data])
-                states += [v for v in updates.device.state[weight.part].values() if isinstance(v, Tensor)]
+                states += [
+                    v for v in updates.device.state[weight.part].values() if isinstance(v, Tensor)
+                ]
                 weights |= dict.fromkeys(storages(c for _, c in weight.chosen.places), 0)
         return weights, masters, states
 
@@ -116,7 +136,9 @@ class Held:
         units = [u.bucket.full for u in gathering.units] if gathering else []
         known = {*weights, *masters, *storages([*states, *units])}
         grads = storages(p.grad for p in self.engine.module.parameters() if p.grad is not None)
-        self.flat = max(self.flat, sum(size for key, size in {**live(), **grads}.items() if key not in known))
+        self.flat = max(
+            self.flat, sum(size for key, size in {**live(), **grads}.items() if key not in known)
+        )
 
 
 @dataclass(frozen=True)
@@ -131,14 +153,27 @@ class Case:
 
     @property
     def config(self) -> dict[str, Any]:
-        modes = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True, "loss_scale": 1}}}
-        keys = {Offload.NONE: (), Offload.OPTIMIZER: ("optimizer",), Offload.ALL: ("optimizer", "param")}[self.offload]
+        modes = {
+            "fp32": {},
+            "bf16": {"bf16": {"enabled": True}},
+            "fp16": {"fp16": {"enabled": True, "loss_scale": 1}},
+        }
+        keys = {
+            Offload.NONE: (),
+            Offload.OPTIMIZER: ("optimizer",),
+            Offload.ALL: ("optimizer", "param"),
+        }[self.offload]
         places = {f"offload_{key}": {"device": "cpu"} for key in keys}
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": self.gas,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-            "zero_optimization": {"stage": self.stage, "param_persistence_threshold": 40, **places, **self.section},
+            "zero_optimization": {
+                "stage": self.stage,
+                "param_persistence_threshold": 40,
+                **places,
+                **self.section,
+            },
             **modes[self.mode],
             **self.extra,
         }
@@ -151,10 +186,16 @@ CASES = [
     Case(1, "fp16", options={"tied": True, "frozen": True}),
     Case(3, "fp16", 1, {"max_reuse_distance": 0}, options={"tied": True, "frozen": True}),
     *(Case(s, "bf16", 2, {"reduce_bucket_size": 5000, "overlap_comm": True}) for s in (1, 3)),
-    *(Case(s, "bf16", 2, {"contiguous_gradients": False, "allgather_bucket_size": 4000}) for s in (2, 3)),
+    *(
+        Case(s, "bf16", 2, {"contiguous_gradients": False, "allgather_bucket_size": 4000})
+        for s in (2, 3)
+    ),
     *(Case(s, "bf16", 2, extra={"data_types": {"grad_accum_dtype": "fp32"}}) for s in (0, 1, 3)),
     *(Case(s, "bf16", extra={"communication_data_type": "fp32"}) for s in (0, 2)),
-    *(Case(s, "fp32", extra={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}) for s in (2, 3)),
+    *(
+        Case(s, "fp32", extra={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
+        for s in (2, 3)
+    ),
     Case(2, section={"reduce_scatter": False, "allgather_partitions": False}),
     Case(2, section={"reduce_scatter": False, "use_multi_rank_bucket_allreduce": False}),
     Case(3, section={"max_reuse_distance": 7000, "prefetch_bucket_size": 3500}),
@@ -173,8 +214,12 @@ CASES = [
 FEW = CASES[:8]  # each stage with its defaults
 BLOCKS = {"hpZ": {"zero_hpz_partition_size": 2}, "MiCS": {"mics_shard_size": 2}}
 CASES += [Case(3, "bf16", 2, {**section, "max_reuse_distance": 0}) for section in BLOCKS.values()]
-CASES.append(Case(3, "fp32", 1, BLOCKS["hpZ"], {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}))
-CASES.append(Case(3, "fp32", 1, {**BLOCKS["hpZ"], "max_reuse_distance": 0}, options={"frozen": True}))
+CASES.append(
+    Case(3, "fp32", 1, BLOCKS["hpZ"], {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
+)
+CASES.append(
+    Case(3, "fp32", 1, {**BLOCKS["hpZ"], "max_reuse_distance": 0}, options={"frozen": True})
+)
 CASES.append(Case(3, "bf16", 3, BLOCKS["MiCS"], options={"tied": True}, offload=Offload.OPTIMIZER))
 QUANTISED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 CASES.append(Case(3, "bf16", 2, {**BLOCKS["hpZ"], **QUANTISED, "max_reuse_distance": 0}))
@@ -203,7 +248,9 @@ def train(case: Case) -> dict[str, int]:
             engine.step()
     found |= {"sent": sent(traffic), "flat": held.flat}
     if case.stage == 3:
-        found["gathered"] = engine.partitioner.gathering.peak * engine.module.head.weight.element_size()
+        found["gathered"] = (
+            engine.partitioner.gathering.peak * engine.module.head.weight.element_size()
+        )
     comm.remove_interceptor(traffic)
     engine.destroy()
     gc.unfreeze()
@@ -211,7 +258,9 @@ def train(case: Case) -> dict[str, int]:
 
 
 def sent(traffic: Traffic) -> int:
-    """Bytes that this rank sent, but for what ranks agree upon (flags, norms), which are the smallest messages."""
+    """Bytes that this rank sent, but for what ranks agree upon (flags, norms), which are the
+    smallest messages.
+    """
     total = 0
     for row in traffic.sent:
         if row.bytes > 100:  # the smallest bucket has 64
@@ -225,8 +274,8 @@ SLACK = 4 * WORDS * D + 1000
 """What else is there in backward: the gradient that autograd has just made, the loss."""
 
 MISSED = 0.89
-"""Samples are taken between gradients, and so miss the moment at which a bucket takes its buffer, or the 16-bit copy
-that is on its way."""
+"""Samples are taken between gradients, and so miss the moment at which a bucket takes its buffer,
+or the 16-bit copy that is on its way."""
 
 
 def train_all(numbers: list[int]) -> list[dict[str, int]]:
@@ -241,7 +290,9 @@ def foretold(case: Case, world: int, rank: int) -> Need:
     cast_module(model, precision)
     section = chosen.section("zero_optimization")
     assert isinstance(section, ZeroConfig)
-    return predict(model, section, PlannedRun(world, precision, 2, case.gas, casts=False), case.offload, rank)
+    return predict(
+        model, section, PlannedRun(world, precision, 2, case.gas, casts=False), case.offload, rank
+    )
 
 
 @pytest.mark.parametrize(
@@ -263,18 +314,25 @@ def test_what_is_held_and_sent(world: int, numbers: range) -> None:
                 found: int = getattr(need.device, kind) + getattr(need.host, kind)
                 return found
 
-            kinds = {k: total(k) for k in ("parameters", "masters", "states", "gradients", "gathered")}
+            kinds = {
+                k: total(k) for k in ("parameters", "masters", "states", "gradients", "gathered")
+            }
             kinds["sent"] = need.sent
-            flat, through = total("gradients") + total("buckets"), need.host.buckets
-            if through:  # the copies' buffers may still be one short of the largest, and lie among the rest
-                assert kinds["gradients"] <= found["gradients"] <= kinds["gradients"] + through, case
+            flat = total("gradients") + total("buckets")
+            through = need.host.buckets
+            # the copies' buffers may still be one short of the largest, and lie among the rest
+            if through:
+                assert kinds["gradients"] <= found["gradients"] <= kinds["gradients"] + through, (
+                    case
+                )
                 found["gradients"] = kinds["gradients"]
             if "zenflow" in case.section:  # chosen elements are about so many
                 for kind in ("masters", "states"):
                     assert found[kind] == pytest.approx(kinds[kind], rel=0.02), case
                     found[kind] = kinds[kind]
             assert {k: found.get(k, 0) for k in kinds} == kinds, case
-            coded = any(key in case.section for key in QUANTISED)  # messages under way are not planned
+            # messages under way are not planned
+            coded = any(key in case.section for key in QUANTISED)
             more = sum(p.numel() for p in Net(**case.options).parameters()) if coded else 0
             if world > 2:  # there gloo needs memory of its own
                 assert found["flat"] >= MISSED * flat - through, case
@@ -282,7 +340,7 @@ def test_what_is_held_and_sent(world: int, numbers: range) -> None:
                 assert MISSED * flat - through <= found["flat"] <= flat + SLACK + more, case
 
 
-# -- choosing --------------------------------------------------------------------------------------------------------
+# -- choosing --------------------------------------------------------------------------------------
 
 
 def chain(params: int = 6_400_000, largest: int = 200_000) -> nn.Module:
@@ -296,8 +354,12 @@ RUN = PlannedRun(8, Precision(param=torch.bfloat16, master=torch.float32))
 
 
 def test_the_formulas_of_the_readme() -> None:
-    """Bytes per parameter between backward and step, and elements sent, at a size that 8 ranks divide evenly."""
-    count, world, section = 6_400_000, 8, ZeroConfig(param_persistence_threshold=0)
+    """Bytes per parameter between backward and step, and elements sent, at a size that 8 ranks
+    divide evenly.
+    """
+    count = 6_400_000
+    world = 8
+    section = ZeroConfig(param_persistence_threshold=0)
     needs = {(n.stage, n.offload): n for n in plan(chain(), section, RUN)}
     assert len(needs) == 12
     each = {1: 4 + 12 / world, 2: 2 + 14 / world, 3: 16 / world}
@@ -305,14 +367,18 @@ def test_the_formulas_of_the_readme() -> None:
     for stage, expected in each.items():
         need = needs[stage, Offload.NONE]
         assert need.device.resting == count * expected
-        assert need.reduced + need.gathered == 2 * count * share  # stage 3 keeps weights from forward to backward
+        # stage 3 keeps weights from forward to backward
+        assert need.reduced + need.gathered == 2 * count * share
         host = needs[stage, Offload.OPTIMIZER]
         assert host.host.resting == count * 14 / world
-        assert host.device.resting == count * {1: 4, 2: 2, 3: 2 / world}[stage]  # stage 1 keeps its one bucket
+        # stage 1 keeps its one bucket
+        assert host.device.resting == count * {1: 4, 2: 2, 3: 2 / world}[stage]
         assert host.link == count * 4 / world
     assert needs[3, Offload.ALL].device.resting == 0
     assert needs[3, Offload.ALL].host.resting == count * 16 / world
-    again = section.model_copy(update={"stage": 3, "max_reuse_distance": 0, "prefetch_bucket_size": 0})
+    again = section.model_copy(
+        update={"stage": 3, "max_reuse_distance": 0, "prefetch_bucket_size": 0}
+    )
     need = predict(chain(), again, RUN)
     assert need.reduced == count * share
     # The last layer's backward comes right after its forward, so it is gathered once.
@@ -322,29 +388,40 @@ def test_the_formulas_of_the_readme() -> None:
 def test_accumulation_costs_stage_2_and_3_a_reduction_each_time() -> None:
     section = ZeroConfig(param_persistence_threshold=0)
     once = {(n.stage, n.offload): n for n in plan(chain(), section, RUN)}
-    four = {(n.stage, n.offload): n for n in plan(chain(), section, dataclasses.replace(RUN, gas=4))}
+    four = {
+        (n.stage, n.offload): n for n in plan(chain(), section, dataclasses.replace(RUN, gas=4))
+    }
     for key, need in four.items():
         assert need.reduced == once[key].reduced * (4 if key[0] > 1 else 1)
         assert need.gathered == once[key].gathered * (4 if key[0] == 3 else 1)
         if key[1].on_disk:
             continue
-        wider = 2 / RUN.world if key[1] is not Offload.NONE else 0  # gradients are added in fp32 on the host
+        # gradients are added in fp32 on the host
+        wider = 2 / RUN.world if key[1] is not Offload.NONE else 0
         assert need.host.resting == once[key].host.resting + 6_400_000 * wider
 
 
 def test_blocks_of_ranks() -> None:
-    """hpZ keeps a second copy and crosses between blocks once; MiCS partitions over a block, and sums cross."""
-    model, count = chain(), 6_400_000
-    run, section = PlannedRun(16, Precision(param=torch.bfloat16, master=torch.float32)), ZeroConfig(stage=3)
+    """hpZ keeps a second copy and crosses between blocks once; MiCS partitions over a block, and
+    sums cross.
+    """
+    model = chain()
+    count = 6_400_000
+    run = PlannedRun(16, Precision(param=torch.bfloat16, master=torch.float32))
+    section = ZeroConfig(stage=3)
     cast_module(model, run.precision)
     plain = predict(model, section, run)
     hpz = predict(model, section.model_copy(update={"zero_hpz_partition_size": 4}), run)
     mics = predict(model, section.model_copy(update={"mics_shard_size": 4}), run)
     gained = hpz.device.parameters - plain.device.parameters
-    assert gained == pytest.approx(2 * count / 4, rel=0.01) and hpz.device.states == plain.device.states
+    assert (
+        gained == pytest.approx(2 * count / 4, rel=0.01)
+        and hpz.device.states == plain.device.states
+    )
     assert mics.device.states == pytest.approx(4 * plain.device.states, rel=0.01)
     assert plain.across == 0
-    gathers, sums = 2 * count * 12 / 16, 2 * count * 12 / 16
+    gathers = 2 * count * 12 / 16
+    sums = 2 * count * 12 / 16
     assert hpz.across == pytest.approx(gathers + sums, rel=0.01)
     assert mics.across == pytest.approx(2 * 2 * count / 4 * 3 / 4, rel=0.01)
     with pytest.raises(UsageError, match="mics_shard_size: 5 does not divide 16"):
@@ -352,7 +429,8 @@ def test_blocks_of_ranks() -> None:
 
 
 def test_the_recommendation_is_the_least_that_fits() -> None:
-    run, tight = dataclasses.replace(RUN, world=64), ZeroConfig(max_live_parameters=400_000)
+    run = dataclasses.replace(RUN, world=64)
+    tight = ZeroConfig(max_live_parameters=400_000)
     needs = plan(chain(), tight, run)
     by = {(n.stage, n.offload): n for n in needs}
 
@@ -360,31 +438,38 @@ def test_the_recommendation_is_the_least_that_fits() -> None:
         need = recommend(needs, device, host, 8).need
         return need and (need.stage, need.offload)
 
-    assert advised(10**12) == (2, Offload.NONE)  # as much traffic as 0 and 1, and less memory than both
-    two, three = by[2, Offload.NONE].device.peak, by[3, Offload.NONE].device.peak
+    # as much traffic as 0 and 1, and less memory than both
+    assert advised(10**12) == (2, Offload.NONE)
+    two = by[2, Offload.NONE].device.peak
+    three = by[3, Offload.NONE].device.peak
     assert advised(two) == (2, Offload.NONE)
     assert advised(two - 1) == (3, Offload.NONE)
     assert advised(three - 1) == (3, Offload.OPTIMIZER)
     host = by[3, Offload.OPTIMIZER].host.peak * 8
     assert advised(three - 1, host) == (3, Offload.OPTIMIZER)
     assert by[3, Offload.DISK].host.peak < host / 8
-    assert by[3, Offload.DISK].disk == 14 * 100_000 + 448  # masters, moments and gradients, and padding
+    # masters, moments and gradients, and padding
+    assert by[3, Offload.DISK].disk == 14 * 100_000 + 448
     assert advised(three - 1, host - 1) == (3, Offload.DISK)
     assert advised(by[3, Offload.OPTIMIZER].device.peak - 1) == (3, Offload.ALL)
-    assert advised(by[3, Offload.OPTIMIZER].device.peak - 1, by[3, Offload.ALL].host.peak * 8 - 1) == (
+    assert advised(
+        by[3, Offload.OPTIMIZER].device.peak - 1, by[3, Offload.ALL].host.peak * 8 - 1
+    ) == (
         3,
         Offload.DISK_ALL,
     )
     nothing = recommend(needs, 1000, None, 8)
     assert nothing.need is None
-    assert nothing.reason.startswith("nothing fits: stage 3 with optimizer and parameters on disk needs least")
+    assert nothing.reason.startswith(
+        "nothing fits: stage 3 with optimizer and parameters on disk needs least"
+    )
     assert "stage 2 would need" in recommend(needs, two - 1, None).reason
     many = plan(chain(), tight, dataclasses.replace(run, gas=4))
     best = recommend(many, 10**12, None).need
     assert best is not None and best.stage == 1  # stage 2 would reduce four times
 
 
-# -- the command -----------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 def build_toy() -> nn.Module:
@@ -426,18 +511,32 @@ def test_zenflow_is_part_of_the_plans_with_offload(tmp_path: Path) -> None:
                 {
                     "train_batch_size": 2,
                     "optimizer": {"type": "AdamW"},
-                    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, **zenflow},
+                    "zero_optimization": {
+                        "stage": 2,
+                        "offload_optimizer": {"device": "cpu"},
+                        **zenflow,
+                    },
                 }
             )
         )
-        words = ["plan", "--world", "2", "--params", "1M", "--config", str(tmp_path / "c.json"), "--json"]
+        words = [
+            "plan",
+            "--world",
+            "2",
+            "--params",
+            "1M",
+            "--config",
+            str(tmp_path / "c.json"),
+            "--json",
+        ]
         result = CliRunner().invoke(make_app(), words)
         assert result.exit_code == 0, result.output
         needs.append({(n["stage"], n["offload"]): n for n in json.loads(result.output)["choices"]})
     plain, flow = needs
     assert flow[2, "none"] == plain[2, "none"]
     for stage in (1, 2, 3):
-        before, after = plain[stage, "optimizer"], flow[stage, "optimizer"]
+        before = plain[stage, "optimizer"]
+        after = flow[stage, "optimizer"]
         share = after["device"]["states"] / before["host"]["states"]
         assert 0.49 < share < 0.51
         assert after["host"]["gradients"] > before["host"]["gradients"]
@@ -449,26 +548,40 @@ def test_json_holds_bytes_and_the_config_counts() -> None:
         "gradient_accumulation_steps": 2,
         "fp16": {"enabled": True},
         "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
-        "zero_optimization": {"stage": 1, "param_persistence_threshold": 0, "offload_optimizer": {"device": "none"}},
+        "zero_optimization": {
+            "stage": 1,
+            "param_persistence_threshold": 0,
+            "offload_optimizer": {"device": "none"},
+        },
     }
     Path("config.json").write_text(json.dumps(config))
     found = json.loads(
-        dscore("--world", "2", "--model", "mine_to_plan:build", "--config", "config.json", "--json").output
+        dscore(
+            "--world", "2", "--model", "mine_to_plan:build", "--config", "config.json", "--json"
+        ).output
     )
     model = build_toy()
     count = sum(p.numel() for p in model.parameters())
-    assert (found["parameters"], found["gradient_accumulation_steps"], found["recommended"]) == (count, 2, None)
+    assert (found["parameters"], found["gradient_accumulation_steps"], found["recommended"]) == (
+        count,
+        2,
+        None,
+    )
     cast_module(model, Precision(param=torch.float16))
     section = ZeroConfig(stage=2, param_persistence_threshold=0)
     need = predict(model, section, PlannedRun(2, MIXED, states=1, gas=2, casts=False))
     row = next(r for r in found["choices"] if (r["stage"], r["offload"]) == (2, "none"))
     assert row["device"] == dataclasses.asdict(need.device)
     assert (row["sent"], row["device_peak"]) == (need.sent, need.device.peak)
-    fp32 = json.loads(dscore("--world", "2", "--model", "mine_to_plan:build", "--dtype", "fp32", "--json").output)
+    fp32 = json.loads(
+        dscore("--world", "2", "--model", "mine_to_plan:build", "--dtype", "fp32", "--json").output
+    )
     assert next(r for r in fp32["choices"] if r["stage"] == 2)["device"]["masters"] == 0
 
 
-def test_optimizers_that_need_unsharded_tensors_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizers_that_need_unsharded_tensors_are_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     entry = OptimizerEntry("torch.optim:AdamW", grain="tensor")
     monkeypatch.setattr("ds_core.compose.choose", lambda kind, *_: (Choice(kind, {}, entry), []))
     done = dscore("--world", "8", "--params", "1M")
@@ -483,26 +596,39 @@ def test_optimizers_that_need_unsharded_tensors_are_reported(monkeypatch: pytest
         (["--params", "7B", "--model", "a:b"], "either --params"),
         (["--params", "7X"], "--params is '7X'; write a number with a unit"),
         (["--params", "0"], "--params is '0'"),
-        (["--params", "1M", "--largest-layer", "2M"], "--largest-layer is 2000000; it must be from 1 to the 1000000"),
-        (["--model", "mine_to_plan:build", "--largest-layer", "2M"], "--largest-layer is an option of --params"),
+        (
+            ["--params", "1M", "--largest-layer", "2M"],
+            "--largest-layer is 2000000; it must be from 1 to the 1000000",
+        ),
+        (
+            ["--model", "mine_to_plan:build", "--largest-layer", "2M"],
+            "--largest-layer is an option of --params",
+        ),
         (["--model", "mine_to_plan"], "write module:function"),
         (["--model", "mine_to_plan:missing"], "has no attribute 'missing'"),
         (["--model", "no_such_module_here:build"], "No module named 'no_such_module_here'"),
-        (["--model", "mine_to_plan:build_nothing"], "returned a NoneType; it must return a torch.nn.Module"),
+        (
+            ["--model", "mine_to_plan:build_nothing"],
+            "returned a NoneType; it must return a torch.nn.Module",
+        ),
         (["--model", "mine_to_plan:broken"], "building it failed: ZeroDivisionError"),
         (["--model", "mine_to_plan:greedy"], "needs arguments (size)"),
         (["--model", "missing.json"], "No such file"),
         (["--params", "7B", "--host-memory", "1TB"], "give --device-memory too"),
     ],
 )
-def test_what_cannot_be_planned_says_why(words: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_planned_says_why(
+    words: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     done = dscore("--world", "8", *words)
     assert done.exit_code == 1
     assert message in done.output + done.stderr + capfd.readouterr().err
 
 
 def test_hugging_face_configs_need_their_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("config.json").write_text('{"model_type": "tiny", "width": 8, "architectures": ["TinyModel"]}')
+    Path("config.json").write_text(
+        '{"model_type": "tiny", "width": 8, "architectures": ["TinyModel"]}'
+    )
     monkeypatch.setitem(sys.modules, "transformers", None)
     done = dscore("--world", "8", "--model", "config.json")
     assert done.exit_code == 1
@@ -519,10 +645,15 @@ def test_hugging_face_configs_need_their_library(monkeypatch: pytest.MonkeyPatch
 def test_plugins_add_what_they_plan(tmp_path: Path) -> None:
     (tmp_path / "sketch.py").write_text(
         "from ds_core.entries import Chart\n"
-        "def ds_charts(config): return [Chart('a', 'A title', 'some text'), Chart('b', 'B', 'drawn', '<svg/>')]\n"
+        "def ds_charts(config): return [Chart('a', 'A title', 'some text'), Chart('b', 'B', "
+        "'drawn', '<svg/>')]\n"
     )
-    Path("c.json").write_text(json.dumps({"bf16": {"enabled": True}, "plugins": {"load": ["sketch=sketch"]}}))
-    done = dscore("--world", "8", "--params", "1M", "--config", "c.json", "--import", "--svg", "drawn")
+    Path("c.json").write_text(
+        json.dumps({"bf16": {"enabled": True}, "plugins": {"load": ["sketch=sketch"]}})
+    )
+    done = dscore(
+        "--world", "8", "--params", "1M", "--config", "c.json", "--import", "--svg", "drawn"
+    )
     assert done.exit_code == 0, done.stderr
     assert done.stdout.endswith("\nA title\nsome text\n\nB\ndrawn\n")
     assert [(p.name, p.read_text()) for p in Path("drawn").iterdir()] == [("b.svg", "<svg/>")]

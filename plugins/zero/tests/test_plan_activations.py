@@ -1,4 +1,6 @@
-"""`dscore plan --tokens`: what autograd keeps of a model without memory is what it keeps of the same model with it."""
+"""`dscore plan --tokens`: what autograd keeps of a model without memory is what it keeps of the
+same model with it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from ds_zero.plan_model import divide_matrices
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-D, WORDS, LAYERS = 8, 50, 3
+D = 8
+WORDS = 50
+LAYERS = 3
 
 
 class Block(nn.Module):
@@ -23,7 +27,8 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(D, 3 * D), nn.Linear(3 * D, D)
+        self.up = nn.Linear(D, 3 * D)
+        self.down = nn.Linear(3 * D, D)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.down(torch.tanh(self.up(x)))
@@ -75,12 +80,17 @@ def on_meta(kind: type[nn.Module]) -> nn.Module:
 
 
 def test_it_is_what_a_real_forward_keeps() -> None:
-    found, row = count_activations(on_meta(Net), 16), 16 * 4
+    found = count_activations(on_meta(Net), 16)
+    row = 16 * 4
     assert found.kept == kept(Net(), 16)
-    inside, outside = LAYERS * 4 * D * row, found.kept - LAYERS * 4 * D * row
+    inside = LAYERS * 4 * D * row
+    outside = found.kept - LAYERS * 4 * D * row
     assert found.recomputed == outside + LAYERS * D * row + inside // LAYERS
-    alone = count_activations(on_meta(lambda: nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4))), 5)  # type: ignore[arg-type]
-    assert (alone.kept, alone.recomputed) == (5 * 4 * 4 + 5 * 8, None)  # what Linear takes, and the tokens
+    alone = count_activations(
+        on_meta(lambda: nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4))), 5
+    )  # type: ignore[arg-type]
+    # what Linear takes, and the tokens
+    assert (alone.kept, alone.recomputed) == (5 * 4 * 4 + 5 * 8, None)
 
 
 def test_divided_matrices() -> None:
@@ -94,7 +104,9 @@ def test_divided_matrices() -> None:
 
 def plan(*arguments: str, **config: Any) -> Any:
     Path("c.json").write_text(json.dumps({"bf16": {"enabled": True}, **config}))
-    return CliRunner().invoke(make_app(), ["plan", "--world", "4", "--config", "c.json", *arguments])
+    return CliRunner().invoke(
+        make_app(), ["plan", "--world", "4", "--config", "c.json", *arguments]
+    )
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +129,10 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "stage" in json.loads(plan(*model, *room, "--json").output)["reason"]
     for arguments, why in (
         (("--params", "1M", "--tokens", "8"), "give --model instead of --params"),
-        (("--model", "here:Branches", "--tokens", "8"), "the forward of Branches failed on token ids of shape (1, 8)"),
+        (
+            ("--model", "here:Branches", "--tokens", "8"),
+            "the forward of Branches failed on token ids of shape (1, 8)",
+        ),
     ):
         done = plan(*arguments)
         assert done.exit_code == 1

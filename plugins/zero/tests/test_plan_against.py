@@ -43,7 +43,11 @@ def trained(stage: int, offload: bool, folder: str) -> None:
     section: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 100}
     if offload:
         section["offload_optimizer"] = {"device": "cpu"}
-    config = {**CONFIG, "zero_optimization": section, "memory_snapshot": {"enabled": True, "folder": folder}}
+    config = {
+        **CONFIG,
+        "zero_optimization": section,
+        "memory_snapshot": {"enabled": True, "folder": folder},
+    }
     engine, *_ = ds_core.initialize(model=Net(), config=config)
     for _ in range(3):
         for _ in range(2):
@@ -59,12 +63,23 @@ def test_a_run_holds_what_is_planned(
     """To the byte, but for the optimizer's counters; the command says so too."""
     run_ranks(2, trained, stage, offload, str(tmp_path / "memory"))
     snapshots = read_snapshots(tmp_path / "memory")
-    assert [(s.rank, s.dp, s.gas, s.device) for s in snapshots] == [(0, 2, 2, "cpu"), (1, 2, 2, "cpu")]
+    assert [(s.rank, s.dp, s.gas, s.device) for s in snapshots] == [
+        (0, 2, 2, "cpu"),
+        (1, 2, 2, "cpu"),
+    ]
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     places = {"offload_optimizer": {"device": "cpu"}} if offload else {}
     zero = {"stage": stage, "stage3_param_persistence_threshold": 100, **places}
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "zero_optimization": zero}))
-    arguments = ["plan", "--world", "2", "--model", "test_plan_against:Net", "--config", str(tmp_path / "config.json")]
+    arguments = [
+        "plan",
+        "--world",
+        "2",
+        "--model",
+        "test_plan_against:Net",
+        "--config",
+        str(tmp_path / "config.json"),
+    ]
     arguments += ["--against", str(tmp_path / "memory")]
     answer = CliRunner().invoke(make_app(), [*arguments, "--json"])
     assert answer.exit_code == 0, answer.output
@@ -76,7 +91,9 @@ def test_a_run_holds_what_is_planned(
     assert lines["buffers"]["measured"] == 33 * 4
     assert lines["peak"]["measured"] > 2**20
     shown = CliRunner().invoke(make_app(), arguments)
-    assert f"on cpu, stage {stage}, {'optimizer' if offload else 'none'} on the host" in shown.output
+    assert (
+        f"on cpu, stage {stage}, {'optimizer' if offload else 'none'} on the host" in shown.output
+    )
     wrong = CliRunner().invoke(make_app(), [*arguments, "--world", "4"])
     assert wrong.exit_code != 0
 
@@ -95,7 +112,10 @@ def test_differences_are_explained() -> None:
 
     assert [line.why for line in compare(need, 2, snapshot(**exact))[:4]] == [""] * 4
     assert why("states", 0).startswith("the optimizer had made none yet")
-    assert why("states", 200) == "the optimizer keeps 1 elements per parameter, not 2 (--optimizer-states)"
+    assert (
+        why("states", 200)
+        == "the optimizer keeps 1 elements per parameter, not 2 (--optimizer-states)"
+    )
     assert why("gradients", 50) == "some parameters had no gradient in this step"
     assert why("gradients", 250).startswith("buffers of reductions")
     assert why("parameters", 200).startswith("of another dtype")
@@ -117,4 +137,9 @@ def test_folders_without_snapshots(tmp_path: Path) -> None:
 
 def test_a_prediction_has_a_kind_for_each_that_is_measured() -> None:
     need = predict(nn.Linear(4, 4), ZeroConfig(stage=1), PlannedRun(2))
-    assert {line.kind for line in compare(need, 2, snapshot())} >= {"parameters", "states", "gradients", "peak"}
+    assert {line.kind for line in compare(need, 2, snapshot())} >= {
+        "parameters",
+        "states",
+        "gradients",
+        "peak",
+    }

@@ -13,7 +13,8 @@ from ds_zero.tiling import TiledLinear, TiledLinearReturnBias
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-IN, OUT = 7, 5
+IN = 7
+OUT = 5
 SPLITS = [(i, o) for i in (1, 2, 3, 7) for o in (1, 2, 3, 5)]
 
 
@@ -24,11 +25,20 @@ def whole(bias: bool = True) -> nn.Linear:
 
 def tiled(linear: nn.Linear, cls: type[Any] = TiledLinear, **options: Any) -> Any:
     bias = linear.bias is not None
-    return cls(linear.in_features, linear.out_features, bias, init_linear=linear, dtype=torch.float64, **options)
+    return cls(
+        linear.in_features,
+        linear.out_features,
+        bias,
+        init_linear=linear,
+        dtype=torch.float64,
+        **options,
+    )
 
 
 def inputs(*shape: int) -> Tensor:
-    return torch.randn(*shape, IN, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    return torch.randn(
+        *shape, IN, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+    ).requires_grad_()
 
 
 def gradients(layer: Any, rows: list[slice], columns: list[slice]) -> tuple[Tensor, Tensor | None]:
@@ -42,7 +52,8 @@ def gradients(layer: Any, rows: list[slice], columns: list[slice]) -> tuple[Tens
 
 
 def slices(features: int, splits: int) -> list[slice]:
-    """Cuts as the document has them, written out: pieces near-equal, the first ones longer by one."""
+    """Cuts as the document has them, written out: pieces near-equal, the first ones longer by
+    one."""
     ends = [0]
     for i in range(splits):
         ends.append(ends[-1] + features // splits + (i < features % splits))
@@ -57,8 +68,11 @@ def close(a: Tensor | None, b: Tensor | None) -> None:
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3)], ids=["1-d", "2-d", "3-d"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("in_splits", "out_splits"), SPLITS)
-def test_equals_the_whole_layer(in_splits: int, out_splits: int, bias: bool, shape: tuple[int, ...]) -> None:
-    linear, x = whole(bias), inputs(*shape)
+def test_equals_the_whole_layer(
+    in_splits: int, out_splits: int, bias: bool, shape: tuple[int, ...]
+) -> None:
+    linear = whole(bias)
+    x = inputs(*shape)
     layer = tiled(linear, in_splits=in_splits, out_splits=out_splits)
     expected = linear(x)
     weights = torch.arange(expected.numel(), dtype=torch.float64).view_as(expected)
@@ -75,7 +89,8 @@ def test_equals_the_whole_layer(in_splits: int, out_splits: int, bias: bool, sha
 
 
 def test_the_grid() -> None:
-    """Near-equal tiles, the first longer, named by row and column, a bias on the last of each row."""
+    """Near-equal tiles, the first longer, named by row and column, a bias on the last of each
+    row."""
     layer = TiledLinear(IN, OUT, in_splits=3, out_splits=2, device="meta")
     shapes = {name: tuple(p.shape) for name, p in layer.named_parameters()}
     assert shapes == {
@@ -94,7 +109,8 @@ def test_the_grid() -> None:
 
 def test_tiles_run_one_after_the_other_as_modules() -> None:
     """Row by row, through the modules' own calls: this is where stage 3 gathers and releases."""
-    layer, ran = TiledLinear(IN, OUT, in_splits=2, out_splits=2), []
+    layer = TiledLinear(IN, OUT, in_splits=2, out_splits=2)
+    ran = []
     for name, module in layer.named_modules():
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(lambda m, args, name=name: ran.append(("in", name)))
@@ -106,7 +122,8 @@ def test_tiles_run_one_after_the_other_as_modules() -> None:
 
 @pytest.mark.parametrize("in_splits", [1, 3])
 def test_input_that_is_already_split(in_splits: int) -> None:
-    linear, x = whole(), inputs(2, 3)
+    linear = whole()
+    x = inputs(2, 3)
     layer = tiled(linear, in_splits=in_splits, out_splits=2, input_is_already_split=True)
     parts = [x[..., columns] for columns in slices(IN, in_splits)]
     close(layer(parts), linear(x))
@@ -114,7 +131,8 @@ def test_input_that_is_already_split(in_splits: int) -> None:
 
 
 def test_outputs_left_apart() -> None:
-    linear, x = whole(), inputs(4)
+    linear = whole()
+    x = inputs(4)
     out = tiled(linear, in_splits=2, out_splits=3, combine_out_splits=False)(x)
     assert isinstance(out, list)
     assert [t.shape for t in out] == [(4, 2), (4, 2), (4, 1)]
@@ -138,9 +156,17 @@ class Doubled(nn.Linear):
 
 def test_another_class_of_tiles_with_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Doubled, "tags", [])
-    linear, x = whole(), inputs(4)
-    layer = TiledLinear(IN, OUT, in_splits=2, out_splits=2, linear_cls=Doubled, init_linear=linear, tag="t")
-    assert Doubled.tags == [(4, 3, False, "t"), (3, 3, True, "t"), (4, 2, False, "t"), (3, 2, True, "t")]
+    linear = whole()
+    x = inputs(4)
+    layer = TiledLinear(
+        IN, OUT, in_splits=2, out_splits=2, linear_cls=Doubled, init_linear=linear, tag="t"
+    )
+    assert Doubled.tags == [
+        (4, 3, False, "t"),
+        (3, 3, True, "t"),
+        (4, 2, False, "t"),
+        (3, 2, True, "t"),
+    ]
     close(layer(x), 2 * linear(x))
 
 
@@ -148,19 +174,26 @@ def test_without_a_layer_to_copy_tiles_initialise_themselves() -> None:
     torch.manual_seed(3)
     layer = TiledLinear(IN, OUT, in_splits=2)
     torch.manual_seed(3)
-    first, second = nn.Linear(4, OUT, bias=False), nn.Linear(3, OUT)
+    first = nn.Linear(4, OUT, bias=False)
+    second = nn.Linear(3, OUT)
     assert torch.equal(layer.linears[0][0].weight, first.weight)
     assert torch.equal(layer.linears[0][1].weight, second.weight)
     assert torch.equal(layer.linears[0][1].bias, second.bias)
 
 
 def test_copies_into_the_same_parameters() -> None:
-    """A later copy writes values, converts them, and keeps the parameters and what optimizers hold of them."""
-    layer, linear, x = TiledLinear(IN, OUT, in_splits=3, out_splits=2), whole(), inputs(4)
+    """A later copy writes values, converts them, and keeps the parameters and what optimizers hold
+    of them.
+    """
+    layer = TiledLinear(IN, OUT, in_splits=3, out_splits=2)
+    linear = whole()
+    x = inputs(4)
     before = list(layer.parameters())
     layer.copy_params_from(linear)
     assert all(a is b for a, b in zip(before, layer.parameters(), strict=True))
-    assert all(p.dtype == torch.float32 and p.requires_grad and p.is_leaf for p in layer.parameters())
+    assert all(
+        p.dtype == torch.float32 and p.requires_grad and p.is_leaf for p in layer.parameters()
+    )
     torch.testing.assert_close(layer(x.float()), linear(x).float())
     linear.weight.data.zero_()
     assert all(p.any() for p in layer.parameters())
@@ -177,7 +210,8 @@ class Megatron(nn.Linear):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("in_splits", "out_splits"), SPLITS)
 def test_bias_returned(in_splits: int, out_splits: int, bias: bool, cls: type[nn.Linear]) -> None:
-    linear, x = whole(bias), inputs(2, 3)
+    linear = whole(bias)
+    x = inputs(2, 3)
     options = {"in_splits": in_splits, "out_splits": out_splits, "linear_cls": cls}
     layer = tiled(linear, TiledLinearReturnBias, **options)
     out, added = layer(x)
@@ -192,7 +226,9 @@ def test_bias_returned(in_splits: int, out_splits: int, bias: bool, cls: type[nn
     outs, biases = tiled(linear, TiledLinearReturnBias, combine_out_splits=False, **options)(x)
     assert [t.shape[-1] for t in outs] == [s.stop - s.start for s in slices(OUT, out_splits)]
     close(torch.cat(outs, dim=-1), out)
-    assert (biases is None) if not bias else [b.shape for b in biases] == [t.shape[-1:] for t in outs]
+    assert (
+        (biases is None) if not bias else [b.shape for b in biases] == [t.shape[-1:] for t in outs]
+    )
 
 
 def test_the_returned_bias_is_a_copy() -> None:
@@ -224,7 +260,11 @@ def test_splits_out_of_range(cls: type[Any], options: dict[str, int], message: s
         (False, torch.ones(2, 6), r"\(\.\.\., 7\), not one of shape \(2, 6\)"),
         (False, torch.tensor(1.0), r"not one of shape \(\)"),
         (False, [torch.ones(4), torch.ones(3)], r"not a list of 2 with shapes \[\(4,\), \(3,\)\]"),
-        (True, torch.ones(2, 7), r"a list of 2 tensors with last dimensions \[4, 3\], not one of shape \(2, 7\)"),
+        (
+            True,
+            torch.ones(2, 7),
+            r"a list of 2 tensors with last dimensions \[4, 3\], not one of shape \(2, 7\)",
+        ),
         (True, [torch.ones(7)], r"not a list of 1 with shapes \[\(7,\)\]"),
         (True, [torch.ones(3), torch.ones(4)], r"not a list of 2 with shapes \[\(3,\), \(4,\)\]"),
         (True, [torch.ones(4), 3], r"not a list of 2"),
@@ -248,14 +288,28 @@ class Partitioned(nn.Linear):
 @pytest.mark.parametrize(
     ("source", "bias", "message"),
     [
-        (nn.Linear(OUT, IN), True, r"weight of Linear must have shape \(5, 7\), not one of shape \(7, 5\)"),
+        (
+            nn.Linear(OUT, IN),
+            True,
+            r"weight of Linear must have shape \(5, 7\), not one of shape \(7, 5\)",
+        ),
         (nn.Identity(), True, "weight of Identity must have shape .*, not a NoneType"),
-        (nn.Linear(IN, OUT, bias=False), True, "has no bias and the tiled one has a bias; .* with bias=False"),
+        (
+            nn.Linear(IN, OUT, bias=False),
+            True,
+            "has no bias and the tiled one has a bias; .* with bias=False",
+        ),
         (nn.Linear(IN, OUT), False, "has a bias and the tiled one has no bias; .* with bias=True"),
-        (Partitioned(), True, r"weight of Partitioned must have shape \(5, 7\), not one of shape \(0,\)"),
+        (
+            Partitioned(),
+            True,
+            r"weight of Partitioned must have shape \(5, 7\), not one of shape \(0,\)",
+        ),
     ],
 )
-def test_a_layer_that_does_not_fit_is_not_copied(source: nn.Module, bias: bool, message: str) -> None:
+def test_a_layer_that_does_not_fit_is_not_copied(
+    source: nn.Module, bias: bool, message: str
+) -> None:
     layer = TiledLinear(IN, OUT, bias, in_splits=2, out_splits=2)
     before = copy.deepcopy(layer.state_dict())
     with pytest.raises(RuntimeError, match=message):
@@ -267,7 +321,9 @@ def test_nothing_is_written_when_one_tile_does_not_fit() -> None:
     layer = TiledLinear(IN, OUT, in_splits=2)
     layer.linears[0][1].weight.data = torch.empty(0)
     before = layer.linears[0][0].weight.clone()
-    with pytest.raises(RuntimeError, match=r"weight of Linear must have shape \(5, 3\), not one of shape \(0,\)"):
+    with pytest.raises(
+        RuntimeError, match=r"weight of Linear must have shape \(5, 3\), not one of shape \(0,\)"
+    ):
         layer.copy_params_from(nn.Linear(IN, OUT))
     assert torch.equal(layer.linears[0][0].weight, before)
 
@@ -279,7 +335,7 @@ def test_each_class_names_the_other_for_tiles_of_the_other_kind() -> None:
         TiledLinearReturnBias(IN, OUT, linear_cls=Doubled, tag="")(inputs())
 
 
-# -- under stage 3 -----------------------------------------------------------------------------------------------
+# -- under stage 3 ---------------------------------------------------------------------------------
 
 
 class Wrapped(nn.Module):
@@ -295,7 +351,9 @@ class Wrapped(nn.Module):
 
 
 def _train_tiled(cls_name: str, splits: int) -> dict[str, Any]:
-    """Two steps of stage 3 with 8 x 8 weights; the weights, and the most elements that were gathered at once."""
+    """Two steps of stage 3 with 8 x 8 weights; the weights, and the most elements that were
+    gathered at once.
+    """
     from ds_testing.partitioner import whole_weights
 
     import ds_core
@@ -305,7 +363,12 @@ def _train_tiled(cls_name: str, splits: int) -> dict[str, Any]:
     linear = nn.Linear(8, 8, dtype=torch.float64)
     cls = {"TiledLinear": TiledLinear, "TiledLinearReturnBias": TiledLinearReturnBias}[cls_name]
     layer = cls(8, 8, in_splits=splits, out_splits=splits, init_linear=linear, dtype=torch.float64)
-    zero = {"stage": 3, "param_persistence_threshold": 0, "prefetch_bucket_size": 0, "max_reuse_distance": 0}
+    zero = {
+        "stage": 3,
+        "param_persistence_threshold": 0,
+        "prefetch_bucket_size": 0,
+        "max_reuse_distance": 0,
+    }
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
@@ -334,7 +397,9 @@ def _train_tiled(cls_name: str, splits: int) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     truth = cls(8, 8, in_splits=splits, out_splits=splits, init_linear=linear, dtype=torch.float64)
-    error = max((weights[f"layer.{name}"] - p).abs().max().item() for name, p in truth.named_parameters())
+    error = max(
+        (weights[f"layer.{name}"] - p).abs().max().item() for name, p in truth.named_parameters()
+    )
     return {"error": error, "peak": peak}
 
 
@@ -344,4 +409,5 @@ def test_stage_3_holds_one_tile_at_a_time(cls: str) -> None:
     for splits, peak in ((1, 64 + 8), (2, 16 + 4), (4, 4 + 2)):
         for answer in run_ranks(2, _train_tiled, cls, splits):
             assert answer["error"] < 1e-12
-            assert answer["peak"] <= peak + 2, f"{splits} x {splits} tiles"  # a part is rounded up by up to 2
+            # a part is rounded up by up to 2
+            assert answer["peak"] <= peak + 2, f"{splits} x {splits} tiles"

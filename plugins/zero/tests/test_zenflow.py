@@ -1,4 +1,6 @@
-"""ZenFlow follows its definition, written down in `zenflow_reference`, to rounding; at every stage and world size."""
+"""ZenFlow follows its definition, written down in `zenflow_reference`, to rounding; at every stage
+and world size.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ STEPS = 11
 
 
 class Net(nn.Module):
-    """Odd sizes, a frozen weight, one of three dimensions, and one that is used in some steps only."""
+    """Odd sizes, a frozen weight, one of three dimensions, and one that is used in some steps
+    only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +50,10 @@ def make(zero: dict[str, Any], **more: Any) -> tuple[Any, Net]:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.3,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1, "betas": [0.8, 0.95]}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 0.02, "weight_decay": 0.1, "betas": [0.8, 0.95]},
+        },
         "zero_optimization": {**small, **zero},
         "plugins": {"load": more.pop("load", [])},
         **more,
@@ -127,23 +133,66 @@ STEP = {"topk_ratio": 0.25, "select_strategy": "step"}
 @pytest.mark.parametrize(
     ("stage", "keys", "gas", "choose_every", "world"),
     [
-        pytest.param(1, {**STEP, "select_interval": 4, "update_interval": 2}, 1, 4, 1, marks=pytest.mark.slow),
-        pytest.param(2, {**STEP, "select_interval": 3, "update_interval": 3}, 2, 3, 2, marks=pytest.mark.slow),
-        (3, {**STEP, "select_interval": 4, "update_interval": 2, "full_warm_up_rounds": 3}, 1, 4, 4),
+        pytest.param(
+            1, {**STEP, "select_interval": 4, "update_interval": 2}, 1, 4, 1, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            2, {**STEP, "select_interval": 3, "update_interval": 3}, 2, 3, 2, marks=pytest.mark.slow
+        ),
+        (
+            3,
+            {**STEP, "select_interval": 4, "update_interval": 2, "full_warm_up_rounds": 3},
+            1,
+            4,
+            4,
+        ),
         (2, {**STEP, "select_interval": 2, "update_interval": 2, "overlap_step": True}, 1, 2, 2),
-        (3, {**STEP, "select_interval": 6, "update_interval": 3, "overlap_step": True, "offload": True}, 1, 6, 2),
-        (1, {"topk_ratio": 0.5, "auto_ratio": 0.4, "overlap_step": True, "pt_reserved_cores_perc": 0.0}, 1, 100, 2),
-        (3, {"topk_ratio": 0.3, "select_strategy": "step", "select_interval": 1, "auto_ratio": 0.9}, 1, 1, 2),
+        (
+            3,
+            {
+                **STEP,
+                "select_interval": 6,
+                "update_interval": 3,
+                "overlap_step": True,
+                "offload": True,
+            },
+            1,
+            6,
+            2,
+        ),
+        (
+            1,
+            {
+                "topk_ratio": 0.5,
+                "auto_ratio": 0.4,
+                "overlap_step": True,
+                "pt_reserved_cores_perc": 0.0,
+            },
+            1,
+            100,
+            2,
+        ),
+        (
+            3,
+            {"topk_ratio": 0.3, "select_strategy": "step", "select_interval": 1, "auto_ratio": 0.9},
+            1,
+            1,
+            2,
+        ),
         pytest.param(2, {"topk_ratio": 0, "update_interval": 1}, 1, 100, 1, marks=pytest.mark.slow),
         pytest.param(1, {"topk_ratio": 1, "update_interval": 4}, 1, 100, 2, marks=pytest.mark.slow),
     ],
 )
-def test_follows_the_reference(stage: int, keys: dict[str, Any], gas: int, choose_every: int, world: int) -> None:
+def test_follows_the_reference(
+    stage: int, keys: dict[str, Any], gas: int, choose_every: int, world: int
+) -> None:
     assert max(run_ranks(world, followed, {"stage": stage}, keys, gas, choose_every)) < 1e-12
 
 
 class TestEverythingInEveryStep(PartitionerConformance):
-    """With an interval of one step the columns of both sides are updated in each: what any partitioner does."""
+    """With an interval of one step the columns of both sides are updated in each: what any
+    partitioner does.
+    """
 
     config: ClassVar[Mapping[str, Any]] = {
         "zero_optimization": {
@@ -170,12 +219,14 @@ class TestEverythingInEveryStep(PartitionerConformance):
     def test_trains_as_one_process(self, name: str, how: str, world: int) -> None:
         super().test_trains_as_one_process(name, how, world)
 
-    @pytest.mark.parametrize(("name", "clip"), [pytest.param("ep2", 0.05, marks=pytest.mark.slow), ("pp2-tp2", 0.05)])
+    @pytest.mark.parametrize(
+        ("name", "clip"), [pytest.param("ep2", 0.05, marks=pytest.mark.slow), ("pp2-tp2", 0.05)]
+    )
     def test_products_of_axes(self, name: str, clip: float) -> None:
         super().test_products_of_axes(name, clip)
 
 
-# -- 16 bits -----------------------------------------------------------------------------------------------------
+# -- 16 bits ---------------------------------------------------------------------------------------
 
 DTYPES: dict[str, dict[str, Any]] = {
     "bfloat16": {"bf16": {"enabled": True}},
@@ -184,12 +235,17 @@ DTYPES: dict[str, dict[str, Any]] = {
 
 
 def unlike_offload(zero: dict[str, Any], dtype: str, keys: dict[str, Any]) -> tuple[float, int]:
-    """The difference from plain offload where everything is updated in every step; and steps that were skipped."""
+    """The difference from plain offload where everything is updated in every step; and steps that
+    were skipped.
+    """
     found = []
     for more in ({}, {"zenflow": keys}):
         engine, _ = make({**zero, **more}, dtype=torch.float32, **DTYPES[dtype])
         train(engine, range(3))
-        engine.backward(engine(batch(3, 0, engine.ctx.precision.param), True) * (math.inf if dtype == "float16" else 1))
+        engine.backward(
+            engine(batch(3, 0, engine.ctx.precision.param), True)
+            * (math.inf if dtype == "float16" else 1)
+        )
         engine.step()
         train(engine, range(4, 6))
         found.append(whole(engine))
@@ -201,21 +257,28 @@ def unlike_offload(zero: dict[str, Any], dtype: str, keys: dict[str, Any]) -> tu
 @pytest.mark.parametrize(
     ("stage", "dtype", "keys"),
     [
-        pytest.param(1, "bfloat16", {"topk_ratio": 1, "update_interval": 1}, marks=pytest.mark.slow),
+        pytest.param(
+            1, "bfloat16", {"topk_ratio": 1, "update_interval": 1}, marks=pytest.mark.slow
+        ),
         (2, "float16", {"topk_ratio": 0, "update_interval": 1}),
         pytest.param(
-            3, "float16", {"topk_ratio": 0.5, "update_interval": 1, "full_warm_up_rounds": 6}, marks=pytest.mark.slow
+            3,
+            "float16",
+            {"topk_ratio": 0.5, "update_interval": 1, "full_warm_up_rounds": 6},
+            marks=pytest.mark.slow,
         ),
         (3, "bfloat16", {"topk_ratio": 0.5, "update_interval": 1}),
     ],
 )
-def test_updating_everything_in_every_step_is_plain_offload(stage: int, dtype: str, keys: dict[str, Any]) -> None:
+def test_updating_everything_in_every_step_is_plain_offload(
+    stage: int, dtype: str, keys: dict[str, Any]
+) -> None:
     for difference, skipped in run_ranks(2, unlike_offload, {"stage": stage}, dtype, keys):
         assert difference == 0
         assert skipped == (dtype == "float16")
 
 
-# -- checkpoints and access to states ----------------------------------------------------------------------------
+# -- checkpoints and access to states --------------------------------------------------------------
 
 LATE = {**STEP, "select_interval": 4, "update_interval": 2, "overlap_step": True}
 AUTO = {"topk_ratio": 0.3, "auto_ratio": 0.6, "full_warm_up_rounds": 2}
@@ -258,13 +321,16 @@ def test_resumes_in_the_middle_of_an_interval(
     keys: dict[str, Any], choose_every: int, steps: int, source: Any, target: Any, tmp_path: Any
 ) -> None:
     run_ranks(source[1], saved, str(tmp_path), {"stage": source[0], "zenflow": keys}, steps)
-    answers = run_ranks(target[1], resumed, str(tmp_path), {"stage": target[0], "zenflow": keys}, steps)
+    answers = run_ranks(
+        target[1], resumed, str(tmp_path), {"stage": target[0], "zenflow": keys}, steps
+    )
     truth = referred(keys, 4, choose_every)
     assert max(far(found, truth) for found, _ in answers) < 1e-12
 
 
 def test_checkpoints_go_between_runs_with_and_without_it(tmp_path: Any) -> None:
-    plain, with_it = {"stage": 2}, {"stage": 3, "zenflow": AUTO}
+    plain = {"stage": 2}
+    with_it = {"stage": 3, "zenflow": AUTO}
     run_ranks(2, saved, str(tmp_path / "plain"), plain, 5)
     run_ranks(2, saved, str(tmp_path / "with"), with_it, 5)
     assert run_ranks(2, resumed, str(tmp_path / "plain"), with_it, 5)[0][1]
@@ -279,7 +345,8 @@ def accessed() -> dict[str, bool]:
     engine, model = make({"stage": 3, "zenflow": LATE})
     train(engine, range(5))
     flow = engine.partitioner.updates
-    weight, bias = model.mid.weight, model.norm.bias
+    weight = model.mid.weight
+    bias = model.norm.bias
     picked = next(w for w in flow.weights if w.piece.param is weight).picked
     full = access.safe_get_full_fp32_param(weight)
     moment = access.safe_get_full_optimizer_state(weight, "exp_avg")
@@ -301,7 +368,7 @@ def test_states_of_single_parameters() -> None:
         assert all(found.values()), found
 
 
-# -- faults ------------------------------------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------
 
 
 def killed() -> str:
@@ -351,12 +418,24 @@ def test_epochs_of_unknown_length_are_an_error() -> None:
     ("zero", "more", "words"),
     [
         ({"zenflow": {}, "offload_optimizer": None}, {}, "needs optimizer states on the host"),
-        ({"zenflow": {}, "stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}, {}, "topk_ratio"),
-        ({"zenflow": {}}, {"gradient_allreduce_op": "sum"}, "does not go with zero_optimization.zenflow"),
+        (
+            {"zenflow": {}, "stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+            {},
+            "topk_ratio",
+        ),
+        (
+            {"zenflow": {}},
+            {"gradient_allreduce_op": "sum"},
+            "does not go with zero_optimization.zenflow",
+        ),
         ({"zenflow": {"select_strategy": "columns"}}, {}, "select_strategy"),
         ({"zenflow": {"select_strategy": "step"}}, {}, "select_interval must be a number"),
         ({"zenflow": {"update_interval": "often"}}, {}, "update_interval"),
-        ({"zenflow": {**STEP, "select_interval": 2, "update_interval": 3}}, {}, "less than update_interval"),
+        (
+            {"zenflow": {**STEP, "select_interval": 2, "update_interval": 3}},
+            {},
+            "less than update_interval",
+        ),
     ],
 )
 def test_config_errors(zero: dict[str, Any], more: dict[str, Any], words: str) -> None:

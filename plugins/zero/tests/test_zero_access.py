@@ -1,4 +1,6 @@
-"""States of single parameters, read and written while training; the truth is plain torch in one process."""
+"""States of single parameters, read and written while training; the truth is plain torch in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from ds_testing import run_ranks
 from ds_testing.models import Case, build_model, make_optimizer, micro_batch, param_groups
 from torch import Tensor, nn
 
-STAGES, WORLDS = [0, 1, 2, 3], [1, 2, pytest.param(4, marks=pytest.mark.slow)]
+STAGES = [0, 1, 2, 3]
+WORLDS = [1, 2, pytest.param(4, marks=pytest.mark.slow)]
 LOSS_SCALE = 128.0
 CASES = {
     "fp64": Case(gas=2, clip=0.5),
@@ -46,10 +49,16 @@ def start(case: Case, stage: int, place: str = "", folder: str = "") -> Any:
     if case.dtype == "float16":
         config["fp16"] = {"enabled": True, "loss_scale": LOSS_SCALE}
     if stage:
-        small = {"reduce_bucket_size": 100, "param_persistence_threshold": 6, "leaf_module": {"classes": "_Net"}}
+        small = {
+            "reduce_bucket_size": 100,
+            "param_persistence_threshold": 6,
+            "leaf_module": {"classes": "_Net"},
+        }
         config["zero_optimization"] = {"stage": stage, **small, **extra}
     model = build(case, seed=comm.rank())
-    engine, *_ = ds_core.initialize(model=model, model_parameters=param_groups(case, model), config=config)
+    engine, *_ = ds_core.initialize(
+        model=model, model_parameters=param_groups(case, model), config=config
+    )
     return engine
 
 
@@ -73,18 +82,23 @@ def far(ours: Tensor, truth: Tensor) -> float:
     assert ours.shape == truth.shape, (ours.shape, truth.shape)
     if not truth.numel():
         return 0.0
-    return float((ours.double() - truth.double()).abs().max()) / max(float(truth.double().abs().max()), 1e-3)
+    return float((ours.double() - truth.double()).abs().max()) / max(
+        float(truth.double().abs().max()), 1e-3
+    )
 
 
 class Truth:
     """The same training in one process of plain torch, that sees what `dp` ranks see."""
 
     def __init__(self, case: Case, dp: int) -> None:
-        self.case, self.dp, self.model = case, dp, build(case)
+        self.case = case
+        self.dp = dp
+        self.model = build(case)
         self.scale = LOSS_SCALE if case.dtype == "float16" else 1.0
         low = case.dtype in LOW
         self.masters = {
-            n: nn.Parameter(p.detach().clone(), p.requires_grad) if low else p for n, p in self.model.named_parameters()
+            n: nn.Parameter(p.detach().clone(), p.requires_grad) if low else p
+            for n, p in self.model.named_parameters()
         }
         groups = param_groups(case, self.model)
         names = {p: n for n, p in self.model.named_parameters()}
@@ -106,7 +120,9 @@ class Truth:
                 param.grad = None
                 self.masters[name].grad = grad
         if self.case.clip:
-            torch.nn.utils.clip_grad_norm_([m for m in self.masters.values() if m.grad is not None], self.case.clip)
+            torch.nn.utils.clip_grad_norm_(
+                [m for m in self.masters.values() if m.grad is not None], self.case.clip
+            )
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.publish()
@@ -139,7 +155,9 @@ def check_states(errors: dict[str, float], engine: Any, truth: Truth) -> None:
             found = access.safe_get_full_optimizer_state(param, key)
             assert found is not None
             errors[f"{name} {key}"] = far(found, value)
-        with pytest.raises(ValueError, match=r"'momentum_buffer'|'exp_avg', 'exp_avg_sq', 'step'|before its first"):
+        with pytest.raises(
+            ValueError, match=r"'momentum_buffer'|'exp_avg', 'exp_avg_sq', 'step'|before its first"
+        ):
             access.safe_get_full_optimizer_state(param, "exp_average")
 
 
@@ -147,7 +165,8 @@ def check_grads(errors: dict[str, float], engine: Any, truth: Truth, when: str) 
     import ds_access as access
 
     for name, param in engine.module.named_parameters():
-        grad, wanted = access.safe_get_full_grad(param), truth.params[name].grad
+        grad = access.safe_get_full_grad(param)
+        wanted = truth.params[name].grad
         assert (grad is None) == (wanted is None), (name, when)
         if grad is not None and wanted is not None:
             assert grad.dtype in (wanted.dtype, engine.ctx.precision.master)
@@ -160,7 +179,8 @@ def read(stage: int, name: str, *place: str) -> dict[str, float]:
     from ds_core import comm
 
     case = CASES[name]
-    truth, engine = Truth(case, comm.world_size()), start(case, stage, *place)
+    truth = Truth(case, comm.world_size())
+    engine = start(case, stage, *place)
     errors: dict[str, float] = {}
     check_states(errors, engine, truth)
     for step in range(2):
@@ -177,7 +197,9 @@ def read(stage: int, name: str, *place: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("stage", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
+@pytest.mark.parametrize(
+    "stage", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3]
+)
 def test_full_states_equal_one_process(stage: int, world: int) -> None:
     for name in CASES if world == 2 else ("fp64", "partly", "bf16"):
         case = CASES[name]
@@ -188,7 +210,10 @@ def test_full_states_equal_one_process(stage: int, world: int) -> None:
 
 def new_value(name: str, what: str, like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(len(name) + 100 * len(what))
-    return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype).abs_() * 0.1
+    return (
+        torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype).abs_()
+        * 0.1
+    )
 
 
 def write(stage: int, name: str, *place: str) -> dict[str, float]:
@@ -198,7 +223,8 @@ def write(stage: int, name: str, *place: str) -> dict[str, float]:
     from ds_core import comm
 
     case = CASES[name]
-    truth, engine = Truth(case, comm.world_size()), start(case, stage, *place)
+    truth = Truth(case, comm.world_size())
+    engine = start(case, stage, *place)
     params = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
 
     def one(step: int, edit: Callable[[], None] | None = None, at: int = case.gas - 1) -> None:
@@ -222,7 +248,9 @@ def write(stage: int, name: str, *place: str) -> dict[str, float]:
                 truth.params[n].grad = value
 
     def update_grads() -> None:
-        access.safe_update_full_grad_vectorized(params.values(), lambda g, p: g.clamp(-0.05, 0.05) * 0.5)
+        access.safe_update_full_grad_vectorized(
+            params.values(), lambda g, p: g.clamp(-0.05, 0.05) * 0.5
+        )
         for p in truth.params.values():
             if p.grad is not None:
                 p.grad.copy_(p.grad.clamp(-0.05, 0.05) * 0.5)
@@ -262,11 +290,18 @@ def write(stage: int, name: str, *place: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("stage", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
+@pytest.mark.parametrize(
+    "stage", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3]
+)
 def test_what_is_set_is_what_the_step_uses(stage: int, world: int) -> None:
-    for name in ("fp64", "fp32 frozen", "shared", "unused", "bf16", "fp16") if world == 2 else ("fp64", "bf16"):
+    for name in (
+        ("fp64", "fp32 frozen", "shared", "unused", "bf16", "fp16")
+        if world == 2
+        else ("fp64", "bf16")
+    ):
         for errors in run_ranks(world, write, stage, name):
-            # Every element went through rounded gradients; Adam turns a small difference into a step's length.
+            # Every element went through rounded gradients; Adam turns a small difference into a
+            # step's length.
             limit = 0.2 if CASES[name].dtype in LOW else 20 * tolerance(CASES[name])
             assert errors
             assert {k: v for k, v in errors.items() if v > limit} == {}, name
@@ -281,7 +316,9 @@ def test_wherever_states_rest(stage: int, place: str, tmp_path: Any) -> None:
 
 
 def rounds(stage: int, name: str) -> list[str]:
-    """After a master is set, all ranks have the same 16-bit weight: `value` rounded, even if they differed in it."""
+    """After a master is set, all ranks have the same 16-bit weight: `value` rounded, even if they
+    differed in it.
+    """
     import ds_access as access
     from ds_testing.partitioner import whole_weights
 
@@ -307,7 +344,9 @@ def rounds(stage: int, name: str) -> list[str]:
         if not torch.equal(whole_weights(engine)[n], now.to(p.dtype)):
             wrong.append(f"{n}: the weight as it rests is not the master's")
     model = build(case).to(case.torch_dtype)
-    model.load_state_dict({n: w.view(model.get_parameter(n).shape) for n, w in whole_weights(engine).items()}, False)
+    model.load_state_dict(
+        {n: w.view(model.get_parameter(n).shape) for n, w in whole_weights(engine).items()}, False
+    )
     with torch.no_grad():
         if not torch.equal(engine(**batch), model(**batch)):
             wrong.append("the forward does not use it")
@@ -342,13 +381,16 @@ def test_a_graph_of_the_old_weight_is_refused(stage: int) -> None:
 
 
 def held_back(stage: int) -> dict[str, float]:
-    """Gradients inside no_sync and coalesce_grad_reduction are those of the backwards so far, and may be set."""
+    """Gradients inside no_sync and coalesce_grad_reduction are those of the backwards so far, and
+    may be set.
+    """
     import ds_access as access
 
     from ds_core import comm
 
     case = replace(CASES["fp64"], gas=1)
-    engine, truth = start(case, stage), Truth(case, comm.world_size())
+    engine = start(case, stage)
+    truth = Truth(case, comm.world_size())
     errors: dict[str, float] = {}
     weight = engine.module.inp.weight
     with engine.coalesce_grad_reduction():
@@ -432,26 +474,37 @@ def test_gradients_have_the_accumulation_dtype(stage: int) -> None:
 
 
 def locals_of(world_stage: int) -> list[str]:
-    """Stage 3: the ranks' pieces make the whole, and setting a piece changes those elements alone."""
+    """Stage 3: the ranks' pieces make the whole, and setting a piece changes those elements
+    alone."""
     import ds_access as access
 
     from ds_core import comm
 
     case = CASES["bf16"]
-    engine, wrong = start(case, world_stage), []
+    engine = start(case, world_stage)
+    wrong = []
     backward(engine, case, 0, 0)
     engine.step()
     backward(engine, case, 1, 0)
     getters: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
         "grad": (access.safe_get_local_grad, access.safe_get_full_grad, access.safe_set_local_grad),
-        "master": (access.safe_get_local_fp32_param, access.safe_get_full_fp32_param, access.safe_set_local_fp32_param),
+        "master": (
+            access.safe_get_local_fp32_param,
+            access.safe_get_full_fp32_param,
+            access.safe_set_local_fp32_param,
+        ),
     }
-    for (n, p), (what, (local, full, put)) in itertools.product(engine.module.named_parameters(), getters.items()):
-        piece, whole = local(p), full(p)
+    for (n, p), (what, (local, full, put)) in itertools.product(
+        engine.module.named_parameters(), getters.items()
+    ):
+        piece = local(p)
+        whole = full(p)
         everyone = comm.all_gather_json([piece.double().tolist(), piece.numel()])
         if [v for e in everyone for v in e[0]] != whole.double().flatten().tolist():
             wrong.append(f"{n} {what}: the pieces do not make the whole")
-        with pytest.raises(RuntimeError, match=rf"holds {piece.numel()} elements.*has {piece.numel() + 1} "):
+        with pytest.raises(
+            RuntimeError, match=rf"holds {piece.numel()} elements.*has {piece.numel() + 1} "
+        ):
             put(p, torch.zeros(piece.numel() + 1))
         if what == "master" and p.numel() and comm.world_size() > 1:
             with pytest.raises(RuntimeError, match="whole on every rank"):
@@ -483,7 +536,9 @@ def locals_of(world_stage: int) -> list[str]:
                 access.safe_get_local_optimizer_state(p, "nothing")
             with pytest.raises(RuntimeError, match="elements"):
                 access.safe_set_local_optimizer_state(p, torch.zeros(size + 1), "exp_avg")
-        assert access.safe_get_full_optimizer_state(p, "step").item() == (5 if size or comm.world_size() > 1 else 1), n
+        assert access.safe_get_full_optimizer_state(p, "step").item() == (
+            5 if size or comm.world_size() > 1 else 1
+        ), n
     engine.step()
     assert access.safe_get_local_grad(engine.module.inp.weight) is None
     with pytest.raises(RuntimeError, match="no reduced gradient now"):
@@ -506,13 +561,16 @@ def mistakes(stage: int) -> None:
 
     case = CASES["fp32 frozen"]
     engine = start(case, stage)
-    weight, frozen = engine.module.inp.weight, engine.module.mid.weight
+    weight = engine.module.inp.weight
+    frozen = engine.module.mid.weight
     value = torch.zeros(13, 7)
     for call in (
         lambda: access.safe_set_full_grad(weight, value),
         lambda: access.safe_update_full_grad_vectorized([weight], lambda g, p: g),
     ):
-        with pytest.raises(RuntimeError, match=r"after engine.backward\(loss\) and before engine.step\(\)"):
+        with pytest.raises(
+            RuntimeError, match=r"after engine.backward\(loss\) and before engine.step\(\)"
+        ):
             call()
     with pytest.raises(ValueError, match="before its first step"):
         access.safe_set_full_optimizer_state(weight, value, "exp_avg")
@@ -522,7 +580,9 @@ def mistakes(stage: int) -> None:
                 local(weight)
         with pytest.raises(RuntimeError, match="stage 3"):
             access.safe_set_local_optimizer_state(weight, value, "exp_avg")
-    with pytest.raises(RuntimeError, match=r"shape \(13, 7\) \(91 elements\), it has \(7, 13\) \(91 elements\)"):
+    with pytest.raises(
+        RuntimeError, match=r"shape \(13, 7\) \(91 elements\), it has \(7, 13\) \(91 elements\)"
+    ):
         access.safe_set_full_fp32_param(weight, torch.zeros(7, 13))
     with pytest.raises(RuntimeError, match="no optimizer of a live engine"):
         access.safe_set_full_fp32_param(frozen, torch.zeros(13, 13))
@@ -573,7 +633,9 @@ def vectorized_messages(stage: int) -> tuple[int, bool]:
 
     put.comm.broadcast = counting  # type: ignore[attr-defined]
     try:
-        access.safe_update_full_grad_vectorized(backward_args, lambda g, p: (seen.append(g.clone()), g)[1])
+        access.safe_update_full_grad_vectorized(
+            backward_args, lambda g, p: (seen.append(g.clone()), g)[1]
+        )
     finally:
         put.comm.broadcast = original  # type: ignore[attr-defined]
     same = all(torch.equal(a, b) for a, b in zip(one_by_one, seen, strict=True) if a is not None)
@@ -619,11 +681,17 @@ def axes(stage: int) -> list[str]:
         if grad is None or not torch.allclose(grad, torch.full_like(grad, expected), atol=1e-12):
             wrong.append(f"{n}: {grad} is not {expected}")
         access.safe_set_full_grad(model[n].weight, torch.full((3, 5), 0.5, dtype=torch.float64))
-        access.safe_set_full_fp32_param(model[n].weight, torch.full((3, 5), float(min(of)), dtype=torch.float64))
+        access.safe_set_full_fp32_param(
+            model[n].weight, torch.full((3, 5), float(min(of)), dtype=torch.float64)
+        )
     engine.step()
     for n, of in (("everywhere", range(comm.world_size())), ("held_ep", ranks)):
         found = whole_weights(engine)[f"{n}.weight"]
-        decayed = min(of) * (1 - 0.02 * 0.01) if engine.optimizer.param_groups[0]["weight_decay"] else min(of)
+        decayed = (
+            min(of) * (1 - 0.02 * 0.01)
+            if engine.optimizer.param_groups[0]["weight_decay"]
+            else min(of)
+        )
         if not torch.allclose(found, torch.full_like(found, decayed - 0.02), atol=1e-6):
             wrong.append(f"{n}: {found}")
     engine.destroy()
@@ -637,7 +705,8 @@ def test_parameters_held_on_an_axis(stage: int, world: int) -> None:
 
 
 def whole_tensors(stage: int) -> dict[str, float]:
-    """Adafactor updates whole tensors, on one rank each, and keeps states of rows and of columns."""
+    """Adafactor updates whole tensors, on one rank each, and keeps states of rows and of
+    columns."""
     import ds_access as access
 
     import ds_core
@@ -687,7 +756,8 @@ def whole_tensors(stage: int) -> dict[str, float]:
                 assert mine is not None
                 assert mine.numel() in (0, value.numel())
                 held = locate(engine, p)
-                if held.local and held.ranges == held.updated_ranges:  # its owner has the weight whole, too
+                # its owner has the weight whole, too
+                if held.local and held.ranges == held.updated_ranges:
                     continue
                 with pytest.raises(RuntimeError, match=r"whole on (one|every) rank"):
                     access.safe_set_local_fp32_param(p, mine)

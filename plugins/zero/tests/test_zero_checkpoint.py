@@ -11,7 +11,11 @@ from ds_testing import run_ranks
 from ds_testing.models import Case, build_model, micro_batch
 from torch import Tensor
 
-CASES = {"plain": Case(), "bf16": Case(dtype="bfloat16", model="shared"), "frozen": Case(model="frozen")}
+CASES = {
+    "plain": Case(),
+    "bf16": Case(dtype="bfloat16", model="shared"),
+    "frozen": Case(model="frozen"),
+}
 GLOBAL = 4  # micro-batches per step over all ranks, at any world size
 
 
@@ -81,7 +85,14 @@ def resume(folder: Path, name: str, stage: int) -> tuple[list[float], dict[str, 
     return rest, found
 
 
-ROUTES = [((3, 4), (1, 2)), ((3, 4), (0, 1)), ((1, 2), (3, 4)), ((2, 2), (2, 4)), ((0, 1), (3, 2)), ((3, 2), (3, 4))]
+ROUTES = [
+    ((3, 4), (1, 2)),
+    ((3, 4), (0, 1)),
+    ((1, 2), (3, 4)),
+    ((2, 2), (2, 4)),
+    ((0, 1), (3, 2)),
+    ((3, 2), (3, 4)),
+]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +112,9 @@ def test_any_layout_loads_into_any_other(name: str, route: Any, tmp_path: Path) 
 
 
 def check_masters(folder: Path) -> dict[str, float]:
-    """How far the masters are from the 16-bit weights after loading with and without the stored fp32 ones."""
+    """How far the masters are from the 16-bit weights after loading with and without the stored
+    fp32 ones.
+    """
     engine = start("bf16", 2)
     steps(engine, "bf16", range(2))
     engine.save_checkpoint(str(folder), tag="t")
@@ -134,7 +147,10 @@ KEY = "stage3_gather_16bit_weights_on_model_save"
 
 
 def test_the_16bit_model_of_stage_3_is_not_written_where_the_config_says_so(tmp_path: Path) -> None:
-    assert [written for written, _ in run_ranks(2, save_16bit, tmp_path, 3, {KEY: False})] == [False, False]
+    assert [written for written, _ in run_ranks(2, save_16bit, tmp_path, 3, {KEY: False})] == [
+        False,
+        False,
+    ]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -136,37 +136,77 @@ def test_old_spellings() -> None:
     assert config.offload_optimizer is not None
     assert config.offload_param is not None
     assert (config.offload_optimizer.device, config.offload_param.device) == ("cpu", "cpu")
-    config = ZeroConfig.model_validate({"cpu_offload_use_pin_memory": True, "offload_param": {"device": "cpu"}})
+    config = ZeroConfig.model_validate(
+        {"cpu_offload_use_pin_memory": True, "offload_param": {"device": "cpu"}}
+    )
     assert config.offload_param is not None
     assert not config.offload_param.pin_memory
-    with pytest.raises(ValidationError, match="cpu_offload is the old name of offload_optimizer, and both are set"):
+    with pytest.raises(
+        ValidationError, match="cpu_offload is the old name of offload_optimizer, and both are set"
+    ):
         ZeroConfig.model_validate({"cpu_offload": True, "offload_optimizer": {"device": "cpu"}})
 
 
 Z = "zero_optimization"
 NOTED: list[tuple[Any, list[str]]] = [
-    ({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}, "stage3_max_live_parameters": 5}, []),
-    ({"stage": 3, "round_robin_gradients": False, "memory_efficient_linear": True, "elastic_checkpoint": False}, []),
+    (
+        {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu", "ratio": 0.5},
+            "stage3_max_live_parameters": 5,
+        },
+        [],
+    ),
+    (
+        {
+            "stage": 3,
+            "round_robin_gradients": False,
+            "memory_efficient_linear": True,
+            "elastic_checkpoint": False,
+        },
+        [],
+    ),
     ({"stage": 0, "stage3_max_live_parameters": 5}, []),
     (True, [f'{Z}: true and false are deprecated: read as {{"stage": 1}}']),
     ({"stage": 1, "cpu_offload": True}, [f"{Z}.cpu_offload: is deprecated"]),
     ({"stage": 3, "cpu_offload_param": False}, [f"{Z}.cpu_offload_param: is deprecated"]),
-    ({"stage": 1, "cpu_offload_use_pin_memory": True}, [f"{Z}.cpu_offload_use_pin_memory: has no effect"]),
-    ({"stage": 1, "allgather_size": 7}, [f"{Z}.allgather_size: is deprecated and was read as 'allgather_bucket_size'"]),
+    (
+        {"stage": 1, "cpu_offload_use_pin_memory": True},
+        [f"{Z}.cpu_offload_use_pin_memory: has no effect"],
+    ),
+    (
+        {"stage": 1, "allgather_size": 7},
+        [f"{Z}.allgather_size: is deprecated and was read as 'allgather_bucket_size'"],
+    ),
     ({"stage": 2, "round_robin_gradients": True}, [f"{Z}.round_robin_gradients: has no effect"]),
-    ({"stage": 3, "memory_efficient_linear": False}, [f"{Z}.memory_efficient_linear: has no effect"]),
+    (
+        {"stage": 3, "memory_efficient_linear": False},
+        [f"{Z}.memory_efficient_linear: has no effect"],
+    ),
     ({"stage": 1, "legacy_stage1": True}, [f"{Z}.legacy_stage1: has no effect"]),
     ({"stage": 3, "elastic_checkpoint": True}, [f"{Z}.elastic_checkpoint: has no effect"]),
-    ({"stage": 3, "pipeline_loading_checkpoint": True}, [f"{Z}.pipeline_loading_checkpoint: has no effect"]),
+    (
+        {"stage": 3, "pipeline_loading_checkpoint": True},
+        [f"{Z}.pipeline_loading_checkpoint: has no effect"],
+    ),
     ({"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}, []),
     (
         {"stage": 2, "stage3_max_live_parameters": 5, "leaf_module": {}},
         [f"{Z}: stage3_max_live_parameters, leaf_module have no effect at stage 2"],
     ),
-    ({"stage": 2, "offload_param": {"device": "cpu"}}, [f"{Z}: offload_param has no effect at stage 2"]),
-    ({"stage": 0, "offload_param": {"device": "cpu"}}, [f"{Z}: offload_param has no effect at stage 0"]),
+    (
+        {"stage": 2, "offload_param": {"device": "cpu"}},
+        [f"{Z}: offload_param has no effect at stage 2"],
+    ),
+    (
+        {"stage": 0, "offload_param": {"device": "cpu"}},
+        [f"{Z}: offload_param has no effect at stage 0"],
+    ),
     ({"stage": 1, "offload_param": {"device": "none"}}, []),
-    ({"stage": 3, "offload_optimizer": {"ratio": 0.5}}, [f"{Z}.offload_optimizer.ratio: has no effect with device"]),
+    (
+        {"stage": 3, "offload_optimizer": {"ratio": 0.5}},
+        [f"{Z}.offload_optimizer.ratio: has no effect with device"],
+    ),
     (
         {"stage": 3, "offload_param": {"device": "cpu", "nvme_path": "/x"}},
         [f"{Z}.offload_param.nvme_path: has no effect with device 'cpu'"],
@@ -175,7 +215,9 @@ NOTED: list[tuple[Any, list[str]]] = [
 
 
 @pytest.mark.parametrize(("section", "told"), NOTED)
-def test_what_has_no_effect_and_what_has_another_name_is_noted(section: Any, told: list[str]) -> None:
+def test_what_has_no_effect_and_what_has_another_name_is_noted(
+    section: Any, told: list[str]
+) -> None:
     found = notes(section)
     assert len(found) == len(told)
     assert all(note.startswith(start) for note, start in zip(found, told, strict=True))
@@ -206,19 +248,25 @@ def logged() -> list[str]:
 
 
 def test_one_leaf_may_stand_without_a_list_and_doubles_go() -> None:
-    leaf = ZeroConfig.model_validate({"leaf_module": {"names": "a.b", "name_suffixes": ["x", "y", "x"]}}).leaf_module
+    leaf = ZeroConfig.model_validate(
+        {"leaf_module": {"names": "a.b", "name_suffixes": ["x", "y", "x"]}}
+    ).leaf_module
     assert leaf.names == ["a.b"]
     assert leaf.name_suffixes == ["x", "y"]
 
 
 class TestAllowUntested(PluginConformance):
-    entry_point, section = "ds_zero.plugin", "zero_allow_untested_optimizer"
-    good_config, bad_configs = True, [1, "yes", None]
+    entry_point = "ds_zero.plugin"
+    section = "zero_allow_untested_optimizer"
+    good_config = True
+    bad_configs = [1, "yes", None]
 
 
 class TestForceOwn(PluginConformance):
-    entry_point, section = "ds_zero.plugin", "zero_force_ds_cpu_optimizer"
-    good_config, bad_configs = False, [0, "no", None]
+    entry_point = "ds_zero.plugin"
+    section = "zero_force_ds_cpu_optimizer"
+    good_config = False
+    bad_configs = [0, "no", None]
 
 
 def check_optimizers() -> dict[str, str]:
@@ -257,5 +305,7 @@ def test_stage_0_leaves_the_partitioner_to_others() -> None:
     from ds_zero.plugin import ds_partitioner
 
     for section in (None, ZeroConfig()):
-        ctx: Any = SimpleNamespace(module=None, config=SimpleNamespace(section={"zero_optimization": section}.get))
+        ctx: Any = SimpleNamespace(
+            module=None, config=SimpleNamespace(section={"zero_optimization": section}.get)
+        )
         assert ds_partitioner(ctx) is None

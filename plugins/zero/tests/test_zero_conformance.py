@@ -11,7 +11,9 @@ from ds_testing.partitioner import CASES, PRODUCTS, WAYS, PartitionerConformance
 
 @pytest.mark.slow
 class TestStage1(PartitionerConformance):
-    config: ClassVar[Mapping[str, Any]] = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 200}}
+    config: ClassVar[Mapping[str, Any]] = {
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 200}
+    }
 
 
 @pytest.mark.slow
@@ -21,7 +23,12 @@ class TestStage2(PartitionerConformance):
     }
 
 
-STAGE3 = {"stage": 3, "reduce_bucket_size": 200, "param_persistence_threshold": 10, "prefetch_bucket_size": 150}
+STAGE3 = {
+    "stage": 3,
+    "reduce_bucket_size": 200,
+    "param_persistence_threshold": 10,
+    "prefetch_bucket_size": 150,
+}
 
 
 class TestStage3(PartitionerConformance):
@@ -48,7 +55,9 @@ class _InBlocks(PartitionerConformance):
     @pytest.mark.parametrize(("how", "world"), WAYS)
     @pytest.mark.parametrize("name", list(CASES))
     def test_trains_as_one_process(self, name: str, how: str, world: int) -> None:
-        self._with(min(world, 2), **({"leaf_module": {"classes": "_Net"}} if name == "partly-used" else {}))
+        self._with(
+            min(world, 2), **({"leaf_module": {"classes": "_Net"}} if name == "partly-used" else {})
+        )
         super().test_trains_as_one_process(name, how, world)
 
     @pytest.mark.parametrize("clip", [0.0, 0.05])

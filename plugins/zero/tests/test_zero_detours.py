@@ -1,4 +1,5 @@
-"""What users do to a model under ZeRO besides training it: copies of it, torch.compile, gradients of gradients.
+"""What users do to a model under ZeRO besides training it: copies of it, torch.compile, gradients
+of gradients.
 
 The truth is plain torch in one process on the data of all ranks.
 """
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 
 from ds_core.errors import UsageError
 
-D, STEPS, DECAY = 6, 3, 0.9
+D = 6
+STEPS = 3
+DECAY = 0.9
 SGD = {"lr": 0.1, "momentum": 0.9}
 DROP = {"max_reuse_distance": 0, "prefetch_bucket_size": 0}
 
@@ -25,7 +28,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.emb, self.lin, self.norm = nn.Linear(D, D), nn.Linear(D, D), nn.LayerNorm(D)
+        self.emb = nn.Linear(D, D)
+        self.lin = nn.Linear(D, D)
+        self.norm = nn.LayerNorm(D)
         self.register_buffer("shift", torch.full((D,), 0.1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,7 +73,9 @@ def squares(model: Any, x: Tensor) -> Tensor:
 
 
 def plain(loss_of: Any = squares, after: Any = None) -> Net:
-    """Plain torch on the data of all ranks; `after` is called with the model before the first and after each step."""
+    """Plain torch on the data of all ranks; `after` is called with the model before the first and
+    after each step.
+    """
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), **SGD)
     for step in range(STEPS):
@@ -86,7 +93,7 @@ def off(ours: nn.Module, theirs: nn.Module) -> float:
     return max(float((a - b).abs().max()) if n == m else torch.inf for (n, a), (m, b) in pairs)
 
 
-# -- copies --------------------------------------------------------------------------------------------------------
+# -- copies ----------------------------------------------------------------------------------------
 
 
 def lerp(ema: nn.Module, model: nn.Module) -> None:
@@ -103,7 +110,8 @@ def check_copies(stage: int) -> None:
     rank, _ = world()
     truth_ema = net()
     truth = plain(after=lambda model: lerp(truth_ema, model))
-    model, seen = net(), []
+    model = net()
+    seen = []
     model.lin.register_forward_hook(lambda *_: seen.append(1))
     engine = start(model, stage)
     ema = copy.deepcopy(engine.module)
@@ -115,19 +123,26 @@ def check_copies(stage: int) -> None:
             lerp(ema, engine.module)
     assert off(ema, truth_ema) < 1e-12
 
-    inner = copy.deepcopy({"part": engine.module.lin, "whole": engine.module})  # a part, and inside of other things
+    # a part, and inside of other things
+    inner = copy.deepcopy({"part": engine.module.lin, "whole": engine.module})
     assert inner["part"] is inner["whole"].lin
     with GatheredParameters(engine.module):
         copied = copy.deepcopy(engine.module)
         assert off(copied, engine.module) == 0
     assert off(copied, truth) < 1e-12 and off(inner["whole"], truth) < 1e-12
 
-    # An ordinary module: hooks of the user's came along, none of ours; it runs, trains and is given to initialize.
+    # An ordinary module: hooks of the user's came along, none of ours; it runs, trains and is given
+    # to initialize.
     before = len(seen)
     loss = squares(copied, data(0, rank))
     loss.backward()
     assert len(seen) == before + 2 and copied.emb.weight.grad is not None
-    assert not [n for part in copied.modules() for n in part.__dict__ if n.startswith("_ds") or n == "__deepcopy__"]
+    assert not [
+        n
+        for part in copied.modules()
+        for n in part.__dict__
+        if n.startswith("_ds") or n == "__deepcopy__"
+    ]
     copied.zero_grad()
     copied.load_state_dict(net().state_dict())
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
@@ -156,7 +171,7 @@ def test_copies_are_ordinary_modules(stage: int, ranks: int) -> None:
     run_ranks(ranks, check_copies, stage)
 
 
-# -- torch.compile -------------------------------------------------------------------------------------------------
+# -- torch.compile ---------------------------------------------------------------------------------
 
 
 def check_compiled(how: str, section: dict[str, Any]) -> None:
@@ -177,7 +192,9 @@ def check_compiled(how: str, section: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["engine", *(pytest.param(n, marks=pytest.mark.slow) for n in ("before", "around"))])
+@pytest.mark.parametrize(
+    "how", ["engine", *(pytest.param(n, marks=pytest.mark.slow) for n in ("before", "around"))]
+)
 def test_compiled(how: str) -> None:
     run_ranks(2, check_compiled, how, DROP if how == "engine" else {})
 
@@ -188,7 +205,7 @@ def test_compiled_in_blocks_of_ranks(key: str) -> None:
     run_ranks(4, check_compiled, "engine", {key: 2, "max_reuse_distance": 0})
 
 
-# -- gradients of gradients ----------------------------------------------------------------------------------------
+# -- gradients of gradients ------------------------------------------------------------------------
 
 
 def penalty(model: Any, x: Tensor) -> Tensor:
@@ -197,7 +214,11 @@ def penalty(model: Any, x: Tensor) -> Tensor:
     params = list(getattr(model, "module", model).parameters())
     (inputs,) = torch.autograd.grad(out.sum(), x, create_graph=True)
     weights = torch.autograd.grad(out.square().mean(), params, create_graph=True)
-    return out.square().mean() + inputs.square().mean() + torch.stack([w.square().sum() for w in weights]).sum() / 10
+    return (
+        out.square().mean()
+        + inputs.square().mean()
+        + torch.stack([w.square().sum() for w in weights]).sum() / 10
+    )
 
 
 def check_double(stage: int, section: dict[str, Any]) -> None:
@@ -221,7 +242,7 @@ def test_gradients_of_gradients(ranks: int) -> None:
         run_ranks(ranks, check_double, stage, section)
 
 
-# -- what a parameter tells, and Init ------------------------------------------------------------------------------
+# -- what a parameter tells, and Init --------------------------------------------------------------
 
 
 def check_status() -> None:
@@ -241,11 +262,15 @@ def check_status() -> None:
         assert statuses() == {told.AVAILABLE}
     assert statuses() == {told.NOT_AVAILABLE}
     engine = start(model, 3, param_persistence_threshold=D + 1, **DROP)  # vectors stay whole
-    small, big = model.lin.bias, model.lin.weight
+    small = model.lin.bias
+    big = model.lin.weight
     seen = []
     model.lin.register_forward_pre_hook(lambda *_: seen.append(getattr(big, "ds_status", None)))
     for step in range(STEPS):
-        assert ranks == 1 or (small.ds_status, big.ds_status) == (told.AVAILABLE, told.NOT_AVAILABLE)
+        assert ranks == 1 or (small.ds_status, big.ds_status) == (
+            told.AVAILABLE,
+            told.NOT_AVAILABLE,
+        )
         engine.backward(squares(engine, data(step, rank)))
         engine.step()
     assert ranks == 1 or set(seen) == {told.AVAILABLE}
@@ -259,19 +284,29 @@ class Tuned(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.base, self.extra = nn.Linear(D, D).requires_grad_(False), nn.Linear(D, 1)
+        self.base = nn.Linear(D, D).requires_grad_(False)
+        self.extra = nn.Linear(D, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.extra(self.base(x))
 
 
 def check_attributes() -> None:
-    """Of every parameter at stage 3: frozen, whole by its size, on one rank, without an optimizer."""
+    """Of every parameter at stage 3: frozen, whole by its size, on one rank, without an
+    optimizer."""
     import ds_core
     from ds_core import comm
 
     ranks = world()[1]
-    names = ["ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status", "ds_persist", "ds_active_sub_modules"]
+    names = [
+        "ds_id",
+        "ds_shape",
+        "ds_numel",
+        "ds_tensor",
+        "ds_status",
+        "ds_persist",
+        "ds_active_sub_modules",
+    ]
     model = Tuned()
     zero = {"stage": 3, "param_persistence_threshold": D + 1}
     frozen = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}

@@ -1,4 +1,6 @@
-"""Where dp has one rank, gradients stay in ``param.grad``: the numbers are plain torch's, whatever backward does."""
+"""Where dp has one rank, gradients stay in ``param.grad``: the numbers are plain torch's, whatever
+backward does.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,17 @@ D = 6
 
 
 class Net(nn.Module):
-    """Sparse gradients, a shared weight in nested backwards, a weight with odd strides, an empty and an unused one."""
+    """Sparse gradients, a shared weight in nested backwards, a weight with odd strides, an empty
+    and an unused one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.table = nn.Embedding(5, D, sparse=True)
-        self.first, self.second, self.extra = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
+        self.first = nn.Linear(D, D)
+        self.second = nn.Linear(D, D)
+        self.extra = nn.Linear(D, D)
         self.second.weight = self.first.weight
         self.turned = nn.Parameter(torch.randn(3, D).t())
         self.nothing = nn.Parameter(torch.empty(0))
@@ -43,13 +49,16 @@ def micro_batch(number: int) -> Tensor:
 
 
 def freeze(model: nn.Module, step: int) -> None:
-    """What is trained changes between steps; in the second the frozen weight already has a gradient."""
+    """What is trained changes between steps; in the second the frozen weight already has a
+    gradient.
+    """
     model.first.bias.requires_grad_(step != 2)  # type: ignore[union-attr, operator]
 
 
 def plain() -> dict[str, Tensor]:
     model = Net()
-    model.turned.data = model.turned.data.contiguous()  # as in a flat buffer; products round otherwise with strides
+    # as in a flat buffer; products round otherwise with strides
+    model.turned.data = model.turned.data.contiguous()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1, fused=True)
     for step in range(4):
         for micro in range(2):
@@ -74,7 +83,8 @@ def train(stage: int, how: str, config: dict[str, Any]) -> tuple[Any, str]:
             "gradient_clipping": 0.0,
             "gradient_accumulation_steps": 2,
             "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1}},
-            "plugins": {"disable": ["ds-optimizers", "ds-ops-cpu"]},  # whose last bits are their own
+            # whose last bits are their own
+            "plugins": {"disable": ["ds-optimizers", "ds-ops-cpu"]},
             "zero_optimization": {"stage": stage, "reduce_bucket_size": 40},
             **config,
         },
@@ -179,9 +189,12 @@ def written_part() -> None:
 
     engine = start({"ignore_unused_parameters": False})
     first = engine.module[0]
-    before, bias = first.weight.detach().clone(), first.bias.detach().clone()
+    before = first.weight.detach().clone()
+    bias = first.bias.detach().clone()
     engine.backward(engine(torch.ones(1, D)).sum())
-    expected = {n: p.grad.clone() for n, p in engine.module.named_parameters() if p.grad is not None}
+    expected = {
+        n: p.grad.clone() for n, p in engine.module.named_parameters() if p.grad is not None
+    }
     access.safe_set_full_grad(first.weight, torch.full((D, D), 2.0))
     engine.step()
     assert torch.allclose(first.weight, before - 2.0)

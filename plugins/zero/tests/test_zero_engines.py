@@ -1,4 +1,5 @@
-"""Several engines with a joint loss, and windows that mix both kinds of backward, at every stage."""
+"""Several engines with a joint loss, and windows that mix both kinds of backward, at every
+stage."""
 
 from __future__ import annotations
 
@@ -9,20 +10,31 @@ import torch
 from ds_testing import run_ranks
 from torch import Tensor, nn
 
-STEPS, BATCH, D = 3, 2, 5
+STEPS = 3
+BATCH = 2
+D = 5
 
 
 def model(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2)).double()
+    return nn.Sequential(
+        nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2)
+    ).double()
 
 
 def batch(step: int, rank: int) -> Tensor:
-    return torch.randn(BATCH, D, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+    return torch.randn(
+        BATCH, D, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64
+    )
 
 
 def config(stage: int, gas: int = 1, **more: Any) -> dict[str, Any]:
-    zero = {"stage": stage, "param_persistence_threshold": 0, "reduce_bucket_size": 2 * D, "overlap_comm": True}
+    zero = {
+        "stage": stage,
+        "param_persistence_threshold": 0,
+        "reduce_bucket_size": 2 * D,
+        "overlap_comm": True,
+    }
     return {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": gas,
@@ -61,7 +73,9 @@ def truth(how: str, world: int, gas: int) -> list[Tensor]:
 
 def train_each(cases: list[list[int]], how: str, gas: int) -> dict[str, float]:
     """`train` for each list of stages and both kinds of backward."""
-    return {f"{s} {drive}": train(s, how, drive, gas) for s in cases for drive in ("plain", "engine")}
+    return {
+        f"{s} {drive}": train(s, how, drive, gas) for s in cases for drive in ("plain", "engine")
+    }
 
 
 def train(stages: list[int], how: str, drive: str, gas: int) -> float:
@@ -69,10 +83,13 @@ def train(stages: list[int], how: str, drive: str, gas: int) -> float:
     import ds_core
     from ds_core import comm
 
-    rank, world = comm.rank(), comm.world_size()
+    rank = comm.rank()
+    world = comm.world_size()
     wanted = truth(how, world, gas)
     engines = [
-        ds_core.initialize(model=model(i + 1), config=config(stage, gas, comms_guard={"enabled": True}))[0]
+        ds_core.initialize(
+            model=model(i + 1), config=config(stage, gas, comms_guard={"enabled": True})
+        )[0]
         for i, stage in enumerate(stages)
     ]
     for step in range(STEPS):
@@ -101,7 +118,9 @@ def train(stages: list[int], how: str, drive: str, gas: int) -> float:
         pytest.param(4, "unused", 1, [[1, 2], [0, 1]], marks=pytest.mark.slow),
     ],
 )
-def test_joint_loss_is_that_of_plain_torch(world: int, how: str, gas: int, stages: list[list[int]]) -> None:
+def test_joint_loss_is_that_of_plain_torch(
+    world: int, how: str, gas: int, stages: list[list[int]]
+) -> None:
     for off in run_ranks(world, train_each, stages, how, gas):
         assert max(off.values()) < 1e-12, off
 
@@ -114,7 +133,8 @@ def scales_apart(first: dict[str, Any], second: dict[str, Any], drive: str) -> s
 
     zero = {"zero_optimization": {"stage": 1}}
     engines = [
-        ds_core.initialize(model=model(1).float(), config=config(0) | zero | more)[0] for more in (first, second)
+        ds_core.initialize(model=model(1).float(), config=config(0) | zero | more)[0]
+        for more in (first, second)
     ]
     x = batch(0, comm.rank()).to(next(engines[0].module.parameters()).dtype)
     y = batch(0, comm.rank()).to(next(engines[1].module.parameters()).dtype)
@@ -140,7 +160,10 @@ GAS2 = {"gradient_accumulation_steps": 2}
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_engines_of_a_joint_loss_must_scale_it_alike(world: int) -> None:
-    for first, second, numbers in (({}, GAS2, "by 1, and this engine multiplies by 0.5"), (FP16, {}, "by 8, and")):
+    for first, second, numbers in (
+        ({}, GAS2, "by 1, and this engine multiplies by 0.5"),
+        (FP16, {}, "by 8, and"),
+    ):
         for said in run_ranks(world, scales_apart, first, second, "engine"):
             assert numbers in said, (first, second, said)
     assert run_ranks(world, scales_apart, FP16, FP16, "engine") == [""] * world
@@ -178,7 +201,9 @@ def broken_off(stage: int) -> float:
         engine.destroy()
     pairs = zip((a, b), plain, strict=True)
     return max(
-        float((p - q).abs().max()) for e, m in pairs for p, q in zip(e.module.parameters(), m.parameters(), strict=True)
+        float((p - q).abs().max())
+        for e, m in pairs
+        for p, q in zip(e.module.parameters(), m.parameters(), strict=True)
     )
 
 
@@ -187,7 +212,7 @@ def test_a_joint_backward_that_failed(stage: int) -> None:
     assert max(run_ranks(2, broken_off, stage)) < 1e-12
 
 
-# -- both kinds of backward in one window --------------------------------------------------------------------------
+# -- both kinds of backward in one window ----------------------------------------------------------
 
 
 def mix() -> list[str]:
@@ -238,14 +263,18 @@ def mix_without_accumulation_in(stage: int) -> float:
 
     engine, *_ = ds_core.initialize(model=model(1), config=config(stage))
     plain = model(1)
-    x, y = batch(0, 0), batch(1, 0)
+    x = batch(0, 0)
+    y = batch(1, 0)
     engine.backward(engine(x).square().mean())
     engine(y).square().mean().backward()
     engine.step()
     (plain(x).square().mean() + plain(y).square().mean()).backward()
     torch.optim.SGD(plain.parameters(), lr=0.2).step()
     engine.destroy()
-    return max(float((p - q).abs().max()) for p, q in zip(engine.module.parameters(), plain.parameters(), strict=True))
+    return max(
+        float((p - q).abs().max())
+        for p, q in zip(engine.module.parameters(), plain.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -304,18 +333,21 @@ def test_accumulation_that_is_set_later_is_watched_too() -> None:
     assert "came both from" in run_ranks(1, accumulation_set_later)[0]
 
 
-# -- one model, one engine -----------------------------------------------------------------------------------------
+# -- one model, one engine -------------------------------------------------------------------------
 
 
 def take_over() -> list[str]:
-    """A second engine on a model, at every stage: the first one ends, and the second trains as if it were alone."""
+    """A second engine on a model, at every stage: the first one ends, and the second trains as if
+    it were alone.
+    """
     import ds_core
     from ds_core import comm
     from ds_core.errors import UsageError
 
     said = []
     for stage in range(4):
-        net, plain = model(1), model(1)
+        net = model(1)
+        plain = model(1)
         first: Any = ds_core.initialize(model=net, config=config(stage))[0]
         engine: Any = ds_core.initialize(model=net, config=config(stage))[0]
         try:

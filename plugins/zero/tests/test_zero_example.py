@@ -15,7 +15,17 @@ GPT = Path(__file__).parents[3] / "examples" / "gpt"
 
 @pytest.mark.slow
 def test_gpt_trains_with_everything_offloaded(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ds_cli", "run", "--nproc", "2", str(GPT / "train.py"), "--steps", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "ds_cli",
+        "run",
+        "--nproc",
+        "2",
+        str(GPT / "train.py"),
+        "--steps",
+        "2",
+    ]
     config = GPT / "ds_config_zero3_offload.json"
     done = subprocess.run(
         [*command, "--deepspeed_config", str(config), "--run", str(tmp_path / "run")],

@@ -1,4 +1,6 @@
-"""Partitioned weights read and written: GatheredParameters, load_state_dict, apply, external parameters, generation."""
+"""Partitioned weights read and written: GatheredParameters, load_state_dict, apply, external
+parameters, generation.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ D = 6
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(D, D), nn.Sequential(nn.Linear(D, D), nn.Tanh())
+        self.a = nn.Linear(D, D)
+        self.b = nn.Sequential(nn.Linear(D, D), nn.Tanh())
         self.frozen = nn.Linear(D, D).requires_grad_(False)
         self.small = nn.Parameter(torch.ones(2))
         self.norm = nn.BatchNorm1d(D)
@@ -32,7 +35,11 @@ class Net(nn.Module):
 
 
 def start(
-    stage: int, dtype: str = "float32", model: nn.Module | None = None, optimizer: str = "SGD", **section: Any
+    stage: int,
+    dtype: str = "float32",
+    model: nn.Module | None = None,
+    optimizer: str = "SGD",
+    **section: Any,
 ) -> Any:
     import ds_core
 
@@ -77,7 +84,9 @@ def unused_are_sharded(engine: Any) -> None:
 
 
 def check_writes(stage: int, dtype: str, optimizer: str, section: dict[str, Any]) -> None:
-    """What a rank wrote is the weight everywhere, and stays it when a step with lr 0 publishes the masters."""
+    """What a rank wrote is the weight everywhere, and stays it when a step with lr 0 publishes the
+    masters.
+    """
     from ds_core import comm
 
     engine = start(stage, dtype, optimizer=optimizer, **section)
@@ -92,12 +101,18 @@ def check_writes(stage: int, dtype: str, optimizer: str, section: dict[str, Any]
             module.a.bias.data = torch.full((D,), 7.0 + comm.rank(), dtype=module.a.bias.dtype)
         unused_are_sharded(engine)
         for name, value in weights(engine).items():
-            assert bool((value == (7.0 + rank if name == "a.bias" else 11.0 * rank)).all()), (name, rank)
+            assert bool((value == (7.0 + rank if name == "a.bias" else 11.0 * rank)).all()), (
+                name,
+                rank,
+            )
         for group in engine.optimizer.param_groups:
             group["lr"] = 0.0
         step(engine)
         for name, value in weights(engine).items():
-            assert bool((value == (7.0 + rank if name == "a.bias" else 11.0 * rank)).all()), (name, rank)
+            assert bool((value == (7.0 + rank if name == "a.bias" else 11.0 * rank)).all()), (
+                name,
+                rank,
+            )
     module.load_state_dict({n: v.to(module.a.bias.dtype) for n, v in before.items()}, strict=False)
     step(engine)
     found = weights(engine)
@@ -112,7 +127,8 @@ def test_writes_reach_every_rank_and_the_masters(stage: int, world: int) -> None
     run_ranks(world, check_writes, stage, "bfloat16" if world < 4 else "float32", "SGD", {})
 
 
-CPU, DISK = {"device": "cpu"}, "plugins.zero.tests.disk_store"
+CPU = {"device": "cpu"}
+DISK = "plugins.zero.tests.disk_store"
 FAR = {"device": "disk", "max_in_cpu": 0}
 OFFLOADED: list[tuple[int, str, dict[str, Any]]] = [
     (1, "bfloat16", {"offload_optimizer": CPU}),
@@ -143,7 +159,8 @@ def check_reads() -> None:
     from ds_core import comm
 
     engine = start(3)
-    module, truth = engine.module, weights(engine)
+    module = engine.module
+    truth = weights(engine)
     gathered = ds_zero.GatheredParameters
 
     def whole(*params: nn.Parameter) -> None:
@@ -167,7 +184,12 @@ def check_reads() -> None:
         ds_zero.empty_partition_cache(engine)
         whole(module.a.weight)
     unused_are_sharded(engine)
-    with gathered(module, enabled=False), gathered(nn.Linear(2, 2)), gathered([]), gathered(iter([module.a.bias])):
+    with (
+        gathered(module, enabled=False),
+        gathered(nn.Linear(2, 2)),
+        gathered([]),
+        gathered(iter([module.a.bias])),
+    ):
         assert module.b[0].weight.numel() == 0
         whole(module.a.bias)
     unused_are_sharded(engine)
@@ -205,7 +227,9 @@ def check_reads() -> None:
         module.a.weight.data.zero_()
     assert torch.equal(weights(engine)["a.weight"], truth["a.weight"])
     with (
-        pytest.raises(UsageError, match=r"'a.weight' of shape \(6, 6\) was given data of shape \(3,\)"),
+        pytest.raises(
+            UsageError, match=r"'a.weight' of shape \(6, 6\) was given data of shape \(3,\)"
+        ),
         gathered(module.a.weight, modifier_rank=0),
     ):
         module.a.weight.data = torch.ones(3)
@@ -233,7 +257,10 @@ def check_sanity(stage: int) -> None:
     for name in ("a.weight", "small"):
         param = engine.module.get_parameter(name)
         with (
-            pytest.raises(UsageError, match=f"'{name}' was written inside GatheredParameters without modifier_rank"),
+            pytest.raises(
+                UsageError,
+                match=f"'{name}' was written inside GatheredParameters without modifier_rank",
+            ),
             ds_zero.GatheredParameters(param),
         ):
             param.data[0] += 1.0
@@ -248,20 +275,29 @@ def test_writes_without_a_modifier_are_found_out(stage: int) -> None:
 
 
 def check_several_engines() -> None:
-    first, second = start(3), start(2)
+    first = start(3)
+    second = start(2)
     third = start(3)
     models = [e.module for e in (first, second, third)]
-    with ds_zero.GatheredParameters([p for m in models for p in m.parameters()], modifier_rank=0), torch.no_grad():
+    with (
+        ds_zero.GatheredParameters([p for m in models for p in m.parameters()], modifier_rank=0),
+        torch.no_grad(),
+    ):
         for number, model in enumerate(models):
             for param in model.parameters():
                 param.fill_(number)
     for number, engine in enumerate((first, second, third)):
         assert all(bool((v == number).all()) for v in weights(engine).values())
     part = nn.Sequential(first.module.a)
-    with pytest.raises(UsageError, match=r"parameter '0.weight' of the model belongs to .* call destroy\(\)"):
+    with pytest.raises(
+        UsageError, match=r"parameter '0.weight' of the model belongs to .* call destroy\(\)"
+    ):
         start(3, model=part)
     part.requires_grad_(False)  # what is not trained may be shared, but not what is partitioned
-    with pytest.raises(UsageError, match=r"parameter '0.weight' is partitioned by another engine; call that engine's"):
+    with pytest.raises(
+        UsageError,
+        match=r"parameter '0.weight' is partitioned by another engine; call that engine's",
+    ):
         start(3, model=part)
     part.requires_grad_(True)
     joint = first(torch.ones(4, D)).sum() + third(torch.ones(4, D)).sum()
@@ -278,35 +314,43 @@ def test_several_engines() -> None:
     run_ranks(2, check_several_engines)
 
 
-# -- torch's own calls -------------------------------------------------------------------------------------------
+# -- torch's own calls -----------------------------------------------------------------------------
 
 
 def check_placeholders(engine: Any, names: list[str], said: list[str]) -> None:
-    """Partitioned weights are empty in a state dict, also while they happen to be gathered, and loading them changes
-    nothing; what one rank refuses, all do."""
+    """Partitioned weights are empty in a state dict, also while they happen to be gathered, and
+    loading them changes nothing; what one rank refuses, all do."""
     from ds_core import comm
 
-    module, rank = engine.module, comm.rank()
+    module = engine.module
+    rank = comm.rank()
     partitioned = {n for n, p in module.named_parameters() if not p.ds_persist}
     step(engine)
-    engine(torch.ones(4, D, dtype=torch.bfloat16))  # weights are kept for a backward that never comes
+    # weights are kept for a backward that never comes
+    engine(torch.ones(4, D, dtype=torch.bfloat16))
     assert any(module.get_parameter(n).numel() for n in partitioned), "none was kept"
     file = io.BytesIO()
     torch.save(module.state_dict(), file)
     file.seek(0)
-    before, loaded = weights(engine), torch.load(file)
+    before = weights(engine)
+    loaded = torch.load(file)
     assert list(loaded) == names
-    assert {n for n, t in loaded.items() if not t.numel()} == partitioned and "a.weight" in partitioned
+    assert {
+        n for n, t in loaded.items() if not t.numel()
+    } == partitioned and "a.weight" in partitioned
     assert (loaded["a.weight"].shape, loaded["a.weight"].dtype) == ((0,), torch.bfloat16)
     module.load_state_dict(loaded)
     after = weights(engine)
     assert all(torch.equal(after[n], before[n]) for n in before)
-    assert [text.partition(":")[0] for text in said] == ([] if rank else ["state_dict()", "load_state_dict()"])
+    assert [text.partition(":")[0] for text in said] == (
+        [] if rank else ["state_dict()", "load_state_dict()"]
+    )
     with pytest.raises(RuntimeError, match="size mismatch for a.weight"):
         Net().load_state_dict(loaded)
     with pytest.raises(RuntimeError, match=r"size mismatch for a.weight.*of this rank"):
         module.load_state_dict({**loaded, "a.weight": torch.ones(2, 2)} if rank else loaded)
-    for given in (loaded["a.weight"], torch.empty(D, D, device="meta")):  # on ranks without the file
+    # on ranks without the file
+    for given in (loaded["a.weight"], torch.empty(D, D, device="meta")):
         step(engine)
         module.load_state_dict({**loaded, "a.weight": given if rank else torch.ones(D, D)})
         assert bool((weights(engine)["a.weight"] == 1).all())
@@ -332,10 +376,14 @@ def check_state_dicts(stage: int, folder: str, section: dict[str, Any]) -> None:
     new = {n: torch.randn_like(t) if t.is_floating_point() else t for n, t in state.items()}
     for tensor in new.values():
         comm.broadcast(tensor, src=0)
-    engine(torch.ones(4, D, dtype=torch.bfloat16))  # weights are kept for a backward that never comes
+    # weights are kept for a backward that never comes
+    engine(torch.ones(4, D, dtype=torch.bfloat16))
     for assign in (False, True):
         # For what is partitioned the first rank's counts; the rest every rank loads for itself.
-        given = {n: t + 1 if comm.rank() and n == "a.weight" and stage == 3 else t for n, t in new.items()}
+        given = {
+            n: t + 1 if comm.rank() and n == "a.weight" and stage == 3 else t
+            for n, t in new.items()
+        }
         module.load_state_dict(given, assign=assign)
     found = weights(engine)
     assert all(torch.equal(found[n], new[n].double()) for n in found)
@@ -375,9 +423,13 @@ def check_state_dicts(stage: int, folder: str, section: dict[str, Any]) -> None:
     assert list(module.state_dict()) == names
 
 
-@pytest.mark.parametrize("section", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["device", "offload"])
+@pytest.mark.parametrize(
+    "section", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["device", "offload"]
+)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_state_dicts_and_custom_loading(stage: int, section: dict[str, Any], tmp_path: Path) -> None:
+def test_state_dicts_and_custom_loading(
+    stage: int, section: dict[str, Any], tmp_path: Path
+) -> None:
     run_ranks(2, check_state_dicts, stage, str(tmp_path), section)
 
 
@@ -434,7 +486,7 @@ def test_apply() -> None:
     run_ranks(2, check_apply)
 
 
-# -- parameters used elsewhere, modules that come later ----------------------------------------------------------
+# -- parameters used elsewhere, modules that come later --------------------------------------------
 
 
 class Holder(nn.Module):
@@ -472,20 +524,25 @@ def check_external(early: bool, by_context: bool) -> None:
     with ds_zero.Init(enabled=early):
         torch.manual_seed(0)
         model = Outside()
-    register, unregister = ds_zero.register_external_parameter, ds_zero.unregister_external_parameter
+    register = ds_zero.register_external_parameter
+    unregister = ds_zero.unregister_external_parameter
     stranger = nn.Parameter(torch.ones(2))
     weight = model.holder.weight
     if early:
         register(model.user, weight)
         register(model.user, stranger)
-        with pytest.raises(UsageError, match=r"register_external_parameter\(User, .*\(2,\) belongs to no module"):
+        with pytest.raises(
+            UsageError, match=r"register_external_parameter\(User, .*\(2,\) belongs to no module"
+        ):
             start(3, model=model, param_persistence_threshold=0)
         unregister(model.user, stranger)
     engine = start(3, model=model, param_persistence_threshold=0, max_reuse_distance=0)
     if not early:
         with pytest.raises(RuntimeError):
             engine(torch.ones(4, D))
-        with pytest.raises(UsageError, match=r"\(2,\) belongs to no module that was given to initialize"):
+        with pytest.raises(
+            UsageError, match=r"\(2,\) belongs to no module that was given to initialize"
+        ):
             register(model.user, stranger)
         if by_context:
             with ds_zero.GatheredParameters(weight, fwd_module=model.user):
@@ -553,7 +610,8 @@ def check_late() -> None:
     assert not torch.equal(before["a.weight"], after["a.weight"])
     assert torch.equal(module.a.extra, torch.ones(D))
     assert [r for r in records if "added to the model after initialize" in r] == [
-        "parameters added to the model after initialize are not trained, and each rank has its own: a.extra; "
+        "parameters added to the model after initialize are not trained, and each rank has its "
+        "own: a.extra; "
         "add modules before initialize to train them"
     ]
     logger.removeHandler(handler)

@@ -1,4 +1,6 @@
-"""Optimizers that need whole tensors (LAMB, Muon, anybody's) do under every stage what they do in one process."""
+"""Optimizers that need whole tensors (LAMB, Muon, anybody's) do under every stage what they do in
+one process.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +29,24 @@ def _beside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
 
-# -- the kit, with an element-wise optimizer that claims to need whole tensors -----------------------------------
+# -- the kit, with an element-wise optimizer that claims to need whole tensors ---------------------
 
 
 class _Whole(PartitionerConformance):
     load: ClassVar[tuple[str, ...]] = ("whole_tensors",)
-    refused = "needs each tensor whole"  # of what is cut along tp or ep, or is on one pipeline stage
+    # of what is cut along tp or ep, or is on one pipeline stage
+    refused = "needs each tensor whole"
     stage: ClassVar[int]
 
     @pytest.mark.parametrize("world", [1, 2, 4])
     @pytest.mark.parametrize("how", ["manual"])
     @pytest.mark.parametrize("name", list(CASES))
     def test_trains_as_one_process(self, name: str, how: str, world: int) -> None:
-        leaf = {"leaf_module": {"classes": "_Net"}} if name == "partly-used" and self.stage == 3 else {}
+        leaf = (
+            {"leaf_module": {"classes": "_Net"}}
+            if name == "partly-used" and self.stage == 3
+            else {}
+        )
         self.config = {"zero_optimization": {"stage": self.stage, **SMALL, **leaf}}  # type: ignore[misc]
         super().test_trains_as_one_process(name, how, world)
 
@@ -53,7 +60,9 @@ class TestWhole1(_Whole):
 @pytest.mark.slow
 class TestWhole2(_Whole):
     stage = 2
-    config: ClassVar[Mapping[str, Any]] = {"zero_optimization": {"stage": 2, "overlap_comm": True, **SMALL}}
+    config: ClassVar[Mapping[str, Any]] = {
+        "zero_optimization": {"stage": 2, "overlap_comm": True, **SMALL}
+    }
 
 
 @pytest.mark.slow
@@ -65,7 +74,7 @@ class TestWhole3(_Whole):
 del _Whole  # not to be collected by itself
 
 
-# -- LAMB and Muon against one process ---------------------------------------------------------------------------
+# -- LAMB and Muon against one process -------------------------------------------------------------
 
 
 class Net(nn.Module):
@@ -88,7 +97,11 @@ class Net(nn.Module):
         h = torch.tanh(self.mid(torch.tanh(self.inp(x)))) * self.scale
         h = torch.tanh(self.frozen(torch.tanh(self.again(h))))
         h = self.conv(h[:, None]).flatten(1)
-        return (self.out(h) + self.empty.sum()).float().square().mean() if h.dtype != torch.float64 else self.loss(h)
+        return (
+            (self.out(h) + self.empty.sum()).float().square().mean()
+            if h.dtype != torch.float64
+            else self.loss(h)
+        )
 
     def loss(self, h: Tensor) -> Tensor:
         return (self.out(h) + self.empty.sum()).square().mean()
@@ -113,21 +126,30 @@ def build(dtype: str, seed: int = 0) -> Net:
 
 
 def groups_of(model: Net, kind: str) -> list[dict[str, Any]]:
-    """Two groups with their own learning rates; Muon takes matrices only, and leaves the rest as it is."""
+    """Two groups with their own learning rates; Muon takes matrices only, and leaves the rest as it
+    is.
+    """
     wanted = [p for p in model.parameters() if kind != "muon" or (p.dim() == 2 and p.numel())]
     return [{"params": wanted[::2], "lr": 0.03}, {"params": wanted[1::2]}]
 
 
 def data(dtype: str, step: int, index: int) -> Tensor:
-    x = torch.randn(3, 7, generator=torch.Generator().manual_seed(100 * step + index), dtype=torch.float64)
+    x = torch.randn(
+        3, 7, generator=torch.Generator().manual_seed(100 * step + index), dtype=torch.float64
+    )
     return x.to(getattr(torch, dtype))
 
 
-def truth(kind: str, dtype: str, clip: float, steps: int = 4) -> tuple[list[float], dict[str, Tensor]]:
+def truth(
+    kind: str, dtype: str, clip: float, steps: int = 4
+) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights of one process of plain torch; 16-bit weights have fp32 masters."""
     model = build(dtype)
     low = dtype in ("bfloat16", "float16")
-    masters = {p: nn.Parameter(p.detach().clone(), p.requires_grad) if low else p for p in model.parameters()}
+    masters = {
+        p: nn.Parameter(p.detach().clone(), p.requires_grad) if low else p
+        for p in model.parameters()
+    }
     model.to(getattr(torch, dtype))
     for param, master in masters.items():
         if low:
@@ -145,7 +167,9 @@ def truth(kind: str, dtype: str, clip: float, steps: int = 4) -> tuple[list[floa
             losses[-1] += loss.item() / GLOBAL
             for param, master in masters.items():
                 if low and param.grad is not None:  # summed in fp32, in any order nearly the same
-                    master.grad = param.grad.float() / scale + (0 if master.grad is None else master.grad)
+                    master.grad = param.grad.float() / scale + (
+                        0 if master.grad is None else master.grad
+                    )
                     param.grad = None
         if clip:
             torch.nn.utils.clip_grad_norm_([p for p in trained if p.grad is not None], clip)
@@ -179,9 +203,13 @@ def start(kind: str, dtype: str, stage: int, seed: int = 0, **config: Any) -> An
     }
     if kind == "lamb":  # declared, by name
         config["optimizer"] = {"type": "PaperLamb", "params": {"lr": 0.02}}
-        engine, *_ = ds_core.initialize(model=model, model_parameters=groups_of(model, kind), config=config)
+        engine, *_ = ds_core.initialize(
+            model=model, model_parameters=groups_of(model, kind), config=config
+        )
     else:  # an object of torch's
-        engine, *_ = ds_core.initialize(model=model, optimizer=MAKERS[kind](groups_of(model, kind)), config=config)
+        engine, *_ = ds_core.initialize(
+            model=model, optimizer=MAKERS[kind](groups_of(model, kind)), config=config
+        )
     return engine
 
 
@@ -221,10 +249,17 @@ def train(kind: str, dtype: str, clip: float, stage: int) -> dict[str, float]:
     errors = {"loss": max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))}
     for name, weight in weights.items():
         errors[name] = relative(found[name], weight)
-    unused = [p for p in engine.partitioner.pieces.values() if p.name.startswith("unused") and p.master.grad is None]
+    unused = [
+        p
+        for p in engine.partitioner.pieces.values()
+        if p.name.startswith("unused") and p.master.grad is None
+    ]
     assert not any(engine.optimizer.state.get(p.master) for p in unused)
     start_weights = dict(build(dtype).named_parameters())
-    assert torch.equal(found["unused.weight"].float(), start_weights["unused.weight"].to(getattr(torch, dtype)).float())
+    assert torch.equal(
+        found["unused.weight"].float(),
+        start_weights["unused.weight"].to(getattr(torch, dtype)).float(),
+    )
     owners = comm.all_gather_json(sorted(held))
     engine.destroy()
     flat = [n for names in owners for n in names]
@@ -254,21 +289,26 @@ def test_trains_as_one_process(kind: str, dtype: str, clip: float, stage: int, w
             assert error <= DTYPES[dtype], f"rank {rank}: {what} is off by {error:.3g}"
 
 
-# -- who owns what, and what is sent -----------------------------------------------------------------------------
+# -- who owns what, and what is sent ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8, 4096])
 def test_owners_are_balanced(world: int) -> None:
     dice = random.Random(world)
     for tensors in (1, 5, 60):
-        sizes, homes = [], []
+        sizes = []
+        homes = []
         for _ in range(20):  # buckets
-            layout = Layout.of([dice.choice([0, 1, 3, 40, 1000, 1024, 50000]) for _ in range(tensors)], world)
+            layout = Layout.of(
+                [dice.choice([0, 1, 3, 40, 1000, 1024, 50000]) for _ in range(tensors)], world
+            )
             for index, size in enumerate(layout.sizes):
                 ranks = layout.ranks(index)
-                assert [r for r in range(world) if layout.span(index, r).stop > layout.span(index, r).start] == [
-                    *ranks
-                ], "Layout.ranks disagrees with its spans"
+                assert [
+                    r
+                    for r in range(world)
+                    if layout.span(index, r).stop > layout.span(index, r).start
+                ] == [*ranks], "Layout.ranks disagrees with its spans"
                 sizes.append(size)
                 homes.append(ranks[0] if len(ranks) == 1 else None)
             if world == 4096:
@@ -294,7 +334,9 @@ def test_owners_by_hand() -> None:
 class Rows(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.a = nn.Linear(8, 8)
+        self.b = nn.Linear(8, 8)
+        self.c = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c(torch.tanh(self.b(torch.tanh(self.a(x))))).square().mean()
@@ -311,7 +353,11 @@ def traffic(stage: int, dtype: str, bucket: int) -> dict[str, Any]:
             "train_micro_batch_size_per_gpu": 2,
             "optimizer": {"type": "PaperLamb"},
             "bf16": {"enabled": dtype == "bfloat16"},
-            "zero_optimization": {"stage": stage, "param_persistence_threshold": 0, "reduce_bucket_size": bucket},
+            "zero_optimization": {
+                "stage": stage,
+                "param_persistence_threshold": 0,
+                "reduce_bucket_size": bucket,
+            },
             **LOAD,
         },
     )
@@ -321,7 +367,8 @@ def traffic(stage: int, dtype: str, bucket: int) -> dict[str, Any]:
         engine.step()
     comm.remove_interceptor(traffic)
     rows = [r for r in traffic.sent if r.op == "all_to_all_single"]
-    sent, calls = sum(r.bytes for r in rows), len(rows)
+    sent = sum(r.bytes for r in rows)
+    calls = len(rows)
     masters = sum(p.master.numel() for p in engine.partitioner.pieces.values())
     extra = sum(
         p.master.numel()
@@ -337,18 +384,25 @@ def traffic(stage: int, dtype: str, bucket: int) -> dict[str, Any]:
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_only_cut_tensors_travel(stage: int, dtype: str, size: int) -> None:
-    """Of three layers of 64 + 8 elements over 2 ranks, only what the parts' border cuts is sent, in 16 bits if so."""
+    """Of three layers of 64 + 8 elements over 2 ranks, only what the parts' border cuts is sent, in
+    16 bits if so.
+    """
     found = run_ranks(2, traffic, stage, dtype, 10_000)
     assert sum(f["masters"] for f in found) == 3 * 72
-    if stage == 3:  # a bucket per layer: its weight is cut at 36 of 72, its owner sends all of it back
-        cut, calls = 3 * 64, 6
+    # a bucket per layer: its weight is cut at 36 of 72, its owner sends all of it back
+    if stage == 3:
+        cut = 3 * 64
+        calls = 6
     else:  # one bucket of bias and weight, last layer first: the border at 108 lies in b's weight
-        cut, calls = 64, 2
+        cut = 64
+        calls = 2
     assert [f["calls"] for f in found] == [calls, calls]
     # Together: gradients of each cut tensor once, its weight once.
     assert sum(f["sent"] for f in found) == 2 * cut * size
     # fp32 masters are memory of their own only where the weight is not whole on its owner.
-    assert sum(f["extra"] for f in found) == (216 if dtype == "bfloat16" else cut if stage == 3 else 0)
+    assert sum(f["extra"] for f in found) == (
+        216 if dtype == "bfloat16" else cut if stage == 3 else 0
+    )
 
 
 def test_one_rank_sends_nothing() -> None:
@@ -357,7 +411,7 @@ def test_one_rank_sends_nothing() -> None:
         assert found == {"sent": 0, "calls": 0, "masters": 216, "extra": 0}
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
 def save(folder: Path, kind: str, dtype: str, stage: int) -> tuple[list[float], dict[str, Tensor]]:
@@ -370,7 +424,9 @@ def save(folder: Path, kind: str, dtype: str, stage: int) -> tuple[list[float], 
     return rest, found
 
 
-def resume(folder: Path, kind: str, dtype: str, stage: int) -> tuple[list[float], dict[str, Tensor]]:
+def resume(
+    folder: Path, kind: str, dtype: str, stage: int
+) -> tuple[list[float], dict[str, Tensor]]:
     engine = start(kind, dtype, stage, seed=3)
     steps(engine, dtype, range(7, 8))  # the states to be replaced are not empty
     engine.load_checkpoint(str(folder), tag="two")
@@ -380,12 +436,21 @@ def resume(folder: Path, kind: str, dtype: str, stage: int) -> tuple[list[float]
     return rest, found
 
 
-ROUTES = [((3, 4), (1, 2)), ((3, 2), (0, 1)), ((0, 1), (3, 4)), ((1, 2), (2, 4)), ((2, 4), (3, 1)), ((0, 2), (1, 4))]
+ROUTES = [
+    ((3, 4), (1, 2)),
+    ((3, 2), (0, 1)),
+    ((0, 1), (3, 4)),
+    ((1, 2), (2, 4)),
+    ((2, 4), (3, 1)),
+    ((0, 2), (1, 4)),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("route", ROUTES, ids=lambda r: "-".join(f"stage{s}x{w}" for s, w in r))
-@pytest.mark.parametrize(("kind", "dtype"), [("lamb", "float64"), ("lamb", "bfloat16"), ("muon", "float64")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("lamb", "float64"), ("lamb", "bfloat16"), ("muon", "float64")]
+)
 def test_any_layout_loads_into_any_other(kind: str, dtype: str, route: Any, tmp_path: Path) -> None:
     (stage, world), (other, other_world) = route
     losses, weights = run_ranks(world, save, tmp_path, kind, dtype, stage)[0]
@@ -396,8 +461,12 @@ def test_any_layout_loads_into_any_other(kind: str, dtype: str, route: Any, tmp_
         assert torch.allclose(found[key], value, rtol=0, atol=tolerance), key
 
 
-def adamw(folder: Path, dtype: str, whole_grain: bool, stage: int, *, load: bool) -> dict[str, Tensor]:
-    """AdamW for two steps into a checkpoint and two more, or from it for two; by elements or by whole tensors."""
+def adamw(
+    folder: Path, dtype: str, whole_grain: bool, stage: int, *, load: bool
+) -> dict[str, Tensor]:
+    """AdamW for two steps into a checkpoint and two more, or from it for two; by elements or by
+    whole tensors.
+    """
     import ds_core
     from ds_core import comm
 
@@ -419,14 +488,19 @@ def adamw(folder: Path, dtype: str, whole_grain: bool, stage: int, *, load: bool
     else:
         engine.save_checkpoint(str(folder), tag="two")
     steps(engine, dtype, range(2, 4))
-    assert all((b.owned is not None) == whole_grain for b in engine.partitioner.buckets if b.params[0].requires_grad)
+    assert all(
+        (b.owned is not None) == whole_grain
+        for b in engine.partitioner.buckets
+        if b.params[0].requires_grad
+    )
     found = whole(engine)
     engine.destroy()
     return found
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("float64", 1e-12), pytest.param("bfloat16", 2e-2, marks=pytest.mark.slow)]
+    ("dtype", "tolerance"),
+    [("float64", 1e-12), pytest.param("bfloat16", 2e-2, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("first", [True, False], ids=["whole-to-elements", "elements-to-whole"])
 def test_elements_and_whole_tensors_share_checkpoints(
@@ -447,11 +521,13 @@ def _load_adamw(folder: Path, dtype: str, whole_grain: bool, stage: int) -> dict
     return adamw(folder, dtype, whole_grain, stage, load=True)
 
 
-# -- optimizers of the user's own --------------------------------------------------------------------------------
+# -- optimizers of the user's own ------------------------------------------------------------------
 
 
 def taken_over(cls_name: str, dtype: str, stage: int) -> float:
-    """Two plain steps on every rank, then the optimizer, with its states, goes to an engine; the worst difference."""
+    """Two plain steps on every rank, then the optimizer, with its states, goes to an engine; the
+    worst difference.
+    """
     import whole_tensors
     from ds_testing.partitioner import relative
 
@@ -536,7 +612,9 @@ def grains() -> dict[str, str | None]:
         model = nn.Linear(2, 2, bias=False)
         if isinstance(optimizer, torch.optim.Optimizer):
             made = type(optimizer)(model.parameters())
-        engine, *_ = ds_core.initialize(model=model, optimizer=made, config={"train_batch_size": 1, **LOAD})
+        engine, *_ = ds_core.initialize(
+            model=model, optimizer=made, config={"train_batch_size": 1, **LOAD}
+        )
         found[name] = engine.ctx.grain
         engine.destroy()
     for name in ("Adafactor", "NAdam"):

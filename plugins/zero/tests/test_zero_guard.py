@@ -1,4 +1,6 @@
-"""The guard under ZeRO: every rank is told which rank, module and parameter parted ways; honest jobs are left alone."""
+"""The guard under ZeRO: every rank is told which rank, module and parameter parted ways; honest
+jobs are left alone.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ class Net(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.first, self.left, self.right, self.last = (nn.Linear(D, D) for _ in range(4))
-        self.how, self.passes = how, 0
+        self.how = how
+        self.passes = 0
 
     def forward(self, x: Tensor) -> Tensor:
         odd = self.passes == 2 and torch.distributed.get_rank() == 1
@@ -47,7 +50,8 @@ def train(stage: int, how: str, guarded: bool) -> list[float]:
     for step in range(4):
         loss = engine(torch.ones(2, D) * (rank + 1))
         engine.backward(loss)
-        if step == 2 and rank == 1 and how == "norm":  # a collective of which the other rank knows nothing
+        # a collective of which the other rank knows nothing
+        if step == 2 and rank == 1 and how == "norm":
             ds_core.comm.all_reduce(torch.ones(3))
         engine.step()
         losses.append(loss.item())
@@ -62,12 +66,18 @@ def train(stage: int, how: str, guarded: bool) -> list[float]:
 @pytest.mark.parametrize(
     ("stage", "how", "words"),
     [
-        (3, "skip", ["rank 0 came to the module of 'left.bias', and rank 1 to the module of 'right.bias'"]),
+        (
+            3,
+            "skip",
+            ["rank 0 came to the module of 'left.bias', and rank 1 to the module of 'right.bias'"],
+        ),
         (3, "branch", ["rank 0 came to", "'left.bias'", "rank 1 to the module of 'right.bias'"]),
         (2, "norm", ["rank 1: all_reduce of 3 float32", "rank 0: ", "test_zero_guard.py:"]),
     ],
 )
-def test_all_ranks_are_told_who_parted_from_whom_and_where(stage: int, how: str, words: list[str]) -> None:
+def test_all_ranks_are_told_who_parted_from_whom_and_where(
+    stage: int, how: str, words: list[str]
+) -> None:
     with pytest.raises(RemoteError) as info:
         run_ranks(2, train, stage, how, True)
     failures = info.value.failures
@@ -75,7 +85,8 @@ def test_all_ranks_are_told_who_parted_from_whom_and_where(stage: int, how: str,
     assert not any(failure.kind == "hung" for failure in failures)
     for failure in failures:
         told = str(failure)
-        # Gradients and weights travel on groups of their own: ranks may also be found waiting on different ones.
+        # Gradients and weights travel on groups of their own: ranks may also be found waiting on
+        # different ones.
         apart = "in backward of module 'left'" in told and "to which rank 1 has not come" in told
         assert all(word in told for word in words) or (how == "skip" and apart), told
 

@@ -1,4 +1,6 @@
-"""`ds_zero.Init`: models built in parts are, to the last bit, the models that plain construction gives."""
+"""`ds_zero.Init`: models built in parts are, to the last bit, the models that plain construction
+gives.
+"""
 
 from __future__ import annotations
 
@@ -67,11 +69,15 @@ class Everything(nn.Module):
 
         self.blocks = nn.ModuleList([Block(), LaterBlock(), Local()])
         self.copies = nn.ModuleList([copy.deepcopy(self.blocks[0]) for _ in range(2)])
-        self.by_name = nn.ModuleDict({"norm": nn.BatchNorm1d(D), "conv": nn.Conv1d(1, 1, 3, padding=1)})
+        self.by_name = nn.ModuleDict(
+            {"norm": nn.BatchNorm1d(D), "conv": nn.Conv1d(1, 1, 3, padding=1)}
+        )
         self.loose = nn.ParameterList([nn.Parameter(torch.randn(D, D)) for _ in range(2)])
-        self.emb, self.head = nn.Linear(D, D, bias=False), nn.Linear(D, D, bias=False)
+        self.emb = nn.Linear(D, D, bias=False)
+        self.head = nn.Linear(D, D, bias=False)
         self.head.weight = self.emb.weight
-        self.scalar, self.none = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.empty(0, D))
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+        self.none = nn.Parameter(torch.empty(0, D))
         data = self.emb.weight.data  # a view that lives on while others are built
         self.late = nn.utils.parametrizations.weight_norm(nn.Linear(D, D))
         data.mul_(0.5)
@@ -91,7 +97,10 @@ class Everything(nn.Module):
         for block in (*self.blocks, *self.copies):
             x = block(x) + x
         x = self.by_name["conv"](self.by_name["norm"](x).unsqueeze(1)).squeeze(1)
-        return self.head(self.late(self.frozen(self.emb(x) @ self.loose[step % 2]))) * self.scalar + self.none.sum()
+        return (
+            self.head(self.late(self.frozen(self.emb(x) @ self.loose[step % 2]))) * self.scalar
+            + self.none.sum()
+        )
 
 
 def config(stage: int = 3, dtype: str = "float32", **section: Any) -> dict[str, Any]:
@@ -120,7 +129,9 @@ def train(engine: Any, dtype: torch.dtype, steps: int = 3) -> list[float]:
 
 
 def compare(stage: int, name: str, section: dict[str, Any]) -> None:
-    """Weights after construction, losses and weights after training: the same bits with and without `Init`."""
+    """Weights after construction, losses and weights after training: the same bits with and without
+    `Init`.
+    """
     from ds_testing.partitioner import whole_weights
 
     import ds_core
@@ -155,7 +166,9 @@ def compare(stage: int, name: str, section: dict[str, Any]) -> None:
 
 
 def built_on_disk(folder: str) -> list[int]:
-    """Bytes of shards in memory after construction, and files on disk then and after the engine's end."""
+    """Bytes of shards in memory after construction, and files on disk then and after the engine's
+    end.
+    """
     from pathlib import Path
 
     import ds_zero.sharded_param as sharded
@@ -165,7 +178,10 @@ def built_on_disk(folder: str) -> list[int]:
     with ds_zero.Init(config_dict_or_path=config(3, "bfloat16", offload_param=far)):
         model = Everything()
     shards = [ds_zero.sharded_param.sharded_param_of(p).shard for p in model.parameters()]  # type: ignore[union-attr]
-    found = [max(s.untyped_storage().nbytes() for s in shards if s is not None), len(list(Path(folder).rglob("*.bin")))]
+    found = [
+        max(s.untyped_storage().nbytes() for s in shards if s is not None),
+        len(list(Path(folder).rglob("*.bin"))),
+    ]
     compare(3, "bfloat16", {"offload_param": far})
     return found
 
@@ -188,11 +204,13 @@ def test_other_stages_take_the_model_too(stage: int) -> None:
     run_ranks(2, compare, stage, "bfloat16", {})
 
 
-# -- which tensors are gathered is the same on all ranks ----------------------------------------------------------
+# -- which tensors are gathered is the same on all ranks -------------------------------------------
 
 
 class Restless(nn.Module):
-    """Its children are written to again and again, so each empty tensor that stands in for them is soon replaced."""
+    """Its children are written to again and again, so each empty tensor that stands in for them is
+    soon replaced.
+    """
 
     def __init__(self, looked: Callable[[nn.Module], None]) -> None:
         super().__init__()
@@ -212,16 +230,22 @@ def addresses(module: nn.Module) -> set[int]:
 
 @untracked
 def empty_at(places: set[int], limit: int = 20_000) -> Tensor:
-    """A fresh empty tensor whose storage has one of these addresses; torch hands memory that is free out again."""
+    """A fresh empty tensor whose storage has one of these addresses; torch hands memory that is
+    free out again.
+    """
     tried = []
     while (tensor := torch.empty(0)).untyped_storage()._cdata not in places:
         tried.append(tensor)  # or the next one would get the same place
-        assert len(tried) < limit, "torch uses none of these places again: this test needs another way"
+        assert len(tried) < limit, (
+            "torch uses none of these places again: this test needs another way"
+        )
     return tensor
 
 
 def check_reused_addresses() -> None:
-    """What transformers does with ``torch.tensor([]).device``, where chance gives it a place that was a weight's."""
+    """What transformers does with ``torch.tensor([]).device``, where chance gives it a place that
+    was a weight's.
+    """
     from ds_zero.sharded_param import ShardedParam
 
     from ds_core import comm
@@ -229,7 +253,8 @@ def check_reused_addresses() -> None:
     def alone(self: ShardedParam) -> Tensor:
         raise AssertionError(f"init.{self.serial} is gathered for a stranger, on one rank only")
 
-    gather, seen = ShardedParam.gather, set[int]()
+    gather = ShardedParam.gather
+    seen = set[int]()
     torch.manual_seed(0)
     plain = Restless(lambda module: None)
     with ds_zero.Init():
@@ -255,7 +280,9 @@ def test_an_address_that_was_a_weights_means_nothing() -> None:
 
 
 def check_garbage() -> None:
-    """A tensor that torch did not tell of is gathered, whether or not a rank has collected the parameter already."""
+    """A tensor that torch did not tell of is gathered, whether or not a rank has collected the
+    parameter already.
+    """
     from ds_core import comm
 
     torch.manual_seed(0)
@@ -286,19 +313,23 @@ def test_a_tensor_made_of_a_weight_that_an_engine_has_taken_says_so() -> None:
 
     with ds_zero.Init():
         model = nn.Linear(D, D)
-    name, alias = model.weight.ds_id, nn.Parameter(model.weight)
+    name = model.weight.ds_id
+    alias = nn.Parameter(model.weight)
     engine, *_ = ds_core.initialize(model=model, config=config())
     with ds_zero.Init():
         assert alias.requires_grad
-        with pytest.raises(UsageError, match=rf"made of parameter '{name}' of shape \(6, 6\).*GatheredParameters"):
+        with pytest.raises(
+            UsageError, match=rf"made of parameter '{name}' of shape \(6, 6\).*GatheredParameters"
+        ):
             alias.sum()
     engine.destroy()
 
 
-# -- memory ------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
-WIDE, DEEP = 64, 9
+WIDE = 64
+DEEP = 9
 
 
 @untracked  # or looking would be touching
@@ -339,7 +370,9 @@ class Wide(nn.Module):
 
 
 def settles(before: int, most: float) -> bool:
-    """Whether no more than `most` bytes are left; the thread that sends may let go of its last tensor a bit later."""
+    """Whether no more than `most` bytes are left; the thread that sends may let go of its last
+    tensor a bit later.
+    """
     until = time.monotonic() + 10
     while live_bytes() - before > most and time.monotonic() < until:
         time.sleep(0.01)
@@ -347,7 +380,9 @@ def settles(before: int, most: float) -> bool:
 
 
 def settled() -> int:
-    """What is alive once it has stayed the same for a while: the thread that sends may still hold an earlier test's."""
+    """What is alive once it has stayed the same for a while: the thread that sends may still hold
+    an earlier test's.
+    """
     now = live_bytes()
     while True:
         time.sleep(0.2)
@@ -358,7 +393,8 @@ def settled() -> int:
 
 
 def measure() -> None:
-    """Peaks in elements of one layer: while building, and while `initialize` takes the parts over."""
+    """Peaks in elements of one layer: while building, and while `initialize` takes the parts
+    over."""
     from ds_zero.gather_unit import BucketUnit
 
     import ds_core
@@ -376,7 +412,8 @@ def measure() -> None:
         model = Wide(look, attached=True)
         look()
     share = DEEP / comm.world_size()
-    # The last finished, the one that begins, and what the thread that sends may still hold of the one before.
+    # The last finished, the one that begins, and what the thread that sends may still hold of the
+    # one before.
     allowed = share + 3.1
     assert peak / layer <= allowed < DEEP, peak / layer
     assert settles(before, (share + 0.1) * layer)
@@ -410,13 +447,14 @@ def test_peak_memory_is_near_one_module_and_the_parts(world: int) -> None:
     run_ranks(world, measure)
 
 
-# -- devices, dtypes, places -------------------------------------------------------------------------------------
+# -- devices, dtypes, places -----------------------------------------------------------------------
 
 
 class NoReset(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.lin, self.own = nn.Linear(D, D), nn.Parameter(torch.empty(D, D))
+        self.lin = nn.Linear(D, D)
+        self.own = nn.Parameter(torch.empty(D, D))
         self.norm = nn.BatchNorm1d(D)
 
     def forward(self, x: Tensor, step: int = 0) -> Any:
@@ -438,7 +476,8 @@ def check_meta() -> None:
     with pytest.raises(UsageError, match=r"own: built on the meta device.*load_state_dict"):
         ds_core.initialize(model=model, config=config())
     with ds_zero.GatheredParameters(model):
-        assert torch.equal(model.lin.weight, plain.lin.weight)  # as reset_parameters of the plain one
+        # as reset_parameters of the plain one
+        assert torch.equal(model.lin.weight, plain.lin.weight)
         assert bool(model.own.isnan().all())
     # As from_pretrained does: rank 0 alone has the values, one weight after the other.
     for name, param in model.named_parameters():
@@ -453,11 +492,16 @@ def check_meta() -> None:
 
     with ds_zero.Init(), torch.device("meta"):
         model = NoReset()
-    values = {n: torch.randn_like(t) if t.is_floating_point() else t for n, t in plain.state_dict().items()}
+    values = {
+        n: torch.randn_like(t) if t.is_floating_point() else t
+        for n, t in plain.state_dict().items()
+    }
     comm_values = {n: t.clone() for n, t in values.items()}
     for tensor in comm_values.values():
         comm.broadcast(tensor, src=0)
-    model.load_state_dict(values if comm.rank() == 0 else {n: torch.zeros_like(t) for n, t in values.items()})
+    model.load_state_dict(
+        values if comm.rank() == 0 else {n: torch.zeros_like(t) for n, t in values.items()}
+    )
     with ds_zero.GatheredParameters(model):
         assert all(torch.equal(p, comm_values[n]) for n, p in model.named_parameters())
 
@@ -492,7 +536,9 @@ def check_places() -> None:
     with ds_zero.Init(mpu=Mpu()):
         alone = nn.Linear(D, D)
     assert alone.weight.ds_tensor.numel() == D * D
-    with pytest.raises(UsageError, match=rf"rank {rank} is not in data_parallel_group, which has \[{1 - rank}\]"):
+    with pytest.raises(
+        UsageError, match=rf"rank {rank} is not in data_parallel_group, which has \[{1 - rank}\]"
+    ):
         ds_zero.Init(data_parallel_group=pairs[1 - rank]).__enter__()
 
 
@@ -501,13 +547,18 @@ def test_places_and_dtypes() -> None:
 
 
 def check_other_replicas() -> None:
-    """Parameters that differ over an axis: parked over all ranks, partitioned over the ranks that share them."""
+    """Parameters that differ over an axis: parked over all ranks, partitioned over the ranks that
+    share them.
+    """
     from ds_testing.partitioner import whole_weights
 
     import ds_core
     from ds_core import comm
 
-    fake = {"fake_axes": {"axes": {"ep": 2}}, "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]}}
+    fake = {
+        "fake_axes": {"axes": {"ep": 2}},
+        "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]},
+    }
     section = {**config(param_persistence_threshold=0), **fake}
     found = []
     for enabled in (False, True):
@@ -529,12 +580,20 @@ def test_parameters_that_fewer_ranks_share_are_partitioned_anew() -> None:
     run_ranks(4, check_other_replicas)
 
 
-# -- what it leaves behind, and misuse ---------------------------------------------------------------------------
+# -- what it leaves behind, and misuse -------------------------------------------------------------
 
 
 def test_nothing_is_left_behind() -> None:
-    hooks = (torch_module._global_parameter_registration_hooks, torch_module._global_module_registration_hooks)
-    before = [dict(h) for h in hooks], nn.Linear.__init__, nn.Module.apply, _len_torch_function_stack()
+    hooks = (
+        torch_module._global_parameter_registration_hooks,
+        torch_module._global_module_registration_hooks,
+    )
+    before = (
+        [dict(h) for h in hooks],
+        nn.Linear.__init__,
+        nn.Module.apply,
+        _len_torch_function_stack(),
+    )
     with pytest.raises(ZeroDivisionError), ds_zero.Init():
         first = nn.Linear(D, D)
         broken = nn.Linear(D, D)
@@ -554,7 +613,12 @@ def test_nothing_is_left_behind() -> None:
     assert not ds_zero.is_zero_param(other[0].weight)
     assert ds_zero.is_zero_param(inner.weight)
     assert (nested.weight.dtype, outer.weight.dtype) == (torch.bfloat16, torch.float32)
-    assert before == ([dict(h) for h in hooks], nn.Linear.__init__, nn.Module.apply, _len_torch_function_stack())
+    assert before == (
+        [dict(h) for h in hooks],
+        nn.Linear.__init__,
+        nn.Module.apply,
+        _len_torch_function_stack(),
+    )
     assert nn.Linear(D, D).weight.shape == (D, D)
     with ds_zero.Init(enabled=False):
         assert nn.Linear(D, D).weight.shape == (D, D)
@@ -566,7 +630,8 @@ class Within(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         with ds_zero.Init():
-            self.lin, self.own = nn.Linear(D, D), nn.Parameter(torch.ones(D))
+            self.lin = nn.Linear(D, D)
+            self.own = nn.Parameter(torch.ones(D))
             self.lazy = nn.LazyLinear(3)
         self.own.data.mul_(3.0)
 
@@ -579,7 +644,9 @@ def test_a_module_under_construction_stays_whole() -> None:
 
 
 def test_weights_that_are_replaced_are_partitioned_too() -> None:
-    """As loaders do that build on the meta device and then put one whole parameter after the other in its place."""
+    """As loaders do that build on the meta device and then put one whole parameter after the other
+    in its place.
+    """
     with ds_zero.Init():
         model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
         for layer in model:
@@ -594,7 +661,9 @@ def test_a_model_without_an_engine_says_so() -> None:
     with ds_zero.Init():
         model = nn.Sequential(nn.Linear(D, D), nn.Tanh())
         assert model(torch.ones(2, D)).shape == (2, D)  # constructors may look at shapes
-    with pytest.raises(UsageError, match=r"Linear: its weights were partitioned by ds_zero.Init; give the model to"):
+    with pytest.raises(
+        UsageError, match=r"Linear: its weights were partitioned by ds_zero.Init; give the model to"
+    ):
         model(torch.ones(2, D))
     weight = model.state_dict()["0.weight"]
     assert (weight.shape, weight.dtype) == ((0,), torch.float32)
@@ -602,16 +671,24 @@ def test_a_model_without_an_engine_says_so() -> None:
         assert model.state_dict()["0.weight"].shape == (D, D)
         assert model(torch.ones(2, D)).shape == (2, D)
     model[0].weight.data = torch.ones(D, D)
-    with pytest.raises(UsageError, match=r"was given data of shape \(6, 6\) while it is partitioned"):
+    with pytest.raises(
+        UsageError, match=r"was given data of shape \(6, 6\) while it is partitioned"
+    ):
         ds_zero.GatheredParameters(model).__enter__()
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"dtype": torch.int8}, "dtype is torch.int8; use torch.float16"),
-    ({"remote_device": "nvme"}, "remote_device 'nvme' needs the folder; give config_dict_or_path= with"),
+    (
+        {"remote_device": "nvme"},
+        "remote_device 'nvme' needs the folder; give config_dict_or_path= with",
+    ),
     ({"remote_device": "gpu"}, "remote_device is 'gpu'; use 'cpu', 'nvme'"),
     ({"config": config(), "config_dict_or_path": config()}, "are both given; give one"),
-    ({"config_dict_or_path": config(dtype="bfloat16"), "dtype": torch.float16}, "trains in torch.bfloat16"),
+    (
+        {"config_dict_or_path": config(dtype="bfloat16"), "dtype": torch.float16},
+        "trains in torch.bfloat16",
+    ),
 ]
 
 
@@ -624,7 +701,11 @@ def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
 
 def test_an_argument_without_effect_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "ds_zero"):
-        ds_zero.Init(mem_efficient_linear=False, zero_param_parallel_group=object(), zero_quantized_weights=True)
+        ds_zero.Init(
+            mem_efficient_linear=False,
+            zero_param_parallel_group=object(),
+            zero_quantized_weights=True,
+        )
     assert "mem_efficient_linear has no effect" in caplog.text
     assert "zero_param_parallel_group has no effect" in caplog.text
     assert "zero_quantized_* have no effect" in caplog.text
@@ -637,14 +718,21 @@ def test_a_config_below_stage_3_partitions_nothing(stage: int) -> None:
 
 
 def test_the_package_loads_no_torch() -> None:
-    code = "import sys, ds_zero; assert set(ds_zero.__all__) <= set(dir(ds_zero)); assert 'torch' not in sys.modules"
+    code = (
+        "import sys, ds_zero; assert set(ds_zero.__all__) <= set(dir(ds_zero)); assert 'torch' "
+        "not "
+        "in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
     assert all(callable(getattr(ds_zero, name)) for name in ds_zero.__all__)
 
 
 def test_what_the_trainer_fills_in_later_is_left_to_it() -> None:
     """As transformers gives it to Init before it knows how many steps there are."""
-    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}}
+    schedule = {
+        "type": "WarmupDecayLR",
+        "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"},
+    }
     config = {
         "train_micro_batch_size_per_gpu": "auto",
         "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},

@@ -1,4 +1,5 @@
-"""Every key of the section has its effect, seen from outside: collectives, buffers, errors, memory."""
+"""Every key of the section has its effect, seen from outside: collectives, buffers, errors,
+memory."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from ds_testing import Traffic, run_ranks
 from torch import Tensor, nn
 
 D = 8
-WEIGHTS, BIAS = D * D, D
+WEIGHTS = D * D
+BIAS = D
 PARAMS = 3 * (WEIGHTS + BIAS)
 
 
@@ -82,7 +84,8 @@ def one_step(stage: int, section: dict[str, Any]) -> dict[str, list[int]]:
     return sizes(traffic)
 
 
-SCATTER, GATHER = "reduce_scatter_tensor", "all_gather_into_tensor"
+SCATTER = "reduce_scatter_tensor"
+GATHER = "all_gather_into_tensor"
 WIRES: list[tuple[int, dict[str, Any], dict[str, list[int]]]] = [
     (1, {}, {SCATTER: [PARAMS], GATHER: [PARAMS]}),
     (2, {}, {SCATTER: [PARAMS], GATHER: [PARAMS]}),
@@ -119,18 +122,23 @@ WIRES: list[tuple[int, dict[str, Any], dict[str, list[int]]]] = [
 @pytest.mark.parametrize(("stage", "section", "expected"), WIRES)
 def test_what_travels(stage: int, section: dict[str, Any], expected: dict[str, list[int]]) -> None:
     for found in run_ranks(2, one_step, stage, section):
-        assert {op: sorted(sizes) for op, sizes in found.items()} == {o: sorted(s) for o, s in expected.items()}
+        assert {op: sorted(sizes) for op, sizes in found.items()} == {
+            o: sorted(s) for o, s in expected.items()
+        }
 
 
 def look_in_backward(stage: int, section: dict[str, Any], what: str) -> Any:
     """What `what` is when backward has come through c and stands before b."""
     engine = start(stage, section)
-    reducer, model = engine.partitioner.reducer, engine.module
+    reducer = engine.partitioner.reducer
+    model = engine.module
     model.look = {
         "travelling": lambda: len(reducer._in_flight),
         "copied": lambda: model.c.weight.grad is None,
         "states": lambda: [u.state.value for u in engine.partitioner.units],
-        "kept": lambda: [u.bucket.full.untyped_storage().nbytes() for u in engine.partitioner.units],
+        "kept": lambda: [
+            u.bucket.full.untyped_storage().nbytes() for u in engine.partitioner.units
+        ],
     }[what]
     for number in range(2):
         step(engine, number)
@@ -176,7 +184,11 @@ def test_max_live_parameters() -> None:
 
 @pytest.mark.parametrize("efficient", [True, False])
 def test_memory_efficient_linear_keeps_no_gathered_weight(efficient: bool) -> None:
-    section = {"memory_efficient_linear": efficient, "max_reuse_distance": 0, "prefetch_bucket_size": 0}
+    section = {
+        "memory_efficient_linear": efficient,
+        "max_reuse_distance": 0,
+        "prefetch_bucket_size": 0,
+    }
     kept = looked(3, section, "kept")
     assert kept[0] == 0
     assert kept[2] == 0
@@ -311,8 +323,14 @@ def trained(section: dict[str, Any] | None, config: dict[str, Any], gas: int) ->
     engine = start(0 if section is None else 3, section or {}, **config)
     for number in range(3):
         for micro in range(gas):
-            loss = engine(data(10 * number + micro).to(next(engine.module.buffers(), torch.zeros(1)).dtype))
-            held = engine.coalesce_grad_reduction() if micro == 0 and gas > 1 else contextlib.nullcontext()
+            loss = engine(
+                data(10 * number + micro).to(next(engine.module.buffers(), torch.zeros(1)).dtype)
+            )
+            held = (
+                engine.coalesce_grad_reduction()
+                if micro == 0 and gas > 1
+                else contextlib.nullcontext()
+            )
             with held:
                 engine.backward(loss)
             engine.step()
@@ -343,15 +361,18 @@ def compare(config: dict[str, Any], gas: int) -> float:
     ],
 )
 @pytest.mark.parametrize("gas", [1, 2])
-def test_the_core_s_reduction_keys_mean_the_same(config: dict[str, Any], tolerance: float, gas: int) -> None:
+def test_the_core_s_reduction_keys_mean_the_same(
+    config: dict[str, Any], tolerance: float, gas: int
+) -> None:
     assert max(run_ranks(2, compare, config, gas)) < tolerance
 
 
 def bits(stage: int, dtype: str) -> dict[str, Tensor]:
     from ds_testing.partitioner import whole_weights
 
-    # Without clipping: its factor comes from a norm, whose sum runs in another order. Not with fused Adam, which
-    # rounds the few elements that do not fill a vector register in another way than the rest.
+    # Without clipping: its factor comes from a norm, whose sum runs in another order. Not with
+    # fused Adam, which rounds the few elements that do not fill a vector register in another way
+    # than the rest.
     sgd = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}}
     config: dict[str, Any] = {"gradient_clipping": 0.0, "optimizer": sgd}
     if dtype != "float32":

@@ -1,4 +1,6 @@
-"""A model whose states are four times as large as what the process may allocate trains with its states on disk."""
+"""A model whose states are four times as large as what the process may allocate trains with its
+states on disk.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,18 @@ LAYERS = 32
 
 def trained(folder: Path, width: int, layers: int, *, limited: bool) -> dict[str, Any]:
     """What a process of its own prints."""
-    words = [sys.executable, "-m", "plugins.zero.tests.train_large", width, layers, int(limited), folder]
-    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    words = [
+        sys.executable,
+        "-m",
+        "plugins.zero.tests.train_large",
+        width,
+        layers,
+        int(limited),
+        folder,
+    ]
+    done = subprocess.run(
+        list(map(str, words)), capture_output=True, text=True, cwd=Path(__file__).parents[3]
+    )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -30,7 +42,9 @@ def trained(folder: Path, width: int, layers: int, *, limited: bool) -> dict[str
 
 @pytest.mark.slow
 def test_a_model_larger_than_memory_trains(tmp_path: Path) -> None:
-    """To the same losses as without a limit, and with the memory that is planned beside that of any process."""
+    """To the same losses as without a limit, and with the memory that is planned beside that of any
+    process.
+    """
     with torch.device("meta"):
         model = build(WIDTH, LAYERS)
     precision = Precision(param=torch.bfloat16, master=torch.float32)
@@ -41,7 +55,9 @@ def test_a_model_larger_than_memory_trains(tmp_path: Path) -> None:
     assert states > 6e9 > 3.5 * LIMIT
     limited, free = (trained(tmp_path, WIDTH, LAYERS, limited=on) for on in (True, False))
     assert limited["losses"] == free["losses"]
-    small = trained(tmp_path, 64, 2, limited=False)  # Python, torch and all that does not grow with the model
-    planned, held = small["peak"] + need.device.peak + need.host.peak, limited["peak"]
+    # Python, torch and all that does not grow with the model
+    small = trained(tmp_path, 64, 2, limited=False)
+    planned = small["peak"] + need.device.peak + need.host.peak
+    held = limited["peak"]
     assert abs(held - planned) <= 0.1 * planned, (held, planned)
     assert not list(tmp_path.rglob("*.bin"))

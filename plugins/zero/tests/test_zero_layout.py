@@ -38,7 +38,9 @@ def test_parts_are_equal_and_padding_is_small(sizes: list[int], world: int) -> N
 
 
 @given(SIZES, st.integers(1, 100))
-def test_runs_hold_everything_in_order_and_keep_to_the_capacity(sizes: list[int], capacity: int) -> None:
+def test_runs_hold_everything_in_order_and_keep_to_the_capacity(
+    sizes: list[int], capacity: int
+) -> None:
     params = [nn.Parameter(torch.empty(n)) for n in sizes]
     found = arrange(params, lambda _: None, lambda _, filled, size: filled + size > capacity)
     runs = [[p.numel() for p in run] for run in found]

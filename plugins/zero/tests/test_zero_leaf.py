@@ -1,4 +1,6 @@
-"""Leaf modules set by hand and by config: found, refused, and gathered whole when ranks run different parts."""
+"""Leaf modules set by hand and by config: found, refused, and gathered whole when ranks run
+different parts.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Special(Experts):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inp, self.moe, self.other = nn.Linear(D, D), Special(), Experts()
+        self.inp = nn.Linear(D, D)
+        self.moe = Special()
+        self.other = Experts()
 
     def forward(self, x: Tensor, which: int) -> Any:
         return self.other(torch.tanh(self.moe(torch.tanh(self.inp(x)), which)), 1 - which)
@@ -44,30 +48,69 @@ def test_finding_and_taking_back() -> None:
     assert ds_zero.set_z3_leaf_modules(net, [Experts]) == [net.moe, net.other]
     assert ds_zero.get_z3_leaf_modules(net) == [net.moe, net.other]
     assert ds_zero.z3_leaf_module(net.moe) and not ds_zero.z3_leaf_module(net.moe.parts[0])
-    assert ds_zero.z3_leaf_parameter(net.moe.parts[0].weight) and not ds_zero.z3_leaf_parameter(net.inp.weight)
+    assert ds_zero.z3_leaf_parameter(net.moe.parts[0].weight) and not ds_zero.z3_leaf_parameter(
+        net.inp.weight
+    )
     assert ds_zero.unset_z3_leaf_modules(net, ["Special"]) == [net.moe]
     assert ds_zero.get_z3_leaf_modules(net) == [net.other]
     assert not ds_zero.z3_leaf_parameter(net.moe.parts[0].weight)
     ds_zero.set_z3_leaf_module(net.other, False)
     assert ds_zero.get_z3_leaf_modules(net) == []
     assert ds_zero.set_z3_leaf_modules(net, [f"{__name__}.Special"]) == [net.moe]
-    assert ds_zero.set_z3_leaf_modules_by_name(net, ["other", "inp", "other"]) == ([net.inp, net.other], [])
-    assert ds_zero.set_z3_leaf_modules_by_suffix(net, ["parts.1"]) == ([net.moe.parts[1], net.other.parts[1]], [])
-    assert ds_zero.set_z3_leaf_modules_by_name(net, ["gone"], raise_if_not_found=False) == ([], ["gone"])
+    assert ds_zero.set_z3_leaf_modules_by_name(net, ["other", "inp", "other"]) == (
+        [net.inp, net.other],
+        [],
+    )
+    assert ds_zero.set_z3_leaf_modules_by_suffix(net, ["parts.1"]) == (
+        [net.moe.parts[1], net.other.parts[1]],
+        [],
+    )
+    assert ds_zero.set_z3_leaf_modules_by_name(net, ["gone"], raise_if_not_found=False) == (
+        [],
+        ["gone"],
+    )
     assert ds_zero.set_z3_leaf_modules(net, ["Gone"], raise_if_not_found=False) == []
 
 
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (lambda net: ds_zero.set_z3_leaf_modules(net, [nn.Conv1d]), ValueError, "has the class Conv1d"),
-        (lambda net: ds_zero.set_z3_leaf_modules(net, ["Expert"]), ValueError, "Expert; did you mean Experts?"),
-        (lambda net: ds_zero.set_z3_leaf_modules(net, [3]), TypeError, "by module classes or class names, not 3"),
+        (
+            lambda net: ds_zero.set_z3_leaf_modules(net, [nn.Conv1d]),
+            ValueError,
+            "has the class Conv1d",
+        ),
+        (
+            lambda net: ds_zero.set_z3_leaf_modules(net, ["Expert"]),
+            ValueError,
+            "Expert; did you mean Experts?",
+        ),
+        (
+            lambda net: ds_zero.set_z3_leaf_modules(net, [3]),
+            TypeError,
+            "by module classes or class names, not 3",
+        ),
         (lambda net: ds_zero.set_z3_leaf_modules(net, [int]), TypeError, "not <class 'int'>"),
-        (lambda net: ds_zero.set_z3_leaf_modules_by_name(net, ["mo"]), ValueError, "name mo; did you mean 'moe'?"),
-        (lambda net: ds_zero.set_z3_leaf_modules_by_name(net, [nn.Linear]), TypeError, "named by strings here"),
-        (lambda net: ds_zero.set_z3_leaf_modules_by_suffix(net, "x9"), ValueError, "name that ends with x9"),
-        (lambda net: ds_zero.unset_z3_leaf_modules(net, [nn.Conv1d]), ValueError, "has the class Conv1d"),
+        (
+            lambda net: ds_zero.set_z3_leaf_modules_by_name(net, ["mo"]),
+            ValueError,
+            "name mo; did you mean 'moe'?",
+        ),
+        (
+            lambda net: ds_zero.set_z3_leaf_modules_by_name(net, [nn.Linear]),
+            TypeError,
+            "named by strings here",
+        ),
+        (
+            lambda net: ds_zero.set_z3_leaf_modules_by_suffix(net, "x9"),
+            ValueError,
+            "name that ends with x9",
+        ),
+        (
+            lambda net: ds_zero.unset_z3_leaf_modules(net, [nn.Conv1d]),
+            ValueError,
+            "has the class Conv1d",
+        ),
     ],
 )
 def test_mistakes(call: Any, kind: type[Exception], message: str) -> None:
@@ -79,7 +122,9 @@ def check_config_leaves() -> None:
     net = Net()
     engine = start(net, classes=["Special"], names=["other"])
     assert ds_zero.get_z3_leaf_modules(net) == [net.moe, net.other]
-    assert ds_zero.z3_leaf_parameter(net.moe.parts[0].weight) and not ds_zero.z3_leaf_parameter(net.inp.weight)
+    assert ds_zero.z3_leaf_parameter(net.moe.parts[0].weight) and not ds_zero.z3_leaf_parameter(
+        net.inp.weight
+    )
     engine.destroy()
     assert ds_zero.get_z3_leaf_modules(net) == []
 
@@ -98,13 +143,19 @@ def start(model: nn.Module, **leaf: Any) -> Any:
             "train_micro_batch_size_per_gpu": 4,
             "gradient_clipping": 0.0,
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": 3, "param_persistence_threshold": 0, "leaf_module": leaf},
+            "zero_optimization": {
+                "stage": 3,
+                "param_persistence_threshold": 0,
+                "leaf_module": leaf,
+            },
         },
     )[0]
 
 
 def train(early: bool) -> None:
-    """Both containers are leaves, one by the API and one by the config; ranks take different ways through them."""
+    """Both containers are leaves, one by the API and one by the config; ranks take different ways
+    through them.
+    """
     from ds_testing.partitioner import whole_weights
 
     from ds_core import comm

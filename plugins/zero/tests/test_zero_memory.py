@@ -1,4 +1,6 @@
-"""Model states per rank take what the formulas say: bytes of all live tensors, after backward and before the step."""
+"""Model states per rank take what the formulas say: bytes of all live tensors, after backward and
+before the step.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import torch
 from ds_testing import run_ranks
 from torch import nn
 
-D, LAYERS = 96, 6
+D = 96
+LAYERS = 6
 
 
 def live_bytes() -> int:
@@ -26,10 +29,13 @@ def live_tensors() -> list[torch.Tensor]:
 
 
 def measure(stage: int) -> dict[str, float]:
-    """Bytes per parameter in bf16 with fp32 masters and Adam: between backward and step, and after the step."""
+    """Bytes per parameter in bf16 with fp32 masters and Adam: between backward and step, and after
+    the step.
+    """
     import ds_core
 
-    others = live_tensors()  # of what ran here before; kept, so that their going is not taken for ours
+    # of what ran here before; kept, so that their going is not taken for ours
+    others = live_tensors()
     before = live_bytes()
     model = nn.Sequential(*(nn.Linear(D, D) for _ in range(LAYERS)))
     count = sum(p.numel() for p in model.parameters())

@@ -1,6 +1,8 @@
-"""Weights in 16 bits without masters: ``bf16_master_weights_and_grads``, ``bf16_optimizer_states`` and fp16's key.
+"""Weights in 16 bits without masters: ``bf16_master_weights_and_grads``, ``bf16_optimizer_states``
+and fp16's key.
 
-Every stage, with and without offload, does what one process does that updates 16-bit weights with the same optimizer.
+Every stage, with and without offload, does what one process does that updates 16-bit weights with
+the same optimizer.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from torch import Tensor, nn
 import ds_core
 from ds_core.errors import ConfigError
 
-NARROW, STATES = {"bf16_master_weights_and_grads": True}, {"bf16_optimizer_states": True}
+NARROW = {"bf16_master_weights_and_grads": True}
+STATES = {"bf16_optimizer_states": True}
 SMALL = {"reduce_bucket_size": 100, "param_persistence_threshold": 5}
-CPU, ALL = {"offload_optimizer": {"device": "cpu"}}, {"offload_param": {"device": "cpu"}}
+CPU = {"offload_optimizer": {"device": "cpu"}}
+ALL = {"offload_param": {"device": "cpu"}}
 CASES: list[dict[str, Any]] = [
     {"stage": 0},
     {"stage": 1},
@@ -33,7 +37,9 @@ CASES: list[dict[str, Any]] = [
 
 def build(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(4)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 9), nn.Tanh(), nn.Linear(9, 3)).to(dtype)
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 9), nn.Tanh(), nn.Linear(9, 3)
+    ).to(dtype)
 
 
 def batch(step: int, rank: int, dtype: torch.dtype) -> Tensor:
@@ -41,15 +47,22 @@ def batch(step: int, rank: int, dtype: torch.dtype) -> Tensor:
 
 
 def alone(steps: int, world: int, wide: bool, gas: int = 1) -> dict[str, Tensor]:
-    """Plain torch around the class: weights, their gradients and, unless `wide`, the moments in bf16."""
+    """Plain torch around the class: weights, their gradients and, unless `wide`, the moments in
+    bf16.
+    """
     model = build(torch.bfloat16)
-    optimizer = ds_optimizers.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, fp32_optimizer_states=wide)
+    optimizer = ds_optimizers.AdamW(
+        model.parameters(), lr=0.01, weight_decay=0.1, fp32_optimizer_states=wide
+    )
     for step in range(steps):
         grads: dict[str, Tensor] = {}
         for rank in range(world):
             optimizer.zero_grad()
             for part in range(gas):
-                loss = model(batch(step * gas + part, rank, torch.bfloat16)).float().square().mean() / gas
+                loss = (
+                    model(batch(step * gas + part, rank, torch.bfloat16)).float().square().mean()
+                    / gas
+                )
                 loss.backward()
             for name, param in model.named_parameters():
                 assert param.grad is not None
@@ -60,7 +73,9 @@ def alone(steps: int, world: int, wide: bool, gas: int = 1) -> dict[str, Tensor]
     return {n: p.detach() for n, p in model.named_parameters()}
 
 
-def start(zero: dict[str, Any], bf16: dict[str, Any], folder: str = "", gas: int = 1, **config: Any) -> Any:
+def start(
+    zero: dict[str, Any], bf16: dict[str, Any], folder: str = "", gas: int = 1, **config: Any
+) -> Any:
     offload = zero.get("offload_optimizer", {})
     if offload.get("device") == "nvme":
         zero = {**zero, "offload_optimizer": {**offload, "nvme_path": folder}}
@@ -81,7 +96,12 @@ def go(engine: Any, steps: range, gas: int = 1) -> None:
 
     for step in steps:
         for part in range(gas):
-            engine.backward(engine(batch(step * gas + part, comm.rank(), torch.bfloat16)).float().square().mean())
+            engine.backward(
+                engine(batch(step * gas + part, comm.rank(), torch.bfloat16))
+                .float()
+                .square()
+                .mean()
+            )
             engine.step()
 
 
@@ -92,8 +112,11 @@ def errors(engine: Any, wanted: dict[str, Tensor]) -> dict[str, float]:
     return {n: relative(found[n].float(), w.float()) for n, w in wanted.items()}
 
 
-def train(folder: str, cases: list[dict[str, Any]], steps: int, gas: int) -> list[tuple[str, float]]:
-    """(what, largest error) of each case, and of one that goes on from a checkpoint in the middle."""
+def train(
+    folder: str, cases: list[dict[str, Any]], steps: int, gas: int
+) -> list[tuple[str, float]]:
+    """(what, largest error) of each case, and of one that goes on from a checkpoint in the
+    middle."""
     from ds_core import comm
 
     rows = []
@@ -111,7 +134,12 @@ def train(folder: str, cases: list[dict[str, Any]], steps: int, gas: int) -> lis
             go(engine, range(steps // 2, steps), gas)
             masters = [p for g in engine.optimizer.param_groups for p in g["params"]]
             assert {p.dtype for p in masters} == {torch.bfloat16}
-            moments = {v.dtype for s in engine.optimizer.state.values() for k, v in s.items() if k != "step"}
+            moments = {
+                v.dtype
+                for s in engine.optimizer.state.values()
+                for k, v in s.items()
+                if k != "step"
+            }
             assert moments == {torch.float32 if bf16 is NARROW else torch.bfloat16}
             rows.append((f"{case} {bf16}", max(errors(engine, wanted).values())))
             engine.destroy()
@@ -133,7 +161,9 @@ def test_ranks_do_what_one_does(world: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_accumulation_sums_in_bf16(tmp_path: Path) -> None:
-    for rows in run_ranks(2, train, str(tmp_path), [{"stage": 0}, {"stage": 2}, {"stage": 3, **CPU}], 6, 2):
+    for rows in run_ranks(
+        2, train, str(tmp_path), [{"stage": 0}, {"stage": 2}, {"stage": 3, **CPU}], 6, 2
+    ):
         assert [row for row in rows if not row[1] <= 0.02] == []
 
 
@@ -168,9 +198,13 @@ def test_fp16_updates_its_weights() -> None:
 
 
 def test_what_does_not_go_together_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"bf16_optimizer_states: needs bf16_master_weights_and_grads"):
+    with pytest.raises(
+        ConfigError, match=r"bf16_optimizer_states: needs bf16_master_weights_and_grads"
+    ):
         start({"stage": 1}, STATES)
-    with pytest.raises(ConfigError, match=r"bf16.bf16_optimizer_states: 'lamb' keeps its states in fp32"):
+    with pytest.raises(
+        ConfigError, match=r"bf16.bf16_optimizer_states: 'lamb' keeps its states in fp32"
+    ):
         start({"stage": 1}, NARROW | STATES, optimizer={"type": "Lamb"})
 
 
@@ -178,7 +212,11 @@ def test_what_does_not_go_together_is_an_error() -> None:
 def test_the_plan_counts_them(bf16: dict[str, Any], states: int) -> None:
     from ds_zero.memory import memory
 
-    config = {"train_batch_size": 1, "bf16": {"enabled": True, **bf16}, "optimizer": {"type": "AdamW"}}
+    config = {
+        "train_batch_size": 1,
+        "bf16": {"enabled": True, **bf16},
+        "optimizer": {"type": "AdamW"},
+    }
     from ds_core.compose import compose
 
     chosen = compose({**config, "zero_optimization": {"stage": 1}})

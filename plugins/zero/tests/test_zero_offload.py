@@ -1,4 +1,5 @@
-"""Offload trains exactly as one process of plain torch does, and as the same stage does without it."""
+"""Offload trains exactly as one process of plain torch does, and as the same stage does without
+it."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ class _Some(PartitionerConformance):
 
 class TestStage1(_Some):
     __test__ = True
-    config: ClassVar[Mapping[str, Any]] = {"zero_optimization": {"stage": 1, "offload_optimizer": CPU, **SMALL}}
+    config: ClassVar[Mapping[str, Any]] = {
+        "zero_optimization": {"stage": 1, "offload_optimizer": CPU, **SMALL}
+    }
 
 
 class TestStage2(_Some):
@@ -60,7 +63,9 @@ class TestStage3(_Some):
 
 
 class TestStage3InParts(_Some):
-    """Some masters on the device, some on the host; on 4 ranks with axes, some parameters are of one rank only."""
+    """Some masters on the device, some on the host; on 4 ranks with axes, some parameters are of
+    one rank only.
+    """
 
     __test__ = True
     config: ClassVar[Mapping[str, Any]] = {
@@ -93,10 +98,14 @@ class TestStage3OnDisk(_Some):
 @pytest.mark.slow
 class TestStage1OnDisk(_Some):
     __test__ = True
-    config: ClassVar[Mapping[str, Any]] = {"zero_optimization": {"stage": 1, "offload_optimizer": FAR, **SMALL}}
+    config: ClassVar[Mapping[str, Any]] = {
+        "zero_optimization": {"stage": 1, "offload_optimizer": FAR, **SMALL}
+    }
 
 
 @pytest.mark.slow
 class TestStage2OnDisk(_Some):
     __test__ = True
-    config: ClassVar[Mapping[str, Any]] = {"zero_optimization": {"stage": 2, "offload_optimizer": FAR, **SMALL}}
+    config: ClassVar[Mapping[str, Any]] = {
+        "zero_optimization": {"stage": 2, "offload_optimizer": FAR, **SMALL}
+    }

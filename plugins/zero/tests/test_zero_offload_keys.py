@@ -1,4 +1,5 @@
-"""The keys of offload: each has its effect, or says why it cannot; and the copies keep their order."""
+"""The keys of offload: each has its effect, or says why it cannot; and the copies keep their
+order."""
 
 from __future__ import annotations
 
@@ -38,20 +39,38 @@ def start(zero: dict[str, Any], model: nn.Module | None = None, **more: Any) -> 
     return ds_core.initialize(model=model or nn.Linear(3, 3), optimizer=optimizer, config=config)[0]
 
 
-# -- errors ------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"stage": 0, "offload_optimizer": CPU}, r"zero_optimization\.offload_optimizer\.device: stage 0"),
-    ({"stage": 2, "offload_optimizer": {**CPU, "ratio": 0.5}}, r"zero_optimization\.offload_optimizer\.ratio: 0\.5 "),
-    ({"stage": 1, "offload_optimizer": {"device": "cup"}}, r"no state store is called 'cup'; did you mean 'cpu'\?"),
-    ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, r"offload_optimizer\.nvme_path: device \"nvme\" needs it"),
-    ({"stage": 3, "offload_param": {"device": "nvme"}}, r"offload_param\.nvme_path: device \"nvme\" needs it"),
+    (
+        {"stage": 0, "offload_optimizer": CPU},
+        r"zero_optimization\.offload_optimizer\.device: stage 0",
+    ),
+    (
+        {"stage": 2, "offload_optimizer": {**CPU, "ratio": 0.5}},
+        r"zero_optimization\.offload_optimizer\.ratio: 0\.5 ",
+    ),
+    (
+        {"stage": 1, "offload_optimizer": {"device": "cup"}},
+        r"no state store is called 'cup'; did you mean 'cpu'\?",
+    ),
+    (
+        {"stage": 3, "offload_optimizer": {"device": "nvme"}},
+        r"offload_optimizer\.nvme_path: device \"nvme\" needs it",
+    ),
+    (
+        {"stage": 3, "offload_param": {"device": "nvme"}},
+        r"offload_param\.nvme_path: device \"nvme\" needs it",
+    ),
     (
         {"stage": 3, "offload_optimizer": {**CPU, "cpuadam_cores_perc": 80}},
         r"cpuadam_cores_perc: must .* <= 1, not 80",
     ),
     (
-        {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp", "super_offload": True}},
+        {
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp", "super_offload": True},
+        },
         r"super_offload: needs states that stay in memory.*cpu",
     ),
 ]
@@ -59,7 +78,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.usefixtures("clean_ds")
 @pytest.mark.parametrize(("zero", "told"), WRONG)
-def test_what_cannot_be_offloaded_is_named_before_anything_starts(zero: dict[str, Any], told: str) -> None:
+def test_what_cannot_be_offloaded_is_named_before_anything_starts(
+    zero: dict[str, Any], told: str
+) -> None:
     with pytest.raises(ConfigError, match=told):
         start(zero)
 
@@ -86,14 +107,18 @@ def test_an_optimizer_of_the_users_needs_permission_with_offload(given: str) -> 
     assert run({"offload_optimizer": {"device": "none", "pin_memory": True}})
 
 
-# -- where states rest -------------------------------------------------------------------------------------------
+# -- where states rest -----------------------------------------------------------------------------
 
 
 def placed(ratio: float) -> dict[str, Any]:
-    """The share of elements whose masters are offloaded, by the model's order, and the largest parameter's share."""
+    """The share of elements whose masters are offloaded, by the model's order, and the largest
+    parameter's share.
+    """
     sizes = [(7, 11), (11, 40), (40, 3), (3, 3), (3, 19)]
     model = nn.Sequential(*(nn.Linear(*s) for s in sizes))
-    engine = start({"stage": 3, "offload_optimizer": {**CPU, "ratio": ratio}}, model, bf16={"enabled": True})
+    engine = start(
+        {"stage": 3, "offload_optimizer": {**CPU, "ratio": ratio}}, model, bf16={"enabled": True}
+    )
     there = {p for b in engine.partitioner.buckets if b.master_in_store for p in b.params}
     order = [p in there for p in model.parameters()]
     counts = {p: math.prod(p.ds_shape) for p in model.parameters()}
@@ -133,22 +158,28 @@ def test_pin_memory(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Pinning()
     monkeypatch.setattr("ds_core.opening.get_accelerator", lambda plugins: device)
     offload = {**CPU, "pin_memory": wanted}
-    engine = start({"stage": 3, "offload_optimizer": offload, "offload_param": offload}, bf16={"enabled": True})
+    engine = start(
+        {"stage": 3, "offload_optimizer": offload, "offload_param": offload}, bf16={"enabled": True}
+    )
     engine.backward(engine(torch.ones(1, 3, dtype=torch.bfloat16)).sum())
     engine.step()
     held = {t.untyped_storage()._cdata for t in device.pinned}
-    wants = [b.shard for b in engine.partitioner.buckets] + [b.master for b in engine.partitioner.buckets]
+    wants = [b.shard for b in engine.partitioner.buckets] + [
+        b.master for b in engine.partitioner.buckets
+    ]
     wants += [g.host for g in engine.partitioner.reducer._all.values()]
     assert wants
     assert [t.untyped_storage()._cdata in held for t in wants] == [wanted] * len(wants)
     engine.destroy()
 
 
-# -- copies ------------------------------------------------------------------------------------------------------
+# -- copies ----------------------------------------------------------------------------------------
 
 
 class Lazy(torch.utils._python_dispatch.TorchDispatchMode):
-    """Copies that need not wait happen only when somebody waits for an event that was recorded after them."""
+    """Copies that need not wait happen only when somebody waits for an event that was recorded
+    after them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +260,8 @@ class LazyDevice(Lazy):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if len(self.queue) > before:
             assert len(flat) == 2
-            assert len(mine) == 1  # only copies between the host and the device are asked for without waiting
+            # only copies between the host and the device are asked for without waiting
+            assert len(mine) == 1
             self.open.append(mine)
             work = self.queue.pop()
             self.queue.append(lambda: (work(), self.open.popleft()))
@@ -243,7 +275,9 @@ class LazyDevice(Lazy):
 def test_nothing_reads_what_a_copy_has_not_brought_yet(
     dtype: str, disk: bool, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device that does copies as late as it may trains to the same bits, and saves and loads the same."""
+    """A device that does copies as late as it may trains to the same bits, and saves and loads the
+    same.
+    """
     device = LazyDevice()
 
     class Accelerator(CpuAccelerator):
@@ -254,10 +288,17 @@ def test_nothing_reads_what_a_copy_has_not_brought_yet(
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(9, 9) for _ in range(4)))
         states = {"device": "disk"} if disk else {**CPU, "ratio": 0.7}
-        zero = {"stage": 3, "offload_optimizer": states, "offload_param": {"device": weights}, "reduce_bucket_size": 50}
+        zero = {
+            "stage": 3,
+            "offload_optimizer": states,
+            "offload_param": {"device": weights},
+            "reduce_bucket_size": 50,
+        }
         if disk:
             more |= {"plugins": {"load": [f"disk={STORE}"]}, "disk": {"path": str(tmp_path)}}
-        engine = start(zero, model, gradient_accumulation_steps=2, bf16={"enabled": dtype == "bf16"}, **more)
+        engine = start(
+            zero, model, gradient_accumulation_steps=2, bf16={"enabled": dtype == "bf16"}, **more
+        )
         found = []
         for step in range(6):
             x = torch.full((1, 9), 0.1 * step, dtype=engine.ctx.precision.param or torch.float32)
@@ -294,16 +335,19 @@ def test_nothing_reads_what_a_copy_has_not_brought_yet(
     assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
 
 
-# -- memory ------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
-D, LAYERS = 96, 6
+D = 96
+LAYERS = 6
 
 
 def measured(zero: dict[str, Any]) -> dict[str, float]:
-    """Bytes per parameter on the device and on the host, between backward and step; bf16 with Adam."""
+    """Bytes per parameter on the device and on the host, between backward and step; bf16 with
+    Adam."""
     from plugins.zero.tests.test_zero_memory import live_bytes, live_tensors
 
-    others = live_tensors()  # of what ran here before; kept, so that their going is not taken for ours
+    # of what ran here before; kept, so that their going is not taken for ours
+    others = live_tensors()
     before = live_bytes()
     model = nn.Sequential(*(nn.Linear(D, D) for _ in range(LAYERS)))
     count = sum(p.numel() for p in model.parameters())
@@ -315,9 +359,13 @@ def measured(zero: dict[str, Any]) -> dict[str, float]:
         host = [b.master for b in engine.partitioner.buckets if b.master_in_store]
         host += [b.shard for b in engine.partitioner.buckets if b.shard_in_store]
         host += [g.host for g in engine.partitioner.reducer._all.values() if g.host is not None]
-        offloaded = {p.master for b in engine.partitioner.buckets if b.master_in_store for p in b.pieces}
+        offloaded = {
+            p.master for b in engine.partitioner.buckets if b.master_in_store for p in b.pieces
+        }
         host += [v for p, s in engine.optimizer.state.items() if p in offloaded for v in s.values()]
-        host += [s.memory for s in engine.partitioner.offload.transfers._slots if s.memory is not None]
+        host += [
+            s.memory for s in engine.partitioner.offload.transfers._slots if s.memory is not None
+        ]
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in host}
         found = {"host": sum(storages.values()) / count}
         found["device"] = everything / count - found["host"]
@@ -331,7 +379,8 @@ def measured(zero: dict[str, Any]) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("zero", "device", "host"),
     [
-        ({"stage": 1, "offload_optimizer": CPU}, 2 + 2 / LAYERS, 14),  # weights, and the bucket that is reduced
+        # weights, and the bucket that is reduced
+        ({"stage": 1, "offload_optimizer": CPU}, 2 + 2 / LAYERS, 14),
         ({"stage": 2, "offload_optimizer": CPU}, 2, 14),
         ({"stage": 3, "offload_optimizer": CPU}, "2/W", 14),
         ({"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}, 0, 16),
@@ -347,12 +396,15 @@ def test_bytes_per_parameter(zero: dict[str, Any], device: Any, host: float, wor
         assert found["host"] == pytest.approx(host / world, rel=0.05)
 
 
-P_WIDTH, P_LAYERS = 1024, 16
+P_WIDTH = 1024
+P_LAYERS = 16
 MMAP_THRESHOLD = -3  # glibc's number of the setting
 
 
 def capped(zero: dict[str, Any], room: float, folder: Path | None = None) -> str:
-    """Train under a cap on this process's memory, `room` bytes per parameter above what it has; "" or the error."""
+    """Train under a cap on this process's memory, `room` bytes per parameter above what it has; ""
+    or the error.
+    """
     gc.collect()
     allocator = ctypes.CDLL(None)
     allocator.mallopt(MMAP_THRESHOLD, 1 << 20)  # give large blocks back to the system at once
@@ -360,14 +412,27 @@ def capped(zero: dict[str, Any], room: float, folder: Path | None = None) -> str
     count = P_LAYERS * P_WIDTH * P_WIDTH
     with open("/proc/self/status") as file:
         data = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmData"))
-    disk = {} if folder is None else {"plugins": {"load": [f"disk={STORE}"]}, "disk": {"path": str(folder)}}
+    disk = (
+        {}
+        if folder is None
+        else {"plugins": {"load": [f"disk={STORE}"]}, "disk": {"path": str(folder)}}
+    )
     before = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (int(data + room * count), before[1]))
     try:
-        model = nn.Sequential(*(nn.Linear(P_WIDTH, P_WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(P_LAYERS)))
-        engine = start({"reduce_bucket_size": P_WIDTH * P_WIDTH, **zero}, model, bf16={"enabled": True}, **disk)
+        model = nn.Sequential(
+            *(
+                nn.Linear(P_WIDTH, P_WIDTH, bias=False, dtype=torch.bfloat16)
+                for _ in range(P_LAYERS)
+            )
+        )
+        engine = start(
+            {"reduce_bucket_size": P_WIDTH * P_WIDTH, **zero}, model, bf16={"enabled": True}, **disk
+        )
         for _ in range(2):
-            engine.backward(engine(torch.ones(1, P_WIDTH, dtype=torch.bfloat16)).float().square().sum())
+            engine.backward(
+                engine(torch.ones(1, P_WIDTH, dtype=torch.bfloat16)).float().square().sum()
+            )
             engine.step()
         assert engine.was_step_applied()
         engine.destroy()
@@ -382,16 +447,22 @@ def capped(zero: dict[str, Any], room: float, folder: Path | None = None) -> str
 
 @pytest.mark.slow
 def test_a_model_whose_states_exceed_the_memory_of_a_process_trains(tmp_path: Path) -> None:
-    """States are 16 bytes per parameter in all, and a process may take 12: on 4 ranks, or with masters on disk on 1."""
+    """States are 16 bytes per parameter in all, and a process may take 12: on 4 ranks, or with
+    masters on disk on 1.
+    """
     offload = {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}
     assert run_ranks(4, capped, offload, 12.0) == [""] * 4
-    assert run_ranks(1, capped, {**offload, "offload_optimizer": {"device": "disk"}}, 12.0, tmp_path) == [""]
+    assert run_ranks(
+        1, capped, {**offload, "offload_optimizer": {"device": "disk"}}, 12.0, tmp_path
+    ) == [""]
     assert "allocate" in run_ranks(1, capped, {"stage": 0}, 12.0)[0]
     assert "allocate" in run_ranks(1, capped, offload, 12.0)[0]
 
 
 def unused_beside_a_device(monkeypatched: bool) -> float:
-    """How far 16-bit weights that nobody used have moved where steps write theirs into host memory first."""
+    """How far 16-bit weights that nobody used have moved where steps write theirs into host memory
+    first.
+    """
     import ds_zero.flat as flat
 
     from plugins.zero.tests.test_zero_offload_numbers import make, steps, whole
@@ -413,4 +484,8 @@ def unused_beside_a_device(monkeypatched: bool) -> float:
 
 
 def test_unused_weights_stay_where_steps_write_to_the_host() -> None:
-    assert run_ranks(1, unused_beside_a_device, True) == run_ranks(1, unused_beside_a_device, False) == [0.0]
+    assert (
+        run_ranks(1, unused_beside_a_device, True)
+        == run_ranks(1, unused_beside_a_device, False)
+        == [0.0]
+    )

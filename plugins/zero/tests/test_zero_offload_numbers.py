@@ -1,4 +1,6 @@
-"""Offload changes where states rest, not one bit of the result; and what rests elsewhere takes no memory here."""
+"""Offload changes where states rest, not one bit of the result; and what rests elsewhere takes no
+memory here.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,11 @@ from torch import Tensor, nn
 STORE = "plugins.zero.tests.disk_store"
 CPU = {"device": "cpu", "pin_memory": True}
 FEW = {"device": "disk", "max_in_cpu": 0, "buffer_count": 2, "buffer_size": 300}
-STATES, WEIGHTS, ALL = (
-    {"offload_optimizer": CPU},
-    {"offload_param": CPU},
-    {"offload_optimizer": CPU, "offload_param": CPU},
-)
-D, LAYERS = 24, 5
+STATES = {"offload_optimizer": CPU}
+WEIGHTS = {"offload_param": CPU}
+ALL = {"offload_optimizer": CPU, "offload_param": CPU}
+D = 24
+LAYERS = 5
 DTYPES: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"bf16": {"enabled": True}},
@@ -46,7 +47,9 @@ class Net(nn.Module):
         return self.out(x).float().square().mean()
 
 
-def make(zero: dict[str, Any], folder: Path | None = None, *, dtype: str = "float32", **more: Any) -> Any:
+def make(
+    zero: dict[str, Any], folder: Path | None = None, *, dtype: str = "float32", **more: Any
+) -> Any:
     import ds_core
 
     torch.manual_seed(0)
@@ -64,7 +67,10 @@ def make(zero: dict[str, Any], folder: Path | None = None, *, dtype: str = "floa
     if "optimizer_section" in more:
         config["optimizer"] = more.pop("optimizer_section")
     engine, *_ = ds_core.initialize(
-        model=model, model_parameters=more.pop("model_parameters", None), optimizer=optimizer, config=config | more
+        model=model,
+        model_parameters=more.pop("model_parameters", None),
+        optimizer=optimizer,
+        config=config | more,
     )
     return engine
 
@@ -93,7 +99,9 @@ def whole(engine: Any) -> dict[str, Tensor]:
     return found
 
 
-def trained(zero: dict[str, Any], dtype: str, gas: int, folder: Path | None = None, **more: Any) -> Any:
+def trained(
+    zero: dict[str, Any], dtype: str, gas: int, folder: Path | None = None, **more: Any
+) -> Any:
     engine = make(zero, folder, dtype=dtype, gradient_accumulation_steps=gas, **more)
     losses = steps(engine, range(3), gas)
     found = whole(engine), losses, engine.get_global_grad_norm()
@@ -104,7 +112,9 @@ def trained(zero: dict[str, Any], dtype: str, gas: int, folder: Path | None = No
 def difference(
     zero: dict[str, Any], offload: dict[str, Any], dtype: str, gas: int, folder: Path | None = None
 ) -> float:
-    """The largest difference of weights, losses and norm that offload makes, relative to the largest weight."""
+    """The largest difference of weights, losses and norm that offload makes, relative to the
+    largest weight.
+    """
     weights, losses, norm = trained(zero, dtype, gas)
     others, other_losses, other_norm = trained({**zero, **offload}, dtype, gas, folder)
     far = [float((weights[n] - others[n]).abs().max() / weights[n].abs().max()) for n in weights]
@@ -133,12 +143,16 @@ def difference(
         (3, {"offload_optimizer": {**CPU, "ratio": 0.4}, "offload_param": CPU}, "bfloat16", 1, 2),
     ],
 )
-def test_offload_changes_no_bit(stage: int, offload: dict[str, Any], dtype: str, gas: int, world: int) -> None:
+def test_offload_changes_no_bit(
+    stage: int, offload: dict[str, Any], dtype: str, gas: int, world: int
+) -> None:
     assert run_ranks(world, difference, {"stage": stage}, offload, dtype, gas) == [0.0] * world
 
 
 def undeclared(zero: dict[str, Any], dtype: str) -> tuple[bool, bool]:
-    """With an optimizer that is given whole tensors: whether weights are the same, and masters on the host's."""
+    """With an optimizer that is given whole tensors: whether weights are the same, and masters on
+    the host's.
+    """
     found = []
     for offload in ({}, ALL if zero["stage"] == 3 else STATES):
         engine = make(
@@ -150,7 +164,13 @@ def undeclared(zero: dict[str, Any], dtype: str) -> tuple[bool, bool]:
         )
         steps(engine, range(3))
         found.append(whole(engine))
-        masters = [p.master for b in engine.partitioner.buckets if b.owned for p in b.owned.pieces if p.stop]
+        masters = [
+            p.master
+            for b in engine.partitioner.buckets
+            if b.owned
+            for p in b.owned.pieces
+            if p.stop
+        ]
         weights = {b.full.untyped_storage()._cdata for b in engine.partitioner.buckets}
         weights |= {b.shard.untyped_storage()._cdata for b in engine.partitioner.buckets}
         apart = bool(masters) and all(m.untyped_storage()._cdata not in weights for m in masters)
@@ -158,7 +178,9 @@ def undeclared(zero: dict[str, Any], dtype: str) -> tuple[bool, bool]:
     return all(torch.equal(found[0][n], found[1][n]) for n in found[0]), apart
 
 
-@pytest.mark.parametrize(("stage", "dtype", "world"), [(1, "float32", 2), (2, "bfloat16", 4), (3, "float32", 4)])
+@pytest.mark.parametrize(
+    ("stage", "dtype", "world"), [(1, "float32", 2), (2, "bfloat16", 4), (3, "float32", 4)]
+)
 def test_whole_tensors_are_offloaded_too(stage: int, dtype: str, world: int) -> None:
     assert run_ranks(world, undeclared, {"stage": stage}, dtype) == [(True, True)] * world
 
@@ -184,14 +206,18 @@ def test_whole_tensors_need_a_store_that_stays_in_memory(tmp_path: Path) -> None
 
 
 def accumulated(accumulate: str) -> list[bool]:
-    """Whether weights are those of accumulation on the device in `accumulate`: with offload, and without."""
+    """Whether weights are those of accumulation on the device in `accumulate`: with offload, and
+    without.
+    """
     on_host, plain = (trained({"stage": 2, **o}, "bfloat16", 4)[0] for o in (STATES, {}))
     truth = trained({"stage": 2}, "bfloat16", 4, data_types={"grad_accum_dtype": accumulate})[0]
     return [all(torch.equal(found[n], truth[n]) for n in truth) for found in (on_host, plain)]
 
 
 def test_reduced_gradients_are_added_in_the_precision_of_masters() -> None:
-    """16-bit parts of four micro-batches are added in fp32 on the host, as grad_accum_dtype asks for on the device."""
+    """16-bit parts of four micro-batches are added in fp32 on the host, as grad_accum_dtype asks
+    for on the device.
+    """
     assert run_ranks(2, accumulated, "fp32") == [[True, False]] * 2
     assert run_ranks(2, accumulated, "bf16") == [[False, True]] * 2
 
@@ -214,10 +240,12 @@ def alone() -> tuple[float, bool]:
     far = max(far, *(abs(a - b) for a, b in zip(losses, other_losses, strict=True)))
     far = max(far, abs(norm - engine.get_global_grad_norm()))
     engine.destroy()
-    return far, empty and all(p.numel() == math.prod(p.shape) > 0 for p in engine.module.parameters())
+    return far, empty and all(
+        p.numel() == math.prod(p.shape) > 0 for p in engine.module.parameters()
+    )
 
 
-# -- a store that gives memory back ------------------------------------------------------------------------------
+# -- a store that gives memory back ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -230,11 +258,25 @@ def alone() -> tuple[float, bool]:
         (1, "disk", "bfloat16", 4, 2, {"pipeline_read": True}),
         (2, "disk", "float32", 4, 2, {}),
         (3, "disk", "float32", 4, 2, {"offload_param": FEW}),
-        (3, "disk", "float32", 1, 4, {"offload_param": {**FEW, "max_in_cpu": 300}, "pipeline_read": True}),
+        (
+            3,
+            "disk",
+            "float32",
+            1,
+            4,
+            {"offload_param": {**FEW, "max_in_cpu": 300}, "pipeline_read": True},
+        ),
         (3, "disk", "bfloat16", 1, 1, {"offload_param": FEW, "pipeline_read": True}),
         (3, "disk", "float16", 1, 2, {"offload_param": FEW, "ratio": 0.5}),
         (3, "cpu", "bfloat16", 1, 2, {"offload_param": FEW}),
-        (3, "none", "bfloat16", 4, 2, {"offload_param": FEW, "use_all_reduce_for_fetch_params": True}),
+        (
+            3,
+            "none",
+            "bfloat16",
+            4,
+            2,
+            {"offload_param": FEW, "use_all_reduce_for_fetch_params": True},
+        ),
         (3, "none", "float32", 1, 2, {"offload_param": {**FEW, "buffer_count": 1}}),
     ],
 )
@@ -245,15 +287,24 @@ def test_states_on_disk_change_no_bit(
     states = {"device": device, **{k: v for k, v in more.items() if k in keys}}
     states |= {"nvme_path": str(tmp_path)} if device == "nvme" else {}
     offload = {"offload_optimizer": states, **{k: v for k, v in more.items() if k not in keys}}
-    assert run_ranks(world, difference, {"stage": stage}, offload, dtype, gas, tmp_path) == [0.0] * world
+    assert (
+        run_ranks(world, difference, {"stage": stage}, offload, dtype, gas, tmp_path)
+        == [0.0] * world
+    )
 
 
 def watched(folder: Path) -> dict[str, Any]:
-    """What of weights is in memory while steps and an evaluation run, whether reads ran ahead, and what was read."""
+    """What of weights is in memory while steps and an evaluation run, whether reads ran ahead, and
+    what was read.
+    """
     from ds_zero.away import AwayShard
 
     far = {"device": "disk", "max_in_cpu": 400, "buffer_count": 2, "buffer_size": 300}
-    engine = make({"stage": 3, "offload_param": far, "param_persistence_threshold": 0}, folder, dtype="bfloat16")
+    engine = make(
+        {"stage": 3, "offload_param": far, "param_persistence_threshold": 0},
+        folder,
+        dtype="bfloat16",
+    )
     units = engine.partitioner.units
     away = [u.bucket for u in units if u.bucket.away is not None]
     kept = [u.bucket for u in units if u.bucket.away is None]
@@ -302,7 +353,9 @@ def emptied(folder: Path) -> dict[str, Any]:
         return [b.master for b in buckets] + moments + hosts
 
     def resident(tensors: list[Tensor]) -> int:
-        return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+        return sum(
+            {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values()
+        )
 
     def watch(*_: Any) -> None:
         nonlocal most
@@ -342,7 +395,10 @@ def clamped(folder: Path) -> bool:
         for zero in ({}, {"offload_optimizer": {"device": "disk"}})
     ]
     free = trained({"stage": 3}, "bfloat16", 1)
-    same = [all(torch.equal(found[0][0][n], other[0][n]) for n in found[0][0]) for other in (found[1], free)]
+    same = [
+        all(torch.equal(found[0][0][n], other[0][n]) for n in found[0][0])
+        for other in (found[1], free)
+    ]
     return same == [True, False] and found[0][1:] == found[1][1:]
 
 
@@ -354,7 +410,11 @@ def counting(folder: Path) -> str:
     """An optimizer that counts its steps in its groups would count tiles."""
     from ds_core.errors import UsageError
 
-    engine = make({"stage": 3, "offload_optimizer": {"device": "disk"}}, folder, optimizer_section={"type": "Counting"})
+    engine = make(
+        {"stage": 3, "offload_optimizer": {"device": "disk"}},
+        folder,
+        optimizer_section={"type": "Counting"},
+    )
     try:
         steps(engine, range(1))
     except UsageError as error:
@@ -369,7 +429,7 @@ def test_an_optimizer_that_counts_in_its_groups_is_refused(tmp_path: Path) -> No
     assert "Counting changes its parameter groups in each step" in told
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 GLOBAL = 4
 DISK = {"offload_optimizer": {"device": "disk", "pipeline_read": True}, "offload_param": FEW}
@@ -399,7 +459,10 @@ def resumed(folder: Path, dtype: str, zero: dict[str, Any]) -> dict[str, Tensor]
     for piece in engine.partitioner.pieces.values() if zero["stage"] else ():
         for key, value in engine.optimizer.state.get(piece.master, {}).items():
             if value.dim():
-                assert (value.device, value.stride()) == (piece.master.device, piece.master.stride()), key
+                assert (value.device, value.stride()) == (
+                    piece.master.device,
+                    piece.master.stride(),
+                ), key
     shared_steps(engine, range(2, 4), gas)
     found = whole(engine)
     engine.destroy()
@@ -431,21 +494,28 @@ def shared_steps(engine: Any, which: range, gas: int) -> None:
         (({"stage": 3, **DISK}, 4), ({"stage": 1}, 2), "bfloat16"),
     ],
 )
-def test_checkpoints_go_between_offload_choices(source: Any, target: Any, dtype: str, tmp_path: Path) -> None:
+def test_checkpoints_go_between_offload_choices(
+    source: Any, target: Any, dtype: str, tmp_path: Path
+) -> None:
     truth = run_ranks(source[1], saved, tmp_path, dtype, source[0])[0]
     found = run_ranks(target[1], resumed, tmp_path, dtype, target[0])[0]
     for name, value in truth.items():
-        assert torch.allclose(found[name], value, rtol=0, atol=1e-6 if dtype == "float32" else 2e-2), name
+        assert torch.allclose(
+            found[name], value, rtol=0, atol=1e-6 if dtype == "float32" else 2e-2
+        ), name
 
 
 def both_ways(folder: Path) -> bool:
-    """Saved and loaded where nothing else changes, so to the last bit; also a weights-only 16-bit file."""
+    """Saved and loaded where nothing else changes, so to the last bit; also a weights-only 16-bit
+    file.
+    """
     from safetensors.torch import load_file
 
     engine = make({"stage": 3, **ALL, **DISK}, folder, dtype="bfloat16", checkpoint={"async": True})
     steps(engine, range(2))
     engine.save_checkpoint(str(folder / "saved"), tag="two")
-    assert (folder / "saved" / "two" / "manifest.json").is_file()  # no copy of states on disk is made for a thread
+    # no copy of states on disk is made for a thread
+    assert (folder / "saved" / "two" / "manifest.json").is_file()
     engine.save_16bit_model(str(folder / "saved"))
     weights = load_file(folder / "saved" / "model.safetensors")
     same = all(torch.equal(weights[n], t.to(torch.bfloat16)) for n, t in whole(engine).items())

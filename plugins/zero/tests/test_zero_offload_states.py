@@ -1,4 +1,6 @@
-"""offload_states: the memory is given back, everything comes back bit for bit, and nothing touches what is away."""
+"""offload_states: the memory is given back, everything comes back bit for bit, and nothing touches
+what is away.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def start(case: Case, **extra: Any) -> Any:
     section = {"stage": 3, "reduce_bucket_size": 100, "param_persistence_threshold": 10, **extra}
     config = {**case.config(comm.world_size()), "zero_optimization": section}
     model = build_model(case, seed=comm.rank())
-    engine, *_ = ds_core.initialize(model=model, model_parameters=param_groups(case, model), config=config)
+    engine, *_ = ds_core.initialize(
+        model=model, model_parameters=param_groups(case, model), config=config
+    )
     return engine
 
 
@@ -52,11 +56,15 @@ def storages(tensors: list[Tensor]) -> int:
 
 
 def there_and_back(dtype: str, model: str, non_blocking: bool) -> dict[str, Any]:
-    """Two runs, one of which moves its states out and back between any two calls; bytes and losses of both."""
+    """Two runs, one of which moves its states out and back between any two calls; bytes and losses
+    of both.
+    """
     case = Case(dtype=dtype, model=model)
-    still, moving = start(case), start(case)
+    still = start(case)
+    moving = start(case)
     losses: list[tuple[float, float]] = []
-    bytes_before, bytes_away = {}, {}
+    bytes_before = {}
+    bytes_away = {}
     for step in range(3):
         for engine in (still, moving):
             if engine is moving and step:
@@ -78,7 +86,8 @@ def there_and_back(dtype: str, model: str, non_blocking: bool) -> dict[str, Any]
         losses.append((one_step(still, case, step), one_step(moving, case, step)))
     from ds_testing.partitioner import whole_weights
 
-    a, b = whole_weights(still), whole_weights(moving)
+    a = whole_weights(still)
+    b = whole_weights(moving)
     equal = all(torch.equal(a[n], b[n]) for n in a)
     for engine in (still, moving):
         engine.destroy()
@@ -87,7 +96,9 @@ def there_and_back(dtype: str, model: str, non_blocking: bool) -> dict[str, Any]
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(("dtype", "model"), [("bfloat16", "frozen"), ("float64", "shared")])
-def test_memory_is_given_back_and_training_goes_on_bit_equal(dtype: str, model: str, world: int) -> None:
+def test_memory_is_given_back_and_training_goes_on_bit_equal(
+    dtype: str, model: str, world: int
+) -> None:
     for found in run_ranks(world, there_and_back, dtype, model, world == 2):
         assert found["away"] == dict.fromkeys(ALL, 0)
         assert all(found["before"][s] > 0 for s in ALL[:3])
@@ -98,7 +109,8 @@ def test_memory_is_given_back_and_training_goes_on_bit_equal(dtype: str, model: 
 def with_gradients() -> list[tuple[float, float]]:
     """Between backward and step, and in the middle of a window."""
     case = Case(dtype="bfloat16", gas=2)
-    still, moving = start(case), start(case)
+    still = start(case)
+    moving = start(case)
     losses = []
     for step in range(2):
         for micro in range(2):
@@ -143,7 +155,9 @@ def refusals(folder: str) -> None:
     engine.offload_states(include=[OffloadStateTypeEnum.optim_states, "hp_params"])
     loss = forward(engine, case, 1)
     engine.backward(loss)
-    with pytest.raises(RuntimeError, match=r"step needs hp_params, optim_states.*reload_states\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"step needs hp_params, optim_states.*reload_states\(\)"
+    ):
         engine.step()
     with pytest.raises(RuntimeError, match="reload_states"):
         engine.optimizer.step()
@@ -154,7 +168,8 @@ def refusals(folder: str) -> None:
     one_step(engine, case, 1)
 
     # Weights are away: nothing runs.
-    loss, another = forward(engine, case, 2), forward(engine, case, 2)
+    loss = forward(engine, case, 2)
+    another = forward(engine, case, 2)
     engine.offload_states(include=["lp_params"])
     with pytest.raises(RuntimeError, match=r"forward needs lp_params.*reload_states\(\)"):
         forward(engine, case, 2)
@@ -173,7 +188,9 @@ def refusals(folder: str) -> None:
     one_step(engine, case, 2)
 
     assert get_state_devices(engine, "lp_params") == {torch.device("cpu")}
-    assert get_state_devices(engine.module, OffloadStateTypeEnum.optim_states) == {torch.device("cpu")}
+    assert get_state_devices(engine.module, OffloadStateTypeEnum.optim_states) == {
+        torch.device("cpu")
+    }
     assert get_state_devices(engine, "lp_grads") == set()
     with pytest.raises(ValueError, match="not a valid"):
         get_state_devices(engine, "weights")
@@ -238,7 +255,8 @@ def access_while_away() -> list[str]:
     import ds_access as access
 
     case = Case(dtype="bfloat16")
-    engine, twin = start(case), start(case)
+    engine = start(case)
+    twin = start(case)
     for each in (engine, twin):
         one_step(each, case, 0)
         each.backward(forward(each, case, 1))
@@ -253,7 +271,8 @@ def access_while_away() -> list[str]:
                 lambda p, v: access.safe_set_full_optimizer_state(p, v, "exp_avg_sq"),
             ),
         ):
-            a, b = get(p), get(q)
+            a = get(p)
+            b = get(q)
             assert a is not None
             assert b is not None
             if not torch.equal(a, b):

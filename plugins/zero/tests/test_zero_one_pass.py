@@ -1,4 +1,6 @@
-"""A mixed-precision step is a read for the norm and one pass of the kernel, at every stage; see `ds_core.stepping`."""
+"""A mixed-precision step is a read for the norm and one pass of the kernel, at every stage; see
+`ds_core.stepping`.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,16 @@ ELEMENTWISE = ("AdamW", "Adagrad", "Lion", "SGD")
 def start(zero: dict[str, Any], dtype: str, optimizer: Any = "AdamW", **more: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 30), nn.ReLU(), nn.Linear(30, 7), nn.LayerNorm(7))
-    section = {"bf16": {"enabled": True}} if dtype == "bf16" else {"fp16": {"enabled": True, "loss_scale": 64}}
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": zero, "gradient_clipping": 0.01}
+    section = (
+        {"bf16": {"enabled": True}}
+        if dtype == "bf16"
+        else {"fp16": {"enabled": True, "loss_scale": 64}}
+    )
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": zero,
+        "gradient_clipping": 0.01,
+    }
     config["zero_allow_untested_optimizer"] = True
     config |= section if dtype != "fp32" else {}
     if isinstance(optimizer, str):
@@ -57,7 +67,9 @@ class Ops(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(word in func.name() for word in ("copy", "mul", "clone")):
-            self.elements += sum(t.numel() for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor))
+            self.elements += sum(
+                t.numel() for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -71,11 +83,15 @@ def test_nothing_is_cast_or_scaled_beside_the_kernel(
     inner = ds_ops_cpu.kernels.adam
 
     def adam(params: Any, grads: Any, *states: Any, **options: Any) -> None:
-        seen.append(({g.dtype for g in grads}, {c.dtype for c in options["copies"]}, options["scale"]))
+        seen.append(
+            ({g.dtype for g in grads}, {c.dtype for c in options["copies"]}, options["scale"])
+        )
         inner(params, grads, *states, **options)
 
     found = Kernels.get
-    monkeypatch.setattr(Kernels, "get", lambda self, op, *rest: adam if op == "adam" else found(self, op, *rest))
+    monkeypatch.setattr(
+        Kernels, "get", lambda self, op, *rest: adam if op == "adam" else found(self, op, *rest)
+    )
     engine = start(zero, dtype)
     train(engine, 1)
     seen.clear()
@@ -92,7 +108,9 @@ def test_nothing_is_cast_or_scaled_beside_the_kernel(
     for name, weight in engine.module.named_parameters():
         held = locate(engine, weight)
         rests = weight if weight.numel() else weight.ds_tensor
-        assert torch.equal(rests.reshape(-1), held.updated.detach().reshape(-1).to(weight.dtype)), name
+        assert torch.equal(rests.reshape(-1), held.updated.detach().reshape(-1).to(weight.dtype)), (
+            name
+        )
     engine.destroy()
 
 
@@ -118,7 +136,9 @@ def test_the_one_pass_gives_the_bits_of_the_plain_way(
 @pytest.mark.usefixtures("clean_ds")
 @pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 2}], ids=str)
 def test_who_looks_at_grad_finds_it_there(zero: dict[str, Any]) -> None:
-    """A subclass with a step or an update of its own, and hooks on the step, get what they always got."""
+    """A subclass with a step or an update of its own, and hooks on the step, get what they always
+    got.
+    """
     from ds_optimizers import AdamW
 
     truth = train(engine := start(zero, "bf16", lambda groups: AdamW(groups, lr=1e-2)))
@@ -136,7 +156,9 @@ def test_who_looks_at_grad_finds_it_there(zero: dict[str, Any]) -> None:
             super().update(group, batch)
 
     def grads(optimizer: Any) -> set[Any]:
-        found = {p.grad.dtype for g in optimizer.param_groups for p in g["params"] if p.grad is not None}
+        found = {
+            p.grad.dtype for g in optimizer.param_groups for p in g["params"] if p.grad is not None
+        }
         return found | {1.0}
 
     for cls in (OwnStep, OwnUpdate):
@@ -144,7 +166,9 @@ def test_who_looks_at_grad_finds_it_there(zero: dict[str, Any]) -> None:
         assert train(engine) == truth
         engine.destroy()
     engine = start(zero, "bf16")
-    engine.optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: seen.append(grads(optimizer)))
+    engine.optimizer.register_step_pre_hook(
+        lambda optimizer, args, kwargs: seen.append(grads(optimizer))
+    )
     train(engine)
     engine.destroy()
     assert len(seen) == 9
@@ -168,7 +192,9 @@ def test_ranks_of_a_partitioned_step_equal_replicas() -> None:
 
 @pytest.mark.usefixtures("clean_ds")
 def test_host_gradients_are_wide_only_where_several_are_added() -> None:
-    """A second backward at a boundary, which nobody announced, widens what has come; its sum is exact in fp32."""
+    """A second backward at a boundary, which nobody announced, widens what has come; its sum is
+    exact in fp32.
+    """
     engine = start({"stage": 2, "offload_optimizer": CPU}, "bf16")
     reducer = engine.partitioner.reducer
     x = torch.randn(4, 12, dtype=torch.bfloat16)

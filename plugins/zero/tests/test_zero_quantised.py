@@ -1,4 +1,6 @@
-"""Quantised weights and gradients: bounds that follow from block sizes, and a plainly written reference."""
+"""Quantised weights and gradients: bounds that follow from block sizes, and a plainly written
+reference.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +14,30 @@ from ds_testing import run_ranks
 from torch import Tensor, nn
 
 D = 24
-QWZ, QGZ = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
+QWZ = {"zero_quantized_weights": True}
+QGZ = {"zero_quantized_gradients": True}
 BLOCKS = {"zero_hpz_partition_size": 2}
 GROUP = 512
 
 
 class Net(nn.Module):
-    """Matrices of several groups each, one of which no bound of a group ends with, and a frozen one."""
+    """Matrices of several groups each, one of which no bound of a group ends with, and a frozen
+    one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.inp, self.frozen = nn.Linear(D, 3 * D), nn.Linear(3 * D, D).requires_grad_(False)
-        self.mid, self.out = nn.Linear(D, D - 1), nn.Linear(D - 1, 5, bias=False)
+        self.inp = nn.Linear(D, 3 * D)
+        self.frozen = nn.Linear(3 * D, D).requires_grad_(False)
+        self.mid = nn.Linear(D, D - 1)
+        self.out = nn.Linear(D - 1, 5, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.out(torch.tanh(self.mid(torch.tanh(self.frozen(torch.tanh(self.inp(x))))))).square().mean()
+        loss: Tensor = (
+            self.out(torch.tanh(self.mid(torch.tanh(self.frozen(torch.tanh(self.inp(x)))))))
+            .square()
+            .mean()
+        )
         return loss
 
 
@@ -38,7 +49,12 @@ def start(zero: dict[str, Any], **extra: Any) -> Any:
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         **extra,
-        "zero_optimization": {"stage": 3, "param_persistence_threshold": 0, "max_reuse_distance": 0, **zero},
+        "zero_optimization": {
+            "stage": 3,
+            "param_persistence_threshold": 0,
+            "max_reuse_distance": 0,
+            **zero,
+        },
     }
     return ds_core.initialize(model=Net(), config=config)[0]
 
@@ -49,7 +65,7 @@ def batch(step: int) -> Tensor:
     return torch.randn(2, D, generator=torch.Generator().manual_seed(7 * step + comm.rank()))
 
 
-# -- plainly written, on gathered tensors ------------------------------------------------------------------------------
+# -- plainly written, on gathered tensors ----------------------------------------------------------
 
 
 def rounded(x: Tensor, bits: int) -> Tensor:
@@ -73,7 +89,8 @@ class PlainLoco:
     """`rounded` with the error feedback of the documents; errors are kept in 8 bits."""
 
     def __init__(self, beta: float | None) -> None:
-        self.beta, self.errors = beta, {}
+        self.beta = beta
+        self.errors = {}
 
     def __call__(self, key: object, x: Tensor) -> Tensor:
         if self.beta is None:
@@ -86,34 +103,48 @@ class PlainLoco:
 
 
 def reduced(sources: list[Tensor], block: int, send: PlainLoco) -> list[Tensor]:
-    """Every rank's shard of the sum of all ranks' `sources`, in two exchanges through blocks of `block` ranks."""
+    """Every rank's shard of the sum of all ranks' `sources`, in two exchanges through blocks of
+    `block` ranks.
+    """
     world = len(sources)
     shards = [s.view(world, -1) for s in sources]
     out = []
     for owner in range(world):
         parts = []
         for first in range(0, world, block):
-            total = sum(send((rank, owner), shards[rank][owner].clone()) for rank in range(first, first + block))
+            total = sum(
+                send((rank, owner), shards[rank][owner].clone())
+                for rank in range(first, first + block)
+            )
             parts.append(total if block == world else send(("block", first, owner), total))
         out.append(sum(parts))
     return out
 
 
-# -- ranks -------------------------------------------------------------------------------------------------------------
+# -- ranks -----------------------------------------------------------------------------------------
 
 
 def wire_against_reference(zero: dict[str, Any], block: int, dtype: torch.dtype) -> float:
-    """Reduce random numbers some times by the engine's wire; the largest difference to the reference."""
+    """Reduce random numbers some times by the engine's wire; the largest difference to the
+    reference.
+    """
     from ds_core import comm
 
     engine = start(zero)
-    stage, worst = engine.partitioner, 0.0
+    stage = engine.partitioner
+    worst = 0.0
     loco = zero.get("zeropp_loco_param")
-    bucket = max((b for b in stage.buckets if b.sharded and b.trainable), key=lambda b: b.layout.total)
-    wire, world, plain = stage.gradient_wire_of(bucket), comm.world_size(), PlainLoco(loco and loco["err_beta"])
+    bucket = max(
+        (b for b in stage.buckets if b.sharded and b.trainable), key=lambda b: b.layout.total
+    )
+    wire = stage.gradient_wire_of(bucket)
+    world = comm.world_size()
+    plain = PlainLoco(loco and loco["err_beta"])
     for turn in range(5):
         numbers = torch.Generator().manual_seed(turn)
-        sources = list(torch.randn(world, bucket.layout.total, generator=numbers).to(dtype).unbind())
+        sources = list(
+            torch.randn(world, bucket.layout.total, generator=numbers).to(dtype).unbind()
+        )
         works, out = wire.start(
             bucket,
             sources[comm.rank()].clone(),
@@ -138,7 +169,12 @@ def wire_against_reference(zero: dict[str, Any], block: int, dtype: torch.dtype)
         (2, QGZ, 0, torch.bfloat16),
         (3, {**QGZ, "zeropp_loco_param": {"err_beta": 0.5, "reset_T": 3}}, 0, torch.float32),
         (4, {**QGZ, **BLOCKS}, 2, torch.float32),
-        (4, {**QGZ, **BLOCKS, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 4}}, 2, torch.float32),
+        (
+            4,
+            {**QGZ, **BLOCKS, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 4}},
+            2,
+            torch.float32,
+        ),
     ],
     ids=["2 ranks", "3 ranks, LoCo", "2 blocks", "2 blocks, LoCo"],
 )
@@ -149,13 +185,17 @@ def test_gradients_are_reduced_as_the_reference_does(
 
 
 def gathered(zero: dict[str, Any]) -> tuple[float, bool, bool]:
-    """The largest error of weights in a forward over their bound; whether ranks had the same; exact for callers."""
+    """The largest error of weights in a forward over their bound; whether ranks had the same; exact
+    for callers.
+    """
     import ds_zero
 
     from ds_core import comm
 
     engine = start(zero)
-    worst, seen, exact = 0.0, [], True
+    worst = 0.0
+    seen = []
+    exact = True
     with ds_zero.GatheredParameters(engine.module):
         truth = {p: p.detach().clone() for p in engine.module.parameters()}
     units = list(engine.partitioner.units)
@@ -164,7 +204,9 @@ def gathered(zero: dict[str, Any]) -> tuple[float, bool, bool]:
         nonlocal worst
         for unit in units:
             bucket = unit.bucket
-            if not unit.is_unsharded or not any(p is q for p in bucket.params for q in module.parameters()):
+            if not unit.is_unsharded or not any(
+                p is q for p in bucket.params for q in module.parameters()
+            ):
                 continue
             whole = torch.zeros_like(bucket.full)
             for i, p in enumerate(bucket.params):
@@ -183,7 +225,11 @@ def gathered(zero: dict[str, Any]) -> tuple[float, bool, bool]:
     engine.step()
     engine.destroy()
     module_exact = all(torch.equal(p, truth[p]) for p in engine.module.frozen.parameters())
-    return worst, len(seen) >= 4 and len(set(map(str, comm.all_gather_json(seen)))) == 1, exact and module_exact
+    return (
+        worst,
+        len(seen) >= 4 and len(set(map(str, comm.all_gather_json(seen)))) == 1,
+        exact and module_exact,
+    )
 
 
 @pytest.mark.parametrize(
@@ -199,7 +245,9 @@ def test_modules_see_weights_within_half_a_step_of_8_bits(world: int, zero: dict
 
 
 def frozen(zero: dict[str, Any]) -> tuple[float, float, bool, bool]:
-    """Error of frozen weights over the bound; memory at rest over that of fp32; the same in training; loss near."""
+    """Error of frozen weights over the bound; memory at rest over that of fp32; the same in
+    training; loss near.
+    """
     import ds_zero
 
     torch.manual_seed(5)
@@ -234,7 +282,9 @@ def test_frozen_weights_rest_in_8_bits() -> None:
 
 
 def gradients(zero: dict[str, Any], gas: int) -> list[float]:
-    """Per bucket, the largest error of the averaged gradients over the bound that follows from ranks' gradients."""
+    """Per bucket, the largest error of the averaged gradients over the bound that follows from
+    ranks' gradients.
+    """
     from ds_core import comm
 
     local: dict[str, list[Tensor]] = {}
@@ -253,7 +303,9 @@ def gradients(zero: dict[str, Any], gas: int) -> list[float]:
     for bucket in engine.partitioner.buckets:
         if not bucket.trainable:
             continue
-        world, bound, truth = comm.world_size(), torch.zeros(()), torch.zeros(())
+        world = comm.world_size()
+        bound = torch.zeros(())
+        truth = torch.zeros(())
         for step in range(gas):
             mine = torch.zeros(bucket.layout.total)
             for i, name in enumerate(bucket.names):
@@ -263,7 +315,8 @@ def gradients(zero: dict[str, Any], gas: int) -> list[float]:
             shards = all_of.view(world, world, -1)[:, comm.rank()] / world
             truth = truth + shards.sum(0)
             bound = bound + sum(error_bound(s, 4) for s in shards)
-            if zero.keys() & BLOCKS.keys():  # the sums of the blocks, as exact as they may be, are rounded again
+            # the sums of the blocks, as exact as they may be, are rounded again
+            if zero.keys() & BLOCKS.keys():
                 for block in shards.split(2):
                     total = block.abs().sum(0) + sum(error_bound(s, 4) for s in block)
                     bound = bound + error_bound(total, 4)
@@ -309,32 +362,48 @@ ALL = {**QWZ, **QGZ, "zeropp_loco_param": {}}
 
 def compared(zero: dict[str, Any], extra: dict[str, Any]) -> tuple[float, float]:
     """The largest relative difference of a loss to unquantised training; the weights' sum."""
-    plain, (losses, weights) = train({}, extra)[0], train(zero, extra)
+    plain = train({}, extra)[0]
+    (losses, weights) = train(zero, extra)
     return max(abs(a - b) / b for a, b in zip(losses, plain, strict=True)), weights
 
 
 @pytest.mark.parametrize(
     ("zero", "extra"),
     [
-        ({**ALL, **BLOCKS}, {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2, "gradient_clipping": 0.01}),
+        (
+            {**ALL, **BLOCKS},
+            {
+                "bf16": {"enabled": True},
+                "gradient_accumulation_steps": 2,
+                "gradient_clipping": 0.01,
+            },
+        ),
         (
             {**ALL, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
-            {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "communication_data_type": "bf16"},
+            {
+                "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+                "communication_data_type": "bf16",
+            },
         ),
     ],
     ids=["bf16, clipped", "offloaded, autocast"],
 )
-def test_quantised_training_stays_near_the_plain_one(zero: dict[str, Any], extra: dict[str, Any]) -> None:
+def test_quantised_training_stays_near_the_plain_one(
+    zero: dict[str, Any], extra: dict[str, Any]
+) -> None:
     answers = run_ranks(4, compared, zero, extra)
     assert len({weights for _, weights in answers}) == 1
     assert all(0 < off < 0.1 for off, _ in answers)
 
 
 def overflow() -> tuple[bool, bool]:
-    """Whether a step with an infinite gradient on one rank was skipped, and the next one was not."""
+    """Whether a step with an infinite gradient on one rank was skipped, and the next one was
+    not."""
     from ds_core import comm
 
-    engine = start({**QGZ, "zeropp_loco_param": {}}, fp16={"enabled": True, "initial_scale_power": 2})
+    engine = start(
+        {**QGZ, "zeropp_loco_param": {}}, fp16={"enabled": True, "initial_scale_power": 2}
+    )
     engine.backward(engine(batch(0).half()) * (float("inf") if comm.rank() == 1 else 1.0))
     engine.step()
     skipped = engine.skipped_steps
@@ -352,11 +421,26 @@ def test_an_infinite_gradient_skips_the_step_and_leaves_no_error() -> None:
 @pytest.mark.parametrize(
     ("zero", "message"),
     [
-        ({"stage": 2, "zero_quantized_weights": True}, "zero_quantized_weights: needs stage 3, this is stage 2"),
-        ({"stage": 1, "zero_quantized_nontrainable_weights": True}, "nontrainable_weights: needs stage 3"),
-        ({"stage": 3, "zero_quantized_gradients": True, "reduce_scatter": False}, "the place of reduce_scatter"),
-        ({"stage": 3, "zeropp_loco_param": {"err_beta": 0.5}}, "errors of zero_quantized_gradients, which is false"),
-        ({"stage": 3, **QWZ, "mics_shard_size": 2, "mics_hierarchical_params_gather": True}, "remove one of the two"),
+        (
+            {"stage": 2, "zero_quantized_weights": True},
+            "zero_quantized_weights: needs stage 3, this is stage 2",
+        ),
+        (
+            {"stage": 1, "zero_quantized_nontrainable_weights": True},
+            "nontrainable_weights: needs stage 3",
+        ),
+        (
+            {"stage": 3, "zero_quantized_gradients": True, "reduce_scatter": False},
+            "the place of reduce_scatter",
+        ),
+        (
+            {"stage": 3, "zeropp_loco_param": {"err_beta": 0.5}},
+            "errors of zero_quantized_gradients, which is false",
+        ),
+        (
+            {"stage": 3, **QWZ, "mics_shard_size": 2, "mics_hierarchical_params_gather": True},
+            "remove one of the two",
+        ),
         ({"stage": 3, **QGZ, "zeropp_loco_param": {"err_beta": 1.5}}, "zeropp_loco_param.err_beta"),
         ({"stage": 3, **QGZ, "zeropp_loco_param": {"reset_T": 0}}, "zeropp_loco_param.reset_T"),
     ],

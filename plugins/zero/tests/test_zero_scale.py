@@ -1,7 +1,9 @@
-"""Up to 4,096 ranks: shares by arithmetic over real layouts, and one process standing for one rank of many.
+"""Up to 4,096 ranks: shares by arithmetic over real layouts, and one process standing for one rank
+of many.
 
-In the fake runs everything is real (initialize, forward, backward, step) but for the numbers: tensors are fake ones,
-which have sizes and no memory, and the process group is torch's fake one, which sends nothing.
+In the fake runs everything is real (initialize, forward, backward, step) but for the numbers:
+tensors are fake ones, which have sizes and no memory, and the process group is torch's fake one,
+which sends nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class Block(nn.Module):
 
     def __init__(self, d: int, hidden: int, llama: bool) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(d, bias=not llama), nn.LayerNorm(d, bias=not llama)
+        self.norm1 = nn.LayerNorm(d, bias=not llama)
+        self.norm2 = nn.LayerNorm(d, bias=not llama)
         sizes = [d, d, d] if llama else [3 * d]
         self.into = nn.ModuleList(nn.Linear(d, size, bias=not llama) for size in sizes)
         self.out = nn.Linear(d, d, bias=not llama)
@@ -47,7 +50,9 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, d: int, hidden: int, layers: int, words: int, positions: int, llama: bool) -> None:
+    def __init__(
+        self, d: int, hidden: int, layers: int, words: int, positions: int, llama: bool
+    ) -> None:
         super().__init__()
         self.words = nn.Embedding(words, d)
         self.positions = nn.Embedding(positions, d) if positions else None
@@ -85,24 +90,29 @@ def build(name: str) -> Model:
     return model
 
 
-# -- all ranks, by arithmetic ----------------------------------------------------------------------------------------
+# -- all ranks, by arithmetic ----------------------------------------------------------------------
 
 
 def per_rank(model: nn.Module, section: ZeroConfig, world: int) -> list[int]:
-    """Bytes of weights, gradients, masters and Adam's states that each rank holds, except for whole weights."""
+    """Bytes of weights, gradients, masters and Adam's states that each rank holds, except for whole
+    weights.
+    """
     sizes = [0] * world
     for bucket in lay_out(model, section, world).buckets:
         layout = bucket.layout
         fixed = layout.shard_numel * ((0 if bucket.replicated else 2) + 2 + 4)
         filled = sum(layout.sizes)
         for rank in range(world):
-            sizes[rank] += fixed + 8 * min(max(filled - rank * layout.shard_numel, 0), layout.shard_numel)
+            sizes[rank] += fixed + 8 * min(
+                max(filled - rank * layout.shard_numel, 0), layout.shard_numel
+            )
     return sizes
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_rank_of_4096_holds_its_share(name: str) -> None:
-    model, world = build(name), 4096
+    model = build(name)
+    world = 4096
     count = sum(p.numel() for p in model.parameters())
     assert count == PARAMS[name]
     for stage, each in ((1, 14), (2, 14), (3, 16)):
@@ -112,22 +122,34 @@ def test_every_rank_of_4096_holds_its_share(name: str) -> None:
         assert max(held) <= 1.005 * ideal, (stage, max(held) / ideal)
         assert sum(held) >= each * count  # nothing was left out
     for rank in (0, 1, 2047, 4095):
-        need = predict(model, ZeroConfig(stage=3, param_persistence_threshold=0), PlannedRun(world, BF16), rank=rank)
+        need = predict(
+            model,
+            ZeroConfig(stage=3, param_persistence_threshold=0),
+            PlannedRun(world, BF16),
+            rank=rank,
+        )
         assert need.device.resting == held[rank]
 
 
 @pytest.mark.parametrize(("name", "ratio"), [("llama-7b", 1.0205), ("gpt2-xl", 1.3314)])
 def test_what_small_weights_that_stay_whole_cost(name: str, ratio: float) -> None:
-    """With the default persistence threshold every rank has those; the README says how much that is."""
-    model, world = build(name), 4096
+    """With the default persistence threshold every rank has those; the README says how much that
+    is.
+    """
+    model = build(name)
+    world = 4096
     need = predict(model, ZeroConfig(stage=3), PlannedRun(world, BF16))
     assert need.device.resting / (16 * PARAMS[name] / world) == pytest.approx(ratio, abs=1e-4)
     small = sum(p.numel() for p in model.parameters() if p.numel() < 100_000)
-    whole = sum(2 * b.layout.total for b in lay_out(model, ZeroConfig(stage=3), world).buckets if b.replicated)
+    whole = sum(
+        2 * b.layout.total
+        for b in lay_out(model, ZeroConfig(stage=3), world).buckets
+        if b.replicated
+    )
     assert 2 * small <= whole <= 2 * small + 2 * 2 * world
 
 
-# -- single ranks, for real ------------------------------------------------------------------------------------------
+# -- single ranks, for real ------------------------------------------------------------------------
 
 
 def storages(tensors: Any) -> dict[int, int]:
@@ -157,8 +179,10 @@ def one_of(world: int, rank: int) -> Iterator[None]:
         with (
             mock.patch.object(comm, "all_gather_json", same, create=True),
             mock.patch.object(agreement, "all_gather_json", same),
-            mock.patch.object(flat, "HOST_BYTES", 1 << 40),  # the machines that are simulated have memory of their own
-            mock.patch.object(Reducer, "_agree", return_value=[]),  # it reads values, which fake tensors have none of
+            # the machines that are simulated have memory of their own
+            mock.patch.object(flat, "HOST_BYTES", 1 << 40),
+            # it reads values, which fake tensors have none of
+            mock.patch.object(Reducer, "_agree", return_value=[]),
             warnings.catch_warnings(),
             FakeTensorMode(),
         ):
@@ -182,7 +206,8 @@ def pretend(name: str, stage: int, world: int, rank: int) -> dict[str, int]:
                 "train_micro_batch_size_per_gpu": 1,
                 "bf16": {"enabled": True},
                 "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-                "plugins": {"disable": ["ds-optimizers", "ds-ops-cpu"]},  # fake tensors have no memory
+                # fake tensors have no memory
+                "plugins": {"disable": ["ds-optimizers", "ds-ops-cpu"]},
                 "zero_optimization": {"stage": stage},
             },
         )
@@ -207,9 +232,13 @@ def pretend(name: str, stage: int, world: int, rank: int) -> dict[str, int]:
 def held(engine: Any) -> dict[str, int]:
     gc.collect()
     params = list(engine.module.parameters())
-    weights = storages([p.data for p in params] + [p.ds_tensor for p in params if hasattr(p, "ds_tensor")])
+    weights = storages(
+        [p.data for p in params] + [p.ds_tensor for p in params if hasattr(p, "ds_tensor")]
+    )
     masters = storages(p.data for g in engine.optimizer.param_groups for p in g["params"])
-    states = [v for s in engine.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+    states = [
+        v for s in engine.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)
+    ]
     known = {*weights, *masters, *storages(states)}
     everything = storages(t for t in gc.get_objects() if issubclass(type(t), Tensor))
     return {

@@ -1,4 +1,5 @@
-"""Stage 3 with models that use their modules in every way; the truth is plain torch in one process."""
+"""Stage 3 with models that use their modules in every way; the truth is plain torch in one
+process."""
 
 from __future__ import annotations
 
@@ -20,14 +21,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "drop": {"max_reuse_distance": 0, "prefetch_bucket_size": 0},
     "tight": {"max_live_parameters": 1, "prefetch_bucket_size": 1000},
     "one by one": {"allgather_sequential": True, "contiguous_gradients": False},
-    "all-reduce": {"use_all_reduce_for_fetch_params": True, "reduce_scatter": False, "max_reuse_distance": 0},
+    "all-reduce": {
+        "use_all_reduce_for_fetch_params": True,
+        "reduce_scatter": False,
+        "max_reuse_distance": 0,
+    },
 }
 
 
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
+        self.a = nn.Linear(D, D)
+        self.b = nn.Linear(D, D)
 
     def forward(self, x: Tensor, step: int) -> Any:
         return self.b(torch.tanh(self.a(torch.tanh(self.b(torch.tanh(self.a(x)))))))
@@ -36,7 +42,9 @@ class Twice(nn.Module):
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.emb, self.mid, self.head = nn.Linear(D, D, bias=False), nn.Linear(D, D), nn.Linear(D, D, bias=False)
+        self.emb = nn.Linear(D, D, bias=False)
+        self.mid = nn.Linear(D, D)
+        self.head = nn.Linear(D, D, bias=False)
         self.head.weight = self.emb.weight
 
     def forward(self, x: Tensor, step: int) -> Any:
@@ -44,11 +52,14 @@ class Tied(nn.Module):
 
 
 class External(nn.Module):
-    """Reads a child's weight, a parameter list's, and one through a container without parameters of its own."""
+    """Reads a child's weight, a parameter list's, and one through a container without parameters of
+    its own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.emb, self.mid = nn.Linear(D, D), nn.Sequential(nn.Linear(D, D), nn.Tanh())
+        self.emb = nn.Linear(D, D)
+        self.mid = nn.Sequential(nn.Linear(D, D), nn.Tanh())
         self.more = nn.ParameterList([nn.Parameter(torch.randn(D, D)) for _ in range(2)])
 
     def forward(self, x: Tensor, step: int) -> Any:
@@ -68,7 +79,8 @@ class Giver(nn.Module):
 class Returned(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.giver, self.lin = Giver(), nn.Linear(D, D)
+        self.giver = Giver()
+        self.lin = nn.Linear(D, D)
 
     def forward(self, x: Tensor, step: int) -> Any:
         weight = self.giver()
@@ -81,7 +93,9 @@ class Recomputed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inp = nn.Linear(D, D)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)) for _ in range(3)
+        )
         self.tail = nn.Parameter(torch.randn(D, D))
 
     def forward(self, x: Tensor, step: int) -> Any:
@@ -122,8 +136,10 @@ class LowRank(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inp, self.out = nn.Linear(D, D), nn.Linear(D, D)
-        self.down, self.up = nn.Parameter(torch.randn(D, 2)), nn.Parameter(torch.randn(2, D))
+        self.inp = nn.Linear(D, D)
+        self.out = nn.Linear(D, D)
+        self.down = nn.Parameter(torch.randn(D, 2))
+        self.up = nn.Parameter(torch.randn(2, D))
         for layer in (self.inp, self.out):
             layer.requires_grad_(False)
 
@@ -163,8 +179,11 @@ class Opaque(Wrapped):
 class Outputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inp, self.wrapped, self.opaque = nn.Linear(D, D), Wrapped(), Opaque()
-        self.empty, self.scalar = nn.Parameter(torch.empty(0, D)), nn.Parameter(torch.tensor(1.5))
+        self.inp = nn.Linear(D, D)
+        self.wrapped = Wrapped()
+        self.opaque = Opaque()
+        self.empty = nn.Parameter(torch.empty(0, D))
+        self.scalar = nn.Parameter(torch.tensor(1.5))
         self.bare = nn.Identity()
 
     def forward(self, x: Tensor, step: int) -> Any:
@@ -177,7 +196,8 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lin, self.conv = nn.utils.parametrizations.weight_norm(nn.Linear(D, D)), nn.Conv1d(1, 1, 3, padding=1)
+        self.lin = nn.utils.parametrizations.weight_norm(nn.Linear(D, D))
+        self.conv = nn.Conv1d(1, 1, 3, padding=1)
         self.norm = nn.BatchNorm1d(D)
 
     def forward(self, x: Tensor, step: int) -> Any:
@@ -246,11 +266,15 @@ def weights(engine: Any) -> dict[str, Tensor]:
     return found
 
 
-def truth_of(name: str, gas: int, world: int, steps: int = 3) -> tuple[list[list[float]], dict[str, Tensor]]:
+def truth_of(
+    name: str, gas: int, world: int, steps: int = 3
+) -> tuple[list[list[float]], dict[str, Tensor]]:
     """Plain torch in one process on the data of all ranks: each rank's losses, and the weights."""
     torch.manual_seed(0)
     model = ZOO[name]().double()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=0.02, weight_decay=0.1
+    )
     losses: list[list[float]] = [[] for _ in range(world)]
     for step in range(steps):
         for micro in range(gas):
@@ -296,9 +320,11 @@ def check_misuse_and_detours() -> None:
     rank = comm.rank()
     engine = build("Tied", {"max_reuse_distance": 10**9})
     train(engine, 2)
-    model, x = engine.module, data(9, rank)
+    model = engine.module
+    x = data(9, rank)
 
-    # Two forwards, one backward; gradients dropped in between, which releases nothing that backward needs.
+    # Two forwards, one backward; gradients dropped in between, which releases nothing that backward
+    # needs.
     loss = engine(x, 0).sum() + engine(data(8, rank), 0).sum()
     engine.zero_grad()
     engine.backward(loss)

@@ -1,4 +1,5 @@
-"""SuperOffload: updates that begin during backward leave the same bits as those that wait for it."""
+"""SuperOffload: updates that begin during backward leave the same bits as those that wait for
+it."""
 
 from __future__ import annotations
 
@@ -15,13 +16,19 @@ from torch import Tensor
 
 from plugins.zero.tests.test_zero_offload_numbers import Net, make, whole
 
-NEVER, SOMETIMES, ALWAYS = 1e6, 4.2, 1e-3
+NEVER = 1e6
+SOMETIMES = 4.2
+ALWAYS = 1e-3
 """Values of gradient_clipping, for the gradients of `trained`."""
 
 
 def reports(stage: int) -> list[list[int]]:
-    """How often each bucket was reported, after every micro-batch and step; the first ends before a late gradient."""
-    engine = make({"stage": stage, "offload_optimizer": {"device": "cpu"}}, gradient_accumulation_steps=2)
+    """How often each bucket was reported, after every micro-batch and step; the first ends before a
+    late gradient.
+    """
+    engine = make(
+        {"stage": stage, "offload_optimizer": {"device": "cpu"}}, gradient_accumulation_steps=2
+    )
     reducer = engine.partitioner.reducer
     counts = dict.fromkeys(reducer.buckets, 0)
 
@@ -68,7 +75,9 @@ def offload(ahead: bool, **more: Any) -> dict[str, Any]:
 
 
 def finish(engine: Any) -> None:
-    """Wait until the worker has done all that it was given, which a short backward leaves it no time for."""
+    """Wait until the worker has done all that it was given, which a short backward leaves it no
+    time for.
+    """
     for attempt in getattr(engine.partitioner.updates, "_attempts", {}).values():
         attempt.future.result()
 
@@ -99,7 +108,8 @@ def everything(engine: Any) -> dict[str, Any]:
 def same(first: Any, second: Any) -> bool:
     if isinstance(first, dict):
         return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
-    return torch.equal(first, second) if isinstance(first, Tensor) else repr(first) == repr(second)  # losses may be nan
+    # losses may be nan
+    return torch.equal(first, second) if isinstance(first, Tensor) else repr(first) == repr(second)
 
 
 def trained(
@@ -115,7 +125,9 @@ def trained(
     """After 6 steps: all that they leave, and how many attempts were kept and undone."""
     more = {"model": Uneven(), **more}
     zero = {"stage": stage, **offload(ahead), **more.pop("zero", {})}
-    engine = make(zero, dtype=dtype, gradient_clipping=clip, gradient_accumulation_steps=gas, **more)
+    engine = make(
+        zero, dtype=dtype, gradient_clipping=clip, gradient_accumulation_steps=gas, **more
+    )
     losses = []
     for step in range(6):
         for micro in range(gas):
@@ -146,7 +158,9 @@ def both(*args: Any, **kwargs: Any) -> tuple[bool, int, int]:
         (3, "bfloat16", 2, SOMETIMES, ()),
     ],
 )
-def test_no_bit_differs_from_plain_offload(stage: int, dtype: str, gas: int, clip: float, overflows: Any) -> None:
+def test_no_bit_differs_from_plain_offload(
+    stage: int, dtype: str, gas: int, clip: float, overflows: Any
+) -> None:
     for equal, kept, undone in run_ranks(2, both, stage, dtype, gas, clip, overflows):
         assert equal
         assert kept > 0
@@ -169,7 +183,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-def combined(stage: int, dtype: str, gas: int, clip: float, optimizer: str, zero: dict[str, Any]) -> tuple[bool, int]:
+def combined(
+    stage: int, dtype: str, gas: int, clip: float, optimizer: str, zero: dict[str, Any]
+) -> tuple[bool, int]:
     equal, kept, _ = both(
         stage,
         dtype,
@@ -188,8 +204,13 @@ def combined(stage: int, dtype: str, gas: int, clip: float, optimizer: str, zero
 def test_no_bit_differs_in_any_combination(stage: int, optimizer: str) -> None:
     zeros: list[dict[str, Any]] = [{}]
     if stage == 3:
-        zeros += [{"offload_param": {"device": "cpu"}}, {"overlap_comm": False, "contiguous_gradients": False}]
-    for dtype, gas, clip, zero in itertools.product(("float32", "bfloat16"), (1, 3), (NEVER, SOMETIMES), zeros):
+        zeros += [
+            {"offload_param": {"device": "cpu"}},
+            {"overlap_comm": False, "contiguous_gradients": False},
+        ]
+    for dtype, gas, clip, zero in itertools.product(
+        ("float32", "bfloat16"), (1, 3), (NEVER, SOMETIMES), zeros
+    ):
         for equal, kept in run_ranks(2, combined, stage, dtype, gas, clip, optimizer, zero):
             assert equal, (dtype, gas, clip, zero)
             assert kept > 0 or clip == SOMETIMES
@@ -199,7 +220,9 @@ def partly(dtype: str) -> tuple[bool, int]:
     """With half of the states on the device."""
     torch.set_num_threads(1)
     zeros = [offload(ahead, ratio=0.5) for ahead in (False, True)]
-    (plain, _), (early, counts) = (trained(z["offload_optimizer"]["super_offload"], 3, dtype, zero=z) for z in zeros)
+    (plain, _), (early, counts) = (
+        trained(z["offload_optimizer"]["super_offload"], 3, dtype, zero=z) for z in zeros
+    )
     return same(plain, early), counts[0]
 
 
@@ -209,7 +232,7 @@ def test_half_of_the_states() -> None:
         assert kept > 0
 
 
-# -- between backward and step ---------------------------------------------------------------------------------------
+# -- between backward and step ---------------------------------------------------------------------
 
 
 def learning_rate(engine: Any, step: int) -> None:
@@ -250,7 +273,9 @@ def disturbed(name: str, stage: int) -> tuple[bool, int, int]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("between", ["learning_rate", "evaluation", "read", "late", "again", "dropped"])
+@pytest.mark.parametrize(
+    "between", ["learning_rate", "evaluation", "read", "late", "again", "dropped"]
+)
 def test_what_users_do_between_backward_and_step(between: str, stage: int) -> None:
     for equal, kept, undone in run_ranks(2, disturbed, between, stage):
         assert equal
@@ -258,7 +283,9 @@ def test_what_users_do_between_backward_and_step(between: str, stage: int) -> No
 
 
 def resumed(folder: str) -> bool:
-    """Whether a checkpoint that is written between backward and step has the states from before both."""
+    """Whether a checkpoint that is written between backward and step has the states from before
+    both.
+    """
     found = []
     for ahead in (False, True):
         engine = make({"stage": 3, **offload(ahead)}, dtype="bfloat16", gradient_clipping=NEVER)
@@ -283,17 +310,23 @@ def test_checkpoints(tmp_path: Path) -> None:
     assert run_ranks(2, resumed, str(tmp_path)) == [True, True]
 
 
-# -- faults ----------------------------------------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------
 
 
 def until_broken(stuck: bool) -> tuple[list[str], bool]:
-    """What a step says whose worker fails or never ends, and whether the run then goes on as if it had not."""
+    """What a step says whose worker fails or never ends, and whether the run then goes on as if it
+    had not.
+    """
     import ds_zero.super_offload as module
 
     from ds_core.errors import DSError
 
-    plain, before, messages, ends = module.Stepper.step, module.TIMEOUT, [], []
-    begun, release = threading.Event(), threading.Event()
+    plain = module.Stepper.step
+    before = module.TIMEOUT
+    messages = []
+    ends = []
+    begun = threading.Event()
+    release = threading.Event()
 
     def broken_step(self: Any, *args: Any) -> None:
         plain(self, *args)
@@ -310,7 +343,8 @@ def until_broken(stuck: bool) -> tuple[list[str], bool]:
                 backward(engine, step)
                 engine.step()
                 continue
-            module.Stepper.step, module.TIMEOUT = broken_step, 0.05  # type: ignore[method-assign, assignment]
+            module.Stepper.step = broken_step  # type: ignore[method-assign, assignment]
+            module.TIMEOUT = 0.05  # type: ignore[method-assign, assignment]
             x = torch.randn(2, 7, generator=torch.Generator().manual_seed(1000 * step))
             engine.backward(engine(x))
             begun.wait()
@@ -319,7 +353,8 @@ def until_broken(stuck: bool) -> tuple[list[str], bool]:
                     engine.step()
                 except DSError as error:
                     messages.append(str(error))
-            module.Stepper.step, module.TIMEOUT = plain, before  # type: ignore[method-assign]
+            module.Stepper.step = plain  # type: ignore[method-assign]
+            module.TIMEOUT = before  # type: ignore[method-assign]
             if stuck:
                 release.set()
                 engine.destroy()
@@ -334,7 +369,10 @@ def test_a_worker_that_fails_is_named_and_undone() -> None:
     ((messages, equal),) = run_ranks(1, until_broken, False)
     assert equal
     assert len(messages) == 1
-    assert "rank 0: the worker of offload_optimizer.super_offload failed to update the weights of 'out" in messages[0]
+    assert (
+        "rank 0: the worker of offload_optimizer.super_offload failed to update the weights of 'out"
+        in messages[0]
+    )
     assert "RuntimeError: broken" in messages[0]
 
 
@@ -375,7 +413,10 @@ def held(stage: int, dtype: str, zero: dict[str, Any]) -> tuple[int, int]:
     run = PlannedRun(1, engine.ctx.precision, casts=False)
     where = Offload.ALL if zero else Offload.OPTIMIZER
     model = Net().to(engine.ctx.precision.param or torch.float32)
-    needs = [predict(model, engine.partitioner.section, replace(run, ahead=a), where) for a in (False, True)]
+    needs = [
+        predict(model, engine.partitioner.section, replace(run, ahead=a), where)
+        for a in (False, True)
+    ]
     for step in range(3):
         backward(engine, step)
         engine.step()
@@ -391,6 +432,9 @@ def held(stage: int, dtype: str, zero: dict[str, Any]) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("stage", "dtype"), [(2, "bfloat16"), (3, "bfloat16"), (3, "float32")])
 def test_the_plan_counts_what_is_saved(stage: int, dtype: str) -> None:
-    ((planned, found),) = run_ranks(1, held, stage, dtype, {"offload_param": {"device": "cpu"}} if stage == 3 else {})
-    assert found <= planned <= 1.05 * found + 500  # nothing is saved of a bucket whose parameters are all unused
+    ((planned, found),) = run_ranks(
+        1, held, stage, dtype, {"offload_param": {"device": "cpu"}} if stage == 3 else {}
+    )
+    # nothing is saved of a bucket whose parameters are all unused
+    assert found <= planned <= 1.05 * found + 500
     assert (planned == 0) == (stage == 3 and dtype == "float32") or found

@@ -1,4 +1,6 @@
-"""Models of the transformers library (small, random weights) under every stage, unchanged; the truth is plain torch."""
+"""Models of the transformers library (small, random weights) under every stage, unchanged; the
+truth is plain torch.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,30 @@ import torch
 from ds_testing import run_ranks
 from torch import nn
 
-STEPS, BATCH, LENGTH, VOCABULARY = 3, 2, 8, 48
-KINDS = ("gpt2", "llama", "llama-recomputed", "llama-recomputed-reentrant", "mixtral", "mixtral-grouped")
+STEPS = 3
+BATCH = 2
+LENGTH = 8
+VOCABULARY = 48
+KINDS = (
+    "gpt2",
+    "llama",
+    "llama-recomputed",
+    "llama-recomputed-reentrant",
+    "mixtral",
+    "mixtral-grouped",
+)
 
 
 def build(kind: str) -> nn.Module:
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers as hf
 
-    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "use_cache": False, "bos_token_id": 0, "eos_token_id": None}
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "use_cache": False,
+        "bos_token_id": 0,
+        "eos_token_id": None,
+    }
     llama = sizes | {
         "hidden_size": 16,
         "intermediate_size": 28,
@@ -54,7 +71,9 @@ def batch(step: int, rank: int) -> torch.Tensor:
 
 
 def plain(kind: str, world: int) -> tuple[list[float], Any, list[set[int]]]:
-    """Losses and the trained model of one process that takes all ranks' batches; which experts each rank used."""
+    """Losses and the trained model of one process that takes all ranks' batches; which experts each
+    rank used.
+    """
     model: Any = build(kind)
     used: list[set[int]] = [set() for _ in range(world)]
     rank = 0
@@ -76,13 +95,15 @@ def plain(kind: str, world: int) -> tuple[list[float], Any, list[set[int]]]:
 
 
 def compare(kind: str, world: int) -> list[dict[str, float]]:
-    """For each stage, how far losses, weights and generated tokens are from those of plain torch."""
+    """For each stage, how far losses, weights and generated tokens are from those of plain
+    torch."""
     import ds_core
     from ds_core import comm
 
     truth_losses, truth, used = plain(kind, world)
     if kind.startswith("mixtral") and world > 1:
-        assert any(mine != set.union(*used) for mine in used), used  # some expert has no token on some rank
+        # some expert has no token on some rank
+        assert any(mine != set.union(*used) for mine in used), used
     prompt = batch(9, 0)
     wanted = truth.eval().generate(prompt, max_new_tokens=5, do_sample=False, use_cache=True)
     answers = []
@@ -117,7 +138,9 @@ def compare(kind: str, world: int) -> list[dict[str, float]]:
     return answers
 
 
-@pytest.mark.parametrize(("kind", "world"), [*((kind, 2) for kind in KINDS), ("gpt2", 1), ("mixtral", 1)])
+@pytest.mark.parametrize(
+    ("kind", "world"), [*((kind, 2) for kind in KINDS), ("gpt2", 1), ("mixtral", 1)]
+)
 def test_trains_and_generates_as_plain_torch(kind: str, world: int) -> None:
     check(run_ranks(world, compare, kind, world), 1e-5 if kind.endswith("grouped") else 1e-6)
 

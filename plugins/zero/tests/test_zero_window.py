@@ -1,4 +1,6 @@
-"""The window of accumulation at every stage: what `zero_grad` drops, how coalesced reduction adds; autocast's dtype."""
+"""The window of accumulation at every stage: what `zero_grad` drops, how coalesced reduction adds;
+autocast's dtype.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ def start(stage: int, gas: int = 1, **more: Any) -> Any:
         "gradient_clipping": 0,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "plugins": {"load": ["ds_zero.plugin"]},
-        "zero_optimization": {"stage": stage, "param_persistence_threshold": 0, "reduce_bucket_size": 100},
+        "zero_optimization": {
+            "stage": stage,
+            "param_persistence_threshold": 0,
+            "reduce_bucket_size": 100,
+        },
         **more,
     }
     return ds_core.initialize(model=model(), config=config)[0]
@@ -50,7 +56,9 @@ def dropped(bf16: bool) -> list[str]:
     from ds_access import safe_get_full_grad
 
     left = []
-    more: dict[str, Any] = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}} if bf16 else {}
+    more: dict[str, Any] = (
+        {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}} if bf16 else {}
+    )
     for stage in STAGES:
         norms: dict[str, float | None] = {}
         for how in ("nothing", "optimizer", "module", "engine"):
@@ -68,7 +76,9 @@ def dropped(bf16: bool) -> list[str]:
                 engine.step()
             norms[how] = engine.get_global_grad_norm()
             engine.destroy()
-        left += [f"{stage} {how}: norm {norm}" for how, norm in norms.items() if norm != norms["nothing"]]
+        left += [
+            f"{stage} {how}: norm {norm}" for how, norm in norms.items() if norm != norms["nothing"]
+        ]
     return left
 
 
@@ -79,13 +89,22 @@ def test_zero_grad_of_optimizer_and_module_drops_gradients(world: int, bf16: boo
 
 
 def read_and_set(stage: int) -> list[Tensor]:
-    """What the access functions give after each kind of backward in the middle of a window, and the weights then."""
-    from ds_access import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad, safe_set_local_grad
+    """What the access functions give after each kind of backward in the middle of a window, and the
+    weights then.
+    """
+    from ds_access import (
+        safe_get_full_grad,
+        safe_get_local_grad,
+        safe_set_full_grad,
+        safe_set_local_grad,
+    )
 
     found = []
     for how in ("engine", "plain"):
         engine = start(stage, 2)
-        weight, bias, other = engine.module[0].weight, engine.module[0].bias, engine.module[2].weight
+        weight = engine.module[0].weight
+        bias = engine.module[0].bias
+        other = engine.module[2].weight
         for x in data(2):
             loss = engine(x).square().mean()
             engine.backward(loss) if how == "engine" else loss.backward()
@@ -116,12 +135,22 @@ def ends(stage: int) -> list[str]:
     from ds_core.errors import UsageError
 
     engine = start(stage)
-    net, before = engine.module, [x.shape for x in model().parameters()]
+    net = engine.module
+    before = [x.shape for x in model().parameters()]
     engine.backward(engine(data(1)[0]).square().mean())
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    second = ds_core.initialize(model=net, config={**config, "zero_optimization": {"stage": stage}})[0]
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    second = ds_core.initialize(
+        model=net, config={**config, "zero_optimization": {"stage": stage}}
+    )[0]
     told = []
-    for use in (lambda: engine(data(1)[0]), lambda: engine.step(), lambda: engine.backward(second(data(1)[0]).sum())):
+    for use in (
+        lambda: engine(data(1)[0]),
+        lambda: engine.step(),
+        lambda: engine.backward(second(data(1)[0]).sum()),
+    ):
         with pytest.raises(UsageError) as caught:
             use()
         told.append(str(caught.value))
@@ -141,7 +170,9 @@ def test_an_engine_that_was_replaced_neither_drifts_nor_loses_weights(stage: int
 
 
 def coalesced(world: int) -> list[str]:
-    """Stages at which one reduction of several backwards is not that of stage 1's window, bit for bit."""
+    """Stages at which one reduction of several backwards is not that of stage 1's window, bit for
+    bit.
+    """
     found = []
     wanted: dict[str, list[Tensor]] = {}
     for stage in (1, 2, 3):
@@ -160,7 +191,10 @@ def coalesced(world: int) -> list[str]:
                         engine.backward(engine(x).square().mean() / 4)
                 engine.step()
             got = weights(engine)
-            if not all(torch.equal(a, b) for a, b in zip(got, wanted.setdefault("window", got), strict=True)):
+            if not all(
+                torch.equal(a, b)
+                for a, b in zip(got, wanted.setdefault("window", got), strict=True)
+            ):
                 found.append(f"stage {stage} {how}")
     return found
 
@@ -170,13 +204,16 @@ def test_coalesced_reduction_adds_as_a_window_of_stage_1() -> None:
 
 
 def gathered(by_all_reduce: bool) -> tuple[list[int], bool, bool]:
-    """Bytes of weights in one forward with and without listed modules; equal outputs; exact for who looks."""
+    """Bytes of weights in one forward with and without listed modules; equal outputs; exact for who
+    looks.
+    """
     import ds_zero
 
     from ds_core import comm
 
     sizes: list[int] = []
-    outputs, exact = [], True
+    outputs = []
+    exact = True
     for listed in (None, []):
         auto = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": listed}
         if listed is None:

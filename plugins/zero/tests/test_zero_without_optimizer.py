@@ -1,4 +1,6 @@
-"""`initialize` without an optimizer: weights rest as they are; gradients pass through, and none is kept."""
+"""`initialize` without an optimizer: weights rest as they are; gradients pass through, and none is
+kept.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ def build() -> nn.Module:
 
 def config(stage: int, **section: Any) -> dict[str, Any]:
     zero = {"stage": stage, **section}
-    return {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": zero}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+    }
 
 
 def infer() -> None:
@@ -29,8 +35,9 @@ def infer() -> None:
     x = torch.randn(2, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
     wanted = build().bfloat16()(x)
     for stage, section in (
-        *((s, {}) for s in range(4)), (3, {"param_persistence_threshold": 0, "offload_param": {"device": "cpu"}}),
-    ):  # fmt: skip
+        *((s, {}) for s in range(4)),
+        (3, {"param_persistence_threshold": 0, "offload_param": {"device": "cpu"}}),
+    ):
         engine, optimizer, *_ = ds_core.initialize(model=build(), config=config(stage, **section))
         assert optimizer is None and torch.equal(engine(x), wanted)
         loss = engine(x + comm.rank()).square().mean()
@@ -42,7 +49,10 @@ def infer() -> None:
             assert torch.equal(mine, other)
         else:
             assert all(b.master is b.shard for b in engine.partitioner.buckets)
-            with pytest.raises(UsageError, match=f"backward under zero_optimization stage {stage} needs an optimizer"):
+            with pytest.raises(
+                UsageError,
+                match=f"backward under zero_optimization stage {stage} needs an optimizer",
+            ):
                 engine.backward(loss)
             with pytest.raises(UsageError, match="needs an optimizer"):
                 engine(x).sum().backward()
@@ -55,14 +65,18 @@ def test_weights_rest_as_they_are(world: int) -> None:
 
 
 def check_passing_through(stage: int) -> None:
-    """A frozen critic of its own engine: its inputs get plain torch's gradient, and so does a trained generator."""
+    """A frozen critic of its own engine: its inputs get plain torch's gradient, and so does a
+    trained generator.
+    """
     import ds_core
     from ds_core import comm
 
     zero = {"stage": stage, "param_persistence_threshold": 0}
     frozen = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
     critic = ds_core.initialize(model=build().double().requires_grad_(False), config=frozen)[0]
-    inputs = torch.randn(2, 8, dtype=torch.double, generator=torch.Generator().manual_seed(comm.rank()))
+    inputs = torch.randn(
+        2, 8, dtype=torch.double, generator=torch.Generator().manual_seed(comm.rank())
+    )
     ours, theirs = (inputs.clone().requires_grad_() for _ in range(2))
     critic(ours).square().mean().backward()
     plain = build().double()
@@ -72,7 +86,11 @@ def check_passing_through(stage: int) -> None:
     critic.backward(critic(ours).square().mean())
     assert torch.equal(ours.grad, theirs.grad)
 
-    trained = {**frozen, "gradient_clipping": 0.0, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+    trained = {
+        **frozen,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+    }
     generator = ds_core.initialize(model=build().double(), config=trained)[0]
     generator.backward(critic(generator(inputs)).square().mean())
     generator.step()

@@ -1,4 +1,6 @@
-"""Train a GPT under stage 3 with all states on disk, maybe under a limit of memory; prints losses and peak as JSON."""
+"""Train a GPT under stage 3 with all states on disk, maybe under a limit of memory; prints losses
+and peak as JSON.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 GPT = Path(__file__).parents[3] / "examples/gpt/model.py"
-WIDTH, LIMIT = 1024, 3 << 29
+WIDTH = 1024
+LIMIT = 3 << 29
 LINEAR = 4 * WIDTH * WIDTH
 
 
@@ -54,7 +57,8 @@ def train(width: int, layers: int, folder: str, limited: bool) -> dict[str, Any]
     with ds_zero.Init(config_dict_or_path=config(folder)):
         model = build(width, layers)
     engine, *_ = ds_core.initialize(model=model, config=config(folder))
-    generator, losses = torch.Generator().manual_seed(1), []
+    generator = torch.Generator().manual_seed(1)
+    losses = []
     for _ in range(2):
         x = torch.randint(0, 256, (1, 65), generator=generator)
         loss = engine(x[:, :-1], x[:, 1:])

@@ -1,4 +1,6 @@
-"""A plugin whose optimizers say that they need whole tensors: LAMB, and torch's AdamW and SGD under the same flag."""
+"""A plugin whose optimizers say that they need whole tensors: LAMB, and torch's AdamW and SGD under
+the same flag.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,25 @@ def ds_optimizers() -> Mapping[str, OptimizerEntry]:
     """What this plugin is for; two of them take over names of the core's."""
     return {
         "PaperLamb": OptimizerEntry("whole_tensors:PaperLamb", grain="tensor"),
-        "AdamW": OptimizerEntry("ds_core.optim:make_adam", "ds_core.optim:AdamWParams", grain="tensor"),
+        "AdamW": OptimizerEntry(
+            "ds_core.optim:make_adam", "ds_core.optim:AdamWParams", grain="tensor"
+        ),
         "SGD": OptimizerEntry("torch.optim:SGD", grain="tensor"),
     }
 
 
 class PaperLamb(torch.optim.Optimizer):
-    """You et al. 2020, algorithm 2, with phi(x) = x. Keeps what it looked at, to have states of odd shapes."""
+    """You et al. 2020, algorithm 2, with phi(x) = x.
 
-    def __init__(self, params: Any, lr: float = 0.01, weight_decay: float = 0.1, eps: float = 1e-6) -> None:
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "weight_decay": weight_decay, "eps": eps})
+    Keeps what it looked at, to have states of odd shapes.
+    """
+
+    def __init__(
+        self, params: Any, lr: float = 0.01, weight_decay: float = 0.1, eps: float = 1e-6
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "betas": (0.9, 0.999), "weight_decay": weight_decay, "eps": eps}
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -36,7 +47,8 @@ class PaperLamb(torch.optim.Optimizer):
         state = self.state[param]
         if not state:
             state["step"] = torch.zeros(())
-            state["m"], state["v"] = torch.zeros_like(param), torch.zeros_like(param)
+            state["m"] = torch.zeros_like(param)
+            state["v"] = torch.zeros_like(param)
             state["ratio"] = torch.ones((), dtype=param.dtype)
         state["step"] += 1
         first, second = group["betas"]

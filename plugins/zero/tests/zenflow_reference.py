@@ -12,11 +12,16 @@ __all__ = ["Reference"]
 
 
 class _Param:
-    """One parameter. weight: as the model sees it. master, m, v: newest; of a column relative to its count."""
+    """One parameter. weight: as the model sees it. master, m, v: newest; of a column relative to
+    its count.
+    """
 
     def __init__(self, param: nn.Parameter, ratio: float, options: Mapping[str, Any]) -> None:
-        self.weight, self.options = param.data, options
-        self.master, self.m, self.v = param.data.clone(), torch.zeros_like(param), torch.zeros_like(param)
+        self.weight = param.data
+        self.options = options
+        self.master = param.data.clone()
+        self.m = torch.zeros_like(param)
+        self.v = torch.zeros_like(param)
         columns = param.shape[-1] if param.dim() > 1 else 0
         self.count = min(columns, max(1, round(ratio * columns))) if ratio > 0 else 0
         self.whole = columns <= self.count
@@ -49,14 +54,17 @@ class _Param:
         self.weight.copy_(torch.where(self.on_device(), self.master, self.weight))
 
     def carry(self, columns: Tensor, old: int, new: int) -> None:
-        """Of columns that change sides, the moments keep what they are after the correction of their beginning."""
+        """Of columns that change sides, the moments keep what they are after the correction of
+        their beginning.
+        """
         if old and new:
             for moment, beta in zip((self.m, self.v), self.options["betas"], strict=True):
                 moment[..., columns] *= (1 - beta**new) / (1 - beta**old)
 
     def adam(self, where: Tensor, grad: Tensor, step: int) -> None:
         (b1, b2), lr, eps, decay = (self.options[k] for k in ("betas", "lr", "eps", "weight_decay"))
-        m, v = b1 * self.m + (1 - b1) * grad, b2 * self.v + (1 - b2) * grad**2
+        m = b1 * self.m + (1 - b1) * grad
+        v = b2 * self.v + (1 - b2) * grad**2
         new = self.master * (1 - lr * decay)
         new = new - lr * (m / (1 - b1**step)) / ((v / (1 - b2**step)).sqrt() + eps)
         for old, value in ((self.m, m), (self.v, v), (self.master, new)):
@@ -66,8 +74,11 @@ class _Param:
 class Reference:
     """`step` takes the clipped mean gradients of all ranks, by parameter; None: no rank had one."""
 
-    def __init__(self, groups: list[dict[str, Any]], keys: Mapping[str, Any], choose_every: int = 100) -> None:
-        self.keys, self.choose_every = keys, choose_every
+    def __init__(
+        self, groups: list[dict[str, Any]], keys: Mapping[str, Any], choose_every: int = 100
+    ) -> None:
+        self.keys = keys
+        self.choose_every = choose_every
         ratio = keys.get("topk_ratio", 0.1)
         self.params = {p: _Param(p, ratio, g) for g in groups for p in g["params"]}
         self.steps = self.since = self.warm = 0
@@ -89,8 +100,10 @@ class Reference:
                     p.choose(had.get(p, torch.zeros_like(p.master)))
                 elif not self.begun:
                     p.device_steps = p.host_steps
-            self.begun, self.since = True, 0
-        self.steps, self.since = self.steps + 1, self.since + 1
+            self.begun = True
+            self.since = 0
+        self.steps = self.steps + 1
+        self.since = self.since + 1
         for p, g in had.items():
             p.used = True
             p.device_steps += 1
@@ -122,5 +135,8 @@ class Reference:
             if not late:
                 p.weight.copy_(p.master)
             p.sum.zero_()
-            p.used, p.rest, p.most = False, 0.0, 0.0
-        self.pending, self.steps = late, 0
+            p.used = False
+            p.rest = 0.0
+            p.most = 0.0
+        self.pending = late
+        self.steps = 0

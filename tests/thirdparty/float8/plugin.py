@@ -1,4 +1,5 @@
-"""A third party's precision mode: linear layers compute with weights and inputs that e4m3 can hold."""
+"""A third party's precision mode: linear layers compute with weights and inputs that e4m3 can
+hold."""
 
 
 def ds_config():
@@ -19,4 +20,8 @@ def ds_precision(config, base):
     from float8.linear import convert
 
     skip = config.section("float8").skip
-    return replace(base, name=f"{base.name} with float8 e4m3 but for {skip}", convert=partial(convert, skip=skip))
+    return replace(
+        base,
+        name=f"{base.name} with float8 e4m3 but for {skip}",
+        convert=partial(convert, skip=skip),
+    )

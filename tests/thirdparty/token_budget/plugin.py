@@ -1,4 +1,6 @@
-"""A third party's loader: micro-batches of at most so many tokens, weighted so that each token counts the same."""
+"""A third party's loader: micro-batches of at most so many tokens, weighted so that each token
+counts the same.
+"""
 
 
 def ds_config():

@@ -12,4 +12,8 @@ __all__ = ["forecasts"]
 
 def forecasts(engine: Engine, hour: int) -> list[str]:
     """What all plugins of the run say, in plugin order."""
-    return [text for answer in engine.ctx.plugins.ask("ds_weather", ctx=engine.ctx, hour=hour) for text in answer.value]
+    return [
+        text
+        for answer in engine.ctx.plugins.ask("ds_weather", ctx=engine.ctx, hour=hour)
+        for text in answer.value
+    ]

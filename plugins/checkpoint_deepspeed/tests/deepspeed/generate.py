@@ -1,7 +1,8 @@
-"""Makes the checkpoints beside it, with real DeepSpeed: ``generate.py FOLDER STAGE fp32|bf16`` on each of two ranks.
+"""Makes the checkpoints beside it, with real DeepSpeed: ``generate.py FOLDER STAGE fp32|bf16`` on
+each of two ranks.
 
-They were written by DeepSpeed 0.19.8 with DS_ACCELERATOR=cpu (which has no fp16), after 3 of 5 steps; losses.json holds
-the mean loss of every step.
+They were written by DeepSpeed 0.19.8 with DS_ACCELERATOR=cpu (which has no fp16), after 3 of 5
+steps; losses.json holds the mean loss of every step.
 """
 
 import json
@@ -26,7 +27,9 @@ class Net(nn.Module):
 
     def forward(self, x):
         h = torch.tanh(self.mid(self.emb(x))) + self.shift.to(self.mid.weight.dtype)
-        return nn.functional.cross_entropy(self.head(self.frozen(h)).float().flatten(0, 1), x.flatten())
+        return nn.functional.cross_entropy(
+            self.head(self.frozen(h)).float().flatten(0, 1), x.flatten()
+        )
 
 
 def groups(net):
@@ -39,7 +42,10 @@ def config(stage, mode):
     found = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 0.01}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_num_steps": 10, "warmup_max_lr": 0.01},
+        },
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10},
         "steps_per_print": 10**9,
     }
@@ -53,8 +59,11 @@ def batch(step, rank):
 def main(folder, stage, mode):
     torch.manual_seed(0)
     net = Net()
-    engine, *_ = deepspeed.initialize(model=net, model_parameters=groups(net), config=config(stage, mode))
-    rank, losses = torch.distributed.get_rank(), []
+    engine, *_ = deepspeed.initialize(
+        model=net, model_parameters=groups(net), config=config(stage, mode)
+    )
+    rank = torch.distributed.get_rank()
+    losses = []
     for step in range(5):
         if step == 3:
             engine.save_checkpoint(folder, tag="three", client_state={"note": "hello", "n": 3})
@@ -68,7 +77,8 @@ def main(folder, stage, mode):
         with open(f"{folder}/losses.json", "w") as file:
             json.dump(losses, file)
     torch.distributed.barrier()
-    os._exit(0)  # one in ten ends of a process that used DeepSpeed is an abort ("terminate called ...")
+    # one in ten ends of a process that used DeepSpeed is an abort ("terminate called ...")
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Real DeepSpeed reads what `export_deepspeed` and `export_universal` wrote: ``load.py ROOT`` on each of two ranks.
+"""Real DeepSpeed reads what `export_deepspeed` and `export_universal` wrote: ``load.py ROOT`` on
+each of two ranks.
 
-ROOT has a folder ``<mode>-<stage>`` for each export, and ``<mode>-universal``. Every one is loaded by the engine of
-generate.py (``moe-*``: of parallel/recipe.py) and goes on for two steps; their losses, and what zero_to_fp32 finds, go
-into ROOT/loaded.json.
+ROOT has a folder ``<mode>-<stage>`` for each export, and ``<mode>-universal``. Every one is loaded
+by the engine of generate.py (``moe-*``: of parallel/recipe.py) and goes on for two steps; their
+losses, and what zero_to_fp32 finds, go into ROOT/loaded.json.
 """
 
 import json
@@ -22,7 +23,8 @@ def losses_of(folder, stage, mode, universal):
     net = Net()
     made = config(stage, mode) | ({"checkpoint": {"load_universal": True}} if universal else {})
     if universal:
-        with torch.no_grad():  # the engine restores neither frozen weights nor buffers of a universal checkpoint
+        # the engine restores neither frozen weights nor buffers of a universal checkpoint
+        with torch.no_grad():
             net.frozen.weight.copy_(torch.load(folder / "frozen.pt"))
     engine, *_ = deepspeed.initialize(model=net, model_parameters=groups(net), config=made)
     path, client = engine.load_checkpoint(str(folder), tag="three")

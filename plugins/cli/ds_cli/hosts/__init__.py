@@ -1,9 +1,10 @@
-"""Several machines: which hosts (`hostfile`), what they are given (`settings`), how one is served (`agent`), and the
-local programs that reach them (`tools`). A launcher needs only what is named here (torch-free).
+"""Several machines: which hosts (`hostfile`), what they are given (`settings`), how one is served
+(`agent`), and the local programs that reach them (`tools`). A launcher needs only what is named
+here (torch-free).
 
-A launcher starts one agent per host, with `agent_command`, and ends when they have ended; `run_tool` runs the program
-that does so. The agent is `dscore run` on its host: it does processes, restarts, logs and supervision for every
-launcher alike.
+A launcher starts one agent per host, with `agent_command`, and ends when they have ended;
+`run_tool` runs the program that does so. The agent is `dscore run` on its host: it does processes,
+restarts, logs and supervision for every launcher alike.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What a launcher starts on each host: ``python -m ds_cli.hosts.agent``; see `agent_command` for the words.
+"""What a launcher starts on each host: ``python -m ds_cli.hosts.agent``; see `agent_command` for
+the words.
 
-It takes its settings, becomes machine NUMBER of the run, and does what the local launcher does. It ends with the exit
-code of the run, the same on all hosts.
+It takes its settings, becomes machine NUMBER of the run, and does what the local launcher does. It
+ends with the exit code of the run, the same on all hosts.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ SILENCE_SECONDS = 20.0  # a launcher that has said nothing for so long is gone
 
 def main() -> None:
     """Run as one host's agent."""
-    if sys.path and sys.path[0] in ("", os.getcwd()):  # where a login begins; it is not ours to import from
+    # where a login begins; it is not ours to import from
+    if sys.path and sys.path[0] in ("", os.getcwd()):
         sys.path.pop(0)
     try:
         code = _run(_words())
@@ -57,12 +59,16 @@ def _run(words: argparse.Namespace) -> int:
     lifeline, settings = _take(words)
     for name, value in settings.variables.items():
         os.environ[name] = value
-    sys.path[:0] = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    sys.path[:0] = [
+        folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder
+    ]
     number = words.number if words.number is not None else _number(words.number_from)
     request = on_host(settings.request, number)
     if words.lifeline:
         silence = SILENCE_SECONDS if words.lifeline == "beats" else float("inf")
-        threading.Thread(target=_watch, args=(lifeline, silence), name="dscore-lifeline", daemon=True).start()
+        threading.Thread(
+            target=_watch, args=(lifeline, silence), name="dscore-lifeline", daemon=True
+        ).start()
     from ds_cli.local import launch
 
     return launch(request, _problem(request, settings.folder))
@@ -76,17 +82,26 @@ def _problem(request: LaunchRequest, folder: str) -> str:
         if not request.is_module and not request.is_command:
             check_script(request.script)
     except OSError as error:
-        return f"{here} has no {folder!r}, where the launcher runs ({error.strerror}); files are not copied to hosts"
+        return (
+            f"{here} has no {folder!r}, where the launcher runs ({error.strerror}); files are "
+            "not "
+            "copied to hosts"
+        )
     except CommandError as error:
         return f"{here}: {error}; files are not copied to hosts"
     return ""
 
 
 def on_host(request: LaunchRequest, number: int) -> LaunchRequest:
-    """The part of `request` that is for host `number`. Raises CommandError where there is no such host."""
+    """The part of `request` that is for host `number`.
+
+    Raises CommandError where there is no such host.
+    """
     count = request.max_nodes
     if not 0 <= number < count:
-        raise CommandError(f"this is host {number} of {count}: the tool that starts hosts has started too many")
+        raise CommandError(
+            f"this is host {number} of {count}: the tool that starts hosts has started too many"
+        )
     own = request.hosts[number] if request.hosts else None
     slots = own.slots if own is not None and own.slots is not None else request.slots
     return dataclasses.replace(

@@ -1,4 +1,6 @@
-"""Which hosts and slots a run uses: hostfiles, filters and counts, as the documents have them (standard library)."""
+"""Which hosts and slots a run uses: hostfiles, filters and counts, as the documents have them
+(standard library).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 def _is_address(text: str) -> bool:
-    """Whether it is an IPv6 address, perhaps with a zone (``fe80::1%eth0``); one of IPv4 is a word."""
+    """Whether it is an IPv6 address, perhaps with a zone (``fe80::1%eth0``); one of IPv4 is a
+    word."""
     import ipaddress  # few hosts need it
 
     address, percent, zone = text.partition("%")
@@ -32,18 +35,27 @@ def _is_address(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine of a run. slots: the accelerators to use there, one process each; None: as many as there are."""
+    """A machine of a run. slots: the accelerators to use there, one process each; None: as many as
+    there are.
+    """
 
     name: str
     slots: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a name that ssh, pdsh, an MPI or a shell would read as anything but one host."""
+        """Raises ValueError for a name that ssh, pdsh, an MPI or a shell would read as anything but
+        one host.
+        """
         user, at, host = self.name.rpartition("@")
         if not (_WORD.fullmatch(host) or _is_address(host)):
-            raise ValueError(f"{host!r} in {self.name!r} is no host: letters, digits, dots and hyphens, or an address")
+            raise ValueError(
+                f"{host!r} in {self.name!r} is no host: letters, digits, dots and hyphens, or an "
+                "address"
+            )
         if at and not _WORD.fullmatch(user):
-            raise ValueError(f"{user!r} in {self.name!r} is no user's name: letters, digits, dots and hyphens")
+            raise ValueError(
+                f"{user!r} in {self.name!r} is no user's name: letters, digits, dots and hyphens"
+            )
 
     @property
     def address(self) -> str:
@@ -54,7 +66,8 @@ class Host:
 def read_hostfile(path: str) -> dict[str, int] | None:
     """Host -> slots, in the file's order; None when there is no such file.
 
-    A line is ``name slots=K``; empty lines and comments (``#``) do not count. Raises ValueError, naming file and line.
+    A line is ``name slots=K``; empty lines and comments (``#``) do not count. Raises ValueError,
+    naming file and line.
     """
     if not os.path.isfile(path):
         return None
@@ -73,20 +86,30 @@ def read_hostfile(path: str) -> dict[str, int] | None:
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
             if found[1] in hosts:
-                raise ValueError(f"{where}: host {found[1]!r} is there twice; one line each, with all of its slots")
+                raise ValueError(
+                    f"{where}: host {found[1]!r} is there twice; one line each, with all of its "
+                    "slots"
+                )
             if not 0 < int(found[2]) < 10_000:
-                raise ValueError(f"{where}: host {found[1]!r} has {found[2]} slots; leave out its line, or give some")
+                raise ValueError(
+                    f"{where}: host {found[1]!r} has {found[2]} slots; leave out its line, or give "
+                    "some"
+                )
             hosts[found[1]] = int(found[2])
     if not hosts:
-        raise ValueError(f"{path} names no host; write one line `name slots=K` for each, or give another file")
+        raise ValueError(
+            f"{path} names no host; write one line `name slots=K` for each, or give another file"
+        )
     return hosts
 
 
-def filter_hosts(hosts: Mapping[str, list[int]], include: str = "", exclude: str = "") -> dict[str, list[int]]:
+def filter_hosts(
+    hosts: Mapping[str, list[int]], include: str = "", exclude: str = ""
+) -> dict[str, list[int]]:
     """Host -> slots to use: only those of `include`, or all but those of `exclude`.
 
-    A filter is ``host[:slot,slot]@host...``; a host without slots stands for all of them. Raises ValueError for both
-    filters at once, and for a host or a slot that does not exist.
+    A filter is ``host[:slot,slot]@host...``; a host without slots stands for all of them. Raises
+    ValueError for both filters at once, and for a host or a slot that does not exist.
     """
     if include and exclude:
         raise ValueError("--include and --exclude are two ways to choose; give one of them")
@@ -95,7 +118,9 @@ def filter_hosts(hosts: Mapping[str, list[int]], include: str = "", exclude: str
         return {host: named[host] for host in hosts if host in named}
     if not exclude:
         return {host: list(slots) for host, slots in hosts.items()}
-    left = {host: [s for s in slots if s not in named.get(host, ())] for host, slots in hosts.items()}
+    left = {
+        host: [s for s in slots if s not in named.get(host, ())] for host, slots in hosts.items()
+    }
     return {host: slots for host, slots in left.items() if slots}
 
 

@@ -1,7 +1,8 @@
 """What travels to the agent of each host, and the agent's command (torch-free).
 
-It is one line of base64 (the `LaunchRequest`, the working folder, the variables to set), on the agent's standard input,
-in a variable or, where a tool has neither, as an argument. The first two keep it out of `ps` and of logs.
+It is one line of base64 (the `LaunchRequest`, the working folder, the variables to set), on the
+agent's standard input, in a variable or, where a tool has neither, as an argument. The first two
+keep it out of `ps` and of logs.
 """
 
 from __future__ import annotations
@@ -36,14 +37,29 @@ __all__ = [
 
 SETTINGS = "DSCORE_AGENT"
 LONGEST = 16 << 20  # bytes of settings, packed or not
-# What the documents send to every host, the accelerators' own, and ours. Not what only holds on one machine.
-_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "GLOO", "CCL_", "TORCH_", "DS_", "DEEPSPEED_", "LD_LIBRARY_PATH")
+# What the documents send to every host, the accelerators' own, and ours. Not what only holds on one
+# machine.
+_PREFIXES = (
+    "MLFLOW",
+    "PYTHON",
+    "MV2",
+    "UCX",
+    "NCCL",
+    "GLOO",
+    "CCL_",
+    "TORCH_",
+    "DS_",
+    "DEEPSPEED_",
+    "LD_LIBRARY_PATH",
+)
 _NAMES = ("PATH", "OMP_NUM_THREADS")
 
 
 @dataclass(frozen=True, slots=True)
 class FromVariable:
-    """An agent's number is in this variable of its environment, put there by the tool that starts it."""
+    """An agent's number is in this variable of its environment, put there by the tool that starts
+    it.
+    """
 
     name: str
 
@@ -66,13 +82,20 @@ def agent_command(
 ) -> list[str]:
     """What to run on a host. Its folder may be any; the same Python must be at the same path.
 
-    number: the host's, from 0; a text is one that the tool replaces (pdsh's "%n"). settings: how they reach the agent.
-    lifeline: its standard input stays open as long as the launcher lives, with a line break every few seconds; "end":
-    with nothing.
+    number: the host's, from 0; a text is one that the tool replaces (pdsh's "%n"). settings: how
+        they reach the agent.
+    lifeline: its standard input stays open as long as the launcher lives, with a line break every
+        few seconds; "end": with nothing.
     """
     words = [sys.executable, "-m", "ds_cli.hosts.agent"]
-    words += ["--number-from", number.name] if isinstance(number, FromVariable) else ["--number", str(number)]
-    words += ["--settings", _pack(request)] if settings == "argument" else [f"--settings-by-{settings}"]
+    words += (
+        ["--number-from", number.name]
+        if isinstance(number, FromVariable)
+        else ["--number", str(number)]
+    )
+    words += (
+        ["--settings", _pack(request)] if settings == "argument" else [f"--settings-by-{settings}"]
+    )
     return [*words, "--lifeline", "end" if lifeline == "end" else "beats"] if lifeline else words
 
 
@@ -82,13 +105,19 @@ def settings_line(request: LaunchRequest) -> bytes:
 
 
 def settings_variable(request: LaunchRequest) -> tuple[str, str]:
-    """Name and value of the variable that an agent with ``settings="variable"`` reads, and removes."""
+    """Name and value of the variable that an agent with ``settings="variable"`` reads, and
+    removes."""
     return SETTINGS, _pack(request)
 
 
 def _pack(request: LaunchRequest) -> str:
     fields = {f.name: getattr(request, f.name) for f in dataclasses.fields(request)}
-    fields |= {"hosts": [[h.name, h.slots] for h in request.hosts], "launcher_args": (), "exported": (), "show": False}
+    fields |= {
+        "hosts": [[h.name, h.slots] for h in request.hosts],
+        "launcher_args": (),
+        "exported": (),
+        "show": False,
+    }
     said = {"request": fields, "folder": os.getcwd(), "variables": dict(request.exported)}
     return base64.b64encode(zlib.compress(json.dumps(said).encode())).decode()
 
@@ -108,19 +137,21 @@ def read_settings(text: str | bytes) -> Settings:
         return Settings(LaunchRequest(**fields), said["folder"], said["variables"])
     except (ValueError, TypeError, KeyError, zlib.error) as error:
         raise CommandError(
-            f"what this agent was given is not what `dscore run` of the same version sends ({error}); is one ds-cli "
+            "what this agent was given is not what `dscore run` of the same version sends "
+            f"({error}); is one ds-cli "
             "installed on all hosts?"
         ) from error
 
 
-# -- the environment ---------------------------------------------------------------------------------------------------
+# -- the environment -------------------------------------------------------------------------------
 
 
 def exported(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """The variables for every host: those of `environment` with the documented prefixes, then those of the env files.
+    """The variables for every host: those of `environment` with the documented prefixes, then those
+    of the env files.
 
-    The files are ``.deepspeed_env`` in the home and in the working folder (the latter wins), or what DS_ENV_FILE names.
-    Raises CommandError for a line that is not ``KEY=VALUE``.
+    The files are ``.deepspeed_env`` in the home and in the working folder (the latter wins), or
+    what DS_ENV_FILE names. Raises CommandError for a line that is not ``KEY=VALUE``.
     """
     found = {n: v for n, v in environment.items() if n.startswith(_PREFIXES) or n in _NAMES}
     found.pop("DS_ENV_FILE", None)
@@ -128,7 +159,9 @@ def exported(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     files = [Path(folder, name or ".deepspeed_env") for folder in (Path.home(), Path.cwd())]
     files = [file for file in dict.fromkeys(files) if file.is_file()]
     if name and not files:
-        raise CommandError(f"DS_ENV_FILE is {name!r}, and there is no such file in {Path.home()} or {Path.cwd()}")
+        raise CommandError(
+            f"DS_ENV_FILE is {name!r}, and there is no such file in {Path.home()} or {Path.cwd()}"
+        )
     for file in files:
         found |= _read_env_file(file)
     return tuple(sorted(found.items()))
@@ -142,6 +175,7 @@ def _read_env_file(file: Path) -> dict[str, str]:
         name, equals, value = line.partition("=")
         name = name.strip().removeprefix("export ").strip()
         if not equals or not name.isidentifier():
-            raise CommandError(f"{file}, line {number} is not KEY=VALUE")  # without its text: it may be a secret
+            # without its text: it may be a secret
+            raise CommandError(f"{file}, line {number} is not KEY=VALUE")
         found[name] = value.strip()
     return found

@@ -1,4 +1,5 @@
-"""Local programs that reach other hosts (ssh, mpirun, srun): run them together, bring their output, end all as one.
+"""Local programs that reach other hosts (ssh, mpirun, srun): run them together, bring their output,
+end all as one.
 
 One loop in one thread. The programs end when this process does (Linux), and their agents with them.
 """
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["run_tool", "run_tools", "show"]
 
 BEAT_SECONDS = 5.0
-OTHERS_SECONDS = 10.0  # after the first bad end: how long the other agents may take to hear of it by themselves
+# after the first bad end: how long the other agents may take to hear of it by themselves
+OTHERS_SECONDS = 10.0
 RETRY_SECONDS = 10.0
 ALONE_SECONDS = 60.0  # how long hosts are tried that have all gone
 _SAID_BY_ALL = re.compile(rb"dscore: (lost |stopped by |restart )|ssh: ")
@@ -63,10 +65,12 @@ def run_tool(
 ) -> int:
     """Run one program that reaches all hosts; see `run_tools`.
 
-    ends: host and exit code where a line of the program's stderr says that one host's agent has ended badly; the line
-    itself is not shown. For programs that then wait for the others.
+    ends: host and exit code where a line of the program's stderr says that one host's agent has
+    ended badly; the line itself is not shown. For programs that then wait for the others.
     """
-    loop = _Loop(request, [_Tool("", list(argv), feed)], dict(environment or {}), lifeline, explain, ends)
+    loop = _Loop(
+        request, [_Tool("", list(argv), feed)], dict(environment or {}), lifeline, explain, ends
+    )
     return _run(request, {"": argv}, loop)
 
 
@@ -80,16 +84,21 @@ def run_tools(
     explain: Callable[[str, int], str] = _silent,
     again: bool = False,
 ) -> int:
-    """Run all `commands` (by host) until all have ended; the exit code of the first that ends badly, or 0.
+    """Run all `commands` (by host) until all have ended; the exit code of the first that ends
+    badly, or 0.
 
-    With ``request.show`` they are printed instead. environment: theirs, besides this process's own. feed: goes to the
-    standard input of each. lifeline: that then stays open, with a line break every few seconds, and its end is how
-    they are asked to end; otherwise it is SIGTERM. explain: called as ``explain(where, code)`` for the first bad end,
-    gives what to say of it; "" where the agents say it. again: one that ends badly while others go on is tried again
-    until they end too.
+    With ``request.show`` they are printed instead. environment: theirs, besides this process's own.
+    feed: goes to the standard input of each. lifeline: that then stays open, with a line break
+    every few seconds, and its end is how they are asked to end; otherwise it is SIGTERM. explain:
+    called as ``explain(where, code)`` for the first bad end, gives what to say of it; "" where the
+    agents say it. again: one that ends badly while others go on is tried again until they end too.
     """
     tools = [_Tool(where, list(argv), feed) for where, argv in commands.items()]
-    return _run(request, commands, _Loop(request, tools, dict(environment or {}), lifeline, explain, _no_end, again))
+    return _run(
+        request,
+        commands,
+        _Loop(request, tools, dict(environment or {}), lifeline, explain, _no_end, again),
+    )
 
 
 def _run(request: LaunchRequest, commands: Mapping[str, Sequence[str]], loop: _Loop) -> int:
@@ -104,11 +113,24 @@ def show(request: LaunchRequest, commands: Mapping[str, Sequence[str]]) -> None:
     for where, argv in commands.items():
         typer.echo(f"{where}: {shlex.join(argv)}" if where else shlex.join(argv))
     for number, host in enumerate(request.hosts if commands else ()):
-        slots = "one process per accelerator" if host.slots is None else f"slots {', '.join(map(str, host.slots))}"
-        typer.echo(f"host {number}: {host.name}, {slots if request.nproc is None else f'{request.nproc} processes'}")
+        slots = (
+            "one process per accelerator"
+            if host.slots is None
+            else f"slots {', '.join(map(str, host.slots))}"
+        )
+        typer.echo(
+            f"host {number}: {host.name}, "
+            f"{slots if request.nproc is None else f'{request.nproc} processes'}"
+        )
     if not commands:
-        count = "one process per accelerator" if request.nproc is None else f"{request.nproc} processes"
-        which = "" if request.node_rank is None else f", host {request.node_rank} of {request.max_nodes}"
+        count = (
+            "one process per accelerator" if request.nproc is None else f"{request.nproc} processes"
+        )
+        which = (
+            ""
+            if request.node_rank is None
+            else f", host {request.node_rank} of {request.max_nodes}"
+        )
         typer.echo(f"this machine{which}: {count}")
     what = "-m " * request.is_module + shlex.join([request.script, *request.arguments])
     typer.echo(f"each process: {what if request.is_command else f'python {what}'}")
@@ -125,7 +147,8 @@ class _Tool:
     process: Any = None
     code: int | None = None
     retry: float = float("inf")
-    partial: dict[int, bytes] = field(default_factory=dict)  # what has come since the last whole line, by target
+    # what has come since the last whole line, by target
+    partial: dict[int, bytes] = field(default_factory=dict)
 
 
 class _Loop:
@@ -141,8 +164,13 @@ class _Loop:
         ends: Callable[[bytes], End | None],
         again: bool = False,
     ) -> None:
-        self.request, self.tools, self.environment = request, tools, environment
-        self.lifeline, self.explain, self.ends, self.again = lifeline, explain, ends, again
+        self.request = request
+        self.tools = tools
+        self.environment = environment
+        self.lifeline = lifeline
+        self.explain = explain
+        self.ends = ends
+        self.again = again
         self.selector = selectors.DefaultSelector()
         self.said: set[bytes] = set()
         self.told = False  # by an agent, what went wrong
@@ -165,7 +193,9 @@ class _Loop:
 
     def _start(self, tool: _Tool) -> None:
         piped = self.lifeline or bool(tool.first)
-        tool.feed, tool.code, tool.retry = bytearray(tool.first), None, float("inf")
+        tool.feed = bytearray(tool.first)
+        tool.code = None
+        tool.retry = float("inf")
         try:
             tool.process = subprocess.Popen(
                 tool.argv,
@@ -178,7 +208,9 @@ class _Loop:
                 preexec_fn=_end_with_us,  # noqa: PLW1509  this process has one thread
             )
         except OSError as error:
-            raise CommandError(f"{tool.argv[0]} cannot be run: {error.strerror}; is it installed?") from error
+            raise CommandError(
+                f"{tool.argv[0]} cannot be run: {error.strerror}; is it installed?"
+            ) from error
         for pipe, target in ((tool.process.stdout, 1), (tool.process.stderr, 2)):
             os.set_blocking(pipe.fileno(), False)
             self.selector.register(pipe, selectors.EVENT_READ, (tool, target))
@@ -209,11 +241,17 @@ class _Loop:
         return (
             len(codes) == len(self.tools)
             and time.monotonic() < self.alone + ALONE_SECONDS
-            and all(tool.retry < float("inf") and self.explain(tool.where, tool.code or 0) for tool in self.tools)
+            and all(
+                tool.retry < float("inf") and self.explain(tool.where, tool.code or 0)
+                for tool in self.tools
+            )
         )
 
     def _copy(self, pipe: Any, tool: _Tool, target: int) -> bool:
-        """Bring what has come: whole lines, or what ends as a progress bar does. False when nothing has come."""
+        """Bring what has come: whole lines, or what ends as a progress bar does.
+
+        False when nothing has come.
+        """
         try:
             data = os.read(pipe.fileno(), 1 << 16)
         except BlockingIOError:
@@ -221,10 +259,16 @@ class _Loop:
         if not data:
             self.selector.unregister(pipe)
         text = tool.partial.pop(target, b"") + data
-        end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1 if data and len(text) < 1 << 20 else len(text)
+        end = (
+            max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+            if data and len(text) < 1 << 20
+            else len(text)
+        )
         if text[end:]:
             tool.partial[target] = text[end:]
-        lines = [line for line in text[:end].splitlines(keepends=True) if self._is_shown(line, target)]
+        lines = [
+            line for line in text[:end].splitlines(keepends=True) if self._is_shown(line, target)
+        ]
         with contextlib.suppress(OSError):  # nobody reads us any more: the run goes on
             _write(target, b"".join(lines))
         return bool(data)
@@ -272,10 +316,13 @@ class _Loop:
                 pass
             if key.fileobj in self.selector.get_map():  # somebody who lives on keeps it open
                 self.selector.unregister(key.fileobj)
-        tool.code, self.alone = code, time.monotonic()
+        tool.code = code
+        self.alone = time.monotonic()
         if code != 0 and self.again and not self.asked:
             tool.retry = self.alone + RETRY_SECONDS
-            if (text := self.explain(tool.where, code)) and any(other.code is None for other in self.tools):
+            if (text := self.explain(tool.where, code)) and any(
+                other.code is None for other in self.tools
+            ):
                 self._tell(f"{text}; tried again every {RETRY_SECONDS:g} s")
         elif code != 0:
             self._ended((tool.where, code))
@@ -285,7 +332,8 @@ class _Loop:
         if self.first is None:
             self.first = end
             own = self.explain(*end)  # of which the other agents do not hear by themselves
-            told = self.told or any(line.startswith(b"dscore: lost ") for line in self.said)  # so all have heard of it
+            # so all have heard of it
+            told = self.told or any(line.startswith(b"dscore: lost ") for line in self.said)
             seconds = 1.0 if own else 3.0 if told else OTHERS_SECONDS
             self.deadline = min(self.deadline, time.monotonic() + seconds)
 
@@ -295,8 +343,11 @@ class _Loop:
             self._kill()
             self.deadline = now + 1.0
             return
-        seconds = max(self.request.grace, self.request.notice if self.stopped == signal.SIGTERM else 0.0)
-        self.asked, self.deadline = True, now + seconds + 5.0
+        seconds = max(
+            self.request.grace, self.request.notice if self.stopped == signal.SIGTERM else 0.0
+        )
+        self.asked = True
+        self.deadline = now + seconds + 5.0
         for tool in self.tools:
             if tool.code is None:
                 if self.lifeline:
@@ -330,8 +381,11 @@ class _Loop:
 
     def _say(self) -> int:
         saved = f"stopped by SIGTERM, {SAVED}"
-        told = f"dscore: {saved}\n".encode() in self.said  # a tool's own exit code may be of the signal
-        if self.stopped == signal.SIGTERM and (told or any(tool.code == PREEMPTED for tool in self.tools)):
+        # a tool's own exit code may be of the signal
+        told = f"dscore: {saved}\n".encode() in self.said
+        if self.stopped == signal.SIGTERM and (
+            told or any(tool.code == PREEMPTED for tool in self.tools)
+        ):
             if not told:
                 say_error(saved)
             return PREEMPTED
@@ -343,17 +397,22 @@ class _Loop:
             return 128 + self.stopped
         if self.again:  # the run's code is that of the agents that have seen its end
             seen = [tool for tool in self.tools if not self.explain(tool.where, tool.code or 0)]
-            self.first = next(((tool.where, tool.code) for tool in seen or self.tools if tool.code), None)
+            self.first = next(
+                ((tool.where, tool.code) for tool in seen or self.tools if tool.code), None
+            )
             if any(tool.code == 0 for tool in seen):
                 return 0
         if self.first is None:
             return 0
         code = self.first[1]
-        why, lost = self.explain(*self.first), any(line.startswith(b"dscore: lost ") for line in self.said)
+        why = self.explain(*self.first)
+        lost = any(line.startswith(b"dscore: lost ") for line in self.said)
         if self.first[0] and not (why or lost or self.told):
-            # An agent that begins says what goes wrong; this one could not, as its Python lacks a package perhaps.
+            # An agent that begins says what goes wrong; this one could not, as its Python lacks a
+            # package perhaps.
             say_error(
-                f"host {self.first[0]} ended with exit code {code} before its agent could say why (what it wrote is "
+                f"host {self.first[0]} ended with exit code {code} before its agent could say why "
+                "(what it wrote is "
                 f"above); the same ds_core must be installed for {sys.executable} there"
             )
         if why and (lost or not self.told):

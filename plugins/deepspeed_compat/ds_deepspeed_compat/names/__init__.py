@@ -1,9 +1,11 @@
-"""The table: every name of DeepSpeed that scripts use, by import path, with what serves it (standard library only).
+"""The table: every name of DeepSpeed that scripts use, by import path, with what serves it
+(standard library only).
 
-Each module of this package holds one area as ``NAMES``: import paths, separated by spaces -> `Rows`. constants.json has
-the values of constants, and imports.json which module of DeepSpeed's imports which names of another, since scripts take
-a name also from where it is only imported. From this alone come the modules that ``import deepspeed`` makes
-(`ds_deepspeed_compat.finder`) and the table in docs/migrate.md.
+Each module of this package holds one area as ``NAMES``: import paths, separated by spaces ->
+`Rows`. constants.json has the values of constants, and imports.json which module of DeepSpeed's
+imports which names of another, since scripts take a name also from where it is only imported. From
+this alone come the modules that ``import deepspeed`` makes (`ds_deepspeed_compat.finder`) and the
+table in docs/migrate.md.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ def _imports() -> Mapping[str, Mapping[str, str]]:
 
 def _fixed(row: Name, name: str) -> Name:
     """The row with its attribute's name in the target, so that it can stand under another name."""
-    return replace(row, target=f"{row.target}:{name}") if row.target and ":" not in row.target else row
+    return (
+        replace(row, target=f"{row.target}:{name}") if row.target and ":" not in row.target else row
+    )
 
 
 def _table(file: str) -> Any:
@@ -72,7 +76,9 @@ def _table(file: str) -> Any:
 
 @functools.cache
 def modules() -> Mapping[str, tuple[Rows, ...]]:
-    """Every module and package, by its path -> the rows that it has; packages in between have none of their own."""
+    """Every module and package, by its path -> the rows that it has; packages in between have none
+    of their own.
+    """
     found: dict[str, tuple[Rows, ...]] = dict.fromkeys(constants(), ())
     for area in AREAS.values():
         for paths, rows in area.items():
@@ -87,7 +93,9 @@ def modules() -> Mapping[str, tuple[Rows, ...]]:
 
 @functools.cache
 def names_of(path: str) -> Mapping[str, Name]:
-    """The names of one module: those of its rows, the constants that it has, and what it imports from the others."""
+    """The names of one module: those of its rows, the constants that it has, and what it imports
+    from the others.
+    """
     found: dict[str, Name] = {}
     for origin, words in _imports().get(path, {}).items():
         if origin not in modules():
@@ -105,8 +113,12 @@ def names_of(path: str) -> Mapping[str, Name]:
 
 @functools.cache
 def own_names(path: str) -> Mapping[str, Name]:
-    """The names of one module, without what it imports; a row of its own goes before a constant's value."""
-    found = {name: Name(State.CONSTANT, value=value) for name, value in constants().get(path, {}).items()}
+    """The names of one module, without what it imports; a row of its own goes before a constant's
+    value.
+    """
+    found = {
+        name: Name(State.CONSTANT, value=value) for name, value in constants().get(path, {}).items()
+    }
     for rows in modules()[path]:
         for names, value in rows.items():
             row = Name(State.WORKS, value) if isinstance(value, str) else value

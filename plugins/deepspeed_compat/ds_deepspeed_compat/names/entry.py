@@ -1,4 +1,6 @@
-"""One row of the table: a name of DeepSpeed's, what serves it, and how that differs (standard library only)."""
+"""One row of the table: a name of DeepSpeed's, what serves it, and how that differs (standard
+library only).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ class State(str, Enum):
 class Name:
     """What serves a name.
 
-    target: ``"module:attribute"``; ``"module"`` when the attribute has the name itself, ``"module:"`` for the module.
+    target: ``"module:attribute"``; ``"module"`` when the attribute has the name itself,
+        ``"module:"`` for the module.
     text: how it differs, or for a missing name what there is instead.
     value: of a constant, as DeepSpeed has it.
     """

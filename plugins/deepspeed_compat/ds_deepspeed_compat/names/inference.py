@@ -8,22 +8,35 @@ from ds_deepspeed_compat.names.entry import Rows, differs, missing
 from ds_deepspeed_compat.names.top import INFERENCE_CONFIG, INJECTION, LEGACY_TENSOR_PARALLEL
 
 _INJECTION = missing(INJECTION)
-_POLICY = differs("ds_inference.layer_policies", "a value of injection_policy; the family says what is in its layers")
-_RAGGED = differs("ds_deepspeed_compat.ragged_config", "checked; the engine that serves is `dscore serve`")
-_SERVING = missing("`dscore serve` serves many requests at a time, and ds_inference.serve from Python")
-_TENSOR = missing("set tensor_parallel.autotp_size and partition_config in the config: initialize divides the layers")
+_POLICY = differs(
+    "ds_inference.layer_policies",
+    "a value of injection_policy; the family says what is in its layers",
+)
+_RAGGED = differs(
+    "ds_deepspeed_compat.ragged_config", "checked; the engine that serves is `dscore serve`"
+)
+_SERVING = missing(
+    "`dscore serve` serves many requests at a time, and ds_inference.serve from Python"
+)
+_TENSOR = missing(
+    "set tensor_parallel.autotp_size and partition_config in the config: initialize divides the "
+    "layers"
+)
 _SIZES = "made with its sizes, as nn.Linear is; initialize divides it"
 _ROW = differs("ds_tensor_parallel:RowParallelLinear", _SIZES)
 _COLUMN = differs("ds_tensor_parallel:ColumnParallelLinear", _SIZES)
 _RULES = differs(
-    "ds_tensor_parallel.autotp_config", "a value of tensor_parallel.partition_config, or the config of tp_model_init"
+    "ds_tensor_parallel.autotp_config",
+    "a value of tensor_parallel.partition_config, or the config of tp_model_init",
 )
 _PRESETS = differs(
-    "ds_tensor_parallel.autotp_config", "bloom, llama, qwen2; for others an error: set tensor_parallel.preset_model"
+    "ds_tensor_parallel.autotp_config",
+    "bloom, llama, qwen2; for others an error: set tensor_parallel.preset_model",
 )
 _NUMBERS = differs("ds_inference.optimized_linear", "whole numbers of 8 or 4 bits, on any device")
 _LINEAR_INIT = differs(
-    "ds_inference.optimized_linear", "layers are changed when the block ends, weights loaded by then"
+    "ds_inference.optimized_linear",
+    "layers are changed when the block ends, weights loaded by then",
 )
 _COMPRESSION = differs("ds_compression", "layers keep their classes and names")
 _CLEAN = differs("ds_compression.deepspeed_names", "layers keep their classes and names")
@@ -48,12 +61,15 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.inference.engine": {"InferenceEngine": "ds_inference"},
     "deepspeed.inference.config": {
         "DeepSpeedInferenceConfig": INFERENCE_CONFIG,
-        "DeepSpeedTPConfig DeepSpeedMoEConfig QuantizationConfig WeightQuantConfig ActivationQuantConfig "
-        "QKVQuantConfig BaseQuantConfig InferenceCheckpointConfig MoETypeEnum QuantTypeEnum": "ds_inference.config",
+        "DeepSpeedTPConfig DeepSpeedMoEConfig QuantizationConfig WeightQuantConfig "
+        "ActivationQuantConfig "
+        "QKVQuantConfig BaseQuantConfig InferenceCheckpointConfig MoETypeEnum "
+        "QuantTypeEnum": "ds_inference.config",
         "DtypeEnum": "ds_deepspeed_compat.enums",
     },
     "deepspeed.module_inject": {
-        "replace_transformer_layer revert_transformer_layer ReplaceWithTensorSlicing GroupQuantizer generic_injection "
+        "replace_transformer_layer revert_transformer_layer ReplaceWithTensorSlicing "
+        "GroupQuantizer generic_injection "
         "DSPolicy Normalize EmbeddingLayer": _INJECTION,
         "HFBertLayerPolicy": _POLICY,
         "LinearAllreduce": _ROW,
@@ -76,22 +92,28 @@ NAMES: Mapping[str, Rows] = {
         "TPLayerSpec PartitionType merge_autotp_configs": "ds_tensor_parallel.autotp_config",
     },
     "deepspeed.module_inject.replace_policy deepspeed.module_inject.containers": {
-        "HFBertLayerPolicy HFGPT2LayerPolicy BLOOMLayerPolicy HFGPTNEOLayerPolicy GPTNEOXLayerPolicy HFOPTLayerPolicy "
+        "HFBertLayerPolicy HFGPT2LayerPolicy BLOOMLayerPolicy HFGPTNEOLayerPolicy "
+        "GPTNEOXLayerPolicy HFOPTLayerPolicy "
         "HFDistilBertLayerPolicy LLAMALayerPolicy": _POLICY,
-        "HFGPTJLayerPolicy MegatronLayerPolicy HFCLIPLayerPolicy UNetPolicy VAEPolicy LLAMA2LayerPolicy "
+        "HFGPTJLayerPolicy MegatronLayerPolicy HFCLIPLayerPolicy UNetPolicy VAEPolicy "
+        "LLAMA2LayerPolicy "
         "InternLMLayerPolicy": _INJECTION,
     },
     "deepspeed.module_inject.replace_policy": {"replace_policies": _POLICY},
-    "deepspeed.runtime.tensor_parallel": {"TPConfig TPTrainingConfig get_tensor_parallel_config": _TENSOR},
+    "deepspeed.runtime.tensor_parallel": {
+        "TPConfig TPTrainingConfig get_tensor_parallel_config": _TENSOR
+    },
     "deepspeed.runtime.tensor_parallel.config": {"TPConfig TPTrainingConfig": _TENSOR},
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
         "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter": "ds_sequence_parallel.deepspeed_names",
         "TiledMLP TiledFusedLogitsLoss": "ds_sequence_parallel",
-        "SequenceTiledCompute sequence_tiled_compute": "ds_sequence_parallel.sequence_tiled_compute",
+        "SequenceTiledCompute "
+        "sequence_tiled_compute": "ds_sequence_parallel.sequence_tiled_compute",
     },
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": {
         "initialize_sequence_parallel": differs(
-            "ds_sequence_parallel.deepspeed_names:SequenceUnit", "returns the mpu for initialize, which has the groups"
+            "ds_sequence_parallel.deepspeed_names:SequenceUnit",
+            "returns the mpu for initialize, which has the groups",
         ),
         **{
             f"get_sequence_parallel_{what}": differs(
@@ -102,7 +124,8 @@ NAMES: Mapping[str, Rows] = {
         },
     },
     "deepspeed.sequence.layer": {
-        "DistributedAttention single_all_to_all _SeqAllToAll": "ds_sequence_parallel.deepspeed_names",
+        "DistributedAttention single_all_to_all "
+        "_SeqAllToAll": "ds_sequence_parallel.deepspeed_names",
     },
     "deepspeed.sequence.fpdt_layer": {
         "FPDT_Attention FPDT_FFN FPDT_LogitsLoss FPDT_InputConstruct": "ds_sequence_parallel.fpdt"
@@ -111,7 +134,9 @@ NAMES: Mapping[str, Rows] = {
         "vocab_sequence_parallel_cross_entropy": "ds_sequence_parallel.deepspeed_names"
     },
     "deepspeed.compile.passes.sp_compile": {
-        "prepare_autosp_inputs": differs("ds_sequence_parallel.deepspeed_names", "ZeRO 0 to 3; pooling and masks too")
+        "prepare_autosp_inputs": differs(
+            "ds_sequence_parallel.deepspeed_names", "ZeRO 0 to 3; pooling and masks too"
+        )
     },
     "deepspeed.compression": {
         "init_compression": _COMPRESSION,
@@ -133,9 +158,17 @@ NAMES: Mapping[str, Rows] = {
         "QuantizationConfig": _NUMBERS,
         "Init": _LINEAR_INIT,
     },
-    "deepspeed.linear.config": {"LoRAConfig": "ds_inference.optimized_linear", "QuantizationConfig": _NUMBERS},
-    "deepspeed.linear.context_manager": {"init_lora": "ds_inference.optimized_linear", "Init": _LINEAR_INIT},
-    "deepspeed.linear.optimized_linear": {"OptimizedLinear LoRAOptimizedLinear": "ds_inference.optimized_linear"},
+    "deepspeed.linear.config": {
+        "LoRAConfig": "ds_inference.optimized_linear",
+        "QuantizationConfig": _NUMBERS,
+    },
+    "deepspeed.linear.context_manager": {
+        "init_lora": "ds_inference.optimized_linear",
+        "Init": _LINEAR_INIT,
+    },
+    "deepspeed.linear.optimized_linear": {
+        "OptimizedLinear LoRAOptimizedLinear": "ds_inference.optimized_linear"
+    },
     "deepspeed.linear.quantization": {
         "QuantizedLinear": "ds_inference.optimized_linear",
         "QuantizedParameter": missing("numbers and scales are buffers of QuantizedLinear"),

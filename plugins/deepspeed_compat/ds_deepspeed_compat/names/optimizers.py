@@ -20,7 +20,9 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.ops.lion": {"DeepSpeedCPULion FusedLion": "ds_optimizers"},
     "deepspeed.ops.lion.cpu_lion": {"DeepSpeedCPULion": "ds_optimizers"},
     "deepspeed.ops.lion.fused_lion": {"FusedLion": "ds_optimizers"},
-    "deepspeed.ops.adagrad deepspeed.ops.adagrad.cpu_adagrad": {"DeepSpeedCPUAdagrad": "ds_optimizers"},
+    "deepspeed.ops.adagrad deepspeed.ops.adagrad.cpu_adagrad": {
+        "DeepSpeedCPUAdagrad": "ds_optimizers"
+    },
     "deepspeed.runtime.zero.muon.muon_optimizer": {
         "MuonWithAuxAdam": differs("ds_optimizers:Muon", "one class for both")
     },
@@ -29,8 +31,12 @@ NAMES: Mapping[str, Rows] = {
         "OnebitLamb": differs("ds_optimizers:OneBitLamb", _ONEBIT),
         "ZeroOneAdam": differs("ds_optimizers", _ONEBIT),
     },
-    "deepspeed.runtime.fp16.onebit.adam": {"OnebitAdam": differs("ds_optimizers:OneBitAdam", _ONEBIT)},
-    "deepspeed.runtime.fp16.onebit.lamb": {"OnebitLamb": differs("ds_optimizers:OneBitLamb", _ONEBIT)},
+    "deepspeed.runtime.fp16.onebit.adam": {
+        "OnebitAdam": differs("ds_optimizers:OneBitAdam", _ONEBIT)
+    },
+    "deepspeed.runtime.fp16.onebit.lamb": {
+        "OnebitLamb": differs("ds_optimizers:OneBitLamb", _ONEBIT)
+    },
     "deepspeed.runtime.fp16.onebit.zoadam": {"ZeroOneAdam": differs("ds_optimizers", _ONEBIT)},
     "deepspeed.runtime.lr_schedules": {
         "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR": "ds_lr_schedules.schedules",

@@ -6,8 +6,14 @@ from collections.abc import Mapping
 
 from ds_deepspeed_compat.names.entry import Rows, differs, missing
 
-INJECTION = "init_inference with replace_with_kernel_inject knows families by itself, and names nothing of its layers"
-INFERENCE_CONFIG = differs("ds_inference.config", "frozen; dtype is a name such as fp16, groups and mpu are as given")
+INJECTION = (
+    "init_inference with replace_with_kernel_inject knows families by itself, and names "
+    "nothing of "
+    "its layers"
+)
+INFERENCE_CONFIG = differs(
+    "ds_inference.config", "frozen; dtype is a name such as fp16, groups and mpu are as given"
+)
 LEGACY_TENSOR_PARALLEL = differs(
     "ds_tensor_parallel.deepspeed_names",
     "training only; initialize merges it with the config, and the dtype switches bf16 or fp16 on",
@@ -24,11 +30,13 @@ NAMES: Mapping[str, Rows] = {
         "DeepSpeedInferenceConfig": INFERENCE_CONFIG,
         "tp_model_init set_autotp_mode": LEGACY_TENSOR_PARALLEL,
         "DeepSpeedHybridEngine": differs(
-            "ds_deepspeed_compat.engine:DeepSpeedEngine", "any engine; section hybrid_engine gives it generate"
+            "ds_deepspeed_compat.engine:DeepSpeedEngine",
+            "any engine; section hybrid_engine gives it generate",
         ),
         "PipelineModule": "ds_pipeline",
         "DeepSpeedDataLoader": differs(
-            "ds_deepspeed_compat.loader", "shuffles anew in each epoch, and has no worker processes unless told"
+            "ds_deepspeed_compat.loader",
+            "shuffles anew in each epoch, and has no worker processes unless told",
         ),
         "DeepSpeedOptimizer ZeROOptimizer": "ds_deepspeed_compat.optimizer",
         "DeepSpeedConfig": differs("ds_deepspeed_compat.deepspeed_config", _CONFIG),
@@ -62,33 +70,38 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.constants": {
         "default_pg_timeout": "ds_deepspeed_compat.constants",
     },
-    "deepspeed.config": {"Config TrainingConfig BatchConfig FP16Config": "ds_deepspeed_compat.config"},
+    "deepspeed.config": {
+        "Config TrainingConfig BatchConfig FP16Config": "ds_deepspeed_compat.config"
+    },
     "deepspeed.comm deepspeed.comm.comm": {
         "init_distributed": "ds_core",
         "is_initialized is_available destroy_process_group new_group": "ds_deepspeed_compat.comm",
-        "get_rank get_world_size get_local_rank get_global_rank get_world_group get_all_ranks_from_group": (
-            "ds_deepspeed_compat.comm"
-        ),
-        "all_reduce all_gather all_gather_into_tensor allgather_fn reduce_scatter reduce_scatter_tensor "
-        "reduce_scatter_fn reduce broadcast all_to_all all_to_all_single gather scatter barrier monitored_barrier "
+        "get_rank get_world_size get_local_rank get_global_rank get_world_group "
+        "get_all_ranks_from_group": ("ds_deepspeed_compat.comm"),
+        "all_reduce all_gather all_gather_into_tensor allgather_fn reduce_scatter "
+        "reduce_scatter_tensor "
+        "reduce_scatter_fn reduce broadcast all_to_all all_to_all_single gather scatter barrier "
+        "monitored_barrier "
         "send recv isend irecv batch_isend_irecv P2POp": "ds_deepspeed_compat.comm",
-        "all_reduce_coalesced all_gather_coalesced inference_all_reduce": "ds_deepspeed_compat.comm",
-        "has_all_gather_into_tensor has_reduce_scatter_tensor has_all_reduce_coalesced has_coalescing_manager": (
-            "ds_deepspeed_compat.comm"
-        ),
+        "all_reduce_coalesced all_gather_coalesced "
+        "inference_all_reduce": "ds_deepspeed_compat.comm",
+        "has_all_gather_into_tensor has_reduce_scatter_tensor has_all_reduce_coalesced "
+        "has_coalescing_manager": ("ds_deepspeed_compat.comm"),
         "broadcast_object_list all_gather_object": differs(
-            "ds_deepspeed_compat.comm", "objects travel as JSON: nothing is pickled; anything else is an error"
+            "ds_deepspeed_compat.comm",
+            "objects travel as JSON: nothing is pickled; anything else is an error",
         ),
         "ReduceOp ProcessGroup": "torch.distributed",
         "TorchBackend": "ds_deepspeed_compat.torch_backend",
-        "configure log_summary reset_log has_comm_data get_comm_operation_count get_logged_comm_ops": (
-            "ds_comms_logger.deepspeed_names"
-        ),
+        "configure log_summary reset_log has_comm_data get_comm_operation_count "
+        "get_logged_comm_ops": ("ds_comms_logger.deepspeed_names"),
         "comms_logger": differs(
-            "ds_comms_logger.deepspeed_names", "shows the log of the section; calls of one size have their average"
+            "ds_comms_logger.deepspeed_names",
+            "shows the log of the section; calls of one size have their average",
         ),
         "mpi_discovery": differs(
-            "ds_deepspeed_compat.comm", "init_distributed finds the job by itself; this only sets the variables"
+            "ds_deepspeed_compat.comm",
+            "init_distributed finds the job by itself; this only sets the variables",
         ),
         "initialize_mesh_device": missing("mesh_param of initialize; init_device_mesh of torch"),
     },
@@ -96,8 +109,11 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.comm.reduce_op": {"ReduceOp": "torch.distributed"},
     "deepspeed.comm.utils": {},
     "deepspeed.accelerator deepspeed.accelerator.real_accelerator": {
-        "get_accelerator set_accelerator is_current_accelerator_supported": "ds_deepspeed_compat.accelerator",
+        "get_accelerator set_accelerator "
+        "is_current_accelerator_supported": "ds_deepspeed_compat.accelerator",
         "DeepSpeedAccelerator": "ds_deepspeed_compat.accelerator",
     },
-    "deepspeed.accelerator.abstract_accelerator": {"DeepSpeedAccelerator": "ds_deepspeed_compat.accelerator"},
+    "deepspeed.accelerator.abstract_accelerator": {
+        "DeepSpeedAccelerator": "ds_deepspeed_compat.accelerator"
+    },
 }

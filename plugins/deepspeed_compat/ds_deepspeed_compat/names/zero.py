@@ -6,23 +6,28 @@ from collections.abc import Mapping
 
 from ds_deepspeed_compat.names.entry import Rows, differs, missing
 
-_MICS = missing("the keys mics_shard_size and zero_hpz_partition_size; there is one optimizer for all stages")
+_MICS = missing(
+    "the keys mics_shard_size and zero_hpz_partition_size; there is one optimizer for all stages"
+)
 _OPTIMIZER = "ds_deepspeed_compat.optimizer"
 _CONSTRUCTORS = "tensor empty zeros ones full arange eye randn"
 
 NAMES: Mapping[str, Rows] = {
     "deepspeed.zero deepspeed.runtime.zero": {
-        "Init GatheredParameters register_external_parameter unregister_external_parameter ZeroParamStatus "
+        "Init GatheredParameters register_external_parameter unregister_external_parameter "
+        "ZeroParamStatus "
         "TiledLinear TiledLinearReturnBias unwrap_model_for_generation MiCS_Init": "ds_zero",
         "ZeroParamType": "ds_deepspeed_compat.enums",
         "MiCS_Optimizer": _MICS,
         "DeepSpeedZeRoOffload": missing("offload_param and offload_optimizer of the config"),
     },
     "deepspeed.runtime.zero.partition_parameters": {
-        "Init GatheredParameters register_external_parameter unregister_external_parameter ZeroParamStatus": "ds_zero",
+        "Init GatheredParameters register_external_parameter unregister_external_parameter "
+        "ZeroParamStatus": "ds_zero",
         "ZeroParamType": "ds_deepspeed_compat.enums",
         "zero_wrapper_for_fp_tensor_constructor": differs(
-            "ds_deepspeed_compat.helpers", "Init leaves torch's constructors alone: one put in its place is not called"
+            "ds_deepspeed_compat.helpers",
+            "Init leaves torch's constructors alone: one put in its place is not called",
         ),
         **{f"_orig_torch_{name}": f"torch:{name}" for name in _CONSTRUCTORS.split()},
         "get_accelerator": "ds_deepspeed_compat.accelerator",
@@ -30,14 +35,19 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.runtime.zero.mics": {"MiCS_Init": "ds_zero", "MiCS_Optimizer MiCS_Offload": _MICS},
     "deepspeed.runtime.zero.tiling": {"TiledLinear TiledLinearReturnBias": "ds_zero"},
     "deepspeed.runtime.zero.linear": {
-        "LinearModuleForZeroStage3": differs("torch.nn:Linear", "no linear keeps a gathered weight for backward"),
-        "zero3_linear_wrap": differs("torch.nn.functional:linear", "no linear keeps a gathered weight for backward"),
+        "LinearModuleForZeroStage3": differs(
+            "torch.nn:Linear", "no linear keeps a gathered weight for backward"
+        ),
+        "zero3_linear_wrap": differs(
+            "torch.nn.functional:linear", "no linear keeps a gathered weight for backward"
+        ),
     },
     "deepspeed.runtime.zero.utils": {
         "is_zero_param": "ds_zero",
         "ZeRORuntimeException": "ds_core.errors:UsageError",
         "is_zero_supported_optimizer": differs(
-            "ds_deepspeed_compat.helpers", "every optimizer is supported: true for any torch optimizer"
+            "ds_deepspeed_compat.helpers",
+            "every optimizer is supported: true for any torch optimizer",
         ),
     },
     "deepspeed.runtime.zero.config": {
@@ -48,14 +58,17 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.runtime.zero.offload_config": {"OffloadStateTypeEnum": "ds_zero"},
     "deepspeed.runtime.zero.config deepspeed.runtime.zero.offload_config": {
         "OffloadDeviceEnum": "ds_zero",
-        "DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig": "ds_deepspeed_compat.config_models",
+        "DeepSpeedZeroOffloadParamConfig "
+        "DeepSpeedZeroOffloadOptimizerConfig": "ds_deepspeed_compat.config_models",
     },
     "deepspeed.runtime.zero.leaf_module_config": {
         "DeepSpeedZeroLeafModuleConfig": "ds_deepspeed_compat.config_models",
     },
     "deepspeed.runtime.zero.offload_states": {
         "get_state_devices": "ds_zero",
-        "offload_adam_states reload_adam_states": missing("engine.offload_states and engine.reload_states"),
+        "offload_adam_states reload_adam_states": missing(
+            "engine.offload_states and engine.reload_states"
+        ),
     },
     "deepspeed.runtime.zero.stage_1_and_2": {
         "estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_live "
@@ -71,6 +84,8 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.runtime.zero.parameter_offload": {
         "DeepSpeedZeRoOffload": missing("offload_param and offload_optimizer of the config"),
     },
-    "deepspeed.runtime.zenflow.zenflow_config": {"ZenFlowConfig": "ds_deepspeed_compat.config_models"},
+    "deepspeed.runtime.zenflow.zenflow_config": {
+        "ZenFlowConfig": "ds_deepspeed_compat.config_models"
+    },
     "deepspeed.runtime.swap_tensor": {},
 }

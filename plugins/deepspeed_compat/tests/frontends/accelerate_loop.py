@@ -24,17 +24,20 @@ def main() -> None:
             zero3_save_16bit_model=True,
         )
     accelerator = Accelerator(
-        cpu=plugin is None and "ACCELERATE_USE_DEEPSPEED" not in os.environ,  # cpu=True rules out DeepSpeed
+        # cpu=True rules out DeepSpeed
+        cpu=plugin is None and "ACCELERATE_USE_DEEPSPEED" not in os.environ,
         deepspeed_plugin=plugin,
         gradient_accumulation_steps=args.gas,
-        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],  # without a GPU accelerate chooses none
+        # without a GPU accelerate chooses none
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
     )
     model = tiny_llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     loader = DataLoader(Tokens(64), batch_size=2)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-    losses, lrs = [], []
+    losses = []
+    lrs = []
     for index, batch in enumerate(loader):
         if index == 8:
             break

@@ -1,4 +1,6 @@
-"""What the front-end programs share: a small model, data made from a seed, and the loss curve written to a file."""
+"""What the front-end programs share: a small model, data made from a seed, and the loss curve
+written to a file.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-VOCAB, LENGTH = 61, 12
+VOCAB = 61
+LENGTH = 12
 
 
 class Tokens(Dataset):  # type: ignore[type-arg]
@@ -51,7 +54,9 @@ def tiny_llama() -> Any:
 
 
 def cuda_on_cpu(accelerator: Any) -> Any:
-    """An instance of Lightning's class `accelerator` (its DeepSpeedStrategy takes CUDA ones only) that uses the CPU."""
+    """An instance of Lightning's class `accelerator` (its DeepSpeedStrategy takes CUDA ones only)
+    that uses the CPU.
+    """
 
     class OnCPU(accelerator):  # type: ignore[misc]
         def setup_device(self, device: torch.device) -> None:
@@ -81,8 +86,12 @@ def cuda_on_cpu(accelerator: Any) -> Any:
 def arguments(**extra: Any) -> argparse.Namespace:
     """The command line of every program: where the curve goes, and the DeepSpeed config, if any."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True, help="the loss curve, as JSON, from rank 0")
-    parser.add_argument("--deepspeed", default=None, help="a DeepSpeed config; none: plain data parallelism")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="the loss curve, as JSON, from rank 0"
+    )
+    parser.add_argument(
+        "--deepspeed", default=None, help="a DeepSpeed config; none: plain data parallelism"
+    )
     parser.add_argument("--work", type=Path, default=None, help="a folder for checkpoints")
     for name, default in extra.items():
         parser.add_argument(f"--{name}", default=default, type=type(default))
@@ -98,4 +107,6 @@ def first_rank() -> bool:
 def write(path: Path, engine: Any, **values: Any) -> None:
     """Write `values` from rank 0, and the class of the model as the front-end wrapped it."""
     if first_rank():
-        path.write_text(json.dumps({"engine": f"{type(engine).__module__}.{type(engine).__name__}", **values}))
+        path.write_text(
+            json.dumps({"engine": f"{type(engine).__module__}.{type(engine).__name__}", **values})
+        )

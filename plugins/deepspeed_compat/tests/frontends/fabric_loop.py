@@ -21,7 +21,9 @@ def main() -> None:
         with open(args.deepspeed) as file:
             strategy = DeepSpeedStrategy(config=json.load(file), process_group_backend="gloo")
     accelerator = cuda_on_cpu(CUDAAccelerator) if args.deepspeed else "cpu"
-    fabric = Fabric(accelerator=accelerator, devices=int(os.environ["WORLD_SIZE"]), strategy=strategy)
+    fabric = Fabric(
+        accelerator=accelerator, devices=int(os.environ["WORLD_SIZE"]), strategy=strategy
+    )
     fabric.launch()
     module = tiny_llama()
     optimizer = torch.optim.AdamW(module.parameters(), lr=5e-3)

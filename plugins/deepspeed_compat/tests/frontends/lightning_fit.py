@@ -20,12 +20,15 @@ class Module(lightning.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model, self.losses = tiny_llama(), []  # type: ignore[var-annotated]
+        self.model = tiny_llama()  # type: ignore[var-annotated]
+        self.losses = []  # type: ignore[var-annotated]
 
     def training_step(self, batch: dict[str, Any], _: int) -> torch.Tensor:
         """The loss, and its mean over ranks written down."""
         loss = self.model(**batch).loss
-        self.losses.append(float(self.trainer.strategy.reduce(loss.detach().clone(), reduce_op="mean")))
+        self.losses.append(
+            float(self.trainer.strategy.reduce(loss.detach().clone(), reduce_op="mean"))
+        )
         return loss  # type: ignore[no-any-return]
 
     def validation_step(self, batch: dict[str, Any], _: int) -> None:
@@ -35,18 +38,28 @@ class Module(lightning.LightningModule):
     def configure_optimizers(self) -> Any:
         """AdamW with a decaying schedule."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=5e-3)
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
+        return [optimizer], [
+            {
+                "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+                "interval": "step",
+            }
+        ]
 
 
 def converted(folder: Path) -> float:
-    """The validation loss of the checkpoint's weights, in one file as Lightning's own converter writes it."""
+    """The validation loss of the checkpoint's weights, in one file as Lightning's own converter
+    writes it.
+    """
     from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 
     convert_zero_checkpoint_to_fp32_state_dict(folder / "state.ckpt", folder / "whole.ckpt")
     whole = Module()
     whole.load_state_dict(torch.load(folder / "whole.ckpt", weights_only=True)["state_dict"])
     with torch.no_grad():
-        losses = [float(whole.model(**batch).loss) for batch in DataLoader(Tokens(8, seed=1), batch_size=2)]
+        losses = [
+            float(whole.model(**batch).loss)
+            for batch in DataLoader(Tokens(8, seed=1), batch_size=2)
+        ]
     return sum(losses) / len(losses)
 
 
@@ -77,11 +90,13 @@ def main() -> None:
 
     train = DataLoader(Tokens(64), batch_size=2, shuffle=False)
     check = DataLoader(Tokens(8, seed=1), batch_size=2)
-    module, first = Module(), trainer(4)
+    module = Module()
+    first = trainer(4)
     first.fit(module, train, check)
     evals = [float(first.callback_metrics["val"])]
     first.save_checkpoint(str(args.work / "state.ckpt"))
-    again, second = Module(), trainer(6)
+    again = Module()
+    second = trainer(6)
     second.fit(again, train, check, ckpt_path=str(args.work / "state.ckpt"))
     evals.append(float(second.callback_metrics["val"]))
     if args.convert and second.is_global_zero:

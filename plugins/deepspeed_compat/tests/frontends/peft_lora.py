@@ -1,4 +1,6 @@
-"""A LoRA fine-tuning with peft and transformers.Trainer; the adapter is saved and loaded on an unchanged model."""
+"""A LoRA fine-tuning with peft and transformers.Trainer; the adapter is saved and loaded on an
+unchanged model.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ def main() -> None:
         dataloader_pin_memory=False,
     )
     torch.manual_seed(5)
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.0)
+    lora = LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=["q_proj", "v_proj"],
+        task_type="CAUSAL_LM",
+        lora_dropout=0.0,
+    )
     base = tiny_llama()
     torch.manual_seed(5)
     trainer = Trainer(model=get_peft_model(base, lora), args=settings, train_dataset=Tokens(64))
@@ -41,7 +49,9 @@ def main() -> None:
     rows = torch.stack([Tokens(4, seed=2)[i]["input_ids"] for i in range(4)])
     loaded = PeftModel.from_pretrained(tiny_llama(), str(args.work / "adapter"))
     with torch.no_grad():
-        write(args.out, engine, losses=losses, loaded=float(loaded(input_ids=rows, labels=rows).loss))
+        write(
+            args.out, engine, losses=losses, loaded=float(loaded(input_ids=rows, labels=rows).loss)
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""The released front-ends, unchanged, on ds_core: their loss curves equal those of their own plain data parallelism.
+"""The released front-ends, unchanged, on ds_core: their loss curves equal those of their own plain
+data parallelism.
 
-Needs what requirements.txt lists: ``make test-frontends``. Each case runs a program of this folder as its users would.
+Needs what requirements.txt lists: ``make test-frontends``. Each case runs a program of this folder
+as its users would.
 """
 
 from __future__ import annotations
@@ -45,10 +47,18 @@ STAGES: dict[str, dict[str, Any]] = {
         "offload_param": {"device": "cpu", "pin_memory": True},
     },
 }
-ADAM = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
+ADAM = {
+    "type": "AdamW",
+    "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+}
 LINEAR = {
     "type": "WarmupDecayLR",
-    "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"},
+    "params": {
+        "warmup_min_lr": "auto",
+        "warmup_max_lr": "auto",
+        "warmup_num_steps": "auto",
+        "total_num_steps": "auto",
+    },
 }
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
@@ -62,7 +72,9 @@ PACKAGES = ("torch", "transformers", "accelerate", "lightning", "peft", "trl", "
 @functools.cache
 def server(deepspeed: bool) -> subprocess.Popen[str]:
     """A process that has imported the front-ends and runs programs: warm.py."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("DS_CORE_AS")} | ENVIRONMENT
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith("DS_CORE_AS")
+    } | ENVIRONMENT
     if deepspeed:
         environment["DS_CORE_AS_DEEPSPEED"] = "1"
     started = subprocess.Popen(
@@ -85,7 +97,14 @@ def run(program: str, ranks: int, *arguments: str, work: Path | None = None) -> 
     """What `program` wrote, run on `ranks` processes as torchrun would."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch, "out.json")
-        argv = [str(HERE / program), "--out", str(out), "--work", str(work or Path(scratch, "work")), *arguments]
+        argv = [
+            str(HERE / program),
+            "--out",
+            str(out),
+            "--work",
+            str(work or Path(scratch, "work")),
+            *arguments,
+        ]
         deepspeed = "--deepspeed" in arguments or "--stage" in arguments
         warm = server(deepspeed)
         assert warm.stdin and warm.stdout
@@ -130,7 +149,9 @@ def test_trainer(stage: str, ranks: int, tmp_path: Path) -> None:
 def test_trainer_with_a_pretrained_model(stage: str, tmp_path: Path) -> None:
     got = run("trainer.py", 2, "--deepspeed", config(tmp_path, stage), "--pretrained", "1")
     assert got["sharded"] == stage.startswith("3")
-    assert_same(got, plain("trainer.py", 2, "--pretrained", "1"), "losses", "norms", "evals", "lrs", "final")
+    assert_same(
+        got, plain("trainer.py", 2, "--pretrained", "1"), "losses", "norms", "evals", "lrs", "final"
+    )
 
 
 @worlds
@@ -145,17 +166,21 @@ def test_zero_inference(place: str, ranks: int, tmp_path: Path) -> None:
 
 @stages
 def test_trainer_accumulates_resumes_and_loads_the_best_model(stage: str, tmp_path: Path) -> None:
-    file, more = config(tmp_path, stage), ["--gas", "2", "--best", "1"]
+    file = config(tmp_path, stage)
+    more = ["--gas", "2", "--best", "1"]
     whole = run("trainer.py", 2, "--deepspeed", file, *more, work=tmp_path / "work")
     assert_same(whole, plain("trainer.py", 2, *more), "losses", "norms", "evals", "lrs", "final")
-    resumed = run("trainer.py", 2, "--deepspeed", file, *more, "--resume", "3", work=tmp_path / "work")
+    resumed = run(
+        "trainer.py", 2, "--deepspeed", file, *more, "--resume", "3", work=tmp_path / "work"
+    )
     assert_same(resumed, whole, "losses", "evals", "final")
 
 
 @pytest.mark.parametrize("stage", ["1", "3"])
 def test_trainer_with_the_configs_optimizer_and_schedule(stage: str, tmp_path: Path) -> None:
     own = config(tmp_path, stage, optimizer=ADAM)
-    more = ["--decay", "0"]  # the Trainer's own optimizer spares some weights from the decay, a config's does not
+    # the Trainer's own optimizer spares some weights from the decay, a config's does not
+    more = ["--decay", "0"]
     got = run("trainer.py", 2, "--deepspeed", own, *more)
     assert_same(got, plain("trainer.py", 2, *more), "losses", "norms", "evals")
     both = config(tmp_path, stage, optimizer=ADAM, scheduler=LINEAR)
@@ -165,7 +190,9 @@ def test_trainer_with_the_configs_optimizer_and_schedule(stage: str, tmp_path: P
 @worlds
 @stages
 def test_accelerate(stage: str, ranks: int, tmp_path: Path) -> None:
-    got = run("accelerate_loop.py", ranks, "--deepspeed", config(tmp_path, stage, gradient_clipping=0.5))
+    got = run(
+        "accelerate_loop.py", ranks, "--deepspeed", config(tmp_path, stage, gradient_clipping=0.5)
+    )
     assert_same(got, plain("accelerate_loop.py", ranks), "losses", "lrs", "total")
 
 
@@ -201,15 +228,29 @@ use_cpu: false
 @pytest.mark.parametrize("machines", [1, 2])
 def test_accelerate_launch(machines: int, tmp_path: Path) -> None:
     """One process per machine of two, or two on one."""
-    out, port = tmp_path / "out.json", free_port() if machines > 1 else 0
-    program = [str(HERE / "accelerate_loop.py"), "--out", str(out), "--work", str(tmp_path / "work")]
+    out = tmp_path / "out.json"
+    port = free_port() if machines > 1 else 0
+    program = [
+        str(HERE / "accelerate_loop.py"),
+        "--out",
+        str(out),
+        "--work",
+        str(tmp_path / "work"),
+    ]
     started = []
     for rank in range(machines):
         answers = tmp_path / f"accelerate{rank}.yaml"  # as accelerate config writes it
         answers.write_text(LAUNCH.format(rank=rank, machines=machines, port=port))
         started.append(
             subprocess.Popen(
-                [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(answers), *program],
+                [
+                    sys.executable,
+                    "-m",
+                    "accelerate.commands.launch",
+                    "--config_file",
+                    str(answers),
+                    *program,
+                ],
                 env=os.environ | ENVIRONMENT | {"DS_CORE_AS_DEEPSPEED": "1"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -224,8 +265,13 @@ def test_accelerate_launch(machines: int, tmp_path: Path) -> None:
     assert_same(got, plain("accelerate_loop.py", 2), "losses", "lrs", "total")
 
 
-LIGHTNING = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5, "zero_allow_untested_optimizer": True}
-LIGHTNING |= {"zero_force_ds_cpu_optimizer": False}  # these give torch's optimizer, also with offload
+LIGHTNING = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 0.5,
+    "zero_allow_untested_optimizer": True,
+}
+# these give torch's optimizer, also with offload
+LIGHTNING |= {"zero_force_ds_cpu_optimizer": False}
 
 
 @worlds
@@ -277,7 +323,9 @@ def test_trl(what: str, stage: str, tmp_path: Path) -> None:
     ],
 )
 def test_trl_with_adapters_and_references(how: tuple[str, ...], ranks: int, tmp_path: Path) -> None:
-    """At ZeRO-3, where TRL asks each parameter whether it is sharded, also on one rank and of frozen models."""
+    """At ZeRO-3, where TRL asks each parameter whether it is sharded, also on one rank and of
+    frozen models.
+    """
     got = run("trl_train.py", ranks, "--what", *how, "--deepspeed", config(tmp_path, "3"))
     assert_same(got, plain("trl_train.py", ranks, "--what", *how), "losses")
 
@@ -286,7 +334,16 @@ def test_trl_with_adapters_and_references(how: tuple[str, ...], ranks: int, tmp_
 def test_trl_trains_on_what_it_generates(lora: str, tmp_path: Path) -> None:
     """Texts are drawn at random, so the stages are compared with each other, of one seed."""
     found = [
-        run("trl_train.py", 2, "--what", "grpo", "--lora", lora, "--deepspeed", config(tmp_path, stage))
+        run(
+            "trl_train.py",
+            2,
+            "--what",
+            "grpo",
+            "--lora",
+            lora,
+            "--deepspeed",
+            config(tmp_path, stage),
+        )
         for stage in ("2", "3")
     ]
     assert_same(found[0], found[1], "losses")

@@ -41,10 +41,16 @@ def main() -> None:
     )
     settings.distributed_state.wait_for_everyone()
     # under stage 3 transformers shards what it loads, as it loads it
-    model = LlamaForCausalLM.from_pretrained(args.work / "base") if args.pretrained else tiny_llama()
+    model = (
+        LlamaForCausalLM.from_pretrained(args.work / "base") if args.pretrained else tiny_llama()
+    )
     sharded = hasattr(model.lm_head.weight, "ds_id")
-    trainer = Trainer(model=model, args=settings, train_dataset=Tokens(64), eval_dataset=Tokens(8, seed=1))
-    trainer.train(resume_from_checkpoint=str(args.work / f"checkpoint-{args.resume}") if args.resume else None)
+    trainer = Trainer(
+        model=model, args=settings, train_dataset=Tokens(64), eval_dataset=Tokens(8, seed=1)
+    )
+    trainer.train(
+        resume_from_checkpoint=str(args.work / f"checkpoint-{args.resume}") if args.resume else None
+    )
     history = trainer.state.log_history
     engine = trainer.model_wrapped
     trainer.save_model(str(args.work / "final"))
@@ -52,7 +58,9 @@ def main() -> None:
     hf.unset_hf_deepspeed_config()  # what follows is an ordinary load, on each rank by itself
     rows = torch.stack([Tokens(4, seed=2)[i]["input_ids"] for i in range(4)])
     with torch.no_grad():
-        final = LlamaForCausalLM.from_pretrained(args.work / "final")(input_ids=rows, labels=rows).loss
+        final = LlamaForCausalLM.from_pretrained(args.work / "final")(
+            input_ids=rows, labels=rows
+        ).loss
     write(
         args.out,
         engine,

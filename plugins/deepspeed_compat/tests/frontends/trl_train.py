@@ -17,10 +17,16 @@ WORDS = [f"w{i}" for i in range(57)]
 def tokenizer() -> PreTrainedTokenizerFast:
     """Words split at spaces; made here, since nothing is downloaded."""
     special = ["<pad>", "<bos>", "<eos>", "<unk>"]
-    made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(special + WORDS)}, unk_token="<unk>"))
+    made = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate(special + WORDS)}, unk_token="<unk>")
+    )
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+        tokenizer_object=made,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
     )
 
 
@@ -33,7 +39,13 @@ def adapter() -> Any:
     from peft import LoraConfig
 
     torch.manual_seed(5)
-    return LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.0)
+    return LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=["q_proj", "v_proj"],
+        task_type="CAUSAL_LM",
+        lora_dropout=0.0,
+    )
 
 
 def longer(completions: list[str], **_: Any) -> list[float]:
@@ -42,7 +54,9 @@ def longer(completions: list[str], **_: Any) -> list[float]:
 
 
 def main() -> None:
-    """Six steps of ``--what`` sft, dpo or grpo; ``--lora 1``: an adapter; ``--ahead 1``: the reference first."""
+    """Six steps of ``--what`` sft, dpo or grpo; ``--lora 1``: an adapter; ``--ahead 1``: the
+    reference first.
+    """
     args = arguments(what="sft", lora=0, ahead=0)
     shared = {
         "output_dir": str(args.work),
@@ -69,7 +83,11 @@ def main() -> None:
 
         rows = Dataset.from_dict({"text": [text(i, 1 + i % 3) for i in range(32)]})
         trainer = SFTTrainer(
-            model=model, args=SFTConfig(**shared), train_dataset=rows, processing_class=tokenizer(), **lora
+            model=model,
+            args=SFTConfig(**shared),
+            train_dataset=rows,
+            processing_class=tokenizer(),
+            **lora,
         )
     elif args.what == "grpo":
         from trl import GRPOConfig, GRPOTrainer
@@ -110,7 +128,11 @@ def main() -> None:
             **lora,
         )
     trainer.train()
-    write(args.out, trainer.model_wrapped, losses=[row["loss"] for row in trainer.state.log_history if "loss" in row])
+    write(
+        args.out,
+        trainer.model_wrapped,
+        losses=[row["loss"] for row in trainer.state.log_history if "loss" in row],
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Runs programs in processes forked from one that has imported the front-ends: the imports take longer than the runs.
+"""Runs programs in processes forked from one that has imported the front-ends: the imports take
+longer than the runs.
 
-Each process gets torchrun's environment variables. Usage: ``python warm.py PACKAGE...``, then one job per line on its
-standard input, as JSON: ``{"argv": [program, ...], "ranks": 2}``; it answers with ``{"code": 0, "output": "..."}``.
+Each process gets torchrun's environment variables. Usage: ``python warm.py PACKAGE...``, then one
+job per line on its standard input, as JSON: ``{"argv": [program, ...], "ranks": 2}``; it answers
+with ``{"code": 0, "output": "..."}``.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def main() -> None:
 
 
 def serve(argv: list[str], ranks: int, seconds: float = 150) -> dict[str, Any]:
-    """Run `argv` on `ranks` processes; the others end soon after one has failed, and all after `seconds`."""
+    """Run `argv` on `ranks` processes; the others end soon after one has failed, and all after
+    `seconds`.
+    """
     with socket.socket() as chosen, tempfile.TemporaryFile() as output:
         chosen.bind(("127.0.0.1", 0))
         port = chosen.getsockname()[1]
@@ -43,17 +47,20 @@ def serve(argv: list[str], ranks: int, seconds: float = 150) -> dict[str, Any]:
             if child == 0:
                 _become(argv, rank, ranks, port, output.fileno())
             running[child] = rank
-        code, end = 0, time.monotonic() + seconds
+        code = 0
+        end = time.monotonic() + seconds
         while running:
             done, status = os.waitpid(-1, os.WNOHANG)
             if done in running:
                 del running[done]
                 if failed := os.waitstatus_to_exitcode(status):
-                    code, end = code or failed, min(end, time.monotonic() + 3)
+                    code = code or failed
+                    end = min(end, time.monotonic() + 3)
             elif time.monotonic() > end:
                 for child in running:
                     os.kill(child, signal.SIGKILL)
-                code, end = code or 124, float("inf")
+                code = code or 124
+                end = float("inf")
             else:
                 time.sleep(0.02)
         output.seek(0)

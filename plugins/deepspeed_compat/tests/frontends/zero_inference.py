@@ -1,4 +1,6 @@
-"""ZeRO inference as transformers' documents write it: HfDeepSpeedConfig, from_pretrained, initialize, generate."""
+"""ZeRO inference as transformers' documents write it: HfDeepSpeedConfig, from_pretrained,
+initialize, generate.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,19 @@ def main() -> None:
         model = engine.module
         assert kept.is_zero3()
     else:
-        model, sharded = tiny_llama(), False
+        model = tiny_llama()
+        sharded = False
     model.eval()
     mask = torch.ones(2, 6, dtype=torch.long)
     mask[1, :2] = 0
     prompts = torch.arange(12).view(2, 6) * mask
     text = model.generate(
-        prompts, attention_mask=mask, max_new_tokens=8, do_sample=False, use_cache=True, pad_token_id=0
+        prompts,
+        attention_mask=mask,
+        max_new_tokens=8,
+        do_sample=False,
+        use_cache=True,
+        pad_token_id=0,
     )
     write(args.out, engine if engine is not None else model, sharded=sharded, text=text.tolist())
 

@@ -53,7 +53,13 @@ def main():
     if deepspeed.comm.get_rank() == 0:
         with open(args.out, "w") as file:
             json.dump(
-                {"losses": losses, "eval": evaluated, "stages": engine.num_stages, "steps": engine.global_steps}, file
+                {
+                    "losses": losses,
+                    "eval": evaluated,
+                    "stages": engine.num_stages,
+                    "steps": engine.global_steps,
+                },
+                file,
             )
 
 

@@ -1,4 +1,6 @@
-"""BERT-like pre-training: param groups, accumulation, a checkpoint with client state, dist through deepspeed.comm."""
+"""BERT-like pre-training: param groups, accumulation, a checkpoint with client state, dist through
+deepspeed.comm.
+"""
 
 import argparse
 import json
@@ -29,7 +31,10 @@ def groups_of(model):
     no_decay = ["bias", "norm"]
     named = list(model.named_parameters())
     return [
-        {"params": [p for n, p in named if not any(k in n for k in no_decay)], "weight_decay": 0.01},
+        {
+            "params": [p for n, p in named if not any(k in n for k in no_decay)],
+            "weight_decay": 0.01,
+        },
         {"params": [p for n, p in named if any(k in n for k in no_decay)], "weight_decay": 0.0},
     ]
 
@@ -52,9 +57,13 @@ def main():
     dist.init_distributed("gloo" if not torch.cuda.is_available() else "nccl")
     torch.manual_seed(1)
     model = Bert()
-    engine, optimizer, _, schedule = deepspeed.initialize(args=args, model=model, model_parameters=groups_of(model))
+    engine, optimizer, _, schedule = deepspeed.initialize(
+        args=args, model=model, model_parameters=groups_of(model)
+    )
     rank = dist.get_rank()
-    losses, boundaries, lrs = [], [], []
+    losses = []
+    boundaries = []
+    lrs = []
 
     def train(count, seed):
         for tokens, labels in batches(count, engine.train_micro_batch_size_per_gpu(), rank, seed):

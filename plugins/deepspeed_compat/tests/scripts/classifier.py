@@ -1,4 +1,5 @@
-"""CIFAR-like classifier: the loader comes from `initialize`, arguments from `add_config_arguments`."""
+"""CIFAR-like classifier: the loader comes from `initialize`, arguments from
+`add_config_arguments`."""
 
 import argparse
 import json
@@ -12,9 +13,11 @@ from torch import nn
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 6, 3)
+        self.conv1 = nn.Conv2d(3, 4, 3)
+        self.conv2 = nn.Conv2d(4, 6, 3)
         self.pool = nn.MaxPool2d(2, 2)
-        self.fc1, self.fc2 = nn.Linear(6 * 2 * 2, 16), nn.Linear(16, 10)
+        self.fc1 = nn.Linear(6 * 2 * 2, 16)
+        self.fc2 = nn.Linear(16, 10)
 
     def forward(self, x):
         x = self.pool(F.relu(self.conv1(x)))
@@ -47,11 +50,14 @@ def main():
         dtype = torch.float16
     losses = []
     # every sample, in an order of our own: both frameworks shuffle, each in its own way
-    rank, world, micro = engine.global_rank, engine.dp_world_size, engine.train_micro_batch_size_per_gpu()
+    rank = engine.global_rank
+    world = engine.dp_world_size
+    micro = engine.train_micro_batch_size_per_gpu()
     for epoch in range(2):
         for start in range(0, 48 - micro * world + 1, micro * world):
             rows = slice(start + rank * micro, start + (rank + 1) * micro)
-            x, y = images[rows].to(local_device), labels[rows].to(local_device)
+            x = images[rows].to(local_device)
+            y = labels[rows].to(local_device)
             if dtype is not None:
                 x = x.to(dtype)
             loss = F.cross_entropy(engine(x).float(), y)

@@ -1,4 +1,6 @@
-"""A GPT as language-model scripts have it: zero.Init under stage 3, tied weights, safe_* access, a 16-bit export."""
+"""A GPT as language-model scripts have it: zero.Init under stage 3, tied weights, safe_* access, a
+16-bit export.
+"""
 
 import argparse
 import json
@@ -6,16 +8,24 @@ import os
 
 import deepspeed
 import torch
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+)
 from torch import nn
 
 
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.ln1 = nn.LayerNorm(width)
+        self.ln2 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
 
     def forward(self, x):
         q, k, v = self.qkv(self.ln1(x)).chunk(3, -1)
@@ -52,7 +62,9 @@ def main():
     stage = config["zero_optimization"]["stage"]
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=stage == 3):
         model = GPT()
-    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0, enabled=stage == 3):
+    with deepspeed.zero.GatheredParameters(
+        list(model.parameters()), modifier_rank=0, enabled=stage == 3
+    ):
         if torch.distributed.get_rank() == 0:
             made = torch.Generator().manual_seed(4)
             for name, param in model.named_parameters():
@@ -67,15 +79,20 @@ def main():
     decay = [p for n, p in model.named_parameters() if "bias" not in n]
     rest = [p for n, p in model.named_parameters() if "bias" in n]
     grouped = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    engine, optimizer, _, scheduler = deepspeed.initialize(model=model, model_parameters=grouped, config=config)
+    engine, optimizer, _, scheduler = deepspeed.initialize(
+        model=model, model_parameters=grouped, config=config
+    )
     made = torch.Generator().manual_seed(30 + engine.global_rank)
-    losses, masters, grads = [], [], []
+    losses = []
+    masters = []
+    grads = []
     weight = engine.module.blocks[1].mlp[0].weight
     for _ in range(4 * engine.gradient_accumulation_steps()):
         tokens = torch.randint(0, 32, (engine.train_micro_batch_size_per_gpu(), 8), generator=made)
         loss = engine(tokens.to(engine.device))
         engine.backward(loss)
-        if stage and engine.is_gradient_accumulation_boundary():  # stage 0 of fp32 has no access to states
+        # stage 0 of fp32 has no access to states
+        if stage and engine.is_gradient_accumulation_boundary():
             grads.append(float(safe_get_full_grad(weight).float().norm()))
         engine.step()
         losses.append(loss.item())

@@ -17,10 +17,17 @@ class Net(nn.Module):
         super().__init__()
         self.inner = nn.Linear(12, 8)
         self.moe = MoE(
-            hidden_size=8, expert=nn.Linear(8, 8), num_experts=experts, ep_size=ep_size, k=k,
-            capacity_factor=4.0, eval_capacity_factor=4.0, min_capacity=0, noisy_gate_policy=None,
+            hidden_size=8,
+            expert=nn.Linear(8, 8),
+            num_experts=experts,
+            ep_size=ep_size,
+            k=k,
+            capacity_factor=4.0,
+            eval_capacity_factor=4.0,
+            min_capacity=0,
+            noisy_gate_policy=None,
             top2_2nd_expert_sampling=False,  # or each framework draws on its own
-        )  # fmt: skip
+        )
         self.head = nn.Linear(8, 5)
 
     def forward(self, x):

@@ -1,4 +1,6 @@
-"""Reinforcement learning with four engines: actor and critic are trained, reference and reward only run."""
+"""Reinforcement learning with four engines: actor and critic are trained, reference and reward only
+run.
+"""
 
 import argparse
 import copy
@@ -9,17 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-VOCAB, WIDTH = 20, 12
+VOCAB = 20
+WIDTH = 12
 
 
 class Policy(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.rnn, self.head = (
-            nn.Embedding(VOCAB, WIDTH),
-            nn.GRU(WIDTH, WIDTH, batch_first=True),
-            nn.Linear(WIDTH, VOCAB),
-        )
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.rnn = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.head = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, tokens):
         return self.head(self.rnn(self.embed(tokens))[0])
@@ -28,7 +29,9 @@ class Policy(nn.Module):
 class Value(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.body, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, tokens):
         return self.head(torch.tanh(self.body(self.embed(tokens)))).squeeze(-1)
@@ -48,27 +51,36 @@ def main():
         config = json.load(file)
     deepspeed.init_distributed()
     torch.manual_seed(13)
-    actor_model, critic_model, reward_model = Policy(), Value(), Value()
+    actor_model = Policy()
+    critic_model = Value()
+    reward_model = Value()
     ref_model = copy.deepcopy(actor_model)
     frozen = {k: v for k, v in config.items() if k not in ("optimizer", "scheduler")}
     stage = config["zero_optimization"]["stage"]
     frozen["zero_optimization"] = {"stage": 3 if stage == 3 else 0}
-    actor, *_ = deepspeed.initialize(model=actor_model, model_parameters=actor_model.parameters(), config=config)
+    actor, *_ = deepspeed.initialize(
+        model=actor_model, model_parameters=actor_model.parameters(), config=config
+    )
     ref, *_ = deepspeed.initialize(model=ref_model, config=frozen)
-    critic, *_ = deepspeed.initialize(model=critic_model, model_parameters=critic_model.parameters(), config=config)
+    critic, *_ = deepspeed.initialize(
+        model=critic_model, model_parameters=critic_model.parameters(), config=config
+    )
     reward, *_ = deepspeed.initialize(model=reward_model, config=frozen)
     ref.eval()
     reward.eval()
     made = torch.Generator().manual_seed(60 + actor.global_rank)
     losses = []
     for _ in range(4):
-        tokens = torch.randint(0, VOCAB, (actor.train_micro_batch_size_per_gpu(), 7), generator=made)
+        tokens = torch.randint(
+            0, VOCAB, (actor.train_micro_batch_size_per_gpu(), 7), generator=made
+        )
         actor.eval()
         critic.eval()
         with torch.no_grad():
             old = log_probs(actor(tokens), tokens)
             base = log_probs(ref(tokens), tokens)
-            score, values = reward(tokens)[:, -1].float(), critic(tokens)[:, :-1].float()
+            score = reward(tokens)[:, -1].float()
+            values = critic(tokens)[:, :-1].float()
         actor.train()
         critic.train()
         rewards = -0.1 * (old - base)

@@ -1,7 +1,7 @@
 """The same unchanged scripts and configs, run by DeepSpeed itself and by ds_core: the same losses.
 
-Needs pip's deepspeed beside ds_core, in an environment that ``make test-frontends`` makes; there `import deepspeed` is
-DeepSpeed's, and ours when DS_CORE_AS_DEEPSPEED=1 asks for it.
+Needs pip's deepspeed beside ds_core, in an environment that ``make test-frontends`` makes; there
+`import deepspeed` is DeepSpeed's, and ours when DS_CORE_AS_DEEPSPEED=1 asks for it.
 """
 
 from __future__ import annotations
@@ -24,55 +24,87 @@ pytestmark = pytest.mark.integration
 BASE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
     # torch_adam: the same arithmetic in both. Clipping and weight decay by default.
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.005, "betas": [0.9, 0.99], "eps": 1e-8, "torch_adam": True}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 0.005, "betas": [0.9, 0.99], "eps": 1e-8, "torch_adam": True},
+    },
     "scheduler": {
         "type": "WarmupLR",
-        "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.005, "warmup_num_steps": 3, "warmup_type": "linear"},
+        "params": {
+            "warmup_min_lr": 0,
+            "warmup_max_lr": 0.005,
+            "warmup_num_steps": 3,
+            "warmup_type": "linear",
+        },
     },
     "steps_per_print": 1000,
 }
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 CONFIGS: dict[str, dict[str, Any]] = {
     **{f"stage{stage}": {"zero_optimization": {"stage": stage}} for stage in range(4)},
-    "stage3-offload": {"zero_optimization": {"stage": 3, **OFFLOAD}, "zero_force_ds_cpu_optimizer": False},
+    "stage3-offload": {
+        "zero_optimization": {"stage": 3, **OFFLOAD},
+        "zero_force_ds_cpu_optimizer": False,
+    },
     "bf16": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
     # no fp16: DeepSpeed refuses it on the CPU
 }
-EXACT, ROUNDED = 2e-5, 2e-2  # relative; 16-bit weights round in an order of each framework's own
+# relative; 16-bit weights round in an order of each framework's own
+EXACT = 2e-5
+ROUNDED = 2e-2
 
 
 @functools.cache
-def run(script: str, arguments: tuple[str, ...], config: str, mine: bool, ranks: int = 2) -> dict[str, Any]:
-    """What `script` wrote on `ranks` processes. {config} and {work} in arguments are files of this run."""
+def run(
+    script: str, arguments: tuple[str, ...], config: str, mine: bool, ranks: int = 2
+) -> dict[str, Any]:
+    """What `script` wrote on `ranks` processes. {config} and {work} in arguments are files of this
+    run.
+    """
     with tempfile.TemporaryDirectory() as scratch:
-        file, out = Path(scratch, "ds_config.json"), Path(scratch, "out.json")
+        file = Path(scratch, "ds_config.json")
+        out = Path(scratch, "out.json")
         file.write_text(config)
         given = [a.format(config=file, work=Path(scratch, "work")) for a in arguments]
         environment = {k: v for k, v in os.environ.items() if k != "DS_CORE_AS_DEEPSPEED"}
         environment |= {"DS_CORE_AS_DEEPSPEED": "1"} if mine else {"DS_ACCELERATOR": "cpu"}
         environment.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
         done = subprocess.run(
-            [*LAUNCHER, "--nproc-per-node", str(ranks), str(HERE / script), "--out", str(out), *given],
+            [
+                *LAUNCHER,
+                "--nproc-per-node",
+                str(ranks),
+                str(HERE / script),
+                "--out",
+                str(out),
+                *given,
+            ],
             env=environment | {"OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             timeout=400,
         )
-        for left in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"):  # which DeepSpeed never unlinks
+        # which DeepSpeed never unlinks
+        for left in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"):
             left.unlink()
-        # DeepSpeed's processes may abort when they exit, after all was written: it leaves its process group open
+        # DeepSpeed's processes may abort when they exit, after all was written: it leaves its
+        # process group open
         ended = done.returncode == 0 if mine else out.exists()
         assert ended, done.stdout[-3000:] + done.stderr[-6000:]
         return json.loads(out.read_text())  # type: ignore[no-any-return]
 
 
-def compare(script: str, arguments: tuple[str, ...], config: dict[str, Any], tolerance: float = EXACT) -> None:
+def compare(
+    script: str, arguments: tuple[str, ...], config: dict[str, Any], tolerance: float = EXACT
+) -> None:
     text = json.dumps(config)
     theirs, ours = (run(script, arguments, text, mine) for mine in (False, True))
     assert theirs.keys() == ours.keys()
     for name, values in theirs.items():
         exact = (bool, int, type(None))
-        if isinstance(values, exact) or (isinstance(values, list) and all(isinstance(v, exact) for v in values)):
+        if isinstance(values, exact) or (
+            isinstance(values, list) and all(isinstance(v, exact) for v in values)
+        ):
             assert ours[name] == values, name
         else:
             assert ours[name] == pytest.approx(values, rel=tolerance, abs=tolerance / 10), name
@@ -83,12 +115,21 @@ ARGS = ("--deepspeed", "--deepspeed_config", "{config}")
 
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_classifier(name: str) -> None:
-    compare("classifier.py", ARGS, {**BASE, **CONFIGS[name]}, EXACT if name.startswith("stage") else ROUNDED)
+    compare(
+        "classifier.py",
+        ARGS,
+        {**BASE, **CONFIGS[name]},
+        EXACT if name.startswith("stage") else ROUNDED,
+    )
 
 
 @pytest.mark.parametrize("name", ["stage0", "stage1", "stage2", "stage3", "stage3-offload"])
 def test_bert(name: str) -> None:
-    compare("bert.py", (*ARGS, "--work", "{work}"), {**BASE, "gradient_accumulation_steps": 2, **CONFIGS[name]})
+    compare(
+        "bert.py",
+        (*ARGS, "--work", "{work}"),
+        {**BASE, "gradient_accumulation_steps": 2, **CONFIGS[name]},
+    )
 
 
 @pytest.mark.parametrize("name", ["stage0", "stage1", "stage2", "stage3", "stage3-offload"])
@@ -103,7 +144,9 @@ def test_pipeline_alexnet(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize("more", [("--ep", "1"), ("--ep", "2", "--top", "2")], ids=["top1", "ep2-top2"])
+@pytest.mark.parametrize(
+    "more", [("--ep", "1"), ("--ep", "2", "--top", "2")], ids=["top1", "ep2-top2"]
+)
 def test_moe(more: tuple[str, ...], stage: int) -> None:
     compare("moe.py", (*ARGS, *more), {**BASE, "zero_optimization": {"stage": stage}})
 

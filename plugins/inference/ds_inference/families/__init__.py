@@ -1,8 +1,10 @@
-"""Models of transformers as inference programs: `lower` reads a model of a known family and says what it computes.
+"""Models of transformers as inference programs: `lower` reads a model of a known family and says
+what it computes.
 
-Nothing is guessed. A module, an activation or a field of a configuration that is not known means that there is no
-program; the model then computes by itself. `description` has the words for all families, `llama`, `gpt` and `encoders`
-read theirs, `emit` makes the instructions, `finish` goes from the program's output to that of the model.
+Nothing is guessed. A module, an activation or a field of a configuration that is not known means
+that there is no program; the model then computes by itself. `description` has the words for all
+families, `llama`, `gpt` and `encoders` read theirs, `emit` makes the instructions, `finish` goes
+from the program's output to that of the model.
 """
 
 from __future__ import annotations
@@ -44,9 +46,14 @@ FAMILIES = {
 }
 """The class of a family's base model, and the function that reads it."""
 HEADS = (
-    "Model", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM",
-    "ForNextSentencePrediction", "ForPreTraining",
-)  # fmt: skip
+    "Model",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMaskedLM",
+    "ForNextSentencePrediction",
+    "ForPreTraining",
+)
 """Models whose own forward does the rest after the last hidden states."""
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 
@@ -62,10 +69,11 @@ class Kind(Enum):
 class Lowered:
     """A program, and what its callers need to know of its model.
 
-    vocab: how many logits a row has; None: the program ends at the last hidden states. words: how many tokens there
-    are. max_positions: None: any number. eos: the tokens that end a text. finish: what the program gave for a batch
-    [b, t, ...] and the keywords of the model's forward -> the model's output, by its own code. embedding: of the
-    tokens. counted: see `Transformer`. first: `finish` reads the first column of a batch, padding or not.
+    vocab: how many logits a row has; None: the program ends at the last hidden states. words: how
+    many tokens there are. max_positions: None: any number. eos: the tokens that end a text. finish:
+    what the program gave for a batch [b, t, ...] and the keywords of the model's forward -> the
+    model's output, by its own code. embedding: of the tokens. counted: see `Transformer`. first:
+    `finish` reads the first column of a batch, padding or not.
     """
 
     program: Program
@@ -81,7 +89,10 @@ class Lowered:
     derived: tuple[Derived, ...]
 
     def refresh(self) -> None:
-        """Make anew what is derived from parameters, after they moved. `Runnable.rebind` comes after it."""
+        """Make anew what is derived from parameters, after they moved.
+
+        `Runnable.rebind` comes after it.
+        """
         for each in self.derived:
             each.tensor.data = each.make()
 
@@ -89,12 +100,15 @@ class Lowered:
 def lower(model: nn.Module, dtype: torch.dtype | None = None) -> Lowered | None:
     """The program of a model of transformers; None, and the reason in the log, where there is none.
 
-    dtype: of the activations; None: that of the token embedding. The weights are the model's own, whatever their dtype.
+    dtype: of the activations; None: that of the token embedding. The weights are the model's own,
+    whatever their dtype.
     """
     try:
         return _lower(model, dtype)
     except Unknown as why:
-        logger.info("%s has no inference program and computes by itself: %s", type(model).__name__, why)
+        logger.info(
+            "%s has no inference program and computes by itself: %s", type(model).__name__, why
+        )
         return None
 
 
@@ -111,14 +125,20 @@ def _lower(model: Any, dtype: torch.dtype | None) -> Lowered:
     base: Any = getattr(model, "base_model", None)
     name = type(base).__name__
     if name not in FAMILIES or not type(base).__module__.startswith("transformers.models."):
-        raise Unknown(f"its family ({name}) is not known" if base is not None else "it is not a model of transformers")
+        raise Unknown(
+            f"its family ({name}) is not known"
+            if base is not None
+            else "it is not a model of transformers"
+        )
     plain(base)
     for asked in ("output_attentions", "output_hidden_states"):
         if getattr(model.config, asked, False):
             raise Unknown(f"{asked} of its configuration asks for more than a program gives")
     file, function = FAMILIES[name].split(":")
     try:
-        described: Transformer = getattr(importlib.import_module(f"{__name__}.{file}"), function)(base)
+        described: Transformer = getattr(importlib.import_module(f"{__name__}.{file}"), function)(
+            base
+        )
     except AttributeError as missing:  # another version of transformers
         raise Unknown(f"it is built in another way: {missing}") from missing
     dtype = dtype or model.get_input_embeddings().weight.dtype
@@ -130,20 +150,24 @@ def _lower(model: Any, dtype: torch.dtype | None) -> Lowered:
     return Lowered(
         program=program,
         vocab=None if head is None else program.widths[program.output],
-        words=model.config.vocab_size if divided(described.tokens) else described.tokens.num_embeddings,
+        words=model.config.vocab_size
+        if divided(described.tokens)
+        else described.tokens.num_embeddings,
         max_positions=described.most,
         eos=_eos(model),
         kind=Kind.CAUSAL if described.causal else Kind.ENCODER,
         finish=finisher(model, base, head is not None),
         embedding=described.tokens,
         counted=described.counted,
-        first=not described.causal and (pooled or type(model).__name__.endswith("ForSequenceClassification")),
+        first=not described.causal
+        and (pooled or type(model).__name__.endswith("ForSequenceClassification")),
         derived=derived,
     )
 
 
 def _head(model: Any, base: nn.Module) -> nn.Module | None:
-    """The output head of a causal model, whose forward is a product after the base model and nothing more.
+    """The output head of a causal model, whose forward is a product after the base model and
+    nothing more.
 
     None: the model is its base, or its own forward is run after that (`finish`).
     """
@@ -151,7 +175,8 @@ def _head(model: Any, base: nn.Module) -> nn.Module | None:
     rest = kind.__name__.removeprefix(type(base).__name__.removesuffix("Model"))
     if not kind.__module__.startswith("transformers.models.") or "forward" in vars(model):
         raise Unknown("its class is not one of transformers, or it computes in its own way")
-    if rest in ("ForCausalLM", "LMHeadModel") and not hasattr(model, "cls"):  # BERT's is more than a product
+    # BERT's is more than a product
+    if rest in ("ForCausalLM", "LMHeadModel") and not hasattr(model, "cls"):
         head = model.get_output_embeddings()
         if isinstance(head, nn.Module):
             return head

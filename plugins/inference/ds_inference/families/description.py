@@ -1,7 +1,9 @@
 """A transformer of one of the known families, in words that do not depend on the family.
 
-Each family reads its modules into these (`llama`, `gpt`, `encoders`); `emit` makes the instructions. Modules, not
-tensors: what a module is (a linear layer, a quantised or a divided one) is seen where the instruction is made.
+Each family reads its modules into these (`llama`, `gpt`, `encoders`); `emit` makes the
+instructions. Modules, not
+tensors: what a module is (a linear layer, a quantised or a divided one) is seen where the
+    instruction is made.
 """
 
 from __future__ import annotations
@@ -16,11 +18,15 @@ from torch import Tensor, nn
 __all__ = ["Attention", "Dense", "Layer", "Order", "Sparse", "Transformer", "Tables"]
 
 Tables = Callable[[], tuple[Tensor, Tensor]]
-"""Makes the cosines and sines of a rotary embedding, fp32 [positions, dims / 2], on the device of its module."""
+"""Makes the cosines and sines of a rotary embedding, fp32 [positions, dims / 2], on the device of
+its module.
+"""
 
 
 class Order(Enum):
-    """Where a layer normalises: before attention and MLP, after each, or before both, which have the same input."""
+    """Where a layer normalises: before attention and MLP, after each, or before both, which have
+    the same input.
+    """
 
     PRE = 0
     POST = 1
@@ -29,8 +35,9 @@ class Order(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attention:
-    """qkv: one layer for each of q, k and v, or one for all. interleaved: its outputs lie head by head (q, k and v of
-    the first head, ...), else all of q first. norms: of each head of q and of k. slopes: of ALiBi, of all ranks' heads.
+    """qkv: one layer for each of q, k and v, or one for all. interleaved: its outputs lie head by
+    head (q, k and v of the first head, ...), else all of q first. norms: of each head of q and of
+    k. slopes: of ALiBi, of all ranks' heads.
     """
 
     qkv: tuple[nn.Module, ...]
@@ -56,8 +63,8 @@ class Dense:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sparse:
-    """A mixture of experts, those of this rank in one module: gate_up_proj [n, 2 inner, width] and down_proj [n, width,
-    inner]. router: a module with the `weight` [experts, width].
+    """A mixture of experts, those of this rank in one module: gate_up_proj [n, 2 inner, width] and
+    down_proj [n, width, inner]. router: a module with the `weight` [experts, width].
     """
 
     router: nn.Module
@@ -78,10 +85,12 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Transformer:
-    """tokens, positions, types: embeddings; offset: of lines of `positions`. embedded: a norm of their sum.
+    """tokens, positions, types: embeddings; offset: of lines of `positions`. embedded: a norm of
+    their sum.
 
-    project_in: between `tokens` and the rest. norm: after the layers, before project_out. counted: positions that the
-    caller does not give are those among the tokens that are not padding, else those in the row of the batch.
+    project_in: between `tokens` and the rest. norm: after the layers, before project_out. counted:
+        positions that the caller does not give are those among the tokens that are not padding,
+        else those in the row of the batch.
     most: how many positions there are (None: any number).
     """
 

@@ -13,7 +13,15 @@ from ds_inference_kit.weights import Quantized
 from ds_run_state.divided import Divided, divided
 from torch import Tensor, nn
 
-from ds_inference.families.description import Attention, Dense, Layer, Order, Sparse, Tables, Transformer
+from ds_inference.families.description import (
+    Attention,
+    Dense,
+    Layer,
+    Order,
+    Sparse,
+    Tables,
+    Transformer,
+)
 from ds_inference.families.reading import Unknown
 from ds_inference.quantised import QuantizedExperts, QuantizedLinear
 
@@ -22,13 +30,18 @@ __all__ = ["Derived", "emit"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Derived:
-    """A tensor that is made from parameters: a view of one, or small. `make` makes it anew after they moved."""
+    """A tensor that is made from parameters: a view of one, or small.
+
+    `make` makes it anew after they moved.
+    """
 
     tensor: Tensor
     make: Callable[[], Tensor]
 
 
-def emit(model: Transformer, head: nn.Module | None, dtype: torch.dtype) -> tuple[p.Program, tuple[Derived, ...]]:
+def emit(
+    model: Transformer, head: nn.Module | None, dtype: torch.dtype
+) -> tuple[p.Program, tuple[Derived, ...]]:
     """The program of `model` up to its last hidden states, or with `head` to its logits."""
     e = _Emitter(dtype)
     x = e.embed(model)
@@ -47,7 +60,8 @@ def emit(model: Transformer, head: nn.Module | None, dtype: torch.dtype) -> tupl
 
 
 class _Emitter:
-    """Instructions so far, and the registers: one for each use and width, the same in all layers."""
+    """Instructions so far, and the registers: one for each use and width, the same in all
+    layers."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.code: list[p.Instruction] = []
@@ -79,11 +93,16 @@ class _Emitter:
     def embed(self, model: Transformer) -> int:
         """The sum of the embeddings, normalised; sets `embeds`.
 
-        Where ranks divide the table of tokens, by rows or by columns, the instruction is not run: `parallel.Embedded`
-        gives each step its vectors.
+        Where ranks divide the table of tokens, by rows or by columns, the instruction is not run:
+        `parallel.Embedded` gives each step its vectors.
         """
-        table, cut = _table(model.tokens), divided(model.tokens)
-        width = sum(cut.sizes) or table.shape[1] * cut.ranks if cut is not None and cut.gathers else table.shape[1]
+        table = _table(model.tokens)
+        cut = divided(model.tokens)
+        width = (
+            sum(cut.sizes) or table.shape[1] * cut.ranks
+            if cut is not None and cut.gathers
+            else table.shape[1]
+        )
         x = self.embeds = self.put(p.Embed(at := self.register("tokens", width), table), at)
         if model.project_in is not None:
             x = self.linear(x, model.project_in, "x")
@@ -98,9 +117,14 @@ class _Emitter:
     def layer(self, layer: Layer, x: int, number: int, causal: bool) -> None:
         """x += attention, x += MLP, with norms in the order of the layer."""
         first, second = layer.norms
-        width, order = self.widths[x], layer.order
+        width = self.widths[x]
+        order = layer.order
         n = x if order is Order.POST else self.normalize(first, x, self.register("normed", width))
-        m = self.normalize(second, x, self.register("also", width)) if order is Order.PARALLEL else x
+        m = (
+            self.normalize(second, x, self.register("also", width))
+            if order is Order.PARALLEL
+            else x
+        )
         self.attention(layer.attention, n, x, number, causal)
         if order is Order.POST:
             self.normalize(first, x, x)
@@ -112,20 +136,30 @@ class _Emitter:
 
     def normalize(self, module: Any, x: int, out: int, groups: int = 1) -> int:
         """One norm of `x` to `out`."""
-        weight, bias = _own(module, "weight"), _own(module, "bias")
+        weight = _own(module, "weight")
+        bias = _own(module, "bias")
         if isinstance(module, nn.LayerNorm):
-            return self.put(p.Normalize(x, out, weight, bias, module.eps, p.Norm.LAYER, groups), out)
+            return self.put(
+                p.Normalize(x, out, weight, bias, module.eps, p.Norm.LAYER, groups), out
+            )
         if not type(module).__name__.endswith("RMSNorm") or not hasattr(module, "variance_epsilon"):
             raise Unknown(f"norm {type(module).__name__} is not served")
-        return self.put(p.Normalize(x, out, weight, None, module.variance_epsilon, p.Norm.RMS, groups), out)
+        return self.put(
+            p.Normalize(x, out, weight, None, module.variance_epsilon, p.Norm.RMS, groups), out
+        )
 
     def attention(self, a: Attention, x: int, total: int, number: int, causal: bool) -> None:
         """total += attention to `x`."""
         if len(a.qkv) == 3:
-            q, k, v = (self.linear(x, module, name) for module, name in zip(a.qkv, "qkv", strict=True))
+            q, k, v = (
+                self.linear(x, module, name) for module, name in zip(a.qkv, "qkv", strict=True)
+            )
         else:
-            q, k, v = self.apart(self.linear(x, a.qkv[0], "qkv"), a.head_dim if a.interleaved else None)
-        heads, kv_heads = self.widths[q] // a.head_dim, self.widths[k] // a.head_dim
+            q, k, v = self.apart(
+                self.linear(x, a.qkv[0], "qkv"), a.head_dim if a.interleaved else None
+            )
+        heads = self.widths[q] // a.head_dim
+        kv_heads = self.widths[k] // a.head_dim
         if a.norms is not None:
             for module, at, count in zip(a.norms, (q, k), (heads, kv_heads), strict=True):
                 self.normalize(module, at, at, count)
@@ -139,8 +173,11 @@ class _Emitter:
         slopes = None if a.slopes is None else self.derive(lambda: _slopes(a))
         window, layer = (a.window, number) if causal else (None, None)
         self.put(
-            p.Attend(q, k, v, out, heads, kv_heads, a.head_dim, a.scale, layer, causal, window, slopes), out
-        )  # fmt: skip
+            p.Attend(
+                q, k, v, out, heads, kv_heads, a.head_dim, a.scale, layer, causal, window, slopes
+            ),
+            out,
+        )
         self.added(out, a.out, total)
 
     def apart(self, fused: int, head_dim: int | None) -> tuple[int, int, int]:
@@ -148,7 +185,9 @@ class _Emitter:
         width = self.widths[fused] // 3
         each = width if head_dim is None else head_dim
         q, k, v = (self.register(name, width) for name in "qkv")
-        self.code += [p.Columns(fused, at, n * each, each, width // each) for n, at in enumerate((q, k, v))]
+        self.code += [
+            p.Columns(fused, at, n * each, each, width // each) for n, at in enumerate((q, k, v))
+        ]
         return q, k, v
 
     def turning(self, make: Tables) -> tuple[Tensor, Tensor]:
@@ -170,13 +209,19 @@ class _Emitter:
 
     def experts(self, s: Sparse, x: int, total: int) -> None:
         """total += experts of `x`."""
-        module, router = s.experts, _own(s.router, "weight")
-        cut, out = divided(module), self.register("mixed", self.widths[x])
+        module = s.experts
+        router = _own(s.router, "weight")
+        cut = divided(module)
+        out = self.register("mixed", self.widths[x])
         gates, ups, downs = self.weights_of_experts(module)
-        if router is None or (router.shape[0] != len(gates) and (cut is None or cut.inputs is None)):
+        if router is None or (
+            router.shape[0] != len(gates) and (cut is None or cut.inputs is None)
+        ):
             raise Unknown("the router is of another number of experts")
         first = cut.inputs[0][0] if cut is not None and cut.inputs is not None else 0
-        self.put(p.Experts(x, out, router, gates, ups, downs, s.top_k, True, s.activation, first), out)
+        self.put(
+            p.Experts(x, out, router, gates, ups, downs, s.top_k, True, s.activation, first), out
+        )
         if cut is not None and cut.sums:
             self.put(p.Reduce(out), out)
         self.put(p.Add(out, total, total), total)
@@ -184,9 +229,13 @@ class _Emitter:
     def weights_of_experts(self, module: Any) -> tuple[tuple[p.Weight, ...], ...]:
         """gates, ups and downs: slices of two parameters or quantised matrices."""
         quantised = isinstance(module, QuantizedExperts)
-        if not quantised and (_own(module, "gate_up_proj") is None or _own(module, "down_proj") is None):
+        if not quantised and (
+            _own(module, "gate_up_proj") is None or _own(module, "down_proj") is None
+        ):
             raise Unknown(f"experts of {type(module).__name__} are not served")
-        held = (module.gate_up, module.down) if quantised else (module.gate_up_proj, module.down_proj)
+        held = (
+            (module.gate_up, module.down) if quantised else (module.gate_up_proj, module.down_proj)
+        )
         count = module.experts if quantised else held[0].shape[0]
 
         def part(of: int, expert: int, half: int, halves: int) -> p.Weight:
@@ -194,7 +243,11 @@ class _Emitter:
                 return self.derive(lambda: _held(module, of).detach()[expert].chunk(halves)[half])
             whole: Quantized = held[of].quantized()
             parts = [
-                None if x is None else self.derive(functools.partial(_slice, held[of], x, count, expert, half, halves))
+                None
+                if x is None
+                else self.derive(
+                    functools.partial(_slice, held[of], x, count, expert, half, halves)
+                )
                 for x in ("q", "scales", None if whole.lows is None else "lows")
             ]
             assert parts[0] is not None and parts[1] is not None
@@ -204,10 +257,14 @@ class _Emitter:
         gates, ups = (tuple(part(0, n, half, 2) for n in every) for half in (0, 1))
         return gates, ups, tuple(part(1, n, 0, 1) for n in every)
 
-    def linear(self, x: int, module: nn.Module, name: str, activation: p.Activation = p.Activation.NONE) -> int:
+    def linear(
+        self, x: int, module: nn.Module, name: str, activation: p.Activation = p.Activation.NONE
+    ) -> int:
         """What a layer that no rank sums makes of `x`, in a register of that name."""
         if (cut := divided(module)) is not None and (cut.sums or cut.gathers):
-            raise Unknown(f"a {type(module).__name__} that ranks sum or gather is not known at this place")
+            raise Unknown(
+                f"a {type(module).__name__} that ranks sum or gather is not known at this place"
+            )
         weight, bias = self.product(module)
         out = self.register(name, weight.shape[0])
         return self.put(p.Linear(x, out, weight, bias, activation), out)
@@ -219,7 +276,10 @@ class _Emitter:
             self.put(p.Linear(x, total, weight, bias, add=total), total)
             return
         if not cut.sums:
-            raise Unknown(f"a divided {type(module).__name__} that ranks do not sum is not known at this place")
+            raise Unknown(
+                f"a divided {type(module).__name__} that ranks do not sum is not known at this "
+                "place"
+            )
         part = self.register("part", self.widths[total])
         self.code += [p.Linear(x, part, weight), p.Reduce(part), p.Add(part, total, total, bias)]
 
@@ -227,7 +287,9 @@ class _Emitter:
         """The output head; whole on each rank."""
         cut = divided(head)
         weight, bias = self.product(head)
-        out = self.put(p.Linear(x, at := self.register("logits", weight.shape[0]), weight, bias), at)
+        out = self.put(
+            p.Linear(x, at := self.register("logits", weight.shape[0]), weight, bias), at
+        )
         if cut is None:
             return out
         if not cut.gathers:
@@ -237,10 +299,12 @@ class _Emitter:
 
     def product(self, module: Any) -> tuple[p.Weight, Tensor | None]:
         """weight [out, in] and bias of a linear layer."""
-        cut, kind = divided(module), type(module).__name__
+        cut = divided(module)
+        kind = type(module).__name__
         if isinstance(module, QuantizedLinear):
             return module.quantized(), module.bias
-        weight, bias = _own(module, "weight"), _own(module, "bias")
+        weight = _own(module, "weight")
+        bias = _own(module, "bias")
         if weight is None or weight.dim() != 2:
             raise Unknown(f"{kind} is not a linear layer that is served")
         if cut is None and type(module) is nn.Linear:
@@ -251,9 +315,9 @@ class _Emitter:
             raise Unknown(f"{kind} is not a linear layer that is served")
         if not cut.whole_weight:
             return weight, bias
-        return self.derive(lambda: _rows(module.weight, cut)), bias if bias is None else self.derive(
-            lambda: _rows(module.bias, cut)
-        )
+        return self.derive(
+            lambda: _rows(module.weight, cut)
+        ), bias if bias is None else self.derive(lambda: _rows(module.bias, cut))
 
 
 def _own(module: Any, name: str) -> Tensor | None:
@@ -278,7 +342,9 @@ def _held(module: Any, of: int) -> Tensor:
     return found
 
 
-def _slice(module: QuantizedLinear, name: str, count: int, expert: int, half: int, halves: int) -> Tensor:
+def _slice(
+    module: QuantizedLinear, name: str, count: int, expert: int, half: int, halves: int
+) -> Tensor:
     """The part of an expert of a buffer [count * out, ...]."""
     whole: Tensor = getattr(module, name)
     return whole.chunk(count)[expert].chunk(halves)[half]
@@ -293,8 +359,11 @@ def _rows(whole: Tensor, cut: Divided) -> Tensor:
 def _slopes(a: Attention) -> Tensor:
     """The slopes of this rank's heads."""
     assert a.slopes is not None
-    cut, first = divided(a.qkv[0]), a.qkv[0]
-    here = a.slopes.to(next(first.buffers() if isinstance(first, QuantizedLinear) else first.parameters()).device)
+    cut = divided(a.qkv[0])
+    first = a.qkv[0]
+    here = a.slopes.to(
+        next(first.buffers() if isinstance(first, QuantizedLinear) else first.parameters()).device
+    )
     if cut is None or cut.outputs is None:
         return here
     rows = a.head_dim * (3 if len(a.qkv) == 1 else 1)

@@ -1,8 +1,8 @@
 """From what a program gave to the output of its model, by the model's own code.
 
-A model that is more than its base (a classifier, an encoder's language model head) runs its own forward with the base
-model replaced by one that returns what the program gave. The replacement is in a shallow copy, which shares all other
-modules; the model itself is not changed.
+A model that is more than its base (a classifier, an encoder's language model head) runs its own
+forward with the base model replaced by one that returns what the program gave. The replacement is
+in a shallow copy, which shares all other modules; the model itself is not changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ __all__ = ["finisher"]
 
 
 def finisher(model: Any, base: Any, logits: bool) -> Callable[..., Any]:
-    """The function (output of the program, keywords of forward) -> output of `model`. logits: the program gave them."""
+    """The function (output of the program, keywords of forward) -> output of `model`. logits: the
+    program gave them.
+    """
     outputs = importlib.import_module("transformers.modeling_outputs")
     if logits:
         return lambda given, **keywords: _causal(model, outputs, given, **keywords)
@@ -32,11 +34,17 @@ def finisher(model: Any, base: Any, logits: bool) -> Callable[..., Any]:
     return lambda given, **keywords: given_base.then(head, given, keywords)
 
 
-def _causal(model: Any, outputs: Any, given: Tensor, labels: Tensor | None = None, **keywords: Any) -> Any:
+def _causal(
+    model: Any, outputs: Any, given: Tensor, labels: Tensor | None = None, **keywords: Any
+) -> Any:
     """The logits, and the loss where there are labels."""
     loss = None
     if labels is not None:
-        more = {name: keywords[name] for name in ("num_items_in_batch", "shift_labels") if name in keywords}
+        more = {
+            name: keywords[name]
+            for name in ("num_items_in_batch", "shift_labels")
+            if name in keywords
+        }
         loss = model.loss_function(given, labels, vocab_size=model.config.vocab_size, **more)
     out = outputs.CausalLMOutputWithPast(loss=loss, logits=given)
     return _shaped(out, model.config, keywords.get("return_dict"))
@@ -48,8 +56,12 @@ def _hidden(base: Any, outputs: Any, given: Tensor, return_dict: bool | None) ->
     if "pooler" in base._modules:
         pooled = None if pooler is None else pooler(given)
         kind = outputs.BaseModelOutputWithPoolingAndCrossAttentions
-        return _shaped(kind(last_hidden_state=given, pooler_output=pooled), base.config, return_dict)
-    return _shaped(outputs.BaseModelOutputWithPast(last_hidden_state=given), base.config, return_dict)
+        return _shaped(
+            kind(last_hidden_state=given, pooler_output=pooled), base.config, return_dict
+        )
+    return _shaped(
+        outputs.BaseModelOutputWithPast(last_hidden_state=given), base.config, return_dict
+    )
 
 
 def _shaped(output: Any, config: Any, return_dict: bool | None) -> Any:

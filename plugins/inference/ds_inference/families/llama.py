@@ -48,7 +48,9 @@ def _decoder(base: Any, sliding: list[int | None]) -> Transformer:
     turn = rotary(base.rotary_emb, base.config)
     return Transformer(
         tokens=base.embed_tokens,
-        layers=tuple(_layer(layer, turn, window) for layer, window in zip(base.layers, sliding, strict=True)),
+        layers=tuple(
+            _layer(layer, turn, window) for layer, window in zip(base.layers, sliding, strict=True)
+        ),
         causal=True,
         most=base.config.max_position_embeddings,
         norm=base.norm,
@@ -56,10 +58,13 @@ def _decoder(base: Any, sliding: list[int | None]) -> Transformer:
 
 
 def _layer(layer: Any, turn: Tables, window: int | None) -> Layer:
-    mine, mlp = layer.self_attn, layer.mlp
+    mine = layer.self_attn
+    mlp = layer.mlp
     norms = (mine.q_norm, mine.k_norm) if hasattr(mine, "q_norm") else None
     qkv = mine.q_proj, mine.k_proj, mine.v_proj
-    attention = Attention(qkv, mine.o_proj, mine.head_dim, mine.scaling, norms=norms, rotary=turn, window=window)
+    attention = Attention(
+        qkv, mine.o_proj, mine.head_dim, mine.scaling, norms=norms, rotary=turn, window=window
+    )
     inner: Dense | Sparse
     if hasattr(mlp, "experts"):
         inner = Sparse(mlp.gate, mlp.experts, mlp.top_k, activation(mlp.experts.act_fn))

@@ -1,4 +1,5 @@
-"""Reads modules and configurations of transformers; what is not known is `Unknown`, never guessed."""
+"""Reads modules and configurations of transformers; what is not known is `Unknown`, never
+guessed."""
 
 from __future__ import annotations
 
@@ -27,11 +28,18 @@ ACTIVATIONS = {
     "SiLU": Activation.SILU,
     "Tanh": Activation.TANH,
 }
-HOMES = ("torch.nn.modules.", "transformers.models.", "transformers.activations", "transformers.pytorch_utils")
+HOMES = (
+    "torch.nn.modules.",
+    "transformers.models.",
+    "transformers.activations",
+    "transformers.pytorch_utils",
+)
 ROPES = ("default", "linear", "llama3", "yarn", "dynamic")
 COMMON = (
-    "vocab_size hidden_size num_hidden_layers num_attention_heads max_position_embeddings initializer_range use_cache "
-    "pad_token_id bos_token_id eos_token_id tie_word_embeddings classifier_dropout attention_dropout intermediate_size"
+    "vocab_size hidden_size num_hidden_layers num_attention_heads max_position_embeddings "
+    "initializer_range use_cache "
+    "pad_token_id bos_token_id eos_token_id tie_word_embeddings classifier_dropout "
+    "attention_dropout intermediate_size"
 )
 
 
@@ -40,13 +48,19 @@ class Unknown(Exception):
 
 
 def fields(config: Any, known: str, **values: Iterable[object]) -> None:
-    """Every field that the class of `config` declares is in `known` or off; those of `values` are among their values.
+    """Every field that the class of `config` declares is in `known` or off; those of `values` are
+    among their values.
 
-    So a version of transformers that adds a field to a family is not answered with a program that ignores it.
+    So a version of transformers that adds a field to a family is not answered with a program that
+    ignores it.
     """
     for name in type(config).__annotations__:
         value = getattr(config, name, None)
-        if name not in f"{COMMON} {known}".split() and name not in values and value not in (None, False):
+        if (
+            name not in f"{COMMON} {known}".split()
+            and name not in values
+            and value not in (None, False)
+        ):
             raise Unknown(f"{name} = {value!r} of its configuration is not known")
     for name, allowed in values.items():
         if (value := getattr(config, name, None)) not in tuple(allowed):
@@ -60,7 +74,8 @@ def plain(base: nn.Module) -> None:
         foreign = not kind.__module__.startswith((*HOMES, "ds_")) or "forward" in vars(module)
         if foreign:
             raise Unknown(
-                f"{name or 'the model'} is a {kind.__module__}.{kind.__qualname__} or computes in its own way"
+                f"{name or 'the model'} is a {kind.__module__}.{kind.__qualname__} or computes in "
+                "its own way"
             )
 
 
@@ -80,14 +95,18 @@ def rotary(module: Any, config: Any) -> Tables:
 
 
 def tables(module: Any, positions: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of all positions. "dynamic" frequencies change with positions behind those of training only."""
+    """cos and sin of all positions. "dynamic" frequencies change with positions behind those of
+    training only.
+    """
     speeds = module.original_inv_freq.float()
     angles = torch.arange(positions, device=speeds.device, dtype=torch.float32)[:, None] * speeds
     return angles.cos() * module.attention_scaling, angles.sin() * module.attention_scaling
 
 
 def windows(config: Any, layers: int) -> list[int | None]:
-    """The sliding window of each layer, of a configuration with `layer_types` or of one window for all."""
+    """The sliding window of each layer, of a configuration with `layer_types` or of one window for
+    all.
+    """
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
     if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
         raise Unknown(f"layer_types {sorted(unknown)} are not served")

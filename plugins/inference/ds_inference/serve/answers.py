@@ -1,4 +1,6 @@
-"""What is said back: the objects of OpenAI's protocol, of whole answers and of the chunks of a stream."""
+"""What is said back: the objects of OpenAI's protocol, of whole answers and of the chunks of a
+stream.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +39,22 @@ class Usage:
     def body(self) -> dict[str, int]:
         """As JSON."""
         total = self.prompt + self.completion
-        return {"prompt_tokens": self.prompt, "completion_tokens": self.completion, "total_tokens": total}
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": total,
+        }
 
 
 class Choice:
     """One answer as it grows. finish: why it ended, once it has."""
 
-    def __init__(self, index: int, decode: Decode, stops: Sequence[str], name: Callable[[int], str] | None) -> None:
+    def __init__(
+        self, index: int, decode: Decode, stops: Sequence[str], name: Callable[[int], str] | None
+    ) -> None:
         self.index = index
-        self._text, self._name = Text(decode, stops), name
+        self._text = Text(decode, stops)
+        self._name = name
         self._pieces: list[Piece] = []
         self.finish: str | None = None
         self.begun = False
@@ -56,14 +65,18 @@ class Choice:
         return self._name is not None
 
     def add(self, output: Output) -> tuple[str, list[Piece]]:
-        """The text that this token makes readable, and the tokens that it is made of (with logprobs only)."""
+        """The text that this token makes readable, and the tokens that it is made of (with logprobs
+        only).
+        """
         shown = ""
         ends = output.finished is Finish.STOP  # its token is an end of sequence, not text
         if output.token is not None and not ends:
             at = self._text.decoded
             if self._name is not None:
                 top = tuple((self._name(token), _finite(value)) for token, value in output.top)
-                self._pieces.append(Piece(self._name(output.token), at, _finite(output.logprob or 0.0), top))
+                self._pieces.append(
+                    Piece(self._name(output.token), at, _finite(output.logprob or 0.0), top)
+                )
             shown = self._text.add(output.token)
         if self._text.stopped:
             self.finish = "stop"
@@ -77,7 +90,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Reply:
-    """Makes the objects of one answer. chat: which of the two kinds; usage_in_stream: chunks have the field usage."""
+    """Makes the objects of one answer. chat: which of the two kinds; usage_in_stream: chunks have
+    the field usage.
+    """
 
     chat: bool
     model: str
@@ -90,10 +105,22 @@ class Reply:
         return ("chatcmpl-" if self.chat else "cmpl-") + uuid.uuid4().hex
 
     def _object(self, chunk: bool, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        kind = (
+            ("chat.completion.chunk" if chunk else "chat.completion")
+            if self.chat
+            else "text_completion"
+        )
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
 
-    def whole(self, choices: Sequence[tuple[Choice, str, list[Piece]]], usage: Usage) -> dict[str, Any]:
+    def whole(
+        self, choices: Sequence[tuple[Choice, str, list[Piece]]], usage: Usage
+    ) -> dict[str, Any]:
         """Everything at once."""
         rows = []
         for choice, text, pieces in choices:
@@ -103,16 +130,22 @@ class Reply:
         return self._object(False, rows) | {"usage": usage.body()}
 
     def first(self, choice: Choice, prompt: str = "") -> dict[str, Any] | None:
-        """What comes before an answer's first token: its role, or the prompt where it is to be repeated."""
+        """What comes before an answer's first token: its role, or the prompt where it is to be
+        repeated.
+        """
         if self.chat:
-            return self._chunk([self._row(choice, {"delta": {"role": "assistant", "content": ""}}, None)])
+            return self._chunk(
+                [self._row(choice, {"delta": {"role": "assistant", "content": ""}}, None)]
+            )
         return self._chunk([self._row(choice, {"text": prompt}, None)]) if prompt else None
 
     def chunk(self, choice: Choice, text: str, pieces: list[Piece]) -> dict[str, Any] | None:
         """What a token adds; None where that is nothing."""
         if not text and not pieces and choice.finish is None:
             return None
-        said = {"delta": {"content": text} if text or pieces else {}} if self.chat else {"text": text}
+        said = (
+            {"delta": {"content": text} if text or pieces else {}} if self.chat else {"text": text}
+        )
         return self._chunk([self._row(choice, said, pieces)])
 
     def last(self, usage: Usage) -> dict[str, Any]:
@@ -122,10 +155,16 @@ class Reply:
     def _chunk(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         return self._object(True, rows) | ({"usage": None} if self.usage_in_stream else {})
 
-    def _row(self, choice: Choice, said: dict[str, Any], pieces: list[Piece] | None) -> dict[str, Any]:
+    def _row(
+        self, choice: Choice, said: dict[str, Any], pieces: list[Piece] | None
+    ) -> dict[str, Any]:
         logprobs = None
         if choice.named and pieces is not None:
-            logprobs = {"content": [_chat_piece(p) for p in pieces], "refusal": None} if self.chat else _columns(pieces)
+            logprobs = (
+                {"content": [_chat_piece(p) for p in pieces], "refusal": None}
+                if self.chat
+                else _columns(pieces)
+            )
         return {"index": choice.index, **said, "logprobs": logprobs, "finish_reason": choice.finish}
 
 
@@ -136,7 +175,12 @@ def _finite(logprob: float) -> float:
 
 def _chat_piece(piece: Piece) -> dict[str, Any]:
     top = [{"token": text, "logprob": value, "bytes": _bytes(text)} for text, value in piece.top]
-    return {"token": piece.text, "logprob": piece.logprob, "bytes": _bytes(piece.text), "top_logprobs": top}
+    return {
+        "token": piece.text,
+        "logprob": piece.logprob,
+        "bytes": _bytes(piece.text),
+        "top_logprobs": top,
+    }
 
 
 def _bytes(text: str) -> list[int] | None:

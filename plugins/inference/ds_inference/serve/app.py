@@ -31,9 +31,16 @@ HEAD = 16 * 1024
 
 
 def make_app(
-    served: Served, worker: Worker, limits: Limits, *, token: str | None = None, hosts: Sequence[str] | None = None
+    served: Served,
+    worker: Worker,
+    limits: Limits,
+    *,
+    token: str | None = None,
+    hosts: Sequence[str] | None = None,
 ) -> Gate:
-    """The ASGI application. token: what a request must bear; hosts: names it may call this server by, None: any."""
+    """The ASGI application. token: what a request must bear; hosts: names it may call this server
+    by, None: any.
+    """
     g = worker.generator
     now: dict[tuple[str, str], Callable[[], float]] = {
         ("requests_running", "Answers that are generated."): lambda: g.running,
@@ -41,7 +48,8 @@ def make_app(
         ("cache_blocks_used", "Blocks of the cache that hold tokens."): lambda: g.blocks_used,
         ("cache_blocks", "Blocks of the cache."): lambda: g.blocks,
     }
-    metrics, threads = Metrics(now), ThreadPoolExecutor(1, "tokens")
+    metrics = Metrics(now)
+    threads = ThreadPoolExecutor(1, "tokens")
     created = int(time.time())
     model = {"id": served.name, "object": "model", "created": created, "owned_by": "ds_core"}
 
@@ -50,7 +58,12 @@ def make_app(
 
     def one_model(request: Request) -> Response:
         if request.path_params["name"] != served.name:
-            raise Refusal(404, f"this server has no such model; it has {served.name!r}", "model_not_found", "model")
+            raise Refusal(
+                404,
+                f"this server has no such model; it has {served.name!r}",
+                "model_not_found",
+                "model",
+            )
         return JSONResponse(model)
 
     async def health(request: Request) -> Response:
@@ -97,13 +110,17 @@ PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/m
 
 
 class Gate:
-    """Lets in who may ask, and logs and counts: neither prompts nor answers, headers nor addresses asked for.
+    """Lets in who may ask, and logs and counts: neither prompts nor answers, headers nor addresses
+    asked for.
 
     stopping: nothing new is answered any more.
     """
 
-    def __init__(self, app: Starlette, metrics: Metrics, token: str | None, hosts: Sequence[str] | None) -> None:
-        self._app, self._metrics = app, metrics
+    def __init__(
+        self, app: Starlette, metrics: Metrics, token: str | None, hosts: Sequence[str] | None
+    ) -> None:
+        self._app = app
+        self._metrics = metrics
         self._token = None if token is None else token.encode()
         self._hosts = None if hosts is None else {host.lower().encode() for host in hosts}
         self.stopping = False
@@ -112,7 +129,9 @@ class Gate:
         """Answer one request, or what else the server has to say."""
         if scope["type"] != "http":
             return
-        began, status = time.monotonic(), 499  # nobody was there to be answered
+        # nobody was there to be answered
+        began = time.monotonic()
+        status = 499
         state: dict[str, Any] = {}
         scope["state"] = state
 
@@ -136,15 +155,26 @@ class Gate:
         finally:
             path = scope["path"] if scope["path"] in PATHS else "other"
             self._metrics.requests.labels(path, status).inc()
-            usage, client = state.get("tokens"), (scope.get("client") or ("?",))[0]
+            usage = state.get("tokens")
+            client = (scope.get("client") or ("?",))[0]
             tokens = f" {usage.prompt}+{usage.completion} tokens" if usage else ""
-            log.info("%s %s %s %d %.3f s%s", client, scope["method"], path, status, time.monotonic() - began, tokens)
+            log.info(
+                "%s %s %s %d %.3f s%s",
+                client,
+                scope["method"],
+                path,
+                status,
+                time.monotonic() - began,
+                tokens,
+            )
 
     def _refusal(self, scope: Scope) -> Refusal | None:
         headers = dict(scope["headers"])
         if self._hosts is not None and _name(headers.get(b"host", b"")) not in self._hosts:
             # A web page whose name was made to mean this machine calls it by that name.
-            return Refusal(403, "this server answers only to the names of this machine; others need a token")
+            return Refusal(
+                403, "this server answers only to the names of this machine; others need a token"
+            )
         if _size(scope) > HEAD:
             return Refusal(431, f"the head of a request may have {HEAD} bytes at most")
         if scope["path"] == "/health":
@@ -154,12 +184,16 @@ class Gate:
         if self._token is not None:
             kind, _, given = headers.get(b"authorization", b"").partition(b" ")
             if kind.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._token):
-                return Refusal(401, "a right token is needed: Authorization: Bearer ...", "invalid_api_key")
+                return Refusal(
+                    401, "a right token is needed: Authorization: Bearer ...", "invalid_api_key"
+                )
         return None
 
 
 def _size(scope: Scope) -> int:
-    """Bytes of a request's head, about; the connection itself ends one that is not complete at this size."""
+    """Bytes of a request's head, about; the connection itself ends one that is not complete at this
+    size.
+    """
     fields = sum(len(name) + len(value) + len(b": \r\n") for name, value in scope["headers"])
     return fields + len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
 

@@ -35,7 +35,8 @@ _USUAL_TOKENS = 16
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may cost. body, body_seconds: bytes, and the time for them to come; seconds: for the answer.
+    """What a request may cost. body, body_seconds: bytes, and the time for them to come; seconds:
+    for the answer.
 
     tokens: of an answer, None: as many as the model can.
     """
@@ -58,7 +59,9 @@ class _Job:
 
     @property
     def each(self) -> list[tuple[list[int], SamplingParams]]:
-        """Prompt and parameters of each answer: all answers to the first prompt, then those to the second."""
+        """Prompt and parameters of each answer: all answers to the first prompt, then those to the
+        second.
+        """
         return [(prompt, params) for prompt in self.prompts for params in self.params]
 
 
@@ -69,11 +72,20 @@ class Answering(Generic[T]):
     """One route, as an ASGI application. threads: where long texts are made into tokens."""
 
     def __init__(
-        self, kind: type[T], served: Served, worker: Worker, limits: Limits, metrics: Metrics, threads: Executor
+        self,
+        kind: type[T],
+        served: Served,
+        worker: Worker,
+        limits: Limits,
+        metrics: Metrics,
+        threads: Executor,
     ) -> None:
         self._kind: type[T] = kind
-        self._served, self._worker = served, worker
-        self._limits, self._metrics, self._threads = limits, metrics, threads
+        self._served = served
+        self._worker = worker
+        self._limits = limits
+        self._metrics = metrics
+        self._threads = threads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -96,7 +108,7 @@ class Answering(Generic[T]):
                 scope["state"]["tokens"] = usage
         self._metrics.whole.observe(time.monotonic() - began)
 
-    # -- what is asked -------------------------------------------------------------------------------------------------
+    # -- what is asked -----------------------------------------------------------------------------
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         headers = dict(scope["headers"])
@@ -108,7 +120,9 @@ class Answering(Generic[T]):
         try:
             return await asyncio.wait_for(self._all(receive), self._limits.body_seconds)
         except asyncio.TimeoutError:
-            raise Refusal(408, f"the body was not here after {self._limits.body_seconds:g} s") from None
+            raise Refusal(
+                408, f"the body was not here after {self._limits.body_seconds:g} s"
+            ) from None
 
     def _check_size(self, size: int) -> None:
         if size > self._limits.body:
@@ -157,7 +171,8 @@ class Answering(Generic[T]):
 
     def _params(self, asked: Asked, longest: int, field: str) -> list[SamplingParams]:
         """How to sample each of the `n` answers to a prompt."""
-        first = secrets.randbits(62) if asked.seed is None else asked.seed  # all ranks must draw the same
+        # all ranks must draw the same
+        first = secrets.randbits(62) if asked.seed is None else asked.seed
         seeds = [(first + i) % (1 << 63) for i in range(asked.n or 1)]
         return [
             SamplingParams(
@@ -177,9 +192,11 @@ class Answering(Generic[T]):
 
     def _most(self, asked: Asked, longest: int, field: str) -> int:
         """Tokens that an answer may have; Refusal where they can't be had."""
-        wanted, name = asked.max_tokens, "max_tokens"
+        wanted = asked.max_tokens
+        name = "max_tokens"
         if isinstance(asked, ChatRequest) and asked.max_completion_tokens is not None:
-            wanted, name = asked.max_completion_tokens, "max_completion_tokens"
+            wanted = asked.max_completion_tokens
+            name = "max_completion_tokens"
         most = self._served.most_tokens
         room = most - longest
         if room < 1 or (wanted or 0) > room:
@@ -188,14 +205,19 @@ class Answering(Generic[T]):
             raise Refusal(400, text, "context_length_exceeded", field)
         cap = self._limits.tokens
         if cap is not None and (wanted or 0) > cap:
-            raise Refusal(400, f"`{name}` may be {cap} at most on this server", "invalid_value", name)
+            raise Refusal(
+                400, f"`{name}` may be {cap} at most on this server", "invalid_value", name
+            )
         usual = room if isinstance(asked, ChatRequest) else _USUAL_TOKENS
         return min(wanted or usual, room, cap or room)
 
-    # -- the answer ----------------------------------------------------------------------------------------------------
+    # -- the answer --------------------------------------------------------------------------------
 
-    async def _answer(self, job: _Job, ticket: Ticket, usage: Usage, began: float, send: Send) -> None:
-        asked, tokens = job.asked, self._served.tokens
+    async def _answer(
+        self, job: _Job, ticket: Ticket, usage: Usage, began: float, send: Send
+    ) -> None:
+        asked = job.asked
+        tokens = self._served.tokens
         chat = isinstance(asked, ChatRequest)
         reply = Reply(chat, self._served.name, asked.usage_in_stream)
         name = tokens.piece if _named(asked) is not None else None
@@ -203,11 +225,14 @@ class Answering(Generic[T]):
         echoes = [echo for echo in job.echoes for _ in job.params]
         grown = self._grown(ticket, choices, usage, began)
         if not job.stream:
-            texts, pieces = list(echoes), [list[Piece]() for _ in choices]
+            texts = list(echoes)
+            pieces = [list[Piece]() for _ in choices]
             async for choice, text, new in grown:
                 texts[choice.index] += text
                 pieces[choice.index] += new
-            await _send_json(send, reply.whole(list(zip(choices, texts, pieces, strict=True)), usage))
+            await _send_json(
+                send, reply.whole(list(zip(choices, texts, pieces, strict=True)), usage)
+            )
             return
         first = await anext(grown)  # until here an error has a status of its own
         await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
@@ -219,7 +244,9 @@ class Answering(Generic[T]):
                 await _event(send, reply.chunk(*step))
             if asked.usage_in_stream:
                 await _event(send, reply.last(usage))
-            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
+            await send(
+                {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True}
+            )
         except Refusal as error:
             await _event(send, error.body())
         except Gone:
@@ -266,7 +293,9 @@ _EVENTS = [
 
 
 def _dump(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(
+        "utf-8", "replace"
+    )
 
 
 async def _send_json(send: Send, value: Any) -> None:
@@ -278,6 +307,13 @@ async def _send_json(send: Send, value: Any) -> None:
 
 async def _event(send: Send, value: Any) -> None:
     if value is not None:
-        await send({"type": "http.response.body", "body": b"data: " + _dump(value) + b"\n\n", "more_body": True})
-        # A client that left is noticed between two events: else each write to its closed connection is a warning.
+        await send(
+            {
+                "type": "http.response.body",
+                "body": b"data: " + _dump(value) + b"\n\n",
+                "more_body": True,
+            }
+        )
+        # A client that left is noticed between two events: else each write to its closed connection
+        # is a warning.
         await asyncio.sleep(0)

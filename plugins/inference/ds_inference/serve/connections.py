@@ -1,7 +1,9 @@
-"""Connections with patience: a request that does not come, or an answer that is not read, ends its connection.
+"""Connections with patience: a request that does not come, or an answer that is not read, ends its
+connection.
 
-[Note: half closed] A client that has left and one that only sends nothing more look alike: both said "no more". What is
-written to the first comes back as an error. So until its answer begins such a connection is written to from time to
+[Note: half closed] A client that has left and one that only sends nothing more look alike: both
+said "no more". What is written to the first comes back as an error. So until its answer begins such
+a connection is written to from time to
 time: "100 Continue", which clients pass over.
 """
 
@@ -15,9 +17,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 __all__ = ["protocol"]
 
-_BODY = b'{"error":{"message":"too many connections","type":"server_error","param":null,"code":null}}'
+_BODY = (
+    b'{"error":{"message":"too many connections","type":"server_error","param":null,"code":null}}'
+)
 _FULL = (
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: "
+    b"1\r\nconnection: close\r\n"
     b"content-length: %d\r\n\r\n%b" % (len(_BODY), _BODY)
 )
 
@@ -27,7 +32,9 @@ _AGAIN = 0.5
 
 
 def protocol(most: int, patience: float) -> type[H11Protocol]:
-    """uvicorn's protocol for `most` connections at a time, of which each may be stuck for `patience` seconds."""
+    """uvicorn's protocol for `most` connections at a time, of which each may be stuck for
+    `patience` seconds.
+    """
 
     class Patient(H11Protocol):
         """One connection. Its timer runs while it should send a request's head, or should read."""
@@ -52,7 +59,9 @@ def protocol(most: int, patience: float) -> type[H11Protocol]:
                 self._go_on()
 
         def eof_received(self) -> bool:  # type: ignore[override]
-            """Whether the connection stays open: where a whole request waits for its answer. [Note: half closed]"""
+            """Whether the connection stays open: where a whole request waits for its answer. [Note:
+            half closed]
+            """
             cycle = self.cycle
             waits = cycle is not None and not cycle.response_complete and not cycle.more_body
             # Clients of HTTP/1.0 do not know what is written to see whether they are there.
@@ -68,7 +77,9 @@ def protocol(most: int, patience: float) -> type[H11Protocol]:
             if self.transport.is_closing():
                 return
             if not self.cycle.response_started:
-                self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])))
+                self.transport.write(
+                    self.conn.send(h11.InformationalResponse(status_code=100, headers=[]))
+                )
             self.loop.call_later(_AGAIN, self._look)
 
         def on_response_complete(self) -> None:

@@ -1,4 +1,5 @@
-"""What is done with the generator, by commands: the same on every rank that has a part of the model.
+"""What is done with the generator, by commands: the same on every rank that has a part of the
+model.
 
 Commands are what JSON can hold, since rank 0 hands them to the others before each step (`Link`).
 """
@@ -27,7 +28,9 @@ _USUAL = {field.name: field.default for field in dataclasses.fields(SamplingPara
 
 def submit(number: int, prompt: Sequence[int], params: SamplingParams) -> Command:
     """Answer `prompt` under this number."""
-    said = {name: value for name, usual in _USUAL.items() if (value := getattr(params, name)) != usual}
+    said = {
+        name: value for name, usual in _USUAL.items() if (value := getattr(params, name)) != usual
+    }
     return ["submit", number, list(prompt), said]
 
 
@@ -37,12 +40,17 @@ def cancel(number: int) -> Command:
 
 
 class Driver:
-    """Drives `generator`, in one thread. refused: called with number and error where a request is not taken."""
+    """Drives `generator`, in one thread. refused: called with number and error where a request is
+    not taken.
+    """
 
     def __init__(
-        self, generator: Generator, refused: Callable[[int, Exception], None] = lambda number, error: None
+        self,
+        generator: Generator,
+        refused: Callable[[int, Exception], None] = lambda number, error: None,
     ) -> None:
-        self.generator, self._refused = generator, refused
+        self.generator = generator
+        self._refused = refused
         self._handles: dict[int, Handle] = {}
         self._numbers: dict[int, int] = {}  # by identity of the handle
 

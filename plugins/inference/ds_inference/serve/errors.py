@@ -10,12 +10,20 @@ from ds_core.errors import DSError
 
 __all__ = ["Refusal", "told"]
 
-_KINDS = {401: "authentication_error", 429: "requests", 500: "server_error", 503: "server_error", 504: "server_error"}
+_KINDS = {
+    401: "authentication_error",
+    429: "requests",
+    500: "server_error",
+    503: "server_error",
+    504: "server_error",
+}
 
 
 @dataclass(eq=False)
 class Refusal(Exception):
-    """An answer with `status`. param: the field of the request at fault. retry_after: in seconds it may be better."""
+    """An answer with `status`. param: the field of the request at fault. retry_after: in seconds it
+    may be better.
+    """
 
     status: int
     message: str
@@ -29,16 +37,22 @@ class Refusal(Exception):
     def body(self) -> dict[str, Any]:
         """The JSON object of the answer."""
         kind = _KINDS.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        }
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Headers besides those of every answer."""
-        found = [] if self.retry_after is None else [(b"retry-after", str(self.retry_after).encode())]
+        found = (
+            [] if self.retry_after is None else [(b"retry-after", str(self.retry_after).encode())]
+        )
         return [*found, (b"www-authenticate", b"Bearer")] if self.status == 401 else found
 
 
 def told(error: BaseException) -> str:
-    """`error` for the log: what of ds_core's says, of another its kind and place, as it may repeat a request."""
+    """`error` for the log: what of ds_core's says, of another its kind and place, as it may repeat
+    a request.
+    """
     if isinstance(error, DSError):
         return str(error)
     return f"{type(error).__name__}\n{''.join(traceback.format_tb(error.__traceback__))}"

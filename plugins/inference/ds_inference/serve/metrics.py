@@ -1,4 +1,6 @@
-"""What a server has done and does, for Prometheus: in a registry of its own, so that several share a process."""
+"""What a server has done and does, for Prometheus: in a registry of its own, so that several share
+a process.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,17 @@ class Metrics:
             "first_token_seconds", "From a request to its first token.", buckets=_SECONDS, **common
         )
         self.whole = Histogram(
-            "request_seconds", "From a request to the end of its answer.", buckets=_SECONDS, **common
+            "request_seconds",
+            "From a request to the end of its answer.",
+            buckets=_SECONDS,
+            **common,
         )
         for (name, text), read in now.items():
             Gauge(name, text, **common).set_function(read)
 
     def text(self, accept: str) -> tuple[bytes, str]:
-        """All samples, in the format that a request's header `accept` asks for, and that format's content type."""
+        """All samples, in the format that a request's header `accept` asks for, and that format's
+        content type.
+        """
         encode, kind = choose_encoder(accept)
         return encode(self._registry), kind

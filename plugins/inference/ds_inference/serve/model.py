@@ -1,4 +1,6 @@
-"""Opens what is served: a folder with a model and a tokenizer in Hugging Face's format, or a GGUF file."""
+"""Opens what is served: a folder with a model and a tokenizer in Hugging Face's format, or a GGUF
+file.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,12 @@ if TYPE_CHECKING:
 __all__ = ["PLAIN_TEMPLATE", "Choices", "Served", "Tokens", "name_of", "open_model"]
 
 PLAIN_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% "
+    "endfor %}"
     "{{ 'assistant:' }}"
 )
-"""For models without a template: a line for each message, ``role: content``, then ``assistant:``."""
+"""For models without a template: a line for each message, ``role: content``, then ``assistant:``.
+"""
 
 
 _CONTEXT = 2_048
@@ -35,7 +39,9 @@ _CACHE = 16_384
 
 @dataclass(frozen=True)
 class Served:
-    """A model that is ready. most_tokens: of a prompt and its answer together. link: joins ranks that divide it."""
+    """A model that is ready. most_tokens: of a prompt and its answer together. link: joins ranks
+    that divide it.
+    """
 
     name: str
     generator: Generator
@@ -48,10 +54,12 @@ class Tokens:
     """Text to tokens and back by a tokenizer of transformers. vocabulary: tokens are below it."""
 
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
-        self._tokenizer, self.vocabulary = tokenizer, vocabulary
+        self._tokenizer = tokenizer
+        self.vocabulary = vocabulary
         self._template = tokenizer.chat_template or PLAIN_TEMPLATE
         ordinary = tokenizer.encode("a", add_special_tokens=False)[-1:]
-        self._anchor, self._anchor_text = ordinary, self.decode(ordinary)
+        self._anchor_text = self.decode(ordinary)
+        self._anchor = ordinary
         self.piece: Callable[[int], str] = functools.lru_cache(1 << 17)(self._piece)
 
     def encode(self, text: str) -> list[int]:
@@ -59,7 +67,9 @@ class Tokens:
         return list(self._tokenizer.encode(text))
 
     def chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """The prompt that asks for the assistant's next message; Refusal where the model's template refuses them."""
+        """The prompt that asks for the assistant's next message; Refusal where the model's template
+        refuses them.
+        """
         from jinja2.exceptions import TemplateError
 
         try:
@@ -68,12 +78,20 @@ class Tokens:
             )
         except (TemplateError, TypeError, ValueError) as error:  # what a template does is its own
             why = str(error) if isinstance(error, TemplateError) else type(error).__name__
-            raise Refusal(400, f"the model's chat template refuses these messages: {why}", param="messages") from None
-        return list(self._tokenizer.encode(text, add_special_tokens=self._template is PLAIN_TEMPLATE))
+            raise Refusal(
+                400, f"the model's chat template refuses these messages: {why}", param="messages"
+            ) from None
+        return list(
+            self._tokenizer.encode(text, add_special_tokens=self._template is PLAIN_TEMPLATE)
+        )
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of `tokens`, special ones left out."""
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self._tokenizer.decode(
+                tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
 
     def _piece(self, token: int) -> str:
         """One token as it reads inside a text; special ones by their name."""
@@ -83,7 +101,9 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Choices:
-    """How to load a model; None: what suits it. checkpoint: one of ds_core, whose weights take the place of MODEL's."""
+    """How to load a model; None: what suits it. checkpoint: one of ds_core, whose weights take the
+    place of MODEL's.
+    """
 
     dtype: str | None = None
     quantize: str | None = None
@@ -104,13 +124,24 @@ def open_model(path: Path, name: str | None, choices: Choices) -> Served:
         torch.set_num_threads(choices.threads)
     if not path.is_file() and not (path / "config.json").is_file():
         what = "is no folder" if not path.is_dir() else "has no config.json"
-        raise CommandError(f"{path} {what}; MODEL is a folder in Hugging Face's format, or a GGUF file")
+        raise CommandError(
+            f"{path} {what}; MODEL is a folder in Hugging Face's format, or a GGUF file"
+        )
     ranks = int(os.environ.get("WORLD_SIZE") or 1)
     if ranks != choices.tp:
-        how = f"dscore run --nproc {choices.tp} --module ds_cli serve ..." if choices.tp > 1 else f"--tp {ranks}"
-        raise CommandError(f"--tp {choices.tp} needs as many ranks, and this job has {ranks}; start it with {how}")
+        how = (
+            f"dscore run --nproc {choices.tp} --module ds_cli serve ..."
+            if choices.tp > 1
+            else f"--tp {ranks}"
+        )
+        raise CommandError(
+            f"--tp {choices.tp} needs as many ranks, and this job has {ranks}; start it with {how}"
+        )
     if choices.quantize is not None and choices.dtype not in (None, "bf16"):
-        raise CommandError(f"--dtype {choices.dtype}: beside --quantize what stays floats is bf16; leave --dtype out")
+        raise CommandError(
+            f"--dtype {choices.dtype}: beside --quantize what stays floats is bf16; leave "
+            "--dtype out"
+        )
     floats = choices.dtype or ("bf16" if torch.accelerator.is_available() else "fp32")
     model, tokenizer = _load(path, choices)
     sizes = model.config.get_text_config()
@@ -127,7 +158,11 @@ def open_model(path: Path, name: str | None, choices: Choices) -> Served:
     engine = init_inference(model, config)
     generator = engine.generator
     most = min(most, generator.max_positions or most, generator.blocks * BLOCK)
-    link: Link = (lambda commands: comm.all_gather_json(commands)[0]) if ranks > 1 else (lambda commands: commands)
+    link: Link = (
+        (lambda commands: comm.all_gather_json(commands)[0])
+        if ranks > 1
+        else (lambda commands: commands)
+    )
     return Served(name or name_of(path), generator, Tokens(tokenizer, sizes.vocab_size), most, link)
 
 
@@ -164,14 +199,27 @@ def _load(path: Path, choices: Choices) -> tuple[Any, Any]:
         raise
     except Exception as error:  # a folder may hold anything, and each format has errors of its own
         if "trust_remote_code" in str(error):  # which transformers advises, and nobody can set here
-            raise CommandError(f"{path} needs code of its own, which `dscore serve` does not run") from None
-        raise CommandError(f"{path} cannot be loaded by transformers: {type(error).__name__}: {error}") from error
+            raise CommandError(
+                f"{path} needs code of its own, which `dscore serve` does not run"
+            ) from None
+        raise CommandError(
+            f"{path} cannot be loaded by transformers: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _all_there(path: Path, found: dict[str, Any]) -> None:
-    """Refuse a model some of whose weights are not in its files: transformers fills them with random numbers."""
-    for kind, what in (("missing_keys", "are not there"), ("mismatched_keys", "have another shape")):
-        names = sorted(str(key[0] if isinstance(key, tuple) else key) for key in found.get(kind) or ())
+    """Refuse a model some of whose weights are not in its files: transformers fills them with
+    random numbers.
+    """
+    for kind, what in (
+        ("missing_keys", "are not there"),
+        ("mismatched_keys", "have another shape"),
+    ):
+        names = sorted(
+            str(key[0] if isinstance(key, tuple) else key) for key in found.get(kind) or ()
+        )
         if names:
             some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-            raise CommandError(f"{path}: {len(names)} of its weights {what}, so they would be random: {some}")
+            raise CommandError(
+                f"{path}: {len(names)} of its weights {what}, so they would be random: {some}"
+            )

@@ -1,4 +1,6 @@
-"""Requests of OpenAI's protocol, read strictly: what is not known or cannot be done is refused by its name."""
+"""Requests of OpenAI's protocol, read strictly: what is not known or cannot be done is refused by
+its name.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ class StreamOptions(_Strict):
 
 
 class Asked(_Strict):
-    """What both kinds have. `user`, `store`, `metadata` and the like are for OpenAI's accounts: without effect."""
+    """What both kinds have.
+
+    `user`, `store`, `metadata` and the like are for OpenAI's accounts: without effect.
+    """
 
     model: str
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
@@ -68,7 +73,11 @@ Tokens = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
 class CompletionRequest(Asked):
     """Of /v1/completions."""
 
-    prompt: str | Annotated[Tokens, Field(min_length=1)] | Annotated[list[str] | list[Tokens], Field(min_length=1)]
+    prompt: (
+        str
+        | Annotated[Tokens, Field(min_length=1)]
+        | Annotated[list[str] | list[Tokens], Field(min_length=1)]
+    )
     best_of: Count | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -87,11 +96,23 @@ class CompletionRequest(Asked):
         """Refuse what this server does not do."""
         super().refused()
         if self.suffix:
-            raise Refusal(400, "`suffix` is not supported: models continue a text here", "unsupported", "suffix")
+            raise Refusal(
+                400,
+                "`suffix` is not supported: models continue a text here",
+                "unsupported",
+                "suffix",
+            )
         if self.best_of not in (None, self.n or 1):
-            raise Refusal(400, "`best_of` other than `n` is not supported; ask for `n`", "unsupported", "best_of")
+            raise Refusal(
+                400,
+                "`best_of` other than `n` is not supported; ask for `n`",
+                "unsupported",
+                "best_of",
+            )
         if self.echo and self.logprobs is not None:
-            raise Refusal(400, "`echo` with `logprobs` is not supported; leave one out", "unsupported", "echo")
+            raise Refusal(
+                400, "`echo` with `logprobs` is not supported; leave one out", "unsupported", "echo"
+            )
         if self.logit_bias:
             raise Refusal(400, "`logit_bias` is not supported", "unsupported", "logit_bias")
         if len(self.prompts()) * (self.n or 1) > MOST_CHOICES:
@@ -119,7 +140,9 @@ class Message(_Strict):
             text = self.content
         else:
             if any(part.type != "text" or part.text is None for part in self.content):
-                raise Refusal(400, "only parts of type text are supported", "unsupported", "messages")
+                raise Refusal(
+                    400, "only parts of type text are supported", "unsupported", "messages"
+                )
             text = "\n".join(part.text or "" for part in self.content)
         found = {"role": "system" if self.role == "developer" else self.role, "content": text}
         return found | ({"name": self.name} if self.name is not None else {})
@@ -159,7 +182,8 @@ class ChatRequest(Asked):
             "tools": bool(self.tools),
             "tool_choice": self.tool_choice not in (None, "none", "auto"),
             "logit_bias": bool(self.logit_bias),
-            "response_format": self.response_format is not None and self.response_format.type != "text",
+            "response_format": self.response_format is not None
+            and self.response_format.type != "text",
             "modalities": self.modalities not in (None, ["text"]),
         }
         for name, bad in wrong.items():
@@ -167,27 +191,39 @@ class ChatRequest(Asked):
                 raise Refusal(400, f"`{name}` is not supported", "unsupported", name)
         if self.top_logprobs is not None and not self.logprobs:
             raise Refusal(400, "`top_logprobs` needs `logprobs: true`", param="top_logprobs")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise Refusal(400, "`max_tokens` is the old name of `max_completion_tokens`; give one", param="max_tokens")
+        if (
+            None not in (self.max_tokens, self.max_completion_tokens)
+            and self.max_tokens != self.max_completion_tokens
+        ):
+            raise Refusal(
+                400,
+                "`max_tokens` is the old name of `max_completion_tokens`; give one",
+                param="max_tokens",
+            )
 
 
 T = TypeVar("T", ChatRequest, CompletionRequest)
 
 
 def read(kind: type[T], body: bytes) -> T:
-    """The request in `body`; Refusal (400) that names what is wrong with it, without repeating what it says."""
+    """The request in `body`; Refusal (400) that names what is wrong with it, without repeating what
+    it says.
+    """
     try:
         asked = kind.model_validate_json(body)
     except ValidationError as error:
         all_of_them = error.errors(include_input=False, include_url=False, include_context=False)
-        first = max(all_of_them, key=lambda e: len(e["loc"]))  # of what may be one thing or another, the nearest
+        # of what may be one thing or another, the nearest
+        first = max(all_of_them, key=lambda e: len(e["loc"]))
         place = [str(part) for part in first["loc"]]
         if first["type"] == "json_invalid":
             raise Refusal(400, "the body is not JSON in UTF-8", "invalid_json") from None
         if first["type"] == "extra_forbidden":
             name = place[-1][:100]
             raise Refusal(400, f"unknown field {name!r}", "unknown_parameter", name) from None
-        where = ".".join(part for part in place if part in kind.model_fields or part.isdigit()) or None
+        where = (
+            ".".join(part for part in place if part in kind.model_fields or part.isdigit()) or None
+        )
         named = f"`{where}`: " if where else "the body: "
         raise Refusal(400, f"{named}{first['msg'][:200]}", "invalid_value", where) from None
     asked.refused()

@@ -33,7 +33,8 @@ _SHORTEST = 16
 
 @dataclass(frozen=True)
 class Settings:
-    """How to serve. max_queue: answers that wait for their first token. grace: seconds that answers get after SIGTERM.
+    """How to serve. max_queue: answers that wait for their first token. grace: seconds that answers
+    get after SIGTERM.
 
     patience: seconds for the head of a request to come, and for a client to go on reading.
     """
@@ -49,8 +50,12 @@ class Settings:
 
 
 def token_from(file: Path | None) -> str | None:
-    """The token in `file`, or in the environment; None: there is none. It is not shown in any message."""
-    place, text = TOKEN, os.environ.get(TOKEN)
+    """The token in `file`, or in the environment; None: there is none.
+
+    It is not shown in any message.
+    """
+    place = TOKEN
+    text = os.environ.get(TOKEN)
     if file is not None:
         place = str(file)
         try:
@@ -62,42 +67,63 @@ def token_from(file: Path | None) -> str | None:
         return None
     token = text.strip()
     if len(token) < _SHORTEST or not (token.isascii() and token.isprintable()) or " " in token:
-        raise CommandError(f"{place}: a token is {_SHORTEST} ASCII characters or more, without spaces")
+        raise CommandError(
+            f"{place}: a token is {_SHORTEST} ASCII characters or more, without spaces"
+        )
     return token
 
 
 def listen(host: str, port: int, token: str | None) -> socket.socket:
-    """The listening socket; CommandError where others could reach a server that asks for no token."""
+    """The listening socket; CommandError where others could reach a server that asks for no
+    token."""
     if token is None and host not in _LOOPBACK:
-        raise CommandError(f"--host {host}: others can reach it, so it needs a token: --token-file FILE, or {TOKEN}")
+        raise CommandError(
+            f"--host {host}: others can reach it, so it needs a token: --token-file FILE, or "
+            f"{TOKEN}"
+        )
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         return socket.create_server(address[:2], family=family, backlog=256)
     except (OSError, OverflowError) as error:
         raise CommandError(f"cannot listen at {host} port {port}: {error}") from None
 
 
 class Server(uvicorn.Server):
-    """Ends by itself after a signal: answers get `grace` seconds, then their rest is cut off with an error.
+    """Ends by itself after a signal: answers get `grace` seconds, then their rest is cut off with
+    an error.
 
     ready: called with the server's address once it listens.
     """
 
     def __init__(self, served: Served, settings: Settings, ready: Callable[[str], None]) -> None:
-        self._settings, self._ready = settings, ready
-        self._worker = Worker(served.generator, most_waiting=settings.max_queue, link=served.link, failed=self._failed)
+        self._settings = settings
+        self._ready = ready
+        self._worker = Worker(
+            served.generator, most_waiting=settings.max_queue, link=served.link, failed=self._failed
+        )
         hosts = None if settings.token else _LOOPBACK
-        self._gate = make_app(served, self._worker, settings.limits, token=settings.token, hosts=hosts)
+        self._gate = make_app(
+            served, self._worker, settings.limits, token=settings.token, hosts=hosts
+        )
         config = uvicorn.Config(
             self._gate,
             http=protocol(settings.max_connections, settings.patience),
-            ws="none", lifespan="off", log_config=None, access_log=False, server_header=False, proxy_headers=False,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
             h11_max_incomplete_event_size=HEAD,
             timeout_graceful_shutdown=int(settings.grace + settings.patience) + 1,
-        )  # fmt: skip
+        )
         super().__init__(config)
         # uvicorn hears them all; those that a shell lets background jobs ignore are for others.
-        self._ignored = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is signal.SIG_IGN]
+        self._ignored = [
+            n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is signal.SIG_IGN
+        ]
 
     def serve_until_stopped(self) -> bool:
         """Serve until a signal, or until `should_exit` is set; whether all ended well."""
@@ -118,7 +144,9 @@ class Server(uvicorn.Server):
         self._gate.stopping = True
         log.info("stopping: %d answers have %g s to end", self._worker.active, self._settings.grace)
         cut = Refusal(503, "the server stopped before this answer was complete")
-        timer = asyncio.get_running_loop().call_later(self._settings.grace, self._worker.fail_all, cut)
+        timer = asyncio.get_running_loop().call_later(
+            self._settings.grace, self._worker.fail_all, cut
+        )
         await super().shutdown(sockets)
         timer.cancel()
 

@@ -10,13 +10,15 @@ __all__ = ["Text"]
 
 
 class Text:
-    """The text of one answer. decoded, length: characters that tokens stand for, and those given out so far.
+    """The text of one answer. decoded, length: characters that tokens stand for, and those given
+    out so far.
 
     stopped: a stop string came; `length` is then final.
     """
 
     def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
-        self._reads, self._stops = Detokenizer(decode), tuple(stops)
+        self._reads = Detokenizer(decode)
+        self._stops = tuple(stops)
         self._hold = max((len(s) for s in stops), default=1) - 1
         self._waiting = ""  # text that may be the beginning of a stop string
         self.decoded = 0
@@ -39,11 +41,13 @@ class Text:
         text = self._waiting + new
         found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
         if found:
-            self.stopped, self._waiting = True, ""
+            self.stopped = True
+            self._waiting = ""
             shown = text[: min(found)]
         else:
             held = self._beginning(text)
-            shown, self._waiting = text[: len(text) - held], text[len(text) - held :]
+            shown = text[: len(text) - held]
+            self._waiting = text[len(text) - held :]
         self.length += len(shown)
         return shown
 

@@ -1,7 +1,7 @@
 """The generator in a thread of its own, and what requests on the event loop see of it.
 
-The thread alone touches the generator (`driving`). Requests reach it as commands in a queue, and tokens go back to the
-event loop, those of one step at once.
+The thread alone touches the generator (`driving`). Requests reach it as commands in a queue, and
+tokens go back to the event loop, those of one step at once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Gone(Exception):
 class Worker:
     """Owns `generator`.
 
-    most_waiting: answers that may wait for their first token. failed: called on the event loop where a step fails.
+    most_waiting: answers that may wait for their first token. failed: called on the event loop
+    where a step fails.
     """
 
     def __init__(
@@ -50,16 +51,19 @@ class Worker:
         link: Link = lambda commands: commands,
         failed: Callable[[], None] = lambda: None,
     ) -> None:
-        self.generator, self.most_waiting = generator, most_waiting
-        self._link, self._failed = link, failed
+        self.generator = generator
+        self.most_waiting = most_waiting
+        self._link = link
+        self._failed = failed
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
         self._numbers = itertools.count()
         self._tickets: dict[int, tuple[Ticket, int]] = {}  # of the event loop
-        self.waiting: dict[int, float] = {}  # answers without a token yet, since when, the oldest first
+        # answers without a token yet, since when, the oldest first
+        self.waiting: dict[int, float] = {}
         self.healthy = True
 
-    # -- on the event loop ---------------------------------------------------------------------------------------------
+    # -- on the event loop -------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin, on the event loop that runs now."""
@@ -78,12 +82,21 @@ class Worker:
         return len(self._tickets)
 
     @contextlib.contextmanager
-    def open(self, prompts: Sequence[tuple[Sequence[int], SamplingParams]], timeout: float) -> Iterator[Ticket]:
-        """Submit answers; what is left of them at the end of the block is cancelled. Refusal where too many wait."""
+    def open(
+        self, prompts: Sequence[tuple[Sequence[int], SamplingParams]], timeout: float
+    ) -> Iterator[Ticket]:
+        """Submit answers; what is left of them at the end of the block is cancelled.
+
+        Refusal where too many wait.
+        """
         if not self.healthy:
             raise Refusal(503, "the model's process failed; see the server's log")
         if len(prompts) > self.most_waiting:
-            raise Refusal(400, f"this server takes requests for {self.most_waiting} answers at most", param="n")
+            raise Refusal(
+                400,
+                f"this server takes requests for {self.most_waiting} answers at most",
+                param="n",
+            )
         if len(self.waiting) + len(prompts) > self.most_waiting:
             raise self._full()
         numbers = [next(self._numbers) for _ in prompts]
@@ -104,7 +117,11 @@ class Worker:
     def _full(self) -> Refusal:
         oldest = next(iter(self.waiting.values()), self._loop.time())
         again = min(max(math.ceil(self._loop.time() - oldest), 1), 60)
-        text = f"{len(self.waiting)} answers wait already, of {self.most_waiting} at most; try again in {again} s"
+        text = (
+            f"{len(self.waiting)} answers wait already, of {self.most_waiting} at most; try "
+            "again "
+            f"in {again} s"
+        )
         return Refusal(429, text, "rate_limit_exceeded", retry_after=again)
 
     def cancel(self, number: int) -> None:
@@ -149,15 +166,18 @@ class Worker:
         self.fail_all(Refusal(500, "the model's process failed; see the server's log"))
         self._failed()
 
-    # -- in the thread -------------------------------------------------------------------------------------------------
+    # -- in the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        driver = Driver(self.generator, lambda number, error: self._call(self._refused, number, error))
+        driver = Driver(
+            self.generator, lambda number, error: self._call(self._refused, number, error)
+        )
         try:
             while driver.obey(self._link(self._asked())):
                 if outputs := driver.step():
                     self._call(self._deliver, outputs)
-        except BaseException as error:  # SystemExit too: without this thread nobody would be answered
+        # SystemExit too: without this thread nobody would be answered
+        except BaseException as error:
             log.error("the generator failed: %s", told(error))
             self._call(self._broken)
 
@@ -180,7 +200,8 @@ class Ticket:
     """The answers to one request, as they come."""
 
     def __init__(self, worker: Worker, numbers: list[int]) -> None:
-        self._worker, self._numbers = worker, numbers
+        self._worker = worker
+        self._numbers = numbers
         self._open = set(range(len(numbers)))
         self._failure: Exception | None = None
         self.events: asyncio.Queue[tuple[int, Output] | None] = asyncio.Queue()

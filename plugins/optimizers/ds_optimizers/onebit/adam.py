@@ -1,4 +1,6 @@
-"""1-bit Adam: Adam until `freeze_step`, then momentum SGD with Adam's last variance and a compressed momentum."""
+"""1-bit Adam: Adam until `freeze_step`, then momentum SGD with Adam's last variance and a
+compressed momentum.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,12 @@ __all__ = ["OneBitAdam"]
 class OneBitAdam(OneBit):
     """1-bit Adam (Tang et al. 2021), without bias correction.
 
-    params: parameters or group dicts. A group may hold ``exp_avg_mask`` (see `base`) and ``non_freeze``: true for
-    parameters that stay uncompressed, with a variance that goes on. freeze_step: updates of the warm-up, in which
-    gradients are averaged in full. As in DeepSpeed the very first step counts, but changes no weights.
+    params: parameters or group dicts. A group may hold ``exp_avg_mask`` (see `base`) and
+        ``non_freeze``: true for parameters that stay uncompressed, with a variance that goes on.
+        freeze_step: updates of the warm-up, in which gradients are averaged in full. As in
+        DeepSpeed the very first step counts, but changes no weights.
     eps_inside_sqrt: divide by √(v + eps) instead of √v + eps. bias_correction and deepspeed have no
-    effect, as documented for the former; the rest can only say what it says by default.
+        effect, as documented for the former; the rest can only say what it says by default.
     """
 
     def __init__(
@@ -54,7 +57,9 @@ class OneBitAdam(OneBit):
     def takes_averages(self) -> bool:
         """See `OneBit.takes_averages`: in the warm-up."""
         if self._steps is None:
-            self._steps = max((int(s["step"]) for s in self.state.values() if "step" in s), default=0)
+            self._steps = max(
+                (int(s["step"]) for s in self.state.values() if "step" in s), default=0
+            )
         return self._steps < self.freeze_step
 
     def loaded(self) -> None:
@@ -64,7 +69,8 @@ class OneBitAdam(OneBit):
 
     def update(self) -> None:
         """See `OneBit.update`."""
-        warm, first = self.takes_averages, not any(self.state.values())
+        warm = self.takes_averages
+        first = not any(self.state.values())
         rows = [(group, pair) for group, pairs in self.work() for pair in pairs]
         if not warm:
             self.mean([pair for group, pair in rows if group.get("non_freeze")])
@@ -88,7 +94,10 @@ class OneBitAdam(OneBit):
                 _apply(param, self.state[param], group)
         self._steps = None
         if warm and not self.takes_averages:
-            log.info("OneBitAdam: step %d ends the warm-up; from now on ranks exchange sign bits", self.freeze_step)
+            log.info(
+                "OneBitAdam: step %d ends the warm-up; from now on ranks exchange sign bits",
+                self.freeze_step,
+            )
 
 
 def _apply(param: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> None:

@@ -1,15 +1,18 @@
-"""What the 1-bit optimizers share: which gradients a step takes, who averages them, masks, and lost errors.
+"""What the 1-bit optimizers share: which gradients a step takes, who averages them, masks, and lost
+errors.
 
-With an engine, its partitioner asks `takes_averages` and averages beforehand, overlapped with backward. Without one
-(plain torch), give each rank's own gradients always: the optimizer then averages them itself.
+With an engine, its partitioner asks `takes_averages` and averages beforehand, overlapped with
+backward. Without one (plain torch), give each rank's own gradients always: the optimizer then
+averages them itself.
 
-[Note: parameters without a gradient] Where gradients are each rank's own, one that is missing counts as zero, so that
-all ranks exchange the same tensors. A parameter that had no gradient in the whole warm-up has no variance, so it is
-not updated later either.
+[Note: parameters without a gradient] Where gradients are each rank's own, one that is missing
+counts as zero, so that all ranks exchange the same tensors. A parameter that had no gradient in the
+whole warm-up has no variance, so it is not updated later either.
 
-[Note: elements without variance] One sign bit cannot say zero. An element whose gradient was zero in the whole warm-up
-(an unused row of an embedding) would get the scale of its tensor, divided by eps; its momentum is kept at zero instead.
-``exp_avg_mask`` in a parameter group, a tensor of the parameter's shape, silences further elements.
+[Note: elements without variance] One sign bit cannot say zero. An element whose gradient was zero
+in the whole warm-up (an unused row of an embedding) would get the scale of its tensor, divided by
+eps; its momentum is kept at zero instead. ``exp_avg_mask`` in a parameter group, a tensor of the
+parameter's shape, silences further elements.
 """
 
 from __future__ import annotations
@@ -36,31 +39,46 @@ log = logging.getLogger("ds_optimizers")
 BACKENDS = ("nccl", "hccl", "compressed")
 Work = list[tuple[Tensor, Tensor]]
 """Parameters of one group, each with the gradient that its step takes."""
-_EACH, _FUSED = "each", "fused"  # errors of one parameter's exchange, and of all's that begin with that parameter
+# errors of one parameter's exchange, and of all's that begin with that parameter
+_EACH = "each"
+_FUSED = "fused"
 Kind = tuple[ProcessGroup | None, torch.dtype, torch.device]
 
 
 def check_arguments(
     *, amsgrad: bool, max_grad_norm: float, deepspeed: Any, cuda_aware: bool, comm_backend_name: str
 ) -> None:
-    """What the documents list for the whole family, and what of it this family does not have (ValueError)."""
+    """What the documents list for the whole family, and what of it this family does not have
+    (ValueError).
+    """
     if deepspeed is not None:
-        log_once(log, logging.INFO, "deepspeed= of a 1-bit optimizer has no effect: the engine connects by itself")
+        log_once(
+            log,
+            logging.INFO,
+            "deepspeed= of a 1-bit optimizer has no effect: the engine connects by itself",
+        )
     if amsgrad:
         raise ValueError("amsgrad: the 1-bit family has no AMSGrad variant; leave it out")
     if max_grad_norm:
-        raise ValueError(f"max_grad_norm {max_grad_norm}: clipping is the engine's; set gradient_clipping")
+        raise ValueError(
+            f"max_grad_norm {max_grad_norm}: clipping is the engine's; set gradient_clipping"
+        )
     if cuda_aware:
         raise ValueError("cuda_aware is for MPI, which is not used here; leave it out")
     if comm_backend_name not in BACKENDS:
         raise ValueError(
-            f"comm_backend_name {comm_backend_name!r}: messages go over the run's own process groups, whatever "
-            f"their backend is; leave it out ({', '.join(BACKENDS)} are accepted and mean just that)"
+            f"comm_backend_name {comm_backend_name!r}: messages go over the run's own process "
+            "groups, whatever "
+            f"their backend is; leave it out ({', '.join(BACKENDS)} are accepted and mean just "
+            "that)"
         )
 
 
 class OneBit(Optimizer):
-    """Base of the family; see the module's notes. Satisfies `ds_optimizers.onebit.partitioner.ReducingOptimizer`."""
+    """Base of the family; see the module's notes.
+
+    Satisfies `ds_optimizers.onebit.partitioner.ReducingOptimizer`.
+    """
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._masks: dict[Tensor, Tensor] = {}
@@ -73,31 +91,44 @@ class OneBit(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """UsageError: what it exchanges with other ranks cannot be copied."""
         raise UsageError(
-            f"{type(self).__name__} cannot be copied or pickled; make a new one and give it state_dict() and "
+            f"{type(self).__name__} cannot be copied or pickled; make a new one and give it "
+            "state_dict() and "
             "rank_state_dict()"
         )
 
-    # -- with the engine ----------------------------------------------------------------------------------------
+    # -- with the engine ---------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def takes_averages(self) -> bool:
-        """Whether the next step wants gradients that are averaged over ranks. The same on all ranks."""
+        """Whether the next step wants gradients that are averaged over ranks.
+
+        The same on all ranks.
+        """
 
     def connect(self, group_of: Callable[[Tensor], ProcessGroup | None]) -> None:
-        """An engine averages gradients when it should; `group_of` gives the ranks that share a parameter."""
+        """An engine averages gradients when it should; `group_of` gives the ranks that share a
+        parameter.
+        """
         self._group_of = group_of
 
     def synchronize(self) -> None:
-        """Make weights and states equal on all ranks. Collective. They always are, but for `ZeroOneAdam`."""
+        """Make weights and states equal on all ranks.
+
+        Collective. They always are, but for `ZeroOneAdam`.
+        """
 
     def loaded(self) -> None:
-        """States are those of a checkpoint now: compression begins with no errors, unless they are loaded next."""
+        """States are those of a checkpoint now: compression begins with no errors, unless they are
+        loaded next.
+        """
         self._errors.clear()
         self._alive.clear()
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """What compression has lost on this rank so far, for a checkpoint: "<kind>.<group>.<position>" -> errors."""
+        """What compression has lost on this rank so far, for a checkpoint:
+        "<kind>.<group>.<position>" -> errors.
+        """
         return {
             f"{kind}.{place}": {"worker": errors.worker, "server": errors.server}
             for place, param in self._places()
@@ -133,7 +164,7 @@ class OneBit(Optimizer):
         """What a ring all-reduce would have sent for the same tensors."""
         return sum(e.full for e in self._exchanges.values())
 
-    # -- one step -----------------------------------------------------------------------------------------------
+    # -- one step ----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -150,18 +181,25 @@ class OneBit(Optimizer):
         """What `step` does."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """torch's; a mask (``exp_avg_mask``) is kept apart, since it is the user's and not part of a checkpoint."""
+        """torch's; a mask (``exp_avg_mask``) is kept apart, since it is the user's and not part of
+        a checkpoint.
+        """
         group = dict(param_group)
         mask = group.pop("exp_avg_mask", None)
         super().add_param_group(group)
         if mask is not None:
             for param in self.param_groups[-1]["params"]:
                 if mask.shape != param.shape:
-                    raise ValueError(f"exp_avg_mask has shape {tuple(mask.shape)}, its parameter {tuple(param.shape)}")
+                    raise ValueError(
+                        f"exp_avg_mask has shape {tuple(mask.shape)}, its parameter "
+                        f"{tuple(param.shape)}"
+                    )
                 self._masks[param] = mask
 
     def work(self) -> Iterator[tuple[dict[str, Any], Work]]:
-        """Each group with the parameters that this step updates and their gradients, averaged if they should be."""
+        """Each group with the parameters that this step updates and their gradients, averaged if
+        they should be.
+        """
         averaged = self.takes_averages
         found = []
         for group in self.param_groups:
@@ -170,12 +208,14 @@ class OneBit(Optimizer):
                 grad = param.grad
                 if grad is not None and grad.is_sparse:
                     raise UsageError(
-                        f"{type(self).__name__}: a parameter of shape {tuple(param.shape)} has a sparse gradient, "
+                        f"{type(self).__name__}: a parameter of shape {tuple(param.shape)} has a "
+                        "sparse gradient, "
                         "which the 1-bit family cannot compress; use nn.Embedding(sparse=False)"
                     )
                 if param.is_complex():
                     raise UsageError(
-                        f"{type(self).__name__}: a parameter of shape {tuple(param.shape)} is {param.dtype}; complex "
+                        f"{type(self).__name__}: a parameter of shape {tuple(param.shape)} is "
+                        f"{param.dtype}; complex "
                         "numbers have no sign to send"
                     )
                 if averaged and self._group_of is not None:
@@ -198,7 +238,7 @@ class OneBit(Optimizer):
                 state[key] = torch.zeros_like(param)
         return state
 
-    # -- between ranks ------------------------------------------------------------------------------------------
+    # -- between ranks -----------------------------------------------------------------------------
 
     def _kinds(self, pairs: Work) -> dict[Kind, Work]:
         kinds: dict[Kind, Work] = {}
@@ -213,7 +253,10 @@ class OneBit(Optimizer):
         return self._exchanges[group]
 
     def compress(self, pairs: Work) -> None:
-        """Replace the tensors by their compressed average, each with a scale of its own. Collective."""
+        """Replace the tensors by their compressed average, each with a scale of its own.
+
+        Collective.
+        """
         for (group, _, _), members in self._kinds(pairs).items():
             exchange = self._exchange(group)
             if exchange.ranks == 1:
@@ -228,9 +271,14 @@ class OneBit(Optimizer):
             exchange.average([flat], [self._errors_of(_FUSED, first, flat, exchange.ranks)])
 
     def _errors_of(self, kind: str, param: Tensor, tensor: Tensor, ranks: int) -> Errors:
-        """The errors kept under `param`; none lost yet, if there are none or they are of another size or dtype."""
+        """The errors kept under `param`; none lost yet, if there are none or they are of another
+        size or dtype.
+        """
         found = self._errors.get((kind, param))
-        if found is None or (found.worker.numel(), found.worker.dtype) != (padded(tensor.numel(), ranks), tensor.dtype):
+        if found is None or (found.worker.numel(), found.worker.dtype) != (
+            padded(tensor.numel(), ranks),
+            tensor.dtype,
+        ):
             found = self._errors[kind, param] = Errors.of(tensor, ranks)
         return found
 
@@ -245,16 +293,20 @@ class OneBit(Optimizer):
             comm.broadcast(flat, get_process_group_ranks(group)[0], group)
 
     def _together(self, pairs: Work) -> Iterator[tuple[ProcessGroup | None, Tensor, Tensor]]:
-        """Where there are other ranks: group, first parameter, the tensors as one; they take its values after."""
+        """Where there are other ranks: group, first parameter, the tensors as one; they take its
+        values after.
+        """
         for (group, _, _), members in self._kinds(pairs).items():
             if comm.world_size(group) > 1:
                 tensors = [t for _, t in members]
                 flat = torch.cat([t.reshape(-1) for t in tensors])
                 yield group, members[0][0], flat
-                for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+                for tensor, piece in zip(
+                    tensors, flat.split([t.numel() for t in tensors]), strict=True
+                ):
                     tensor.copy_(piece.view(tensor.shape))
 
-    # -- arithmetic ---------------------------------------------------------------------------------------------
+    # -- arithmetic --------------------------------------------------------------------------------
 
     def mask(self, pairs: Work) -> None:
         """Silence elements that may not move; see [Note: elements without variance]."""

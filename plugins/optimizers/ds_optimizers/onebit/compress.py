@@ -1,12 +1,15 @@
-"""Averaging tensors over ranks by their signs: one bit per element and a scale per tensor, each way.
+"""Averaging tensors over ranks by their signs: one bit per element and a scale per tensor, each
+way.
 
-[Note: the exchange] Every rank adds to its tensor the error it made last time, and sends the signs, packed eight to a
-byte, and one scale: the root mean square. Rank j receives everybody's chunk j, averages, adds its own last error, and
-sends the signs and the scale of that to all. What compression loses is kept (worker and server error) and added next
-time, so that nothing is lost for good.
+[Note: the exchange] Every rank adds to its tensor the error it made last time, and sends the signs,
+packed eight to a byte, and one scale: the root mean square. Rank j receives everybody's chunk j,
+averages, adds its own last error, and sends the signs and the scale of that to all. What
+compression loses is kept (worker and server error) and added next time, so that nothing is lost for
+good.
 
-[Note: one message for many tensors] Each tensor has scales and errors of its own, as if it were exchanged alone; but
-chunk j of all tensors travels in one message, so a step costs two collectives however many tensors there are.
+[Note: one message for many tensors] Each tensor has scales and errors of its own, as if it were
+exchanged alone; but chunk j of all tensors travels in one message, so a step costs two collectives
+however many tensors there are.
 """
 
 from __future__ import annotations
@@ -30,14 +33,16 @@ _BITS = (128, 64, 32, 16, 8, 4, 2, 1)
 
 
 def padded(numel: int, ranks: int) -> int:
-    """`numel` rounded up so that each of `ranks` equal chunks is whole bytes of signs: to a multiple of ranks * d,
-    d = 8 * ranks / gcd(ranks, 8)."""
+    """`numel` rounded up so that each of `ranks` equal chunks is whole bytes of signs: to a
+    multiple of ranks * d, d = 8 * ranks / gcd(ranks, 8)."""
     unit = ranks * (8 * ranks // math.gcd(ranks, 8))
     return -(-numel // unit) * unit
 
 
 def pack_signs(values: Tensor) -> Tensor:
-    """The signs of `values` (..., 8n; a float dtype) as uint8 (..., n): the first is the highest bit, 0 counts as +."""
+    """The signs of `values` (..., 8n; a float dtype) as uint8 (..., n): the first is the highest
+    bit, 0 counts as +.
+    """
     bits: Tensor = (values >= 0).unflatten(-1, (-1, 8))
     weights = torch.tensor(_BITS, dtype=torch.uint8, device=values.device)
     return (bits * weights).sum(-1, dtype=torch.uint8)
@@ -54,7 +59,8 @@ def unpack_signs(packed: Tensor, dtype: torch.dtype) -> Tensor:
 class Errors:
     """What compression has lost of one tensor.
 
-    worker: (ranks, chunk), of what this rank sent. server: (chunk,), of what it sent of its chunk's average.
+    worker: (ranks, chunk), of what this rank sent. server: (chunk,), of what it sent of its chunk's
+    average.
     """
 
     worker: Tensor
@@ -84,7 +90,9 @@ class Exchange:
 
     @torch.no_grad()
     def average(self, tensors: Sequence[Tensor], errors: Sequence[Errors]) -> None:
-        """Replace `tensors`, of one dtype and device, by their compressed average; `errors` are theirs. Collective."""
+        """Replace `tensors`, of one dtype and device, by their compressed average; `errors` are
+        theirs. Collective.
+        """
         if not tensors:
             return
         chunks = [e.server.numel() for e in errors]
@@ -93,14 +101,16 @@ class Exchange:
         _fill(views, tensors)
         torch._foreach_add_(views, [e.worker for e in errors])
         counts = torch.tensor(chunks, device=values.device)
-        signs, scales = pack_signs(values), _scales(views)
+        signs = pack_signs(values)
+        scales = _scales(views)
         values -= _values(signs, scales, counts)  # what is lost
         torch._foreach_copy_([e.worker for e in errors], views)
 
         averages = self._to_servers(signs, scales, counts)
         parts = list(averages.split(chunks))
         torch._foreach_add_(parts, [e.server for e in errors])
-        signs, scales = pack_signs(averages), _scales(parts)
+        signs = pack_signs(averages)
+        scales = _scales(parts)
         averages -= _values(signs, scales, counts)
         torch._foreach_copy_([e.server for e in errors], parts)
 
@@ -116,21 +126,31 @@ class Exchange:
         self.sent += message.numel() * (self.ranks - 1) // self.ranks
         total = scales.new_zeros(8 * signs.shape[1])
         for row in received:
-            total += _values(row[: signs.shape[1]], _scalars(row[signs.shape[1] :], scales.dtype), counts)
+            total += _values(
+                row[: signs.shape[1]], _scalars(row[signs.shape[1] :], scales.dtype), counts
+            )
         return total.div_(self.ranks)
 
     def _to_all(self, signs: Tensor, scales: Tensor, counts: Tensor) -> Tensor:
-        """Every rank's average of its chunk, (ranks, elements). signs: (bytes,); scales: (tensors,)."""
+        """Every rank's average of its chunk, (ranks, elements). signs: (bytes,); scales:
+        (tensors,).
+        """
         message = torch.cat([signs, _bytes(scales)])
         received = message.new_empty(self.ranks, message.numel())
         comm.all_gather_into_tensor(received, message, group=self.group)
         self.sent += message.numel() * (self.ranks - 1)
-        rows = [_values(r[: len(signs)], _scalars(r[len(signs) :], scales.dtype), counts) for r in received]
+        rows = [
+            _values(r[: len(signs)], _scalars(r[len(signs) :], scales.dtype), counts)
+            for r in received
+        ]
         return torch.stack(rows)
 
 
-def compressed_allreduce(tensor: Tensor, errors: Errors, group: ProcessGroup | None = None) -> Tensor:
-    """The average of `tensor` over the ranks of `group` as signs and scales tell it; `errors` are updated. Collective.
+def compressed_allreduce(
+    tensor: Tensor, errors: Errors, group: ProcessGroup | None = None
+) -> Tensor:
+    """The average of `tensor` over the ranks of `group` as signs and scales tell it; `errors` are
+    updated. Collective.
 
     Returns a new tensor of the same shape; see [Note: the exchange].
     """
@@ -146,7 +166,9 @@ def _scales(views: Sequence[Tensor]) -> Tensor:
 
 
 def _values(signs: Tensor, scales: Tensor, counts: Tensor) -> Tensor:
-    """Signs times the scale of the tensor that each belongs to. signs: (..., bytes); counts: elements per tensor."""
+    """Signs times the scale of the tensor that each belongs to. signs: (..., bytes); counts:
+    elements per tensor.
+    """
     return unpack_signs(signs, scales.dtype) * scales.repeat_interleave(counts)
 
 
@@ -159,15 +181,20 @@ def _scalars(raw: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _pieces(view: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Matching parts of a padded (ranks, chunk) view and of a tensor: its whole rows, and the rest of one."""
-    flat, chunk = tensor.view(-1), view.shape[1]
+    """Matching parts of a padded (ranks, chunk) view and of a tensor: its whole rows, and the rest
+    of one.
+    """
+    flat = tensor.view(-1)
+    chunk = view.shape[1]
     rows, rest = divmod(flat.numel(), chunk) if chunk else (0, 0)
     pairs = [(view[:rows], flat[: rows * chunk].view(rows, chunk))] if rows else []
     return pairs + ([(view[rows, :rest], flat[rows * chunk :])] if rest else [])
 
 
 def _fill(views: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    pairs = [pair for v, t in zip(views, tensors, strict=True) for pair in _pieces(v, t.contiguous())]
+    pairs = [
+        pair for v, t in zip(views, tensors, strict=True) for pair in _pieces(v, t.contiguous())
+    ]
     if pairs:
         torch._foreach_copy_([v for v, _ in pairs], [t for _, t in pairs])
 

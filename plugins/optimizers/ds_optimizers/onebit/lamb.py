@@ -1,4 +1,6 @@
-"""1-bit LAMB: LAMB until `freeze_step`, then compressed momenta, and trust ratios that follow the variance."""
+"""1-bit LAMB: LAMB until `freeze_step`, then compressed momenta, and trust ratios that follow the
+variance.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ __all__ = ["OneBitLamb"]
 class OneBitLamb(OneBit):
     """1-bit LAMB (Li et al. 2021), without bias correction.
 
-    freeze_step: updates of the warm-up, which is LAMB with trust ratios clamped to [min_coeff, max_coeff] and gradients
-    averaged in full. Their running mean (decay coeff_beta) is frozen then, and multiplied by a factor in
-    [factor_min, factor_max] that changes by at most factor_threshold (a share) per step.
-    Groups may hold ``exp_avg_mask``. The other arguments are those of `OneBitAdam`.
+    freeze_step: updates of the warm-up, which is LAMB with trust ratios clamped to [min_coeff,
+    max_coeff] and gradients averaged in full. Their running mean (decay coeff_beta) is frozen then,
+    and multiplied by a factor in [factor_min, factor_max] that changes by at most factor_threshold
+    (a share) per step. Groups may hold ``exp_avg_mask``. The other arguments are those of
+    `OneBitAdam`.
     """
 
     def __init__(
@@ -51,18 +54,26 @@ class OneBitLamb(OneBit):
             cuda_aware=cuda_aware,
             comm_backend_name=comm_backend_name,
         )
-        self.freeze_step, self.coeff_beta = freeze_step, coeff_beta
-        self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
+        self.freeze_step = freeze_step
+        self.coeff_beta = coeff_beta
+        self.factor_max = factor_max
+        self.factor_min = factor_min
+        self.factor_threshold = factor_threshold
         self._steps: int | None = None
         self._coeffs: dict[Tensor, float] = {}
         keys = {"lr": lr, "betas": tuple(betas), "eps": eps, "eps_inside_sqrt": eps_inside_sqrt}
-        super().__init__(params, {**keys, "weight_decay": weight_decay, "max_coeff": max_coeff, "min_coeff": min_coeff})
+        super().__init__(
+            params,
+            {**keys, "weight_decay": weight_decay, "max_coeff": max_coeff, "min_coeff": min_coeff},
+        )
 
     @property
     def takes_averages(self) -> bool:
         """See `OneBit.takes_averages`: in the warm-up."""
         if self._steps is None:
-            self._steps = max((int(s["step"]) for s in self.state.values() if "step" in s), default=0)
+            self._steps = max(
+                (int(s["step"]) for s in self.state.values() if "step" in s), default=0
+            )
         return self._steps < self.freeze_step
 
     def loaded(self) -> None:
@@ -72,7 +83,9 @@ class OneBitLamb(OneBit):
 
     def get_lamb_coeffs(self) -> list[float]:
         """The trust ratio of each parameter at its last update, in the order of parameters."""
-        return [self._coeffs[p] for g in self.param_groups for p in g["params"] if p in self._coeffs]
+        return [
+            self._coeffs[p] for g in self.param_groups for p in g["params"] if p in self._coeffs
+        ]
 
     def update(self) -> None:
         """See `OneBit.update`."""
@@ -87,7 +100,10 @@ class OneBitLamb(OneBit):
             self._compressed(rows)
         self._steps = None
         if warm and not self.takes_averages:
-            log.info("OneBitLamb: step %d ends the warm-up; from now on ranks exchange sign bits", self.freeze_step)
+            log.info(
+                "OneBitLamb: step %d ends the warm-up; from now on ranks exchange sign bits",
+                self.freeze_step,
+            )
 
     def _warm(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
         state = self.begin_state(param)
@@ -101,7 +117,11 @@ class OneBitLamb(OneBit):
         if group["weight_decay"]:
             update.add_(param, alpha=group["weight_decay"])
         norms = torch.stack([param.norm(), update.norm()]).double().tolist()
-        coeff = min(max(norms[0] / norms[1], group["min_coeff"]), group["max_coeff"]) if all(norms) else 1.0
+        coeff = (
+            min(max(norms[0] / norms[1], group["min_coeff"]), group["max_coeff"])
+            if all(norms)
+            else 1.0
+        )
         if coeff != 1.0:
             state["lamb_coeff_freeze"].mul_(self.coeff_beta).add_((1 - self.coeff_beta) * coeff)
         self._coeffs[param] = coeff
@@ -110,7 +130,9 @@ class OneBitLamb(OneBit):
             state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
 
     def _measure(self, params: list[Tensor]) -> None:
-        """At the switch: a factor per tensor that makes all momenta alike in size, since they will share one scale."""
+        """At the switch: a factor per tensor that makes all momenta alike in size, since they will
+        share one scale.
+        """
         sizes = []
         for param in params:
             momentum = self.state[param]["exp_avg"]
@@ -118,7 +140,9 @@ class OneBitLamb(OneBit):
         mean = sum(sizes) / max(len(sizes), 1)
         for param, size in zip(params, sizes, strict=True):
             state = self.state[param]
-            state["scaling_coeff"] = torch.tensor(mean / size if size and mean else 1.0, dtype=torch.float64)
+            state["scaling_coeff"] = torch.tensor(
+                mean / size if size and mean else 1.0, dtype=torch.float64
+            )
             state["last_factor"] = torch.ones((), dtype=torch.float64)
             if "exp_avg_sq_fresh" not in state:  # its own count had not got so far
                 state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
@@ -127,10 +151,13 @@ class OneBitLamb(OneBit):
         before: list[Tensor] = []
         momenta: Work = []
         for group, (param, grad) in rows:
-            state, beta1 = self.state[param], group["betas"][0]
+            state = self.state[param]
+            beta1 = group["betas"][0]
             state["step"] += 1
             before.append(state["exp_avg"].clone())
-            state["exp_avg"].mul_(beta1).add_(grad, alpha=1 - beta1).mul_(state["scaling_coeff"].item())
+            state["exp_avg"].mul_(beta1).add_(grad, alpha=1 - beta1).mul_(
+                state["scaling_coeff"].item()
+            )
             momenta.append((param, state["exp_avg"]))
         self.compress_fused(momenta)
         for param, momentum in momenta:
@@ -142,7 +169,8 @@ class OneBitLamb(OneBit):
     def _apply(self, param: Tensor, last: Tensor, group: Mapping[str, Any]) -> None:
         state = self.state[param]
         beta1, beta2 = group["betas"]
-        seen = (state["exp_avg"] - beta1 * last).div_(1 - beta1)  # the gradient, as the compressed momentum tells it
+        # the gradient, as the compressed momentum tells it
+        seen = (state["exp_avg"] - beta1 * last).div_(1 - beta1)
         state["exp_avg_sq_fresh"].mul_(beta2).addcmul_(seen, seen, value=1 - beta2)
         divisor = denominator(state["exp_avg_sq"], group)
         update = state["exp_avg"] / divisor
@@ -156,7 +184,10 @@ class OneBitLamb(OneBit):
             factor = factor * share + 1.0 - share
         factor = min(max(factor, self.factor_min), self.factor_max)
         previous = state["last_factor"].item()
-        factor = min(max(factor, previous * (1 - self.factor_threshold)), previous * (1 + self.factor_threshold))
+        factor = min(
+            max(factor, previous * (1 - self.factor_threshold)),
+            previous * (1 + self.factor_threshold),
+        )
         state["last_factor"].fill_(factor)
         # A ratio that was 1 in the whole warm-up was never averaged.
         coeff = (state["lamb_coeff_freeze"].item() or 1.0) * factor

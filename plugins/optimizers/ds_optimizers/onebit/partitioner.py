@@ -1,8 +1,9 @@
 """Data parallelism for optimizers that reduce gradients by themselves.
 
-Before each backward the optimizer says whether it wants the average over ranks, which is then taken as usual,
-overlapped with backward, or each rank's own gradient. In the latter case ranks see different gradients: the global
-norm is then the root mean square of theirs, and all ranks still skip a step or clip alike.
+Before each backward the optimizer says whether it wants the average over ranks, which is then taken
+as usual, overlapped with backward, or each rank's own gradient. In the latter case ranks see
+different gradients: the global norm is then the root mean square of theirs, and all ranks still
+skip a step or clip alike.
 """
 
 from __future__ import annotations
@@ -35,10 +36,15 @@ class ReducingOptimizer(Protocol):
 
     @property
     def takes_averages(self) -> bool:
-        """Whether the next step wants gradients that are averaged over ranks. The same on all ranks."""
+        """Whether the next step wants gradients that are averaged over ranks.
+
+        The same on all ranks.
+        """
 
     def connect(self, group_of: Callable[[Tensor], ProcessGroup | None]) -> None:
-        """Called once: `group_of` gives the group of ranks that have replicas of a tensor which it updates."""
+        """Called once: `group_of` gives the group of ranks that have replicas of a tensor which it
+        updates.
+        """
 
     def synchronize(self) -> None:
         """Make weights and states equal on all ranks, where they are not. Collective."""
@@ -48,18 +54,24 @@ class ReducingOptimizer(Protocol):
 
 
 class OptimizerReduced(Replicated):
-    """`Replicated`, where the optimizer decides whether gradients are averaged before it sees them."""
+    """`Replicated`, where the optimizer decides whether gradients are averaged before it sees
+    them."""
 
     def __init__(self, ctx: Context) -> None:
         super().__init__(ctx)
         self._optimizer: ReducingOptimizer | None = None
 
     def bind(self, optimizer: Any) -> None:
-        """See `Partitioner.bind`. Raises UsageError for an optimizer that is no `ReducingOptimizer`."""
+        """See `Partitioner.bind`.
+
+        Raises UsageError for an optimizer that is no `ReducingOptimizer`.
+        """
         if not isinstance(optimizer, ReducingOptimizer):
             raise UsageError(
-                f"{type(optimizer).__name__} is declared to reduce gradients by itself, but lacks one of "
-                "takes_averages, connect, synchronize and loaded (ds_optimizers.onebit.partitioner.ReducingOptimizer)"
+                f"{type(optimizer).__name__} is declared to reduce gradients by itself, but lacks "
+                "one of "
+                "takes_averages, connect, synchronize and loaded "
+                "(ds_optimizers.onebit.partitioner.ReducingOptimizer)"
             )
         groups = {master: self.ctx.mesh.group(*info.replicas) for info, master in self._masters()}
         optimizer.connect(lambda tensor: groups.get(tensor, ALONE))
@@ -68,7 +80,8 @@ class OptimizerReduced(Replicated):
     def _masters(self) -> Iterator[tuple[ParamInfo, Tensor]]:
         return ((slot.info, slot.master) for slot in self.slots.values())
 
-    gradient_shards = Partitioner.gradient_shards  # what a rank has may be its own gradients, not reduced ones
+    # what a rank has may be its own gradients, not reduced ones
+    gradient_shards = Partitioner.gradient_shards
 
     @property
     def averages(self) -> bool:
@@ -87,11 +100,16 @@ class OptimizerReduced(Replicated):
                 continue
             replicas = len(self.ctx.mesh.ranks(*info.replicas))
             by_layout.setdefault(((*info.held, *info.replicas), replicas), []).append(grad)
-        return [GradGroup(axes, grads, 1.0 / n) for (axes, n), grads in by_layout.items()] or [GradGroup((), [])]
+        return [GradGroup(axes, grads, 1.0 / n) for (axes, n), grads in by_layout.items()] or [
+            GradGroup((), [])
+        ]
 
     def axes(self) -> Iterable[tuple[str, ...]]:
         """See `Partitioner.axes`."""
-        return {*super().axes(), *(self.ctx.mesh.expand((*i.held, *i.replicas)) for i, _ in self._masters())}
+        return {
+            *super().axes(),
+            *(self.ctx.mesh.expand((*i.held, *i.replicas)) for i, _ in self._masters()),
+        }
 
     def states(self, optimizer: Optimizer | None) -> Iterable[StateTensor]:
         """See `HasStates.states`; ranks whose weights and states differ are made equal first."""
@@ -99,7 +117,9 @@ class OptimizerReduced(Replicated):
             self._optimizer.synchronize()
         return ReplicatedStates(self).states(optimizer)
 
-    def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
+    def load_states(
+        self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True
+    ) -> None:
         """See `HasStates.load_states`."""
         ReplicatedStates(self).load_states(source, optimizer, strict=strict)
         if self._optimizer is not None:

@@ -1,4 +1,6 @@
-"""0/1 Adam: variances that are updated ever more rarely, then local steps that are averaged ever more rarely."""
+"""0/1 Adam: variances that are updated ever more rarely, then local steps that are averaged ever
+more rarely.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,13 @@ __all__ = ["ZeroOneAdam"]
 class ZeroOneAdam(OneBit):
     """0/1 Adam (Lu et al. 2022), without bias correction.
 
-    var_freeze_step: steps before the variance is frozen. Until then it is updated from gradients averaged in full every
-    ``var_interval`` steps, which starts at 1 and doubles after each `var_update_scaler` updates; gradients of the
-    other steps are averaged by sign bits, and change the momentum only. Afterwards each rank steps by itself, and every
-    ``local_step_interval`` steps (1, doubled after each `local_step_scaler` steps, at most `local_step_clipper`) the
-    sums of their updates are averaged by sign bits. In between ranks have different weights; saving a checkpoint
-    brings them together in full precision, and so does `synchronize`.
+    var_freeze_step: steps before the variance is frozen. Until then it is updated from gradients
+    averaged in full every ``var_interval`` steps, which starts at 1 and doubles after each
+    `var_update_scaler` updates; gradients of the other steps are averaged by sign bits, and change
+    the momentum only. Afterwards each rank steps by itself, and every ``local_step_interval`` steps
+    (1, doubled after each `local_step_scaler` steps, at most `local_step_clipper`) the sums of
+    their updates are averaged by sign bits. In between ranks have different weights; saving a
+    checkpoint brings them together in full precision, and so does `synchronize`.
 
     The other arguments are those of `OneBitAdam`; ``non_freeze`` is not offered.
     """
@@ -51,11 +54,20 @@ class ZeroOneAdam(OneBit):
             cuda_aware=cuda_aware,
             comm_backend_name=comm_backend_name,
         )
-        self.var_freeze_step, self.var_update_scaler = var_freeze_step, var_update_scaler
-        self.local_step_scaler, self.local_step_clipper = local_step_scaler, local_step_clipper
+        self.var_freeze_step = var_freeze_step
+        self.var_update_scaler = var_update_scaler
+        self.local_step_scaler = local_step_scaler
+        self.local_step_clipper = local_step_clipper
         keys = {"lr": lr, "betas": tuple(betas), "eps": eps, "eps_inside_sqrt": eps_inside_sqrt}
-        # Counters stand in the groups, so that a checkpoint has them; equal in all groups, but for the sum of rates.
-        counters = {"step": 0, "var_interval": 1, "var_counter": 0, "local_step_interval": 1, "local_step_counter": 0}
+        # Counters stand in the groups, so that a checkpoint has them; equal in all groups, but for
+        # the sum of rates.
+        counters = {
+            "step": 0,
+            "var_interval": 1,
+            "var_counter": 0,
+            "local_step_interval": 1,
+            "local_step_counter": 0,
+        }
         super().__init__(params, {**keys, "weight_decay": weight_decay, **counters, "lrs": 0.0})
 
     @property
@@ -70,7 +82,8 @@ class ZeroOneAdam(OneBit):
 
     def update(self) -> None:
         """See `OneBit.update`."""
-        full, frozen = self.takes_averages, self._frozen
+        full = self.takes_averages
+        frozen = self._frozen
         rows = [(group, pair) for group, pairs in self.work() for pair in pairs]
         if not full and not frozen:
             grads = [(p, g) for _, (p, g) in rows]
@@ -97,7 +110,10 @@ class ZeroOneAdam(OneBit):
             group["step"] += 1
             if frozen:
                 group["lrs"] += group["lr"]
-        if frozen and self.param_groups[0]["step"] % self.param_groups[0]["local_step_interval"] == 0:
+        if (
+            frozen
+            and self.param_groups[0]["step"] % self.param_groups[0]["local_step_interval"] == 0
+        ):
             self._bring_together(compressed=True)
         self._count(full=full, frozen=frozen)
 
@@ -108,7 +124,9 @@ class ZeroOneAdam(OneBit):
                 group["local_step_counter"] += 1
                 if group["local_step_counter"] == self.local_step_scaler:
                     group["local_step_counter"] = 0
-                    group["local_step_interval"] = min(self.local_step_clipper, 2 * group["local_step_interval"])
+                    group["local_step_interval"] = min(
+                        self.local_step_clipper, 2 * group["local_step_interval"]
+                    )
             elif full:
                 group["var_counter"] += 1
                 if group["var_counter"] == self.var_update_scaler:
@@ -116,19 +134,24 @@ class ZeroOneAdam(OneBit):
                     group["var_interval"] *= 2
         if not frozen and self._frozen:
             self._errors.clear()
-            log.info("ZeroOneAdam: the variance is frozen after step %d", self.param_groups[0]["step"])
+            log.info(
+                "ZeroOneAdam: the variance is frozen after step %d", self.param_groups[0]["step"]
+            )
 
     @torch.no_grad()
     def synchronize(self) -> None:
         """See `OneBit.synchronize`: what ranks did by themselves is averaged in full precision.
 
-        Then weights and momenta are made equal to the bit, so that a checkpoint, which has them once, is this very run.
+        Then weights and momenta are made equal to the bit, so that a checkpoint, which has them
+        once, is this very run.
         """
         if self._drifted():
             self._bring_together(compressed=False)
         if self._frozen:
             params = [p for g in self.param_groups for p in g["params"] if self.state.get(p)]
-            self.equalize([(p, p) for p in params] + [(p, self.state[p]["exp_avg"]) for p in params])
+            self.equalize(
+                [(p, p) for p in params] + [(p, self.state[p]["exp_avg"]) for p in params]
+            )
 
     def _drifted(self) -> bool:
         group = self.param_groups[0]

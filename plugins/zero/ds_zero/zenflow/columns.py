@@ -1,7 +1,8 @@
-"""Which elements of a rank's piece belong to chosen columns of a weight, and which columns are important.
+"""Which elements of a rank's piece belong to chosen columns of a weight, and which columns are
+important.
 
-A weight is seen as a matrix whose columns are its last dimension. A piece is a range of it, flattened: the end of one
-row, whole rows, the beginning of another.
+A weight is seen as a matrix whose columns are its last dimension. A piece is a range of it,
+flattened: the end of one row, whole rows, the beginning of another.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ __all__ = ["Chosen", "Rectangle", "count_of", "important", "rectangles", "square
 
 
 class Rectangle(NamedTuple):
-    """`rows` rows of a piece, `width` columns from `first` on; `at`: where it begins in the flat piece."""
+    """`rows` rows of a piece, `width` columns from `first` on; `at`: where it begins in the flat
+    piece.
+    """
 
     at: int
     rows: int
@@ -31,28 +34,36 @@ class Rectangle(NamedTuple):
 
 def rectangles(start: int, stop: int, columns: int) -> list[Rectangle]:
     """The elements [start, stop) of a matrix with so many columns."""
-    found, at = [], 0
+    found = []
+    at = 0
     while start < stop:
         first = start % columns
         rows = 1 if first or stop - start < columns else (stop - start) // columns
         width = min(columns - first, stop - start)
         found.append(Rectangle(at, rows, first, width))
-        start, at = start + rows * width, at + rows * width
+        start = start + rows * width
+        at = at + rows * width
     return found
 
 
 def squares(parts: Sequence[Rectangle], flat: Tensor, columns: int) -> Tensor:
-    """For each column the sum of squares of this piece's elements, in fp64 for fp64 and complex ones, else fp32."""
+    """For each column the sum of squares of this piece's elements, in fp64 for fp64 and complex
+    ones, else fp32.
+    """
     wide = torch.float64 if flat.dtype in (torch.float64, torch.complex128) else torch.float32
     total = torch.zeros(columns, dtype=wide, device=flat.device)
     for part in parts:
-        norm = torch.linalg.vector_norm(part.of(flat), dim=0, dtype=torch.promote_types(wide, flat.dtype))
+        norm = torch.linalg.vector_norm(
+            part.of(flat), dim=0, dtype=torch.promote_types(wide, flat.dtype)
+        )
         total[part.first : part.first + part.width] += norm.square()
     return total
 
 
 def count_of(columns: int, ratio: float) -> int:
-    """How many of `columns` columns are chosen: `ratio` of them, rounded, but at least one unless `ratio` is 0."""
+    """How many of `columns` columns are chosen: `ratio` of them, rounded, but at least one unless
+    `ratio` is 0.
+    """
     return min(columns, max(1, round(ratio * columns))) if ratio > 0 else 0
 
 
@@ -65,7 +76,8 @@ def important(norms: Tensor, count: int) -> Tensor:
 class Chosen:
     """The elements of one piece that are updated on the device, in the order of the piece.
 
-    places: (rectangle, which of its columns). whole: set where these are all elements, their number.
+    places: (rectangle, which of its columns). whole: set where these are all elements, their
+    number.
     """
 
     places: tuple[tuple[Rectangle, Tensor], ...] = ()
@@ -76,7 +88,9 @@ class Chosen:
         """Those of `columns`, in order."""
         places = []
         for part in parts:
-            inside = columns[(columns >= part.first) & (columns < part.first + part.width)] - part.first
+            inside = (
+                columns[(columns >= part.first) & (columns < part.first + part.width)] - part.first
+            )
             if inside.numel():
                 places.append((part, inside))
         return cls(tuple(places))
@@ -84,7 +98,11 @@ class Chosen:
     @property
     def numel(self) -> int:
         """How many there are."""
-        return self.whole if self.whole is not None else sum(p.rows * c.numel() for p, c in self.places)
+        return (
+            self.whole
+            if self.whole is not None
+            else sum(p.rows * c.numel() for p, c in self.places)
+        )
 
     def take(self, flat: Tensor) -> Tensor:
         """Their values in a flat piece, as a new flat tensor."""

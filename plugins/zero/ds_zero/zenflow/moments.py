@@ -29,24 +29,41 @@ def steps_of(state: Mapping[str, Any]) -> int:
 def carry(key: str, group: Mapping[str, Any], old: int, new: int) -> float:
     """What to multiply an optimizer state by when its count of updates becomes another one.
 
-    Adam divides its moments by 1 - beta^steps; the quotients, which are what the moments estimate, stay the same.
-    States that are not corrected for their beginning stay as they are.
+    Adam divides its moments by 1 - beta^steps; the quotients, which are what the moments estimate,
+    stay the same. States that are not corrected for their beginning stay as they are.
     """
-    place, betas = _BETA.get(key), group.get("betas")
-    if place is None or betas is None or not old or not new or old == new or not group.get("bias_correction", True):
+    place = _BETA.get(key)
+    betas = group.get("betas")
+    if (
+        place is None
+        or betas is None
+        or not old
+        or not new
+        or old == new
+        or not group.get("bias_correction", True)
+    ):
         return 1.0
     beta = float(betas[place])
     return (1.0 - beta**new) / (1.0 - beta**old)
 
 
 def take_states(
-    chosen: Chosen, host: Mapping[str, Any], like: Tensor, group: Mapping[str, Any], steps: int, device: torch.device
+    chosen: Chosen,
+    host: Mapping[str, Any],
+    like: Tensor,
+    group: Mapping[str, Any],
+    steps: int,
+    device: torch.device,
 ) -> dict[str, Any]:
-    """The states of `chosen`, as if there had been `steps` updates. host: of the piece; like: what has them there."""
+    """The states of `chosen`, as if there had been `steps` updates. host: of the piece; like: what
+    has them there.
+    """
     found: dict[str, Any] = {}
     for key, value in host.items():
         if isinstance(value, Tensor) and value.shape == like.shape and like.dim():
-            found[key] = chosen.take(value).to(device).mul_(carry(key, group, steps_of(host), steps))
+            found[key] = (
+                chosen.take(value).to(device).mul_(carry(key, group, steps_of(host), steps))
+            )
         else:
             found[key] = copy.deepcopy(value)
     if isinstance(found.get("step"), Tensor):
@@ -55,9 +72,16 @@ def take_states(
 
 
 def put_states(
-    chosen: Chosen, part: Mapping[str, Any], size: int, host: dict[str, Tensor], group: Mapping[str, Any], steps: int
+    chosen: Chosen,
+    part: Mapping[str, Any],
+    size: int,
+    host: dict[str, Tensor],
+    group: Mapping[str, Any],
+    steps: int,
 ) -> None:
-    """Write the states `part`, of `size` elements, into those of a piece, as if there had been `steps` updates."""
+    """Write the states `part`, of `size` elements, into those of a piece, as if there had been
+    `steps` updates.
+    """
     for key, into in host.items():
         value = part.get(key)
         if isinstance(value, Tensor) and value.numel() == size and into.dim():
@@ -65,7 +89,9 @@ def put_states(
 
 
 def twin(optimizer: Optimizer, kernels: Kernels) -> Optimizer:
-    """An optimizer with the same arithmetic and hooks; its parameter groups and states are still the same objects."""
+    """An optimizer with the same arithmetic and hooks; its parameter groups and states are still
+    the same objects.
+    """
     made = copy.copy(optimizer)
     for key, value in vars(optimizer).items():
         if key != "step":  # which schedules put there, bound to the other

@@ -25,7 +25,9 @@ __all__ = ["CHOOSE_EVERY", "LONGEST", "Pace"]
 log = logging.getLogger("ds_zero")
 
 CHOOSE_EVERY = 100
-"""Steps between two choices of columns where the config leaves it open and the length of an epoch is not known."""
+"""Steps between two choices of columns where the config leaves it open and the length of an epoch
+is not known.
+"""
 LONGEST = 16
 """The most steps of an interval whose length the config leaves open."""
 
@@ -34,12 +36,15 @@ class Pace:
     """The intervals of one run. watches: whether columns' norms are needed in every step."""
 
     def __init__(self, ctx: Context, keys: ZenFlowConfig) -> None:
-        self._ctx, self._keys = ctx, keys
+        self._ctx = ctx
+        self._keys = keys
         self.watches = keys.update_interval == "auto"
 
     @cached_property
     def choose_every(self) -> int:
-        """Steps from one choice of columns to the next; asked for in a step, when the engine has its loader."""
+        """Steps from one choice of columns to the next; asked for in a step, when the engine has
+        its loader.
+        """
         keys = self._keys
         if keys.select_strategy == "step":
             return int(keys.select_interval)
@@ -47,17 +52,27 @@ class Pace:
         if keys.select_strategy == "epoch":
             if epoch is None:
                 raise UsageError(
-                    "zero_optimization.zenflow.select_strategy is 'epoch', and how many steps an epoch has is not "
-                    "known: pass training_data, of known length, to initialize, or use select_strategy 'step'"
+                    "zero_optimization.zenflow.select_strategy is 'epoch', and how many steps an "
+                    "epoch has is not "
+                    "known: pass training_data, of known length, to initialize, or use "
+                    "select_strategy 'step'"
                 )
             epoch *= int(keys.select_interval)
         if epoch is None:
-            log_once(log, logging.INFO, "zenflow: columns are chosen again every %d steps", CHOOSE_EVERY)
+            log_once(
+                log, logging.INFO, "zenflow: columns are chosen again every %d steps", CHOOSE_EVERY
+            )
             return CHOOSE_EVERY
-        if keys.update_interval != "auto" and epoch < keys.update_interval and keys.select_strategy == "epoch":
+        if (
+            keys.update_interval != "auto"
+            and epoch < keys.update_interval
+            and keys.select_strategy == "epoch"
+        ):
             raise UsageError(
-                f"zero_optimization.zenflow.select_interval: {keys.select_interval} epochs are {epoch} steps, less "
-                f"than update_interval, {keys.update_interval}; columns are chosen at the beginning of an interval"
+                f"zero_optimization.zenflow.select_interval: {keys.select_interval} epochs are "
+                f"{epoch} steps, less "
+                f"than update_interval, {keys.update_interval}; columns are chosen at the "
+                "beginning of an interval"
             )
         return epoch
 
@@ -74,16 +89,24 @@ class Pace:
         seen = [w for w in norms if self.watches and w.now and w.picked is not None]
         means = []
         for weight in seen:
-            norm, picked = norms[weight], weight.picked
-            total, most = norm.sum(), norm[picked].sum()
-            means += [(total - most) / (weight.columns - weight.wanted), most / max(weight.wanted, 1)]
+            norm = norms[weight]
+            picked = weight.picked
+            total = norm.sum()
+            most = norm[picked].sum()
+            means += [
+                (total - most) / (weight.columns - weight.wanted),
+                most / max(weight.wanted, 1),
+            ]
         values = (torch.stack(means).double() * factor).tolist() if means else []
         for weight, rest, chosen in zip(seen, values[::2], values[1::2], strict=True):
             weight.rest += rest
             weight.most += chosen
 
     def ends(self, weights: Sequence[Weight], steps: int) -> bool:
-        """Whether the interval ends with this step, its `steps`th. The same on all ranks; collective."""
+        """Whether the interval ends with this step, its `steps`th.
+
+        The same on all ranks; collective.
+        """
         if self._keys.update_interval != "auto":
             return steps >= self._keys.update_interval
         mine = [w for w in weights if w.tallied and w.used]

@@ -29,21 +29,28 @@ def held(
 ) -> tuple[Kinds, Kinds]:
     """What is on the device, and on the host beside masters and states.
 
-    On the device chosen elements and their states; on the host sums of gradients, the last one, and new weights.
-    kept: bytes of the optimizer's states per element of a dtype. master, grad: the dtypes of masters and of reduced
-    gradients.
+    On the device chosen elements and their states; on the host sums of gradients, the last one, and
+    new weights.
+    kept: bytes of the optimizer's states per element of a dtype. master, grad: the dtypes of
+        masters and of reduced gradients.
     """
     parts = states = sums = arrived = staged = never = 0
     for bucket in trained:
-        size, own = bucket.layout.shard_numel, master(bucket)
+        size = bucket.layout.shard_numel
+        own = master(bucket)
         for index, param in enumerate(bucket.params):
             span = bucket.layout.span(index, rank)
             columns = param.shape[-1] if param.dim() > 1 else 0
             wanted = count_of(columns, keys.topk_ratio)
             share = wanted / columns if columns > wanted else 1.0
             chosen = round((span.stop - span.start) * share)
-            parts, states = parts + chosen * own.itemsize, states + chosen * kept(own)
-            never += (span.stop - span.start) * kept(own) if share == 1 and not keys.full_warm_up_rounds else 0
+            parts = parts + chosen * own.itemsize
+            states = states + chosen * kept(own)
+            never += (
+                (span.stop - span.start) * kept(own)
+                if share == 1 and not keys.full_warm_up_rounds
+                else 0
+            )
         sums += size * max(own.itemsize, 4) * (2 if keys.overlap_step else 1)
         arrived += size * grad(bucket).itemsize
         staged += size * bucket.dtype.itemsize if own != bucket.dtype else 0

@@ -1,9 +1,11 @@
-"""What checkpoints keep of ZenFlow, beside weights, masters and optimizer states, which have their usual names.
+"""What checkpoints keep of ZenFlow, beside weights, masters and optimizer states, which have their
+usual names.
 
-For each weight there are numbers (``zenflow/``, see `_NUMBERS`), the columns that are updated on the device
-(``zenflow_columns/``, a byte for each), and the sum of its gradients in the interval that has begun (``zenflow_sum/``).
-All are by parameter, so a checkpoint loads at any world size, and one without them begins anew: columns are chosen in
-the next step. The four dimensions of two of them tell them from slices of weights (see `ds_run_state.slices`).
+For each weight there are numbers (``zenflow/``, see `_NUMBERS`), the columns that are updated on
+the device (``zenflow_columns/``, a byte for each), and the sum of its gradients in the interval
+that has begun (``zenflow_sum/``). All are by parameter, so a checkpoint loads at any world size,
+and one without them begins anew: columns are chosen in the next step. The four dimensions of two of
+them tell them from slices of weights (see `ds_run_state.slices`).
 """
 
 from __future__ import annotations
@@ -23,25 +25,34 @@ if TYPE_CHECKING:
 __all__ = ["load", "states"]
 
 _NUMBERS = ("updates", "steps", "since", "warm", "begun", "pending", "used", "rest", "most")
-"""How often its columns on the device were updated; of the run, see `ZenFlow`; of this weight, see `Weight`."""
+"""How often its columns on the device were updated; of the run, see `ZenFlow`; of this weight, see
+`Weight`.
+"""
 
 
 def states(flow: ZenFlow, weight: Weight, store: bool) -> Iterator[StateTensor]:
     """The states of this module of one piece."""
-    piece, held = weight.piece, weight.bucket.held
+    piece = weight.piece
+    held = weight.bucket.held
     first = store and piece.start == 0
     if flow.pending and not weight.bucket.upcast:  # else masters are saved anyway
         place = (piece.shape, piece.start, piece.stop, held)
         yield StateTensor(f"master/{piece.name}", piece.master.data, *place, store)
     run = (flow.steps, flow.since, flow.warm, flow.begun, bool(flow.pending))
     own = (weight.used, weight.rest, weight.most)
-    numbers = torch.tensor([[[[float(n) for n in (weight.updates, *run, *own)]]]], dtype=torch.float64)
-    yield StateTensor(f"zenflow/{piece.name}", numbers, tuple(numbers.shape), 0, numbers.numel(), held, first)
+    numbers = torch.tensor(
+        [[[[float(n) for n in (weight.updates, *run, *own)]]]], dtype=torch.float64
+    )
+    yield StateTensor(
+        f"zenflow/{piece.name}", numbers, tuple(numbers.shape), 0, numbers.numel(), held, first
+    )
     if not weight.deferred or weight.picked is None:
         return
     mask = torch.zeros(1, 1, 1, weight.columns, dtype=torch.uint8)
     mask[0, 0, 0, weight.picked.cpu()] = 1
-    yield StateTensor(f"zenflow_columns/{piece.name}", mask, tuple(mask.shape), 0, mask.numel(), held, first)
+    yield StateTensor(
+        f"zenflow_columns/{piece.name}", mask, tuple(mask.shape), 0, mask.numel(), held, first
+    )
     tile = flow.tile_of[weight.bucket]
     if weight.used and tile.sums:
         place = (piece.shape, piece.start, piece.stop, held)
@@ -50,7 +61,10 @@ def states(flow: ZenFlow, weight: Weight, store: bool) -> Iterator[StateTensor]:
 
 @torch.no_grad()
 def load(flow: ZenFlow, source: StateSource, optimizer: Optimizer | None) -> None:
-    """After masters and states were read: read the rest, or begin anew. Without optimizer: only follow the masters."""
+    """After masters and states were read: read the rest, or begin anew.
+
+    Without optimizer: only follow the masters.
+    """
     if optimizer is None:
         for weight in flow.weights:
             flow.follow(weight.piece)
@@ -69,13 +83,16 @@ def load(flow: ZenFlow, source: StateSource, optimizer: Optimizer | None) -> Non
 
 def _load_weight(flow: ZenFlow, weight: Weight, source: StateSource, known: set[str]) -> None:
     """Read the states of one piece."""
-    piece, tile = weight.piece, flow.tile_of[weight.bucket]
+    piece = weight.piece
+    tile = flow.tile_of[weight.bucket]
     values = source.read(f"zenflow/{piece.name}").tolist()
     found = dict(zip(_NUMBERS, values, strict=True))
     flow.steps, flow.since, flow.warm = (int(found[k]) for k in ("steps", "since", "warm"))
     flow.begun |= bool(found["begun"])
     weight.updates = int(found["updates"])
-    weight.used, weight.rest, weight.most = bool(found["used"]), found["rest"], found["most"]
+    weight.used = bool(found["used"])
+    weight.rest = found["rest"]
+    weight.most = found["most"]
     if found["pending"]:
         flow.pending = flow.tiles
         if not weight.bucket.upcast and f"master/{piece.name}" in known:
@@ -84,4 +101,6 @@ def _load_weight(flow: ZenFlow, weight: Weight, source: StateSource, known: set[
     if weight.deferred and columns in known and source.shape(columns)[-1] == weight.columns:
         weight.picked = source.read(columns).nonzero().view(-1).to(weight.bucket.full.device)
     if f"zenflow_sum/{piece.name}" in known and weight.deferred:
-        tile.begin_sum()[piece.within].copy_(source.read(f"zenflow_sum/{piece.name}", piece.start, piece.stop))
+        tile.begin_sum()[piece.within].copy_(
+            source.read(f"zenflow_sum/{piece.name}", piece.start, piece.stop)
+        )

@@ -1,18 +1,20 @@
 """The optimizer step of ZenFlow.
 
-[Note: intervals] Let g be the gradient of a step as any run would use it: reduced, unscaled, clipped by the norm of all
-gradients. In every step the optimizer updates the chosen columns of each weight with g, on the device; so it does with
-parameters of less than two dimensions. The rest of g is added up on the host. When an interval of n steps ends, the
-optimizer updates the rest there with the mean of these n gradients. Columns are chosen in the first step of an
-interval, by the norms of g's columns. Moments of a column stay with it (see `moments.carry`).
+[Note: intervals] Let g be the gradient of a step as any run would use it: reduced, unscaled,
+clipped by the norm of all gradients. In every step the optimizer updates the chosen columns of each
+weight with g, on the device; so it does with parameters of less than two dimensions. The rest of g
+is added up on the host. When an interval of n steps ends, the optimizer updates the rest there with
+the mean of these n gradients. Columns are chosen in the first step of an interval, by the norms of
+g's columns. Moments of a column stay with it (see `moments.carry`).
 
-With `overlap_step` the host works while the next interval's steps run, and the weights it has made are taken over at
-the end of that interval: always then, however fast it was, so that results do not depend on time. Where columns are
-chosen meanwhile, the host is waited for: columns that become chosen come with their newest values.
+With `overlap_step` the host works while the next interval's steps run, and the weights it has made
+are taken over at the end of that interval: always then, however fast it was, so that results do not
+depend on time. Where columns are chosen meanwhile, the host is waited for: columns that become
+chosen come with their newest values.
 
-The host has all of each weight, its optimizer states too; what is chosen lies over it in `Weight.part`. `fold` writes
-it back, when others are chosen and before anybody reads what the host has; `follow` takes it again when that was
-written. So nothing but this package knows of parts.
+The host has all of each weight, its optimizer states too; what is chosen lies over it in
+`Weight.part`. `fold` writes it back, when others are chosen and before anybody reads what the host
+has; `follow` takes it again when that was written. So nothing but this package knows of parts.
 """
 
 from __future__ import annotations
@@ -54,14 +56,16 @@ __all__ = ["ZenFlow"]
 class ZenFlow(Updates):
     """Carries out the steps of one partitioner. See the module's docstring.
 
-    steps: in this interval so far. begun: whether columns were chosen; since: steps since then. warm: rounds of warm-up
-    done. pending: the buckets whose new weights on the host are not taken over yet. optimizer: whose arithmetic, states
-    of masters and groups these are; device: its twin with the parts' states.
+    steps: in this interval so far. begun: whether columns were chosen; since: steps since then.
+    warm: rounds of warm-up done. pending: the buckets whose new weights on the host are not taken
+    over yet. optimizer: whose arithmetic, states of masters and groups these are; device: its twin
+    with the parts' states.
     """
 
     def __init__(self, owner: ZeroPartitioner, keys: ZenFlowConfig) -> None:
         super().__init__(owner)
-        self.ctx, self.keys = owner.ctx, keys
+        self.ctx = owner.ctx
+        self.keys = keys
         self.tiles: list[Tile] = []
         for bucket in owner.reducer.buckets:
             weights = [Weight.of(bucket, p, keys.topk_ratio) for p in bucket.pieces]
@@ -83,7 +87,7 @@ class ZenFlow(Updates):
         self._host_stepper: Stepper | None = None
         self._device_stepper: Stepper | None = None
 
-    # -- one step --------------------------------------------------------------------------------------------
+    # -- one step ----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, factor: float) -> None:
@@ -92,13 +96,15 @@ class ZenFlow(Updates):
         self._begin(optimizer)
         self._take_gradients()
         if self.warm < self.keys.full_warm_up_rounds:
-            self.warm, self.steps = self.warm + 1, 1
+            self.warm = self.warm + 1
+            self.steps = 1
             self._accumulate(factor)
             self._apply(everything=True)
         else:
             self._step(factor)
         for weight in self.weights:
-            weight.grad, weight.now = None, False
+            weight.grad = None
+            weight.now = False
 
     def _step(self, factor: float) -> None:
         choosing = self.steps == 0 and (self.since >= self._pace.choose_every or not self.begun)
@@ -109,7 +115,8 @@ class ZenFlow(Updates):
         for weight in self.weights:
             weight.updates += weight.now
         self._accumulate(factor)
-        self.steps, self.since = self.steps + 1, self.since + 1
+        self.steps = self.steps + 1
+        self.since = self.since + 1
         self._pace.watch(norms, factor)
         if self._pace.ends(self.weights, self.steps):
             self._apply()
@@ -120,14 +127,17 @@ class ZenFlow(Updates):
         """Have everything at hand that a step needs."""
         self.take(optimizer)
         if self.keys.overlap_step and self._worker is None:
-            self._worker = HostWorker("the worker of ZenFlow", cores_for(self.keys.pt_reserved_cores_perc))
+            self._worker = HostWorker(
+                "the worker of ZenFlow", cores_for(self.keys.pt_reserved_cores_perc)
+            )
         self.bring_states()
 
     def take(self, optimizer: Optimizer) -> None:
         """Take over the optimizer, unless this was done."""
         if self.optimizer is optimizer:
             return
-        self.optimizer, self._host = optimizer, twin(optimizer, self.ctx.kernels)
+        self._host = twin(optimizer, self.ctx.kernels)
+        self.optimizer = optimizer
         optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedules ask whether it ever stepped
         copies = [self._copy_of(tile, w) for tile in self.tiles for w in tile.weights]
         self._host_stepper = Stepper([w.piece.master for w in self.weights], copies, every=False)
@@ -143,7 +153,10 @@ class ZenFlow(Updates):
             tile.changed = any(w.now for w in tile.weights)
 
     def _norms(self) -> dict[Weight, Tensor]:
-        """The norm of each column of each weight's gradient, over all ranks that have pieces of it. Collective."""
+        """The norm of each column of each weight's gradient, over all ranks that have pieces of it.
+
+        Collective.
+        """
         found: dict[Weight, Tensor] = {}
         for axes in sorted({t.bucket.axes for t in self.tiles}):
             mine = [w for w in self.weights if w.bucket.axes == axes and w.deferred]
@@ -156,10 +169,12 @@ class ZenFlow(Updates):
             found |= dict(zip(mine, flat.sqrt_().split([w.columns for w in mine]), strict=True))
         return found
 
-    # -- on the device ---------------------------------------------------------------------------------------
+    # -- on the device -----------------------------------------------------------------------------
 
     def _choose(self, norms: dict[Weight, Tensor]) -> None:
-        """Choose columns anew, and move their masters and states to the device; those of others go to the host."""
+        """Choose columns anew, and move their masters and states to the device; those of others go
+        to the host.
+        """
         self.fold(norms)
         if not self.begun:
             for weight in self.weights:
@@ -167,7 +182,8 @@ class ZenFlow(Updates):
         for weight, norm in norms.items():
             weight.picked = important(norm, weight.wanted)
         self.build([w for w in self.weights if w.deferred or w.part is None])
-        self.begun, self.since = True, 0
+        self.begun = True
+        self.since = 0
         for tile in self.tiles:
             tile.changed = True  # columns that become chosen have their newest values at once
 
@@ -184,8 +200,11 @@ class ZenFlow(Updates):
             master = weight.piece.master
             host = self.optimizer.state.get(master, {})
             if weight.part is not None and weight.chosen is not None and host:
-                group, device = self._group_of[master], weight.part.device
-                states[weight.part] = take_states(weight.chosen, host, master, group, weight.updates, device)
+                group = self._group_of[master]
+                device = weight.part.device
+                states[weight.part] = take_states(
+                    weight.chosen, host, master, group, weight.updates, device
+                )
         self._make_device(states)
 
     def _make_device(self, states: dict[Tensor, dict[str, Any]]) -> None:
@@ -195,17 +214,27 @@ class ZenFlow(Updates):
         device = self.device = twin(self.optimizer, self.ctx.kernels)
         device.state = states  # type: ignore[assignment]
         device.param_groups = [
-            {**g, "params": [parts[p] for p in g["params"] if p in parts]} for g in self.optimizer.param_groups
+            {**g, "params": [parts[p] for p in g["params"] if p in parts]}
+            for g in self.optimizer.param_groups
         ]
         self._device_stepper = Stepper(list(parts.values()), [None] * len(parts), every=False)
 
     def _update_parts(self, factor: float) -> None:
         """The device's optimizer step."""
-        if late := [w for w in self.weights if w.grad is not None and not w.deferred and w.part is None]:
+        if late := [
+            w for w in self.weights if w.grad is not None and not w.deferred and w.part is None
+        ]:
             self.build(late)  # they were frozen until now
-        assert self.optimizer is not None and self.device is not None and self._device_stepper is not None
+        assert (
+            self.optimizer is not None
+            and self.device is not None
+            and self._device_stepper is not None
+        )
         with_part = [w for w in self.weights if w.part is not None]
-        grads = [w.chosen.take(w.grad.view(-1)) if w.grad is not None and w.chosen else None for w in with_part]
+        grads = [
+            w.chosen.take(w.grad.view(-1)) if w.grad is not None and w.chosen else None
+            for w in with_part
+        ]
         if not any(g is not None for g in grads):
             return
         _follow_settings(self.device, self.optimizer)
@@ -214,8 +243,10 @@ class ZenFlow(Updates):
         self._device_stepper.release()
         if settings_of(self.device) != kept:
             raise UsageError(
-                f"zero_optimization.zenflow: {type(self.optimizer).__name__} changes its parameter groups in each "
-                "step, and ZenFlow updates parts of them at different times; use an optimizer that counts per parameter"
+                f"zero_optimization.zenflow: {type(self.optimizer).__name__} changes its parameter "
+                "groups in each "
+                "step, and ZenFlow updates parts of them at different times; use an optimizer that "
+                "counts per parameter"
             )
 
     def _write_parts(self) -> None:
@@ -229,7 +260,9 @@ class ZenFlow(Updates):
                         weight.chosen.put(tile.bucket.parts[weight.piece.index], weight.part.data)
 
     def _host_state(self, weight: Weight) -> Mapping[str, Any]:
-        return self.optimizer.state.get(weight.piece.master, {}) if self.optimizer is not None else {}
+        return (
+            self.optimizer.state.get(weight.piece.master, {}) if self.optimizer is not None else {}
+        )
 
     @property
     def _group_of(self) -> dict[Tensor, dict[str, Any]]:
@@ -237,7 +270,7 @@ class ZenFlow(Updates):
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         return {p: g for g in groups for p in g["params"]}
 
-    # -- on the host -----------------------------------------------------------------------------------------
+    # -- on the host -------------------------------------------------------------------------------
 
     def _accumulate(self, factor: float) -> None:
         """Add this step's gradients, times `factor`, to the interval's sums on the host."""
@@ -254,19 +287,23 @@ class ZenFlow(Updates):
             if self._worker is None:
                 job()
             else:
-                tile.ticket = self._worker.submit(f"adding up {tile.bucket.about_gradients}", job, first=True)
+                tile.ticket = self._worker.submit(
+                    f"adding up {tile.bucket.about_gradients}", job, first=True
+                )
 
     def _apply(self, *, everything: bool = False) -> None:
         """End the interval: update the host's masters with the mean gradient.
 
-        everything: also of what is updated on the device otherwise, and at once. Else, with overlap, the weights that
-        the last interval has made are taken over, and those of this one when the next ends.
+        everything: also of what is updated on the device otherwise, and at once. Else, with
+        overlap, the weights that the last interval has made are taken over, and those of this one
+        when the next ends.
         """
         assert self.optimizer is not None and self._host is not None
         self.wait()
         self.take_over()
         self._host.state = self.optimizer.state
-        self._host.param_groups = [dict(g) for g in self.optimizer.param_groups]  # a schedule may change them meanwhile
+        # a schedule may change them meanwhile
+        self._host.param_groups = [dict(g) for g in self.optimizer.param_groups]
         self.pending = [t for t in self.tiles if t.used]
         for tile in self.pending:
             job = partial(self._update, tile, tile.mean_of(everything), 1.0 / self.steps)
@@ -276,7 +313,9 @@ class ZenFlow(Updates):
                 self._worker.submit(f"the optimizer's step for {tile.bucket.about_weights}", job)
             tile.turn(2 if self.keys.overlap_step else 1)
         for weight in self.weights:
-            weight.used, weight.rest, weight.most = False, 0.0, 0.0
+            weight.used = False
+            weight.rest = 0.0
+            weight.most = 0.0
         self.steps = 0
         if self._worker is None or everything:
             self.take_over()
@@ -284,7 +323,8 @@ class ZenFlow(Updates):
     def _update(self, tile: Tile, grads: Sequence[Tensor | None], scale: float) -> None:
         """The host's optimizer step for one bucket."""
         assert self._host_stepper is not None
-        before, after = [None] * tile.place, [None] * (len(self.weights) - tile.place - len(grads))
+        before = [None] * tile.place
+        after = [None] * (len(self.weights) - tile.place - len(grads))
         self._host_stepper.step(self._host, [*before, *grads, *after], scale)
 
     def take_over(self) -> None:
@@ -310,7 +350,7 @@ class ZenFlow(Updates):
         if self._worker is not None:
             self._worker.wait_all()
 
-    # -- both sides in step ----------------------------------------------------------------------------------
+    # -- both sides in step ------------------------------------------------------------------------
 
     def settle(self) -> None:
         """See `Updates.settle`."""
@@ -320,11 +360,15 @@ class ZenFlow(Updates):
             self._folded = True
 
     def fold(self, weights: Iterable[Weight]) -> None:
-        """Write their parts, and the states of these, over what the host has; what is not chosen there stays."""
+        """Write their parts, and the states of these, over what the host has; what is not chosen
+        there stays.
+        """
         self.wait()
         self.bring_states()
         for weight in weights:
-            part, chosen, master = weight.part, weight.chosen, weight.piece.master
+            part = weight.part
+            chosen = weight.chosen
+            master = weight.piece.master
             if part is None or chosen is None:
                 continue
             chosen.put(master.data, part.data)
@@ -337,7 +381,9 @@ class ZenFlow(Updates):
                 host = self.optimizer.state[master]
                 if not weight.deferred and "step" in state:
                     host["step"] = copy.deepcopy(state["step"])
-                put_states(chosen, state, part.numel(), host, self._group_of[master], steps_of(host))
+                put_states(
+                    chosen, state, part.numel(), host, self._group_of[master], steps_of(host)
+                )
 
     def follow(self, piece: Piece) -> None:
         """See `DeferredMasters.follow`."""
@@ -347,7 +393,12 @@ class ZenFlow(Updates):
             state = self.device.state.get(weight.part, {}) if self.device is not None else {}
             host = self.optimizer.state.get(piece.master) if self.optimizer is not None else None
             if state and host:
-                place = (piece.master, self._group_of[piece.master], weight.updates, weight.part.device)
+                place = (
+                    piece.master,
+                    self._group_of[piece.master],
+                    weight.updates,
+                    weight.part.device,
+                )
                 for key, value in take_states(weight.chosen, host, *place).items():
                     if isinstance(value, Tensor) and value.dim():
                         state[key].copy_(value)
@@ -355,7 +406,9 @@ class ZenFlow(Updates):
             staged[piece.within].copy_(piece.master.data)
 
     def _copy_of(self, tile: Tile, weight: Weight) -> Tensor | None:
-        """Where the host's step writes the new weight, where that has another dtype than its master."""
+        """Where the host's step writes the new weight, where that has another dtype than its
+        master.
+        """
         bucket = tile.bucket
         if tile.staged is None and bucket.upcast:
             assert bucket.placement.masters is not None
@@ -365,13 +418,20 @@ class ZenFlow(Updates):
         return None if empty else tile.staged[weight.piece.within]  # type: ignore[index]
 
     def begin_anew(self, optimizer: Optimizer) -> None:
-        """Forget which columns are chosen, and the interval that has begun; what the host has counts."""
+        """Forget which columns are chosen, and the interval that has begun; what the host has
+        counts.
+        """
         self.take(optimizer)
         self.steps = self.since = self.warm = 0
-        self.begun, self.pending, self.device = False, [], None
+        self.begun = False
+        self.pending = []
+        self.device = None
         for weight in self.weights:
             weight.picked = weight.chosen = weight.part = None
-            weight.used, weight.rest, weight.most, weight.updates = False, 0.0, 0.0, 0
+            weight.used = False
+            weight.rest = 0.0
+            weight.most = 0.0
+            weight.updates = 0
         for tile in self.tiles:
             tile.begun = False
 
@@ -383,7 +443,7 @@ class ZenFlow(Updates):
         """See `DeferredMasters.saved`."""
         return saving.states(self, self.of[piece], store)
 
-    # -- states that rest on the host (key `offload`) --------------------------------------------------------
+    # -- states that rest on the host (key `offload`) ----------------------------------------------
 
     def bring_states(self) -> None:
         """Have the parts and their states on the device."""
@@ -392,9 +452,16 @@ class ZenFlow(Updates):
     def _away_with_states(self) -> None:
         if not self.keys.offload or self.device is None:
             return
-        found = [v for s in self.device.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim()]
+        found = [
+            v
+            for s in self.device.state.values()
+            for v in s.values()
+            if isinstance(v, Tensor) and v.dim()
+        ]
         found += [w.part.data for w in self.weights if w.part is not None]
-        self._away.offload(OffloadStateTypeEnum.optim_states, found, pin=self._pinned, non_blocking=True)
+        self._away.offload(
+            OffloadStateTypeEnum.optim_states, found, pin=self._pinned, non_blocking=True
+        )
 
     @property
     def _pinned(self) -> bool:

@@ -26,10 +26,11 @@ __all__ = ["Tile", "Weight"]
 class Weight:
     """This rank's piece of one parameter.
 
-    columns: of the weight, as a matrix. wanted: how many of them are updated on the device. parts: the piece as
-    rectangles. picked: the columns that are; None: not chosen yet. chosen, part: the piece's elements of them, and what
-    the device's optimizer updates. now: whether any rank had a gradient in this step; grad: this piece's. used: whether
-    any had one in this interval. updates: how often devices have updated it; a rank may have had no part then. rest,
+    columns: of the weight, as a matrix. wanted: how many of them are updated on the device. parts:
+        the piece as rectangles. picked: the columns that are; None: not chosen yet. chosen, part:
+        the piece's elements of them, and what the device's optimizer updates. now: whether any rank
+        had a gradient in this step; grad: this piece's. used: whether any had one in this interval.
+        updates: how often devices have updated it; a rank may have had no part then. rest,
     most: the sums, over the interval, of the mean norms of other and of picked columns.
     """
 
@@ -57,13 +58,19 @@ class Weight:
 
     @property
     def deferred(self) -> bool:
-        """Whether any of it is updated on the host after the warm-up; else all of it is on the device."""
+        """Whether any of it is updated on the host after the warm-up; else all of it is on the
+        device.
+        """
         return self.columns > self.wanted
 
     @property
     def tallied(self) -> bool:
-        """Whether this rank counts it, of those that have pieces of it, where a share of all weights is asked for."""
-        return self.deferred and self.bucket.counted and self.piece.start == 0 and self.piece.stop > 0
+        """Whether this rank counts it, of those that have pieces of it, where a share of all
+        weights is asked for.
+        """
+        return (
+            self.deferred and self.bucket.counted and self.piece.start == 0 and self.piece.stop > 0
+        )
 
     def squares(self) -> Tensor:
         """For each column the sum of squares of this piece's gradient."""
@@ -73,7 +80,8 @@ class Weight:
 
     def choose(self) -> None:
         """Make `chosen` and `part` for the columns that are picked, from the host's master."""
-        piece, before = self.piece, self.part
+        piece = self.piece
+        before = self.part
         self.chosen = self.part = None
         if piece.stop == piece.start or not piece.param.requires_grad:
             return
@@ -83,14 +91,20 @@ class Weight:
             self.chosen = Chosen.of(self.parts, self.picked)
         if self.chosen is not None and self.chosen.numel:
             device = self.bucket.full.device if before is None else before.device
-            self.part = nn.Parameter(self.chosen.take(piece.master.data).to(device), requires_grad=False)
+            self.part = nn.Parameter(
+                self.chosen.take(piece.master.data).to(device), requires_grad=False
+            )
 
     def blank(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A state for all of the piece like `state`, which is that of its part: zeros, and no updates yet."""
+        """A state for all of the piece like `state`, which is that of its part: zeros, and no
+        updates yet.
+        """
         made: dict[str, Any] = {}
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim():
-                made[key] = torch.zeros_like(self.piece.master, dtype=value.dtype, requires_grad=False)
+                made[key] = torch.zeros_like(
+                    self.piece.master, dtype=value.dtype, requires_grad=False
+                )
             elif key == "step":
                 made[key] = torch.zeros_like(value) if isinstance(value, Tensor) else type(value)(0)
             else:
@@ -102,10 +116,12 @@ class Weight:
 class Tile:
     """A bucket, as the host updates it.
 
-    sums: gradients, multiplied by the steps' factors, of this interval; and with overlap of the last one, which the
-    host applies meanwhile. begun: whether anything is in the sum. arrived: the last step's gradient on its way into it,
-    ticket: of the worker's job with it. staged: the new weights in their dtype, where masters have another. changed:
-    whether this step changes weights, be it without a gradient: those of the host may be taken over.
+    sums: gradients, multiplied by the steps' factors, of this interval; and with overlap of the
+        last one, which the host applies meanwhile. begun: whether anything is in the sum. arrived:
+        the last step's gradient on its way into it,
+    ticket: of the worker's job with it. staged: the new weights in their dtype, where masters have
+        another. changed: whether this step changes weights, be it without a gradient: those of the
+        host may be taken over.
     """
 
     bucket: FlatBucket
@@ -124,8 +140,11 @@ class Tile:
         return any(w.used for w in self.weights)
 
     def receive(self, shard: Tensor, accelerator: Accelerator, factor: float) -> Callable[[], None]:
-        """Start to copy a step's gradient to the host; the function that then adds it, times `factor`, to the sum."""
-        store, size = self.bucket.placement.masters, self.bucket.layout.shard_numel
+        """Start to copy a step's gradient to the host; the function that then adds it, times
+        `factor`, to the sum.
+        """
+        store = self.bucket.placement.masters
+        size = self.bucket.layout.shard_numel
         assert store is not None
         if self.arrived is None or self.arrived.dtype != shard.dtype:
             self.arrived = store.buffer(size, shard.dtype)
@@ -147,7 +166,9 @@ class Tile:
         return self.sums[0]
 
     def mean_of(self, everything: bool) -> list[Tensor | None]:
-        """What the host's optimizer gets for each weight, to be divided by the number of steps; None: no update."""
+        """What the host's optimizer gets for each weight, to be divided by the number of steps;
+        None: no update.
+        """
         return [
             self.sums[0][w.piece.within]
             if w.used and w.piece.stop > w.piece.start and (everything or w.deferred)
@@ -163,9 +184,12 @@ class Tile:
         self.begun = False
 
     def _new_sum(self) -> Tensor:
-        store, dtype = self.bucket.placement.masters, self.bucket.master.dtype
+        store = self.bucket.placement.masters
+        dtype = self.bucket.master.dtype
         assert store is not None
-        return store.buffer(self.bucket.layout.shard_numel, torch.promote_types(dtype, torch.float32))
+        return store.buffer(
+            self.bucket.layout.shard_numel, torch.promote_types(dtype, torch.float32)
+        )
 
 
 def _add(total: Tensor, arrived: Tensor, event: Any, factor: float, begun: bool) -> None:

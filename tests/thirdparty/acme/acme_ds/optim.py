@@ -38,6 +38,8 @@ class HalvingParams(Section):
     every: int = Field(1, ge=1, description="Halve the learning rate every so many steps.")
 
 
-def make_halving(optimizer: torch.optim.Optimizer, every: int = 1) -> torch.optim.lr_scheduler.LRScheduler:
+def make_halving(
+    optimizer: torch.optim.Optimizer, every: int = 1
+) -> torch.optim.lr_scheduler.LRScheduler:
     """A schedule that halves every `every` steps."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 ** (step // every))

@@ -11,7 +11,14 @@ from pydantic import Field
 
 from ds_core.config import Section
 from ds_core.context import StashKey
-from ds_core.entries import AcceleratorEntry, CommandEntry, OptimizerEntry, Phase, SchedulerEntry, Transform
+from ds_core.entries import (
+    AcceleratorEntry,
+    CommandEntry,
+    OptimizerEntry,
+    Phase,
+    SchedulerEntry,
+    Transform,
+)
 from ds_core.errors import Problem
 
 if TYPE_CHECKING:
@@ -27,7 +34,9 @@ STEPS = StashKey[list[int]]("acme steps")
 class AcmeConfig(Section):
     """The section ``acme``."""
 
-    journal: Path = Field(description="File that gets one JSON line per journalled step, and one at the end.")
+    journal: Path = Field(
+        description="File that gets one JSON line per journalled step, and one at the end."
+    )
     every: int = Field(1, ge=1, description="Journal every so many steps.")
     events: Path | None = Field(None, description="File of acme's monitor; none, no monitor.")
     freeze_biases: bool = Field(False, description="Train no bias.")
@@ -50,14 +59,20 @@ def ds_run_options() -> Mapping[str, RunOption]:
     from ds_cli.run_options import RunOption
 
     return {
-        "--mood": RunOption("acme_ds.command:mood", "How acme feels in the run.", choices=("good", "bad")),
-        "--only-greet": RunOption("acme_ds.command:only_greet", "Greet the script, and do not run it."),
+        "--mood": RunOption(
+            "acme_ds.command:mood", "How acme feels in the run.", choices=("good", "bad")
+        ),
+        "--only-greet": RunOption(
+            "acme_ds.command:only_greet", "Greet the script, and do not run it."
+        ),
     }
 
 
 def ds_accelerators() -> Iterable[AcceleratorEntry]:
     """A device kind that is the CPU under another name."""
-    return [AcceleratorEntry("acme", "cpu", "acme_ds.device:AcmeAccelerator", "acme_ds.device:probe")]
+    return [
+        AcceleratorEntry("acme", "cpu", "acme_ds.device:AcmeAccelerator", "acme_ds.device:probe")
+    ]
 
 
 def ds_optimizers() -> Mapping[str, OptimizerEntry]:
@@ -67,7 +82,9 @@ def ds_optimizers() -> Mapping[str, OptimizerEntry]:
 
 def ds_schedulers() -> Mapping[str, SchedulerEntry]:
     """Halving."""
-    return {"AcmeHalving": SchedulerEntry("acme_ds.optim:make_halving", "acme_ds.optim:HalvingParams")}
+    return {
+        "AcmeHalving": SchedulerEntry("acme_ds.optim:make_halving", "acme_ds.optim:HalvingParams")
+    }
 
 
 def ds_commands() -> Mapping[str, CommandEntry]:

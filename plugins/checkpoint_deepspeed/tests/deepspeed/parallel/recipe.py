@@ -1,7 +1,9 @@
-"""Model-parallel models, and the checkpoints beside this file: ``recipe.py FOLDER KIND STAGE`` with real DeepSpeed.
+"""Model-parallel models, and the checkpoints beside this file: ``recipe.py FOLDER KIND STAGE`` with
+real DeepSpeed.
 
-They were written by DeepSpeed 0.19.8 on the CPU, after 3 of 5 steps: moe-1 and pipe-1 and tp-3 on 4 ranks, the others
-on 2. losses.json holds rank 0's loss of every step. Without DeepSpeed the same models are made of ds_core's parts.
+They were written by DeepSpeed 0.19.8 on the CPU, after 3 of 5 steps: moe-1 and pipe-1 and tp-3 on 4
+ranks, the others on 2. losses.json holds rank 0's loss of every step. Without DeepSpeed the same
+models are made of ds_core's parts.
 """
 
 import json
@@ -16,7 +18,9 @@ from torch import nn
 try:
     import deepspeed
     from deepspeed.moe.layer import MoE
-    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as groups_of
+    from deepspeed.moe.utils import (
+        split_params_into_different_moe_groups_for_optimizer as groups_of,
+    )
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 except ImportError:
     from ds_moe import MoE
@@ -70,11 +74,20 @@ class Norm(nn.Module):
 
 def pipeline(kind, stages):
     torch.manual_seed(3)
-    first, last = TiedLayerSpec("embed", Embedding), TiedLayerSpec("embed", Embedding, forward_fn=head)
+    first = TiedLayerSpec("embed", Embedding)
+    last = TiedLayerSpec("embed", Embedding, forward_fn=head)
     if kind == "pipe-untied":
-        first, last = LayerSpec(Embedding), LayerSpec(nn.Linear, 6, 11)
+        first = LayerSpec(Embedding)
+        last = LayerSpec(nn.Linear, 6, 11)
     return PipelineModule(
-        layers=[first, LayerSpec(nn.Linear, 6, 6), nn.Tanh(), LayerSpec(Norm), LayerSpec(nn.Linear, 6, 6), last],
+        layers=[
+            first,
+            LayerSpec(nn.Linear, 6, 6),
+            nn.Tanh(),
+            LayerSpec(Norm),
+            LayerSpec(nn.Linear, 6, 6),
+            last,
+        ],
         loss_fn=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()),
         num_stages=stages,
         partition_method="uniform",
@@ -95,11 +108,19 @@ def pipe_batches(step, rank):
 class MoENet(nn.Module):
     def __init__(self, ep):
         super().__init__()
-        self.inner, self.head = nn.Linear(12, 8), nn.Linear(8, 5)
+        self.inner = nn.Linear(12, 8)
+        self.head = nn.Linear(8, 5)
         self.moe = MoE(
-            hidden_size=8, expert=nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8)), num_experts=4, ep_size=ep, k=1,
-            capacity_factor=4.0, eval_capacity_factor=4.0, min_capacity=0, noisy_gate_policy=None,
-        )  # fmt: skip
+            hidden_size=8,
+            expert=nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8)),
+            num_experts=4,
+            ep_size=ep,
+            k=1,
+            capacity_factor=4.0,
+            eval_capacity_factor=4.0,
+            min_capacity=0,
+            noisy_gate_policy=None,
+        )
         made = seeded(12)
         with torch.no_grad():
             for name, param in self.named_parameters():
@@ -154,11 +175,17 @@ class TPNet(nn.Module):
 
     def __init__(self, mpu):
         super().__init__()
-        self.size, self.rank, self.group = 1, 0, None
+        self.size = 1
+        self.rank = 0
+        self.group = None
         if mpu is not None:
-            self.size, self.rank = mpu.get_model_parallel_world_size(), mpu.get_model_parallel_rank()
+            self.size = mpu.get_model_parallel_world_size()
+            self.rank = mpu.get_model_parallel_rank()
             self.group = mpu.get_model_parallel_group()
-        self.up, self.bias = self.cut(torch.randn(8, 6, generator=seeded(1)), 0), self.cut(torch.zeros(8), 0)
+        self.up, self.bias = (
+            self.cut(torch.randn(8, 6, generator=seeded(1)), 0),
+            self.cut(torch.zeros(8), 0),
+        )
         self.down = self.cut(torch.randn(6, 8, generator=seeded(2)), 1)
         self.norm = nn.LayerNorm(6)
 
@@ -177,7 +204,8 @@ class Mpu:
     """Neighbouring ranks share a model."""
 
     def __init__(self, tp):
-        world, rank = dist.get_world_size(), dist.get_rank()
+        world = dist.get_world_size()
+        rank = dist.get_rank()
         for first in range(0, world, tp):
             group = dist.new_group(list(range(first, first + tp)))
             self.model = group if first <= rank < first + tp else getattr(self, "model", None)
@@ -234,7 +262,9 @@ def engine_of(initialize, kind, stage, parts):
             "parameter_with_row_parallelism_patterns": ["down"],
         }
     more = {} if mpu is None else {"mpu": mpu}
-    return initialize(model=net, model_parameters=list(net.parameters()), config=settings, **more)[0]
+    return initialize(model=net, model_parameters=list(net.parameters()), config=settings, **more)[
+        0
+    ]
 
 
 def step_of(engine, kind, step, rank):
@@ -251,7 +281,11 @@ def main(folder, kind, stage):
     deepspeed.init_distributed(dist_backend="gloo")
     engine = engine_of(deepspeed.initialize, kind, stage, 2)
     tp = 2 if kind.startswith(("pipe", "tp")) else 1
-    rank = dist.get_rank() // tp if kind.startswith("tp") else dist.get_rank() % (dist.get_world_size() // tp)
+    rank = (
+        dist.get_rank() // tp
+        if kind.startswith("tp")
+        else dist.get_rank() % (dist.get_world_size() // tp)
+    )
     losses = []
     for step in range(5):
         if step == 3:
@@ -261,7 +295,8 @@ def main(folder, kind, stage):
         with open(f"{folder}/losses.json", "w") as file:
             json.dump(losses, file)
     dist.barrier()
-    os._exit(0)  # one in ten ends of a process that used DeepSpeed is an abort ("terminate called ...")
+    # one in ten ends of a process that used DeepSpeed is an abort ("terminate called ...")
+    os._exit(0)
 
 
 if __name__ == "__main__":

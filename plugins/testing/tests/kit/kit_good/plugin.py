@@ -43,5 +43,7 @@ def ds_kernels() -> Iterable[KernelEntry]:
     """A kernel that serves, and one that this machine cannot serve."""
     return (
         KernelEntry("kit_add", "reference", "kit_good.impl:add", 0, dtypes=("float32",)),
-        KernelEntry("kit_add", "magic", "kit_good.impl:only_there", 30, available=lambda: "no magic here"),
+        KernelEntry(
+            "kit_add", "magic", "kit_good.impl:only_there", 30, available=lambda: "no magic here"
+        ),
     )
