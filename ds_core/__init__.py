@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -40,26 +43,44 @@ if TYPE_CHECKING:
 
 
 def names_on_first_use(
-    package: str, homes: Mapping[str, str]
+    package: str, homes: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The package's ``__getattr__`` and ``__dir__``. homes: module below it -> its names that the
-    package has.
+    """The package's ``__getattr__`` and ``__dir__``.
+
+    homes: module below it -> its names that the package has. Without it they are those that the
+        package's ``__init__.pyi`` imports, which is read when the first name is asked for.
     """
-    home = {name: module for module, names in homes.items() for name in names.split()}
+
+    @functools.cache
+    def home() -> dict[str, str]:
+        if homes is None:
+            return _imported_by_stub(package)
+        return {name: module for module, names in homes.items() for name in names.split()}
 
     def load(name: str) -> Any:
         if name == "__all__":  # what `import *` asks for
-            return sorted(home)
-        if name not in home:
+            return sorted(home())
+        # The import system asks for these, and a package that has them sets them.
+        if name.startswith("__") or name not in home():
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = importlib.import_module(f"{package}.{home[name]}")
-        value = (
-            module if name == home[name] and not hasattr(module, name) else getattr(module, name)
-        )
+        module = importlib.import_module(f"{package}.{home()[name]}")
+        is_module = name == home()[name] and not hasattr(module, name)
+        value = module if is_module else getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
 
-    return load, lambda: sorted({*vars(sys.modules[package]), *home})
+    return load, lambda: sorted({*vars(sys.modules[package]), *home()})
+
+
+def _imported_by_stub(package: str) -> dict[str, str]:
+    """Name -> the module below `package` that its stub imports it from."""
+    text = pkgutil.get_data(package, "__init__.pyi") or b""
+    found = {}
+    for statement in ast.parse(text).body:
+        if isinstance(statement, ast.ImportFrom) and statement.module:
+            module = statement.module.removeprefix(f"{package}.")
+            found.update({name.asname or name.name: module for name in statement.names})
+    return found
 
 
 __getattr__, __dir__ = names_on_first_use(

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ds_core.partition import Partitioner
     from ds_core.runner import Batches
 
-__all__ = ["KEEP", "LATER", "REDUCE", "Accumulation", "BackwardPlan", "Origin", "Window"]
-
 MIXED = (
     "gradients of one accumulation window came both from engine.backward(loss), which divides by "
     "gradient_accumulation_steps, and from a plain loss.backward(), which does not; use one of the "

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from ds_core.accelerator import Accelerator
     from ds_core.data import Loader
 
-__all__ = ["config_source", "initialize"]
-
 log = logging.getLogger("ds_core")
 
 ParamGroups = list[dict[str, Any]]

@@ -20,9 +20,6 @@ from ds_core.precision import WIRE_DTYPES
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["BUCKET_BYTES", "Bucket", "arrange", "averaging_factors", "make_buckets", "wire_dtype"]
-
-
 K = TypeVar("K", bound=Hashable)
 
 BUCKET_BYTES = 25 * 2**20

@@ -7,8 +7,6 @@ from functools import partial
 
 from ds_core.entries import AcceleratorEntry, OptimizerEntry
 
-__all__ = ["ds_accelerators", "ds_optimizers"]
-
 
 def _missing(name: str) -> str | None:
     """Why torch has no device of this name to use; None if it has one.

@@ -16,8 +16,6 @@ from typing import Any
 
 from ds_core.errors import Problem, did_you_mean
 
-__all__ = ["documented", "find_elsewhere", "install", "known", "missing", "offered_by"]
-
 
 @functools.cache
 def _catalogue() -> dict[str, dict[str, Any]]:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from ds_core.running import RunningEngine
 
-__all__ = ["Checkpointer", "LoadOptions", "SaveOptions"]
-
 Folder = str | os.PathLike[str]
 Loaded = tuple[str | None, dict[str, Any] | None]
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ds_core.mesh import Mesh
     from ds_core.plugins import Plugins
 
-__all__ = ["Composition", "compose"]
-
 
 @dataclass(frozen=True, slots=True)
 class Composition:

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from ds_core.precision import Precision
     from ds_core.running import RunningEngine
 
-__all__ = ["Context", "Stash", "StashKey"]
-
-
 T = TypeVar("T")
 
 

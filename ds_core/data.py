@@ -17,8 +17,6 @@ from ds_core.errors import UsageError
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["DistributedLoader", "Loader", "LoaderRequest", "RepeatingLoader", "make_loader"]
-
 
 class Loader(Protocol):
     """What `training_data` becomes: this rank's batches, epoch after epoch, at a position that can

@@ -24,26 +24,6 @@ from ds_core.entries import Ref, WrongAnswer, nothing, resolve
 from ds_core.errors import PluginError, did_you_mean
 from ds_core.moved import names_of
 
-__all__ = [
-    "Answer",
-    "BACKENDS",
-    "blame",
-    "blaming",
-    "check_required",
-    "discover",
-    "Found",
-    "HOOKS",
-    "hooks_of",
-    "KIT_HOOKS",
-    "OBSERVERS",
-    "Offers",
-    "offers",
-    "kit_hooks",
-    "reset_discovery",
-    "SECTIONS",
-    "unmet",
-]
-
 __getattr__ = names_of(__name__)
 SECTIONS = "ds_core.plugins"
 BACKENDS = "ds_core.backends"

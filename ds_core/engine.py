@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from ds_core.partition import BackwardPlan, Partitioner
     from ds_core.runner import Runner
 
-__all__ = ["Engine"]
-
 __getattr__ = names_of(__name__)
 
 

@@ -24,28 +24,6 @@ from ds_core.errors import DSError, PluginError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = [
-    "AcceleratorEntry",
-    "Axis",
-    "Chart",
-    "CollectivesEntry",
-    "CommandEntry",
-    "Event",
-    "KernelEntry",
-    "LauncherEntry",
-    "OptimizerEntry",
-    "Phase",
-    "Probe",
-    "Ref",
-    "RendezvousEntry",
-    "Request",
-    "SchedulerEntry",
-    "StateStoreEntry",
-    "Transform",
-    "ask",
-    "resolve",
-]
-
 Ref = str
 """``"package.module:attribute"``."""
 

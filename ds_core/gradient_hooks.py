@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ds_core.multi_engine import JointBackwards
     from ds_core.running import RunningEngine
 
-__all__ = ["GradientHooks", "unwatch_zero_grad", "watch_zero_grad"]
-
 log = logging.getLogger("ds_core.engine")
 
 

@@ -14,8 +14,6 @@ from ds_core import comm
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["GradientShard", "Gradients"]
-
 
 @dataclass(frozen=True, slots=True)
 class GradientShard:

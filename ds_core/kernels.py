@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from ds_core.plugins import Found, Plugins
 
-__all__ = ["Candidate", "Kernels", "UsesKernels"]
-
 __getattr__ = names_of(__name__)
 __path__: list[str] = []  # for modules that lay below it and have moved
 

@@ -22,8 +22,6 @@ from ds_core.moved import names_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Mesh", "plan_mesh"]
-
 __getattr__ = names_of(__name__)
 
 

@@ -15,17 +15,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-__all__ = [
-    "HOOKS_BEFORE",
-    "METHODS",
-    "MODULES",
-    "NAMES",
-    "check_contract",
-    "install",
-    "names_of",
-    "now",
-]
-
 MODULES = {
     "ds_core.access": "ds_access.states",
     "ds_core.accelerator.contract": "ds_core.accelerator",

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.gradient_hooks import GradientHooks
 
-__all__ = ["JOINT", "JointBackwards", "give_back", "keep", "release_model"]
-
 _ATTRIBUTE = "ds_undo"
 
 log = logging.getLogger("ds_core")

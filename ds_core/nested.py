@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import Size, Tensor, device
 
-__all__ = ["map_leaves", "to_device"]
-
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """`value` with each leaf replaced by ``function(leaf)``.

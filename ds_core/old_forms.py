@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.partition import BackwardPlan, Partitioner
 
-__all__ = ["adapted", "give_plans"]
-
-
 Hooks = dict[str, Callable[..., Any]]
 
 

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from ds_core.compose import Composition
     from ds_core.mesh import Mesh
 
-__all__ = ["open_run", "transform"]
-
 log = logging.getLogger("ds_core")
 
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.plugins import Found, Plugins
 
-__all__ = ["OPTIMIZERS", "Choice", "choose", "make_adam", "torch_grain"]
-
 Kind = Literal["optimizer", "scheduler"]
 
 UNUSABLE = {

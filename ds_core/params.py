@@ -29,17 +29,6 @@ if TYPE_CHECKING:
     from ds_core.entries import Grain
     from ds_core.mesh import Mesh
 
-__all__ = [
-    "COUNTED_ELSEWHERE",
-    "GradGroup",
-    "GradNorm",
-    "ParamInfo",
-    "check_grain",
-    "collect_buffers",
-    "collect_params",
-    "squared_norm",
-]
-
 _dtype = attrgetter("dtype")
 COUNTED_ELSEWHERE: StashKey[Collection[str]] = StashKey("counted elsewhere")
 """Names of tied parameters and buffers whose original is on another rank along an axis in `held`.

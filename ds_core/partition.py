@@ -11,7 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from ds_core import comm
-from ds_core.accumulation import KEEP, LATER, REDUCE, BackwardPlan
+from ds_core.accumulation import (
+    KEEP as KEEP,
+)
+from ds_core.accumulation import (
+    LATER as LATER,
+)
+from ds_core.accumulation import (
+    REDUCE as REDUCE,
+)
+from ds_core.accumulation import (
+    BackwardPlan as BackwardPlan,
+)
 from ds_core.moved import names_of
 from ds_core.params import GradGroup
 
@@ -22,18 +33,6 @@ if TYPE_CHECKING:
     from ds_core.gradient_hooks import GradientHooks
     from ds_core.gradients import GradientShard
     from ds_core.mesh import Mesh
-
-__all__ = [
-    "KEEP",
-    "LATER",
-    "REDUCE",
-    "BackwardPlan",
-    "GradState",
-    "Partitioner",
-    "broadcast_from_first",
-    "broadcast_module",
-]
-
 
 __getattr__ = names_of(__name__)
 ParamGroups = list[dict[str, Any]]

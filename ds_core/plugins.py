@@ -31,21 +31,37 @@ import pluggy
 
 from ds_core import __version__, hookspecs
 from ds_core.discovery import (
-    BACKENDS,
+    BACKENDS as BACKENDS,
+)
+from ds_core.discovery import (
     HOOKS,
-    SECTIONS,
-    Answer,
-    Found,
-    Offers,
     blame,
-    blaming,
     check_required,
-    discover,
     hooks_of,
     kit_hooks,
     offers,
-    reset_discovery,
     unmet,
+)
+from ds_core.discovery import (
+    SECTIONS as SECTIONS,
+)
+from ds_core.discovery import (
+    Answer as Answer,
+)
+from ds_core.discovery import (
+    Found as Found,
+)
+from ds_core.discovery import (
+    Offers as Offers,
+)
+from ds_core.discovery import (
+    blaming as blaming,
+)
+from ds_core.discovery import (
+    discover as discover,
+)
+from ds_core.discovery import (
+    reset_discovery as reset_discovery,
 )
 from ds_core.errors import ConfigError, PluginError, UsageError
 from ds_core.moved import HOOKS_BEFORE, check_contract
@@ -55,20 +71,6 @@ if TYPE_CHECKING:
 
     from ds_core.config import RunConfig
     from ds_core.entries import Axis
-
-__all__ = [
-    "BACKENDS",
-    "SECTIONS",
-    "Answer",
-    "Found",
-    "Offers",
-    "PluginState",
-    "Plugins",
-    "Report",
-    "blaming",
-    "discover",
-    "reset_discovery",
-]
 
 AUTOLOAD_OFF = "DS_PLUGINS_DISABLE_AUTOLOAD"
 BUILTIN = "ds_core.builtin"

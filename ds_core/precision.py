@@ -28,19 +28,6 @@ if TYPE_CHECKING:
     from ds_core.config.core import FP16
     from ds_core.plugins import Found, Plugins
 
-__all__ = [
-    "AUTOCAST_MODULES",
-    "DTYPES",
-    "WIRE_DTYPES",
-    "LossScaler",
-    "Precision",
-    "cast_floats",
-    "cast_module",
-    "forward_context",
-    "make_precision",
-    "wire_dtypes",
-]
-
 log = logging.getLogger("ds_core.precision")
 
 DTYPES: Mapping[str | None, torch.dtype] = {

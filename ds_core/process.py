@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ds_core")
 
-__all__ = ["STATE", "ProcessState", "reset", "show_log", "log_once"]
-
 
 @dataclass
 class ProcessState:

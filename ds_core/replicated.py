@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from ds_core.gradients import GradientShard
     from ds_core.params import ParamInfo
 
-__all__ = ["Replicated", "Slot"]
-
 
 @dataclass(slots=True)
 class Slot:

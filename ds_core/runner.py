@@ -21,17 +21,6 @@ if TYPE_CHECKING:
     from ds_core.mesh import Mesh
     from ds_core.running import RunningEngine
 
-__all__ = [
-    "Batches",
-    "Runner",
-    "Sequential",
-    "call_with_batch",
-    "check_loss",
-    "eval_mode",
-    "loss_of",
-    "mean_over_dp",
-]
-
 
 class Runner(ABC):
     """Runs one batch of micro-batches through the engine's module.

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ds_core.runner import Runner
     from ds_core.telemetry import MonitorMaster, Telemetry
 
-__all__ = ["RunningEngine"]
-
 log = logging.getLogger("ds_core.engine")
 
 UNFINISHED = (

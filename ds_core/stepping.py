@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from ds_core.running import RunningEngine
 
-__all__ = ["StepInputs", "Stepper", "WeightUpdate", "required"]
-
 
 class WeightUpdate:
     """One engine's optimizer steps. norm: of gradients that are sharded in any way."""

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ds_core.plugins import Observer
     from ds_core.running import RunningEngine
 
-__all__ = ["Monitor", "MonitorMaster", "Telemetry"]
-
 log = logging.getLogger("ds_core.engine")
 _NOTHING = contextlib.nullcontext()
 LATE = "late"

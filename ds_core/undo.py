@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Undo"]
-
 
 class Undo:
     """The steps that give a model back as it was. A transform adds its own:

@@ -17,7 +17,9 @@ NOT_SHOWN = re.compile(r"\.(plugin|command|__main__|worker|pytest_plugin)$")
 
 def api_pages(root: Path) -> dict[str, str]:
     """A page for each module of the core, for each package with public names, and their list."""
-    core = [name for name in modules(root / "ds_core") if name != "ds_core" and has_all(root, name)]
+    core = [
+        name for name in modules(root / "ds_core") if name != "ds_core" and has_names(root, name)
+    ]
     pages = {f"api/{name}.md": page(name, [name]) for name in core}
     packages = {}
     for dist, folder in sorted(distributions(root).items()):
@@ -28,9 +30,9 @@ def api_pages(root: Path) -> dict[str, str]:
             for name in modules(home)
             if kit and name != home.name and not NOT_SHOWN.search(name)
         ]
-        shown = [name for name in shown if has_all(folder, name)] + MORE.get(dist, [])
-        if has_all(folder, home.name) or shown:
-            names = [home.name, *dict.fromkeys(shown)] if has_all(folder, home.name) else shown
+        shown = [name for name in shown if has_names(folder, name)] + MORE.get(dist, [])
+        if has_names(folder, home.name) or shown:
+            names = [home.name, *dict.fromkeys(shown)] if has_names(folder, home.name) else shown
             if kit and home.name != "ds_testing" and shown:
                 names = shown if _only_hands_on(folder, home.name) else names
             packages[home.name] = (dist, names)
@@ -52,9 +54,12 @@ def modules(package: Path) -> list[str]:
     return sorted({name.removesuffix(".__init__") for name in names})
 
 
-def has_all(base: Path, module: str) -> bool:
-    """Whether the module says what is public in it."""
-    return bool(re.search(r"^(from .* import )?__all__\b", source(base, module), re.MULTILINE))
+def has_names(base: Path, module: str) -> bool:
+    """Whether the module has names for others: definitions of its own, or a package's stub."""
+    text = source(base, module)
+    own = re.search(r"^(async def|def|class) [a-zA-Z]|^[A-Z]\w+ ?[:=]", text, re.MULTILINE)
+    hands_on = "__all__" in text or "names_on_first_use(__name__)" in text
+    return hands_on or own is not None
 
 
 def source(base: Path, module: str) -> str:
@@ -102,7 +107,8 @@ def index(root: Path, core: list[str], packages: dict[str, tuple[str, list[str]]
     toc = "\n".join([*core, *packages])
     return f"""# API reference
 
-Made from docstrings. What a module's `__all__` does not name is private.
+Made from docstrings. Names that begin with an underscore are private, and what is not on these pages
+may change (`docs/stability.md`).
 
 ## What `import ds_core` gives
 

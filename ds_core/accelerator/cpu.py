@@ -14,8 +14,6 @@ from torch import Tensor
 from ds_core.accelerator import Accelerator
 from ds_core.errors import AcceleratorError
 
-__all__ = ["CpuAccelerator"]
-
 
 class CpuAccelerator(Accelerator):
     """The host's processor; ranks communicate over gloo."""

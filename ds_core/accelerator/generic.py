@@ -18,8 +18,6 @@ from ds_core.accelerator import Accelerator
 from ds_core.accelerator.cpu import CpuAccelerator
 from ds_core.errors import AcceleratorError
 
-__all__ = ["TorchAccelerator", "cuda", "mps", "privateuse1", "xpu"]
-
 
 class TorchAccelerator(Accelerator):
     """Drives the devices of ``torch.get_device_module(device_type)``.

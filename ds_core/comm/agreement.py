@@ -23,8 +23,6 @@ from torch.distributed import ProcessGroup
 from ds_core.comm.collectives import all_gather_into_tensor, members, rank
 from ds_core.errors import CommError, LostRankError, RankMismatchError
 
-__all__ = ["SHOWN", "all_gather_json", "check_ranks_agree", "together"]
-
 SHOWN = 5  # differences spelled out; the rest are counted
 _WIDTH = 200  # characters of one value in the message
 _RANKS = 8  # ranks named for one value

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from ds_core.comm import ALONE, interceptor
+from ds_core.comm import interceptor
+from ds_core.comm.groups import ALONE
 from ds_core.comm.providers import AfterWork, GroupCollectives, Work
 from ds_core.errors import CommError
 

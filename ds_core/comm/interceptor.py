@@ -20,19 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "OPERATIONS",
-    "TAG_BITS",
-    "Collective",
-    "Interceptor",
-    "Order",
-    "add_interceptor",
-    "interceptors",
-    "label",
-    "remove_interceptor",
-    "tag",
-]
-
 OPERATIONS: Mapping[str, str] = {
     "all_gather_into_tensor": "output",
     "reduce_scatter_tensor": "input",

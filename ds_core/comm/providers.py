@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ds_core.discovery import Found
     from ds_core.plugins import Plugins
 
-__all__ = ["AfterWork", "GroupCollectives", "Provider", "Work", "average", "choose_providers"]
-
 log = logging.getLogger("ds_core.comm")
 
 # Backends that average by themselves; the others are given a sum, which is then divided.

@@ -29,17 +29,6 @@ if TYPE_CHECKING:
     from ds_core.discovery import Answer
     from ds_core.plugins import Plugins
 
-__all__ = [
-    "Job",
-    "Rendezvous",
-    "add_interceptors_of",
-    "find_rendezvous",
-    "init_distributed",
-    "is_initialized",
-    "local_rank",
-    "reset",
-]
-
 log = logging.getLogger("ds_core.comm")
 
 DEFAULT_PORT = 29500

@@ -20,16 +20,6 @@ from ds_core.errors import ConfigError, Problem, join
 if TYPE_CHECKING:
     from ds_core.plugins import Plugins, PluginSettings
 
-__all__ = [
-    "build_config",
-    "check_rules",
-    "load_config",
-    "Models",
-    "notes_on",
-    "plugin_settings",
-    "RunConfig",
-]
-
 M = TypeVar("M", bound=BaseModel)
 
 Models = Mapping[str, tuple[type[BaseModel], str]]

@@ -15,25 +15,6 @@ from pydantic import BeforeValidator, Field, model_validator
 from ds_core.config.section import Clash, Section, option
 from ds_core.errors import ConfigError, Problem
 
-__all__ = [
-    "BF16",
-    "Batch",
-    "CORE_KEYS",
-    "CORE_OWNER",
-    "complete",
-    "CoreConfig",
-    "cross_problems",
-    "DataTypes",
-    "FP16",
-    "OptimizerConfig",
-    "PluginsConfig",
-    "resolve_batch",
-    "SchedulerConfig",
-    "TorchAutocast",
-    "with_micro_batch_size",
-    "with_train_batch_size",
-]
-
 CORE_OWNER = "ds-core"
 
 

@@ -17,18 +17,6 @@ from ds_core.config.redaction import is_secret_name
 from ds_core.config.section import SECRET, is_class, marks, names_of, old_names, union_members
 from ds_core.errors import join
 
-__all__ = [
-    "Key",
-    "Place",
-    "bare",
-    "is_secret",
-    "iter_keys",
-    "known_names",
-    "locate",
-    "names_taking_auto",
-    "secret_names",
-]
-
 
 def bare(hint: Any) -> Any:
     """`hint` without Annotated, Optional and RootModel around it."""

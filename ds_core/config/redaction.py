@@ -11,8 +11,6 @@ from typing import Any
 
 from ds_core.errors import nearest
 
-__all__ = ["REDACTED", "is_secret_name", "redact", "scrub", "secrets_in", "show", "show_unknown"]
-
 REDACTED = "***"
 
 _ALONE = {

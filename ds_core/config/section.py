@@ -22,17 +22,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-__all__ = [
-    "Clash",
-    "Section",
-    "Trait",
-    "is_class",
-    "names_of",
-    "old_names",
-    "option",
-    "union_members",
-]
-
 OLD_NAMES = "x-ds-old-names"
 SECRET = "x-ds-secret"
 NOT_OFFERED = "x-ds-not-offered"

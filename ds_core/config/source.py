@@ -21,16 +21,6 @@ from typing import Any
 
 from ds_core.errors import ConfigError, Problem, join
 
-__all__ = [
-    "ConfigSource",
-    "format_parser",
-    "Pairs",
-    "parse_json",
-    "read_config",
-    "to_pairs",
-    "Unreadable",
-]
-
 MAX_BYTES = 16 * 1024 * 1024
 MAX_DEPTH = 64
 MAX_VALUES = 200_000

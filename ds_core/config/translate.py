@@ -22,8 +22,6 @@ from ds_core.config.section import is_class, union_members
 from ds_core.config.unknown import unknown_key
 from ds_core.errors import Problem, join, nearest, path_text
 
-__all__ = ["describe", "translate_errors"]
-
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "multiple_of": "a multiple of"}
 _LENGTHS = {"min_length": "at least", "max_length": "at most"}
 _OWN_WORDS = {"value_error", "assertion_error"}

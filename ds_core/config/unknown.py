@@ -15,8 +15,6 @@ from ds_core.errors import Problem, join, nearest
 if TYPE_CHECKING:
     from ds_core.config.build import Models
 
-__all__ = ["places", "unknown_key", "without_model"]
-
 
 def without_model(
     name: str, value: Any, models: Models, installed: Collection[str], disabled: Mapping[str, str]

@@ -8,8 +8,6 @@ from pydantic import field_validator
 
 from ds_core.config import Section, option
 
-__all__ = ["CometConfig"]
-
 
 class CometConfig(Section):
     """Recording with Comet.

@@ -11,8 +11,6 @@ from ds_monitor_kit import flat, hiding
 from ds_core.entries import Event
 from ds_monitor_comet.config import CometConfig
 
-__all__ = ["CometMonitor"]
-
 
 class CometMonitor:
     """Logs to an experiment as the section says; a value of a metric at most every

@@ -6,8 +6,6 @@ from ds_monitor_kit import JobFolder
 
 from ds_core.config import option
 
-__all__ = ["CSVConfig"]
-
 
 class CSVConfig(JobFolder):
     """Where the CSV monitor writes, and whether."""

@@ -18,8 +18,6 @@ from ds_monitor_kit import append_whole
 
 from ds_core.entries import Event
 
-__all__ = ["CSVFiles", "file_stem", "header"]
-
 UNSAFE = re.compile("[/\\\\\x00-\x1f\x7f\ud800-\udfff]")
 """Separators, control characters and halves of surrogate pairs: none of them may reach a file name.
 """

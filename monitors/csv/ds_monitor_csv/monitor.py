@@ -12,8 +12,6 @@ from ds_monitor_csv.files import CSVFiles
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["CSVMonitor"]
-
 
 class CSVMonitor(BufferedMonitor):
     """Writes ``<directory>/<name with "/" as "_">.csv``: a header, and a row ``step,value`` per

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.telemetry import Monitor
 
-__all__ = ["ds_config", "ds_monitors"]
-
 
 def ds_config() -> type[BaseModel]:
     """The section ``csv_monitor``."""

@@ -26,8 +26,6 @@ from ds_monitor_kit.calling import hiding, telling
 if TYPE_CHECKING:
     from ds_core.telemetry import Monitor
 
-__all__ = ["Background"]
-
 log = logging.getLogger("ds_monitor_kit")
 
 QUEUED = 4096

@@ -24,8 +24,6 @@ from pydantic import field_validator
 from ds_core.config import Section, option
 from ds_core.entries import Event
 
-__all__ = ["BufferedMonitor", "Buffering", "JobFolder", "Sink", "append_whole"]
-
 log = logging.getLogger("ds_monitor_kit")
 
 FLUSH_EVENTS = 1000

@@ -13,8 +13,6 @@ from collections.abc import Collection, Iterator
 from ds_core.config.redaction import is_secret_name, scrub
 from ds_core.errors import PluginError
 
-__all__ = ["hiding", "telling"]
-
 log = logging.getLogger("ds_monitor_kit")
 
 LONG = 10.0

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.telemetry import Monitor
 
-__all__ = ["check_package", "flat", "rows", "service_monitors"]
-
 
 def check_package(
     config: RunConfig, section: str, package: str, requirement: str

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ds_core.config import Section, option
 
-__all__ = ["MLflowConfig"]
-
 
 class MLflowConfig(Section):
     """Recording with MLflow.

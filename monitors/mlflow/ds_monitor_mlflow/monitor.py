@@ -20,8 +20,6 @@ from ds_monitor_mlflow.config import MLflowConfig
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["MLflowMonitor", "metric_name"]
-
 PER_CALL = 1000
 """Metrics that MLflow takes in one call; parameters: a tenth."""
 FORBIDDEN = re.compile(r"[^\w\-. :/]", re.ASCII)

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ds_core.telemetry import Monitor
     from ds_monitor_mlflow.config import MLflowConfig
 
-__all__ = ["ds_check", "ds_config", "ds_monitors"]
-
 
 def ds_config() -> type[BaseModel]:
     """The section ``mlflow``."""

@@ -6,8 +6,6 @@ from ds_monitor_kit import JobFolder
 
 from ds_core.config import option
 
-__all__ = ["TensorBoardConfig"]
-
 
 class TensorBoardConfig(JobFolder):
     """Where the TensorBoard monitor writes, and whether."""

@@ -18,8 +18,6 @@ from ds_monitor_tensorboard.records import record
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["EventFile", "TensorBoardMonitor"]
-
 FILE_VERSION = "brain.Event:2"
 
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ds_core.telemetry import Monitor
     from ds_monitor_tensorboard.config import TensorBoardConfig
 
-__all__ = ["ds_check", "ds_config", "ds_monitors"]
-
 
 def ds_config() -> type[BaseModel]:
     """The section ``tensorboard``."""

@@ -15,8 +15,6 @@ from __future__ import annotations
 import functools
 import struct
 
-__all__ = ["crc32c", "masked_crc32c", "record"]
-
 POLYNOMIAL = 0x82F63B78  # Castagnoli's, bits reversed
 MASK_OFFSET = 0xA282EAD8
 WORD = 0xFFFFFFFF

@@ -6,8 +6,6 @@ from typing import Literal
 
 from ds_core.config import Section, option
 
-__all__ = ["TrackioConfig"]
-
 
 class TrackioConfig(Section):
     """Recording with trackio: in a local database (TRACKIO_DIR says where), or on a Hugging Face

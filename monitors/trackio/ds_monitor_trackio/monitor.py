@@ -10,8 +10,6 @@ from ds_monitor_kit import rows
 from ds_core.entries import Event
 from ds_monitor_trackio.config import TrackioConfig
 
-__all__ = ["TrackioMonitor"]
-
 
 class TrackioMonitor:
     """Logs to the run of this process where the program has started one, else to a new one, which

@@ -15,8 +15,6 @@ from ds_monitor_kit import rows
 from ds_core.entries import Event
 from ds_monitor_wandb.config import WandbConfig
 
-__all__ = ["AXIS", "WandbMonitor"]
-
 AXIS = "global_samples"
 
 

@@ -17,36 +17,6 @@ rank the input itself is returned. Under torch.compile a collective is one opera
 Names load on first use, so importing this package loads no torch.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from ds_core import names_on_first_use
 
-if TYPE_CHECKING:
-    from ds_comm_autograd.functions import (
-        all_to_all,
-        copy_to,
-        gather,
-        gather_to,
-        mean,
-        reduce_from,
-        reduce_scatter,
-        split,
-    )
-
-__all__ = [
-    "all_to_all",
-    "copy_to",
-    "gather",
-    "gather_to",
-    "mean",
-    "reduce_from",
-    "reduce_scatter",
-    "split",
-]
-
-__getattr__, __dir__ = names_on_first_use(
-    __name__,
-    {"functions": "all_to_all copy_to gather gather_to mean reduce_from reduce_scatter split"},
-)
+__getattr__, __dir__ = names_on_first_use(__name__)

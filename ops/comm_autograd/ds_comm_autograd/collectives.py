@@ -15,16 +15,6 @@ from torch.distributed import ProcessGroup, ReduceOp, distributed_c10d
 
 from ds_core import comm
 
-__all__ = [
-    "Members",
-    "Sizes",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "own_part",
-    "reduce_scatter",
-]
-
 Members: TypeAlias = ProcessGroup | str
 Sizes: TypeAlias = Sequence[int] | None
 """The lengths of the ranks' parts along a dimension; None: all are equal."""

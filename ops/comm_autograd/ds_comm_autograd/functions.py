@@ -18,17 +18,6 @@ from ds_comm_autograd.collectives import Members, Sizes
 from ds_core.comm import ALONE
 from ds_core.errors import CommError
 
-__all__ = [
-    "all_to_all",
-    "copy_to",
-    "gather",
-    "gather_to",
-    "mean",
-    "reduce_from",
-    "reduce_scatter",
-    "split",
-]
-
 
 def copy_to(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """`x` itself; gradients are added over the ranks.

@@ -24,18 +24,6 @@ from ds_comm_gloo.group_queue import GroupQueue, Messages, QueueWork
 from ds_core.comm import AfterWork
 from ds_core.comm.providers import average
 
-__all__ = [
-    "FOLDS",
-    "LOW",
-    "PIECE",
-    "all_gather",
-    "all_reduce",
-    "copy",
-    "cut",
-    "reduce_parts",
-    "reduce_scatter",
-]
-
 # Measured 2026-11-21 on 2 cores, other work running (torch 2.13.0; milliseconds, gloo's own ->
 # ours, fp32). All of it: `benchmarks/collectives.py`. More than two ranks: buffers (of all ranks
 # together) up to this size go through one all_to_all. 4 ranks, 16 KiB: gather 1.6 -> 1.0,

@@ -21,8 +21,6 @@ from torch.distributed import ProcessGroup
 from ds_core.comm import interceptor
 from ds_core.errors import CommError
 
-__all__ = ["GroupQueue", "Messages", "QueueWork"]
-
 _TAG_EXCHANGE = 7
 _Jobs = queue.SimpleQueue[tuple[Callable[[], None], bool, "Future[None]"] | None]
 

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ds_comm_gloo.transports import Members
 
-__all__ = ["Host", "Hosts", "host_key", "meet"]
-
 
 @dataclass(frozen=True, slots=True)
 class Host:

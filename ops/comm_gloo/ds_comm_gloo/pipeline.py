@@ -25,8 +25,6 @@ import torch
 
 from ds_comm_gloo.group_queue import QueueWork
 
-__all__ = ["Pipeline", "Stages"]
-
 AHEAD = 4
 """Blocks that are on the wire before the oldest one is waited for."""
 

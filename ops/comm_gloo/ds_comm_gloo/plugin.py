@@ -8,8 +8,6 @@ from collections.abc import Mapping
 
 from ds_core.entries import CollectivesEntry
 
-__all__ = ["ds_collectives"]
-
 
 def ds_collectives() -> Mapping[str, CollectivesEntry]:
     """``composed``, priority 0."""

@@ -19,8 +19,6 @@ from ds_comm_gloo.transports import Members, Opener, Transport, members
 from ds_comm_gloo.two_level import TwoLevel, open_two_level
 from ds_core.comm import AfterWork, GroupCollectives
 
-__all__ = ["GlooCollectives"]
-
 # torch's enumeration tells names only of some of its values.
 _NAMES = {
     getattr(ReduceOp, name): name

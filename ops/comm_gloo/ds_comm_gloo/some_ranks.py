@@ -14,8 +14,6 @@ from ds_comm_gloo import gloo
 from ds_comm_gloo.group_queue import GroupQueue
 from ds_core.errors import LostRankError
 
-__all__ = ["Lane", "PeerWork", "SomeRanks", "wire_tag"]
-
 _TAGS = 0x44530010  # beside those of `ds_comm_gloo.gloo`
 
 

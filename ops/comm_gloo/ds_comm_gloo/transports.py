@@ -33,8 +33,6 @@ from ds_comm_gloo.group_queue import GroupQueue
 from ds_comm_gloo.some_ranks import Lane, SomeRanks, wire_tag
 from ds_core.errors import CommError
 
-__all__ = ["Members", "Opener", "Transport", "exchange_among", "members"]
-
 RECORD = 2048
 """Bytes of one rank's record in `Members.exchange`."""
 _DEFAULT_TIMEOUT = 1800.0

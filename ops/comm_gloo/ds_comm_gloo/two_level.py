@@ -31,8 +31,6 @@ from ds_comm_gloo.some_ranks import Lane, PeerWork, SomeRanks, wire_tag
 from ds_comm_gloo.transports import Members, Opener, Transport, exchange_among
 from ds_core.comm.providers import average
 
-__all__ = ["TwoLevel", "open_two_level"]
-
 log = logging.getLogger("ds_comm_gloo")
 
 MESSAGE = 1 << 20

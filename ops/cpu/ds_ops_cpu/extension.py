@@ -8,8 +8,6 @@ from pathlib import Path
 
 from ds_kernel_kit.build import Extension, Unit, why_not
 
-__all__ = ["EXTENSION", "INFERENCE", "available", "can_infer", "can_share"]
-
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
 # Apple's compiler has none: one thread there
 _OPENMP = () if sys.platform == "darwin" else ("-fopenmp",)

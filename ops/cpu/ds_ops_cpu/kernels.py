@@ -42,11 +42,6 @@ from ds_core.errors import KernelError
 from ds_core.params import squared_norm as reference_squared_norm
 from ds_ops_cpu.extension import EXTENSION
 
-__all__ = [
-    "accumulate", "adagrad", "adam", "dequantize", "dequantize_sum", "lamb", "lion", "quantize", "requantize_sum",
-    "sgd", "squared_norm", "together",
-]  # fmt: skip
-
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NORM_TYPES = {**_TYPES, torch.float64: 3}
 _dtype = attrgetter("dtype")

@@ -22,8 +22,6 @@ from torch import Tensor
 
 from ds_core.errors import CommError, LostRankError
 
-__all__ = ["LEFT", "Post", "Receiving", "Sending", "SentWork"]
-
 LEFT = 5  # as in shared.cpp
 HEADER = 8
 """Bytes that go before each message."""

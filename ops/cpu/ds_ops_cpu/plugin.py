@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 
 from ds_core.entries import CollectivesEntry, KernelEntry
 
-__all__ = ["ds_collectives", "ds_kernels"]
-
 OPS = (
     *(
         "accumulate",

@@ -25,8 +25,6 @@ from torch import Tensor
 from ds_core.errors import KernelError
 from ds_ops_cpu.extension import INFERENCE
 
-__all__ = ["ROWS", "load"]
-
 ROWS = 24
 """So many rows C++ multiplies itself."""
 

@@ -26,8 +26,6 @@ from ds_core.errors import CommError, DSError, LostRankError
 from ds_ops_cpu.kernels import native
 from ds_ops_cpu.messages import LEFT, Post, Receiving, Sending, SentWork
 
-__all__ = ["BOX", "RING", "SharedMemory", "collectives", "open_segment"]
-
 log = logging.getLogger("ds_ops_cpu")
 
 BOX = 1 << 20

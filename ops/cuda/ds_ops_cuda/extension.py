@@ -15,8 +15,6 @@ from pathlib import Path
 
 from ds_kernel_kit.build import Extension, Unit, why_not
 
-__all__ = ["EXTENSION", "MIN_CAPABILITY", "available", "toolkit"]
-
 MIN_CAPABILITY = (8, 0)
 
 

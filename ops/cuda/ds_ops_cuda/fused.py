@@ -23,15 +23,6 @@ from ds_ops_cuda import formulas, native_fused
 from ds_ops_cuda.extension import available
 from ds_ops_cuda.native import TYPES, serves
 
-__all__ = [
-    "attention",
-    "bias_dropout_add",
-    "bias_gelu",
-    "gelu_linear",
-    "layer_norm",
-    "softmax_dropout",
-]
-
 log = logging.getLogger("ds_ops_cuda")
 
 # An output from which the input is worked out loses at most this many roundings' worth.

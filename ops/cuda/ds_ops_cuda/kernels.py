@@ -36,11 +36,6 @@ from ds_core.params import squared_norm as reference_squared_norm
 from ds_ops_cuda import native
 from ds_ops_cuda.native import NONE, TYPES
 
-__all__ = [
-    "accumulate", "adagrad", "adam", "dequantize", "dequantize_sum", "lamb", "lion", "quantize", "requantize_sum",
-    "sgd", "squared_norm",
-]  # fmt: skip
-
 _NORM_TYPES = {**TYPES, torch.float64: 3}
 _dtype = attrgetter("dtype")
 _device = attrgetter("device")

@@ -14,8 +14,6 @@ from ds_kernel_kit import build
 from ds_core.errors import KernelError
 from ds_ops_cuda.extension import EXTENSION
 
-__all__ = ["NONE", "TYPES", "call", "graph", "native", "processors", "serves"]
-
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NONE = 4
 DEVICE = "cuda"

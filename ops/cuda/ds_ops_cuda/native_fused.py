@@ -11,11 +11,6 @@ from ds_ops_cuda import native
 from ds_ops_cuda.native import NONE, TYPES
 from ds_ops_cuda.references import keep_scale, threshold
 
-__all__ = [
-    "bias_dropout_add_forward", "bias_gelu_backward", "bias_gelu_forward", "column_sums", "dropout",
-    "layer_norm_backward", "layer_norm_forward", "softmax_backward", "softmax_forward",
-]  # fmt: skip
-
 
 def bias_gelu_forward(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
     """See `formulas.bias_gelu_forward`."""

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 
 from ds_core.entries import KernelEntry
 
-__all__ = ["ds_kernels"]
-
 OPS = (
     *(
         "accumulate",

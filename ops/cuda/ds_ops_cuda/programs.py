@@ -33,8 +33,6 @@ from ds_ops_cuda import kernels, native
 from ds_ops_cuda.native import TYPES
 from ds_ops_cuda.translate import FEW_FOR_EXPERTS, Table, Unit, device_of, translate
 
-__all__ = ["CudaProgram", "load"]
-
 log = logging.getLogger("ds_ops_cuda")
 
 MOST_GRAPHS = 32

@@ -15,11 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = [
-    "bias_dropout_add", "bias_gelu", "draw_seed", "dropout", "keep_mask", "layer_norm", "philox", "softmax_dropout",
-    "threshold",
-]  # fmt: skip
-
 _WORD = 0xFFFFFFFF
 _SEEDS = 2**62
 

@@ -28,8 +28,6 @@ from ds_core.errors import UsageError, nearest
 from ds_ops_cuda import fused
 from ds_ops_cuda.references import draw_seed
 
-__all__ = ["DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"]
-
 
 @dataclass
 class DeepSpeedTransformerConfig:

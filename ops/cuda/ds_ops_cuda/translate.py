@@ -22,8 +22,6 @@ from ds_core.errors import KernelError
 from ds_ops_cuda import native
 from ds_ops_cuda.native import TYPES
 
-__all__ = ["Table", "Unit", "device_of", "translate"]
-
 ANY = 1 << 62
 FEW = 8
 FEW_QUANTIZED = 32

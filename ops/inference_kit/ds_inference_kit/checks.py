@@ -22,8 +22,6 @@ from ds_inference_kit.reference import load as reference
 from ds_inference_kit.step import BLOCK, KVCache, Step
 from ds_inference_kit.weights import Quantized, quantize
 
-__all__ = ["inference_program", "make_step", "random", "transformer"]
-
 Cases = Iterator[tuple[str, Callable[[], None]]]
 FORMATS = (
     "own",

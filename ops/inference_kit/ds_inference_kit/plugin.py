@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 from ds_core.entries import KernelEntry
 
-__all__ = ["ds_kernels"]
-
 
 def ds_kernels() -> Iterable[KernelEntry]:
     """The interpreter in plain torch, which serves where no faster provider does."""

@@ -28,12 +28,6 @@ from ds_inference_kit.weights import Quantized
 if TYPE_CHECKING:
     from ds_inference_kit.step import KVCache, Step
 
-__all__ = [
-    "Activation", "Add", "Attend", "By", "Collectives", "Columns", "Embed", "Experts", "Gated", "Gather", "Instruction",
-    "Keep", "Linear", "Load", "Norm", "Normalize", "Program", "Reduce", "Register", "Rotary", "Rotate", "Runnable",
-    "Weight",
-]  # fmt: skip
-
 Register = int
 Weight = Tensor | Quantized
 """A matrix [out, in]; a tensor has contiguous rows or contiguous columns (a transposed view), and

@@ -18,8 +18,6 @@ from ds_inference_kit import program as p
 from ds_inference_kit.step import BLOCK, KVCache, Step
 from ds_inference_kit.weights import Quantized, dequantize
 
-__all__ = ["ACTIVATIONS", "Interpreter", "load"]
-
 ACTIVATIONS: dict[p.Activation, Callable[[Tensor], Tensor]] = {
     p.Activation.NONE: lambda x: x,
     p.Activation.RELU: F.relu,

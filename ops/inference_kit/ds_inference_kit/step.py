@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "KVCache", "Step"]
-
 BLOCK = 32
 """Tokens per block."""
 

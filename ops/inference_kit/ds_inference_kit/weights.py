@@ -14,8 +14,6 @@ import torch
 from ds_kernel_kit import references
 from torch import Tensor
 
-__all__ = ["Quantized", "dequantize", "quantize"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantized:

@@ -36,9 +36,8 @@ from pathlib import Path
 from types import ModuleType
 
 from ds_core.errors import KernelError
-from ds_kernel_kit.cache import cache_folder, open_own, read_own
-
-__all__ = ["Extension", "Unit", "build", "cache_folder", "find", "load", "prebuild", "why_not"]
+from ds_kernel_kit.cache import cache_folder as cache_folder
+from ds_kernel_kit.cache import open_own, read_own
 
 log = logging.getLogger("ds_kernel_kit")
 

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from ds_core.errors import KernelError
 
-__all__ = ["cache_folder", "open_own", "read_own"]
-
 _HERE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ds_core.kernels import Candidate, Kernels
     from ds_kernel_kit.build import Extension
 
-__all__ = ["app"]
-
 DTYPES = (
     *(
         "float64",

@@ -20,8 +20,6 @@ from ds_core.entries import KernelEntry, resolve
 from ds_kernel_kit import references
 from ds_kernel_kit.steps import STEPS, StepSpec
 
-__all__ = ["CHECKS", "check", "has_check"]
-
 SIZES = (0, 1, 3, 17, 255, 1024, 1025, 4099, 70_001)
 F64 = torch.float64
 F32 = torch.float32

@@ -15,23 +15,20 @@ from torch import Tensor
 
 from ds_core.errors import KernelError
 from ds_kernel_kit import references
-from ds_kernel_kit.steps import GRADS, STEPS, Lists, Reference, Run, Tensors
-
-__all__ = [
-    "Lists",
-    "Reference",
-    "Row",
-    "Tensors",
-    "compiled_steps",
-    "in_one_order",
-    "pairs_by_kind",
-    "quantized_parts",
-    "quantized_rows",
-    "room_for_quantized",
-    "room_for_values",
-    "sizes_differ",
-    "sorted_out",
-]
+from ds_kernel_kit.steps import (
+    GRADS,
+    STEPS,
+    Run,
+)
+from ds_kernel_kit.steps import (
+    Lists as Lists,
+)
+from ds_kernel_kit.steps import (
+    Reference as Reference,
+)
+from ds_kernel_kit.steps import (
+    Tensors as Tensors,
+)
 
 K = TypeVar("K", bound=Hashable)
 Row = tuple[Tensor, ...]

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping
 
 from ds_core.entries import CommandEntry, KernelEntry
 
-__all__ = ["ds_commands", "ds_kernels"]
-
 OPS = (
     *(
         "accumulate",

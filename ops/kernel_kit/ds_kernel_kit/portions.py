@@ -12,8 +12,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-__all__ = ["portion_sizes"]
-
 
 def portion_sizes() -> Iterator[int]:
     """How many tensors to pass in each call: few at first, so that work begins soon.

@@ -21,8 +21,6 @@ from ds_kernel_kit.marshal import (
 )
 from ds_kernel_kit.references import Quantized
 
-__all__ = ["QuantizedOperations", "quantized_operations"]
-
 
 class QuantizedOperations(NamedTuple):
     """See the functions of these names in `ds_kernel_kit.references`; the same bits."""

@@ -18,11 +18,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = [
-    "accumulate", "adagrad", "adam", "dequantize", "dequantize_sum", "lamb", "lion", "quantize", "requantize_sum",
-    "sgd",
-]  # fmt: skip
-
 Tensors = Sequence[Tensor]
 Quantized = tuple[Tensor, Tensor, Tensor | None]
 _FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")

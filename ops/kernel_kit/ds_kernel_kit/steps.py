@@ -17,8 +17,6 @@ from torch import Tensor
 
 from ds_kernel_kit import references
 
-__all__ = ["GRADS", "STEPS", "Lists", "Reference", "Run", "StepSpec", "Tensors"]
-
 GRADS = 1
 """The place of the gradients among the lists of tensors: the only list that a step does not write.
 """

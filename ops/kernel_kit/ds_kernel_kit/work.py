@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-__all__ = ["tell", "watched"]
-
 _NAME = "ds_kernel_kit::work"
 torch.library.define(_NAME, "(Tensor like, int macs, int elements) -> ()")
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
 
-__all__ = ["LocatesParams", "ParamShard", "Ranges"]
-
 Ranges = Sequence[tuple[int, int]]
 
 

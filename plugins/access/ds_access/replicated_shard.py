@@ -13,8 +13,6 @@ from ds_core.partition import GradState
 if TYPE_CHECKING:
     from ds_core.replicated import Replicated
 
-__all__ = ["ReplicatedShard"]
-
 
 class ReplicatedShard(ParamShard):
     """A parameter of `Replicated`: every rank holds all of it."""

@@ -17,18 +17,6 @@ from ds_core.errors import UsageError
 if TYPE_CHECKING:
     from ds_access.param_shard import ParamShard, Ranges
 
-__all__ = [
-    "WHEN",
-    "Kind",
-    "agree_kind",
-    "flags",
-    "no_state",
-    "owner",
-    "put_together",
-    "states_of",
-    "whole_grads",
-]
-
 WHEN = (
     "gradients are there from backward until step: call it after engine.backward(loss) and "
     "before "

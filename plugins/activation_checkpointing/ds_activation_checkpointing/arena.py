@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ds_core.errors import UsageError
 
-__all__ = ["Arena"]
-
 
 @dataclass(slots=True)
 class _Kind:

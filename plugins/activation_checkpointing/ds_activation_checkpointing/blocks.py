@@ -24,8 +24,6 @@ from ds_core.process import log_once
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["BLOCKS", "Block", "choose_by_budget", "install"]
-
 log = logging.getLogger("ds_activation_checkpointing")
 
 _STATISTICS = ("running_mean", "running_var")  # which batch norm changes without counting versions

@@ -28,19 +28,6 @@ if TYPE_CHECKING:
 
     from ds_core.accelerator import Accelerator
 
-__all__ = [
-    "CheckpointFunction",
-    "Settings",
-    "checkpoint",
-    "checkpoint_with",
-    "configure",
-    "is_configured",
-    "non_reentrant_checkpoint",
-    "partition_activations_in_checkpoint",
-    "reset",
-    "set_num_layers",
-]
-
 log = logging.getLogger("ds_activation_checkpointing")
 
 

@@ -10,8 +10,6 @@ from typing_extensions import Self
 
 from ds_core.config import Section, Trait, option
 
-__all__ = ["ActivationCheckpointingConfig"]
-
 OWN = ("policy", "budget")
 """Keys that ask for recomputation by config; DeepSpeed's are settings of ``checkpoint`` calls."""
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from ds_core.errors import UsageError
 
-__all__ = ["detach_variable", "extract_tensors", "merge_tensors"]
-
 
 def detach_variable(
     inputs: tuple[Any, ...], device: torch.device | str | None = None

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from ds_activation_checkpointing.arena import Arena
 
-__all__ = ["Held", "HostCopies", "Keeper", "contents", "held"]
-
 COMPARED = 2  # times that a function's inputs are compared between ranks before they are divided
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

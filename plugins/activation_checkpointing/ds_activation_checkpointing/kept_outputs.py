@@ -17,8 +17,6 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from ds_core.nested import map_leaves
 
-__all__ = ["TORCH_CONTEXTS", "KeptOutputs", "keeps"]
-
 _ATTENTION = {
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",

@@ -17,8 +17,6 @@ from torch.utils.flop_counter import flop_registry
 if TYPE_CHECKING:
     from ds_activation_checkpointing.recompute import Region
 
-__all__ = ["Meter"]
-
 
 class Meter:
     """Measures the forwards of one block while it is recomputed.

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ds_activation_checkpointing.config import ActivationCheckpointingConfig
     from ds_core.context import Context
 
-__all__ = ["ds_config", "ds_step_begin", "ds_transforms"]
-
 
 def ds_config() -> type[BaseModel]:
     """The section ``activation_checkpointing``."""

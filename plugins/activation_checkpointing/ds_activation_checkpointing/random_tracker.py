@@ -12,13 +12,6 @@ from ds_activation_checkpointing.checkpointing import present_mpu
 from ds_core.accelerator import get_accelerator
 from ds_core.process import STATE
 
-__all__ = [
-    "CudaRNGStatesTracker",
-    "get_cuda_rng_tracker",
-    "model_parallel_cuda_manual_seed",
-    "model_parallel_reconfigure_tp_seed",
-]
-
 
 class CudaRNGStatesTracker:
     """Named states of the random generators. streams: None: streams of its own, which checkpoints

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from ds_activation_checkpointing.meter import Meter
     from ds_activation_checkpointing.timing import Watch
 
-__all__ = ["PLAIN", "Options", "Region", "recompute"]
-
 
 @dataclass(frozen=True, slots=True)
 class Options:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ds_activation_checkpointing.config import ActivationCheckpointingConfig
     from ds_core.context import Context
 
-__all__ = ["apply"]
-
 log = logging.getLogger("ds_activation_checkpointing")
 
 _KEY = "activation_checkpointing.modules"

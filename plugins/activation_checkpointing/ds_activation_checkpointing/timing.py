@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ds_core.accelerator import Accelerator
 
-__all__ = ["Watch"]
-
 log = logging.getLogger("ds_activation_checkpointing")
 
 

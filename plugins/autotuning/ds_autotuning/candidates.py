@@ -19,17 +19,6 @@ if TYPE_CHECKING:
     from ds_core.compose import Composition
     from ds_core.config import Batch
 
-__all__ = [
-    "BATCH",
-    "Candidate",
-    "Judge",
-    "checked",
-    "documented_bytes",
-    "micro_batches",
-    "replicas",
-    "without_output",
-]
-
 TRAIN = "train_batch_size"
 GAS = "gradient_accumulation_steps"
 BATCH = (TRAIN, MICRO, GAS)

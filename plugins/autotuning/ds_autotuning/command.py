@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ds_autotuning.records import Row
     from ds_autotuning.session import Outcome
 
-__all__ = ["app", "tune", "tune_first"]
-
 
 def tune(
     words: Annotated[

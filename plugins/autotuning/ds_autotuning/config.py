@@ -9,8 +9,6 @@ from pydantic import model_validator
 
 from ds_core.config import Section, option
 
-__all__ = ["Autotuning", "ModelInfo"]
-
 
 class ModelInfo(Section):
     """What is known of the model beforehand."""

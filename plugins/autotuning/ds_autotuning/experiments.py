@@ -22,8 +22,6 @@ from ds_autotuning.processes import end_all, run_limited
 from ds_autotuning.records import Result, Status, read_json, write_json
 from ds_core.errors import UsageError
 
-__all__ = ["Experiments", "Limits", "why_it_failed"]
-
 _FOLDER = re.compile(r"\d{3,}_.+|profile_\d+")
 _MEMORY = re.compile(
     r"out of memory|OutOfMemoryError|can't allocate memory|Cannot allocate "

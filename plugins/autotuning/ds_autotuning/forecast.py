@@ -33,16 +33,6 @@ if TYPE_CHECKING:
     from ds_core.compose import Composition
     from ds_core.mesh import Mesh
 
-__all__ = [
-    "Room",
-    "forecast",
-    "largest_micro_batch",
-    "make_profile",
-    "recomputes",
-    "room_of",
-    "states_of",
-]
-
 GIB = 2**30
 HIDDEN = "***"
 """What stands for a secret in a config that is shown."""

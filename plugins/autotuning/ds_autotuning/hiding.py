@@ -11,8 +11,6 @@ from ds_core.config.keys import secret_names
 from ds_core.config.redaction import redact, secrets_in
 from ds_core.errors import PluginError
 
-__all__ = ["marked_secret", "secret_paths", "shown_config", "texts_to_hide"]
-
 
 def marked_secret(config: Mapping[str, Any]) -> frozenset[str]:
     """Names of keys that models of the config's sections mark; a section whose plugin is broken

@@ -15,8 +15,6 @@ from typing import Any
 
 from ds_cli.show import CommandError
 
-__all__ = ["Launch", "at", "encode", "parse_words"]
-
 CONFIG_FLAGS = (
     "--deepspeed_config",
     "--deepspeed",

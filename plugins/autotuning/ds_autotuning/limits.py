@@ -17,8 +17,6 @@ import os
 import signal
 import sys
 
-__all__ = ["limit_memory"]
-
 
 def limit_memory(size: int) -> bool:
     """Let this process, and each that it starts from now on, have at most `size` bytes of memory;

@@ -23,8 +23,6 @@ from ds_core.context import StashKey
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["LOOK", "Look", "describe"]
-
 
 class Look:
     """A transform that changes nothing. model: what is known so far; its sequence length from the

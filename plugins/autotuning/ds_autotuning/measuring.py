@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.entries import Request
 
-__all__ = ["Measuring", "end_process", "is_out_of_memory", "profile_path"]
-
 LONGEST = 500
 """Characters of an error that a result keeps."""
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from ds_autotuning.records import Row
 from ds_autotuning.why import better, keys_of, number, value_of
 
-__all__ = ["Mark", "Picture", "Tick", "picture"]
-
 WIDTH = 860.0
 HEIGHT = 340.0
 LEFT = 70.0

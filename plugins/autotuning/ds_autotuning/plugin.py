@@ -18,17 +18,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.entries import Request
 
-__all__ = [
-    "ds_close",
-    "ds_commands",
-    "ds_config",
-    "ds_open",
-    "ds_request",
-    "ds_run_options",
-    "ds_step_end",
-    "ds_transforms",
-]
-
 MEASURING: StashKey[Measuring] = StashKey("the measurement that a tuner asked for")
 
 

@@ -21,8 +21,6 @@ from typing import NamedTuple
 
 from ds_autotuning import limits
 
-__all__ = ["MARK", "Ended", "end_all", "run_limited"]
-
 MARK = "DS_AUTOTUNING_TRIAL"
 GRACE = 15.0
 """Seconds that the launcher gets to end its ranks, here and on other hosts, before all that is here

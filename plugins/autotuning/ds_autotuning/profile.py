@@ -11,8 +11,6 @@ from ds_autotuning.records import ModuleRow, Parameter, Profile, Result
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["build", "fit_line", "joined"]
-
 
 def joined(rows: Sequence[Mapping[str, Any]], micro: int, result: Result) -> Profile:
     """What all ranks saw of a model: those of a pipeline may have built their own stages only.

@@ -13,18 +13,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "Forecast",
-    "ModuleRow",
-    "Parameter",
-    "Profile",
-    "Result",
-    "Row",
-    "Status",
-    "read_json",
-    "write_json",
-]
-
 
 class Status(str, Enum):
     """How a trial ended."""

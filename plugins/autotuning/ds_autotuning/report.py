@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ds_autotuning.config import Autotuning
     from ds_autotuning.records import Profile, Row
 
-__all__ = ["summary", "write_results"]
-
 # -- files -----------------------------------------------------------------------------------------
 
 

@@ -10,8 +10,6 @@ import torch
 from ds_run_state.blocks import repeated_blocks
 from torch import Tensor, nn
 
-__all__ = ["Saved"]
-
 Storages = dict[int, torch.UntypedStorage]
 
 

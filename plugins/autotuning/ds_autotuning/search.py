@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.trial import FrozenTrial, Trial
 
-__all__ = ["Search"]
-
 MANY = 2048
 """Settings among which the next one is chosen; of a larger space a sample, and the neighbours of
 the best.

@@ -43,8 +43,6 @@ from ds_core.errors import ConfigError, DSError, UsageError
 if TYPE_CHECKING:
     from ds_core.compose import Composition
 
-__all__ = ["Outcome", "tune_script"]
-
 OVERRIDES = "DS_CONFIG_OVERRIDES"
 SECTION = "autotuning"
 

@@ -26,21 +26,6 @@ from ds_autotuning.launching import at
 from ds_core.config.section import is_class, marks, names_of, old_names, union_members
 from ds_core.errors import ConfigError, PluginError, Problem
 
-__all__ = [
-    "MICRO",
-    "STAGE",
-    "TUNE",
-    "Dimension",
-    "Setting",
-    "Space",
-    "changes",
-    "installed_models",
-    "key_of",
-    "marked",
-    "merged",
-    "space_of",
-]
-
 TUNE = "x-ds-tune"
 STAGE = "zero_optimization.stage"
 MICRO = "train_micro_batch_size_per_gpu"

@@ -25,8 +25,6 @@ from ds_autotuning.why import best_of, value_of
 if TYPE_CHECKING:
     from ds_autotuning.config import Autotuning
 
-__all__ = ["Tuning", "name_of", "score", "tune"]
-
 GAIN = 1.05
 """A larger micro-batch must be faster by this, or growth stops."""
 PROMISING = 0.005

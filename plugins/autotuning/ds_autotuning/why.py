@@ -13,19 +13,6 @@ from typing import Any
 
 from ds_autotuning.records import Row, Status
 
-__all__ = [
-    "UNITS",
-    "WORDS",
-    "Key",
-    "Other",
-    "best_of",
-    "better",
-    "keys_of",
-    "number",
-    "shown",
-    "value_of",
-]
-
 UNITS = {"throughput": "samples/s", "latency": "s per step", "flops": "flops/s per device"}
 WORDS = {
     Status.DONE: "done",

@@ -29,8 +29,6 @@ from ds_core.errors import CheckpointError
 if TYPE_CHECKING:
     from ds_core.accelerator import Accelerator
 
-__all__ = ["Background"]
-
 log = logging.getLogger("ds_checkpoint")
 
 POLL_SECONDS = 0.02

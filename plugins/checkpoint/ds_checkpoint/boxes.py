@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from ds_run_state.slices import Box
 
-__all__ = ["Move", "form_grid", "moves"]
-
 Range = tuple[int, int]
 
 

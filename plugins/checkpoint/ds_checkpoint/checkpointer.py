@@ -16,8 +16,6 @@ from ds_core.checkpointer import Checkpointer, Folder, Loaded, LoadOptions, Save
 from ds_core.context import Context
 from ds_core.running import RunningEngine
 
-__all__ = ["FolderCheckpointer"]
-
 
 class FolderCheckpointer(Checkpointer):
     """What saves and loads where the config names no other; its options are the section

@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 from ds_core import comm
 from ds_core.errors import CheckpointError
 
-__all__ = ["on_every_rank", "on_first_rank", "describe"]
-
 T = TypeVar("T")
 
 

@@ -15,8 +15,6 @@ from ds_cli.show import show_json, show_table
 if TYPE_CHECKING:
     from ds_checkpoint.offline import Saved
 
-__all__ = ["app"]
-
 Folder = Annotated[
     Path, typer.Argument(help="A checkpoint, or the folder above it (then its `latest` counts).")
 ]

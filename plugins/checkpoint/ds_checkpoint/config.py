@@ -8,8 +8,6 @@ from pydantic import BeforeValidator, model_validator
 
 from ds_core.config import Section, option
 
-__all__ = ["CheckpointConfig"]
-
 
 def _capitalized(value: Any) -> Any:
     return value.capitalize() if isinstance(value, str) else value

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from ds_checkpoint.tensorfile import as_bytes
 
-__all__ = ["class_name", "differing", "digests", "shared_names"]
-
 
 def class_name(thing: object) -> str:
     """Module and name of the class of `thing`."""

@@ -27,8 +27,6 @@ from ds_checkpoint.tensorfile import DTYPES, carry, check_tensor, write_tensors
 from ds_core import comm
 from ds_core.errors import CheckpointError
 
-__all__ = ["clone_tensors_for_torch_save", "gather_model", "save_16bit_model"]
-
 log = logging.getLogger("ds_checkpoint")
 
 

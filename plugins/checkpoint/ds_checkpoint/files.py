@@ -22,24 +22,6 @@ from pathlib import Path
 from ds_checkpoint.format import LATEST, MANIFEST, check_tag, read_head, read_latest_file
 from ds_core.errors import CheckpointError
 
-__all__ = [
-    "clean",
-    "discard",
-    "existing_tags",
-    "find",
-    "is_checkpoint",
-    "make_root",
-    "make_temporary",
-    "next_serial",
-    "prune",
-    "put_in_place",
-    "read_latest",
-    "replace_with",
-    "sync_directory",
-    "write_file",
-    "write_latest",
-]
-
 _DEBRIS = re.compile(r"\.tmp-[A-Za-z0-9._-]{1,128}-[0-9a-f]{16}", re.ASCII)
 _ASIDE = ".old-"
 

@@ -25,30 +25,6 @@ from ds_run_state.slices import Box
 from ds_checkpoint.boxes import form_grid
 from ds_core.errors import CheckpointError
 
-__all__ = [
-    "COMMON",
-    "FORMAT",
-    "LATEST",
-    "MANIFEST",
-    "README",
-    "VERSION",
-    "Chunk",
-    "Manifest",
-    "Mark",
-    "SavedState",
-    "check_coverage",
-    "check_folder",
-    "check_name",
-    "check_tag",
-    "checksum",
-    "local_file",
-    "parse_manifest",
-    "rank_file",
-    "read_head",
-    "read_latest_file",
-    "render_manifest",
-]
-
 FORMAT = "ds_core.checkpoint"
 VERSION = 3
 MANIFEST = "manifest.json"

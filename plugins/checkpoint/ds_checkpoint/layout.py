@@ -15,8 +15,6 @@ from ds_checkpoint.format import Chunk, SavedState, check_coverage
 from ds_checkpoint.tensorfile import Item, dtype_name
 from ds_core.errors import CheckpointError
 
-__all__ = ["items_of", "merge", "rows_of"]
-
 Row = dict[str, Any]
 
 

@@ -34,8 +34,6 @@ from ds_checkpoint.values import decode
 from ds_core.checkpointer import Folder, LoadOptions
 from ds_core.errors import CheckpointError
 
-__all__ = ["load"]
-
 log = logging.getLogger("ds_checkpoint")
 
 

@@ -20,8 +20,6 @@ from pathlib import Path
 
 from ds_core.errors import CheckpointError
 
-__all__ = ["LOCK", "FolderLock"]
-
 log = logging.getLogger("ds_checkpoint")
 
 LOCK = ".lock"

@@ -26,22 +26,6 @@ from ds_checkpoint.source import SavedStates
 from ds_checkpoint.tensorfile import DTYPES, Item, write_tensors
 from ds_core.errors import CheckpointError
 
-__all__ = [
-    "Difference",
-    "LazyTensor",
-    "Opener",
-    "Saved",
-    "check_output",
-    "convert_zero_checkpoint_to_fp32_state_dict",
-    "differences",
-    "export_weights",
-    "get_fp32_state_dict_from_zero_checkpoint",
-    "load_state_dict_from_zero_checkpoint",
-    "open_saved",
-    "parse_size",
-    "verify",
-]
-
 log = logging.getLogger("ds_checkpoint")
 
 EXPORT_DTYPES = {

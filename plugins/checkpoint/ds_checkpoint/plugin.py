@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ds_core.checkpointer import Checkpointer
     from ds_core.context import Context
 
-__all__ = ["ds_checkpointer", "ds_commands", "ds_config"]
-
 
 def ds_config() -> type[CheckpointConfig]:
     """The section's model."""

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from ds_checkpoint.config import CheckpointConfig
     from ds_checkpoint.lock import FolderLock
 
-__all__ = ["save"]
-
 log = logging.getLogger("ds_checkpoint")
 
 

@@ -25,8 +25,6 @@ from ds_checkpoint.format import MANIFEST, check_tag, parse_manifest, read_head
 from ds_core import comm
 from ds_core.errors import CheckpointError
 
-__all__ = ["Site", "complete", "find_site", "introduce", "spread"]
-
 BLOCK = 16 << 20  # bytes of a message
 
 

@@ -20,8 +20,6 @@ from ds_core.errors import CheckpointError
 if TYPE_CHECKING:
     from ds_core.mesh import Mesh
 
-__all__ = ["SavedStates"]
-
 MOST_OPEN = 256
 """Files of a checkpoint that are open at once."""
 

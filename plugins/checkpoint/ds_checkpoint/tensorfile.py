@@ -29,17 +29,6 @@ from ds_checkpoint.boxes import Move
 from ds_checkpoint.format import DAMAGED, Mark
 from ds_core.errors import CheckpointError
 
-__all__ = [
-    "DTYPES",
-    "Item",
-    "TensorFile",
-    "as_bytes",
-    "carry",
-    "check_tensor",
-    "dtype_name",
-    "write_tensors",
-]
-
 DTYPES: dict[str, torch.dtype] = {
     "C64": torch.complex64,
     "F64": torch.float64,

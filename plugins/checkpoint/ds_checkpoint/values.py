@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from ds_checkpoint.tensorfile import check_tensor
 from ds_core.errors import CheckpointError
 
-__all__ = ["decode", "encode"]
-
 _DEEPEST = 100
 _WIDEST = 8192  # bits of an int; Python refuses to print much longer ones
 _MAPPINGS: dict[str, type] = {"$ordered": OrderedDict, "$counter": Counter, "$dict": dict}

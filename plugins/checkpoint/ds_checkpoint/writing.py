@@ -32,8 +32,6 @@ from ds_checkpoint.layout import items_of, merge, rows_of
 from ds_checkpoint.tensorfile import Item, write_tensors
 from ds_core.errors import CheckpointError
 
-__all__ = ["SaveJob", "Prepared", "commit", "publish", "seal", "write"]
-
 log = logging.getLogger("ds_checkpoint")
 
 

@@ -6,18 +6,6 @@ torch state dicts. Nothing is unpickled: torch's weights-only loader reads tenso
 importing this package loads no torch.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from ds_core import names_on_first_use
 
-if TYPE_CHECKING:
-    from ds_checkpoint_deepspeed.exporting import export_deepspeed, export_universal
-    from ds_checkpoint_deepspeed.importing import import_checkpoint
-
-__all__ = ["export_deepspeed", "export_universal", "import_checkpoint"]
-
-__getattr__, __dir__ = names_on_first_use(
-    __name__, {"importing": "import_checkpoint", "exporting": "export_deepspeed export_universal"}
-)
+__getattr__, __dir__ = names_on_first_use(__name__)

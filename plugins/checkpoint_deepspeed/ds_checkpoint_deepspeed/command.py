@@ -9,8 +9,6 @@ from typing import Annotated
 import typer
 from ds_cli.show import say_error
 
-__all__ = ["export_deepspeed", "import_checkpoint"]
-
 
 def import_checkpoint(
     source: Annotated[

@@ -25,8 +25,6 @@ from ds_checkpoint_deepspeed.universal import read_universal
 from ds_checkpoint_deepspeed.zero import expert_place, read_stage3, read_stages_1_2
 from ds_core.errors import CheckpointError, DSError
 
-__all__ = ["read_deepspeed"]
-
 
 def read_deepspeed(folder: Path, *, our_names: bool = False) -> Foreign:
     """All that can be taken over of the checkpoint in `folder`; CheckpointError naming the file

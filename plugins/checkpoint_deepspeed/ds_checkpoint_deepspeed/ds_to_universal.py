@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from ds_checkpoint_deepspeed.exporting import export_universal
 from ds_core.errors import DSError
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run it; ends the process with an error message where it fails."""

@@ -17,8 +17,6 @@ from ds_checkpoint_deepspeed.opened import run_values
 from ds_checkpoint_deepspeed.zero import expert_place
 from ds_core.errors import CheckpointError
 
-__all__ = ["Model", "read_model"]
-
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 

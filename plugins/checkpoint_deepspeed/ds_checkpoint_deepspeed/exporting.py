@@ -24,8 +24,6 @@ from ds_checkpoint_deepspeed.opened import open_any
 from ds_checkpoint_deepspeed.saving import fragment, loss_scaler, save
 from ds_core.errors import CheckpointError
 
-__all__ = ["VERSION", "export_deepspeed", "export_universal"]
-
 VERSION = "0.19.8+dscore"
 """What files say they were written by: the DeepSpeed whose form this is."""
 _SUB_GROUP = 10**9  # DeepSpeed's default of zero_optimization.sub_group_size, in elements

@@ -24,19 +24,6 @@ from ds_run_state.torch_files import StandIn, read_torch_file
 
 from ds_core.errors import CheckpointError
 
-__all__ = [
-    "UNIVERSAL",
-    "Data",
-    "Files",
-    "find_deepspeed",
-    "get_layer_ckpt_name_for_rank",
-    "get_model_ckpt_name_for_rank",
-    "get_zero_ckpt_name_for_rank",
-    "list_files",
-    "load",
-    "module_of",
-]
-
 _MODEL = re.compile(r"(zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _PART = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 _LAYER = re.compile(r"layer_(?P<layer>\d+)(-model_(?P<tp>\d+))?-model_states\.pt")

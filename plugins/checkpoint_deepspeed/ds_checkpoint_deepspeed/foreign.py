@@ -15,17 +15,6 @@ from torch import Tensor
 
 from ds_core.errors import CheckpointError
 
-__all__ = [
-    "Foreign",
-    "Part",
-    "client_of",
-    "optimizer_of",
-    "put_together",
-    "run_of",
-    "scaler_of",
-    "whole",
-]
-
 _OWN_KEYS = {
     *(
         "module",

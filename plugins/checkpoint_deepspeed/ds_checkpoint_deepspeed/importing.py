@@ -29,8 +29,6 @@ from ds_checkpoint_deepspeed.foreign import Foreign
 from ds_checkpoint_deepspeed.renaming import in_our_names
 from ds_core.errors import CheckpointError
 
-__all__ = ["import_checkpoint"]
-
 _INDEX = "model.safetensors.index.json"
 
 NEW_RUN: dict[str, Any] = {

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["expert_row", "pipeline_name", "their_expert", "their_name", "our_name"]
-
 _EXPERT = re.compile(
     r"(?P<before>(.*\.)?)deepspeed_moe\.experts\.deepspeed_experts\.(?P<row>\d+)\.(?P<rest>.*)"
 )

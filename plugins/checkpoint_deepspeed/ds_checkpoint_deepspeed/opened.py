@@ -22,8 +22,6 @@ from ds_checkpoint_deepspeed.deepspeed import read_deepspeed
 from ds_checkpoint_deepspeed.folder import find_deepspeed
 from ds_checkpoint_deepspeed.foreign import Foreign
 
-__all__ = ["open_any", "run_values"]
-
 
 @contextlib.contextmanager
 def open_any(

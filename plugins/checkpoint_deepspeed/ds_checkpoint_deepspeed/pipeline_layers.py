@@ -19,8 +19,6 @@ from ds_checkpoint_deepspeed.folder import Files, load
 from ds_checkpoint_deepspeed.foreign import Part, whole
 from ds_checkpoint_deepspeed.stage0 import read_stage0, shape_of
 
-__all__ = ["stages_without_zero", "with_layers"]
-
 TIED = "tied_modules."
 
 

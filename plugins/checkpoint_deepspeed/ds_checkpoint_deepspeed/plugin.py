@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from ds_core.entries import CommandEntry
 
-__all__ = ["ds_commands"]
-
 
 def ds_commands() -> Mapping[str, CommandEntry]:
     """``dscore import``, which is ``dscore checkpoint import`` too, and ``dscore checkpoint

@@ -38,8 +38,6 @@ from ds_checkpoint_deepspeed.rank_states import (
 )
 from ds_core.errors import CheckpointError
 
-__all__ = ["DeepSpeedCheckpoint", "ZeROCheckpoint"]
-
 _LAYER = re.compile(r"layer_(\d+)-model_.*")
 _OPTIMIZER = "optimizer_state_dict"
 # What each tensor-parallel rank has whole of a layer of Megatron's, and what is cut along its

@@ -22,17 +22,6 @@ from ds_checkpoint_deepspeed.rank_states import (
 )
 from ds_core.errors import CheckpointError
 
-__all__ = [
-    "flatten_dp_dimension",
-    "get_model_3d_descriptor",
-    "get_model_3d_descriptor_from_metadata",
-    "get_mpu_ranks",
-    "meg_2d_parallel_map",
-    "model_3d_desc",
-    "reshape_meg_2d_parallel",
-    "unflatten_dp_dimension",
-]
-
 _DIMENSIONS = "checkpoint_parallel_dimensions"
 
 

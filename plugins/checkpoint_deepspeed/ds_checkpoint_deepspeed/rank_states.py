@@ -18,19 +18,6 @@ from torch import Tensor
 from ds_checkpoint_deepspeed.state_files import naturally
 from ds_core.errors import CheckpointError
 
-__all__ = [
-    "basic_folder_validation",
-    "get_files",
-    "get_files_with_prefix",
-    "get_zero_files",
-    "merge_state",
-    "merge_state_dict",
-    "merge_state_list",
-    "partition_data",
-    "sort_zero_files",
-    "validate_files",
-]
-
 Row = TypeVar("Row")
 
 

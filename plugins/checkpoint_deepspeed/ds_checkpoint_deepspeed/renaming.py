@@ -13,8 +13,6 @@ from ds_run_state.states import StateTensor
 from ds_checkpoint_deepspeed.foreign import Foreign
 from ds_checkpoint_deepspeed.names import expert_row, our_name
 
-__all__ = ["in_our_names"]
-
 
 def in_our_names(found: Foreign) -> Foreign:
     """The same states under the names that ds_core's modules have."""

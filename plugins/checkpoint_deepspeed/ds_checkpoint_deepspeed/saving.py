@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from ds_checkpoint import files
 
-__all__ = ["fragment", "loss_scaler", "save"]
-
 
 class _Theirs:
     """An instance of a class of DeepSpeed's, by its attributes.

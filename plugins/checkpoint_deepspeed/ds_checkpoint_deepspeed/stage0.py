@@ -15,8 +15,6 @@ from torch import Tensor
 from ds_checkpoint_deepspeed.foreign import Part, scaler_of, whole
 from ds_checkpoint_deepspeed.zero import expert_place
 
-__all__ = ["read_stage0", "shape_of", "shared_tensors"]
-
 
 def shared_tensors(module: Mapping[str, Tensor]) -> dict[str, str]:
     """Further name -> first name, of weights that are one tensor."""

@@ -21,8 +21,6 @@ from torch import Tensor
 from ds_checkpoint_deepspeed.folder import load
 from ds_core.errors import CheckpointError, ConfigError
 
-__all__ = ["AUTO_MODULE_KEY", "MegatronSDLoader", "SDLoaderBase", "SDLoaderFactory"]
-
 AUTO_MODULE_KEY = "auto"
 
 _COLUMNS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")

@@ -19,14 +19,6 @@ from ds_checkpoint.format import MANIFEST
 from ds_checkpoint_deepspeed.opened import open_any, run_values
 from ds_checkpoint_deepspeed.saving import save
 
-__all__ = [
-    "get_checkpoint_files",
-    "get_model_state_file",
-    "get_model_state_files",
-    "get_optim_files",
-    "naturally",
-]
-
 _OPTIM = "*_optim_states.pt"
 _MODEL = "*_model_states.pt"
 

@@ -23,8 +23,6 @@ from ds_checkpoint_deepspeed.folder import Data
 from ds_checkpoint_deepspeed.foreign import Part, put_together, whole
 from ds_core.errors import CheckpointError
 
-__all__ = ["join"]
-
 
 def join(
     parts: Sequence[Part], info: dict[str, Any] | None

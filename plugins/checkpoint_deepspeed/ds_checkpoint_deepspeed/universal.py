@@ -29,8 +29,6 @@ from ds_checkpoint_deepspeed.foreign import (
 )
 from ds_core.errors import CheckpointError
 
-__all__ = ["read_universal"]
-
 _COMMON = "optimizer_state.pt"
 
 

@@ -22,8 +22,6 @@ from ds_checkpoint_deepspeed.folder import Data, module_of
 from ds_checkpoint_deepspeed.foreign import Part, low_precision, scaler_of, whole
 from ds_core.errors import CheckpointError
 
-__all__ = ["expert_place", "read_stage3", "read_stages_1_2"]
-
 _LOCAL_EXPERT = re.compile(
     r"(?P<before>.*\bdeepspeed_moe\.experts\.deepspeed_experts\.)(?P<index>\d+)\.(?P<rest>.*)"
 )

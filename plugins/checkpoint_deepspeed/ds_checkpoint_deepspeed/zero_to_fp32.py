@@ -20,14 +20,6 @@ from torch import nn
 from ds_checkpoint_deepspeed.opened import open_any
 from ds_core.errors import CheckpointError, DSError
 
-__all__ = [
-    "convert_zero_checkpoint_to_fp32_state_dict",
-    "convert_zero_checkpoint_to_state_dict",
-    "get_fp32_state_dict_from_zero_checkpoint",
-    "load_state_dict_from_zero_checkpoint",
-    "main",
-]
-
 _DTYPES = {
     "float32": "fp32",
     "fp32": "fp32",

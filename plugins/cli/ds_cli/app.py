@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ds_core.entries import CommandEntry
     from ds_core.plugins import Answer
 
-__all__ = ["Group", "OpenGroup", "make_app"]
-
 # click's, or that of the copy which newer typers bring
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 

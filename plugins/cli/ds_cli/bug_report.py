@@ -19,8 +19,6 @@ from ds_cli.last_failure import kept
 from ds_core.config.redaction import REDACTED, is_secret_name, redact, secrets_in
 from ds_core.errors import DSError
 
-__all__ = ["report"]
-
 OTHERS = (
     "torch",
     "triton",

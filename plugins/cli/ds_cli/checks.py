@@ -23,8 +23,6 @@ from ds_core.entries import resolve
 from ds_core.errors import DSError, PluginError
 from ds_core.plugins import Found, Plugins, PluginState
 
-__all__ = ["Finding", "Level", "examine"]
-
 MIN_PYTHON = (3, 10)
 MIN_TORCH = "2.6"
 MIN_SHM = 512 * 2**20

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from ds_core.config.redaction import REDACTED, is_secret_name, redact, scrub
 
-__all__ = ["clean", "secret_values"]
-
 _NAME = re.compile(r"[A-Za-z][\w.-]*")
 _VALUE = re.compile(r"""(["']?\s*[=:]\s*["']?)([^\s"',;&}{)(\]]+)""")
 _NEXT_WORD = re.compile(r"""(\s+["']?)([^\s"']+)""")

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ds_core.compose import Composition
     from ds_core.config import Batch
 
-__all__ = ["app", "make_app"]
-
 
 def make_app() -> typer.Typer:
     """The group ``dscore config``."""

@@ -16,8 +16,6 @@ from ds_cli.show import CommandError
 if TYPE_CHECKING:
     from ds_core.config.source import ConfigSource
 
-__all__ = ["Imports", "named_code", "read_to_look_at"]
-
 Imports = Annotated[
     bool,
     typer.Option(

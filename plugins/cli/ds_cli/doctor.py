@@ -13,8 +13,6 @@ from ds_cli.show import CommandError, other_output_to_stderr, show_json, show_li
 if TYPE_CHECKING:
     from ds_cli.checks import Finding
 
-__all__ = ["doctor"]
-
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,

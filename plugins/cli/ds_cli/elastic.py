@@ -42,8 +42,6 @@ from ds_cli.rendezvous import LIMIT, READ_LIMIT, RanksStore
 from ds_cli.supervision import Watch
 from ds_core.errors import CommError
 
-__all__ = ["ELASTIC", "register"]
-
 ELASTIC = "ds_core-elastic"
 # for more machines, when there are enough; who comes later makes a new round
 LAST_CALL = timedelta(seconds=5)

@@ -19,8 +19,6 @@ from ds_core.config.section import NOT_OFFERED, WITHOUT_EFFECT, is_class, marks,
 from ds_core.config.translate import describe
 from ds_core.errors import ConfigError, Problem, nearest
 
-__all__ = ["Explanation", "explain"]
-
 
 @dataclass(frozen=True, slots=True)
 class Explanation:

@@ -13,17 +13,6 @@ from pathlib import Path
 
 from ds_cli.guard import PREEMPTED, Ending, Started
 
-__all__ = [
-    "SAVED",
-    "WorkerFailure",
-    "describe",
-    "exit_code",
-    "first",
-    "gather",
-    "is_echo",
-    "signal_name",
-]
-
 SAVED = f"exit code {PREEMPTED}: a checkpoint was saved first, and the same command goes on from it"
 
 # What a rank says whose peer has gone; the peer's own end is what the user wants to see.

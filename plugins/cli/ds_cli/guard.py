@@ -28,8 +28,6 @@ from ds_cli import watcher
 from ds_cli.show import say_error
 from ds_cli.watcher import kill_session, members, starts
 
-__all__ = ["Ending", "Guard", "PREEMPTED", "STOPS", "Started", "Stopped", "heeded"]
-
 PREEMPTED = 75
 """Exit code of ranks that saved a checkpoint because one of them was told to stop: EX_TEMPFAIL of
 sysexits.h.

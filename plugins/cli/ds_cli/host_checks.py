@@ -12,17 +12,6 @@ from typing import Any
 from ds_cli.checks import Finding
 from ds_cli.probing import Link
 
-__all__ = [
-    "HostReport",
-    "compare",
-    "host_rows",
-    "link_rows",
-    "port_finding",
-    "rate_text",
-    "slow_links",
-    "trip_text",
-]
-
 Facts = Mapping[str, Any]
 CLOCK_NOTE = 0.5  # seconds
 LITTLE = 2**30  # bytes left on a disk, or of shared memory

@@ -25,8 +25,6 @@ from ds_cli.probing import Link, Probe, Reach, clock_offset, measure, probes, to
 from ds_cli.show import CommandError, show_json, show_list, show_table
 from ds_core.errors import CommError
 
-__all__ = ["Examination", "by_ssh", "examine_hosts", "show_hosts"]
-
 CONNECT_SECONDS = 10
 ANSWER_SECONDS = 150.0  # torch is imported there, perhaps from a slow network disk
 LEVELS = ("fault", "note", "ok")

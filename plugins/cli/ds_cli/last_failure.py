@@ -11,8 +11,6 @@ from pathlib import Path
 
 from ds_cli.cleaning import clean
 
-__all__ = ["keep", "kept"]
-
 LONGEST = 200_000
 
 

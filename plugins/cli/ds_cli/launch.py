@@ -16,16 +16,6 @@ from ds_cli.show import CommandError
 from ds_core.errors import PluginError, nearest
 from ds_core.plugins import Plugins
 
-__all__ = [
-    "Launcher",
-    "LaunchRequest",
-    "check_program",
-    "check_script",
-    "find_launcher",
-    "parse_nodes",
-    "parse_nproc",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class LaunchRequest:

@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 
     from ds_cli.launch import LaunchRequest
 
-__all__ = ["launch"]
-
 LOOPBACK = "127.0.0.1"
 MOST_FILES = 1 << 16  # some programs walk through all numbers that a file may have
 MANY = 1_000_000

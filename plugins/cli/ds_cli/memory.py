@@ -9,8 +9,6 @@ if TYPE_CHECKING:
 
     from ds_core.compose import Composition
 
-__all__ = ["PLACES", "memory_of"]
-
 PLACES = ("device", "host", "disk")
 
 

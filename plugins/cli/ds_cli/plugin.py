@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from ds_core.entries import CommandEntry, LauncherEntry
 
-__all__ = ["ds_commands", "ds_launchers"]
-
 
 def ds_commands() -> Mapping[str, CommandEntry]:
     """What a run needs before it starts: to start it, to check its config, to see what is

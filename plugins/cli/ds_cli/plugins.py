@@ -16,8 +16,6 @@ from ds_cli.upgrade import upgrade
 if TYPE_CHECKING:
     from ds_core.plugins import Plugins, Report
 
-__all__ = ["KINDS", "app", "make_app"]
-
 KINDS = {
     "ds_config_formats": "config format",
     "ds_accelerators": "accelerator",

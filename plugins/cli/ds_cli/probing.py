@@ -25,8 +25,6 @@ from typing import Any
 from ds_cli import probe
 from ds_core.errors import CommError
 
-__all__ = ["Link", "Probe", "Reach", "clock_offset", "measure", "probes", "rounds", "to_all"]
-
 Reach = Callable[[str, Sequence[str]], "subprocess.Popen[bytes]"]
 """Start a command on a host, with pipes for its standard input, output and error."""
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ds_core.running import RunningEngine
 
 
-__all__ = ["Bar", "progress"]
-
 PLAIN_EVERY_SECONDS = 5.0
 
 

@@ -26,8 +26,6 @@ from torch.distributed.elastic.rendezvous import (
 if TYPE_CHECKING:
     from ds_cli.supervision import Watch
 
-__all__ = ["FIXED", "LIMIT", "READ_LIMIT", "RanksStore", "register"]
-
 FIXED = "ds_core-fixed"
 LIMIT = timedelta(minutes=10)  # for machines to come, as in torch
 READ_LIMIT = timedelta(minutes=1)  # for one answer of the store
@@ -80,10 +78,12 @@ class Fixed(RendezvousHandler):
         self._ranks: RanksStore | None = None  # of the first round: the machines' own does
 
     def get_backend(self) -> str:
+        """The name that torch logs."""
         return FIXED
 
     @property
     def use_agent_store(self) -> bool:
+        """Workers meet in the store of this agent."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -118,16 +118,21 @@ class Fixed(RendezvousHandler):
         )
 
     def is_closed(self) -> bool:
+        """Never: the hosts are fixed."""
         return False
 
     def set_closed(self) -> None:
+        """Without effect: the hosts are fixed."""
         return
 
     def num_nodes_waiting(self) -> int:
+        """None: no host joins later."""
         return 0
 
     def get_run_id(self) -> str:
+        """What tells this run from others."""
         return str(self.run_id)
 
     def shutdown(self) -> bool:
+        """Nothing is left to be closed."""
         return True

@@ -26,8 +26,6 @@ from ds_cli.run_options import RunCommand
 from ds_cli.show import CommandError, say_error
 from ds_cli.surroundings import parse_cores
 
-__all__ = ["Level", "app", "run"]
-
 
 class Level(str, Enum):
     """What ``--log-level`` takes."""

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ds_core.entries import Ref
     from ds_core.plugins import Answer
 
-__all__ = ["RunCommand", "RunOption", "with_options"]
-
 WORDS = "ds_cli.run.words"
 
 

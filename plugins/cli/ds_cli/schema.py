@@ -12,8 +12,6 @@ from pydantic.json_schema import models_json_schema
 from ds_core.config.core import CoreConfig
 from ds_core.config.section import names_of, old_names
 
-__all__ = ["json_schema"]
-
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 

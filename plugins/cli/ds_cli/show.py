@@ -17,15 +17,6 @@ import typer
 
 from ds_core.errors import DSError
 
-__all__ = [
-    "CommandError",
-    "other_output_to_stderr",
-    "say_error",
-    "show_json",
-    "show_list",
-    "show_table",
-]
-
 
 class CommandError(DSError):
     """Something is wrong with how a command was called; `dscore` exits with 2."""

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from ds_cli.guard import Guard
 
-__all__ = ["Ended", "Watch"]
-
 TICK_SECONDS = 0.1
 ASK_SECONDS = 0.5  # between looks for an alarm
 BEAT_SECONDS = 2.0

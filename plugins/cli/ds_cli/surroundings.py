@@ -17,18 +17,6 @@ from pathlib import Path
 
 from ds_cli.show import CommandError
 
-__all__ = [
-    "activated",
-    "cores_of_ranks",
-    "environment",
-    "import_torch",
-    "interface_of",
-    "log_prefix",
-    "parse_cores",
-    "pid_file",
-    "threads_per_rank",
-]
-
 
 def import_torch() -> None:
     """With its warnings in C++ off, for this process alone: a store that has gone is told of by

@@ -17,8 +17,6 @@ import typer
 from ds_cli.show import CommandError, say_error
 from ds_core import moved, old_forms
 
-__all__ = ["rewritten", "upgrade"]
-
 TEXTS = (".py", ".toml", ".cfg", ".json", ".yaml", ".yml", ".md", ".jinja")
 SKIPPED = {".git", ".venv", "build", "dist", "__pycache__", "node_modules"}
 

@@ -16,8 +16,6 @@ from typing import Any
 from ds_cli.failure import WorkerFailure, describe, exit_code, first, is_echo
 from ds_cli.guard import PREEMPTED
 
-__all__ = ["Report", "Verdict", "decide", "unequal"]
-
 
 @dataclass(frozen=True, slots=True)
 class Report:

@@ -19,8 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-__all__ = ["kill_session", "members", "starts"]
-
 
 def starts(folder: Path) -> Iterator[tuple[Path, dict[str, int]]]:
     """The notes that processes left as they began, with their files."""

@@ -7,16 +7,6 @@ which is the job's store, and one of the ranks that wait is the `judge` of all p
 works out what positions prove, without processes.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from ds_core import names_on_first_use
 
-if TYPE_CHECKING:
-    from ds_comms_guard.guard import HangGuard
-    from ds_comms_guard.watcher import EXIT_CODE
-
-__all__ = ["EXIT_CODE", "HangGuard"]
-
-__getattr__, __dir__ = names_on_first_use(__name__, {"guard": "HangGuard", "watcher": "EXIT_CODE"})
+__getattr__, __dir__ = names_on_first_use(__name__)

@@ -10,8 +10,6 @@ from typing import Any
 from ds_comms_guard.verdict import Position
 from ds_comms_guard.whereabouts import Home, State
 
-__all__ = ["Board", "Question"]
-
 
 @dataclass(frozen=True, slots=True)
 class Question:

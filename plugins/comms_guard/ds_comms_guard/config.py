@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ds_core.config import Section, option
 
-__all__ = ["CommsGuard"]
-
 
 class CommsGuard(Section):
     """The guard against ranks that disagree on the next collective; waits are told of without it

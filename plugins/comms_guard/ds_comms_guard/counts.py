@@ -22,8 +22,6 @@ from ds_core.accelerator import Accelerator
 from ds_core.comm import collectives
 from ds_core.comm.interceptor import OPERATIONS
 
-__all__ = ["Counts", "Seen", "find_wait"]
-
 _CALL = collectives.all_reduce.__code__  # of what surrounds every function of ds_core.comm
 _WAIT = comm.AfterWork.wait.__code__
 _TORCH = distributed_c10d.__file__

@@ -37,8 +37,6 @@ from ds_core.accelerator import get_accelerator
 from ds_core.errors import CommError, LostRankError
 from ds_core.plugins import discover
 
-__all__ = ["HangGuard", "guard_of_job", "installed_guard"]
-
 
 class GuardedWork:
     """A collective under way, of which the guard knows whether somebody waits for it."""

@@ -15,8 +15,6 @@ from ds_comms_guard.verdict import SHOWN, Position, prove
 from ds_comms_guard.waits import Wait
 from ds_comms_guard.whereabouts import Home, State
 
-__all__ = ["Judge"]
-
 log = logging.getLogger("ds_core.comm")
 
 HEAR_ALL = 5.0

@@ -19,8 +19,6 @@ from ds_comms_guard.verdict import GroupHistory
 from ds_core.accelerator import Accelerator
 from ds_core.comm.interceptor import TAG_BITS, Collective
 
-__all__ = ["MESSAGES", "Call", "Ledger", "channel_name", "describe"]
-
 KEPT = 64
 """Collectives per group that are remembered for comparison; tags stop ranks within a few of a
 difference.

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ds_core.comm.interceptor import Interceptor
     from ds_core.config import RunConfig
 
-__all__ = ["ds_config", "ds_interceptors"]
-
 
 def ds_config() -> type[BaseModel]:
     """The section ``comms_guard``."""

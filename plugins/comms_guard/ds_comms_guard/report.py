@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 
 from ds_comms_guard.verdict import SHOWN, Position, ranks_text, where
 
-__all__ = ["describe_waits"]
-
 
 def describe_waits(
     positions: Mapping[int, Position], silent: Mapping[int, str], size: int, seconds: float

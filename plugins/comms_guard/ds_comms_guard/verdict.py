@@ -6,17 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = [
-    "SHOWN",
-    "Activity",
-    "GroupHistory",
-    "Position",
-    "Verdict",
-    "prove",
-    "ranks_text",
-    "where",
-]
-
 SHOWN = 8
 FIX = (
     "All ranks must make the same calls in the same order: run the same modules (a module whose "

@@ -12,8 +12,6 @@ from ds_comms_guard.counts import Counts, find_wait
 from ds_comms_guard.ledger import Ledger
 from ds_core import comm
 
-__all__ = ["Wait", "Waits"]
-
 
 @dataclass(frozen=True, slots=True)
 class Wait:

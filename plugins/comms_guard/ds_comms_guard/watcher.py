@@ -27,8 +27,6 @@ from ds_comms_guard.waits import Wait, Waits
 from ds_comms_guard.whereabouts import Home, torch_call, user_line
 from ds_core.process import STATE
 
-__all__ = ["EXIT_CODE", "Watcher", "first_line"]
-
 log = logging.getLogger("ds_core.comm")
 
 EXIT_CODE = 86

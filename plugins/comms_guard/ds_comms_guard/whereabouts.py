@@ -18,8 +18,6 @@ from ds_comm_gloo import host_key
 
 import ds_core
 
-__all__ = ["Home", "State", "main_stack", "torch_call", "user_line"]
-
 _CORE = os.path.dirname(os.path.abspath(ds_core.__file__)) + os.sep
 
 

@@ -7,8 +7,6 @@ import sys
 
 from ds_core import comm
 
-__all__ = ["calc_bw_log", "convert_size", "get_caller_func"]
-
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB")
 _GATHERED = {"all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"}
 _REDUCED = {"all_reduce", "all_reduce_coalesced", "inference_all_reduce"}

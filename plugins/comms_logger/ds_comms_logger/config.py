@@ -7,8 +7,6 @@ from typing import Any
 
 from ds_core.config import Section, option
 
-__all__ = ["CommsLogger"]
-
 
 class CommsLogger(Section):
     """The log of collectives."""

@@ -20,17 +20,6 @@ from ds_comms_logger.log import configure as put_into_effect
 from ds_core import comm
 from ds_core.errors import UsageError
 
-__all__ = [
-    "CommsLogger",
-    "comms_logger",
-    "configure",
-    "get_comm_operation_count",
-    "get_logged_comm_ops",
-    "has_comm_data",
-    "log_summary",
-    "reset_log",
-]
-
 Totals = dict[str, dict[int, list[Any]]]
 
 

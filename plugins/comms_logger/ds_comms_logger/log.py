@@ -28,8 +28,6 @@ from ds_core.comm.interceptor import (
 from ds_core.errors import ConfigError, Problem, nearest
 from ds_core.process import show_log
 
-__all__ = ["CommsLog", "CommsRow", "bandwidths", "configure", "installed_log", "unknown_operations"]
-
 log = logging.getLogger("ds_core.comm")
 
 # Factor of busbw over algbw at n ranks; operations not named here have 1.

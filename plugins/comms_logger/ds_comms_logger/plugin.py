@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.errors import Problem
 
-__all__ = ["ds_check", "ds_config", "ds_interceptors"]
-
 
 def ds_config() -> type[BaseModel]:
     """The section ``comms_logger``."""

@@ -8,8 +8,6 @@ from dataclasses import replace
 from ds_comms_logger.log import CommsRow, installed_log
 from ds_core import comm
 
-__all__ = ["log_summary"]
-
 
 def log_summary(show_straggler: bool = False, *, show: bool = True) -> list[CommsRow]:
     """Print the summary on rank 0 and return this rank's rows; empty when the log is off.

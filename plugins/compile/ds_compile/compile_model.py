@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.engine import Engine
 
-__all__ = ["Compiled", "after_step", "compile_model"]
-
 log = logging.getLogger("ds_compile")
 
 Backend = str | Callable[..., Any]
@@ -51,6 +49,7 @@ class CompiledCall:
         self._forward = torch.compile(module.forward, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The compiled forward, called in the place of the module's own."""
         own = self._module.__dict__
         outer = own.get("forward")
         own["forward"] = self._forward

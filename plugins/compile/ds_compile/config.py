@@ -9,8 +9,6 @@ from typing_extensions import Self
 
 from ds_core.config import Section, Trait, option
 
-__all__ = ["CompileConfig"]
-
 _OFFLOAD = (
     "activation_checkpointing.cpu_checkpointing keeps activations in host memory, compiled or not"
 )

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from ds_core.context import Context
 
-__all__ = ["GraphPass", "Passes", "backend_with", "make_passes", "register_compile_pass"]
-
 log = logging.getLogger("ds_compile")
 
 GraphPass = Callable[["GraphModule", Sequence[Any]], "GraphModule"]

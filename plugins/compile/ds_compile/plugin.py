@@ -20,15 +20,6 @@ if TYPE_CHECKING:
     from ds_core.errors import Problem
     from ds_core.plugins import Plugins
 
-__all__ = [
-    "ds_check",
-    "ds_config",
-    "ds_engine_methods",
-    "ds_interceptors",
-    "ds_open",
-    "ds_step_end",
-]
-
 
 def ds_config() -> type[BaseModel]:
     """The section ``compile``."""

@@ -14,8 +14,6 @@ from ds_core.comm.interceptor import Collective, Interceptor
 if TYPE_CHECKING:
     from ds_compile.config import CompileConfig
 
-__all__ = ["Waits", "waits_of"]
-
 REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter_tensor"})
 GATHERS = frozenset({"all_gather_into_tensor"})
 

@@ -32,8 +32,6 @@ from ds_core.errors import ConfigError, Problem, UsageError
 
 log = logging.getLogger("ds_compression")
 
-__all__ = ["apply_section", "init_compression", "sparse_groups"]
-
 
 def init_compression(
     model: nn.Module,

@@ -33,8 +33,6 @@ from ds_compression.reading import inner, section_of
 from ds_core.errors import UsageError
 from ds_core.process import log_once
 
-__all__ = ["redundancy_clean"]
-
 log = logging.getLogger("ds_compression")
 
 HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads")

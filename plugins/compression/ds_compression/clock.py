@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from ds_compression.config import CompressionConfig
 
-__all__ = ["Progress", "progress_of", "read_buffers", "set_step"]
-
 log = logging.getLogger("ds_compression")
 
 _ATTRIBUTE = "_ds_compression_progress"

@@ -16,18 +16,6 @@ from typing_extensions import Self
 
 from ds_core.config import Section, option
 
-__all__ = [
-    "ActivationQuantization",
-    "CompressionConfig",
-    "Group",
-    "HeadPruning",
-    "LayerReduction",
-    "Pruning",
-    "Ratio",
-    "SparsePruning",
-    "WeightQuantization",
-]
-
 _ONLY_PRUNING = "only row, channel and head pruning take away what follows"
 _ONLY_SNIP = "only method snip_momentum uses it"
 _SNIP_KEYS = ("schedule_offset_end", "schedule_offset_stride", "block_pattern", "dense_ratio")

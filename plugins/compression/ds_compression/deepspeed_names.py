@@ -9,8 +9,6 @@ from torch import nn
 from ds_compression import clean, clock
 from ds_compression.reading import inner
 
-__all__ = ["is_prepared", "redundancy_clean"]
-
 
 def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: None = None) -> nn.Module:
     """`ds_compression.redundancy_clean`, which leaves a module's number of heads to the script, as

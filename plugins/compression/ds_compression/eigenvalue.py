@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Eigenvalue", "Vectors", "blocks_of", "largest_eigenvalue", "relative"]
-
 log = logging.getLogger("ds_compression")
 
 Vectors = list[Tensor]

@@ -8,8 +8,6 @@ from typing_extensions import Self
 from ds_core.config import Section
 from ds_core.config.section import option
 
-__all__ = ["EigenvalueConfig"]
-
 
 class EigenvalueConfig(Section):
     """How much the loss minds the rounding of each block: blocks of large eigenvalues lose their

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.context import Context
 
-__all__ = ["ds_check", "ds_checkpointables", "ds_config", "ds_metrics", "ds_transforms"]
-
 
 def ds_config() -> type[BaseModel]:
     """The section ``eigenvalue``."""

@@ -29,19 +29,6 @@ from ds_compression.masks import Pattern, largest
 from ds_compression.quantise import StraightThrough, in_range, noise_for, quantise_rows, widened
 from ds_compression.schedule import Pace
 
-__all__ = [
-    "Compressed",
-    "Compression",
-    "InputQuantiser",
-    "Mask",
-    "WeightQuantiser",
-    "compress",
-    "compression_of",
-    "compressed_modules",
-    "matrix",
-    "plain",
-]
-
 _ATTRIBUTE = "_ds_compression"
 UNSET = 2
 """In a buffer of a mask: it is not made yet."""

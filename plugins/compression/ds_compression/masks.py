@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Blocks", "Pattern", "PerRow", "largest", "parse_pattern"]
-
 
 def largest(values: Tensor, ratio: float) -> Tensor:
     """True at the ceil(ratio * n) largest of n `values`; of equal ones, the first."""

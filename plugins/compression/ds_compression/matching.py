@@ -10,8 +10,6 @@ from torch import nn
 
 from ds_core.errors import ConfigError, Problem
 
-__all__ = ["Kind", "chosen", "kind_of", "matching", "refuse", "sizes"]
-
 Kind = str
 """linear, conv, embedding or norm."""
 

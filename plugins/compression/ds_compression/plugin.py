@@ -14,14 +14,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.gradients import Gradients
 
-__all__ = [
-    "ds_checkpoint_loaded",
-    "ds_checkpointables",
-    "ds_config",
-    "ds_gradients",
-    "ds_transforms",
-]
-
 
 def ds_config() -> type[BaseModel]:
     """The section ``compression_training``."""

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["StraightThrough", "in_range", "noise_for", "quantise_rows", "widened"]
-
 
 def quantise_rows(rows: Tensor, bits: int, symmetric: bool, noise: Tensor | None = None) -> Tensor:
     """`rows`, each rounded to the 2**bits levels of its own range; 2 bits are -a, 0, a and 1 bit is

@@ -12,8 +12,6 @@ from ds_compression.config import CompressionConfig
 from ds_core.compose import compose
 from ds_core.errors import ConfigError
 
-__all__ = ["ROOT", "inner", "section_of"]
-
 ROOT = "compression_training"
 
 

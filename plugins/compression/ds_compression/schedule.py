@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Pace", "bits_at", "changes", "kept_at", "share_at"]
-
 
 def bits_at(age: int, start: int, target: int, period: int) -> int:
     """Bits after `age` steps of quantisation: one less after every `period` steps, from `start`

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ds_compression.eigenvalue_config import EigenvalueConfig
     from ds_core.context import Context
 
-__all__ = ["follow", "kept_state", "metrics"]
-
 log = logging.getLogger("ds_compression")
 
 

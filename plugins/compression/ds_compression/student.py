@@ -12,8 +12,6 @@ from ds_compression.config import LayerReduction
 from ds_compression.reading import inner, section_of
 from ds_core.errors import ConfigError, Problem, UsageError
 
-__all__ = ["copy_layers", "student_initialization"]
-
 
 def student_initialization(
     student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Any

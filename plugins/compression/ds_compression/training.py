@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.gradients import Gradients, GradientShard
 
-__all__ = ["after_backward", "kept_state", "loaded", "prepare"]
-
 MOMENTUM = 0.9
 """Of the scores of snip_momentum: what is left of them after a step.
 

@@ -13,8 +13,6 @@ from typing import Any
 from ds_core.config import Pairs, Unreadable, to_pairs
 from ds_core.errors import join
 
-__all__ = ["parse_hjson", "parse_toml", "parse_yaml"]
-
 YAML_LIMIT = 200_000  # values; an alias can represent any number of them
 YAML_DEPTH = 100
 TOML_DOTS = 500

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from ds_core.entries import Ref
 
-__all__ = ["ds_config_formats"]
-
 
 def ds_config_formats() -> Mapping[str, Ref]:
     """hjson, YAML and TOML."""

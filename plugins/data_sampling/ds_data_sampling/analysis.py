@@ -28,8 +28,6 @@ from ds_core.errors import UsageError
 from ds_data_sampling.index import Array, read_array
 from ds_data_sampling.metrics import RARITY, VOCABULARY, Measure, Rarity, named
 
-__all__ = ["analyze", "combine", "measure", "measures_of", "rarity_in"]
-
 FORMAT = 1
 PERCENTILES = range(0, 101, 5)
 

@@ -19,18 +19,6 @@ import torch
 if TYPE_CHECKING:
     from ds_data_sampling.order import Order
 
-__all__ = [
-    "Feed",
-    "Item",
-    "Plan",
-    "TokenBudget",
-    "by_length",
-    "by_tokens",
-    "fixed",
-    "packed",
-    "samples_in",
-]
-
 Item = Any
 """An index of the dataset, or a list of them that are packed into one row."""
 Plan = list[list[Item]]

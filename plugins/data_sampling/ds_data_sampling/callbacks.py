@@ -17,14 +17,6 @@ if TYPE_CHECKING:
     from ds_core.running import RunningEngine
     from ds_data_sampling.config import Schedule
 
-__all__ = [
-    "Callbacks",
-    "callbacks_of",
-    "set_custom_curriculum_learning_schedule",
-    "set_data_post_process_func",
-    "warn_unused",
-]
-
 log = logging.getLogger("ds_data_sampling")
 
 PostProcess = Callable[[Any, Mapping[str, Any]], Any]

@@ -11,8 +11,6 @@ from torch.utils.data import default_collate
 
 from ds_core.errors import UsageError
 
-__all__ = ["IGNORED", "Packer", "Padder"]
-
 IGNORED = -100  # labels of this value do not count; torch's and transformers' default
 
 

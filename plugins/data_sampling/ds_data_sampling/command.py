@@ -11,8 +11,6 @@ from typing import Annotated, Any
 import typer
 from ds_cli.config_code import Imports, read_to_look_at
 
-__all__ = ["app"]
-
 app = typer.Typer(no_args_is_help=True)
 
 

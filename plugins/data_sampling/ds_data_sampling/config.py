@@ -10,21 +10,6 @@ from typing_extensions import Self
 
 from ds_core.config import Section, option
 
-__all__ = [
-    "Curriculum",
-    "DataEfficiency",
-    "DataRouting",
-    "DataSampling",
-    "DynamicBatching",
-    "LegacyCurriculum",
-    "Metric",
-    "Mixing",
-    "Packing",
-    "RandomLTD",
-    "Schedule",
-    "ScheduleConfig",
-]
-
 Count = Annotated[int, Field(gt=0)]
 NEEDS = {
     "fixed_linear": ("total_curriculum_step", "difficulty_step"),

@@ -24,8 +24,6 @@ from ds_data_sampling.schedules import difficulty_at
 if TYPE_CHECKING:
     from ds_data_sampling.config import Curriculum, Metric
 
-__all__ = ["ByDifficulty"]
-
 
 class ByDifficulty:
     """An `Order` in which samples wait until the difficulty of the step admits them by every metric.

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ds_core.running import RunningEngine
     from ds_data_sampling.config import LegacyCurriculum
 
-__all__ = ["ds_charts", "ds_config", "ds_engine_methods", "ds_metrics", "ds_transforms"]
-
 
 def ds_config() -> type[LegacyCurriculum]:
     """The section ``curriculum_learning``."""

@@ -14,8 +14,6 @@ from ds_core.errors import UsageError
 from ds_data_sampling.analysis import combine, measure
 from ds_data_sampling.metrics import Measure
 
-__all__ = ["DataAnalyzer", "DistributedDataAnalyzer"]
-
 KINDS: dict[str, Literal["value", "sum"]] = {
     "single_value_per_sample": "value",
     "accumulate_value_over_samples": "sum",

@@ -11,13 +11,6 @@ from ds_data_sampling.order import make_order
 from ds_data_sampling.random_ltd import kept_length
 from ds_data_sampling.schedules import difficulty_at
 
-__all__ = [
-    "CurriculumScheduler",
-    "DeepSpeedDataSampler",
-    "RandomLTDScheduler",
-    "random_ltd_schedule",
-]
-
 
 class CurriculumScheduler:
     """The difficulty of a metric, step by step.

@@ -13,8 +13,6 @@ import torch
 from ds_core.errors import UsageError
 from ds_data_sampling.index import HEADER, MAGIC, TYPES, Array, read_rows
 
-__all__ = ["MMapIndexedDataset", "MMapIndexedDatasetBuilder"]
-
 
 class MMapIndexedDataset(torch.utils.data.Dataset[Any]):
     """The rows of a pair of files, memory-mapped. path: without ``.idx`` and ``.bin``."""

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ds_data_sampling.config import Schedule
     from ds_data_sampling.index import MetricIndex
 
-__all__ = ["as_svg", "as_text", "charts", "curves_of", "schedules_of"]
-
 COLUMNS = 11
 POINTS = 480
 LEFT = 60

@@ -17,8 +17,6 @@ import numpy as np
 
 from ds_core.errors import UsageError
 
-__all__ = ["MetricIndex", "read_array", "read_index", "read_rows"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 MAGIC = b"MMIDIDX\x00\x00"

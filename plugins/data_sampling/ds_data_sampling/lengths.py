@@ -14,8 +14,6 @@ import torch
 
 from ds_core.errors import UsageError
 
-__all__ = ["Lengths", "tokens_of"]
-
 log = logging.getLogger("ds_data_sampling")
 
 WORTH_TELLING = 10.0  # seconds

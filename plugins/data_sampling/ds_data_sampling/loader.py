@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from ds_data_sampling.config import DataEfficiency
     from ds_data_sampling.order import Order
 
-__all__ = ["PlannedLoader", "SizedLoader", "make_loader"]
-
 log = logging.getLogger("ds_data_sampling")
 
 WINDOW = 8  # steps that are planned together with sequence_picking_order seqlen

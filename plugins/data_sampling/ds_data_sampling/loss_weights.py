@@ -17,8 +17,6 @@ from ds_core.errors import UsageError
 from ds_core.runner import loss_of
 from ds_core.undo import Undo
 
-__all__ = ["NAME", "weigh_losses"]
-
 NAME = "loss_weight"
 
 

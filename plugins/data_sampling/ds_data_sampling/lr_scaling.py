@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from ds_core.context import Context
 
-__all__ = ["STEP_FACTOR", "begin_step", "check_optimizer", "scale"]
-
 STEP_FACTOR: StashKey[float] = StashKey(
     "learning rate factor of the step whose batches are being read"
 )

@@ -14,8 +14,6 @@ from ds_core.errors import UsageError
 from ds_data_sampling.index import Array
 from ds_data_sampling.lengths import tokens_of
 
-__all__ = ["BUILT_IN", "RARITY", "VOCABULARY", "Measure", "Rarity", "named", "seqlen", "vocabulary"]
-
 
 @dataclass(frozen=True)
 class Measure:

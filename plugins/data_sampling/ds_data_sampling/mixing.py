@@ -13,8 +13,6 @@ from torch.utils.data import ConcatDataset
 from ds_core.errors import UsageError
 from ds_data_sampling.order import Planned
 
-__all__ = ["Mixed", "concatenated", "shares"]
-
 
 def concatenated(data: Any, weights: Mapping[str, float]) -> ConcatDataset[Any]:
     """The data sets that `weights` names, one after the other, in the order of `weights`.

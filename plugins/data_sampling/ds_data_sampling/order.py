@@ -15,8 +15,6 @@ import torch
 if TYPE_CHECKING:
     from ds_data_sampling.config import DataEfficiency
 
-__all__ = ["Order", "Planned", "Shuffled", "make_order"]
-
 
 class Order(Protocol):
     """Indices of samples, one epoch after the other.

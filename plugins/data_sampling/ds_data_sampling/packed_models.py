@@ -10,8 +10,6 @@ from torch import nn
 
 from ds_core.undo import Undo
 
-__all__ = ["leave_out_cache"]
-
 
 def leave_out_cache(model: nn.Module, undo: Undo) -> nn.Module:
     """Give a model of transformers ``use_cache=False`` with rows that have position_ids, where the

@@ -13,8 +13,6 @@ from ds_data_sampling.batches import Feed, Plan, samples_in
 if TYPE_CHECKING:
     from ds_data_sampling.order import Order
 
-__all__ = ["Method", "Planner", "Step", "at_start"]
-
 PlanSteps = Callable[[Feed, int, int], Sequence[Plan]]
 """``(feed, step, micros) -> plans``: of one step or of several ones; none where the epoch ends."""
 

@@ -15,18 +15,6 @@ if TYPE_CHECKING:
     from ds_core.plugins import Plugins
     from ds_data_sampling.config import DataEfficiency, DataSampling
 
-__all__ = [
-    "ds_check",
-    "ds_charts",
-    "ds_commands",
-    "ds_config",
-    "ds_engine_methods",
-    "ds_loader",
-    "ds_metrics",
-    "ds_step_begin",
-    "ds_transforms",
-]
-
 
 def ds_config() -> type[DataEfficiency]:
     """The section ``data_efficiency``."""

@@ -25,15 +25,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_data_sampling.config import RandomLTD
 
-__all__ = [
-    "convert_to_random_ltd",
-    "drop_tokens",
-    "kept_length",
-    "kept_places",
-    "remove_random_ltd_state_dict",
-    "save_without_random_ltd",
-]
-
 _KEY = "data_efficiency.data_routing.random_ltd"
 _MARK = "random_ltd_class"
 

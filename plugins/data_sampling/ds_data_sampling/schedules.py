@@ -12,8 +12,6 @@ from ds_core.errors import UsageError
 if TYPE_CHECKING:
     from ds_data_sampling.config import Schedule
 
-__all__ = ["difficulty_at", "fixed_discrete", "fixed_root"]
-
 
 def difficulty_at(schedule: Schedule, step: int, custom: Callable[[int], int] | None = None) -> int:
     """The difficulty of the optimizer step `step`, which counts from 1.

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_data_sampling.config import LegacyCurriculum
 
-__all__ = ["ARGUMENT", "METRIC", "limit_lengths", "seqlen_at", "truncate"]
-
 ARGUMENT = "curriculum_seqlen"
 METRIC = "seqlen"
 

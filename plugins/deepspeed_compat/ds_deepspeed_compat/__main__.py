@@ -10,9 +10,8 @@ import os
 import runpy
 import sys
 
-from ds_deepspeed_compat.finder import VARIABLE, install
-
-__all__ = ["install", "main"]
+from ds_deepspeed_compat.finder import VARIABLE
+from ds_deepspeed_compat.finder import install as install
 
 _USAGE = """usage: python -m ds_core.compat SCRIPT [ARGS ...]
        python -m ds_core.compat -m MODULE [ARGS ...]

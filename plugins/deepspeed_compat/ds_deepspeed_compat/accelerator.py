@@ -14,14 +14,6 @@ from torch import Tensor
 from ds_core import accelerator as ours
 from ds_core.accelerator import Accelerator, HostEvent
 
-__all__ = [
-    "DeepSpeedAccelerator",
-    "get_accelerator",
-    "is_current_accelerator_supported",
-    "set_accelerator",
-]
-
-
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 
 

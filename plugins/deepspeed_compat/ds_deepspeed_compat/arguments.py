@@ -8,8 +8,6 @@ import argparse
 import logging
 from typing import Any
 
-__all__ = ["add_config_arguments"]
-
 log = logging.getLogger("ds_core")
 
 

@@ -12,12 +12,6 @@ if TYPE_CHECKING:
 
     from ds_core.running import RunningEngine
 
-__all__ = [
-    "get_default_autocast_lower_precision_modules",
-    "init_autocast_params",
-    "is_autocast_initialized",
-]
-
 
 def get_default_autocast_lower_precision_modules() -> list[str]:
     """Dotted names of the module classes whose gradients may travel in the autocast dtype."""

@@ -6,14 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = [
-    "bwc_pipeline_parallel_group",
-    "bwc_pipeline_parallel_world_size",
-    "bwc_tensor_model_parallel_group",
-    "bwc_tensor_model_parallel_rank",
-    "bwc_tensor_model_parallel_world_size",
-]
-
 _TENSOR = ("tensor_model_parallel", "slice_parallel", "model_parallel")
 _PIPELINE = ("pipeline_model_parallel", "pipe_parallel")
 

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["CheckpointCommitInfo", "CheckpointEngine", "TorchCheckpointEngine"]
-
 
 @dataclass
 class CheckpointCommitInfo:

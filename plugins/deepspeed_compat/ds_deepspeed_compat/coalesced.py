@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ds_core import comm
 
-__all__ = ["reduce_scatter_coalesced"]
-
 
 def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> list[Tensor]:
     """This rank's flat part of the mean over ranks, for each tensor: ceil(elements / ranks)

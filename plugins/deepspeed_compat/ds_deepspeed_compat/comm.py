@@ -17,7 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import P2POp, ProcessGroup, ReduceOp, is_available, new_group
+from torch.distributed import (
+    P2POp,
+    ProcessGroup,
+    ReduceOp,
+    is_available,
+    new_group,
+)
 
 from ds_core import comm
 
@@ -66,6 +72,7 @@ __all__ = [
     "scatter",
     "send",
 ]
+"""DeepSpeed's names, which `torch_backend` offers, too."""
 
 
 def _takes(position: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -11,8 +11,6 @@ from ds_core.errors import ConfigError, Problem, nearest
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["BatchConfig", "Config", "FP16Config", "TrainingConfig"]
-
 
 class Config:
     """A struct: build it by keywords or `from_dict`, read it by attribute or by item.

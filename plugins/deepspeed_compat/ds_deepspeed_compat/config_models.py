@@ -19,19 +19,6 @@ from ds_core.config import Section
 from ds_core.config.core import CoreConfig
 from ds_core.config.section import is_class
 
-__all__ = [
-    "DeepSpeedBF16Config",
-    "DeepSpeedConfigModel",
-    "DeepSpeedFP16Config",
-    "get_bfloat16_config",
-    "get_float16_config",
-    "get_scalar_param",
-    "get_zero_config",
-    "model_named",
-    "opened",
-    "values_of",
-]  # and the names of _MODELS
-
 
 class DeepSpeedConfigModel(Section):
     """Base of DeepSpeed's config models.

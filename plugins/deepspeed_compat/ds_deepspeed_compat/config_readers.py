@@ -11,8 +11,6 @@ from typing import Any
 
 from ds_deepspeed_compat.names import constants
 
-__all__ = ["READERS", "get_communication_data_type", "get_optimizer_gradient_clipping"]
-
 _VALUES = {**constants()["deepspeed.runtime.constants"], **constants()["deepspeed.runtime.config"]}
 _TOP = (
     "gradient_accumulation_steps managed_gradient_accumulation prescale_gradients "

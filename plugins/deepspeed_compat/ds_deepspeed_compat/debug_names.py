@@ -7,23 +7,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = [
-    "debug_clear_module_and_param_names",
-    "debug_extract_module_and_param_names",
-    "debug_module2class",
-    "debug_module2name",
-    "debug_module2name_class",
-    "debug_module2name_id",
-    "debug_param2name",
-    "debug_param2name_id",
-    "debug_param2name_id_numel",
-    "debug_param2name_id_shape",
-    "debug_param2name_id_shape_device",
-    "debug_param2name_id_shape_status",
-    "print_rank",
-    "print_rank0",
-]
-
 _NAMES: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 """Names by module; parameters, which compare by value, have theirs by id below."""
 _PARAMS: dict[int, tuple[weakref.ref[Any], str]] = {}

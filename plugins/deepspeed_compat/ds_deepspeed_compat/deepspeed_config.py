@@ -20,8 +20,6 @@ from ds_deepspeed_compat.engine_getters import CONFIG_KEYS, read
 from ds_deepspeed_compat.enums import DtypeEnum
 from ds_deepspeed_compat.logs import logger
 
-__all__ = ["DeepSpeedConfig"]
-
 
 class DeepSpeedConfig:
     """A config, checked as a run's is: the errors are those of `ds_core.initialize`.

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["OnDevice"]
-
 
 class OnDevice:
     """Context: modules made inside have their parameters on `device` ("meta" allocates nothing) and

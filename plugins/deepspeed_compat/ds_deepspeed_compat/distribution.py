@@ -8,8 +8,6 @@ from typing import Any
 
 from ds_deepspeed_compat.version import VERSION
 
-__all__ = ["ServedDistribution"]
-
 _TEXTS = {
     "METADATA": (
         f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {VERSION}\n"

@@ -33,14 +33,6 @@ from ds_deepspeed_compat.optimizer import wrapped
 from ds_deepspeed_compat.release_config import as_released
 from ds_deepspeed_compat.timers import ThroughputTimer
 
-__all__ = [
-    "DeepSpeedEngine",
-    "DeepSpeedOptimizerCallable",
-    "DeepSpeedSchedulerCallable",
-    "PipelineEngine",
-    "initialize",
-]
-
 log = logging.getLogger("ds_core")
 
 DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ds_core import Engine
 
-__all__ = ["CONFIG_KEYS", "read"]
-
 _ZERO = (
     "allgather_bucket_size allgather_partitions allgather_sequential contiguous_gradients "
     "elastic_checkpoint "

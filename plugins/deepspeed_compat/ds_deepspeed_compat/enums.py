@@ -6,8 +6,6 @@ from enum import Enum, IntEnum
 
 import torch
 
-__all__ = ["ActivationFuncType", "DtypeEnum", "NormType", "ZeroParamType", "ZeroStageEnum"]
-
 
 class ZeroStageEnum(IntEnum):
     """The stages of ZeRO, by what is divided over ranks."""

@@ -14,14 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "BaseFileWriter",
-    "FastFileWriter",
-    "FastFileWriterConfig",
-    "MockFileWriter",
-    "PyFileWriter",
-]
-
 _COUNTS = ("close", "fileno", "flush", "write", "bytes", "write_secs", "write_GB/s")
 _SIZE = 8  # bytes of the size that stands before a storage
 NO_DESCRIPTOR = -1

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["dict_raise_error_on_duplicate_keys"]
-
 
 def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """For ``json.load(object_pairs_hook=...)``: a dict, or ValueError with the keys that are there

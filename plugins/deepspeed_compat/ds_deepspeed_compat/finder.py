@@ -22,16 +22,6 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-__all__ = [
-    "FINDER",
-    "VARIABLE",
-    "ServedModule",
-    "as_deepspeed",
-    "displaced",
-    "install",
-    "last_resort",
-]
-
 VARIABLE = "DS_CORE_AS_DEEPSPEED"
 _ROOT = "deepspeed"
 

@@ -14,29 +14,6 @@ from torch import Tensor, nn
 
 from ds_deepspeed_compat.logs import logger
 
-__all__ = [
-    "DummyOptim",
-    "call_to_str",
-    "copy_to_device",
-    "disable",
-    "empty_cache",
-    "ensure_directory_exists",
-    "instrument_w_nvtx",
-    "is_compile_supported",
-    "is_compiling",
-    "is_zero_supported_optimizer",
-    "memory_status",
-    "move_to_device",
-    "noop_context",
-    "noop_decorator",
-    "partition_balanced",
-    "partition_uniform",
-    "required_torch_version",
-    "see_memory_usage",
-    "set_random_seed",
-    "zero_wrapper_for_fp_tensor_constructor",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -15,8 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
-
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 

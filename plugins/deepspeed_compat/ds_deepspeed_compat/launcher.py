@@ -19,19 +19,6 @@ from ds_cli.hosts.hostfile import filter_hosts, read_hostfile
 from ds_deepspeed_compat.constants import DLTS_HOSTFILE
 from ds_deepspeed_compat.finder import VARIABLE, displaced
 
-__all__ = [
-    "apply_num_nodes_and_gpus",
-    "encode_world_info",
-    "fetch_hostfile",
-    "main",
-    "parse_args",
-    "parse_inclusion_exclusion",
-    "parse_node_config",
-    "parse_node_config_list",
-    "parse_resource_filter",
-    "words",
-]
-
 LAUNCHERS = ("ssh", "pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
 
 

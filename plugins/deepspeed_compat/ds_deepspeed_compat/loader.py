@@ -8,8 +8,6 @@ from typing import Any
 from ds_core import comm
 from ds_core.data import DistributedLoader, LoaderRequest
 
-__all__ = ["DeepSpeedDataLoader"]
-
 
 class DeepSpeedDataLoader(DistributedLoader):
     """Batches of this rank's share of `dataset`, shuffled anew in each epoch.

@@ -10,22 +10,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = [
-    "LoggerFactory",
-    "get_current_level",
-    "get_log_level_from_string",
-    "log_dist",
-    "log_dist_once",
-    "log_levels",
-    "logger",
-    "print_configuration",
-    "print_dist",
-    "print_json_dist",
-    "set_log_level_from_string",
-    "should_log_le",
-    "warning_once",
-]
-
 log_levels = {
     "debug": logging.DEBUG,
     "info": logging.INFO,

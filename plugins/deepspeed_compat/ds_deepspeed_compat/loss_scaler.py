@@ -19,15 +19,6 @@ from ds_deepspeed_compat.norms import has_inf_or_nan
 if TYPE_CHECKING:
     from ds_core import Engine
 
-__all__ = [
-    "CreateLossScaler",
-    "DynamicLossScaler",
-    "LossScaler",
-    "LossScalerBase",
-    "to_python_float",
-    "view_of",
-]
-
 
 class _Scale(Protocol):
     @property

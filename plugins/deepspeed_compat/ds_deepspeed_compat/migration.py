@@ -24,8 +24,6 @@ from ds_core.config import CORE_KEYS, read_config
 from ds_core.config.section import names_of, old_names
 from ds_core.errors import ConfigError, DSError, Problem, join
 
-__all__ = ["migrate", "migrated", "Migration"]
-
 
 @dataclass(frozen=True)
 class Migration:

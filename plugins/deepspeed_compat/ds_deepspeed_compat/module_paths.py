@@ -10,13 +10,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = [
-    "convert_conv1d_to_linear",
-    "module_replacement",
-    "recursive_getattr",
-    "recursive_setattr",
-]
-
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
     """What ``model.a.b.c`` is, for "a.b.c". Raises AttributeError."""

@@ -18,8 +18,6 @@ from ds_core.precision import make_precision
 from ds_core.telemetry import Monitor
 from ds_core.telemetry import MonitorMaster as Monitors
 
-__all__ = ["CometMonitor", "MonitorMaster", "TensorBoardMonitor", "WandbMonitor", "csvMonitor"]
-
 
 class _OfSection(Monitors):
     """The monitor of one section; only rank 0 makes it. It is closed at the end of the program, or

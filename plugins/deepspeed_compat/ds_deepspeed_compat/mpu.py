@@ -9,8 +9,6 @@ from ds_core.comm import ALONE
 from ds_core.errors import ConfigError
 from ds_core.mesh import Mesh
 
-__all__ = ["MpuMesh", "knows"]
-
 _GETTERS = ("world_size", "rank", "group")
 
 

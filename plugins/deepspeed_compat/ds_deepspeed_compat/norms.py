@@ -21,22 +21,6 @@ from ds_core.accelerator import get_accelerator
 from ds_core.process import STATE
 from ds_deepspeed_compat.bwc import bwc_tensor_model_parallel_rank
 
-__all__ = [
-    "CheckOverflow",
-    "clip_grad_norm_",
-    "clip_tensors_by_global_norm",
-    "combine_grad_norm_groups",
-    "get_flattened_grad_norm",
-    "get_global_norm",
-    "get_global_norm_of_tensors",
-    "get_grad_norm",
-    "get_grad_zeros",
-    "get_weight_norm",
-    "has_inf_or_nan",
-    "is_invalid_grad_norm",
-    "is_model_parallel_parameter",
-]
-
 
 def is_model_parallel_parameter(p: Any) -> bool:
     """Whether tensor-parallel ranks have different parts of it, as Megatron marks them."""

@@ -12,8 +12,6 @@ from ds_core.errors import KernelError
 from ds_core.kernels import Kernels
 from ds_core.plugins import Plugins
 
-__all__ = ["ALL_OPS", "BUILDERS", "OpBuilder"]
-
 
 class OpBuilder:
     """A kernel of ds_core under the name of DeepSpeed's builder.

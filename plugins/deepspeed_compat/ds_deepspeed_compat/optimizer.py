@@ -27,17 +27,6 @@ if TYPE_CHECKING:
     from ds_core import Engine
     from ds_deepspeed_compat.loss_scaler import LossScalerBase
 
-__all__ = [
-    "BF16_Optimizer",
-    "DeepSpeedOptimizer",
-    "DeepSpeedZeroOptimizer",
-    "DeepSpeedZeroOptimizer_Stage3",
-    "FP16_Optimizer",
-    "FP16_UnfusedOptimizer",
-    "ZeROOptimizer",
-    "wrapped",
-]
-
 
 class DeepSpeedOptimizer(Optimizer):
     """A torch optimizer whose ``optimizer`` does the work; groups and states are that one's."""

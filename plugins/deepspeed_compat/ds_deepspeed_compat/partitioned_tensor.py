@@ -14,8 +14,6 @@ from torch import Tensor
 from ds_core import comm
 from ds_deepspeed_compat.helpers import partition_uniform
 
-__all__ = ["PartitionedTensor"]
-
 
 class PartitionedTensor:
     """One flat part of a tensor on each rank of a group; `full` is the whole tensor again.

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.mesh import Mesh
 
-__all__ = ["ds_commands", "ds_engine_methods", "ds_mesh", "ds_param_axes", "ds_run_options"]
-
 
 def ds_commands() -> Mapping[str, CommandEntry]:
     """``dscore config migrate``."""

@@ -14,15 +14,6 @@ from pydantic import Field, PositiveInt, model_validator
 
 from ds_deepspeed_compat.config_models import DeepSpeedConfigModel
 
-__all__ = [
-    "AllocationMode",
-    "DSStateManagerConfig",
-    "DeepSpeedTPConfig",
-    "MemoryConfig",
-    "QuantizationConfig",
-    "RaggedInferenceEngineConfig",
-]
-
 
 class AllocationMode(Enum):
     """How the memory of keys and values is given: all but a reserve, or a number of blocks."""

@@ -22,8 +22,6 @@ from ds_core.errors import nearest
 from ds_core.plugins import Plugins
 from ds_core.process import log_once
 
-__all__ = ["as_released"]
-
 log = logging.getLogger("ds_core")
 
 _DECAYED = (

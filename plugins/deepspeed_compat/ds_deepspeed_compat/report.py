@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from ds_deepspeed_compat.version import VERSION
 
-__all__ = ["cli_main", "main", "report"]
-
 
 def report() -> str:
     """The report as text."""

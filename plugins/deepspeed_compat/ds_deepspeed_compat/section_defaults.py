@@ -12,19 +12,6 @@ from typing import Any, ClassVar
 from ds_core.config import option
 from ds_deepspeed_compat.config_models import DeepSpeedConfigModel, model_named
 
-__all__ = [
-    "AIO_DEFAULT_DICT",
-    "DeepSpeedActivationCheckpointingConfig",
-    "DeepSpeedAutotuningConfig",
-    "DeepSpeedCommsConfig",
-    "DeepSpeedFlopsProfilerConfig",
-    "DeepSpeedMonitorConfig",
-    "DeepSpeedThroughputTimerConfig",
-    "get_aio_config",
-    "get_monitor_config",
-    "get_timers_config",
-]
-
 
 class DeepSpeedThroughputTimerConfig(DeepSpeedConfigModel):
     """``timers.throughput``."""

@@ -15,19 +15,6 @@ from ds_core import comm
 from ds_core.accelerator import get_accelerator
 from ds_core.errors import UsageError
 
-__all__ = [
-    "align_dense_tensors",
-    "all_gather_dp_groups",
-    "all_gather_into_tensor_dp_groups",
-    "filter_empty_parameters",
-    "fragment_address",
-    "get_ma_status",
-    "get_only_unique_item",
-    "get_tensor_bytes",
-    "is_optimized_parameter",
-    "prefix_sum_inc",
-]
-
 
 @dataclass
 class fragment_address:

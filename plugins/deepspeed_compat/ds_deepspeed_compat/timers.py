@@ -12,8 +12,6 @@ from typing import Any
 
 from ds_deepspeed_compat.logs import log_dist
 
-__all__ = ["NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer", "trim_mean"]
-
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
     """The mean without the lowest and highest `trim_percent` (0 to 1); where none is left the

@@ -10,8 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ds_deepspeed_compat import comm
 
-__all__ = ["TorchBackend"]
-
 
 class TorchBackend:
     """torch.distributed under DeepSpeed's names. What is running already is taken as it is.

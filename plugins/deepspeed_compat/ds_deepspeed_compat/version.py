@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["GIT_BRANCH", "GIT_HASH", "VERSION"]
-
 VERSION = "0.19.8+dscore"
 GIT_HASH = "dscore"
 GIT_BRANCH = "main"

@@ -20,16 +20,6 @@ if TYPE_CHECKING:
     from ds_elasticity.config import Autosave
     from ds_elasticity.notice import Notice
 
-__all__ = [
-    "ds_close",
-    "ds_config",
-    "ds_engine_methods",
-    "ds_open",
-    "ds_request",
-    "PREEMPTED",
-    "resume",
-]
-
 PREEMPTED = 75
 """Exit code of a rank that saved because its run was told to stop: sysexits.h's "try again later".
 """

@@ -24,16 +24,6 @@ from ds_core.config import Batch
 from ds_core.errors import ConfigError, Problem
 from ds_elasticity.config import Elasticity
 
-__all__ = [
-    "compute_elastic_config",
-    "elasticity_enabled",
-    "ElasticityConfigError",
-    "ElasticityError",
-    "ElasticityIncompatibleWorldSize",
-    "ensure_immutable_elastic_config",
-    "run_batch",
-]
-
 log = logging.getLogger("ds_core.elasticity")
 
 SCHEDULERS_CONFIG = "DEEPSPEED_ELASTICITY_CONFIG"

@@ -10,8 +10,6 @@ from typing_extensions import Self
 
 from ds_core.config import Section, option
 
-__all__ = ["Autosave", "Elasticity", "VERSIONS"]
-
 VERSIONS = (0.1, 0.2)
 
 

@@ -14,8 +14,6 @@ from ds_core.errors import UsageError
 if TYPE_CHECKING:
     from ds_core.data import LoaderRequest
 
-__all__ = ["WholeBatches"]
-
 
 class WholeBatches(Sampler[int]):
     """This rank's indices of a shuffled dataset whose length is made a multiple of the train batch.

@@ -12,8 +12,6 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-__all__ = ["Notice", "listen"]
-
 log = logging.getLogger("ds_core.autosave")
 
 

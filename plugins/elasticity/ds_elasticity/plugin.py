@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from ds_core.errors import Problem
     from ds_elasticity.config import Elasticity
 
-__all__ = ["ds_batch", "ds_check", "ds_config", "ds_loader"]
-
 KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ds_core.config import Section, option
 
-__all__ = ["FlopsProfilerConfig"]
-
 
 class FlopsProfilerConfig(Section):
     """Profile one step: FLOPs, MACs, parameters and latency of each module."""

@@ -24,8 +24,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_flops_profiler.formulas import Formula, formula_of
 
-__all__ = ["Counter", "Tally"]
-
 _TORCHS_OWN = (
     "aten",
     "prim",

@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["Formula", "Work", "formula_of"]
-
 Work = tuple[int, int]
 """FLOPs and MACs."""
 Formula = Callable[[Any, Any, Any], Work]

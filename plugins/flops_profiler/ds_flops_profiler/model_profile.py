@@ -15,8 +15,6 @@ from ds_core.runner import eval_mode
 from ds_flops_profiler.profiler import FlopsProfiler
 from ds_flops_profiler.units import macs_to_string, number_to_string, params_to_string
 
-__all__ = ["get_model_profile"]
-
 MODES = ("forward", "generate")
 
 

@@ -13,8 +13,6 @@ from torch import nn
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["shared_of_all", "stored_here", "whole"]
-
 
 def _numel(param: nn.Parameter) -> int:
     return int(getattr(param, "ds_numel", None) or param.numel())

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_flops_profiler.training import StepProfile, StepRate
 
-__all__ = ["ds_config", "ds_metrics", "ds_phase_begin", "ds_phase_end", "ds_step_end"]
-
 PROFILE: StashKey[StepProfile | None] = StashKey("the profile of one step")
 RATE: StashKey[StepRate] = StashKey("FLOPs per second, from what the profile has counted")
 

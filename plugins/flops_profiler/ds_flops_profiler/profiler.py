@@ -21,8 +21,6 @@ from ds_flops_profiler.units import (
     params_to_string,
 )
 
-__all__ = ["FlopsProfiler"]
-
 
 class FlopsProfiler:
     """FLOPs, MACs, parameters and latency of the forward of a model, by module.

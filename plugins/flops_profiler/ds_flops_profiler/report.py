@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ds_flops_profiler.counter import Counter
     from ds_flops_profiler.profiler import FlopsProfiler
 
-__all__ = ["Rows", "aggregated", "footnotes", "heading", "of_training", "totals", "tree"]
-
 Rows = Sequence[tuple[str, str]]
 """Names and values, one line each."""
 WIDTH = 96

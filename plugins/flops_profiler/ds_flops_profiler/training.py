@@ -20,8 +20,6 @@ from ds_flops_profiler.profiler import FlopsProfiler
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["StepProfile", "StepRate", "profile_of"]
-
 COUNTED = ("forward", "backward")
 """The phases in which operations are counted."""
 

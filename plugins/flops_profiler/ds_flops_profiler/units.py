@@ -4,15 +4,6 @@ from __future__ import annotations
 
 from ds_core.errors import UsageError
 
-__all__ = [
-    "bytes_to_string",
-    "duration_to_string",
-    "flops_to_string",
-    "macs_to_string",
-    "number_to_string",
-    "params_to_string",
-]
-
 _SIZES = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
 _DIGITS = 2
 

@@ -8,8 +8,6 @@ if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.plugins import Plugins
 
-__all__ = ["tp_size"]
-
 
 def tp_size(config: RunConfig, plugins: Plugins) -> int:
     """Over how many ranks the layers of the run are divided."""

@@ -15,8 +15,6 @@ from torch import Tensor
 from ds_inference import sampling
 from ds_inference.requests import Finish, Result, SamplingParams
 
-__all__ = ["Beams"]
-
 _NEVER = -1e9
 """The score of a beam that does not count."""
 

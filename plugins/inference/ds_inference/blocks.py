@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 from ds_inference_kit.step import BLOCK
 
-__all__ = ["Blocks", "blocks_for"]
-
 
 def blocks_for(tokens: int) -> int:
     """How many blocks hold `tokens` tokens."""

@@ -13,8 +13,6 @@ from ds_inference import sampling
 from ds_inference.requests import SamplingParams
 from ds_inference.scheduler import Sequence
 
-__all__ = ["Choice"]
-
 
 class Choice:
     """How `sequences` choose; made once for as long as a step has the same ones.

@@ -17,22 +17,6 @@ from typing_extensions import Self
 from ds_core.config import Section, option
 from ds_core.config.section import Clash
 
-__all__ = [
-    "ActivationQuantConfig",
-    "BaseQuantConfig",
-    "DeepSpeedInferenceConfig",
-    "DeepSpeedMoEConfig",
-    "DeepSpeedTPConfig",
-    "InferenceCheckpointConfig",
-    "MoETypeEnum",
-    "QKVQuantConfig",
-    "LayerQuantization",
-    "QuantTypeEnum",
-    "QuantizationConfig",
-    "WeightQuantConfig",
-    "WeightQuantization",
-]
-
 DTYPES = {
     "fp32": ("float32", "float"),
     "fp16": ("float16", "half"),

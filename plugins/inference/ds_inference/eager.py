@@ -29,8 +29,6 @@ from torch import Tensor, nn
 from ds_core import comm
 from ds_core.errors import UsageError
 
-__all__ = ["Eager"]
-
 
 class Eager:
     """Runs `module`, which is called with tokens [b, t] and gives logits [b, t, vocab] (or an

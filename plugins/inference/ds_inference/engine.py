@@ -34,8 +34,6 @@ from ds_inference.times import Stopwatch, Timed
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["InferenceEngine"]
-
 log = logging.getLogger("ds_inference")
 
 

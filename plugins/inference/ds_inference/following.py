@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from ds_core.errors import UsageError
 from ds_inference.families import Lowered
 
-__all__ = ["Follower"]
-
 
 class Follower:
     """Called before `runnable` is: binds it again where weights of `module` moved or have new

@@ -19,8 +19,6 @@ from ds_inference.requests import Finish, Handle, Output, Request, Result, Sampl
 from ds_inference.sampling import Filters
 from ds_inference.stopping import Decode, StopStrings
 
-__all__ = ["Generator"]
-
 
 def _drawn_seed() -> int:
     return int(torch.randint(2**62, ()))

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from ds_core.errors import UsageError
 from ds_core.process import log_once
 
-__all__ = ["Graphs", "record"]
-
 log = logging.getLogger("ds_inference")
 
 MOST = 32

@@ -22,8 +22,6 @@ from ds_core.process import log_once
 from ds_inference.generation import Generator
 from ds_inference.requests import Output, Processor, Result, SamplingParams, Stopping
 
-__all__ = ["hf_generate", "refusal"]
-
 _logger = logging.getLogger(__name__)
 
 _LEAST = (4, 56)

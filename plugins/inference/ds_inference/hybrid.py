@@ -36,8 +36,6 @@ from ds_inference.generation import Generator
 from ds_inference.hybrid_config import HybridEngine
 from ds_inference.plain_generate import plain_generate
 
-__all__ = ["GenerationStats", "generate", "generation_stats", "metrics"]
-
 log = logging.getLogger("ds_inference")
 
 

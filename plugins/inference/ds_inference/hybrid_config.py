@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ds_core.config import Section, option
 
-__all__ = ["HybridEngine"]
-
 
 class HybridEngine(Section):
     """``engine.generate`` between training steps, with the weights as they are then."""

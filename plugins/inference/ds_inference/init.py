@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from ds_inference.engine import InferenceEngine
 
-__all__ = ["default_inference_config", "init_inference", "make_config"]
-
 log = logging.getLogger("ds_inference")
 
 

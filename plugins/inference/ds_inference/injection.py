@@ -12,8 +12,6 @@ from ds_core.errors import ConfigError
 from ds_inference.config import DeepSpeedInferenceConfig
 from ds_inference.layer_policies import LayerPolicy
 
-__all__ = ["row_names"]
-
 
 def row_names(config: DeepSpeedInferenceConfig, model: nn.Module) -> tuple[str, ...]:
     """The ends of names of these linears.

@@ -7,19 +7,6 @@ the family says.
 
 from __future__ import annotations
 
-__all__ = [
-    "BLOOMLayerPolicy",
-    "GPTNEOXLayerPolicy",
-    "HFBertLayerPolicy",
-    "HFDistilBertLayerPolicy",
-    "HFGPT2LayerPolicy",
-    "HFGPTNEOLayerPolicy",
-    "HFOPTLayerPolicy",
-    "LLAMALayerPolicy",
-    "LayerPolicy",
-    "replace_policies",
-]
-
 
 class LayerPolicy:
     """A family that is known by itself. layer: the class of its layers, in transformers."""

@@ -25,8 +25,6 @@ from ds_core.context import Context
 from ds_core.errors import CheckpointError
 from ds_inference.sources import PARTS, Source
 
-__all__ = ["cast", "fill", "is_empty", "save_parts"]
-
 log = logging.getLogger("ds_inference")
 
 

@@ -22,16 +22,6 @@ from torch.nn import functional as F
 
 from ds_core import comm
 
-__all__ = [
-    "Init",
-    "LoRAConfig",
-    "LoRAOptimizedLinear",
-    "OptimizedLinear",
-    "QuantizationConfig",
-    "QuantizedLinear",
-    "init_lora",
-]
-
 _LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 

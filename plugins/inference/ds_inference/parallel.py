@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     from ds_inference.config import DeepSpeedInferenceConfig
 
-__all__ = ["collectives", "divide", "load", "make_context", "one_seed", "sections"]
-
 log = logging.getLogger("ds_inference")
 
 

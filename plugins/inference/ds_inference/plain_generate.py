@@ -13,8 +13,6 @@ from ds_core.errors import UsageError, did_you_mean
 from ds_inference.generation import Generator
 from ds_inference.requests import SamplingParams
 
-__all__ = ["plain_generate"]
-
 _PARAMS = frozenset(f.name for f in fields(SamplingParams))
 
 

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from ds_core.running import RunningEngine
     from ds_inference.config import DeepSpeedInferenceConfig, WeightQuantConfig, WeightQuantization
 
-__all__ = ["ORIGIN", "Prepared", "prepare", "quantise", "quantise_for_run"]
-
 log = logging.getLogger("ds_inference")
 
 ORIGIN = "init_inference"

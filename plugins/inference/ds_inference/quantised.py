@@ -27,8 +27,6 @@ from ds_run_state.lazy import lazy_weight
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["QuantizedExperts", "QuantizedLinear", "Report", "quantise_model"]
-
 logger = logging.getLogger(__name__)
 
 _SKIPPED = "named in skip"

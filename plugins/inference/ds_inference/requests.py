@@ -11,17 +11,6 @@ from torch import Tensor
 
 from ds_core.errors import UsageError
 
-__all__ = [
-    "Finish",
-    "Handle",
-    "Output",
-    "Processor",
-    "Request",
-    "Result",
-    "SamplingParams",
-    "Stopping",
-]
-
 Processor = Callable[[Tensor, Tensor], Tensor]
 """(ids int64 [1, tokens so far], scores fp32 [1, vocabulary]) -> scores; transformers'
 LogitsProcessor is one.

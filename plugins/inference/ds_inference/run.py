@@ -17,8 +17,6 @@ from torch.nn import functional as F
 
 from ds_inference.families import Lowered
 
-__all__ = ["forward", "refusal"]
-
 SERVED = (
     "input_ids",
     "attention_mask",

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from ds_inference.requests import SamplingParams
 
-__all__ = ["Filters", "draw", "filtered", "log_probability", "pick", "processed", "shown"]
-
 _FIRST = 512
 """Most probable tokens among which a nucleus is looked for at first; then among 16 times as many.
 """

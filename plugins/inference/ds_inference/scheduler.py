@@ -27,8 +27,6 @@ from ds_inference.stopping import StopStrings
 if TYPE_CHECKING:
     from ds_inference.beams import Beams
 
-__all__ = ["Group", "Plan", "Scheduler", "Sequence", "most_blocks"]
-
 _SHARE = 4
 """While sequences decode, prompts take one in so many of a step's rows, so that a step does not
 last much longer.

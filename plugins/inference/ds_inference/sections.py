@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ds_core.entries import Ref
     from ds_core.plugins import Plugins
 
-__all__ = ["ds_check", "ds_config", "ds_engine_methods", "ds_metrics", "ds_open", "ds_transforms"]
-
 
 def ds_config() -> Mapping[str, type[BaseModel]]:
     """The sections' models."""

@@ -24,8 +24,6 @@ from ds_core.entries import resolve
 from ds_core.errors import CheckpointError, DSError
 from ds_inference.tensor_file import TensorFile
 
-__all__ = ["PARTS", "Source", "open_weights"]
-
 PARTS = "ds_inference.parts"
 """The ``type`` of a JSON file that `save_parts` wrote."""
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-__all__ = ["Decode", "Detokenizer", "StopStrings"]
-
 Decode = Callable[[list[int]], str]
 """A tokenizer's decoding of tokens."""
 

@@ -16,8 +16,6 @@ from ds_checkpoint.boxes import moves
 from ds_run_state.slices import Box, Slice
 from torch import Tensor
 
-__all__ = ["TensorFile"]
-
 
 class TensorFile:
     """The weights of one file. CheckpointError for one that is damaged."""

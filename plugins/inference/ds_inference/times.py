@@ -12,8 +12,6 @@ from ds_inference_kit.program import Runnable
 from ds_inference_kit.step import KVCache, Step
 from torch import Tensor, nn
 
-__all__ = ["Stopwatch", "Timed"]
-
 
 class Stopwatch:
     """Measures calls from `start` on.

@@ -18,8 +18,6 @@ from ds_cli.hosts import FromVariable, agent_command, named_hosts, run_tool, set
 if TYPE_CHECKING:
     from ds_cli.launch import LaunchRequest
 
-__all__ = ["impi", "mpich", "mvapich"]
-
 RANK = FromVariable("PMI_RANK")
 REACH = str(Path(__file__).with_name("reach.py"))
 SSH = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")

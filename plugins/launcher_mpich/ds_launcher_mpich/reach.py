@@ -13,8 +13,6 @@ import signal
 import subprocess
 import sys
 
-__all__ = ["host_of", "main"]
-
 WITH_VALUE = frozenset("BbcDEeFIiJLlmOoPpQRSWw")  # options of ssh, as its manual lists them
 
 

@@ -15,8 +15,6 @@ from ds_cli.hosts import agent_command, named_hosts, run_tool, settings_variable
 if TYPE_CHECKING:
     from ds_cli.launch import LaunchRequest
 
-__all__ = ["launch"]
-
 # where several MPI are installed, Debian's name tells which one it is
 NAMES = ("mpirun.openmpi", "mpirun")
 SSH = "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3"

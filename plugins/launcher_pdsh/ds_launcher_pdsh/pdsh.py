@@ -16,8 +16,6 @@ from ds_cli.hosts import agent_command, named_hosts, run_tool
 if TYPE_CHECKING:
     from ds_cli.launch import LaunchRequest
 
-__all__ = ["launch"]
-
 # ssh takes the first value that it gets for an option, so the user's own (PDSH_SSH_ARGS_APPEND)
 # come before these.
 OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")

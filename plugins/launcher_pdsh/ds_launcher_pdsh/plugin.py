@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from ds_core.entries import LauncherEntry
 
-__all__ = ["ds_launchers"]
-
 
 def ds_launchers() -> Mapping[str, LauncherEntry]:
     """The hosts of a hostfile, by pdsh."""

@@ -11,8 +11,6 @@ from typing import Any
 
 from ds_cli.show import CommandError
 
-__all__ = ["Wanted", "bundles", "devices"]
-
 DEVICES = ("GPU", "TPU", "NPU", "HPU", "neuron_cores")  # as Ray names them
 
 

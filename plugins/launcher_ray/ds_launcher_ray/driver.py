@@ -27,8 +27,6 @@ from ds_core.errors import CommError, DSError
 from ds_launcher_ray import node
 from ds_launcher_ray.choice import Wanted, bundles, devices
 
-__all__ = ["main"]
-
 POLL_SECONDS = 2.0
 PATIENCE = 5.0  # after so many seconds of waiting for nodes, say so
 # as the agents among themselves: a host that does not answer for so long is lost

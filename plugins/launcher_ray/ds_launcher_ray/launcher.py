@@ -14,8 +14,6 @@ from ds_cli.show import CommandError
 if TYPE_CHECKING:
     from ds_cli.launch import LaunchRequest
 
-__all__ = ["launch"]
-
 
 def launch(request: LaunchRequest) -> int:
     """Start the agents on nodes of the cluster and wait for them; the run's exit code."""

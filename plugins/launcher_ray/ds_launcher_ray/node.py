@@ -14,8 +14,6 @@ import threading
 import time
 from typing import Any
 
-__all__ = ["Node"]
-
 MOST = 1 << 20  # bytes of output that wait for the driver; then the ranks wait
 BEAT_SECONDS = 4.0
 

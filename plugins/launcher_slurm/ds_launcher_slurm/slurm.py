@@ -18,8 +18,6 @@ from ds_cli.show import CommandError
 if TYPE_CHECKING:
     from ds_cli.launch import LaunchRequest
 
-__all__ = ["launch"]
-
 # the node's place in the step's list, which has the allocation's order
 NODE = FromVariable("SLURM_NODEID")
 _ENDED = re.compile(rb"srun: error: ([^:]+): tasks? [^:]+: Exited with exit code ([0-9]+)\s*")

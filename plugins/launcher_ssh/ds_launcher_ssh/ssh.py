@@ -17,8 +17,6 @@ from ds_cli.show import CommandError
 if TYPE_CHECKING:
     from ds_cli.launch import LaunchRequest
 
-__all__ = ["launch"]
-
 # ssh takes the first value that it gets for an option, so the user's own (--launcher-args) come
 # before these. It must not ask for a password or about a host's key: several would ask at once, and
 # nobody may be there.

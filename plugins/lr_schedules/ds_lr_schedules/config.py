@@ -11,14 +11,6 @@ from pydantic import Field
 
 from ds_core.config import Section, option
 
-__all__ = [
-    "LRRangeTestParams",
-    "OneCycleParams",
-    "WarmupCosineLRParams",
-    "WarmupDecayLRParams",
-    "WarmupLRParams",
-]
-
 Rate = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=0)]
 PerGroup = Rate | list[Rate]

@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["Cycle", "cosine_ratio", "linear_decay", "range_test", "warmup", "warmup_steps"]
-
 
 def range_test(t: int, step_size: int, step_rate: float, staircase: bool) -> float:
     """How much the minimum learning rate is multiplied by: 1 at the start, `step_rate` more every

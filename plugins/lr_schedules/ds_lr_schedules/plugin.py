@@ -8,8 +8,6 @@ from collections.abc import Mapping
 
 from ds_core.entries import SchedulerEntry
 
-__all__ = ["ds_schedulers"]
-
 NAMES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 

@@ -18,8 +18,6 @@ import torch
 
 from ds_lr_schedules import curves
 
-__all__ = ["LRRangeTest", "OneCycle", "Schedule", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
-
 log = logging.getLogger("ds_lr_schedules")
 
 PerGroup = float | Sequence[float]

@@ -34,8 +34,6 @@ from ds_moe.presets import Preset
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["replace"]
-
 log = logging.getLogger("ds_moe")
 
 

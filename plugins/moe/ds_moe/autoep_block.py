@@ -15,8 +15,6 @@ from ds_moe.routing import route
 if TYPE_CHECKING:
     from ds_moe.autoep_plan import BlockPlan
 
-__all__ = ["AutoEPMoELayer"]
-
 
 class AutoEPMoELayer(nn.Module):
     """Router, experts and, where there are any, shared experts: the model's own children under

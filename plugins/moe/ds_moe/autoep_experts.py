@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from ds_moe.expert_load import ExpertLoad
 
-__all__ = ["FusedExperts", "ListedExperts", "ExpertShare"]
-
 Act = Callable[[Tensor], Tensor]
 
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ds_core.undo import Undo
     from ds_moe.autoep_plan import BlockPlan
 
-__all__ = ["install"]
-
 
 def install(plan: BlockPlan, model: nn.Module, undo: Undo) -> None:
     """Cut the experts of the block to this rank's, and put what runs them in the place of what did.

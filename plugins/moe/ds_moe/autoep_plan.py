@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ds_moe.config import ExpertParallelConfig
     from ds_moe.presets import Preset
 
-__all__ = ["BlockPlan", "config_error"]
-
 ACTIVATIONS: Mapping[str, Act] = {
     "silu": nn.functional.silu,
     "swish": nn.functional.silu,

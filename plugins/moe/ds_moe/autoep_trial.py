@@ -21,8 +21,6 @@ from ds_moe.autoep_block import AutoEPMoELayer
 if TYPE_CHECKING:
     from ds_moe.autoep_plan import BlockPlan
 
-__all__ = ["try_out"]
-
 log = logging.getLogger("ds_moe")
 
 TOKENS = 16

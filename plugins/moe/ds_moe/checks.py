@@ -16,8 +16,6 @@ from ds_moe.dispatch import DispatchPlan, plan, sums, weigh_back
 from ds_moe.ffn import ACTIVATIONS, FFN, ffn
 from ds_moe.grouped import Groups
 
-__all__ = ["expert_ffn", "expert_plan", "expert_sums", "expert_weigh_back", "random_weights"]
-
 Case = tuple[str, Callable[[], None]]
 
 SIZES = {

@@ -24,8 +24,6 @@ from ds_moe.extension import EXTENSION
 from ds_moe.ffn import FFN
 from ds_moe.grouped import Groups
 
-__all__ = ["available", "ffn", "plan", "sums", "weigh_back"]
-
 ACTS = ("relu", "silu", "gelu", "gelu_tanh")
 ROWS = 1024
 """The most rows that go through both layers at a time: their inner values shall stay in the cache.

@@ -12,8 +12,6 @@ from typing_extensions import Self
 from ds_core.config import Section, option
 from ds_core.errors import PluginError, nearest
 
-__all__ = ["ExpertParallelConfig"]
-
 ROUTING = (
     "score_func",
     "route_norm",

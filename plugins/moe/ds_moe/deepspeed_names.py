@@ -21,19 +21,6 @@ from ds_moe.gating import JITTER, Routing, capacity_of, top1, top2, topk
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "_AllToAll",
-    "_capacity",
-    "drop_tokens",
-    "einsum",
-    "gather_tokens",
-    "gumbel_rsample",
-    "multiplicative_jitter",
-    "top1gating",
-    "top2gating",
-    "topkgating",
-]
-
 
 def einsum(rule: str, a: Tensor, b: Tensor) -> Tensor:
     """`torch.einsum` of two tensors."""

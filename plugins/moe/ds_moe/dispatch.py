@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from ds_core.kernels import Kernels
 
-__all__ = ["DispatchPlan", "Run", "dispatch", "plan", "sums", "weigh_back"]
-
 Run = Callable[[Tensor, Groups], Tensor]
 """``run(rows [M, H], groups) -> [M, H']``: the experts of this rank, on rows sorted by expert."""
 

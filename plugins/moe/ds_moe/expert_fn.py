@@ -16,8 +16,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["Product", "gated"]
-
 
 class Product(Protocol):
     """Multiplies the rows of each expert by that expert's weight."""

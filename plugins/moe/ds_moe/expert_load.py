@@ -16,8 +16,6 @@ from ds_core.context import StashKey
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["EXPERT_LOADS", "ExpertLoad", "loads_of_step", "stop_counting"]
-
 
 class ExpertLoad:
     """What one layer has counted in training since the last step.

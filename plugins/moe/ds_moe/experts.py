@@ -30,8 +30,6 @@ from ds_moe.grouped import Groups, grouped_linear
 if TYPE_CHECKING:
     from ds_core.kernels import Kernels
 
-__all__ = ["Experts", "GroupedLinear", "Stack", "partition_dim"]
-
 
 class Stack(nn.Module):
     """The parameters and buffers of `count` copies of a module, in the same tree, with a first

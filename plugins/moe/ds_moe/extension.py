@@ -7,8 +7,6 @@ from pathlib import Path
 
 from ds_kernel_kit.build import Extension, Unit
 
-__all__ = ["EXTENSION"]
-
 # Apple's compiler has none: one thread there
 _OPENMP = () if sys.platform == "darwin" else ("-fopenmp",)
 

@@ -19,8 +19,6 @@ from torch.nn import functional as F
 
 from ds_moe.grouped import Groups, grouped_linear
 
-__all__ = ["ACTIVATIONS", "FFN", "ffn", "match"]
-
 
 def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")

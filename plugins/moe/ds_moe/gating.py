@@ -20,8 +20,6 @@ from torch.nn import functional as F
 
 from ds_core.errors import UsageError
 
-__all__ = ["Routing", "TopKGate", "capacity_of", "top1", "top2", "topk", "within_capacity"]
-
 NOISES = (None, "None", "Jitter", "RSample")
 JITTER = 0.01
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from ds_core.kernels import Kernels
 
-__all__ = ["MoE"]
-
 
 class MoE(nn.Module):
     """A mixture of experts in the place of a feed-forward layer.

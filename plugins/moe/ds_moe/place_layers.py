@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.mesh import Mesh
 
-__all__ = ["EXPERT_PARALLEL", "TENSOR_PARALLEL", "bind_layers"]
-
 EXPERT_PARALLEL: StashKey[Collection[str]] = StashKey(
     "ds-moe expert-parallel parameters and buffers"
 )

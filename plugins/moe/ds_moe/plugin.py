@@ -15,16 +15,6 @@ if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.context import Context
 
-__all__ = [
-    "ds_config",
-    "ds_kernels",
-    "ds_mesh_axes",
-    "ds_metrics",
-    "ds_param_axes",
-    "ds_step_begin",
-    "ds_transforms",
-]
-
 
 def ds_config() -> type[BaseModel]:
     """The section ``expert_parallel``."""

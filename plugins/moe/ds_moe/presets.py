@@ -23,8 +23,6 @@ from typing import Literal
 from ds_core.entries import Ref, resolve
 from ds_core.errors import PluginError
 
-__all__ = ["BUILT_IN", "GROUP", "Preset", "find", "for_model_type", "names"]
-
 log = logging.getLogger("ds_moe")
 
 GROUP = "ds_moe.presets"

@@ -10,8 +10,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["RouterRule", "route"]
-
 
 @dataclass(frozen=True, slots=True)
 class RouterRule:

@@ -13,8 +13,6 @@ from ds_cli.show import CommandError
 from ds_core.errors import nearest
 from ds_new.kinds import KINDS
 
-__all__ = ["app", "plugin"]
-
 app = typer.Typer(cls=OpenGroup, help="Write something new from a template.", no_args_is_help=True)
 
 

@@ -16,8 +16,6 @@ from ds_core.catalogue import documented, offered_by
 from ds_core.discovery import HOOKS
 from ds_core.plugins import Plugins, discover
 
-__all__ = ["Names", "forms_of", "names_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Names:

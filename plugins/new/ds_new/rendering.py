@@ -17,8 +17,6 @@ from ds_core import __version__
 from ds_new.kinds import KINDS
 from ds_new.naming import Names
 
-__all__ = ["modules", "render"]
-
 TEMPLATES = Path(__file__).parent / "templates"
 TOOLS = ("pytest>=8", "ruff>=0.6", "mypy>=1.11")
 COMMON = {

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.plugins import Plugins
 
-__all__ = ["AsyncIO", "ds_check", "ds_config"]
-
 log = logging.getLogger("ds_nvme")
 
 

@@ -18,8 +18,6 @@ from ds_nvme.files import RunFolder
 from ds_nvme.measure import Speed, measure
 from ds_nvme.probe import direct, open_engine, probe
 
-__all__ = ["app"]
-
 MIB = 1 << 20
 BLOCKS = (MIB, MIB // 4, MIB // 2, 4 * MIB, 8 * MIB)
 DEPTHS = (8, 2, 4, 16, 32)

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 
 from ds_nvme.files import ALIGNMENT, DiskError, Opened, disk_error
 
-__all__ = ["Engine", "Settings", "ThreadsEngine", "Transfer"]
-
 log = logging.getLogger("ds_nvme")
 
 SLOW = 10.0

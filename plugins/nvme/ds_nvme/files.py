@@ -29,8 +29,6 @@ from pathlib import Path
 
 from ds_core.errors import DSError
 
-__all__ = ["ALIGNMENT", "DiskError", "Opened", "RunFolder", "disk_error", "open_file", "padded"]
-
 log = logging.getLogger("ds_nvme")
 
 ALIGNMENT = 4096

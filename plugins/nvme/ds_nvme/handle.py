@@ -30,8 +30,6 @@ from ds_nvme.memory import aligned
 from ds_nvme.native import available
 from ds_nvme.probe import ENGINES, open_engine
 
-__all__ = ["AsyncIOBuilder", "aio_handle", "aio_read", "aio_write"]
-
 log = logging.getLogger("ds_nvme")
 
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from ds_nvme.engines import Engine
 from ds_nvme.files import ALIGNMENT, disk_error, open_file
 
-__all__ = ["Speed", "measure"]
-
 
 @dataclass(frozen=True, slots=True)
 class Speed:

@@ -21,8 +21,6 @@ from ds_nvme.files import ALIGNMENT, padded
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Buffer", "Pool", "aligned", "bytes_of"]
-
 _HUGE = 2 << 20
 _MADV_HUGEPAGE = 14
 

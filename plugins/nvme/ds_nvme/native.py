@@ -16,8 +16,6 @@ from ds_core.errors import KernelError
 from ds_nvme.engines import Engine, Settings, Transfer, changed, ended
 from ds_nvme.files import Opened, disk_error
 
-__all__ = ["EXTENSION", "KINDS", "NativeEngine", "available", "swapping"]
-
 log = logging.getLogger("ds_nvme")
 
 _FOLDER = Path(__file__).parent / "cpp"

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from ds_core.entries import CommandEntry, StateStoreEntry
 
-__all__ = ["ds_commands", "ds_state_stores"]
-
 
 def ds_commands() -> Mapping[str, CommandEntry]:
     """``dscore io``."""

@@ -19,8 +19,6 @@ from ds_nvme.native import KINDS, NativeEngine, available
 if TYPE_CHECKING:
     from ds_nvme.aio import AsyncIO
 
-__all__ = ["ENGINES", "Probed", "choose", "direct", "open_engine", "probe", "settings"]
-
 log = logging.getLogger("ds_nvme")
 
 ENGINES = (*KINDS, "python threads")

@@ -34,8 +34,6 @@ from ds_nvme.probe import choose, settings
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["Moved", "NvmeStore"]
-
 log = logging.getLogger("ds_nvme")
 
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ds_optimizers.base import KernelOptimizer, StepBatch, check_common, require_cpu
 
-__all__ = ["Adagrad", "CPUAdagrad", "DeepSpeedCPUAdagrad"]
-
 
 class Adagrad(KernelOptimizer):
     """Adagrad with torch's parameters; state ``sum``.

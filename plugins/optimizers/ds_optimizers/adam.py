@@ -10,8 +10,6 @@ from torch.optim import Optimizer
 
 from ds_optimizers.base import KernelOptimizer, StepBatch, check_common, require_cpu
 
-__all__ = ["Adam", "AdamW", "CPUAdam", "DeepSpeedCPUAdam", "FusedAdam", "make_adam", "make_adamw"]
-
 
 class FusedAdam(KernelOptimizer):
     """Adam, decoupled (AdamW) unless `adam_w_mode` is false.

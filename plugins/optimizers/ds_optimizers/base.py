@@ -34,9 +34,6 @@ from ds_core.stepping import StepInputs
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["StepBatch", "KernelOptimizer", "check_common", "require_cpu"]
-
-
 MANY = 128
 """From so many parameters on it is worth it to let the kernel begin with some while others are
 prepared.

@@ -8,25 +8,6 @@ from pydantic import Field
 
 from ds_core.config import Section, option
 
-__all__ = [
-    "AdagradParams",
-    "AdamParams",
-    "AdamWParams",
-    "CPUAdagradParams",
-    "CPUAdamParams",
-    "CPULionParams",
-    "DeepSpeedCPUAdagradParams",
-    "FusedAdamParams",
-    "LambParams",
-    "LionParams",
-    "MuAdamParams",
-    "MuonParams",
-    "OneBitAdamParams",
-    "OneBitLambParams",
-    "SGDParams",
-    "ZeroOneAdamParams",
-]
-
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = tuple[Beta, Beta]
 _FP32 = "Keep the states of 16-bit parameters in fp32; false: in the parameters' dtype."

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ds_optimizers.base import KernelOptimizer, StepBatch, check_common
 
-__all__ = ["FusedLamb", "Lamb"]
-
 
 class FusedLamb(KernelOptimizer):
     """LAMB: u = m / (√v + eps) + wd * p; p -= step * c * u, c = ‖p‖ / ‖u‖ in [min_coeff,

@@ -6,8 +6,6 @@ from typing import Any, ClassVar
 
 from ds_optimizers.base import KernelOptimizer, StepBatch, check_common, require_cpu
 
-__all__ = ["CPULion", "DeepSpeedCPULion", "FusedLion", "Lion"]
-
 
 class Lion(KernelOptimizer):
     """Lion (Chen et al. 2023): p -= lr * (sign(β1 m + (1-β1) g) + wd * p); m = β2 m + (1-β2) g.

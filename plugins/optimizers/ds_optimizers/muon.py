@@ -16,8 +16,6 @@ from torch import Tensor
 from ds_core.errors import UsageError
 from ds_optimizers.base import KernelOptimizer, StepBatch, check_common
 
-__all__ = ["Muon", "orthogonalize", "split_groups"]
-
 METHODS = ("gram", "standard")
 _NOT_HIDDEN = ("embed", "lm_head")
 # Chosen by Jordan et al. (2024) for a steep start: singular values end between about 0.7 and 1.2.

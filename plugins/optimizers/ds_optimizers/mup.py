@@ -19,8 +19,6 @@ from ds_core.errors import ConfigError, Problem, UsageError
 from ds_optimizers.adam import FusedAdam
 from ds_optimizers.sgd import SGD
 
-__all__ = ["MuAdam", "MuAdamW", "MuSGD", "split_like_adam", "split_like_sgd"]
-
 MARK = "mup_lr_factor"
 """Of a group: what its learning rate was multiplied by.
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.plugins import Plugins
 
-__all__ = ["ds_check", "ds_open", "ds_optimizers", "ds_step_begin"]
-
 
 def _entry(load: str, params: str, **declared: object) -> OptimizerEntry:
     where = f"ds_optimizers.config:{params}Params"

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from ds_optimizers.base import KernelOptimizer, StepBatch, check_common
 
-__all__ = ["SGD"]
-
 
 class SGD(KernelOptimizer):
     """torch's SGD; state ``momentum_buffer``, with momentum only, which begins as the first

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from ds_core.context import Context
 
-__all__ = ["EVERY", "look", "note"]
-
 log = logging.getLogger("ds_core.engine")
 EVERY = 10
 """Steps between two looks: there can be thousands of frozen parameters."""

@@ -8,8 +8,6 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 
-__all__ = ["METHODS", "balanced", "partition", "uniform"]
-
 METHODS = "'uniform', 'parameters', 'type:REGEX' or 'profile'"
 
 

@@ -17,8 +17,6 @@ from ds_pipeline.schedule import InferenceSchedule, PipeSchedule, TrainSchedule
 if TYPE_CHECKING:
     from ds_core.plugins import Plugins
 
-__all__ = ["OWN", "find_schedule", "make_schedule"]
-
 OWN = ("auto", "1f1b", "interleaved", "zero_bubble")
 """The names of ds-pipeline's own schedules."""
 

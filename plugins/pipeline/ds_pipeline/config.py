@@ -10,8 +10,6 @@ from typing_extensions import Self
 
 from ds_core.config import Section, Trait, option
 
-__all__ = ["PipelineConfig"]
-
 
 class PipelineConfig(Section):
     """Pipeline parallelism. A `ds_pipeline.PipelineModule` adds the section, with its stages."""

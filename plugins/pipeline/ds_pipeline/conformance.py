@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ds_pipeline.module import PipelineModule
     from ds_pipeline.schedule import PipeSchedule
 
-__all__ = ["PipelineScheduleConformance"]
-
 WIDTH = 6
 LAYERS = 5
 MICRO = 2

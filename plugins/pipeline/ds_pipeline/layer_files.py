@@ -14,8 +14,6 @@ from ds_core.errors import UsageError
 if TYPE_CHECKING:
     from ds_pipeline.topology import PipelineParallelGrid
 
-__all__ = ["LayerFiles"]
-
 
 class LayerFiles:
     """What a `PipelineModule` has for files of single layers."""

@@ -14,8 +14,6 @@ from ds_core.accelerator import get_accelerator
 from ds_core.nested import map_leaves
 from ds_pipeline.micro_batches import tensors_in, to_device
 
-__all__ = ["measure"]
-
 REPEATS = 3
 
 Made = tuple[Callable[[Any], Any], nn.Module | None]

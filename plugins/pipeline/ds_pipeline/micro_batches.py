@@ -11,12 +11,11 @@ from torch import Tensor
 
 from ds_core import comm
 from ds_core.errors import UsageError
-from ds_core.nested import map_leaves, to_device
+from ds_core.nested import map_leaves
+from ds_core.nested import to_device as to_device
 
 if TYPE_CHECKING:
     from ds_core.context import Context
-
-__all__ = ["BatchRequest", "agree", "signature", "take_micro_batches", "tensors_in", "to_device"]
 
 
 class BatchRequest(NamedTuple):

@@ -27,8 +27,6 @@ from ds_pipeline.layer_files import LayerFiles
 from ds_pipeline.layer_times import measure
 from ds_pipeline.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 
-__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
-
 AXES = {"pp": "pipe", "dp": "data", "tp": "model"}
 ALWAYS_RECOMPUTED = "ParallelTransformerLayerPipe"
 INSTEAD = {

@@ -27,8 +27,6 @@ from ds_pipeline.schedule import (
     SendGrad,
 )
 
-__all__ = ["InterleavedInferenceSchedule", "InterleavedSchedule", "Op", "ZeroBubbleSchedule"]
-
 
 class Op(NamedTuple):
     """BatchRequest of one stage. kind: "F", "B" (with the weights' part unless the plan splits it)

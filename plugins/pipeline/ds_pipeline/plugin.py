@@ -18,17 +18,6 @@ if TYPE_CHECKING:
     from ds_core.plugins import Plugins
     from ds_core.runner import Runner
 
-__all__ = [
-    "ds_charts",
-    "ds_check",
-    "ds_commands",
-    "ds_config",
-    "ds_mesh_axes",
-    "ds_param_axes",
-    "ds_runner",
-    "ds_transforms",
-]
-
 
 def ds_config() -> type[BaseModel]:
     """The section ``pipeline``."""

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.running import RunningEngine
 
-__all__ = ["PipelineRunner", "prepare"]
-
 # of <malloc.h>
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3

@@ -12,27 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = [
-    "BackwardInput",
-    "BackwardPass",
-    "BackwardWeight",
-    "BufferOpInstruction",
-    "DataParallelSchedule",
-    "ForwardPass",
-    "InferenceSchedule",
-    "LoadMicroBatch",
-    "OptimizerStep",
-    "PipeInstruction",
-    "PipeSchedule",
-    "RecvActivation",
-    "RecvGrad",
-    "ReduceGrads",
-    "ReduceTiedGrads",
-    "SendActivation",
-    "SendGrad",
-    "TrainSchedule",
-]
-
 # -- instructions ----------------------------------------------------------------------------------
 
 

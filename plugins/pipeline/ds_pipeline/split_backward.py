@@ -19,8 +19,6 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-__all__ = ["WeightBackward", "backward_inputs"]
-
 
 @dataclass
 class WeightBackward:

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ds_core.partition import Partitioner
     from ds_pipeline.module import PipelineModule
 
-__all__ = ["Ties", "copies_elsewhere"]
-
 log = logging.getLogger("ds_pipeline")
 ONE_MODULE = (
     "layers of one key are one module, so that results do not depend on the stages that "

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.plugins import Plugins
 
-__all__ = ["as_svg", "as_text", "facts", "timeline", "titled"]
-
 COLOURS = {"F": "#7fb3e6", "B": "#86c98a", "I": "#a5dba8", "W": "#f0c36d"}
 MEANING = {
     "F": "forward",

@@ -18,13 +18,6 @@ from ds_core.errors import UsageError
 if TYPE_CHECKING:
     from ds_core.mesh import Mesh
 
-__all__ = [
-    "PipeDataParallelTopology",
-    "PipeModelDataParallelTopology",
-    "PipelineParallelGrid",
-    "ProcessTopology",
-]
-
 
 class ProcessTopology:
     """Ranks in row-major order over named axes: the last axis varies fastest."""

@@ -26,8 +26,6 @@ from ds_core.errors import UsageError
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["Meta", "StageTransport", "Incoming", "describe"]
-
 HEADER = 256
 """Numbers in a header; enough for some 30 tensors."""
 DTYPES = (

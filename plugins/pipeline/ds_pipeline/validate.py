@@ -30,8 +30,6 @@ from ds_pipeline.schedule import (
     SendGrad,
 )
 
-__all__ = ["ScheduleProof", "ScheduleError", "Busy", "check"]
-
 
 class ScheduleError(ValueError):
     """A schedule that would deadlock, leave work out, or mix up micro-batches; names stage and

@@ -7,8 +7,6 @@ from typing import Any, Literal
 
 from ds_core.config import Section, option
 
-__all__ = ["ProgressiveLayerDropConfig"]
-
 
 class ProgressiveLayerDropConfig(Section):
     """Skip layers in training, ever more of them: theta(t) = (1 - theta) exp(-gamma t) + theta

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_progressive_layer_drop.config import ProgressiveLayerDropConfig
 
-__all__ = ["drop_layers"]
-
 FLAG = "progressive_layer_drop"
 THETA = "pld_theta"
 _KEY = "progressive_layer_drop"

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_progressive_layer_drop.config import ProgressiveLayerDropConfig
 
-__all__ = ["ds_check", "ds_config", "ds_engine_methods", "ds_transforms"]
-
 
 def ds_config() -> type[BaseModel]:
     """The section ``progressive_layer_drop``."""

@@ -9,8 +9,6 @@ import math
 import random
 from typing import Any
 
-__all__ = ["ProgressiveLayerDrop", "keep_probability", "runs", "theta_at"]
-
 
 def theta_at(step: int, theta: float, gamma: float) -> float:
     """theta(t) after `step` optimizer steps: 1 at first, `theta` in the end (api.md section 26)."""

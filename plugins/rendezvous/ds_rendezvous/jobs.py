@@ -25,8 +25,6 @@ from ds_rendezvous.plugin import LOCAL_RANKS
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-__all__ = ["address_by_mpi", "find", "first_host", "open_store"]
-
 # (source, rank, world size, local rank, local size); the first names present win.
 _SCHEDULERS: tuple[
     tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...

@@ -6,8 +6,6 @@ import contextlib
 import time
 from pathlib import Path
 
-__all__ = ["settle"]
-
 LOOK_SECONDS = 0.01
 MOST_SECONDS = 1.0
 

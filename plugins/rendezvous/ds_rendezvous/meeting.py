@@ -21,30 +21,30 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ds_core.errors import CommError
 from ds_rendezvous.stores import (
-    Participant,
-    host_store,
-    is_loopback,
-    listen,
-    reach_store,
+    Participant as Participant,
+)
+from ds_rendezvous.stores import (
+    host_store as host_store,
+)
+from ds_rendezvous.stores import (
+    is_loopback as is_loopback,
+)
+from ds_rendezvous.stores import (
+    listen as listen,
+)
+from ds_rendezvous.stores import (
+    reach_store as reach_store,
+)
+from ds_rendezvous.stores import (
     wait_for_listener,
-    within,
+)
+from ds_rendezvous.stores import (
+    within as within,
 )
 from ds_rendezvous.waiting import Waiting
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
-
-__all__ = [
-    "Participant",
-    "StoreLostError",
-    "host_store",
-    "is_loopback",
-    "listen",
-    "meet",
-    "meet_at_store",
-    "reach_store",
-    "within",
-]
 
 LATE_SECONDS = 60.0  # how long a rank that comes after the start waits for a start of its own
 # how long rank 0 keeps its store for ranks that have yet to read why it gives up

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ds_core.entries import RendezvousEntry
 
-__all__ = ["ds_rendezvous"]
-
 RANKS = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID", "PMI_RANK", "PMIX_RANK")
 LOCAL_RANKS = (
     "OMPI_COMM_WORLD_LOCAL_RANK",

@@ -20,16 +20,6 @@ from ds_rendezvous.waiting import Waiting
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-__all__ = [
-    "Participant",
-    "host_store",
-    "is_loopback",
-    "listen",
-    "reach_store",
-    "wait_for_listener",
-    "within",
-]
-
 T = TypeVar("T")
 
 

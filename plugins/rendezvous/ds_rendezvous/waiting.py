@@ -6,8 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 
-__all__ = ["Waiting"]
-
 log = logging.getLogger("ds_core.comm")
 
 TOLD_AFTER = 60.0

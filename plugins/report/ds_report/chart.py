@@ -8,8 +8,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Chart", "Line", "label", "nice_ticks"]
-
 
 @dataclass(frozen=True, slots=True)
 class Line:

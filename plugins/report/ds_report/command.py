@@ -9,8 +9,6 @@ from typing import Annotated
 import typer
 from ds_cli.show import CommandError
 
-__all__ = ["report"]
-
 
 def report(
     runs: Annotated[

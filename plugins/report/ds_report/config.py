@@ -8,8 +8,6 @@ from pydantic import field_validator
 
 from ds_core.config import Section, option
 
-__all__ = ["RunRecord"]
-
 
 class RunRecord(Section):
     """Where a run keeps its record, which ``dscore report`` and ``dscore top`` read."""

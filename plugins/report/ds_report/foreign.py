@@ -15,8 +15,6 @@ from pathlib import Path
 
 from ds_report.reading import Columns, bounded
 
-__all__ = ["csv_files", "event_files", "read_csv", "read_events"]
-
 Series = dict[str, Columns]
 """Metric -> its points: `step` is x, and the only column is called "y"."""
 LONGEST_RECORD = 64 * 1024 * 1024

@@ -15,8 +15,6 @@ from ds_report.reading import LONGEST_LINE, RankRecord, number, rank_files, read
 from ds_report.run import HOST, canonical
 from ds_report.state import Standing, State, standing
 
-__all__ = ["RankNow", "Snapshot", "Watch"]
-
 FIRST_LOOK = 2 * 1024 * 1024
 """Bytes at the end of each file that are read at first."""
 KEPT = 20_000

@@ -22,8 +22,6 @@ from ds_report.reading import number
 from ds_report.run import ELAPSED, Points, Run
 from ds_report.thin import means, thin
 
-__all__ = ["COLOURS", "differences", "duration", "page"]
-
 COLOURS = 8
 KNOWN = (
     ("loss", "Loss", "", False),

@@ -15,20 +15,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_report.recorder import Recorder
 
-__all__ = [
-    "ds_checkpoint_loaded",
-    "ds_checkpoint_saved",
-    "ds_close",
-    "ds_commands",
-    "ds_config",
-    "ds_engine_methods",
-    "ds_open",
-    "ds_phase_begin",
-    "ds_phase_end",
-    "ds_run_options",
-    "ds_step_end",
-]
-
 RECORDER: StashKey[Recorder] = StashKey("the record of the run")
 
 

@@ -19,17 +19,6 @@ from typing import Any
 
 from ds_report.recorder import FORMAT, NOW_BYTES
 
-__all__ = [
-    "Columns",
-    "RankRecord",
-    "bounded",
-    "number",
-    "rank_files",
-    "read_now",
-    "read_rank",
-    "take",
-]
-
 LONGEST_LINE = 4 * 1024 * 1024
 LARGEST = 1e100
 """Numbers of a record beyond it count as infinite."""

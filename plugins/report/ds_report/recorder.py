@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_report.config import RunRecord
 
-__all__ = ["FORMAT", "NOW_BYTES", "Recorder"]
-
 log = logging.getLogger("ds_report")
 FORMAT = 1
 NOW_BYTES = 512

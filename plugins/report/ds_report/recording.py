@@ -7,8 +7,6 @@ import json
 import os
 from collections.abc import Mapping
 
-__all__ = ["record_into"]
-
 
 def record_into(folder: str, words: list[str]) -> Mapping[str, str]:
     """The variable by which the config of the processes has the section ``run_record``."""

@@ -16,8 +16,6 @@ from ds_report.foreign import csv_files, event_files, read_csv, read_events
 from ds_report.reading import RankRecord, rank_files, read_now, read_rank
 from ds_report.state import Standing, State, standing
 
-__all__ = ["GIB", "Points", "RankRow", "Run", "find_runs", "read_run"]
-
 GIB = 2.0**30
 HOST = "host_ms/"
 ELAPSED = "elapsed_time_ms_"

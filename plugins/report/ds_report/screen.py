@@ -21,8 +21,6 @@ from ds_report.state import State
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-__all__ = ["screen", "spark"]
-
 STYLES = {State.RUNNING: "bold cyan", State.FINISHED: "bold green", State.ENDED: "bold yellow"}
 BLOCKS = "▁▂▃▄▅▆▇█"
 PHASES = {"backward_inner": "backward", "backward_allreduce": "reduce"}

@@ -12,8 +12,6 @@ from typing import Any
 
 from ds_report.reading import RankRecord, number
 
-__all__ = ["State", "Standing", "gave_no_sign", "standing"]
-
 
 class State(Enum):
     """How a run stands."""

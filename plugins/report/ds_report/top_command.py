@@ -21,8 +21,6 @@ from ds_report.reading import rank_files
 from ds_report.run import GIB
 from ds_report.state import State
 
-__all__ = ["line_of", "top"]
-
 
 def top(
     run: Annotated[

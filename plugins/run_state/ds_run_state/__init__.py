@@ -5,17 +5,6 @@ says which part of a full parameter this rank has. Names load on first use, so i
 package loads no torch.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from ds_core import names_on_first_use
 
-if TYPE_CHECKING:
-    from ds_run_state.run_state import HasRankState, RunState, SavedRun, persistent_buffers, some
-
-__all__ = ["HasRankState", "RunState", "SavedRun", "persistent_buffers", "some"]
-
-__getattr__, __dir__ = names_on_first_use(
-    __name__, {"run_state": "HasRankState RunState SavedRun persistent_buffers some"}
-)
+__getattr__, __dir__ = names_on_first_use(__name__)

@@ -15,15 +15,6 @@ from torch import nn
 from ds_core import comm
 from ds_core.errors import ConfigError, Problem, UsageError, did_you_mean
 
-__all__ = [
-    "GathersWhole",
-    "HoldsWeights",
-    "check_missing",
-    "chosen",
-    "find_blocks",
-    "repeated_blocks",
-]
-
 
 @runtime_checkable
 class GathersWhole(Protocol):

@@ -21,8 +21,6 @@ from ds_run_state.slices import Slice
 if TYPE_CHECKING:
     from ds_core.mesh import Mesh
 
-__all__ = ["Shared", "StandIn", "changing", "gather_slices", "reshape"]
-
 _ABSENT: Any = object()
 
 Place = Callable[[], Any]

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["DIVIDED", "Divided", "divided"]
-
 DIVIDED = "ds_divided"
 """The attribute of a module: a `Divided`, or None while it is whole."""
 

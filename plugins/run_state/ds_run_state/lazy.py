@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["LAZY", "LazyWeight", "lazy_weight", "with_shapes"]
-
 LAZY = "_ds_lazy_weight"
 """The attribute of a parameter that leads to its weight."""
 

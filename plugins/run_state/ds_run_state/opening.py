@@ -16,8 +16,6 @@ from typing import Any
 
 from ds_core.errors import CheckpointError
 
-__all__ = ["open_plain", "parse_json", "read_small", "read_start"]
-
 
 def open_plain(path: Path, *, links: bool = False) -> tuple[int, int]:
     """(a descriptor for reading, the size in bytes); FileNotFoundError when there is none, else

@@ -24,8 +24,6 @@ from ds_core.errors import UsageError
 if TYPE_CHECKING:
     from ds_core.accelerator import Accelerator
 
-__all__ = ["MODEL_PARALLEL", "STREAMS", "RandomStreams", "Snapshot"]
-
 log = logging.getLogger("ds_run_state")
 
 MODEL_PARALLEL = "model-parallel-rng"

@@ -17,8 +17,6 @@ from ds_run_state.random_streams import STREAMS
 if TYPE_CHECKING:
     from ds_core.accelerator import Accelerator
 
-__all__ = ["capture", "restore"]
-
 log = logging.getLogger("ds_run_state")
 
 

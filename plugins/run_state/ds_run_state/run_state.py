@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ds_core.running import RunningEngine
     from ds_run_state.states import HasStates, StateSource, StateTensor
 
-__all__ = ["HasRankState", "RunState", "SavedRun", "persistent_buffers", "some"]
-
 log = logging.getLogger("ds_run_state")
 
 COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")

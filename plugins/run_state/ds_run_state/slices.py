@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ds_core.mesh import Mesh
     from ds_run_state.states import StateTensor
 
-__all__ = ["SLICES", "Box", "Part", "Range", "Slice", "shares", "unslice"]
-
 UNDIVIDED = 1 << 14
 """Pieces with at most this many elements are written by one rank: reading from more files would
 cost more.

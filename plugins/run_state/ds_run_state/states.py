@@ -25,19 +25,6 @@ if TYPE_CHECKING:
     from ds_core.partition import Partitioner
     from ds_run_state.slices import Box
 
-__all__ = [
-    "HasStates",
-    "ReplicatedStates",
-    "StateSource",
-    "StateTensor",
-    "buffer_states",
-    "check_shape",
-    "read_state",
-    "saved_optimizer_states",
-    "set_optimizer_state",
-    "states_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:

@@ -24,8 +24,6 @@ from torch import Tensor
 from ds_core.errors import CheckpointError
 from ds_run_state.opening import open_plain
 
-__all__ = ["read_torch_file"]
-
 DAMAGED = "the file is damaged; copy or save it again"
 _BLOCK = 1 << 20
 _MAX_PICKLE = 1 << 26  # it holds names and numbers: a hundred bytes for each tensor

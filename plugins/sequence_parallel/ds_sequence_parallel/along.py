@@ -13,8 +13,6 @@ from ds_core.comm import ALONE
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["AlongSequence"]
-
 
 class _Along:
     """The ranks that divide the sequence of a module. given: by the user, so that no engine changes

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ds_sequence_parallel")
 
-__all__ = ["make_pass", "prepare_autosp_inputs"]
-
 
 def prepare_autosp_inputs(
     input_id: Tensor,

@@ -38,8 +38,6 @@ from ds_core import comm
 from ds_core.process import log_once
 from ds_sequence_parallel.ulysses import Heads, ulysses
 
-__all__ = ["MARK", "divide_graph"]
-
 log = logging.getLogger("ds_core")
 
 MARK = "autosp"

@@ -15,8 +15,6 @@ from ds_core import comm
 from ds_core.errors import UsageError
 from ds_sequence_parallel.layout import cut
 
-__all__ = ["UlyssesSPDataLoaderAdapter", "cut_batches"]
-
 
 def cut_batches(
     batches: Iterable[Any],

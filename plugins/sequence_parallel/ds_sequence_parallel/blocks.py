@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["add", "attend", "attend_backward"]
-
 ROWS = 1024
 """Query rows whose scores are in memory at once where no fused kernel applies."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["ds_compile_passes"]
-
 
 def ds_compile_passes() -> Mapping[str, str]:
     """``autosp``: sequences divided in the graph that torch.compile captures."""

@@ -14,19 +14,6 @@ from ds_core.errors import Problem
 if TYPE_CHECKING:
     from ds_core.config import RunConfig
 
-__all__ = [
-    "OffloadConfig",
-    "SequenceCommunicationDtype",
-    "SequenceParallelConfig",
-    "SequenceParallelSize",
-    "TileConfig",
-    "TiledMLPConfig",
-    "dtype_problems",
-    "settings",
-    "sp_size",
-]
-
-
 _SPELLINGS = {
     "float32": "fp32",
     "float": "fp32",

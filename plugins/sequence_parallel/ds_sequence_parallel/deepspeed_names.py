@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from ds_core import comm
 from ds_core.errors import UsageError
 from ds_sequence_parallel import autosp, ulysses
-from ds_sequence_parallel.batches import UlyssesSPDataLoaderAdapter
+from ds_sequence_parallel.batches import UlyssesSPDataLoaderAdapter as UlyssesSPDataLoaderAdapter
 from ds_sequence_parallel.hf_attention import (
     Part,
     Tokens,
@@ -25,16 +25,6 @@ from ds_sequence_parallel.hf_attention import (
     plain_mask,
 )
 from ds_sequence_parallel.layout import Layout
-
-__all__ = [
-    "DistributedAttention",
-    "SequenceUnit",
-    "UlyssesSPAttentionHF",
-    "UlyssesSPDataLoaderAdapter",
-    "prepare_autosp_inputs",
-    "single_all_to_all",
-    "vocab_sequence_parallel_cross_entropy",
-]
 
 
 def single_all_to_all(

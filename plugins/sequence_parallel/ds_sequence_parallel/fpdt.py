@@ -24,14 +24,6 @@ from ds_core.errors import UsageError
 from ds_sequence_parallel import blocks
 from ds_sequence_parallel.tiled import tiled
 
-__all__ = [
-    "FPDT_FFN",
-    "FPDT_Attention",
-    "FPDT_InputConstruct",
-    "FPDT_LogitsLoss",
-    "chunked_attention",
-]
-
 HOST = torch.device("cpu")
 
 

@@ -39,8 +39,6 @@ from ds_sequence_parallel.hf_attention import (
 )
 from ds_sequence_parallel.layout import Layout
 
-__all__ = ["GatheredKeys", "ShardedModel", "root_model"]
-
 _ALONG = {
     "input_ids": 1,
     "inputs_embeds": 1,

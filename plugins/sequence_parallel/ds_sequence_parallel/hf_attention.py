@@ -16,17 +16,6 @@ from ds_sequence_parallel.layout import Layout
 from ds_sequence_parallel.ring import Mask, ring_attention
 from ds_sequence_parallel.ulysses import ulysses
 
-__all__ = [
-    "Part",
-    "Tokens",
-    "attend_part",
-    "attend_whole",
-    "documents",
-    "make_part",
-    "plain_attention",
-    "plain_mask",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class Part:

@@ -12,8 +12,6 @@ from torch.distributed import ProcessGroup
 from ds_core import comm
 from ds_core.errors import UsageError
 
-__all__ = ["Layout", "cut", "joined"]
-
 
 @dataclass(frozen=True)
 class Layout:

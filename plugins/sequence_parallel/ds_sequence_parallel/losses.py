@@ -18,8 +18,6 @@ from torch.distributed import ProcessGroup
 from ds_core import comm
 from ds_sequence_parallel.along import AlongSequence
 
-__all__ = ["CrossEntropy", "cross_entropy", "token_mean"]
-
 
 def token_mean(total: Tensor, count: Tensor | float, group: ProcessGroup | None) -> Tensor:
     """The mean over the tokens of all shards; equal on all ranks of `group`, with this rank's share

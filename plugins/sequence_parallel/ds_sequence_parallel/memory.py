@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from ds_core.context import Context
 
-__all__ = ["save_memory"]
-
 
 def save_memory(model: nn.Module, ctx: Context) -> nn.Module:
     """Do what the section asks for; parameters and their names stay."""

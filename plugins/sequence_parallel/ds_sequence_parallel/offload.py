@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from ds_core.accelerator import Accelerator
     from ds_sequence_parallel.config import OffloadConfig
 
-__all__ = ["Offload", "offload_blocks"]
-
 log = logging.getLogger("ds_sequence_parallel")
 
 
@@ -66,6 +64,7 @@ class OffloadedForward:
         self.__wrapped__ = block.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped forward, whose saved inputs go to the host."""
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             # in backward: a recomputation, which needs what it saves at once
             return self.__wrapped__(*args, **kwargs)

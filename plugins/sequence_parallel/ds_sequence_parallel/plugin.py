@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.context import Context
 
-__all__ = ["ds_check", "ds_config", "ds_mesh_axes", "ds_transforms"]
-
 
 def ds_config() -> Mapping[str, type[BaseModel]]:
     """The section ``sequence_parallel``, and DeepSpeed's two keys beside it."""

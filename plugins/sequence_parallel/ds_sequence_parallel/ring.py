@@ -27,8 +27,6 @@ from ds_sequence_parallel import blocks
 from ds_sequence_parallel.along import AlongSequence
 from ds_sequence_parallel.layout import Layout
 
-__all__ = ["Mask", "RingAttention", "ring_attention"]
-
 Mask = Callable[[Tensor, Tensor], Tensor]
 """(query positions, key positions) -> boolean [batch or 1, 1, queries, keys]; true where a query
 may look.

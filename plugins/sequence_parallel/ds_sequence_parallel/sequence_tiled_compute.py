@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from ds_core.errors import UsageError
 from ds_sequence_parallel.tiled import tiled, weights_of
 
-__all__ = ["SequenceTiledCompute", "sequence_tiled_compute"]
-
 
 def sequence_tiled_compute(
     fn: Callable[..., Tensor],

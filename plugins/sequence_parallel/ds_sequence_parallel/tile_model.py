@@ -28,8 +28,6 @@ from ds_sequence_parallel.tiled import TileBytes, tiled, weights_of
 if TYPE_CHECKING:
     from ds_sequence_parallel.hf import ShardedModel
 
-__all__ = ["DeferredLogits", "stand_before", "tile_loss", "tile_mlps"]
-
 log = logging.getLogger("ds_sequence_parallel")
 
 _MLP = re.compile(r"(mlp|feed_?forward(network)?|ffn)$", re.IGNORECASE)
@@ -103,6 +101,7 @@ class TiledForward:
         self.__wrapped__ = module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped forward, tile by tile along the tokens."""
         first = next((a for a in args if isinstance(a, Tensor)), None)
         if first is None or first.dim() < 2:
             return self.__wrapped__(*args, **kwargs)
@@ -200,6 +199,7 @@ class TiledHead:
         self.defers = False
 
     def __call__(self, x: Any) -> Any:
+        """The head's output, or the loss of tiles where a job asks for it."""
         if isinstance(x, _Job):
             return tiled(
                 x.loss,
@@ -250,6 +250,7 @@ class TiledLoss:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
+        """transformers' loss of `logits`, tile by tile where they are deferred."""
         common = {"vocab_size": vocab_size, "ignore_index": ignore_index, **kwargs}
         items = {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
         if not isinstance(logits, DeferredLogits):

@@ -31,8 +31,6 @@ from torch import Tensor, nn
 
 from ds_core.errors import UsageError
 
-__all__ = ["TileBytes", "TiledFusedLogitsLoss", "TiledMLP", "weights_of"]
-
 
 class TiledMLP:
     """A layer that treats every position of a sequence alike, such as an MLP, in tiles along the

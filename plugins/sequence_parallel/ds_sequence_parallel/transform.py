@@ -20,8 +20,6 @@ from ds_sequence_parallel.layout import Layout
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["SHARDED", "divide"]
-
 SHARDED: StashKey[ShardedModel] = StashKey("ds-sequence-parallel transformers model")
 log = logging.getLogger("ds_core")
 

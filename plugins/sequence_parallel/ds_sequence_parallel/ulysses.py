@@ -18,8 +18,6 @@ from ds_core import comm
 from ds_core.errors import UsageError
 from ds_sequence_parallel.along import AlongSequence
 
-__all__ = ["DistributedAttention", "Heads", "ulysses"]
-
 
 @dataclass(frozen=True)
 class Heads:

@@ -17,8 +17,6 @@ from ds_sparse_attention.blocks import Allowed, Pattern, attend_blocks, make_pat
 from ds_sparse_attention.config import SparseAttentionConfig
 from ds_sparse_attention.layouts import make_layout
 
-__all__ = ["SparseAttention", "SparseSelfAttention"]
-
 K = TypeVar("K")
 V = TypeVar("V")
 

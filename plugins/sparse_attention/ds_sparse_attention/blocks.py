@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["Allowed", "Pattern", "attend_blocks", "make_pattern"]
-
 Allowed = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(sample, position of the query, of the key) -> whether it may look: index tensors that broadcast,
 to a bool one.

@@ -10,8 +10,6 @@ from pydantic import model_validator
 
 from ds_core.config import Section, option
 
-__all__ = ["USED", "SparseAttentionConfig"]
-
 USED: dict[str, frozenset[str]] = {
     "dense": frozenset(),
     "fixed": frozenset(

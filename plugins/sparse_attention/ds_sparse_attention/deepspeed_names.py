@@ -15,16 +15,6 @@ from ds_sparse_attention.blocks import Allowed
 from ds_sparse_attention.config import SparseAttentionConfig
 from ds_sparse_attention.layouts import make_layout
 
-__all__ = [
-    "BSLongformerSparsityConfig",
-    "BigBirdSparsityConfig",
-    "DenseSparsityConfig",
-    "FixedSparsityConfig",
-    "SparseSelfAttention",
-    "SparsityConfig",
-    "VariableSparsityConfig",
-]
-
 
 class SparsityConfig:
     """A pattern for `num_heads` heads; keys are those of the section ``sparse_attention``."""

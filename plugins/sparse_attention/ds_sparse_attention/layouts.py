@@ -16,8 +16,6 @@ from torch import Tensor
 from ds_core.errors import UsageError
 from ds_sparse_attention.config import SparseAttentionConfig
 
-__all__ = ["SEED", "make_layout"]
-
 SEED = 0
 """Of random blocks: all ranks, and a run that is resumed, draw the same."""
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from ds_core.context import Context
 
-__all__ = ["ds_config", "ds_transforms"]
-
 
 def ds_config() -> type[BaseModel]:
     """The section ``sparse_attention``."""

@@ -21,8 +21,6 @@ from ds_sparse_attention.config import SparseAttentionConfig
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["make_sparse"]
-
 _names = itertools.count()
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pydantic import ConfigDict, RootModel
 
-__all__ = ["SparseGradients"]
-
 
 class SparseGradients(RootModel[bool]):
     """Reduce gradients of embeddings row by row, only the rows that a batch has used."""

@@ -13,8 +13,6 @@ from ds_core.buckets import Bucket, averaging_factors, wire_dtype
 from ds_core.replicated import Replicated
 from ds_sparse_gradients.rows import gather_rows, used_rows
 
-__all__ = ["ReducedByRows", "RowBucket"]
-
 _NO_GRADIENT = -1
 """Instead of a number of rows: this rank has no gradient, which is another thing than one of zeros.
 """

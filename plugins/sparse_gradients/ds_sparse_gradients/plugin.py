@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.partition import Partitioner
 
-__all__ = ["ds_check", "ds_config", "ds_partitioner"]
-
 
 def ds_config() -> type[BaseModel]:
     """The model of ``sparse_gradients``."""

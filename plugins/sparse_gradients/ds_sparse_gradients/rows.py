@@ -12,8 +12,6 @@ from ds_core import comm
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["RowTensor", "used_rows"]
-
 
 def used_rows(grad: Tensor) -> tuple[Tensor, Tensor]:
     """The numbers of the rows of `grad` that are not zero, each once, and the rows."""

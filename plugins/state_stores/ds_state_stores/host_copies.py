@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from ds_core.accelerator import Accelerator
 
-__all__ = ["HostCopies", "HostCopy"]
-
 log = logging.getLogger("ds_state_stores")
 
 

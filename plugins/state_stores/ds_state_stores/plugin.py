@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from ds_core.entries import StateStoreEntry
 
-__all__ = ["ds_state_stores"]
-
 
 def ds_state_stores() -> Mapping[str, StateStoreEntry]:
     """The host's memory."""

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.plugins import Plugins
 
-__all__ = ["HostStore", "StateStore", "check_store", "is_evicted", "open_store", "owns_storage"]
-
 _KIND = "state_store"
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 

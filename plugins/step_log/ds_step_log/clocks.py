@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["PHASES", "Later", "StepClock", "StepTimes", "Totals"]
-
 PHASES = ("forward", "backward", "backward_inner", "backward_allreduce", "step")
 PENDING = 1000
 """Steps whose marks are kept before the oldest is read: a print clears them, but not everybody

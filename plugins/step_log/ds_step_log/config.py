@@ -9,16 +9,6 @@ from pydantic import ConfigDict, Field, RootModel
 from ds_core.config import Section
 from ds_core.config.section import option
 
-__all__ = [
-    "DumpState",
-    "MemoryBreakdown",
-    "MemorySnapshot",
-    "StepsPerPrint",
-    "Throughput",
-    "Timers",
-    "WallClockBreakdown",
-]
-
 _STRICT = ConfigDict(strict=True, frozen=True)
 
 

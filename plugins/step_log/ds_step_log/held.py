@@ -12,8 +12,6 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from ds_core.running import RunningEngine
 
-__all__ = ["KINDS", "held_by_kind"]
-
 KINDS = ("parameters", "buffers", "masters", "states", "gradients", "other")
 """parameters, buffers: of the model. masters: what the optimizer updates, where it is a copy.
 states: of the optimizer.

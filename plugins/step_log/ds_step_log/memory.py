@@ -13,8 +13,6 @@ from ds_core.accelerator.cpu import CpuAccelerator
 if TYPE_CHECKING:
     from ds_core.accelerator import Accelerator
 
-__all__ = ["GIB", "PhaseMemory", "Used", "memory_line", "see_memory_usage"]
-
 log = logging.getLogger("ds_core.engine")
 GIB = 2.0**30
 

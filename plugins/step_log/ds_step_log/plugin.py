@@ -15,20 +15,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_step_log.step_log import StepLog
 
-__all__ = [
-    "LOG",
-    "ds_checkpoint_loaded",
-    "ds_close",
-    "ds_config",
-    "ds_listens",
-    "ds_metrics",
-    "ds_open",
-    "ds_phase_begin",
-    "ds_phase_end",
-    "ds_step_begin",
-    "ds_step_end",
-]
-
 LOG: StashKey[StepLog] = StashKey("the step log")
 
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ds_step_log.config import MemorySnapshot
     from ds_step_log.memory import Used
 
-__all__ = ["Snapshot"]
-
 log = logging.getLogger("ds_core.engine")
 
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.running import RunningEngine
 
-__all__ = ["StepLog", "log"]
-
 log = logging.getLogger("ds_core.engine")
 BREAKDOWN_EVERY = 10
 LOOK_EVERY = 0.1

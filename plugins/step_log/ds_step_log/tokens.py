@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["count_tokens"]
-
 _IDS = (torch.int64, torch.int32)
 
 

@@ -5,30 +5,6 @@ models of one's own are written with the layers of this package. Names load on f
 this package loads no torch when imported.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from ds_core import names_on_first_use
 
-if TYPE_CHECKING:
-    from ds_tensor_parallel.cross_entropy import parallel_cross_entropy
-    from ds_tensor_parallel.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
-    from ds_tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-
-__all__ = [
-    "ColumnParallelLinear",
-    "HiddenParallelEmbedding",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
-    "parallel_cross_entropy",
-]
-
-__getattr__, __dir__ = names_on_first_use(
-    __name__,
-    {
-        "cross_entropy": "parallel_cross_entropy",
-        "embedding": "HiddenParallelEmbedding VocabParallelEmbedding",
-        "layers": "ColumnParallelLinear RowParallelLinear",
-    },
-)
+__getattr__, __dir__ = names_on_first_use(__name__)

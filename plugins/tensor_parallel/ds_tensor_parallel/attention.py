@@ -22,8 +22,6 @@ from torch import Tensor, nn
 
 from ds_tensor_parallel.division import Division
 
-__all__ = ["Heads", "HeadsConfig", "Share", "heads_of", "keep_heads"]
-
 QUERY_HEADS = (
     "num_heads",
     "num_attention_heads",

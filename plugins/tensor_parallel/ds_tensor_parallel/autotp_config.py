@@ -21,8 +21,6 @@ from ds_tensor_parallel.config import PRESETS, PartitionConfig
 from ds_tensor_parallel.presets import BUILT_IN
 from ds_tensor_parallel.rules import Kind
 
-__all__ = ["AutoTPConfig", "AutoTPPresets", "PartitionType", "TPLayerSpec", "merge_autotp_configs"]
-
 
 class PartitionType(str, Enum):
     """How a layer is divided: its outputs, its inputs, or not at all."""

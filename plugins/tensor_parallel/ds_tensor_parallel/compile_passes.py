@@ -14,8 +14,6 @@ from ds_tensor_parallel.config import TensorParallelConfig
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["autotp"]
-
 
 def autotp(ctx: Context) -> None:
     """Layers divided over several ranks."""

@@ -12,8 +12,6 @@ from typing_extensions import Self
 from ds_core.config import Section, option
 from ds_core.errors import nearest
 
-__all__ = ["PRESETS", "LayerSpec", "PartitionConfig", "TensorParallelConfig", "TensorParallelSize"]
-
 PRESETS = ("bloom", "chatglm", "deepseek_v2", "gpt2", "llama", "mixtral", "phi3", "qwen2")
 """Names of the families that `ds_tensor_parallel.presets` knows."""
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from ds_tensor_parallel.division import Division
 
-__all__ = ["divide_loss", "parallel_cross_entropy"]
-
 
 def parallel_cross_entropy(
     logits: Tensor,

@@ -21,8 +21,6 @@ from ds_core.errors import UsageError
 from ds_core.process import STATE, log_once
 from ds_tensor_parallel.autotp_config import AutoTPConfig
 
-__all__ = ["GatherReplacedLayerParams", "set_autotp_mode", "tp_model_init"]
-
 log = logging.getLogger("ds_tensor_parallel")
 
 _WHOLE = Slice((), (), ())

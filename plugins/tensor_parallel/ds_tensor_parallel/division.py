@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Division"]
-
 
 @dataclass(frozen=True, slots=True)
 class Division:

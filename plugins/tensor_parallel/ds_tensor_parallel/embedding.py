@@ -13,8 +13,6 @@ from ds_tensor_parallel.division import Division
 from ds_tensor_parallel.layers import Cut, Place, gather_columns, some_outputs
 from ds_tensor_parallel.rules import Kind
 
-__all__ = ["HiddenParallelEmbedding", "VocabParallelEmbedding", "check_embedding", "embedding"]
-
 
 class _Vocabulary(nn.Module):
     """Each rank looks up the tokens that it has; the vectors are summed over the ranks."""

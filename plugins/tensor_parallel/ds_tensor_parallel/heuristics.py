@@ -13,8 +13,6 @@ from torch import nn
 from ds_tensor_parallel.layers import is_linear, widths
 from ds_tensor_parallel.rules import Kind, Rule, Rules
 
-__all__ = ["ends_with", "guess"]
-
 ROWS = {
     *(
         "o_proj",

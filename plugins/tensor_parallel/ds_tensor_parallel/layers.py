@@ -26,26 +26,6 @@ from ds_tensor_parallel.overlap import Overlapped, can_overlap
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "Column",
-    "ColumnParallelLinear",
-    "Copied",
-    "Cut",
-    "Place",
-    "Row",
-    "RowParallelLinear",
-    "Siblings",
-    "column",
-    "copied",
-    "is_linear",
-    "is_plain",
-    "is_transposed",
-    "parts",
-    "row",
-    "some_outputs",
-    "widths",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Place:

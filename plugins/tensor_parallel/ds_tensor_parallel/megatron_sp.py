@@ -29,8 +29,6 @@ from ds_tensor_parallel.layers import Column, Place, Row, parts
 from ds_tensor_parallel.modules import sum_gradient
 from ds_tensor_parallel.random_regions import draw_by_tokens
 
-__all__ = ["divide_sequences"]
-
 DIM = 1
 """The sequence's dimension of hidden states, [batch, sequence, hidden]."""
 

@@ -16,8 +16,6 @@ from ds_core import comm
 if TYPE_CHECKING:
     from ds_tensor_parallel.layers import Place
 
-__all__ = ["divide_input", "rope_size", "share_tail", "sum_gradient", "sum_output"]
-
 
 def sum_output(module: nn.Module, place: Place) -> None:
     """Every rank has a part of the module's parameters, so its outputs are summed, and the

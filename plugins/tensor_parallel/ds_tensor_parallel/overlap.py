@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from ds_core.comm import Work
 
-__all__ = ["Overlapped", "can_overlap"]
-
 
 def can_overlap(x: Tensor) -> bool:
     """Whether it can be done now: not in a graph, under autocast, or without a gradient."""

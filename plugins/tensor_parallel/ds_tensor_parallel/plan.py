@@ -32,8 +32,6 @@ from ds_tensor_parallel.rules import Kind, Rule
 if TYPE_CHECKING:
     from ds_tensor_parallel.config import LayerSpec, TensorParallelConfig
 
-__all__ = ["Plan", "make_plan"]
-
 CUT = (Kind.COLUMN, Kind.ROW, Kind.VOCABULARY, Kind.EMBEDDING, Kind.HEADS)
 
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.context import Context
 
-__all__ = ["ds_compile_passes", "ds_config", "ds_mesh_axes", "ds_param_axes", "ds_transforms"]
-
 
 def ds_config() -> type[BaseModel]:
     """The section ``tensor_parallel``."""

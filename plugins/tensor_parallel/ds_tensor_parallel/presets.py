@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from ds_tensor_parallel.rules import Kind, Rule, Rules
 
-__all__ = ["BUILT_IN", "Preset", "for_model_types"]
-
 
 @dataclass(frozen=True, slots=True)
 class Preset:

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_tensor_parallel.layers import Place
 
-__all__ = ["divide_random_numbers", "draw_by_tokens", "drops"]
-
 _OFFSET = 2718
 
 

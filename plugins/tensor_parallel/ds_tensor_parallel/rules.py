@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, TypeAlias
 
-__all__ = ["Kind", "Rule", "Rules"]
-
 
 class Kind(Enum):
     """How a module is divided, or what is done around it.

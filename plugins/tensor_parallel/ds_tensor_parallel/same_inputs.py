@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ds_core.accelerator import Accelerator
     from ds_tensor_parallel.layers import Place
 
-__all__ = ["CHECKED", "compare_inputs"]
-
 CHECKED = 3
 """Forwards in training mode whose inputs are compared."""
 _RANDOM = "the random state"

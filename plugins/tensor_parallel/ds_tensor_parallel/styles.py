@@ -11,8 +11,6 @@ from ds_tensor_parallel.rules import Kind, Rule, Rules
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["STYLES", "plan_of", "rules_of_plan"]
-
 STYLES: Mapping[str, Rule] = {
     "colwise": Rule(Kind.COLUMN),
     "local_colwise": Rule(Kind.COLUMN, local=True),

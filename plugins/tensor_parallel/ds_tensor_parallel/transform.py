@@ -46,8 +46,6 @@ from ds_tensor_parallel.same_inputs import compare_inputs
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["divide"]
-
 log = logging.getLogger("ds_tensor_parallel")
 
 _NO_MATRIX = (Kind.WHOLE, Kind.SUM_GRADIENT)

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["AcceleratorConformance"]
-
 MIB = 2**20
 # of a memory test: what it takes, and what else the process may do
 BLOCK = 64 * MIB

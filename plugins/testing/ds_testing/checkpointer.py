@@ -18,8 +18,6 @@ import pytest
 from ds_core.errors import CheckpointError, UsageError
 from ds_testing.pool import run_ranks
 
-__all__ = ["CheckpointerConformance"]
-
 WIDTH = 6
 MICRO = 2
 SAVED = 3

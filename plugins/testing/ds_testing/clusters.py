@@ -12,8 +12,6 @@ from pathlib import Path
 from ds_testing.hosts import Host, Lab, LabError
 from ds_testing.processes import clean_environment
 
-__all__ = ["Slurm", "no_slurm", "start_slurm"]
-
 SLURM_PROGRAMS = ("slurmctld", "slurmd", "srun", "salloc", "sbatch", "sinfo", "munged")
 READY_SECONDS = 60.0
 _SLURM_CONF = """

@@ -19,8 +19,6 @@ from ds_core import comm
 from ds_core.errors import CommError
 from ds_testing.pool import run_ranks
 
-__all__ = ["CollectivesConformance", "check_reductions", "contribution", "expected", "serve_by"]
-
 LOW = (torch.float16, torch.bfloat16)
 DTYPES = (
     torch.float32,

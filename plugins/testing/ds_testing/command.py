@@ -15,8 +15,6 @@ import pytest
 
 from ds_core.entries import CommandEntry, resolve
 
-__all__ = ["CommandConformance"]
-
 LIST = """
 import contextlib, json, sys
 sys.path[:0] = json.loads(sys.argv[1])

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from ds_core.entries import CommandEntry
 
-__all__ = ["ds_commands"]
-
 
 def ds_commands() -> Mapping[str, CommandEntry]:
     """A command of the group ``plugins``."""

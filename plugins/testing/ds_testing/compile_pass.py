@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from ds_core.entries import resolve
 from ds_testing.one_process import one_process_engine
 
-__all__ = ["CompilePassConformance"]
-
 
 class CompilePassConformance:
     """Inherit, set `plugin`, and give `make_model` and `make_batch` where your passes look for

@@ -15,8 +15,6 @@ from ds_core.compose import compose
 from ds_core.entries import Chart
 from ds_core.errors import ConfigError, Problem
 
-__all__ = ["ChartConformance", "CheckConformance"]
-
 SVG = "{http://www.w3.org/2000/svg}svg"
 ASK = """
 import json, sys

@@ -17,8 +17,6 @@ from ds_testing.pool import run_ranks
 if TYPE_CHECKING:
     from ds_core.engine import Engine
 
-__all__ = ["EngineMethodsConformance"]
-
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.05}}}
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.context import Context
 
-__all__ = ["ds_config", "ds_mesh_axes", "ds_param_axes", "held_axes"]
-
 FOLDED = ("ep", "sp")
 SAME_BATCH = ("sp",)
 

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.gradients import Gradients
 
-__all__ = ["SEEN", "ds_config", "ds_gradients"]
-
 
 @dataclass(frozen=True)
 class Seen:

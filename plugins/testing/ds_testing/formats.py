@@ -10,8 +10,6 @@ import pytest
 from ds_core.config import Pairs, Unreadable
 from ds_core.entries import resolve
 
-__all__ = ["ConfigFormatConformance"]
-
 
 class ConfigFormatConformance:
     """Inherit, and set the class attributes.

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from ds_run_state.slices import Slice
     from torch import Tensor
 
-__all__ = ["Structure", "check_ordinary", "given_back"]
-
 
 class Structure:
     """A module as it is: the classes, attributes, hooks and parameters of all that is in it, but no

@@ -29,8 +29,6 @@ from ds_core.plugins import discover
 from ds_testing.grade_runs import gives_back, resumes, trains_alike
 from ds_testing.plugin import PluginConformance
 
-__all__ = ["LEVELS", "RULES", "Rule", "Subject", "Verdict", "examine", "grade", "level_of"]
-
 LEVELS = ("declared", "kept", "proven", "whole")
 """declared: installing it harms nobody. kept: it keeps the contract. proven: by tests of its own,
 and it says so to users. whole: right on several ranks, resumed, and nothing is left of it."""

@@ -8,8 +8,6 @@ from typing import Any
 
 from ds_testing.pool import RemoteError, run_ranks
 
-__all__ = ["gives_back", "resumes", "trains_alike"]
-
 STEPS = 4
 ROWS = 8
 WIDTH = 6

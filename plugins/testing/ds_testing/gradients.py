@@ -15,8 +15,6 @@ import pytest
 
 from ds_testing.pool import run_ranks
 
-__all__ = ["GradientsConformance"]
-
 
 class GradientsConformance:
     """Subclass me; see the module's docstring.

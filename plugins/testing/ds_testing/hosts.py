@@ -33,13 +33,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_testing.namespaces import Holder, LabError, Process, children, put_away
+from ds_testing.namespaces import (
+    Holder,
+    children,
+    put_away,
+)
+from ds_testing.namespaces import (
+    LabError as LabError,
+)
+from ds_testing.namespaces import (
+    Process as Process,
+)
 from ds_testing.processes import clean_environment
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-__all__ = ["Host", "Lab", "LabError", "Process", "unavailable"]
 
 NETWORK = "10.77.0."
 RELAY = str(Path(__file__).with_name("relay.py"))

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ds_testing.hosts import Host, Lab
 
-__all__ = ["start_ray"]
-
 PORT = 6379
 NODES = """
 import logging, ray, sys

@@ -11,8 +11,6 @@ from typing import Any, ClassVar
 
 from ds_core.comm.interceptor import Interceptor
 
-__all__ = ["InterceptorConformance"]
-
 WORLD = 2
 
 

@@ -10,8 +10,6 @@ from typing import Any
 from ds_core.config import Section
 from ds_core.context import StashKey
 
-__all__ = ["Kept", "ds_checkpointables", "ds_config", "of"]
-
 
 class Settings(Section):
     """It has no keys."""

@@ -13,8 +13,6 @@ from ds_kernel_kit.comparisons import check, has_check
 from ds_core import entries as offered
 from ds_core.entries import KernelEntry, resolve
 
-__all__ = ["KernelConformance"]
-
 
 class KernelConformance:
     """Inherit, and set `plugin` to the reference of your declaration module.

@@ -14,8 +14,6 @@ import torch
 
 from ds_core.accelerator import CpuAccelerator
 
-__all__ = ["LateDevice"]
-
 
 class Stream:
     """Jobs that run when somebody waits for them."""
@@ -25,25 +23,31 @@ class Stream:
         self.done = 0
 
     def run(self, count: int) -> None:
+        """Do the first `count` jobs that are not done yet."""
         while self.done < count:
             job, self.jobs[self.done] = self.jobs[self.done], lambda: None
             self.done += 1
             job()
 
     def wait_stream(self, other: Stream) -> None:
+        """Jobs given from here on begin after those that `other` has now."""
         count = len(other.jobs)
         self.jobs.append(lambda: other.run(count))
 
 
 class Event:
+    """A point in the jobs of a stream."""
+
     def __init__(self, device: LateDevice) -> None:
         self.device = device
 
     def record(self) -> None:
+        """Mark where the current stream stands."""
         self.count = len(self.device.now.jobs)
         self.stream = self.device.now
 
     def wait(self) -> None:
+        """The current stream waits for the marked point."""
         stream = self.stream
         count = self.count
         if self.device.now is self.device.main:
@@ -52,6 +56,7 @@ class Event:
             self.device.now.jobs.append(lambda: stream.run(count))
 
     def query(self) -> bool:
+        """Whether the stream has passed the marked point."""
         return self.stream.done >= self.count
 
 
@@ -83,6 +88,8 @@ class LateDevice(CpuAccelerator):
 
 
 class Late(torch.utils._python_dispatch.TorchDispatchMode):
+    """Puts each operation of torch into the current stream, to be done later."""
+
     def __init__(self, device: LateDevice) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device

@@ -23,8 +23,6 @@ import pytest
 from ds_testing.hosts import Host, Lab, Process, unavailable
 from ds_testing.processes import clean_environment, disposed
 
-__all__ = ["HostsConformance", "Launched", "SshHostsConformance"]
-
 SCRIPT = """
 import json, os, signal, sys, time
 from pathlib import Path

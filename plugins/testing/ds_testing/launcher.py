@@ -21,8 +21,6 @@ from typing import Any, ClassVar
 
 from ds_testing.processes import clean_environment
 
-__all__ = ["LauncherConformance"]
-
 SECRET = "kit a'b$ü"  # what no process list may show
 SCRIPT = """
 import fcntl, glob, json, os, sys, time

@@ -19,8 +19,6 @@ from ds_core.data import DistributedLoader, Loader, LoaderRequest, RepeatingLoad
 if TYPE_CHECKING:
     from ds_core import Engine
 
-__all__ = ["LoaderConformance"]
-
 Batches = list[list[Any]]
 
 

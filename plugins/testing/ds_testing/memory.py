@@ -13,8 +13,6 @@ from torch import nn
 
 from ds_core.compose import compose
 
-__all__ = ["MemoryConformance"]
-
 PLACES = {"device", "host", "disk"}
 
 

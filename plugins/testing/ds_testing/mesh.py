@@ -11,8 +11,6 @@ from ds_testing.pool import reference, run_ranks
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["MeshAxisConformance", "MeshConformance"]
-
 
 def _layer() -> nn.Module:
     from torch import nn

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Case", "build_model", "complex_run", "micro_batch", "param_groups", "reference_run"]
-
 WIDTH = 7
 CLASSES = 5
 MICRO = 3

@@ -14,8 +14,6 @@ from pathlib import Path
 from ds_core.entries import Event
 from ds_core.telemetry import Monitor
 
-__all__ = ["MonitorConformance"]
-
 Row = tuple[str, float, int]
 
 

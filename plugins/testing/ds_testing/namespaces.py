@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Holder", "LabError", "Process", "children", "put_away"]
-
 SPACES = ("--net", "--uts", "--mount", "--pid", "--ipc")
 
 # Arguments: host name, the user's home, then folders to keep although they lie under /tmp. Stdin:

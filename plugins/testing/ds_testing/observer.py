@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from ds_core.entries import Event
 
-__all__ = ["ObserverConformance"]
-
 
 class ObserverConformance:
     """Subclass me; see the module's docstring.

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["one_process_engine"]
-
 
 @contextmanager
 def one_process_engine(model: nn.Module, config: Mapping[str, Any]) -> Iterator[Any]:

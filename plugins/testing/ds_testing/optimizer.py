@@ -19,8 +19,6 @@ from ds_core.entries import OptimizerEntry, resolve
 from ds_core.stepping import StepInputs
 from ds_testing.one_process import one_process_engine
 
-__all__ = ["OptimizerConformance"]
-
 ROWS = 6
 COLUMNS = 4
 STEPS = 3

@@ -18,8 +18,6 @@ import pytest
 
 from ds_testing.pool import RemoteError, run_ranks
 
-__all__ = ["PartitionerConformance"]
-
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6, "bfloat16": 2e-2}
 
 CASES: dict[str, dict[str, Any]] = {
@@ -148,6 +146,7 @@ def _check(answers: list[dict[str, Any]], tolerance: float) -> None:
 
 
 def with_plugins(config: dict[str, Any], extra: dict[str, Any], load: list[str]) -> dict[str, Any]:
+    """`config` and `extra` as one, which loads the modules of both and of `load`."""
     merged = {**config, **extra}
     given = [dict(c.get("plugins", {})) for c in (config, extra)]
     modules = [m for g in given for m in g.get("load", [])]
@@ -156,6 +155,7 @@ def with_plugins(config: dict[str, Any], extra: dict[str, Any], load: list[str])
 
 
 def relative(ours: Any, truth: Any) -> float:
+    """The largest difference, as a part of the largest value of `truth`."""
     scale = max(float(truth.abs().max()), 1e-3) if truth.numel() else 1.0
     return float((ours.double() - truth.double()).abs().max()) / scale if truth.numel() else 0.0
 

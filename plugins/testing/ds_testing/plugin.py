@@ -31,8 +31,6 @@ from ds_core.entries import resolve
 from ds_core.errors import ConfigError
 from ds_core.plugins import Plugins, PluginSettings, PluginState, Report, discover
 
-__all__ = ["PluginConformance"]
-
 HEAVY = (
     "torch",
     "numpy",

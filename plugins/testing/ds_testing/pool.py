@@ -30,8 +30,6 @@ from ds_testing.processes import free_port
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["RankFailure", "RemoteError", "WorkerPool", "close_pools", "run_ranks"]
-
 GRACE = 1.0
 """Seconds that the other ranks get to finish or fail on their own after the first failure."""
 START = 300.0

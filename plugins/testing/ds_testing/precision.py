@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from ds_core import Engine
 
-__all__ = ["PrecisionConformance"]
-
 MICRO = 4
 
 

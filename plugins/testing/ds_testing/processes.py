@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["clean_environment", "disposed", "free_port", "full_at", "output", "run", "start"]
-
 LAUNCHERS = ("MASTER_", "TORCHELASTIC", "OMPI_", "SLURM_", "PMI")
 
 

@@ -17,8 +17,6 @@ import pytest
 if TYPE_CHECKING:
     from ds_testing.hosts import Lab
 
-__all__ = ["Ranks", "clean_ds", "lab", "ranks"]
-
 
 class Ranks(Protocol):
     """What the fixture `ranks` gives: see `ds_testing.run_ranks`."""

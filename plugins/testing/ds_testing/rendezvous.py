@@ -14,8 +14,6 @@ from ds_core.comm.start import Job, Rendezvous
 from ds_core.entries import RendezvousEntry, resolve
 from ds_testing.processes import free_port, start
 
-__all__ = ["RendezvousConformance", "start_rank"]
-
 SIZE = 3
 
 RANK = """

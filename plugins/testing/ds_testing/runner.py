@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
     from ds_core.mesh import Mesh
 
-__all__ = ["RunnerConformance"]
-
 WIDTH = 6
 MICRO = 2
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
 
 
 def default_model() -> nn.Module:
+    """The kit's small model."""
     from ds_testing.models import Case, build_model
 
     return build_model(Case())
 
 
 def default_batch(step: int, micro: int, index: int) -> Any:
+    """What replica `index` gets in this micro-batch."""
     from ds_testing.models import Case, micro_batch
 
     return micro_batch(Case(), step, micro, index)

@@ -13,8 +13,6 @@ from torch import nn
 from ds_core.entries import SchedulerEntry, resolve
 from ds_testing.one_process import one_process_engine
 
-__all__ = ["SchedulerConformance"]
-
 STEPS = 25
 
 

@@ -12,17 +12,6 @@ from ds_testing.runner import MICRO
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = [
-    "Truth",
-    "cast_batch",
-    "functions_of",
-    "loss_in",
-    "made",
-    "one_step",
-    "plain_optimizer",
-    "started",
-]
-
 
 def functions_of(names: list[Any]) -> tuple[Any, Any, Any]:
     """The functions that a kit names: the model's, the batch's, the whole model's."""

@@ -30,8 +30,6 @@ from ds_testing.sharded_steps import (
     started,
 )
 
-__all__ = ["ShardedTransformConformance"]
-
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6, "bfloat16": 3e-2}
 CLIP = 0.3
 

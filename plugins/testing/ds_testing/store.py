@@ -10,8 +10,6 @@ import torch
 from ds_state_stores import StateStore, is_evicted
 from torch import Tensor
 
-__all__ = ["StateStoreConformance"]
-
 SIZES = (0, 1, 7, 1024, 70_001)
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool)
 

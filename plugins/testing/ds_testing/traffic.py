@@ -10,8 +10,6 @@ from typing import Any
 
 from ds_core import comm
 
-__all__ = ["SentCollective", "Traffic"]
-
 
 @dataclass(frozen=True, slots=True)
 class SentCollective:

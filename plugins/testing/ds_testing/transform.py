@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from ds_testing.given_back import Structure, check_ordinary
 from ds_testing.one_process import one_process_engine
 
-__all__ = ["TransformConformance"]
-
 _RATE = 0.1
 _TRAINS: Mapping[str, Any] = {
     "train_micro_batch_size_per_gpu": 3,

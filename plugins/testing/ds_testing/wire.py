@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Closed", "decode", "encode", "receive", "send"]
-
 _LENGTH = struct.Struct("!Q")
 
 

@@ -32,8 +32,6 @@ from typing import Any
 
 from ds_testing import wire
 
-__all__ = ["serve", "work"]
-
 PRELOAD = (
     "torch",
     "torch.distributed",

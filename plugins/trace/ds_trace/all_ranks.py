@@ -18,8 +18,6 @@ from statistics import median
 from ds_core.errors import UsageError
 from ds_trace.one_rank import Made, RankTrace, read_rank
 
-__all__ = ["Comparison", "Row", "Straggler", "compare", "read_run"]
-
 NOTABLE = 0.02
 """The least part of the steps for which one rank must have kept the others waiting to be called a
 straggler.

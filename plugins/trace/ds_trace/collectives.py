@@ -15,8 +15,6 @@ from ds_trace.names import COMM, MESSAGES, WAIT, Named, shown_ranks
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["NamedCollectives"]
-
 
 class NamedCollectives(Interceptor):
     """Counts the collectives of each group, so that ranks agree on a number for each; names them

@@ -11,8 +11,6 @@ import typer
 if TYPE_CHECKING:
     from ds_trace.all_ranks import Comparison, Row, Straggler
 
-__all__ = ["trace"]
-
 
 def trace(
     run: Annotated[Path, typer.Argument(help="The folder with the traces: torch_profiler.folder.")],

@@ -8,8 +8,6 @@ from pydantic import Field
 
 from ds_core.config import Section, option
 
-__all__ = ["TorchProfiler"]
-
 Rank = Annotated[int, Field(ge=0)]
 
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["COMM", "PHASE", "STEP", "WAIT", "Named", "parse_comm", "shown_ranks"]
-
 PHASE = "phase: "
 COMM = "comm: "
 WAIT = "wait: "

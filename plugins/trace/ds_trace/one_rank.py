@@ -20,8 +20,6 @@ from ds_trace.names import COMM, PHASE, STEP, WAIT, Named, parse_comm
 from ds_trace.reading import read_trace
 from ds_trace.spans import Span, clip, length, merge, overlap, without
 
-__all__ = ["Made", "RankTrace", "read_rank"]
-
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _COMM_KERNEL = re.compile("nccl|rccl|oneccl", re.IGNORECASE)
 _COMM_OPERATION = re.compile(r"gloo:|nccl:|c10d::|record_param_comms")

@@ -18,17 +18,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_trace.tracer import Tracer
 
-__all__ = [
-    "ds_close",
-    "ds_commands",
-    "ds_config",
-    "ds_interceptors",
-    "ds_open",
-    "ds_phase_begin",
-    "ds_phase_end",
-    "ds_step_end",
-]
-
 TRACER: StashKey[Tracer | None] = StashKey("the tracer")
 
 

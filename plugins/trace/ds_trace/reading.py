@@ -14,8 +14,6 @@ from typing import IO, Any
 
 from ds_core.errors import UsageError
 
-__all__ = ["read_trace"]
-
 PIECE = 1 << 20
 LONGEST = 64 << 20
 """Characters of one event, or of a part of the head."""

@@ -18,8 +18,6 @@ from ds_trace.names import PHASE
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["Tracer", "make_tracer"]
-
 log = logging.getLogger("ds_core.trace")
 
 

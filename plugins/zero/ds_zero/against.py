@@ -17,8 +17,6 @@ from ds_core.errors import UsageError
 if TYPE_CHECKING:
     from ds_zero.plan import Need
 
-__all__ = ["Line", "Snapshot", "compare", "read_snapshots"]
-
 RESTING = ("parameters", "masters", "states", "gradients")
 CLOSE = 0.01
 """Differences below this part need no explanation: padding, states of one element."""

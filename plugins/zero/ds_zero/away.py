@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from ds_state_stores import StateStore
     from torch import Tensor
 
-__all__ = ["AwayShard"]
-
 
 class AwayShard:
     """Brings `shard` into memory and evicts it again.

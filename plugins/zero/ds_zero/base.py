@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from ds_zero.gradient_source import GradientSource
     from ds_zero.wires import GradientWire
 
-__all__ = ["ZeroPartitioner"]
-
 ParamGroups = list[dict[str, Any]]
 
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ds_zero.flat import FlatBucket
     from ds_zero.placement import Copy
 
-__all__ = ["Grads"]
-
 
 class Grads:
     """The gradients of one bucket.

@@ -15,8 +15,6 @@ from ds_zero.config import ZeroConfig
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["z1", "z3"]
-
 
 def z1(ctx: Context) -> None:
     """Reduction of gradients beside backward, at stages 1 and 2."""

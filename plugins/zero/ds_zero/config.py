@@ -16,19 +16,6 @@ from ds_core.config.section import names_of, old_names
 if TYPE_CHECKING:
     from ds_core.config import RunConfig
 
-__all__ = [
-    "LEAF_CLASSES",
-    "AllowUntestedOptimizer",
-    "ForceOwnOptimizer",
-    "LeafModules",
-    "Loco",
-    "OffloadOptimizer",
-    "OffloadParam",
-    "ZenFlowConfig",
-    "ZeroConfig",
-    "switch",
-]
-
 LEAF_CLASSES = tuple(
     f"transformers.models.{name}"
     for name in (

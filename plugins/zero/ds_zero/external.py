@@ -10,8 +10,6 @@ from ds_core.errors import UsageError
 from ds_core.process import STATE
 from ds_zero.weights import owner_of
 
-__all__ = ["externals", "register_external_parameter", "unregister_external_parameter"]
-
 _REGISTERED = "_ds_external_parameters"
 
 

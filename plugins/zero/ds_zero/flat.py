@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from ds_zero.records import DeferredMasters, OptimizerTensors
     from ds_zero.wires import WeightWire
 
-__all__ = ["FlatBucket", "make_buckets", "needs_full_tensors"]
-
 HOST_BYTES = 1 << 23
 """The most bytes of a bucket in host memory whose gradient buffer is freed in each step, or which
 is reduced during backward. The allocator keeps freed memory only up to some size; above it every

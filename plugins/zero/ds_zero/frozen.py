@@ -16,8 +16,6 @@ from ds_zero.quantised import WEIGHT_BITS, Coder, Message
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["QuantisedStore"]
-
 
 class QuantisedStore(StateStore):
     """Evicted tensors are 8-bit messages on their own device: a quarter of fp32, a half of 16 bits.

@@ -25,8 +25,6 @@ from ds_zero.wires import WeightWire, weight_wire
 if TYPE_CHECKING:
     from ds_zero.config import ZeroConfig
 
-__all__ = ["GatherScheduler", "narrower_dtype"]
-
 log = logging.getLogger("ds_zero")
 
 

@@ -34,9 +34,6 @@ from ds_zero.nested_tensors import tensors_of
 if TYPE_CHECKING:
     from ds_zero.units import Gatherer
 
-__all__ = ["GatherHooks"]
-
-
 log = logging.getLogger("ds_zero")
 
 

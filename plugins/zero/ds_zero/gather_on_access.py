@@ -22,8 +22,6 @@ from ds_zero.nested_tensors import tensors_of
 from ds_zero.sharded_param import fill_alias, untracked
 from ds_zero.weights import WeightHandle, handle_of
 
-__all__ = ["GatherOnAccess", "gathering_on_access"]
-
 _DEPTH: contextvars.ContextVar[int] = contextvars.ContextVar("ds_zero.GatherOnAccess", default=0)
 _TENSOR: Any = Tensor
 _SHAPE = {

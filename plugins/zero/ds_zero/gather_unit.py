@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ds_zero.flat import FlatBucket
     from ds_zero.wires import WeightWire
 
-__all__ = ["BucketUnit", "GatherUnit", "UnitState", "Uses"]
-
 
 class UnitState(enum.Enum):
     """A unit goes from SHARDED to GATHERING to UNSHARDED and back."""

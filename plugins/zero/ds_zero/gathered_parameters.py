@@ -19,13 +19,6 @@ from ds_zero.external import register_external_parameter
 from ds_zero.sharded_param import untracked
 from ds_zero.weights import WeightHandle, handles_of
 
-__all__ = [
-    "GatheredParameters",
-    "empty_partition_cache",
-    "is_zero_param",
-    "unwrap_model_for_generation",
-]
-
 
 class GatheredParameters:
     """Inside the context the parameters are unsharded on every rank. Collective: every rank enters

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ds_zero.flat import FlatBucket
     from ds_zero.records import Piece
 
-__all__ = ["GradientSource"]
-
 
 class GradientSource(ABC):
     """Takes the gradients of `buckets` from backward, and gives the optimizer those of its pieces.

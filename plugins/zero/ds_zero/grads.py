@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from ds_zero.records import Piece
     from ds_zero.wires import GradientWire
 
-__all__ = ["Reducer"]
-
 log = logging.getLogger("ds_zero")
 
 IN_FLIGHT = 2

@@ -33,23 +33,6 @@ if TYPE_CHECKING:
     from ds_core.mesh import Mesh
     from ds_zero.flat import FlatBucket
 
-__all__ = [
-    "AddedFar",
-    "Levels",
-    "SecondCopy",
-    "TwoSteps",
-    "far",
-    "host_name",
-    "in_blocks",
-    "levels",
-    "near",
-    "ranks_per_host",
-    "second_copy",
-    "sharding_axes",
-    "two_steps",
-    "wanted_anywhere",
-]
-
 
 def near(mesh: Mesh, replicas: Sequence[str]) -> tuple[str, ...]:
     """The axes of `replicas` along which ranks are in one block."""

@@ -23,8 +23,6 @@ from ds_core import comm
 from ds_core.errors import DSError
 from ds_zero.hierarchy import host_name
 
-__all__ = ["HostWorker", "Ticket", "WorkerError", "cores_for", "use_threads"]
-
 
 class WorkerError(DSError, RuntimeError):
     """The thread that does optimizer steps on the host has failed."""

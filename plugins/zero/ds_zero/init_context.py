@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from ds_core.plugins import Plugins
     from ds_zero.config import ZeroConfig
 
-__all__ = ["Init", "MiCS_Init"]
-
 log = logging.getLogger("ds_zero")
 
 _INNERMOST: contextvars.ContextVar[Init | None] = contextvars.ContextVar(

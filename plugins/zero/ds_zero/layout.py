@@ -12,9 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["ALIGN", "Layout", "Span"]
-
-
 ALIGN = 2
 """Each shard is a multiple of this many elements, so that shards of 16-bit elements begin at full
 words.

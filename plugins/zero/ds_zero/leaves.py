@@ -14,19 +14,6 @@ from torch import nn
 from ds_core.errors import UsageError, nearest
 from ds_zero.weights import owner_of
 
-__all__ = [
-    "get_z3_leaf_modules",
-    "leaf_flag",
-    "mark_leaf",
-    "set_z3_leaf_module",
-    "set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix",
-    "unset_z3_leaf_modules",
-    "z3_leaf_module",
-    "z3_leaf_parameter",
-]
-
 _FLAG = "_ds_z3_leaf_flag"  # on a module: what `set_z3_leaf_module` was given
 _NOW = "_ds_z3_leaf"  # on a module: whether it is a leaf
 _LEAVES = "_ds_z3_leaves"  # on a parameter: the ids of the leaves above it

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ds_zero.base import ZeroPartitioner
     from ds_zero.flat import FlatBucket
 
-__all__ = ["LocalGradients", "serves"]
-
 
 def serves(owner: ZeroPartitioner, buckets: Sequence[FlatBucket]) -> bool:
     """Whether gradients of `buckets` can stay where autograd leaves them."""

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ds_core.precision import Precision
     from ds_zero.config import ZeroConfig
 
-__all__ = ["measured_states", "memory", "offload_of"]
-
 
 def memory(
     config: RunConfig, plugins: Plugins, section: ZeroConfig, module: nn.Module, world: int

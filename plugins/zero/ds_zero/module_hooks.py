@@ -26,8 +26,6 @@ from ds_zero.gathered_parameters import GatheredParameters
 from ds_zero.sharded_param import unshard_module, untracked
 from ds_zero.weights import WeightHandle, handle_of
 
-__all__ = ["hooks_removed", "install_hooks", "materialize", "remove_hooks"]
-
 log = logging.getLogger("ds_zero")
 
 _HANDLES = "_ds_handles"

@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["tensors_of"]
-
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
     """The tensors in `value`, in lists, tuples, sets, mappings and dataclasses, depth first, in

@@ -18,8 +18,6 @@ from ds_zero.state_offload import BACKWARD, FORWARD, OffloadDeviceEnum, OffloadS
 if TYPE_CHECKING:
     from ds_core.engine import Engine
 
-__all__ = ["get_state_devices", "offload_states", "reload_states"]
-
 
 def offload_states(
     engine: Engine,

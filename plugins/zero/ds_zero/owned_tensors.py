@@ -31,8 +31,6 @@ from ds_zero.records import Piece
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["OwnedTensors", "choose_owners", "assign_owners"]
-
 
 def choose_owners(sizes: Sequence[int], holders: Sequence[int | None], world: int) -> list[int]:
     """The owner of each tensor; no rank gets more than ``sum(sizes) / world + max(sizes)``. See

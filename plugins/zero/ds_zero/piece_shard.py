@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ds_zero.base import ZeroPartitioner
     from ds_zero.bucket_grads import Grads
 
-__all__ = ["LocalPieceShard", "PieceShard"]
-
 
 class PieceShard(ParamShard):
     """A piece of a parameter, in its bucket; what the optimizer updates may be another range (see

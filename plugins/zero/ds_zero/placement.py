@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_zero.config import ZeroConfig
 
-__all__ = ["ON_DEVICE", "Copy", "OffloadStores", "StatePlacement", "Transfers"]
-
 
 @dataclass(frozen=True, slots=True)
 class StatePlacement:

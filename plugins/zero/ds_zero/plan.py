@@ -23,23 +23,12 @@ from ds_zero.config import ZeroConfig
 from ds_zero.gather import narrower_dtype
 from ds_zero.layout import Layout
 from ds_zero.plan_disk import Resting, rest_on_disk
-from ds_zero.plan_kinds import Kinds, join
+from ds_zero.plan_kinds import Kinds as Kinds
+from ds_zero.plan_kinds import join
 from ds_zero.quantised import GRADIENT_BITS, WEIGHT_BITS, Message, can_quantise
 from ds_zero.simulate import SimulatedBucket, SimulatedUnit, Wires, gather_passes, reduction
 from ds_zero.units import Gatherer, find_leaves, gatherers, members, persistent
 from ds_zero.zenflow.plan import held
-
-__all__ = [
-    "Advice",
-    "Kinds",
-    "Need",
-    "Offload",
-    "PlannedRun",
-    "lay_out",
-    "plan",
-    "predict",
-    "recommend",
-]
 
 
 class Offload(enum.Enum):

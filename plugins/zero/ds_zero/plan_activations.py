@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from ds_core.errors import UsageError
 
-__all__ = ["Activations", "count_activations"]
-
 
 @dataclass(frozen=True, slots=True)
 class Activations:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ds_zero.plan import Advice, Need, Offload
     from ds_zero.plan_activations import Activations
 
-__all__ = ["plan"]
-
 LAYERS = 32
 """The assumed number of layers of a model of --params without --largest-layer."""
 

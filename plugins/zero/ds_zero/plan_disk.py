@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from ds_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig
 
-__all__ = ["Resting", "rest_on_disk"]
-
 
 @dataclass(frozen=True, slots=True)
 class Resting:

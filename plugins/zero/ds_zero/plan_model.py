@@ -17,8 +17,6 @@ from torch import nn
 
 from ds_core.errors import UsageError
 
-__all__ = ["divide_matrices", "find_model", "of_size", "parse_amount"]
-
 UNITS = {
     "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,

@@ -19,17 +19,6 @@ if TYPE_CHECKING:
     from ds_core.partition import Partitioner
     from ds_core.plugins import Plugins
 
-__all__ = [
-    "ds_check",
-    "ds_commands",
-    "ds_compile_passes",
-    "ds_config",
-    "ds_engine_methods",
-    "ds_memory",
-    "ds_mesh_axes",
-    "ds_partitioner",
-]
-
 
 def ds_config() -> Mapping[str, type[BaseModel]]:
     """The section ``zero_optimization``, and two switches beside it."""

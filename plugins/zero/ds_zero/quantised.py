@@ -42,21 +42,6 @@ if TYPE_CHECKING:
     from ds_zero.hierarchy import Levels
     from ds_zero.wires import Room, Works
 
-__all__ = [
-    "GRADIENT_BITS",
-    "GROUP",
-    "WEIGHT_BITS",
-    "Coder",
-    "Feedback",
-    "Message",
-    "QuantisedGather",
-    "QuantisedReduce",
-    "blocks",
-    "can_quantise",
-    "quantised_gather",
-    "quantised_reduce",
-]
-
 log = logging.getLogger("ds_zero")
 
 GROUP = 512

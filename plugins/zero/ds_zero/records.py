@@ -13,8 +13,6 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from ds_run_state.states import StateTensor
 
-__all__ = ["DeferredMasters", "OptimizerTensors", "Piece"]
-
 
 @dataclass(slots=True, eq=False)
 class Piece:

@@ -15,15 +15,6 @@ if TYPE_CHECKING:
     from ds_core.plugins import Plugins
     from ds_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig
 
-__all__ = [
-    "SELF_REDUCED",
-    "hierarchy_problems",
-    "offload_problems",
-    "optimizer_problems",
-    "quantised_problems",
-    "zenflow_problems",
-]
-
 OPTIMIZER = "zero_optimization.offload_optimizer"
 PARAM = "zero_optimization.offload_param"
 

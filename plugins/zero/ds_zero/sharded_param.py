@@ -39,23 +39,6 @@ if TYPE_CHECKING:
 
     from ds_core.context import Context
 
-__all__ = [
-    "ShardedParam",
-    "ShardSpec",
-    "check_not_assigned",
-    "cast_param",
-    "fill_alias",
-    "set_status",
-    "shard_param",
-    "sharded_param_of",
-    "mark_in_place",
-    "prepare_module",
-    "untracked",
-    "unshard_module",
-    "pop_weight",
-    "remove_attributes",
-]
-
 log = logging.getLogger("ds_zero")
 
 _ATTRIBUTES = (

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ds_zero.units import Gatherer
     from ds_zero.wires import WeightWire
 
-__all__ = ["SimulatedBucket", "SimulatedUnit", "Wires", "gather_passes", "reduction"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulatedBucket:

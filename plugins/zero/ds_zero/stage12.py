@@ -11,8 +11,6 @@ from torch import nn
 from ds_zero.base import ZeroPartitioner
 from ds_zero.flat import FlatBucket, make_buckets
 
-__all__ = ["Stage12"]
-
 
 class Stage12(ZeroPartitioner):
     """Module parameters are views of flat buffers, into which the step's result is all-gathered."""

@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from ds_zero.quantised import QuantisedGather, QuantisedReduce
     from ds_zero.wires import GradientWire, WeightWire
 
-__all__ = ["Stage3"]
-
 log = logging.getLogger("ds_zero")
 
 

@@ -23,8 +23,6 @@ from ds_core.errors import UsageError
 if TYPE_CHECKING:
     from ds_core.accelerator import Accelerator
 
-__all__ = ["OffloadDeviceEnum", "OffloadStateTypeEnum", "OffloadedStates"]
-
 
 class OffloadDeviceEnum(str, enum.Enum):
     """Where states can be offloaded to."""

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from ds_core.context import Context
 
-__all__ = ["adopt", "load", "states"]
-
 
 def states(
     ctx: Context, module: nn.Module, buckets: Sequence[FlatBucket], optimizer: Optimizer | None

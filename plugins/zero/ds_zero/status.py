@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["ZeroParamStatus"]
-
 
 class ZeroParamStatus(enum.Enum):
     """AVAILABLE: unsharded.

@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from ds_zero.flat import FlatBucket
     from ds_zero.records import Piece
 
-__all__ = ["SuperOffload"]
-
 log = logging.getLogger("ds_zero")
 
 TIMEOUT = 60.0

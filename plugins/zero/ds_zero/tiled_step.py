@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ds_core.stepping import Stepper
     from ds_zero.flat import FlatBucket
 
-__all__ = ["settings_of", "states_of", "tiled_step"]
-
 
 @torch.no_grad()
 def tiled_step(

@@ -17,8 +17,6 @@ from ds_core.errors import UsageError
 from ds_zero.gathered_parameters import GatheredParameters
 from ds_zero.weights import handle_of
 
-__all__ = ["TiledLinear", "TiledLinearReturnBias"]
-
 
 class _Tiles(nn.Module):
     """The grid ``linears[row][column]``: rows cut the outputs, columns cut the inputs.

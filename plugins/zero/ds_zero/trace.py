@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["Trace"]
-
 
 class Trace:
     """One pass over the model, compared with the pass before.

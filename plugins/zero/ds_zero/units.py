@@ -17,8 +17,6 @@ from ds_zero.leaves import leaf_flag
 if TYPE_CHECKING:
     from ds_zero.config import LeafModules, ZeroConfig
 
-__all__ = ["Gatherer", "find_leaves", "gatherers", "members", "persistent"]
-
 log = logging.getLogger("ds_zero")
 
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ds_zero.base import ZeroPartitioner
     from ds_zero.flat import FlatBucket
 
-__all__ = ["Updates"]
-
 
 class Updates:
     """Updates in `step`. A subclass may begin earlier (see `Reducer.on_reduced`) or end later; then

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from ds_zero.gather_unit import BucketUnit
     from ds_zero.records import Piece
 
-__all__ = ["FIRST", "WeightHandle", "WeightOwner", "handle_of", "handles_of", "owner_of"]
-
 FIRST = -1
 """As a modifier rank: the first of the ranks that share each parameter."""
 

@@ -22,21 +22,6 @@ if TYPE_CHECKING:
     from ds_zero.config import ZeroConfig
     from ds_zero.flat import FlatBucket
 
-__all__ = [
-    "AllGather",
-    "AllReduce",
-    "AllReduced",
-    "Broadcasts",
-    "Chain",
-    "GradientWire",
-    "ReduceScatter",
-    "ReduceToOwners",
-    "WeightWire",
-    "cast_after",
-    "gradient_wire",
-    "weight_wire",
-]
-
 Works = list[Any]
 Room = Callable[["FlatBucket", Tensor], Tensor]
 """(bucket, source) -> memory for the reduced shard of `source`."""

@@ -21,8 +21,6 @@ from ds_cli.launch import LaunchRequest, check_script
 from ds_cli.show import CommandError, say_error
 from ds_core.errors import DSError
 
-__all__ = ["main", "on_host"]
-
 SILENCE_SECONDS = 20.0  # a launcher that has said nothing for so long is gone
 
 

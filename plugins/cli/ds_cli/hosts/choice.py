@@ -16,8 +16,6 @@ from ds_cli.show import CommandError
 if TYPE_CHECKING:
     from ds_cli.launch import LaunchRequest
 
-__all__ = ["Choice", "choose_hosts", "is_here", "named_hosts", "slots_here"]
-
 log = logging.getLogger("ds_cli")
 
 

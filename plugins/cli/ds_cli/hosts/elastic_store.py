@@ -17,8 +17,6 @@ from ds_cli.surroundings import import_torch
 if TYPE_CHECKING:
     from ds_cli.launch import LaunchRequest
 
-__all__ = ["address_towards", "store_here"]
-
 
 @contextlib.contextmanager
 def store_here(request: LaunchRequest) -> Iterator[LaunchRequest]:

@@ -9,8 +9,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["DEFAULT", "Host", "filter_hosts", "read_hostfile"]
-
 DEFAULT = "/job/hostfile"
 
 

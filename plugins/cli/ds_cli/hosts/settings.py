@@ -24,17 +24,6 @@ from ds_cli.show import CommandError
 if TYPE_CHECKING:
     from ds_cli.launch import LaunchRequest
 
-__all__ = [
-    "SETTINGS",
-    "FromVariable",
-    "Settings",
-    "agent_command",
-    "exported",
-    "read_settings",
-    "settings_line",
-    "settings_variable",
-]
-
 SETTINGS = "DSCORE_AGENT"
 LONGEST = 16 << 20  # bytes of settings, packed or not
 # What the documents send to every host, the accelerators' own, and ours. Not what only holds on one

@@ -30,8 +30,6 @@ from ds_cli.show import CommandError, say_error
 if TYPE_CHECKING:
     from ds_cli.launch import LaunchRequest
 
-__all__ = ["run_tool", "run_tools", "show"]
-
 BEAT_SECONDS = 5.0
 # after the first bad end: how long the other agents may take to hear of it by themselves
 OTHERS_SECONDS = 10.0

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-__all__ = ["Name", "Rows", "State", "differs", "missing"]
-
 
 class State(str, Enum):
     """How far a name is served."""

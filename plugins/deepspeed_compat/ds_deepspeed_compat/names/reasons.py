@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["REASONS", "reason"]
-
 _SERVING = (
     "`dscore serve` and ds_inference serve many requests at a time; the parts of their "
     "engine have "

@@ -15,8 +15,6 @@ from enum import Enum
 from ds_inference_kit.program import Activation
 from torch import Tensor, nn
 
-__all__ = ["Attention", "Dense", "Layer", "Order", "Sparse", "Transformer", "Tables"]
-
 Tables = Callable[[], tuple[Tensor, Tensor]]
 """Makes the cosines and sines of a rotary embedding, fp32 [positions, dims / 2], on the device of
 its module.

@@ -25,8 +25,6 @@ from ds_inference.families.description import (
 from ds_inference.families.reading import Unknown
 from ds_inference.quantised import QuantizedExperts, QuantizedLinear
 
-__all__ = ["Derived", "emit"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Derived:

@@ -7,8 +7,6 @@ from typing import Any
 from ds_inference.families.description import Attention, Dense, Layer, Order, Transformer
 from ds_inference.families.reading import activation, fields
 
-__all__ = ["bert", "distilbert"]
-
 
 def bert(base: Any) -> Transformer:
     """BertModel, as an encoder."""

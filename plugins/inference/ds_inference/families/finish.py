@@ -14,8 +14,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["finisher"]
-
 
 def finisher(model: Any, base: Any, logits: bool) -> Callable[..., Any]:
     """The function (output of the program, keywords of forward) -> output of `model`. logits: the

@@ -11,8 +11,6 @@ from torch import Tensor
 from ds_inference.families.description import Attention, Dense, Layer, Order, Transformer
 from ds_inference.families.reading import Unknown, activation, fields, rotary
 
-__all__ = ["bloom", "gpt2", "gpt_neo", "gpt_neox", "opt"]
-
 
 def gpt2(base: Any) -> Transformer:
     """GPT2Model: learned positions, q, k and v of one layer."""

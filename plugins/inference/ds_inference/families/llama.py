@@ -7,8 +7,6 @@ from typing import Any
 from ds_inference.families.description import Attention, Dense, Layer, Sparse, Tables, Transformer
 from ds_inference.families.reading import activation, fields, rotary, windows
 
-__all__ = ["llama", "mistral", "mixtral", "qwen2", "qwen3"]
-
 KNOWN = "num_key_value_heads head_dim hidden_act rms_norm_eps rope_parameters"
 SLIDING = f"{KNOWN} sliding_window use_sliding_window max_window_layers layer_types"
 

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from ds_inference.families.description import Tables
 
-__all__ = ["Unknown", "activation", "fields", "plain", "rotary", "tables", "windows"]
-
 ACTIVATIONS = {
     "ReLU": Activation.RELU,
     "GELUActivation": Activation.GELU,

@@ -16,8 +16,6 @@ from ds_inference.requests import Finish, Output
 from ds_inference.serve.text import Text
 from ds_inference.stopping import Decode
 
-__all__ = ["Choice", "Piece", "Reply", "Usage"]
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:

@@ -22,8 +22,6 @@ from ds_inference.serve.model import Served
 from ds_inference.serve.protocol import ChatRequest, CompletionRequest
 from ds_inference.serve.worker import Gone, Worker
 
-__all__ = ["HEAD", "Gate", "make_app"]
-
 log = logging.getLogger("ds_inference.serve")
 
 HEAD = 16 * 1024

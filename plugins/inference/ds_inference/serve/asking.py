@@ -20,8 +20,6 @@ from ds_inference.serve.model import Served
 from ds_inference.serve.protocol import Asked, ChatRequest, CompletionRequest, read
 from ds_inference.serve.worker import Gone, Ticket, Worker
 
-__all__ = ["Answering", "Limits", "Receive", "Scope", "Send"]
-
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -13,8 +13,6 @@ from typing import Annotated, Literal
 import typer
 from ds_cli.show import CommandError
 
-__all__ = ["serve"]
-
 DType = Literal["fp32", "bf16", "fp16"]
 Bits = Literal["int8", "int4"]
 

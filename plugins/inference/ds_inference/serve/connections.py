@@ -15,8 +15,6 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["protocol"]
-
 _BODY = (
     b'{"error":{"message":"too many connections","type":"server_error","param":null,"code":null}}'
 )

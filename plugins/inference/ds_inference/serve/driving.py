@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ds_inference.generation import Generator
     from ds_inference.requests import Handle
 
-__all__ = ["STOP", "Command", "Driver", "Link", "cancel", "follow", "submit"]
-
 Command = list[Any]
 Link = Callable[[list[Command]], list[Command]]
 """Gives the commands of rank 0 to all ranks, and waits for them there."""

@@ -8,8 +8,6 @@ from typing import Any
 
 from ds_core.errors import DSError
 
-__all__ = ["Refusal", "told"]
-
 _KINDS = {
     401: "authentication_error",
     429: "requests",

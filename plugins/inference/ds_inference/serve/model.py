@@ -20,8 +20,6 @@ from ds_inference.serve.errors import Refusal
 if TYPE_CHECKING:
     from ds_inference.generation import Generator
 
-__all__ = ["PLAIN_TEMPLATE", "Choices", "Served", "Tokens", "name_of", "open_model"]
-
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% "
     "endfor %}"

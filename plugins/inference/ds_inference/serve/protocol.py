@@ -10,8 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ds_inference.serve.errors import Refusal
 
-__all__ = ["Asked", "ChatRequest", "CompletionRequest", "Message", "read"]
-
 MOST_CHOICES = 64
 """Answers to one request: prompts times `n`."""
 

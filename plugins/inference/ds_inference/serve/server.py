@@ -22,8 +22,6 @@ from ds_inference.serve.errors import Refusal
 from ds_inference.serve.model import Served
 from ds_inference.serve.worker import Worker
 
-__all__ = ["TOKEN", "Server", "Settings", "listen", "token_from"]
-
 log = logging.getLogger("ds_inference.serve")
 
 TOKEN = "DSCORE_SERVE_TOKEN"

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from ds_inference.stopping import Decode, Detokenizer
 
-__all__ = ["Text"]
-
 
 class Text:
     """The text of one answer. decoded, length: characters that tokens stand for, and those given

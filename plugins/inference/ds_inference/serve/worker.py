@@ -24,8 +24,6 @@ from ds_inference.serve.errors import Refusal, told
 if TYPE_CHECKING:
     from ds_inference.generation import Generator
 
-__all__ = ["Gone", "Ticket", "Worker"]
-
 log = logging.getLogger("ds_inference.serve")
 
 _IDLE = 30.0

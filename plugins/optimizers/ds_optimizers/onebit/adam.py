@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ds_optimizers.onebit.base import OneBit, check_arguments, denominator, log
 
-__all__ = ["OneBitAdam"]
-
 
 class OneBitAdam(OneBit):
     """1-bit Adam (Tang et al. 2021), without bias correction.

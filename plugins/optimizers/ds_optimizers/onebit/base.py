@@ -32,8 +32,6 @@ from ds_core.errors import UsageError
 from ds_core.process import log_once
 from ds_optimizers.onebit.compress import Errors, Exchange, padded
 
-__all__ = ["BACKENDS", "OneBit", "Work", "check_arguments"]
-
 log = logging.getLogger("ds_optimizers")
 
 BACKENDS = ("nccl", "hccl", "compressed")

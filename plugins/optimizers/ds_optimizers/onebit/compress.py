@@ -27,8 +27,6 @@ from ds_core import comm
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Errors", "Exchange", "compressed_allreduce", "pack_signs", "padded", "unpack_signs"]
-
 _BITS = (128, 64, 32, 16, 8, 4, 2, 1)
 
 

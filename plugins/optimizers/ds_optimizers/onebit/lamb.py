@@ -12,8 +12,6 @@ from torch import Tensor
 
 from ds_optimizers.onebit.base import OneBit, Work, check_arguments, denominator, log
 
-__all__ = ["OneBitLamb"]
-
 
 class OneBitLamb(OneBit):
     """1-bit LAMB (Li et al. 2021), without bias correction.

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.params import ParamInfo
 
-__all__ = ["OptimizerReduced", "ReducingOptimizer"]
-
 
 @runtime_checkable
 class ReducingOptimizer(Protocol):

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ds_optimizers.onebit.base import OneBit, Work, check_arguments, denominator, log
 
-__all__ = ["ZeroOneAdam"]
-
 
 class ZeroOneAdam(OneBit):
     """0/1 Adam (Lu et al. 2022), without bias correction.

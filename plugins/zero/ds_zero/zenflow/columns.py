@@ -14,8 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Chosen", "Rectangle", "count_of", "important", "rectangles", "squares"]
-
 
 class Rectangle(NamedTuple):
     """`rows` rows of a piece, `width` columns from `first` on; `at`: where it begins in the flat

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from ds_core.kernels import Kernels
 
-__all__ = ["carry", "put_states", "steps_of", "take_states", "twin"]
-
 _BETA = {"exp_avg": 0, "exp_avg_sq": 1, "max_exp_avg_sq": 1}
 
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ds_zero.config import ZenFlowConfig
     from ds_zero.zenflow.weight import Weight
 
-__all__ = ["CHOOSE_EVERY", "LONGEST", "Pace"]
-
 log = logging.getLogger("ds_zero")
 
 CHOOSE_EVERY = 100

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     DtypeOf = Callable[[SimulatedBucket], torch.dtype]
 
-__all__ = ["held"]
-
 
 def held(
     trained: Sequence[SimulatedBucket],

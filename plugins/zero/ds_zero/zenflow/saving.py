@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ds_zero.zenflow.stepping import ZenFlow
     from ds_zero.zenflow.weight import Weight
 
-__all__ = ["load", "states"]
-
 _NUMBERS = ("updates", "steps", "since", "warm", "begun", "pending", "used", "rest", "most")
 """How often its columns on the device were updated; of the run, see `ZenFlow`; of this weight, see
 `Weight`.

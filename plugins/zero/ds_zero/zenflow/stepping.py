@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from ds_zero.flat import FlatBucket
     from ds_zero.records import Piece
 
-__all__ = ["ZenFlow"]
-
 
 class ZenFlow(Updates):
     """Carries out the steps of one partitioner. See the module's docstring.

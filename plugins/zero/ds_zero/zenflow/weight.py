@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ds_zero.host_worker import Ticket
     from ds_zero.records import Piece
 
-__all__ = ["Tile", "Weight"]
-
 
 @dataclass(slots=True, eq=False)
 class Weight:

@@ -1,0 +1,16 @@
+from ds_core.config.build import RunConfig as RunConfig
+from ds_core.config.build import build_config as build_config
+from ds_core.config.build import check_rules as check_rules
+from ds_core.config.build import load_config as load_config
+from ds_core.config.core import CORE_KEYS as CORE_KEYS
+from ds_core.config.core import Batch as Batch
+from ds_core.config.core import CoreConfig as CoreConfig
+from ds_core.config.core import resolve_batch as resolve_batch
+from ds_core.config.section import Section as Section
+from ds_core.config.section import Trait as Trait
+from ds_core.config.section import option as option
+from ds_core.config.source import ConfigSource as ConfigSource
+from ds_core.config.source import Pairs as Pairs
+from ds_core.config.source import Unreadable as Unreadable
+from ds_core.config.source import read_config as read_config
+from ds_core.config.source import to_pairs as to_pairs

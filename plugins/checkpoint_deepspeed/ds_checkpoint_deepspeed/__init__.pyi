@@ -1,0 +1,3 @@
+from ds_checkpoint_deepspeed.exporting import export_deepspeed as export_deepspeed
+from ds_checkpoint_deepspeed.exporting import export_universal as export_universal
+from ds_checkpoint_deepspeed.importing import import_checkpoint as import_checkpoint

@@ -1,0 +1,10 @@
+from ds_flops_profiler.counter import Counter as Counter
+from ds_flops_profiler.counter import Tally as Tally
+from ds_flops_profiler.model_profile import get_model_profile as get_model_profile
+from ds_flops_profiler.profiler import FlopsProfiler as FlopsProfiler
+from ds_flops_profiler.units import bytes_to_string as bytes_to_string
+from ds_flops_profiler.units import duration_to_string as duration_to_string
+from ds_flops_profiler.units import flops_to_string as flops_to_string
+from ds_flops_profiler.units import macs_to_string as macs_to_string
+from ds_flops_profiler.units import number_to_string as number_to_string
+from ds_flops_profiler.units import params_to_string as params_to_string

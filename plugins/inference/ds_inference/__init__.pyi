@@ -1,0 +1,4 @@
+from ds_inference.config import DeepSpeedInferenceConfig as DeepSpeedInferenceConfig
+from ds_inference.engine import InferenceEngine as InferenceEngine
+from ds_inference.init import default_inference_config as default_inference_config
+from ds_inference.init import init_inference as init_inference

@@ -1,0 +1,16 @@
+from ds_sequence_parallel.autosp import prepare_autosp_inputs as prepare_autosp_inputs
+from ds_sequence_parallel.batches import UlyssesSPDataLoaderAdapter as UlyssesSPDataLoaderAdapter
+from ds_sequence_parallel.batches import cut_batches as cut_batches
+from ds_sequence_parallel.layout import Layout as Layout
+from ds_sequence_parallel.layout import cut as cut
+from ds_sequence_parallel.layout import joined as joined
+from ds_sequence_parallel.losses import CrossEntropy as CrossEntropy
+from ds_sequence_parallel.losses import cross_entropy as cross_entropy
+from ds_sequence_parallel.losses import token_mean as token_mean
+from ds_sequence_parallel.offload import Offload as Offload
+from ds_sequence_parallel.ring import RingAttention as RingAttention
+from ds_sequence_parallel.ring import ring_attention as ring_attention
+from ds_sequence_parallel.tiled import TileBytes as TileBytes
+from ds_sequence_parallel.tiled import TiledFusedLogitsLoss as TiledFusedLogitsLoss
+from ds_sequence_parallel.tiled import TiledMLP as TiledMLP
+from ds_sequence_parallel.ulysses import DistributedAttention as DistributedAttention

@@ -1,0 +1,4 @@
+from ds_sparse_attention.attention import SparseAttention as SparseAttention
+from ds_sparse_attention.attention import SparseSelfAttention as SparseSelfAttention
+from ds_sparse_attention.config import SparseAttentionConfig as SparseAttentionConfig
+from ds_sparse_attention.layouts import make_layout as make_layout

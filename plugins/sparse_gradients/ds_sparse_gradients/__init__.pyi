@@ -1,0 +1,1 @@
+from ds_sparse_gradients.rows import RowTensor as RowTensor
