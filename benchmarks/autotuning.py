@@ -131,7 +131,6 @@ def _import_all() -> None:
     import torch
     import torch._dynamo
     import torch.distributed.fsdp
-    from ds_autotuning import looking, measuring  # noqa: F401
 
     import ds_core
     from ds_core.compose import compose
@@ -146,7 +145,7 @@ def _count_cpu(folder: Path, rank: int) -> None:
     """Besides the time of each step write this process's CPU time, which work of others does not
     swell as much.
     """
-    from ds_autotuning import measuring
+    from ds_autotuning.trials import measuring
 
     class Counting(measuring.Measuring):
         def _mark(self) -> None:
@@ -304,11 +303,11 @@ def replay() -> None:
 
 def search_all(speed: Callable[[dict[str, Any]], float]) -> None:
     """Each search over the data, by one yardstick."""
-    from ds_autotuning.candidates import Candidate
     from ds_autotuning.config import Autotuning
     from ds_autotuning.records import Result, Status
-    from ds_autotuning.space import MICRO, Dimension, Space
-    from ds_autotuning.tuner import Tuning, tune
+    from ds_autotuning.search.candidates import Candidate
+    from ds_autotuning.search.space import MICRO, Dimension, Space
+    from ds_autotuning.search.tuner import Tuning, tune
 
     data = json.loads(DATA.read_text())
     rows = {json.dumps(row["setting"], sort_keys=True): row for row in data["results"].values()}
@@ -365,7 +364,7 @@ def memory() -> None:
 
 def compare(title: str, data: dict[str, Any]) -> None:
     """Forecast and peak of the trials of one model."""
-    from ds_autotuning.forecast import forecast, make_profile
+    from ds_autotuning.search.forecast import forecast, make_profile
 
     from ds_core.compose import compose
 

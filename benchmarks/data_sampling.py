@@ -66,7 +66,7 @@ def start(model: Any, way: str, data: Any) -> Any:
     }
     collate = None
     if way.startswith("padded"):
-        from ds_data_sampling.collate import Padder
+        from ds_data_sampling.batching.collate import Padder
 
         collate = Padder()
     return ds_core.initialize(model=model, config=config, training_data=data, collate_fn=collate)[0]

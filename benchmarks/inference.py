@@ -77,7 +77,7 @@ def module(folder: str, dtype: str) -> Any:
 
 def ds_core(folder: str, dtype: str) -> tuple[Measure, int]:
     from ds_inference import init_inference
-    from ds_inference.requests import SamplingParams
+    from ds_inference.generate.requests import SamplingParams
 
     engine = init_inference(
         module(folder, dtype),

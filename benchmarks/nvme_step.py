@@ -77,7 +77,7 @@ def step(engine: Any) -> float:
 
 def disk(engine: Any) -> float:
     """Seconds of the reads and writes of a step."""
-    from ds_zero.tiled_step import states_of
+    from ds_zero.offload.tiled_step import states_of
 
     store = engine.partitioner.offload.optimizer
     reducer = engine.partitioner.reducer

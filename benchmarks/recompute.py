@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from ds_activation_checkpointing.checkpointing import Settings
+from ds_activation_checkpointing.deepspeed.checkpointing import Settings
 from ds_activation_checkpointing.kept_outputs import TORCH_CONTEXTS
 from ds_activation_checkpointing.recompute import recompute
 from torch import Tensor, nn

@@ -127,7 +127,7 @@ def theirs(way: str) -> Step:
 def ours(kind: str, layout: Any) -> Step:
     """Ring or Ulysses of ds-sequence-parallel."""
     from ds_sequence_parallel import ring_attention
-    from ds_sequence_parallel.ulysses import ulysses
+    from ds_sequence_parallel.attention.ulysses import ulysses
 
     def attend(query: Tensor, key: Tensor, value: Tensor, repeated: bool) -> Tensor:
         return plain(query, key, value)

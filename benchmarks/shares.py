@@ -59,7 +59,7 @@ def flat(modules: list[Shapes], world: int) -> list[int]:
     """Elements per rank, padding included, when each module's parameters are one flat bucket of
     stage 3.
     """
-    from ds_zero.layout import Layout
+    from ds_zero.buckets.layout import Layout
 
     return [
         sum(Layout.of([math.prod(s) for s in shapes], world).shard_numel for shapes in modules)

@@ -17,10 +17,10 @@ import pytest
 import smollm2
 import torch
 from ds_inference import families, init_inference
-from ds_inference.generation import Generator
-from ds_inference.quantised import quantise_model
-from ds_inference.requests import SamplingParams
-from ds_inference.run import forward
+from ds_inference.generate.generator import Generator
+from ds_inference.generate.requests import SamplingParams
+from ds_inference.run.forward import forward
+from ds_inference.weights.quantised import quantise_model
 from ds_inference_kit.checks import make_step
 from ds_inference_kit.step import BLOCK, KVCache
 from ds_testing import run_ranks

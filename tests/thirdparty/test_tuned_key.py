@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ds_autotuning.space import installed_models, key_of, marked, merged, space_of
+from ds_autotuning.search.space import installed_models, key_of, marked, merged, space_of
 from pydantic import BaseModel
 
 from ds_core.config import Section, option

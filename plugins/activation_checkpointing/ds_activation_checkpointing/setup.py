@@ -14,7 +14,7 @@ from ds_run_state.changes import changing
 from torch import nn
 
 from ds_activation_checkpointing.blocks import install
-from ds_activation_checkpointing.checkpointing import (
+from ds_activation_checkpointing.deepspeed.checkpointing import (
     Settings,
     checkpoint_with,
     forget_settings,

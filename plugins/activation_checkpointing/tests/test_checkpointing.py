@@ -13,7 +13,7 @@ from typing import Any
 import ds_activation_checkpointing as checkpointing
 import pytest
 import torch
-from ds_activation_checkpointing.checkpointing import _Present, forget_settings
+from ds_activation_checkpointing.deepspeed.checkpointing import _Present, forget_settings
 from ds_run_state.random_streams import STREAMS
 from ds_testing import run_ranks
 from torch import Tensor, nn

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ds_activation_checkpointing import checkpointing, deepspeed_names, random_tracker
+from ds_activation_checkpointing.deepspeed import checkpointing, random_tracker
+from ds_activation_checkpointing.deepspeed import names as deepspeed_names
 from ds_run_state.random_streams import STREAMS
 
 from ds_core.errors import UsageError

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from ds_cli.show import CommandError, say_error
 
-from ds_autotuning.launching import encode, parse_words
+from ds_autotuning.trials.launching import encode, parse_words
 
 if TYPE_CHECKING:
     from ds_autotuning.config import Autotuning

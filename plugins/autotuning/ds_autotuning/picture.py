@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_autotuning.records import Row
-from ds_autotuning.why import better, keys_of, number, value_of
+from ds_autotuning.search.why import better, keys_of, number, value_of
 
 WIDTH = 860.0
 HEIGHT = 340.0

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ds_cli.run_options import RunOption
     from pydantic import BaseModel
 
-    from ds_autotuning.measuring import Measuring
+    from ds_autotuning.trials.measuring import Measuring
     from ds_core.context import Context
     from ds_core.entries import Request
 
@@ -53,8 +53,8 @@ def ds_open(ctx: Context) -> None:
 
     section = ctx.config.section(Autotuning)
     if section is not None and section.measures:
-        from ds_autotuning.limits import limit_memory
-        from ds_autotuning.measuring import Measuring
+        from ds_autotuning.trials.limits import limit_memory
+        from ds_autotuning.trials.measuring import Measuring
 
         # the tuner's own limit reaches processes on its host alone
         if section.host_memory_gb is not None:
@@ -69,11 +69,11 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
     section = ctx.config.section(Autotuning)
     if section is None or not section.measures:
         return []
-    from ds_autotuning.measuring import profile_path
+    from ds_autotuning.trials.measuring import profile_path
 
     if profile_path(section) is None:
         return []
-    from ds_autotuning.looking import LOOK, Look
+    from ds_autotuning.trials.looking import LOOK, Look
 
     ctx.stash[LOOK] = look = Look(ctx)
     return [Transform(Phase.SPLIT, look)]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_autotuning.hiding import secret_paths, shown_config, texts_to_hide
 from ds_autotuning.picture import picture
-from ds_autotuning.why import UNITS, WORDS, Key, keys_of, number, shown, value_of
+from ds_autotuning.search.why import UNITS, WORDS, Key, keys_of, number, shown, value_of
 from ds_core.config.redaction import scrub
 
 if TYPE_CHECKING:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from ds_cli.show import CommandError
 from ds_cli.surroundings import environment
 
-from ds_autotuning.candidates import (
+from ds_autotuning.config import Autotuning
+from ds_autotuning.records import Forecast, Profile, Result, Row, Status
+from ds_autotuning.search.candidates import (
     BATCH,
     Candidate,
     Judge,
@@ -21,12 +23,8 @@ from ds_autotuning.candidates import (
     replicas,
     without_output,
 )
-from ds_autotuning.config import Autotuning
-from ds_autotuning.experiments import Experiments, Limits
-from ds_autotuning.forecast import Room, forecast, largest_micro_batch, make_profile, room_of
-from ds_autotuning.launching import Launch, at
-from ds_autotuning.records import Forecast, Profile, Result, Row, Status
-from ds_autotuning.space import (
+from ds_autotuning.search.forecast import Room, forecast, largest_micro_batch, make_profile, room_of
+from ds_autotuning.search.space import (
     MICRO,
     Setting,
     Space,
@@ -36,7 +34,9 @@ from ds_autotuning.space import (
     merged,
     space_of,
 )
-from ds_autotuning.tuner import Tuning, tune
+from ds_autotuning.search.tuner import Tuning, tune
+from ds_autotuning.trials.experiments import Experiments, Limits
+from ds_autotuning.trials.launching import Launch, at
 from ds_core.config import Trait, read_config
 from ds_core.errors import ConfigError, DSError, UsageError
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from ds_autotuning.candidates import Candidate
 from ds_autotuning.config import Autotuning
 from ds_autotuning.records import Result, Status
-from ds_autotuning.space import MICRO, Dimension, Space
-from ds_autotuning.tuner import Tuning, tune
+from ds_autotuning.search.candidates import Candidate
+from ds_autotuning.search.space import MICRO, Dimension, Space
+from ds_autotuning.search.tuner import Tuning, tune
 from ds_testing import PluginConformance
 
 

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ds_autotuning.candidates import Judge, documented_bytes, micro_batches, without_output
 from ds_autotuning.config import Autotuning
 from ds_autotuning.records import Forecast, Status
+from ds_autotuning.search.candidates import Judge, documented_bytes, micro_batches, without_output
+from ds_autotuning.search.space import MICRO, STAGE, Space, installed_models, marked, space_of
 from ds_autotuning.session import _Session
-from ds_autotuning.space import MICRO, STAGE, Space, installed_models, marked, space_of
 
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ds_autotuning.experiments import Experiments, Limits, why_it_failed
-from ds_autotuning.launching import Launch
-from ds_autotuning.processes import MARK, end_all, run_limited
 from ds_autotuning.records import Result, Status, read_json, write_json
+from ds_autotuning.trials.experiments import Experiments, Limits, why_it_failed
+from ds_autotuning.trials.launching import Launch
+from ds_autotuning.trials.processes import MARK, end_all, run_limited
 from ds_testing.processes import disposed
 
 from ds_core.errors import UsageError
@@ -142,7 +142,7 @@ def alive(pid: int) -> bool:
 def test_a_trial_that_hangs_costs_its_limit_and_leaves_no_process(
     tmp_path: Path, experiments: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ds_autotuning.processes.GRACE", 0.2)
+    monkeypatch.setattr("ds_autotuning.trials.processes.GRACE", 0.2)
     begin = time.monotonic()
     result = experiments(tmp_path, seconds=2).run("001_a", program(HANG, tmp_path, "001_a"), {})
     assert result.status is Status.TIMEOUT
@@ -254,7 +254,7 @@ def test_a_launcher_hears_that_its_tuner_was_killed(tmp_path: Path) -> None:
     background.
     """
     text = (
-        "import sys, pathlib\nfrom ds_autotuning.processes import run_limited\n"
+        "import sys, pathlib\nfrom ds_autotuning.trials.processes import run_limited\n"
         'sleeper = \'import os, sys, time; open(sys.argv[1], "w").write(str(os.getpid())); '
         "time.sleep(600)'\n"
         "folder = pathlib.Path(sys.argv[1])\n"

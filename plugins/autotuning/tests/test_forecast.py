@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from ds_autotuning.forecast import (
+from ds_autotuning.records import Profile, Result, Status
+from ds_autotuning.search.forecast import (
     Room,
     forecast,
     largest_micro_batch,
@@ -19,12 +20,11 @@ from ds_autotuning.forecast import (
     room_of,
     states_of,
 )
-from ds_autotuning.looking import describe
-from ds_autotuning.profile import build, fit_line, joined
-from ds_autotuning.records import Profile, Result, Status
-from ds_autotuning.saved import Saved
+from ds_autotuning.search.saved import Saved
+from ds_autotuning.trials.looking import describe
+from ds_autotuning.trials.profile import build, fit_line, joined
 from ds_zero.config import ZeroConfig
-from ds_zero.plan import PlannedRun, predict
+from ds_zero.planning.plan import PlannedRun, predict
 from torch import nn
 
 from ds_core.compose import compose

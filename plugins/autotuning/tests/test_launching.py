@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ds_autotuning.launching import Launch, at, parse_words
+from ds_autotuning.trials.launching import Launch, at, parse_words
 from ds_cli.show import CommandError
 from typer.testing import CliRunner
 

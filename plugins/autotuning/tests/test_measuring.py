@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from ds_autotuning.measuring import is_out_of_memory
 from ds_autotuning.plugin import MEASURING
 from ds_autotuning.records import Profile, Result, Status
+from ds_autotuning.trials.measuring import is_out_of_memory
 from ds_testing.processes import clean_environment
 from ds_testing.pytest_plugin import Ranks
 from torch import nn

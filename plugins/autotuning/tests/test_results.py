@@ -14,7 +14,7 @@ from ds_autotuning.config import Autotuning
 from ds_autotuning.picture import picture
 from ds_autotuning.records import Forecast, Profile, Result, Row, Status
 from ds_autotuning.report import summary, write_results
-from ds_autotuning.why import best_of, keys_of
+from ds_autotuning.search.why import best_of, keys_of
 
 STAGE = "zero_optimization.stage"
 MICRO = "train_micro_batch_size_per_gpu"

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from ds_autotuning.candidates import Candidate
 from ds_autotuning.config import Autotuning
 from ds_autotuning.records import Result, Status
-from ds_autotuning.search import Search
-from ds_autotuning.space import MICRO, STAGE, Dimension, Space, key_of
-from ds_autotuning.tuner import Tuning, tune
+from ds_autotuning.search.candidates import Candidate
+from ds_autotuning.search.search import Search
+from ds_autotuning.search.space import MICRO, STAGE, Dimension, Space, key_of
+from ds_autotuning.search.tuner import Tuning, tune
 
 KINDS = ("gridsearch", "random", "model_based")
 SMALL = Space(

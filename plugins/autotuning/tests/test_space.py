@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ds_autotuning.space import (
+from ds_autotuning.search.space import (
     MICRO,
     STAGE,
     Dimension,

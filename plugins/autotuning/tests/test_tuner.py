@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from ds_autotuning.candidates import Candidate
 from ds_autotuning.config import Autotuning
 from ds_autotuning.records import Result, Status
-from ds_autotuning.space import MICRO, STAGE, Dimension, Space
-from ds_autotuning.tuner import Tuning, name_of, tune
+from ds_autotuning.search.candidates import Candidate
+from ds_autotuning.search.space import MICRO, STAGE, Dimension, Space
+from ds_autotuning.search.tuner import Tuning, name_of, tune
 
 STAGES = Space((Dimension((STAGE,), (0, 1, 2, 3), implied=True),))
 FULL = Space((*STAGES.dimensions, Dimension(("b",), (5, 50, 500), implied=True)))

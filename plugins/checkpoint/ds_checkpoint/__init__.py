@@ -2,7 +2,7 @@
 docs/checkpoint-format.md.
 
 Nothing here pickles. Names load on first use, so importing this package loads no torch. Other
-checkpointers and importers may use its parts: `ds_checkpoint.values` (values as JSON and tensors)
+checkpointers and importers may use its parts: `ds_checkpoint.folder.values` (values as JSON and tensors)
 and `ds_checkpoint.collective_errors`.
 """
 

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ds_checkpoint import files
 from ds_checkpoint.collective_errors import describe, on_every_rank
-from ds_checkpoint.writing import Prepared, SaveJob, commit, publish, write
+from ds_checkpoint.folder import files
+from ds_checkpoint.folder.writing import Prepared, SaveJob, commit, publish, write
 from ds_core.errors import CheckpointError
 
 if TYPE_CHECKING:

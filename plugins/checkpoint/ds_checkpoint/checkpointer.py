@@ -9,8 +9,8 @@ from ds_run_state import RunState
 from ds_checkpoint.background import Background
 from ds_checkpoint.config import CheckpointConfig
 from ds_checkpoint.export import save_16bit_model
+from ds_checkpoint.folder.lock import FolderLock
 from ds_checkpoint.loading import load
-from ds_checkpoint.lock import FolderLock
 from ds_checkpoint.saving import save
 from ds_core.checkpointer import Checkpointer, Folder, Loaded, LoadOptions, SaveOptions
 from ds_core.context import Context

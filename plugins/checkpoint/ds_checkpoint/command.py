@@ -191,7 +191,7 @@ def prune(
     """Remove old checkpoints; never the one that `latest` names, and nothing that is not a
     checkpoint.
     """
-    from ds_checkpoint import files
+    from ds_checkpoint.folder import files
     from ds_core.errors import CheckpointError
 
     tags = files.existing_tags(folder)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from ds_run_state import RunState, persistent_buffers
 from torch import Tensor, nn
 
-from ds_checkpoint.tensorfile import as_bytes
+from ds_checkpoint.folder.tensorfile import as_bytes
 
 
 def class_name(thing: object) -> str:

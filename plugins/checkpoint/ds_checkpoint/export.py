@@ -17,13 +17,13 @@ from ds_run_state.slices import Box
 from ds_run_state.states import StateTensor
 from torch import Tensor
 
-from ds_checkpoint import files
-from ds_checkpoint.boxes import moves
 from ds_checkpoint.collective_errors import on_every_rank, on_first_rank
 from ds_checkpoint.contents import shared_names
-from ds_checkpoint.format import SavedState, check_folder
-from ds_checkpoint.layout import merge, rows_of
-from ds_checkpoint.tensorfile import DTYPES, carry, check_tensor, write_tensors
+from ds_checkpoint.folder import files
+from ds_checkpoint.folder.boxes import moves
+from ds_checkpoint.folder.format import SavedState, check_folder
+from ds_checkpoint.folder.layout import merge, rows_of
+from ds_checkpoint.folder.tensorfile import DTYPES, carry, check_tensor, write_tensors
 from ds_core import comm
 from ds_core.errors import CheckpointError
 

@@ -15,10 +15,10 @@ from ds_run_state.slices import SLICES
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ds_checkpoint import files
 from ds_checkpoint.collective_errors import on_every_rank, on_first_rank
 from ds_checkpoint.contents import class_name
-from ds_checkpoint.format import (
+from ds_checkpoint.folder import files
+from ds_checkpoint.folder.format import (
     COMMON,
     DAMAGED,
     LATEST,
@@ -28,9 +28,9 @@ from ds_checkpoint.format import (
     local_file,
     parse_manifest,
 )
-from ds_checkpoint.sites import Site, complete, find_site, introduce
+from ds_checkpoint.folder.sites import Site, complete, find_site, introduce
+from ds_checkpoint.folder.values import decode
 from ds_checkpoint.source import SavedStates
-from ds_checkpoint.values import decode
 from ds_core.checkpointer import Folder, LoadOptions
 from ds_core.errors import CheckpointError
 

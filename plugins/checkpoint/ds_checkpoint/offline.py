@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_checkpoint import files
-from ds_checkpoint.format import LATEST, MANIFEST, Manifest, parse_manifest
+from ds_checkpoint.folder import files
+from ds_checkpoint.folder.format import LATEST, MANIFEST, Manifest, parse_manifest
+from ds_checkpoint.folder.tensorfile import DTYPES, Item, write_tensors
 from ds_checkpoint.source import SavedStates
-from ds_checkpoint.tensorfile import DTYPES, Item, write_tensors
 from ds_core.errors import CheckpointError
 
 log = logging.getLogger("ds_checkpoint")

@@ -19,14 +19,14 @@ from ds_run_state import RunState
 from torch import Tensor
 
 import ds_core
-from ds_checkpoint import files
 from ds_checkpoint.collective_errors import on_every_rank, on_first_rank
 from ds_checkpoint.contents import class_name, differing, digests, shared_names
-from ds_checkpoint.format import LATEST, MANIFEST, README, check_folder, check_tag
-from ds_checkpoint.sites import find_site, spread
-from ds_checkpoint.tensorfile import check_tensor
-from ds_checkpoint.values import encode
-from ds_checkpoint.writing import Prepared, SaveJob, publish, seal, write
+from ds_checkpoint.folder import files
+from ds_checkpoint.folder.format import LATEST, MANIFEST, README, check_folder, check_tag
+from ds_checkpoint.folder.sites import find_site, spread
+from ds_checkpoint.folder.tensorfile import check_tensor
+from ds_checkpoint.folder.values import encode
+from ds_checkpoint.folder.writing import Prepared, SaveJob, publish, seal, write
 from ds_core.checkpointer import Folder, SaveOptions
 from ds_core.errors import CheckpointError
 from ds_core.process import log_once
@@ -34,7 +34,7 @@ from ds_core.process import log_once
 if TYPE_CHECKING:
     from ds_checkpoint.background import Background
     from ds_checkpoint.config import CheckpointConfig
-    from ds_checkpoint.lock import FolderLock
+    from ds_checkpoint.folder.lock import FolderLock
 
 log = logging.getLogger("ds_checkpoint")
 

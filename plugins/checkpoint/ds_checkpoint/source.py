@@ -12,9 +12,9 @@ import torch
 from ds_run_state.slices import Slice, param_of
 from torch import Tensor
 
-from ds_checkpoint.boxes import moves
-from ds_checkpoint.format import DAMAGED, Manifest, SavedState
-from ds_checkpoint.tensorfile import DTYPES, TensorFile
+from ds_checkpoint.folder.boxes import moves
+from ds_checkpoint.folder.format import DAMAGED, Manifest, SavedState
+from ds_checkpoint.folder.tensorfile import DTYPES, TensorFile
 from ds_core.errors import CheckpointError
 
 if TYPE_CHECKING:

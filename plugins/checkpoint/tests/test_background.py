@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from ds_checkpoint import background, writing
+from ds_checkpoint import background
+from ds_checkpoint.folder import writing
 from torch import nn
 
 import ds_core

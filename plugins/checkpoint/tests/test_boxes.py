@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 
 import torch
-from ds_checkpoint.boxes import form_grid, moves
-from ds_checkpoint.tensorfile import TensorFile, carry, write_tensors
+from ds_checkpoint.folder.boxes import form_grid, moves
+from ds_checkpoint.folder.tensorfile import TensorFile, carry, write_tensors
 from ds_run_state.slices import Box
 from hypothesis import given
 from hypothesis import strategies as st

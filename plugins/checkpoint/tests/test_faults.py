@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from ds_checkpoint import files, writing
-from ds_checkpoint.format import MANIFEST
+from ds_checkpoint.folder import files, writing
+from ds_checkpoint.folder.format import MANIFEST
 from ds_run_state import RunState
 from ds_testing import RemoteError
 from ds_testing.processes import full_at
@@ -288,7 +288,7 @@ def test_without_latest(ranks: Any, tmp_path: Path) -> None:
 HOLDER = """
 import sys
 from pathlib import Path
-from ds_checkpoint.lock import FolderLock
+from ds_checkpoint.folder.lock import FolderLock
 lock = FolderLock()
 lock.take(Path(sys.argv[1]))
 print("held", flush=True)

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from ds_checkpoint import files
 from ds_checkpoint import source as source_module
 from ds_checkpoint.export import clone_tensors_for_torch_save
-from ds_checkpoint.format import (
+from ds_checkpoint.folder import files
+from ds_checkpoint.folder.format import (
     Chunk,
     Manifest,
     Mark,
@@ -32,8 +32,8 @@ from ds_checkpoint.format import (
     parse_manifest,
     render_manifest,
 )
-from ds_checkpoint.tensorfile import DTYPES, TensorFile, write_tensors
-from ds_checkpoint.values import decode
+from ds_checkpoint.folder.tensorfile import DTYPES, TensorFile, write_tensors
+from ds_checkpoint.folder.values import decode
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from ds_checkpoint.format import parse_manifest
+from ds_checkpoint.folder.format import parse_manifest
 from ds_checkpoint.source import SavedStates
 from ds_run_state import RunState
 from torch import Tensor, nn
@@ -708,7 +708,7 @@ def schedule_names() -> list[str]:
 
 def test_every_schedule_of_torch_can_be_kept() -> None:
     import torch.optim.lr_scheduler as s
-    from ds_checkpoint.values import decode, encode
+    from ds_checkpoint.folder.values import decode, encode
 
     opt = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
     made: list[Any] = [

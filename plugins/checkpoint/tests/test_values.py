@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from ds_checkpoint.values import decode, encode
+from ds_checkpoint.folder.values import decode, encode
 from hypothesis import given
 from hypothesis import strategies as st
 

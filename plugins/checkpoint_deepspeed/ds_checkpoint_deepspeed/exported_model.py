@@ -12,9 +12,9 @@ import torch
 from ds_checkpoint.offline import Saved
 from torch import Tensor
 
-from ds_checkpoint_deepspeed.names import their_expert, their_name
 from ds_checkpoint_deepspeed.opened import run_values
-from ds_checkpoint_deepspeed.zero import expert_place
+from ds_checkpoint_deepspeed.reading.names import their_expert, their_name
+from ds_checkpoint_deepspeed.reading.zero import expert_place
 from ds_core.errors import CheckpointError
 
 _FLOATS = ("F64", "F32", "F16", "BF16")

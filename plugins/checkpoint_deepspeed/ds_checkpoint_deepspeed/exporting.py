@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ds_checkpoint import files
-from ds_checkpoint.format import check_name, check_tag
+from ds_checkpoint.folder import files
+from ds_checkpoint.folder.format import check_name, check_tag
 from torch import Tensor
 
 from ds_checkpoint_deepspeed.exported_model import Model, read_model

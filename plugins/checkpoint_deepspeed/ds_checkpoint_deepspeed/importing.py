@@ -11,22 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ds_checkpoint import files
-from ds_checkpoint.format import check_tag
-from ds_checkpoint.lock import FolderLock
-from ds_checkpoint.tensorfile import check_tensor
-from ds_checkpoint.values import encode
-from ds_checkpoint.writing import Prepared, SaveJob, commit, publish, write
+from ds_checkpoint.folder import files
+from ds_checkpoint.folder.format import check_tag
+from ds_checkpoint.folder.lock import FolderLock
+from ds_checkpoint.folder.tensorfile import check_tensor
+from ds_checkpoint.folder.values import encode
+from ds_checkpoint.folder.writing import Prepared, SaveJob, commit, publish, write
 from ds_run_state.opening import open_plain, parse_json, read_small, read_start
 from ds_run_state.states import StateTensor
 from ds_run_state.torch_files import read_torch_file
 from torch import Tensor
 
 import ds_core
-from ds_checkpoint_deepspeed.deepspeed import read_deepspeed
-from ds_checkpoint_deepspeed.folder import find_deepspeed
-from ds_checkpoint_deepspeed.foreign import Foreign
-from ds_checkpoint_deepspeed.renaming import in_our_names
+from ds_checkpoint_deepspeed.reading.deepspeed import read_deepspeed
+from ds_checkpoint_deepspeed.reading.folder import find_deepspeed
+from ds_checkpoint_deepspeed.reading.foreign import Foreign
+from ds_checkpoint_deepspeed.reading.renaming import in_our_names
 from ds_core.errors import CheckpointError
 
 _INDEX = "model.safetensors.index.json"

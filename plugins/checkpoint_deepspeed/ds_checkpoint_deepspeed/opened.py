@@ -8,19 +8,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ds_checkpoint.boxes import Move
-from ds_checkpoint.format import COMMON, Manifest
-from ds_checkpoint.layout import items_of, merge, rows_of
+from ds_checkpoint.folder.boxes import Move
+from ds_checkpoint.folder.format import COMMON, Manifest
+from ds_checkpoint.folder.layout import items_of, merge, rows_of
+from ds_checkpoint.folder.tensorfile import carry
+from ds_checkpoint.folder.values import decode
 from ds_checkpoint.offline import Saved, open_saved
 from ds_checkpoint.source import SavedStates
-from ds_checkpoint.tensorfile import carry
-from ds_checkpoint.values import decode
 from ds_run_state.states import StateTensor
 from torch import Tensor
 
-from ds_checkpoint_deepspeed.deepspeed import read_deepspeed
-from ds_checkpoint_deepspeed.folder import find_deepspeed
-from ds_checkpoint_deepspeed.foreign import Foreign
+from ds_checkpoint_deepspeed.reading.deepspeed import read_deepspeed
+from ds_checkpoint_deepspeed.reading.folder import find_deepspeed
+from ds_checkpoint_deepspeed.reading.foreign import Foreign
 
 
 @contextlib.contextmanager

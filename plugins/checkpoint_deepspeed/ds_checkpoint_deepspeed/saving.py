@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ds_checkpoint import files
+from ds_checkpoint.folder import files
 
 
 class _Theirs:

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from ds_checkpoint import files
+from ds_checkpoint.folder import files
 from ds_checkpoint.offline import get_fp32_state_dict_from_zero_checkpoint, open_saved
 from ds_checkpoint_deepspeed import export_deepspeed, export_universal, import_checkpoint
 from ds_cli.app import make_app

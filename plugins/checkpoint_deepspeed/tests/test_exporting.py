@@ -15,7 +15,7 @@ from ds_checkpoint.offline import differences, open_saved
 from ds_checkpoint_deepspeed import export_deepspeed, export_universal, import_checkpoint
 from ds_checkpoint_deepspeed.ds_to_universal import main as ds_to_universal
 from ds_checkpoint_deepspeed.opened import open_any
-from ds_checkpoint_deepspeed.state_files import get_model_state_file, get_optim_files
+from ds_checkpoint_deepspeed.ranks.state_files import get_model_state_file, get_optim_files
 from ds_checkpoint_deepspeed.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
@@ -227,7 +227,7 @@ def test_a_name_that_leads_out_of_the_folder(
     with pytest.raises(CheckpointError, match="is the path of a file, and no name"):
         import_checkpoint(tmp_path / "w.pt", tmp_path / "a")
     with monkeypatch.context() as context:  # as a program of a stranger's would write it
-        context.setattr("ds_checkpoint.format.check_name", lambda name: name)
+        context.setattr("ds_checkpoint.folder.format.check_name", lambda name: name)
         import_checkpoint(tmp_path / "w.pt", tmp_path / "a")
     runner = CliRunner()
     words = (

@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from ds_checkpoint_deepspeed import rank_maps
-from ds_checkpoint_deepspeed.rank_checkpoint import DeepSpeedCheckpoint, ZeROCheckpoint
-from ds_checkpoint_deepspeed.rank_states import get_files_with_prefix, merge_state, sort_zero_files
+from ds_checkpoint_deepspeed.ranks import rank_maps
+from ds_checkpoint_deepspeed.ranks.rank_checkpoint import DeepSpeedCheckpoint, ZeROCheckpoint
+from ds_checkpoint_deepspeed.ranks.rank_states import (
+    get_files_with_prefix,
+    merge_state,
+    sort_zero_files,
+)
 from torch import Tensor
 
 from ds_core.errors import CheckpointError

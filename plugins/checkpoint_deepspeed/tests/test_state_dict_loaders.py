@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ds_checkpoint_deepspeed.state_dict_loaders import MegatronSDLoader, SDLoaderFactory
+from ds_checkpoint_deepspeed.ranks.state_dict_loaders import MegatronSDLoader, SDLoaderFactory
 from torch import Tensor
 
 from ds_core.errors import CheckpointError, ConfigError

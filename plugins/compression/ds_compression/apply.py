@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ds_compression import clock
 from ds_compression.config import CompressionConfig, Ratio, SparseGroup
-from ds_compression.layer import (
+from ds_compression.layers.layer import (
     UNSET,
     Compression,
     InputQuantiser,
@@ -23,7 +23,7 @@ from ds_compression.layer import (
     compress,
     compression_of,
 )
-from ds_compression.masks import PerRow, parse_pattern
+from ds_compression.layers.masks import PerRow, parse_pattern
 from ds_compression.matching import chosen, is_transposed, kind_of, refuse, sizes
 from ds_compression.reading import ROOT, inner, section_of
 from ds_compression.student import copy_layers

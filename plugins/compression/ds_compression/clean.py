@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ds_compression import clock
 from ds_compression.apply import apply_section
 from ds_compression.config import CompressionConfig
-from ds_compression.layer import (
+from ds_compression.layers.layer import (
     Compression,
     Mask,
     compressed_modules,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ds_compression.layer import UNSET, Compression, compressed_modules
+from ds_compression.layers.layer import UNSET, Compression, compressed_modules
 from ds_compression.schedule import bits_at, share_at
 from ds_core.errors import Problem, UsageError
 

@@ -12,14 +12,14 @@ from ds_core.errors import Problem
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from ds_compression.eigenvalue_config import EigenvalueConfig
+    from ds_compression.eigenvalue.config import EigenvalueConfig
     from ds_core.config import RunConfig
     from ds_core.context import Context
 
 
 def ds_config() -> type[BaseModel]:
     """The section ``eigenvalue``."""
-    from ds_compression.eigenvalue_config import EigenvalueConfig
+    from ds_compression.eigenvalue.config import EigenvalueConfig
 
     return EigenvalueConfig
 
@@ -46,7 +46,7 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
         return []
 
     def apply(model):  # type: ignore[no-untyped-def]
-        from ds_compression.sensitivity import follow
+        from ds_compression.eigenvalue.sensitivity import follow
 
         return follow(model, section, ctx)
 
@@ -57,7 +57,7 @@ def ds_metrics(ctx: Context, step: int) -> Mapping[str, float]:
     """``Train/Eigenvalues/ModelBlockParam_0`` and so on, in steps that have found new ones."""
     if _section(ctx.config) is None:
         return {}
-    from ds_compression.sensitivity import metrics
+    from ds_compression.eigenvalue.sensitivity import metrics
 
     return metrics(ctx)
 
@@ -66,13 +66,13 @@ def ds_checkpointables(ctx: Context) -> Mapping[str, Any]:
     """The eigenvalues, and when each layer loses its next bit."""
     if _section(ctx.config) is None:
         return {}
-    from ds_compression.sensitivity import kept_state
+    from ds_compression.eigenvalue.sensitivity import kept_state
 
     return kept_state(ctx)
 
 
 def _section(config: RunConfig) -> EigenvalueConfig | None:
-    from ds_compression.eigenvalue_config import EigenvalueConfig
+    from ds_compression.eigenvalue.config import EigenvalueConfig
 
     section = config.section(EigenvalueConfig)
     return section if section is not None and section.enabled else None

@@ -20,8 +20,8 @@ from ds_compression import clock
 from ds_compression.apply import apply_section
 from ds_compression.clock import Progress
 from ds_compression.config import CompressionConfig
-from ds_compression.layer import Compressed, Compression, Mask, compressed_modules, matrix
-from ds_compression.quantise import widened
+from ds_compression.layers.layer import Compressed, Compression, Mask, compressed_modules, matrix
+from ds_compression.layers.quantise import widened
 from ds_compression.schedule import changes, kept_at
 from ds_core import comm
 from ds_core.context import StashKey

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from ds_compression import init_compression, redundancy_clean, set_step
-from ds_compression.masks import Blocks, PerRow, largest
-from ds_compression.quantise import noise_for, quantise_rows
+from ds_compression.layers.masks import Blocks, PerRow, largest
+from ds_compression.layers.quantise import noise_for, quantise_rows
 from ds_compression.schedule import bits_at, changes, kept_at, share_at
 from torch import Tensor, nn
 
@@ -125,7 +125,7 @@ def _break(model: Any) -> None:
 
         bits = 1
 
-    from ds_compression.layer import compression_of
+    from ds_compression.layers.layer import compression_of
 
     found = compression_of(model.up)
     assert found is not None

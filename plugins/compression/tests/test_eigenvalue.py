@@ -11,8 +11,8 @@ import ds_checkpoint  # noqa: F401  - these need them installed
 import ds_zero  # noqa: F401
 import pytest
 import torch
-from ds_compression.eigenvalue import Eigenvalue, relative
-from ds_compression.layer import compressed_modules
+from ds_compression.eigenvalue.power_iteration import Eigenvalue, relative
+from ds_compression.layers.layer import compressed_modules
 from ds_testing import run_ranks
 from torch import Tensor, nn
 
@@ -110,7 +110,7 @@ def found_by_an_engine(stage: int) -> list[tuple[list[float], list[float]]]:
     """Of two steps: the exact eigenvalues of the weights then, by all of the batch, and the
     engine's.
     """
-    from ds_compression.sensitivity import _SENSITIVITY
+    from ds_compression.eigenvalue.sensitivity import _SENSITIVITY
 
     model = Net().double()
     engine, *_ = ds_core.initialize(model=model, config=settings(stage))
@@ -145,7 +145,7 @@ def bits_of(model: nn.Module) -> list[int]:
 
 def steps_of(steps: range, folder: str, load: bool) -> tuple[list[list[int]], list[Tensor]]:
     """Bits of each block in `steps`, and the weights at the end."""
-    from ds_compression.sensitivity import _SENSITIVITY
+    from ds_compression.eigenvalue.sensitivity import _SENSITIVITY
 
     model = Net().double()
     config = settings(compression_training=BITS, gas=2)

@@ -31,7 +31,7 @@ def draw(
     """Show which difficulty each step has, and how many samples are easy enough for it."""
     from ds_core.config import load_config
     from ds_core.errors import UsageError
-    from ds_data_sampling.drawing import as_svg, as_text, curves_of, schedules_of
+    from ds_data_sampling.curricula.drawing import as_svg, as_text, curves_of, schedules_of
 
     _, chosen = load_config(read_to_look_at(config, imports), fill_later=True)
     schedules = schedules_of(chosen)
@@ -83,7 +83,7 @@ def analyze(
     --combine`.
     """
     from ds_core.errors import UsageError
-    from ds_data_sampling import analysis
+    from ds_data_sampling.curricula import analysis
 
     sys.path.insert(0, os.getcwd())  # modules beside which the command is run
     data = _dataset(dataset)

@@ -27,7 +27,7 @@ def ds_config() -> type[LegacyCurriculum]:
 def ds_charts(config: RunConfig) -> Iterable[Chart]:
     """The lengths of the config's steps."""
     from ds_data_sampling.config import LegacyCurriculum
-    from ds_data_sampling.drawing import charts
+    from ds_data_sampling.curricula.drawing import charts
 
     section = config.section(LegacyCurriculum)
     return charts(section) if section is not None else []
@@ -47,7 +47,7 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
     from ds_core.entries import Phase, Transform
 
     def apply(model: nn.Module) -> nn.Module:
-        from ds_data_sampling.seqlen import limit_lengths
+        from ds_data_sampling.curricula.seqlen import limit_lengths
 
         return limit_lengths(model, ctx, section)
 
@@ -73,7 +73,7 @@ def curriculum_seqlen(engine: RunningEngine) -> int:
         raise UsageError(
             "engine.curriculum_seqlen: the section curriculum_learning is switched off"
         )
-    from ds_data_sampling.seqlen import seqlen_at
+    from ds_data_sampling.curricula.seqlen import seqlen_at
 
     return seqlen_at(engine.ctx, section, engine.global_steps + 1)
 
@@ -82,6 +82,6 @@ def ds_metrics(ctx: Context, step: int) -> Mapping[str, float]:
     """The length of the step that is done."""
     if (section := _switched_on(ctx)) is None:
         return {}
-    from ds_data_sampling.seqlen import seqlen_at
+    from ds_data_sampling.curricula.seqlen import seqlen_at
 
     return {"Train/Curriculum/seqlen": float(seqlen_at(ctx, section, step + 1))}

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ds_core.errors import UsageError
-from ds_data_sampling.batches import (
+from ds_data_sampling.batching.batches import (
     Item,
     TokenBudget,
     by_length,
@@ -29,21 +29,21 @@ from ds_data_sampling.batches import (
     packed,
     samples_in,
 )
+from ds_data_sampling.batching.collate import Packer, Padder, Rows
+from ds_data_sampling.batching.lengths import Lengths
+from ds_data_sampling.batching.mixing import Mixed, concatenated
+from ds_data_sampling.batching.order import make_order
+from ds_data_sampling.batching.planner import Method, Planner, Step, at_start
 from ds_data_sampling.callbacks import callbacks_of
-from ds_data_sampling.collate import Packer, Padder, Rows
-from ds_data_sampling.index import read_array
-from ds_data_sampling.lengths import Lengths
+from ds_data_sampling.curricula.index import read_array
 from ds_data_sampling.loss_weights import NAME
 from ds_data_sampling.lr_scaling import STEP_FACTOR, check_optimizer, scale
-from ds_data_sampling.mixing import Mixed, concatenated
-from ds_data_sampling.order import make_order
-from ds_data_sampling.planner import Method, Planner, Step, at_start
 
 if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.data import LoaderRequest
+    from ds_data_sampling.batching.order import Order
     from ds_data_sampling.config import DataEfficiency
-    from ds_data_sampling.order import Order
 
 log = logging.getLogger("ds_data_sampling")
 

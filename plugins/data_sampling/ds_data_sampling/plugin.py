@@ -60,7 +60,7 @@ def ds_commands() -> Mapping[str, CommandEntry]:
 def ds_charts(config: RunConfig) -> Iterable[Chart]:
     """The difficulties of the config's curriculum."""
     from ds_data_sampling.config import DataEfficiency
-    from ds_data_sampling.drawing import charts
+    from ds_data_sampling.curricula.drawing import charts
 
     section = config.section(DataEfficiency)
     return charts(section) if section is not None else []
@@ -71,7 +71,7 @@ def ds_engine_methods() -> Mapping[str, Ref]:
     tokens.
     """
     return {
-        "random_ltd_schedule": "ds_data_sampling.deepspeed_names:random_ltd_schedule",
+        "random_ltd_schedule": "ds_data_sampling.deepspeed.names:random_ltd_schedule",
         "set_custom_curriculum_learning_schedule": "ds_data_sampling.callbacks:set_custom_curriculum_learning_schedule",
         "set_data_post_process_func": "ds_data_sampling.callbacks:set_data_post_process_func",
     }
@@ -110,7 +110,7 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
 
         yield Transform(Phase.SUBSTITUTE, functools.partial(weigh_losses, undo=ctx.undo))
     if sampling is not None and sampling.packing.enabled:
-        from ds_data_sampling.packed_models import leave_out_cache
+        from ds_data_sampling.batching.packed_models import leave_out_cache
 
         yield Transform(Phase.SUBSTITUTE, functools.partial(leave_out_cache, undo=ctx.undo))
     if (routing := section.random_ltd) is not None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ds_core.errors import UsageError
 from ds_core.nested import map_leaves
-from ds_data_sampling.schedules import fixed_root
+from ds_data_sampling.curricula.schedules import fixed_root
 
 if TYPE_CHECKING:
     from ds_core.context import Context

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ds_data_sampling.batches import (
+from ds_data_sampling.batching.batches import (
     Feed,
     Plan,
     TokenBudget,
@@ -14,8 +14,8 @@ from ds_data_sampling.batches import (
     packed,
     samples_in,
 )
-from ds_data_sampling.mixing import Mixed, shares
-from ds_data_sampling.order import Shuffled
+from ds_data_sampling.batching.mixing import Mixed, shares
+from ds_data_sampling.batching.order import Shuffled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

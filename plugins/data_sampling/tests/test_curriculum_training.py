@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ds_data_sampling.batching.order import make_order
 from ds_data_sampling.config import DataEfficiency
-from ds_data_sampling.order import make_order
-from ds_data_sampling.seqlen import truncate
+from ds_data_sampling.curricula.seqlen import truncate
 from ds_testing.pytest_plugin import Ranks
 from torch import Tensor, nn
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ds_data_sampling.deepspeed_analyzer import DataAnalyzer, DistributedDataAnalyzer
-from ds_data_sampling.deepspeed_names import CurriculumScheduler, DeepSpeedDataSampler
-from ds_data_sampling.deepspeed_rows import MMapIndexedDataset, MMapIndexedDatasetBuilder
-from ds_data_sampling.index import read_index
+from ds_data_sampling.curricula.index import read_index
+from ds_data_sampling.deepspeed.analyzer import DataAnalyzer, DistributedDataAnalyzer
+from ds_data_sampling.deepspeed.names import CurriculumScheduler, DeepSpeedDataSampler
+from ds_data_sampling.deepspeed.rows import MMapIndexedDataset, MMapIndexedDatasetBuilder
 from ds_testing.pytest_plugin import Ranks
 
 from ds_core import comm

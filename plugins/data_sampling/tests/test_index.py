@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ds_data_sampling.index import read_array, read_index, read_rows
+from ds_data_sampling.curricula.index import read_array, read_index, read_rows
 
 from ds_core.errors import UsageError
 
@@ -113,7 +113,7 @@ def test_numbers_that_cannot_be_an_index(
     np.save(tmp_path / "samples.npy", np.array(samples))
     np.save(tmp_path / "values.npy", np.array(values))
     for chunk in (1, 1 << 22):
-        monkeypatch.setattr("ds_data_sampling.index.CHUNK", chunk)
+        monkeypatch.setattr("ds_data_sampling.curricula.index.CHUNK", chunk)
         with pytest.raises(UsageError, match=match):
             read_index(str(tmp_path / "samples.npy"), str(tmp_path / "values.npy"), 3)
 

@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
 import pytest
 import torch
-from ds_data_sampling.collate import Packer, Padder
-from ds_data_sampling.lengths import Lengths, tokens_of
+from ds_data_sampling.batching.collate import Packer, Padder
+from ds_data_sampling.batching.lengths import Lengths, tokens_of
 from ds_data_sampling.loss_weights import weigh_losses
 from ds_data_sampling.lr_scaling import check_optimizer
 from sampling_runs import LENGTHS, Bigrams, OfOneLength, Sentences, config

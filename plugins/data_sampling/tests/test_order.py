@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from ds_data_sampling.order import Order, Shuffled
+from ds_data_sampling.batching.order import Order, Shuffled
 
 from ds_core.data import DistributedLoader, LoaderRequest
 

@@ -10,8 +10,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 import torch
-from ds_data_sampling.collate import Packer
-from ds_data_sampling.packed_models import leave_out_cache
+from ds_data_sampling.batching.collate import Packer
+from ds_data_sampling.batching.packed_models import leave_out_cache
 from sampling_runs import LENGTHS, WORDS, Run, Sentences, config, filled, sentence
 from torch import Tensor, nn
 

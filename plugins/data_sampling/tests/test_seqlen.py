@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ds_data_sampling.seqlen import truncate
+from ds_data_sampling.curricula.seqlen import truncate
 from ds_testing.pytest_plugin import Ranks
 from torch import Tensor, nn
 

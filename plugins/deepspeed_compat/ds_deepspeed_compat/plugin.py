@@ -24,7 +24,9 @@ def ds_commands() -> Mapping[str, CommandEntry]:
         "ds_core "
         "wants it."
     )
-    return {"config migrate": CommandEntry("ds_deepspeed_compat.migration:migrate", help_line)}
+    return {
+        "config migrate": CommandEntry("ds_deepspeed_compat.configs.migration:migrate", help_line)
+    }
 
 
 def ds_run_options() -> Mapping[str, RunOption]:
@@ -36,10 +38,10 @@ def ds_run_options() -> Mapping[str, RunOption]:
 
 
 def ds_engine_methods() -> Mapping[str, Ref]:
-    """All of `ds_deepspeed_compat.engine_methods`, and the getters of
-    `ds_deepspeed_compat.engine_getters`.
+    """All of `ds_deepspeed_compat.engines.engine_methods`, and the getters of
+    `ds_deepspeed_compat.engines.engine_getters`.
     """
-    from ds_deepspeed_compat import engine_getters, engine_methods
+    from ds_deepspeed_compat.engines import engine_getters, engine_methods
 
     modules = {engine_getters: engine_getters.CONFIG_KEYS, engine_methods: engine_methods.__all__}
     return {
@@ -49,7 +51,7 @@ def ds_engine_methods() -> Mapping[str, Ref]:
 
 def ds_mesh(mpu: Any, rank: int, world_size: int) -> Mesh | None:
     """The data and model groups of `mpu`; None where it has none of Megatron's getters."""
-    from ds_deepspeed_compat.mpu import MpuMesh, knows
+    from ds_deepspeed_compat.engines.mpu import MpuMesh, knows
 
     return MpuMesh(mpu, rank, world_size) if knows(mpu) else None
 

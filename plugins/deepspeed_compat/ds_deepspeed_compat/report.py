@@ -15,7 +15,7 @@ def report() -> str:
 
     from ds_core import __version__
     from ds_core.accelerator import get_accelerator
-    from ds_deepspeed_compat import op_builder
+    from ds_deepspeed_compat.services import op_builder
 
     compatible = op_builder.compatible_ops
     rows = [f"{name:.<24} {'[OKAY]' if works else '[NO]'}" for name, works in compatible.items()]

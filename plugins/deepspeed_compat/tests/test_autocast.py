@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ds_deepspeed_compat.autocast import (
+from ds_deepspeed_compat.engines.autocast import (
     get_default_autocast_lower_precision_modules,
     init_autocast_params,
     is_autocast_initialized,

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ds_deepspeed_compat import comm, groups
+from ds_deepspeed_compat.services import comm
+from ds_deepspeed_compat.utils import groups
 from ds_testing import run_ranks
 
 import ds_core

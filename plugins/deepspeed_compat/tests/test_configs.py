@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from ds_cli.config import make_app
-from ds_deepspeed_compat.migration import migrated
+from ds_deepspeed_compat.configs.migration import migrated
 from typer.testing import CliRunner
 
 FOLDER = Path(__file__).parent / "configs"

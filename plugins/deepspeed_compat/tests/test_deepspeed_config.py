@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from ds_deepspeed_compat import config_models, section_defaults
-from ds_deepspeed_compat.deepspeed_config import DeepSpeedConfig
+from ds_deepspeed_compat.configs import config_models, section_defaults
+from ds_deepspeed_compat.configs.deepspeed_config import DeepSpeedConfig
 from pydantic import ValidationError
 
 from ds_core.errors import ConfigError

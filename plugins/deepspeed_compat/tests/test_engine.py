@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from ds_access import safe_get_full_grad
-from ds_deepspeed_compat import optimizer
-from ds_deepspeed_compat.engine import DeepSpeedEngine, PipelineEngine, initialize
-from ds_deepspeed_compat.loss_scaler import DynamicLossScaler
+from ds_deepspeed_compat.configs.release_config import as_released
+from ds_deepspeed_compat.engines import optimizer
+from ds_deepspeed_compat.engines.engine import DeepSpeedEngine, PipelineEngine, initialize
+from ds_deepspeed_compat.engines.loss_scaler import DynamicLossScaler
 from ds_deepspeed_compat.names import Name, State
 from ds_deepspeed_compat.names.members import MEMBERS
-from ds_deepspeed_compat.release_config import as_released
 from ds_pipeline import LayerSpec, PipelineModule
 from ds_testing import run_ranks
 from ds_zero import set_z3_leaf_module
@@ -483,7 +483,7 @@ def consolidated() -> tuple[Any, list[float]]:
     assert (state is None) == (rank != 0)
     engine.module[0].bias.requires_grad_(False)
     fewer = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
-    groups = __import__("ds_deepspeed_compat.groups", fromlist=["x"])
+    groups = __import__("ds_deepspeed_compat.utils.groups", fromlist=["x"])
     alone = groups._get_sequence_parallel_group()
     assert (
         alone.size(),

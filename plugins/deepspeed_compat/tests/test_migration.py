@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_cli.app import make_app
-from ds_deepspeed_compat.migration import migrated
+from ds_deepspeed_compat.configs.migration import migrated
 from typer.testing import CliRunner
 
 OLD: dict[str, Any] = {

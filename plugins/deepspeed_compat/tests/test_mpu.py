@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ds_deepspeed_compat.mpu import MpuMesh
+from ds_deepspeed_compat.engines.mpu import MpuMesh
 from ds_testing import run_ranks
 from torch import nn
 

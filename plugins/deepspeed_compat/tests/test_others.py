@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from ds_deepspeed_compat import helpers, logs, norms, op_builder
-from ds_deepspeed_compat.accelerator import get_accelerator, set_accelerator
-from ds_deepspeed_compat.devices import OnDevice
-from ds_deepspeed_compat.enums import DtypeEnum, ZeroStageEnum
+from ds_deepspeed_compat.engines.loader import DeepSpeedDataLoader
 from ds_deepspeed_compat.files import dict_raise_error_on_duplicate_keys
-from ds_deepspeed_compat.loader import DeepSpeedDataLoader
 from ds_deepspeed_compat.report import cli_main
-from ds_deepspeed_compat.timers import (
+from ds_deepspeed_compat.services import op_builder
+from ds_deepspeed_compat.services.accelerator import get_accelerator, set_accelerator
+from ds_deepspeed_compat.utils import helpers, logs, norms
+from ds_deepspeed_compat.utils.devices import OnDevice
+from ds_deepspeed_compat.utils.enums import DtypeEnum, ZeroStageEnum
+from ds_deepspeed_compat.utils.timers import (
     NoopTimer,
     SynchronizedWallClockTimer,
     ThroughputTimer,
@@ -146,10 +147,13 @@ def test_the_loader_takes_deepspeeds_arguments() -> None:
 
 def test_timers(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
-    monkeypatch.setattr("ds_deepspeed_compat.timers.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(
+        "ds_deepspeed_compat.utils.timers.time.perf_counter", lambda: float(next(clock))
+    )
     said: list[str] = []
     monkeypatch.setattr(
-        "ds_deepspeed_compat.timers.log_dist", lambda text, ranks: said.append(f"{ranks} {text}")
+        "ds_deepspeed_compat.utils.timers.log_dist",
+        lambda text, ranks: said.append(f"{ranks} {text}"),
     )
     timers = SynchronizedWallClockTimer()
     for _ in range(2):
@@ -210,8 +214,8 @@ def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_monitors_are_made_of_their_sections_alone(tmp_path: Path) -> None:
-    from ds_deepspeed_compat.monitors import MonitorMaster, csvMonitor
-    from ds_deepspeed_compat.section_defaults import get_monitor_config
+    from ds_deepspeed_compat.configs.section_defaults import get_monitor_config
+    from ds_deepspeed_compat.services.monitors import MonitorMaster, csvMonitor
 
     section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     master = MonitorMaster(get_monitor_config({"train_batch_size": 4, "csv_monitor": section}))

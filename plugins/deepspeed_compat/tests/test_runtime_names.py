@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ds_deepspeed_compat import norms, tensor_helpers
-from ds_deepspeed_compat.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScaler
+from ds_deepspeed_compat.engines.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScaler
+from ds_deepspeed_compat.utils import norms, tensor_helpers
 from ds_testing import run_ranks
 from torch import nn
 

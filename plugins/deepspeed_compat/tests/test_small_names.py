@@ -9,25 +9,28 @@ from typing import Any
 import pytest
 import torch
 from ds_comms_logger import comms_text
-from ds_deepspeed_compat import bwc, config_readers, debug_names, io_command, launcher
-from ds_deepspeed_compat.checkpoint_engines import (
+from ds_deepspeed_compat import launcher
+from ds_deepspeed_compat.configs import config_readers
+from ds_deepspeed_compat.configs.ragged_config import RaggedInferenceEngineConfig
+from ds_deepspeed_compat.services import io_command
+from ds_deepspeed_compat.services.checkpoint_engines import (
     CheckpointCommitInfo,
     CheckpointEngine,
     TorchCheckpointEngine,
 )
-from ds_deepspeed_compat.file_writers import (
+from ds_deepspeed_compat.services.file_writers import (
     FastFileWriter,
     FastFileWriterConfig,
     MockFileWriter,
     PyFileWriter,
 )
-from ds_deepspeed_compat.module_paths import (
+from ds_deepspeed_compat.utils import bwc, debug_names
+from ds_deepspeed_compat.utils.module_paths import (
     convert_conv1d_to_linear,
     recursive_getattr,
     recursive_setattr,
 )
-from ds_deepspeed_compat.ragged_config import RaggedInferenceEngineConfig
-from ds_deepspeed_compat.timers import ThroughputTimer
+from ds_deepspeed_compat.utils.timers import ThroughputTimer
 from ds_testing import run_ranks
 from torch import Tensor, nn
 
@@ -218,9 +221,9 @@ def test_throughput_of_whole_steps() -> None:
 
 
 def collectives() -> dict[str, Any]:
-    from ds_deepspeed_compat.coalesced import reduce_scatter_coalesced
-    from ds_deepspeed_compat.partitioned_tensor import PartitionedTensor
-    from ds_deepspeed_compat.torch_backend import TorchBackend
+    from ds_deepspeed_compat.services.coalesced import reduce_scatter_coalesced
+    from ds_deepspeed_compat.services.torch_backend import TorchBackend
+    from ds_deepspeed_compat.utils.partitioned_tensor import PartitionedTensor
 
     from ds_core import comm
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ds_deepspeed_compat.config import BatchConfig, Config, FP16Config, TrainingConfig
+from ds_deepspeed_compat.configs.config import BatchConfig, Config, FP16Config, TrainingConfig
 
 from ds_core.errors import ConfigError
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from ds_deepspeed_compat.engine import initialize
+from ds_deepspeed_compat.engines.engine import initialize
 from ds_testing import run_ranks
 
 

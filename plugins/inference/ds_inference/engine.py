@@ -20,16 +20,17 @@ from torch import Tensor, nn
 
 from ds_core.errors import UsageError
 from ds_core.process import log_once
-from ds_inference import parallel, run
 from ds_inference.config import DeepSpeedInferenceConfig
-from ds_inference.eager import Eager
 from ds_inference.families import Kind
-from ds_inference.following import Follower
-from ds_inference.generation import Generator
-from ds_inference.hf_generate import hf_generate
+from ds_inference.generate.generator import Generator
+from ds_inference.generate.hf import hf_generate
+from ds_inference.generate.requests import Output, Request
 from ds_inference.preparing import Prepared, prepare
-from ds_inference.requests import Output, Request
-from ds_inference.times import Stopwatch, Timed
+from ds_inference.run import forward as run
+from ds_inference.run import parallel
+from ds_inference.run.eager import Eager
+from ds_inference.run.times import Stopwatch, Timed
+from ds_inference.weights.following import Follower
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -29,12 +29,12 @@ from ds_core.errors import ConfigError, Problem, UsageError
 from ds_core.process import log_once
 from ds_core.runner import eval_mode
 from ds_core.running import RunningEngine
-from ds_inference import parallel
-from ds_inference.eager import Eager
 from ds_inference.families import Kind, Lowered, lower, why_not
-from ds_inference.generation import Generator
+from ds_inference.generate.generator import Generator
+from ds_inference.generate.plain import plain_generate
 from ds_inference.hybrid_config import HybridEngine
-from ds_inference.plain_generate import plain_generate
+from ds_inference.run import parallel
+from ds_inference.run.eager import Eager
 
 log = logging.getLogger("ds_inference")
 
@@ -275,6 +275,6 @@ def _call(module: nn.Module) -> Callable[[Generator, Any, dict[str, Any]], Any]:
     """How the module's own `generate` is asked, by whether it is of transformers."""
     if not hasattr(module, "generation_config"):
         return lambda generator, inputs, keywords: plain_generate(generator, inputs, **keywords)
-    from ds_inference.hf_generate import hf_generate
+    from ds_inference.generate.hf import hf_generate
 
     return lambda generator, inputs, keywords: hf_generate(generator, module, inputs, **keywords)

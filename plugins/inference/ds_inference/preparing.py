@@ -25,13 +25,13 @@ from ds_core.config import ConfigSource, Trait
 from ds_core.context import Context
 from ds_core.errors import ConfigError
 from ds_core.process import log_once
-from ds_inference import parallel
 from ds_inference.families import Kind, Lowered, lower, why_not
-from ds_inference.graphs import Graphs
 from ds_inference.injection import row_names
-from ds_inference.loading import cast, fill, is_empty, save_parts
-from ds_inference.quantised import QuantizedLinear, quantise_model
-from ds_inference.sources import open_weights
+from ds_inference.run import parallel
+from ds_inference.run.graphs import Graphs
+from ds_inference.weights.loading import cast, fill, is_empty, save_parts
+from ds_inference.weights.quantised import QuantizedLinear, quantise_model
+from ds_inference.weights.sources import open_weights
 
 if TYPE_CHECKING:
     from ds_core.running import RunningEngine

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
-from ds_inference.requests import Finish, Handle, Output, Request, Result
+from ds_inference.generate.requests import Finish, Handle, Output, Request, Result
 from ds_inference.serve.asking import Limits
 from ds_inference.serve.errors import Refusal
 from ds_inference.serve.model import Served, Tokens
@@ -27,7 +27,7 @@ LIMITS = Limits(body=1 << 20, body_seconds=5.0, seconds=30.0, tokens=500)
 
 
 class Backwards:
-    """As `ds_inference.generation.Generator`. pace: seconds per step; `$` as the next token ends an
+    """As `ds_inference.generate.generator.Generator`. pace: seconds per step; `$` as the next token ends an
     answer.
     """
 

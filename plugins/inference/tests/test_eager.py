@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ds_inference.eager import Eager
+from ds_inference.run.eager import Eager
 from ds_inference_kit.step import BLOCK, KVCache, Step
 from torch import Tensor, nn
 

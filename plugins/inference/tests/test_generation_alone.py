@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 import torch
-from ds_inference.generation import Generator
-from ds_inference.requests import Finish, Handle, Output, Request, Result, SamplingParams
-from ds_inference.stopping import Detokenizer
+from ds_inference.generate.generator import Generator
+from ds_inference.generate.requests import Finish, Handle, Output, Request, Result, SamplingParams
+from ds_inference.generate.stopping import Detokenizer
 from ds_inference_kit.program import Program
 from ds_inference_kit.step import BLOCK, KVCache, Step
 from torch import Tensor

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from ds_inference import sampling
 from ds_inference.families import lower
-from ds_inference.generation import Generator
-from ds_inference.hf_generate import hf_generate, refusal
-from ds_inference.requests import SamplingParams
+from ds_inference.generate import sampling
+from ds_inference.generate.generator import Generator
+from ds_inference.generate.hf import hf_generate, refusal
+from ds_inference.generate.requests import SamplingParams
 from ds_inference_kit.reference import load
 from torch import Tensor
 

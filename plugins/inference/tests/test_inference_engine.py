@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from ds_inference import init_inference, layer_policies, parallel
+from ds_inference import init_inference, layer_policies
+from ds_inference.run import parallel
 from ds_testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -176,7 +177,7 @@ def test_ranks_sample_alike() -> None:
 
 
 def test_many_requests_share_the_steps() -> None:
-    from ds_inference.requests import Request, SamplingParams
+    from ds_inference.generate.requests import Request, SamplingParams
 
     truth = make("llama")
     engine = init_inference(make("llama"), dtype="fp32", replace_with_kernel_inject=True)

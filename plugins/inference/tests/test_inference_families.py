@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ds_inference import families
-from ds_inference.run import forward, refusal
+from ds_inference.run.forward import forward, refusal
 from ds_inference_kit.program import Program, Runnable
 from ds_inference_kit.step import BLOCK, KVCache, Step
 from torch import Tensor

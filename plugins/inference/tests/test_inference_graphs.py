@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ds_inference.graphs import Graphs
+from ds_inference.run.graphs import Graphs
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ds_inference import init_inference
-from ds_inference.sources import open_weights
+from ds_inference.weights.sources import open_weights
 from ds_testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from ds_inference import families
-from ds_inference.quantised import QuantizedLinear, quantise_model
-from ds_inference.run import forward
+from ds_inference.run.forward import forward
+from ds_inference.weights.quantised import QuantizedLinear, quantise_model
 from ds_inference_kit.reference import load
 from torch import nn
 

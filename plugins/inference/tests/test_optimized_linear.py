@@ -11,7 +11,7 @@ import ds_checkpoint  # noqa: F401  - these need them installed
 import ds_zero  # noqa: F401
 import pytest
 import torch
-from ds_inference.optimized_linear import (
+from ds_inference.weights.optimized_linear import (
     Init,
     LoRAConfig,
     LoRAOptimizedLinear,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ds_inference.config import LayerQuantization
-from ds_inference.quantised import QuantizedLinear, quantise_model
+from ds_inference.weights.quantised import QuantizedLinear, quantise_model
 from ds_testing import run_ranks
 from torch import Tensor
 

@@ -139,7 +139,7 @@ class ExpertParallelConfig(Section):
     @field_validator("preset_model")
     @classmethod
     def _known(cls, value: str | None) -> str | None:
-        from ds_moe import presets
+        from ds_moe.autoep import presets
 
         if value is None:
             return value

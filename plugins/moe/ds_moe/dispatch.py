@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ds_core import comm
-from ds_moe.grouped import Groups
+from ds_moe.kernels.grouped import Groups
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ds_core.errors import UsageError
 from ds_moe.ffn import ffn, match
-from ds_moe.grouped import Groups, grouped_linear
+from ds_moe.kernels.grouped import Groups, grouped_linear
 
 if TYPE_CHECKING:
     from ds_core.kernels import Kernels

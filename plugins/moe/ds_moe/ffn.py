@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from ds_moe.grouped import Groups, grouped_linear
+from ds_moe.kernels.grouped import Groups, grouped_linear
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

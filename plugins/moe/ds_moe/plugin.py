@@ -31,17 +31,19 @@ def ds_kernels() -> Iterable[KernelEntry]:
     for function in ("ffn", "plan", "sums", "weigh_back"):
         op = f"expert_{function}"
         module = "ds_moe.ffn" if function == "ffn" else "ds_moe.dispatch"
-        yield KernelEntry(op, "reference", f"{module}:{function}", 0, check=f"ds_moe.checks:{op}")
+        yield KernelEntry(
+            op, "reference", f"{module}:{function}", 0, check=f"ds_moe.kernels.checks:{op}"
+        )
         yield KernelEntry(
             op,
             "cpp",
-            f"ds_moe.compiled:{function}",
+            f"ds_moe.kernels.compiled:{function}",
             10,
             devices=("cpu",),
             dtypes=() if function == "plan" else ("float32",),  # its tensors are of numbers
-            available="ds_moe.compiled:available",
-            build="ds_moe.extension:EXTENSION",
-            check=f"ds_moe.checks:{op}",
+            available="ds_moe.kernels.compiled:available",
+            build="ds_moe.kernels.extension:EXTENSION",
+            check=f"ds_moe.kernels.checks:{op}",
         )
 
 
@@ -80,7 +82,7 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
         return bind_layers(model, ctx)
 
     def replace(model):  # type: ignore[no-untyped-def]
-        from ds_moe.autoep import replace
+        from ds_moe.autoep.transform import replace
 
         return replace(model, ctx)
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from ds_moe.presets import Preset
+from ds_moe.autoep.presets import Preset
 from torch import Tensor, nn
 
 FAMILIES = ("mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3")

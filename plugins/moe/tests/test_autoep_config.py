@@ -16,7 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from autoep_models import OWN_PATTERNS, PRESET, Own, hugging_face, ids, settings
-from ds_moe import presets
+from ds_moe.autoep import presets
 from ds_moe.config import ExpertParallelConfig
 from ds_testing import run_ranks
 
@@ -73,7 +73,10 @@ def test_defaults_are_those_of_the_documents() -> None:
             "unknown preset 'mixtrel'; did you mean 'mixtral'.*deepseek_v3, mixtral",
         ),
         ({"preset_model": "no_such:PRESET"}, "preset_model.*cannot load 'no_such:PRESET'"),
-        ({"preset_model": "ds_moe.presets:GROUP"}, "is a str, not a ds_moe.presets.Preset"),
+        (
+            {"preset_model": "ds_moe.autoep.presets:GROUP"},
+            "is a str, not a ds_moe.autoep.presets.Preset",
+        ),
         ({"autoep_size": 0}, "autoep_size"),
         ({"moe_layer_pattern": "layers.("}, "is no regular expression"),
         ({"moe_layer_pattern": ""}, "is empty"),

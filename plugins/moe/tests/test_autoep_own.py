@@ -109,7 +109,7 @@ def test_blocks_found_by_patterns_train_as_in_plain_torch(
 
 def reroute(kind: str) -> dict[str, float]:
     """A family's routing by AutoEP's own block, from what its preset says, against the model's."""
-    from ds_moe.autoep_block import AutoEPMoELayer
+    from ds_moe.autoep.block import AutoEPMoELayer
 
     import ds_core
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from ds_kernel_kit.command import app
 from ds_kernel_kit.comparisons import check
-from ds_moe import compiled
-from ds_moe.checks import random_weights
 from ds_moe.ffn import ACTIVATIONS, FFN, ffn
-from ds_moe.grouped import Groups
+from ds_moe.kernels import compiled
+from ds_moe.kernels.checks import random_weights
+from ds_moe.kernels.grouped import Groups
 from ds_moe.plugin import ds_kernels
 from ds_testing import KernelConformance
 from torch import Tensor

@@ -1,7 +1,9 @@
-from ds_pipeline.module import LayerSpec as LayerSpec
-from ds_pipeline.module import PipelineModule as PipelineModule
-from ds_pipeline.module import TiedLayerSpec as TiedLayerSpec
-from ds_pipeline.topology import PipeDataParallelTopology as PipeDataParallelTopology
-from ds_pipeline.topology import PipelineParallelGrid as PipelineParallelGrid
-from ds_pipeline.topology import PipeModelDataParallelTopology as PipeModelDataParallelTopology
-from ds_pipeline.topology import ProcessTopology as ProcessTopology
+from ds_pipeline.layers.module import LayerSpec as LayerSpec
+from ds_pipeline.layers.module import PipelineModule as PipelineModule
+from ds_pipeline.layers.module import TiedLayerSpec as TiedLayerSpec
+from ds_pipeline.layers.topology import PipeDataParallelTopology as PipeDataParallelTopology
+from ds_pipeline.layers.topology import PipelineParallelGrid as PipelineParallelGrid
+from ds_pipeline.layers.topology import (
+    PipeModelDataParallelTopology as PipeModelDataParallelTopology,
+)
+from ds_pipeline.layers.topology import ProcessTopology as ProcessTopology

@@ -41,9 +41,9 @@ def draw(
 
     from ds_core.errors import UsageError
     from ds_core.plugins import Plugins
-    from ds_pipeline.choose import find_schedule, make_schedule
-    from ds_pipeline.timeline import as_svg, as_text, titled
-    from ds_pipeline.validate import ScheduleError, check
+    from ds_pipeline.schedules.choose import find_schedule, make_schedule
+    from ds_pipeline.schedules.timeline import as_svg, as_text, titled
+    from ds_pipeline.schedules.validate import ScheduleError, check
 
     train = schedule != "inference"
     if schedule == "interleaved" and chunks == 1:

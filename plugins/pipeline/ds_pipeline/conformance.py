@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ds_testing.pool import run_ranks
 
 from ds_core.plugins import Plugins, PluginSettings
-from ds_pipeline.choose import find_schedule
-from ds_pipeline.validate import ScheduleError, check
+from ds_pipeline.schedules.choose import find_schedule
+from ds_pipeline.schedules.validate import ScheduleError, check
 
 if TYPE_CHECKING:
-    from ds_pipeline.module import PipelineModule
-    from ds_pipeline.schedule import PipeSchedule
+    from ds_pipeline.layers.module import PipelineModule
+    from ds_pipeline.schedules.schedule import PipeSchedule
 
 WIDTH = 6
 LAYERS = 5
@@ -118,7 +118,7 @@ def _train(name: str, plugin: str, chunks: int) -> tuple[list[float], dict[str, 
     from torch import nn
 
     import ds_core
-    from ds_pipeline.module import PipelineModule
+    from ds_pipeline.layers.module import PipelineModule
 
     config = {
         "train_micro_batch_size_per_gpu": MICRO,

@@ -10,7 +10,7 @@ from ds_core import entries
 @entries.gives(entries.named("builtins:str"))
 def ds_pipeline_schedules() -> Mapping[str, entries.Ref]:  # type: ignore[empty-body]
     """Driver, by the name in ``pipeline.schedule``: reference to a
-    `ds_pipeline.schedule.PipeSchedule`.
+    `ds_pipeline.schedules.schedule.PipeSchedule`.
 
     Called as ``reference(micro_batches, stages, stage)``, for each stage, also by tools: it loads
     no torch.

@@ -35,7 +35,7 @@ def ds_commands() -> Mapping[str, CommandEntry]:
 
 def ds_charts(config: RunConfig, plugins: Plugins) -> Iterable[Chart]:
     """The timeline of the config's schedule."""
-    from ds_pipeline.timeline import timeline
+    from ds_pipeline.schedules.timeline import timeline
 
     return timeline(config, plugins)
 
@@ -44,8 +44,8 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
     """The schedule is offered by somebody; and the caller cannot place the boundaries of a
     batch."""
     from ds_core.errors import UsageError
-    from ds_pipeline.choose import OWN, find_schedule
     from ds_pipeline.config import PipelineConfig
+    from ds_pipeline.schedules.choose import OWN, find_schedule
 
     section = config.section(PipelineConfig)
     if section is None:

@@ -18,15 +18,15 @@ from ds_core.errors import UsageError
 from ds_core.params import COUNTED_ELSEWHERE
 from ds_core.precision import cast_floats, forward_context
 from ds_core.runner import Runner, check_loss, loss_of
-from ds_pipeline import schedule as s
-from ds_pipeline.choose import find_schedule, make_schedule
 from ds_pipeline.config import PipelineConfig
+from ds_pipeline.layers.module import PipelineModule
+from ds_pipeline.layers.tied_weights import Ties, copies_elsewhere
 from ds_pipeline.micro_batches import BatchRequest, agree, signature, take_micro_batches, to_device
-from ds_pipeline.module import PipelineModule
+from ds_pipeline.schedules import schedule as s
+from ds_pipeline.schedules.choose import find_schedule, make_schedule
+from ds_pipeline.schedules.validate import ScheduleError, check
 from ds_pipeline.split_backward import WeightBackward, backward_inputs
-from ds_pipeline.tied_weights import Ties, copies_elsewhere
 from ds_pipeline.transport import DTYPES, Incoming, Meta, StageTransport
-from ds_pipeline.validate import ScheduleError, check
 
 if TYPE_CHECKING:
     from ds_core.context import Context

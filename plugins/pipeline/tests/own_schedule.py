@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ds_pipeline import schedule as s
+from ds_pipeline.schedules import schedule as s
 
 
 class GPipe(s.PipeSchedule):

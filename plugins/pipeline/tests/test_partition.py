@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from ds_pipeline.balance import balanced, partition, uniform
-from ds_pipeline.topology import (
+from ds_pipeline.layers.balance import balanced, partition, uniform
+from ds_pipeline.layers.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
     PipeModelDataParallelTopology,

@@ -13,9 +13,9 @@ from xml.etree import ElementTree
 import pytest
 from ds_cli.app import make_app
 from ds_pipeline.command import app
-from ds_pipeline.planned import ZeroBubbleSchedule
-from ds_pipeline.timeline import as_text
-from ds_pipeline.validate import check
+from ds_pipeline.schedules.planned import ZeroBubbleSchedule
+from ds_pipeline.schedules.timeline import as_text
+from ds_pipeline.schedules.validate import check
 from typer.testing import CliRunner
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "pipeline"

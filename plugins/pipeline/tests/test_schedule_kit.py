@@ -9,8 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from ds_pipeline.choose import find_schedule
 from ds_pipeline.conformance import PipelineScheduleConformance
+from ds_pipeline.schedules.choose import find_schedule
 
 from ds_core.errors import UsageError
 from ds_core.plugins import Plugins, PluginSettings

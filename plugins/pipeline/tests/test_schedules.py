@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ds_pipeline.planned import InterleavedSchedule, ZeroBubbleSchedule
-from ds_pipeline.schedule import (
+from ds_pipeline.schedules.planned import InterleavedSchedule, ZeroBubbleSchedule
+from ds_pipeline.schedules.schedule import (
     BackwardPass,
     DataParallelSchedule,
     ForwardPass,
@@ -21,7 +21,7 @@ from ds_pipeline.schedule import (
     SendGrad,
     TrainSchedule,
 )
-from ds_pipeline.validate import ScheduleError, check
+from ds_pipeline.schedules.validate import ScheduleError, check
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from ds_pipeline.choose import make_schedule
-from ds_pipeline.schedule import PipeInstruction, PipeSchedule
-from ds_pipeline.validate import ScheduleError, check
+from ds_pipeline.schedules.choose import make_schedule
+from ds_pipeline.schedules.schedule import PipeInstruction, PipeSchedule
+from ds_pipeline.schedules.validate import ScheduleError, check
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

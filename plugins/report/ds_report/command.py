@@ -30,7 +30,7 @@ def report(
     """Write one HTML page that shows one or several runs side by side; it needs no network and no
     other file.
     """
-    from ds_report.page import page
+    from ds_report.page.page import page
     from ds_report.run import find_runs, names_of, read_run
 
     folders = find_runs(runs)

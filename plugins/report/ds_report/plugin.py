@@ -31,7 +31,7 @@ def ds_commands() -> Mapping[str, CommandEntry]:
         "report": CommandEntry(
             "ds_report.command:report", "Write one HTML page that shows one or several runs."
         ),
-        "top": CommandEntry("ds_report.top_command:top", "Watch a run in the terminal."),
+        "top": CommandEntry("ds_report.top.command:top", "Watch a run in the terminal."),
     }
 
 

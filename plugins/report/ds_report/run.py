@@ -14,7 +14,7 @@ from ds_cli.show import CommandError
 
 from ds_report.foreign import csv_files, event_files, read_csv, read_events
 from ds_report.reading import RankRecord, rank_files, read_now, read_rank
-from ds_report.state import Standing, State, standing
+from ds_report.top.state import Standing, State, standing
 
 GIB = 2.0**30
 HOST = "host_ms/"

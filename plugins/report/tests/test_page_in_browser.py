@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ds_report.page import page
+from ds_report.page.page import page
 from ds_report.run import read_run
 
 pytestmark = pytest.mark.slow

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 from ds_cli.app import make_app
-from ds_report.chart import label, nice_ticks
-from ds_report.page import differences, duration, page, short
+from ds_report.page.chart import label, nice_ticks
+from ds_report.page.page import differences, duration, page, short
+from ds_report.page.thin import means, thin
 from ds_report.run import Run, find_runs, names_of, read_run
-from ds_report.thin import means, thin
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from typer.testing import CliRunner

@@ -18,7 +18,7 @@ import pytest
 import torch
 from ds_report.reading import read_now, read_rank
 from ds_report.recorder import Recorder
-from ds_report.state import State, standing
+from ds_report.top.state import State, standing
 from ds_testing import ObserverConformance, PluginConformance, run_ranks
 from ds_testing.processes import clean_environment, run
 

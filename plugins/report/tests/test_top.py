@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 from ds_cli.app import make_app
-from ds_report.live import KEPT, Watch
 from ds_report.recorder import Recorder
-from ds_report.screen import BLOCKS, screen, spark
-from ds_report.state import State
+from ds_report.top.live import KEPT, Watch
+from ds_report.top.screen import BLOCKS, screen, spark
+from ds_report.top.state import State
 from ds_testing.processes import clean_environment
 from rich.console import Console
 from typer.testing import CliRunner

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ds_checkpoint.values import decode, encode
+from ds_checkpoint.folder.values import decode, encode
 from ds_run_state import rng
 
 
@@ -79,6 +79,6 @@ def test_numpy_is_left_alone_when_nobody_has_imported_it(monkeypatch: pytest.Mon
 
 
 def test_importing_the_package_loads_no_torch() -> None:
-    code = "import sys, ds_checkpoint, ds_checkpoint.format; print('torch' in sys.modules)"
+    code = "import sys, ds_checkpoint, ds_checkpoint.folder.format; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "False", done.stderr

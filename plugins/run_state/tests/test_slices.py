@@ -17,8 +17,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 
 from ds_checkpoint import open_saved
-from ds_checkpoint.format import checksum
-from ds_checkpoint.layout import merge
+from ds_checkpoint.folder.format import checksum
+from ds_checkpoint.folder.layout import merge
 from ds_run_state.slices import SLICES, Slice
 from ds_testing import run_ranks
 from ds_testing.partitioner import whole_weights

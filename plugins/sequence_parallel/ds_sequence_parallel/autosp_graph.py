@@ -36,7 +36,7 @@ from torch.nn import functional
 
 from ds_core import comm
 from ds_core.process import log_once
-from ds_sequence_parallel.ulysses import Heads, ulysses
+from ds_sequence_parallel.attention.ulysses import Heads, ulysses
 
 log = logging.getLogger("ds_core")
 

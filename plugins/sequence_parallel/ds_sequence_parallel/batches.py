@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from ds_core import comm
 from ds_core.errors import UsageError
-from ds_sequence_parallel.layout import cut
+from ds_sequence_parallel.attention.layout import cut
 
 
 def cut_batches(

@@ -14,9 +14,9 @@ from torch.distributed import ProcessGroup
 
 from ds_core import comm
 from ds_core.errors import UsageError
-from ds_sequence_parallel import autosp, ulysses
-from ds_sequence_parallel.batches import UlyssesSPDataLoaderAdapter as UlyssesSPDataLoaderAdapter
-from ds_sequence_parallel.hf_attention import (
+from ds_sequence_parallel import autosp
+from ds_sequence_parallel.attention import ulysses
+from ds_sequence_parallel.attention.hf_attention import (
     Part,
     Tokens,
     attend_part,
@@ -24,7 +24,8 @@ from ds_sequence_parallel.hf_attention import (
     make_part,
     plain_mask,
 )
-from ds_sequence_parallel.layout import Layout
+from ds_sequence_parallel.attention.layout import Layout
+from ds_sequence_parallel.batches import UlyssesSPDataLoaderAdapter as UlyssesSPDataLoaderAdapter
 
 
 def single_all_to_all(

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from ds_core import comm
 from ds_core.errors import UsageError
-from ds_sequence_parallel.hf_attention import (
+from ds_sequence_parallel.attention.hf_attention import (
     Part,
     Tokens,
     attend_part,
@@ -37,7 +37,7 @@ from ds_sequence_parallel.hf_attention import (
     plain_attention,
     plain_mask,
 )
-from ds_sequence_parallel.layout import Layout
+from ds_sequence_parallel.attention.layout import Layout
 
 _ALONG = {
     "input_ids": 1,

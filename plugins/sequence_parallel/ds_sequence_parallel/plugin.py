@@ -64,7 +64,7 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
         return divide(model, ctx)
 
     def save_memory(model):  # type: ignore[no-untyped-def]
-        from ds_sequence_parallel.memory import save_memory
+        from ds_sequence_parallel.tiles.memory import save_memory
 
         return save_memory(model, ctx)
 

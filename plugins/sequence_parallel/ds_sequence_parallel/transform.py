@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ds_core.context import StashKey
 from ds_core.errors import UsageError
 from ds_core.nested import map_leaves
+from ds_sequence_parallel.attention.layout import Layout
 from ds_sequence_parallel.config import SequenceParallelConfig, settings
 from ds_sequence_parallel.hf import ShardedModel, argument_names, root_model
-from ds_sequence_parallel.layout import Layout
 
 if TYPE_CHECKING:
     from ds_core.context import Context

@@ -45,9 +45,9 @@ def compare(
     three gradients.
     """
     import torch.distributed as dist
-    from ds_sequence_parallel.layout import Layout
-    from ds_sequence_parallel.ring import ring_attention
-    from ds_sequence_parallel.ulysses import ulysses
+    from ds_sequence_parallel.attention.layout import Layout
+    from ds_sequence_parallel.attention.ring import ring_attention
+    from ds_sequence_parallel.attention.ulysses import ulysses
 
     rank = dist.get_rank()
     ranks = dist.get_world_size()
@@ -103,8 +103,8 @@ def test_attention_is_that_of_one_process(ranks: int) -> None:
 
 def ring_in_low_precision() -> list[float]:
     import torch.distributed as dist
-    from ds_sequence_parallel.layout import Layout
-    from ds_sequence_parallel.ring import ring_attention
+    from ds_sequence_parallel.attention.layout import Layout
+    from ds_sequence_parallel.attention.ring import ring_attention
 
     rank = dist.get_rank()
     layout = Layout(32, dist.get_world_size(), True)

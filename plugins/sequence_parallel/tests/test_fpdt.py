@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ds_sequence_parallel.fpdt import (
+from ds_sequence_parallel.attention.fpdt import (
     FPDT_FFN,
     FPDT_Attention,
     FPDT_InputConstruct,

@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 def train(stage: int, offload: bool) -> Any:
     """Losses, weights, and the bytes that went to the host in each step."""
-    from ds_sequence_parallel import offload as module
+    from ds_sequence_parallel.tiles import offload as module
     from ds_state_stores.host_copies import HostCopies
     from ds_testing.late_device import LateDevice
     from ds_testing.partitioner import whole_weights

@@ -343,7 +343,7 @@ def test_mistakes_in_backward() -> None:
 
 
 def test_any_function_with_deepspeeds_arguments() -> None:
-    from ds_sequence_parallel.sequence_tiled_compute import (
+    from ds_sequence_parallel.tiles.sequence_tiled_compute import (
         SequenceTiledCompute,
         sequence_tiled_compute,
     )

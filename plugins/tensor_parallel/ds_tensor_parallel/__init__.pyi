@@ -1,5 +1,5 @@
-from ds_tensor_parallel.cross_entropy import parallel_cross_entropy as parallel_cross_entropy
-from ds_tensor_parallel.embedding import HiddenParallelEmbedding as HiddenParallelEmbedding
-from ds_tensor_parallel.embedding import VocabParallelEmbedding as VocabParallelEmbedding
-from ds_tensor_parallel.layers import ColumnParallelLinear as ColumnParallelLinear
-from ds_tensor_parallel.layers import RowParallelLinear as RowParallelLinear
+from ds_tensor_parallel.layers.cross_entropy import parallel_cross_entropy as parallel_cross_entropy
+from ds_tensor_parallel.layers.embedding import HiddenParallelEmbedding as HiddenParallelEmbedding
+from ds_tensor_parallel.layers.embedding import VocabParallelEmbedding as VocabParallelEmbedding
+from ds_tensor_parallel.layers.linear import ColumnParallelLinear as ColumnParallelLinear
+from ds_tensor_parallel.layers.linear import RowParallelLinear as RowParallelLinear

@@ -13,7 +13,7 @@ from ds_core.config import Section, option
 from ds_core.errors import nearest
 
 PRESETS = ("bloom", "chatglm", "deepseek_v2", "gpt2", "llama", "mixtral", "phi3", "qwen2")
-"""Names of the families that `ds_tensor_parallel.presets` knows."""
+"""Names of the families that `ds_tensor_parallel.planning.presets` knows."""
 
 
 class LayerSpec(Section):

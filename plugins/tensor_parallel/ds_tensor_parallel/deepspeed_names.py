@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ds_core.config import read_config
 from ds_core.errors import UsageError
 from ds_core.process import STATE, log_once
-from ds_tensor_parallel.autotp_config import AutoTPConfig
+from ds_tensor_parallel.planning.autotp_config import AutoTPConfig
 
 log = logging.getLogger("ds_tensor_parallel")
 

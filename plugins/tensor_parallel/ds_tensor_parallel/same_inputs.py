@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from ds_core import comm
 from ds_core.errors import UsageError
 from ds_core.nested import map_leaves
-from ds_tensor_parallel.random_regions import drops
+from ds_tensor_parallel.layers.random_regions import drops
 
 if TYPE_CHECKING:
     from ds_core.accelerator import Accelerator
-    from ds_tensor_parallel.layers import Place
+    from ds_tensor_parallel.layers.linear import Place
 
 CHECKED = 3
 """Forwards in training mode whose inputs are compared."""

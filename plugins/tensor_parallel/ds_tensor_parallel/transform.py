@@ -20,12 +20,15 @@ from ds_core.comm import ALONE
 from ds_core.config import Trait
 from ds_core.errors import ConfigError, Problem, UsageError
 from ds_core.undo import Undo
-from ds_tensor_parallel.attention import keep_heads
 from ds_tensor_parallel.config import TensorParallelConfig
-from ds_tensor_parallel.cross_entropy import divide_loss
-from ds_tensor_parallel.division import Division
-from ds_tensor_parallel.embedding import HiddenParallelEmbedding, VocabParallelEmbedding, embedding
-from ds_tensor_parallel.layers import (
+from ds_tensor_parallel.layers.attention import keep_heads
+from ds_tensor_parallel.layers.cross_entropy import divide_loss
+from ds_tensor_parallel.layers.embedding import (
+    HiddenParallelEmbedding,
+    VocabParallelEmbedding,
+    embedding,
+)
+from ds_tensor_parallel.layers.linear import (
     Column,
     ColumnParallelLinear,
     Cut,
@@ -36,11 +39,18 @@ from ds_tensor_parallel.layers import (
     copied,
     row,
 )
-from ds_tensor_parallel.megatron_sp import divide_sequences
-from ds_tensor_parallel.modules import divide_input, rope_size, share_tail, sum_gradient, sum_output
-from ds_tensor_parallel.plan import Plan, make_plan
-from ds_tensor_parallel.random_regions import divide_random_numbers
-from ds_tensor_parallel.rules import Kind, Rule
+from ds_tensor_parallel.layers.megatron_sp import divide_sequences
+from ds_tensor_parallel.layers.modules import (
+    divide_input,
+    rope_size,
+    share_tail,
+    sum_gradient,
+    sum_output,
+)
+from ds_tensor_parallel.layers.random_regions import divide_random_numbers
+from ds_tensor_parallel.planning.division import Division
+from ds_tensor_parallel.planning.plan import Plan, make_plan
+from ds_tensor_parallel.planning.rules import Kind, Rule
 from ds_tensor_parallel.same_inputs import compare_inputs
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ class Head:
     """What `parallel_cross_entropy` asks of a head."""
 
     def __init__(self, ranks: int) -> None:
-        from ds_tensor_parallel.division import Division
-        from ds_tensor_parallel.layers import Place
+        from ds_tensor_parallel.layers.linear import Place
+        from ds_tensor_parallel.planning.division import Division
 
         self.division = Division.by_unit((VOCABULARY,), 1, ranks)
         self.tp = Place(torch.distributed.group.WORLD, ranks, comm.rank()) if ranks > 1 else None

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from ds_tensor_parallel.autotp_config import (
+from ds_tensor_parallel.deepspeed_names import set_autotp_mode, tp_model_init
+from ds_tensor_parallel.planning.autotp_config import (
     AutoTPConfig,
     AutoTPPresets,
     PartitionType,
     TPLayerSpec,
     merge_autotp_configs,
 )
-from ds_tensor_parallel.deepspeed_names import set_autotp_mode, tp_model_init
-from ds_tensor_parallel.plan import make_plan
+from ds_tensor_parallel.planning.plan import make_plan
 from ds_testing import run_ranks
 from torch import nn
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from ds_tensor_parallel.config import TensorParallelConfig
-from ds_tensor_parallel.plan import Plan, make_plan
+from ds_tensor_parallel.planning.plan import Plan, make_plan
 from ds_testing.pytest_plugin import Ranks
 from torch import nn
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from ds_tensor_parallel.config import TensorParallelConfig
-from ds_tensor_parallel.division import Division
-from ds_tensor_parallel.plan import make_plan
-from ds_tensor_parallel.rules import Kind
+from ds_tensor_parallel.planning.division import Division
+from ds_tensor_parallel.planning.plan import make_plan
+from ds_tensor_parallel.planning.rules import Kind
 from ds_testing import run_ranks
 from pydantic import ValidationError
 from torch import Tensor, nn

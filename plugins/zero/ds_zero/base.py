@@ -18,31 +18,31 @@ from ds_core.errors import DSError, UsageError
 from ds_core.gradients import GradientShard
 from ds_core.params import GradGroup, check_grain
 from ds_core.partition import BackwardPlan, broadcast_module
-from ds_zero import states
+from ds_zero.buckets import states
+from ds_zero.buckets.flat import FlatBucket, needs_full_tensors
+from ds_zero.buckets.owned_tensors import assign_owners
+from ds_zero.buckets.piece_shard import LocalPieceShard, PieceShard
+from ds_zero.buckets.records import Piece
+from ds_zero.comm.wires import AllGather, Broadcasts
 from ds_zero.config import AllowUntestedOptimizer, switch
-from ds_zero.flat import FlatBucket, needs_full_tensors
-from ds_zero.grads import Reducer
-from ds_zero.local_grads import LocalGradients, serves
-from ds_zero.module_hooks import hooks_removed, install_hooks, remove_hooks
-from ds_zero.owned_tensors import assign_owners
-from ds_zero.piece_shard import LocalPieceShard, PieceShard
-from ds_zero.placement import OffloadStores
-from ds_zero.records import Piece
-from ds_zero.sharded_param import prepare_module, unshard_module
-from ds_zero.state_offload import BACKWARD, FORWARD, OffloadedStates
+from ds_zero.gather.module_hooks import hooks_removed, install_hooks, remove_hooks
+from ds_zero.gather.weights import WeightOwner
+from ds_zero.init.sharded_param import prepare_module, unshard_module
+from ds_zero.offload.placement import OffloadStores
+from ds_zero.offload.state_offload import BACKWARD, FORWARD, OffloadedStates
+from ds_zero.reduce.local_grads import LocalGradients, serves
+from ds_zero.reduce.reducer import Reducer
 from ds_zero.updates import Updates
-from ds_zero.weights import WeightOwner
-from ds_zero.wires import AllGather, Broadcasts
 
 if TYPE_CHECKING:
     from ds_access.param_shard import ParamShard
     from torch.optim import Optimizer
 
     from ds_core.context import Context
+    from ds_zero.comm.wires import GradientWire
     from ds_zero.config import ZeroConfig
-    from ds_zero.gather_unit import BucketUnit
-    from ds_zero.gradient_source import GradientSource
-    from ds_zero.wires import GradientWire
+    from ds_zero.gather.unit import BucketUnit
+    from ds_zero.reduce.source import GradientSource
 
 ParamGroups = list[dict[str, Any]]
 
@@ -136,7 +136,7 @@ class ZeroPartitioner(WeightOwner):
             return ZenFlow(self, self.section.zenflow)
         states = self.section.offload_optimizer
         if states is not None and states.on and states.super_offload:
-            from ds_zero.super_offload import SuperOffload
+            from ds_zero.offload.super_offload import SuperOffload
 
             return SuperOffload(self, states.cpuadam_cores_perc)
         return Updates(self)

@@ -396,7 +396,7 @@ class ZeroConfig(Section):
         False, "Warn when modules run in another order than in the last pass."
     )
     leaf_module: LeafModules = option(LeafModules(), "Modules that are gathered as one unit.")
-    # -- hierarchies of ranks, see ds_zero.hierarchy
+    # -- hierarchies of ranks, see ds_zero.comm.hierarchy
     zero_hpz_partition_size: int = option(
         1,
         "hpZ: data-parallel ranks per block that keeps a second copy of gathered weights; 1: off.",

@@ -34,7 +34,7 @@ def ds_config() -> Mapping[str, type[BaseModel]]:
 def ds_commands() -> Mapping[str, CommandEntry]:
     """``dscore plan``."""
     text = "Predict what each rank holds and sends under every stage of ZeRO, and recommend one."
-    return {"plan": CommandEntry("ds_zero.plan_command:plan", text)}
+    return {"plan": CommandEntry("ds_zero.planning.command:plan", text)}
 
 
 def ds_compile_passes() -> Mapping[str, str]:
@@ -67,7 +67,7 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
 
 
 def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
-    """The blocks of a hierarchy of ranks, see `ds_zero.hierarchy`; none unless the config asks."""
+    """The blocks of a hierarchy of ranks, see `ds_zero.comm.hierarchy`; none unless the config asks."""
     from ds_zero.config import ZeroConfig
 
     section = config.section(ZeroConfig)
@@ -84,7 +84,10 @@ def ds_engine_methods() -> Mapping[str, Ref]:
     """What moves the states of stage 3 between device and host; in other stages an error names
     stage 3.
     """
-    return {name: f"ds_zero.offload_states:{name}" for name in ("offload_states", "reload_states")}
+    return {
+        name: f"ds_zero.offload.offload_states:{name}"
+        for name in ("offload_states", "reload_states")
+    }
 
 
 def ds_memory(
@@ -92,7 +95,7 @@ def ds_memory(
 ) -> Mapping[str, float]:
     """What ``dscore plan`` says of the config's own stage and offload."""
     from ds_zero.config import ZeroConfig
-    from ds_zero.memory import memory
+    from ds_zero.planning.memory import memory
 
     section = config.section(ZeroConfig)
     return memory(config, plugins, section if section is not None else ZeroConfig(), module, world)
@@ -106,7 +109,7 @@ def ds_partitioner(ctx: Context) -> Partitioner | None:
     if section is None:
         return None
     if section.stage == 0:
-        from ds_zero.module_hooks import materialize
+        from ds_zero.gather.module_hooks import materialize
 
         if ctx.module is not None:
             materialize(ctx.module)  # it may have been built under ds_zero.Init

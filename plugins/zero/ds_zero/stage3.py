@@ -19,21 +19,21 @@ from ds_core.errors import DSError, UsageError
 from ds_core.precision import WIRE_DTYPES
 from ds_core.process import STATE
 from ds_zero.base import ZeroPartitioner
-from ds_zero.external import externals
-from ds_zero.flat import FlatBucket, make_buckets
-from ds_zero.frozen import QuantisedStore
-from ds_zero.gather import GatherScheduler, narrower_dtype
-from ds_zero.gather_hooks import GatherHooks
-from ds_zero.gather_unit import BucketUnit, UnitState
-from ds_zero.hierarchy import AddedFar, second_copy, sharding_axes, two_steps, wanted_anywhere
-from ds_zero.leaves import leaf_flag, mark_leaf
-from ds_zero.placement import StatePlacement, Transfers
-from ds_zero.quantised import can_quantise, quantised_gather, quantised_reduce
-from ds_zero.sharded_param import mark_in_place, remove_attributes
-from ds_zero.state_offload import BACKWARD
-from ds_zero.status import ZeroParamStatus
-from ds_zero.units import Gatherer, find_leaves, gatherers, members, persistent
-from ds_zero.wires import AllGather, gradient_wire, weight_wire
+from ds_zero.buckets.flat import FlatBucket, make_buckets
+from ds_zero.comm.hierarchy import AddedFar, second_copy, sharding_axes, two_steps, wanted_anywhere
+from ds_zero.comm.quantised import can_quantise, quantised_gather, quantised_reduce
+from ds_zero.comm.wires import AllGather, gradient_wire, weight_wire
+from ds_zero.gather.external import externals
+from ds_zero.gather.grouping import Gatherer, find_leaves, gatherers, members, persistent
+from ds_zero.gather.hooks import GatherHooks
+from ds_zero.gather.leaves import leaf_flag, mark_leaf
+from ds_zero.gather.scheduler import GatherScheduler, narrower_dtype
+from ds_zero.gather.unit import BucketUnit, UnitState
+from ds_zero.init.sharded_param import mark_in_place, remove_attributes
+from ds_zero.init.status import ZeroParamStatus
+from ds_zero.offload.frozen import QuantisedStore
+from ds_zero.offload.placement import StatePlacement, Transfers
+from ds_zero.offload.state_offload import BACKWARD
 
 if TYPE_CHECKING:
     from ds_run_state.states import StateSource
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.mesh import Mesh
     from ds_core.partition import BackwardPlan
+    from ds_zero.comm.hierarchy import TwoSteps
+    from ds_zero.comm.quantised import QuantisedGather, QuantisedReduce
+    from ds_zero.comm.wires import GradientWire, WeightWire
     from ds_zero.config import ZeroConfig
-    from ds_zero.gradient_source import GradientSource
-    from ds_zero.hierarchy import TwoSteps
-    from ds_zero.quantised import QuantisedGather, QuantisedReduce
-    from ds_zero.wires import GradientWire, WeightWire
+    from ds_zero.reduce.source import GradientSource
 
 log = logging.getLogger("ds_zero")
 

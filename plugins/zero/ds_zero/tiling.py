@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_core.errors import UsageError
-from ds_zero.gathered_parameters import GatheredParameters
-from ds_zero.weights import handle_of
+from ds_zero.gather.gathered_parameters import GatheredParameters
+from ds_zero.gather.weights import handle_of
 
 
 class _Tiles(nn.Module):

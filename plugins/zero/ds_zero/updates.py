@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ds_core.stepping import Stepper
-from ds_zero.tiled_step import tiled_step
+from ds_zero.offload.tiled_step import tiled_step
 
 if TYPE_CHECKING:
     from ds_run_state.states import StateSource
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ds_core.partition import BackwardPlan
     from ds_zero.base import ZeroPartitioner
-    from ds_zero.flat import FlatBucket
+    from ds_zero.buckets.flat import FlatBucket
 
 
 class Updates:

@@ -18,7 +18,7 @@ from ds_checkpoint.offline import differences, open_saved
 from ds_testing import run_ranks
 from ds_testing.models import Case, build_model, micro_batch
 from ds_testing.partitioner import PRODUCTS, _axes_data, _coords, _head, _head_names
-from ds_zero.layout import Layout
+from ds_zero.buckets.layout import Layout
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -141,7 +141,7 @@ def test_states_that_differ_over_axes(name: str, stage: int, tmp_path: Path) -> 
 
 
 def _values(folder: Path, state: dict[str, Any]) -> list[float]:
-    from ds_checkpoint.tensorfile import TensorFile
+    from ds_checkpoint.folder.tensorfile import TensorFile
 
     values: list[float] = []
     for chunk in state["chunks"]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ds_zero import estimators
+from ds_zero.planning import estimators
 from torch import nn
 
 HEAD = """\
@@ -216,7 +216,7 @@ def test_no_devices_is_an_error_and_prints_nothing(
 
 def test_no_torch_is_needed_for_the_cold_ones() -> None:
     code = (
-        "import sys, ds_zero.estimators as e; "
+        "import sys, ds_zero.planning.estimators as e; "
         "e.estimate_zero2_model_states_mem_needs_all_cold(1e9); "
         "sys.exit('torch' in sys.modules)"
     )

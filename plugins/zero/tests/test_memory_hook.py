@@ -8,8 +8,8 @@ import pytest
 import torch
 from ds_testing import MemoryConformance
 from ds_zero.config import ZeroConfig
-from ds_zero.memory import offload_of
-from ds_zero.plan import Offload, PlannedRun, predict
+from ds_zero.planning.memory import offload_of
+from ds_zero.planning.plan import Offload, PlannedRun, predict
 from torch import nn
 
 CPU = {"device": "cpu"}

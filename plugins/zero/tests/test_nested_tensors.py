@@ -1,4 +1,4 @@
-"""`ds_zero.nested_tensors`."""
+"""`ds_zero.gather.nested_tensors`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from ds_zero.nested_tensors import tensors_of
+from ds_zero.gather.nested_tensors import tensors_of
 
 
 class Pair(NamedTuple):

@@ -17,8 +17,8 @@ import torch
 from ds_cli.app import make_app
 from ds_testing import Traffic, run_ranks
 from ds_zero.config import ZeroConfig
-from ds_zero.plan import Need, Offload, PlannedRun, plan, predict, recommend
-from ds_zero.plan_model import of_size
+from ds_zero.planning.model import of_size
+from ds_zero.planning.plan import Need, Offload, PlannedRun, plan, predict, recommend
 from torch import Tensor, nn
 from typer.testing import CliRunner
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from ds_cli.app import make_app
-from ds_zero.plan_activations import count_activations
-from ds_zero.plan_model import divide_matrices
+from ds_zero.planning.activations import count_activations
+from ds_zero.planning.model import divide_matrices
 from torch import Tensor, nn
 from typer.testing import CliRunner
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from ds_cli.app import make_app
 from ds_testing import run_ranks
-from ds_zero.against import Snapshot, compare, read_snapshots
 from ds_zero.config import ZeroConfig
-from ds_zero.plan import Kinds, Need, Offload, PlannedRun, predict
+from ds_zero.planning.against import Snapshot, compare, read_snapshots
+from ds_zero.planning.plan import Kinds, Need, Offload, PlannedRun, predict
 from torch import Tensor, nn
 from typer.testing import CliRunner
 

@@ -375,7 +375,7 @@ def killed() -> str:
     """The worker's optimizer step raises."""
     import threading
 
-    from ds_zero.host_worker import WorkerError
+    from ds_zero.offload.host_worker import WorkerError
 
     engine, _ = make({"stage": 2, "zenflow": {**LATE, "select_interval": 100}})
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from ds_testing import Traffic, run_ranks
 from ds_testing.partitioner import CASES, PartitionerConformance
-from ds_zero.layout import Layout
-from ds_zero.owned_tensors import choose_owners
+from ds_zero.buckets.layout import Layout
+from ds_zero.buckets.owned_tensors import choose_owners
 from torch import Tensor, nn
 
 SMALL = {"reduce_bucket_size": 150, "param_persistence_threshold": 15, "prefetch_bucket_size": 100}

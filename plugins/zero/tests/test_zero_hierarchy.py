@@ -230,7 +230,7 @@ def on_two_hosts(zero: dict[str, Any]) -> tuple[dict[str, float], dict[str, list
     """
     from ds_core import comm
 
-    with mock.patch("ds_zero.hierarchy.host_name", return_value=f"host {comm.rank() // 2}"):
+    with mock.patch("ds_zero.comm.hierarchy.host_name", return_value=f"host {comm.rank() // 2}"):
         (found,) = differences([zero], {"bf16": {"enabled": True}, "gradient_clipping": 0.1}, False)
         return found, crossings(zero, {})
 

@@ -18,7 +18,7 @@ import ds_zero
 import pytest
 import torch
 from ds_testing import run_ranks
-from ds_zero.sharded_param import untracked
+from ds_zero.init.sharded_param import untracked
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.overrides import _len_torch_function_stack
@@ -171,13 +171,13 @@ def built_on_disk(folder: str) -> list[int]:
     """
     from pathlib import Path
 
-    import ds_zero.sharded_param as sharded
+    import ds_zero.init.sharded_param as sharded
 
     sharded.STORED = 16
     far = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}
     with ds_zero.Init(config_dict_or_path=config(3, "bfloat16", offload_param=far)):
         model = Everything()
-    shards = [ds_zero.sharded_param.sharded_param_of(p).shard for p in model.parameters()]  # type: ignore[union-attr]
+    shards = [ds_zero.init.sharded_param.sharded_param_of(p).shard for p in model.parameters()]  # type: ignore[union-attr]
     found = [
         max(s.untyped_storage().nbytes() for s in shards if s is not None),
         len(list(Path(folder).rglob("*.bin"))),
@@ -246,7 +246,7 @@ def check_reused_addresses() -> None:
     """What transformers does with ``torch.tensor([]).device``, where chance gives it a place that
     was a weight's.
     """
-    from ds_zero.sharded_param import ShardedParam
+    from ds_zero.init.sharded_param import ShardedParam
 
     from ds_core import comm
 
@@ -395,7 +395,7 @@ def settled() -> int:
 def measure() -> None:
     """Peaks in elements of one layer: while building, and while `initialize` takes the parts
     over."""
-    from ds_zero.gather_unit import BucketUnit
+    from ds_zero.gather.unit import BucketUnit
 
     import ds_core
     from ds_core import comm

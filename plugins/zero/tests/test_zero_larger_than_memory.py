@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from ds_zero.config import ZeroConfig
-from ds_zero.plan import Offload, PlannedRun, predict
+from ds_zero.planning.plan import Offload, PlannedRun, predict
 
 from ds_core.precision import Precision, cast_module
 from plugins.zero.tests.train_large import LIMIT, WIDTH, build, config

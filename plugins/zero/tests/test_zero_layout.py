@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from ds_zero.layout import Layout
+from ds_zero.buckets.layout import Layout
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn

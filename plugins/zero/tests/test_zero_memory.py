@@ -73,7 +73,7 @@ def test_bytes_per_parameter(stage: int, world: int) -> None:
 
 def test_parts_are_equal_where_whole_rows_would_not_be() -> None:
     """No rank holds more than its share, whatever the shapes (padding apart)."""
-    from ds_zero.layout import Layout
+    from ds_zero.buckets.layout import Layout
 
     sizes = [50257 * 768, 1024 * 768, *[768 * 3 * 768, 3 * 768, 768 * 768, 768] * 12]
     layout = Layout.of(sizes, 4096)

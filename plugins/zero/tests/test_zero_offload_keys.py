@@ -209,7 +209,7 @@ class Lazy(torch.utils._python_dispatch.TorchDispatchMode):
 
 def test_the_host_waits_for_copies_and_only_for_those_it_needs() -> None:
     from ds_state_stores import HostStore
-    from ds_zero.placement import Transfers
+    from ds_zero.offload.placement import Transfers
 
     from ds_core.kernels import Kernels
     from ds_core.plugins import Plugins
@@ -325,7 +325,7 @@ def test_nothing_reads_what_a_copy_has_not_brought_yet(
         return len({t.untyped_storage()._cdata in device.host for t in tensors}) == 1
 
     kept: list[Tensor] = []
-    monkeypatch.setattr("ds_zero.flat._together", together)
+    monkeypatch.setattr("ds_zero.buckets.flat._together", together)
     monkeypatch.setattr(StateStore, "buffer", buffer)
     monkeypatch.setattr("ds_core.opening.get_accelerator", lambda plugins: Accelerator())
     with device:
@@ -463,7 +463,7 @@ def unused_beside_a_device(monkeypatched: bool) -> float:
     """How far 16-bit weights that nobody used have moved where steps write theirs into host memory
     first.
     """
-    import ds_zero.flat as flat
+    import ds_zero.buckets.flat as flat
 
     from plugins.zero.tests.test_zero_offload_numbers import make, steps, whole
 

@@ -297,7 +297,7 @@ def watched(folder: Path) -> dict[str, Any]:
     """What of weights is in memory while steps and an evaluation run, whether reads ran ahead, and
     what was read.
     """
-    from ds_zero.away import AwayShard
+    from ds_zero.offload.away import AwayShard
 
     far = {"device": "disk", "max_in_cpu": 400, "buffer_count": 2, "buffer_size": 300}
     engine = make(

@@ -44,8 +44,8 @@ def one_step(engine: Any, case: Case, step: int) -> float:
 
 
 def states(engine: Any, state: str) -> list[Tensor]:
-    from ds_zero.offload_states import _tensors
-    from ds_zero.state_offload import OffloadStateTypeEnum
+    from ds_zero.offload.offload_states import _tensors
+    from ds_zero.offload.state_offload import OffloadStateTypeEnum
 
     return list(_tensors(engine.partitioner, engine.optimizer, OffloadStateTypeEnum(state)))
 

@@ -18,9 +18,9 @@ from unittest import mock
 import pytest
 import torch
 from ds_testing import Traffic
-from ds_zero import flat
+from ds_zero.buckets import flat
 from ds_zero.config import ZeroConfig
-from ds_zero.plan import PlannedRun, lay_out, predict
+from ds_zero.planning.plan import PlannedRun, lay_out, predict
 from torch import Tensor, nn
 
 from ds_core.precision import Precision, cast_module
@@ -164,7 +164,7 @@ def storages(tensors: Any) -> dict[int, int]:
 def one_of(world: int, rank: int) -> Iterator[None]:
     """This process as rank `rank` of `world`, whose others say what this one says."""
     import torch.distributed as dist
-    from ds_zero.grads import Reducer
+    from ds_zero.reduce.reducer import Reducer
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -317,7 +317,7 @@ def until_broken(stuck: bool) -> tuple[list[str], bool]:
     """What a step says whose worker fails or never ends, and whether the run then goes on as if it
     had not.
     """
-    import ds_zero.super_offload as module
+    import ds_zero.offload.super_offload as module
 
     from ds_core.errors import DSError
 
@@ -407,7 +407,7 @@ def held(stage: int, dtype: str, zero: dict[str, Any]) -> tuple[int, int]:
     """Bytes that attempts save, as planned and in fact."""
     from dataclasses import replace
 
-    from ds_zero.plan import Offload, PlannedRun, predict
+    from ds_zero.planning.plan import Offload, PlannedRun, predict
 
     engine = make({"stage": stage, **offload(True), **zero}, dtype=dtype, gradient_clipping=NEVER)
     run = PlannedRun(1, engine.ctx.precision, casts=False)

@@ -164,7 +164,7 @@ def test_default_leaf_classes_are_those_of_the_installed_version() -> None:
 
 def leaves() -> list[str]:
     from ds_zero.config import LeafModules
-    from ds_zero.units import find_leaves
+    from ds_zero.gather.grouping import find_leaves
 
     model = build("mixtral")
     found = find_leaves(model, LeafModules())

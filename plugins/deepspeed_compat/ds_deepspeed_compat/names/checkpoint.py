@@ -18,7 +18,7 @@ _UNIVERSAL = missing(
     "every checkpoint loads at any layout; `dscore checkpoint import` reads DeepSpeed's"
 )
 _ENGINES = differs(
-    "ds_deepspeed_compat.checkpoint_engines",
+    "ds_deepspeed_compat.services.checkpoint_engines",
     "for files of a program's own; the hook ds_checkpointer makes the engine's",
 )
 _READ = "ds_checkpoint_deepspeed"
@@ -35,7 +35,7 @@ NAMES: Mapping[str, Rows] = {
         "convert_zero_checkpoint_to_fp32_state_dict "
         "convert_zero_checkpoint_to_state_dict": _CONVERTED,
         "get_model_state_file get_optim_files get_model_state_files get_checkpoint_files": differs(
-            "ds_checkpoint_deepspeed.state_files",
+            "ds_checkpoint_deepspeed.ranks.state_files",
             "of a checkpoint of ds_core's: two small files that are made to be read",
         ),
         "parse_model_states parse_optim_states": _FILES,
@@ -84,13 +84,13 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.runtime.checkpoint_engine "
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": {
         "TorchCheckpointEngine": differs(
-            "ds_deepspeed_compat.checkpoint_engines",
+            "ds_deepspeed_compat.services.checkpoint_engines",
             "load takes tensors and plain values, to the host unless told",
         ),
     },
     "deepspeed.runtime.state_dict_factory": {
         "SDLoaderFactory SDLoaderBase MegatronSDLoader": differs(
-            "ds_checkpoint_deepspeed.state_dict_loaders",
+            "ds_checkpoint_deepspeed.ranks.state_dict_loaders",
             "read without running code in the files; quantize=True is an error: "
             "init_inference(quant=...)",
         )

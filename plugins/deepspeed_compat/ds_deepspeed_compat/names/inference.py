@@ -13,7 +13,7 @@ _POLICY = differs(
     "a value of injection_policy; the family says what is in its layers",
 )
 _RAGGED = differs(
-    "ds_deepspeed_compat.ragged_config", "checked; the engine that serves is `dscore serve`"
+    "ds_deepspeed_compat.configs.ragged_config", "checked; the engine that serves is `dscore serve`"
 )
 _SERVING = missing(
     "`dscore serve` serves many requests at a time, and ds_inference.serve from Python"
@@ -26,16 +26,18 @@ _SIZES = "made with its sizes, as nn.Linear is; initialize divides it"
 _ROW = differs("ds_tensor_parallel:RowParallelLinear", _SIZES)
 _COLUMN = differs("ds_tensor_parallel:ColumnParallelLinear", _SIZES)
 _RULES = differs(
-    "ds_tensor_parallel.autotp_config",
+    "ds_tensor_parallel.planning.autotp_config",
     "a value of tensor_parallel.partition_config, or the config of tp_model_init",
 )
 _PRESETS = differs(
-    "ds_tensor_parallel.autotp_config",
+    "ds_tensor_parallel.planning.autotp_config",
     "bloom, llama, qwen2; for others an error: set tensor_parallel.preset_model",
 )
-_NUMBERS = differs("ds_inference.optimized_linear", "whole numbers of 8 or 4 bits, on any device")
+_NUMBERS = differs(
+    "ds_inference.weights.optimized_linear", "whole numbers of 8 or 4 bits, on any device"
+)
 _LINEAR_INIT = differs(
-    "ds_inference.optimized_linear",
+    "ds_inference.weights.optimized_linear",
     "layers are changed when the block ends, weights loaded by then",
 )
 _COMPRESSION = differs("ds_compression", "layers keep their classes and names")
@@ -65,7 +67,7 @@ NAMES: Mapping[str, Rows] = {
         "ActivationQuantConfig "
         "QKVQuantConfig BaseQuantConfig InferenceCheckpointConfig MoETypeEnum "
         "QuantTypeEnum": "ds_inference.config",
-        "DtypeEnum": "ds_deepspeed_compat.enums",
+        "DtypeEnum": "ds_deepspeed_compat.utils.enums",
     },
     "deepspeed.module_inject": {
         "replace_transformer_layer revert_transformer_layer ReplaceWithTensorSlicing "
@@ -77,7 +79,7 @@ NAMES: Mapping[str, Rows] = {
         "set_autotp_mode": LEGACY_TENSOR_PARALLEL,
         "AutoTPConfig": _RULES,
         "AutoTPPresets": _PRESETS,
-        "TPLayerSpec PartitionType merge_autotp_configs": "ds_tensor_parallel.autotp_config",
+        "TPLayerSpec PartitionType merge_autotp_configs": "ds_tensor_parallel.planning.autotp_config",
     },
     "deepspeed.module_inject.layers": {
         "LinearAllreduce": _ROW,
@@ -89,7 +91,7 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.module_inject.autotp_config": {
         "AutoTPConfig": _RULES,
         "AutoTPPresets": _PRESETS,
-        "TPLayerSpec PartitionType merge_autotp_configs": "ds_tensor_parallel.autotp_config",
+        "TPLayerSpec PartitionType merge_autotp_configs": "ds_tensor_parallel.planning.autotp_config",
     },
     "deepspeed.module_inject.replace_policy deepspeed.module_inject.containers": {
         "HFBertLayerPolicy HFGPT2LayerPolicy BLOOMLayerPolicy HFGPTNEOLayerPolicy "
@@ -108,7 +110,7 @@ NAMES: Mapping[str, Rows] = {
         "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter": "ds_sequence_parallel.deepspeed_names",
         "TiledMLP TiledFusedLogitsLoss": "ds_sequence_parallel",
         "SequenceTiledCompute "
-        "sequence_tiled_compute": "ds_sequence_parallel.sequence_tiled_compute",
+        "sequence_tiled_compute": "ds_sequence_parallel.tiles.sequence_tiled_compute",
     },
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": {
         "initialize_sequence_parallel": differs(
@@ -117,7 +119,7 @@ NAMES: Mapping[str, Rows] = {
         ),
         **{
             f"get_sequence_parallel_{what}": differs(
-                f"ds_deepspeed_compat.groups:_get_sequence_parallel_{what}",
+                f"ds_deepspeed_compat.utils.groups:_get_sequence_parallel_{what}",
                 "answered from the mesh of the latest live engine; before initialize an error",
             )
             for what in ("group", "world_size", "rank")
@@ -128,7 +130,7 @@ NAMES: Mapping[str, Rows] = {
         "_SeqAllToAll": "ds_sequence_parallel.deepspeed_names",
     },
     "deepspeed.sequence.fpdt_layer": {
-        "FPDT_Attention FPDT_FFN FPDT_LogitsLoss FPDT_InputConstruct": "ds_sequence_parallel.fpdt"
+        "FPDT_Attention FPDT_FFN FPDT_LogitsLoss FPDT_InputConstruct": "ds_sequence_parallel.attention.fpdt"
     },
     "deepspeed.sequence.cross_entropy": {
         "vocab_sequence_parallel_cross_entropy": "ds_sequence_parallel.deepspeed_names"
@@ -150,27 +152,27 @@ NAMES: Mapping[str, Rows] = {
     },
     "deepspeed.compression.helper": {
         "recursive_getattr recursive_setattr convert_conv1d_to_linear module_replacement": (
-            "ds_deepspeed_compat.module_paths"
+            "ds_deepspeed_compat.utils.module_paths"
         ),
     },
     "deepspeed.linear": {
-        "OptimizedLinear LoRAConfig init_lora": "ds_inference.optimized_linear",
+        "OptimizedLinear LoRAConfig init_lora": "ds_inference.weights.optimized_linear",
         "QuantizationConfig": _NUMBERS,
         "Init": _LINEAR_INIT,
     },
     "deepspeed.linear.config": {
-        "LoRAConfig": "ds_inference.optimized_linear",
+        "LoRAConfig": "ds_inference.weights.optimized_linear",
         "QuantizationConfig": _NUMBERS,
     },
     "deepspeed.linear.context_manager": {
-        "init_lora": "ds_inference.optimized_linear",
+        "init_lora": "ds_inference.weights.optimized_linear",
         "Init": _LINEAR_INIT,
     },
     "deepspeed.linear.optimized_linear": {
-        "OptimizedLinear LoRAOptimizedLinear": "ds_inference.optimized_linear"
+        "OptimizedLinear LoRAOptimizedLinear": "ds_inference.weights.optimized_linear"
     },
     "deepspeed.linear.quantization": {
-        "QuantizedLinear": "ds_inference.optimized_linear",
+        "QuantizedLinear": "ds_inference.weights.optimized_linear",
         "QuantizedParameter": missing("numbers and scales are buffers of QuantizedLinear"),
     },
     "deepspeed.model_implementations": {"DeepSpeedTransformerInference": _INJECTION},

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ds_deepspeed_compat.names.entry import Rows, differs, missing
 
 _BUILDER = differs(
-    "ds_deepspeed_compat.op_builder",
+    "ds_deepspeed_compat.services.op_builder",
     "`dscore ops build` builds; load() gives the optimizer's kernel",
 )
 _SPARSE = missing(
@@ -17,7 +17,7 @@ _GDS = missing("files are read into host memory; use `AsyncIOBuilder`")
 
 NAMES: Mapping[str, Rows] = {
     "deepspeed.ops": {
-        "__compatible_ops__": "ds_deepspeed_compat.op_builder:compatible_ops",
+        "__compatible_ops__": "ds_deepspeed_compat.services.op_builder:compatible_ops",
         "DeepSpeedTransformerLayer DeepSpeedTransformerConfig": "ds_ops_cuda.transformer",
     },
     "deepspeed.ops.transformer deepspeed.ops.transformer.transformer": {
@@ -30,7 +30,7 @@ NAMES: Mapping[str, Rows] = {
         ),
     },
     "deepspeed.ops.op_builder deepspeed.ops.op_builder.all_ops": {
-        "ALL_OPS": "ds_deepspeed_compat.op_builder",
+        "ALL_OPS": "ds_deepspeed_compat.services.op_builder",
     },
     "deepspeed.ops.op_builder deepspeed.ops.op_builder.builder": {"OpBuilder": _BUILDER},
     "deepspeed.ops.op_builder": {

@@ -15,7 +15,7 @@ NAMES: Mapping[str, Rows] = {
         "PipelineModule LayerSpec TiedLayerSpec": "ds_pipeline",
         "PipelineError": "ds_core.errors:UsageError",
     },
-    "deepspeed.runtime.pipe.engine": {"PipelineEngine": "ds_deepspeed_compat.engine"},
+    "deepspeed.runtime.pipe.engine": {"PipelineEngine": "ds_deepspeed_compat.engines.engine"},
     "deepspeed.runtime.pipe.topology": {
         "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology "
         "PipelineParallelGrid": "ds_pipeline",
@@ -25,6 +25,6 @@ NAMES: Mapping[str, Rows] = {
         "BufferOpInstruction "
         "OptimizerStep ReduceGrads ReduceTiedGrads LoadMicroBatch ForwardPass BackwardPass "
         "SendActivation "
-        "RecvActivation SendGrad RecvGrad": "ds_pipeline.schedule",
+        "RecvActivation SendGrad RecvGrad": "ds_pipeline.schedules.schedule",
     },
 }

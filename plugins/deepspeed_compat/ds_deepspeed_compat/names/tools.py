@@ -9,7 +9,7 @@ from ds_deepspeed_compat.names.entry import Rows, differs, missing
 _AUTOTUNING = missing(
     "no class tunes: `dscore tune` and `dscore run --autotuning` do, with ds-autotuning"
 )
-_MONITORS = "ds_deepspeed_compat.monitors"
+_MONITORS = "ds_deepspeed_compat.services.monitors"
 
 NAMES: Mapping[str, Rows] = {
     "deepspeed.launcher.runner": {
@@ -28,13 +28,15 @@ NAMES: Mapping[str, Rows] = {
     },
     "deepspeed.nvme": {"ds_io_main": "ds_deepspeed_compat.io_command:main"},
     "deepspeed.io": {
-        "PyFileWriter MockFileWriter": "ds_deepspeed_compat.file_writers",
+        "PyFileWriter MockFileWriter": "ds_deepspeed_compat.services.file_writers",
         "FastFileWriter FastFileWriterConfig": differs(
-            "ds_deepspeed_compat.file_writers",
+            "ds_deepspeed_compat.services.file_writers",
             "writes through the system's cache, then waits for the disk",
         ),
     },
-    "deepspeed.io.base_file_writer": {"BaseFileWriter": "ds_deepspeed_compat.file_writers"},
+    "deepspeed.io.base_file_writer": {
+        "BaseFileWriter": "ds_deepspeed_compat.services.file_writers"
+    },
     "deepspeed.env_report": {"main cli_main": "ds_deepspeed_compat.report"},
     "deepspeed.profiling.flops_profiler deepspeed.profiling.flops_profiler.profiler": {
         "FlopsProfiler get_model_profile number_to_string flops_to_string macs_to_string "
@@ -42,26 +44,26 @@ NAMES: Mapping[str, Rows] = {
         "duration_to_string bytes_to_string": "ds_flops_profiler",
     },
     "deepspeed.profiling.config": {
-        "DeepSpeedFlopsProfilerConfig": "ds_deepspeed_compat.section_defaults"
+        "DeepSpeedFlopsProfilerConfig": "ds_deepspeed_compat.configs.section_defaults"
     },
     "deepspeed.comm.config": {
-        "CommsLoggerConfig": "ds_deepspeed_compat.config_models",
-        "DeepSpeedCommsConfig": "ds_deepspeed_compat.section_defaults",
+        "CommsLoggerConfig": "ds_deepspeed_compat.configs.config_models",
+        "DeepSpeedCommsConfig": "ds_deepspeed_compat.configs.section_defaults",
     },
-    "deepspeed.compile.config": {"CompileConfig": "ds_deepspeed_compat.config_models"},
+    "deepspeed.compile.config": {"CompileConfig": "ds_deepspeed_compat.configs.config_models"},
     "deepspeed.utils.config": {
-        "DeepSpeedThroughputTimerConfig get_timers_config": "ds_deepspeed_compat.section_defaults",
+        "DeepSpeedThroughputTimerConfig get_timers_config": "ds_deepspeed_compat.configs.section_defaults",
     },
     "deepspeed.autotuning.config": {
-        "DeepSpeedAutotuningConfig": "ds_deepspeed_compat.section_defaults"
+        "DeepSpeedAutotuningConfig": "ds_deepspeed_compat.configs.section_defaults"
     },
     "deepspeed.monitor.monitor": {
         "MonitorMaster TensorBoardMonitor csvMonitor WandbMonitor CometMonitor": _MONITORS,
         "Monitor": "ds_core.telemetry",
     },
     "deepspeed.monitor.config": {
-        "TensorBoardConfig WandbConfig CometConfig CSVConfig": "ds_deepspeed_compat.config_models",
-        "DeepSpeedMonitorConfig get_monitor_config": "ds_deepspeed_compat.section_defaults",
+        "TensorBoardConfig WandbConfig CometConfig CSVConfig": "ds_deepspeed_compat.configs.config_models",
+        "DeepSpeedMonitorConfig get_monitor_config": "ds_deepspeed_compat.configs.section_defaults",
     },
     "deepspeed.monitor.tensorboard": {"TensorBoardMonitor": _MONITORS},
     "deepspeed.monitor.csv_monitor": {"csvMonitor": _MONITORS},

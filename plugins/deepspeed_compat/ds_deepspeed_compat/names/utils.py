@@ -14,7 +14,7 @@ _SAFE: Rows = {
     "safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad "
     "safe_set_local_optimizer_state "
     "safe_update_full_grad_vectorized": "ds_access",
-    "fragment_address": "ds_deepspeed_compat.tensor_helpers",
+    "fragment_address": "ds_deepspeed_compat.utils.tensor_helpers",
     "tensor_fragment get_full_hp_param get_hp_fragment_mapping": missing(
         "safe_get_full_fp32_param"
     ),
@@ -25,7 +25,7 @@ _LEAVES: Rows = {
     "unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module z3_leaf_parameter": "ds_zero",
 }
 _LOGS: Rows = {
-    "logger log_dist log_dist_once set_log_level_from_string": "ds_deepspeed_compat.logs",
+    "logger log_dist log_dist_once set_log_level_from_string": "ds_deepspeed_compat.utils.logs",
 }
 
 NAMES: Mapping[str, Rows] = {
@@ -34,23 +34,23 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.utils deepspeed.utils.logging": _LOGS,
     "deepspeed.utils": {
         "RepeatingLoader": "ds_core",
-        "OnDevice": "ds_deepspeed_compat.devices",
-        "instrument_w_nvtx": "ds_deepspeed_compat.helpers",
+        "OnDevice": "ds_deepspeed_compat.utils.devices",
+        "instrument_w_nvtx": "ds_deepspeed_compat.utils.helpers",
         "init_distributed": "ds_core",
     },
     "deepspeed.utils.logging": {
         "LoggerFactory log_levels warning_once print_dist print_json_dist print_configuration "
         "get_current_level "
-        "should_log_le get_log_level_from_string": "ds_deepspeed_compat.logs",
+        "should_log_le get_log_level_from_string": "ds_deepspeed_compat.utils.logs",
     },
     "deepspeed.utils.module_utils": {
-        "recursive_getattr recursive_setattr": "ds_deepspeed_compat.module_paths"
+        "recursive_getattr recursive_setattr": "ds_deepspeed_compat.utils.module_paths"
     },
-    "deepspeed.utils.types": {"ActivationFuncType NormType": "ds_deepspeed_compat.enums"},
+    "deepspeed.utils.types": {"ActivationFuncType NormType": "ds_deepspeed_compat.utils.enums"},
     "deepspeed.utils.bwc": {
         "bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size "
         "bwc_tensor_model_parallel_group "
-        "bwc_pipeline_parallel_world_size bwc_pipeline_parallel_group": "ds_deepspeed_compat.bwc",
+        "bwc_pipeline_parallel_world_size bwc_pipeline_parallel_group": "ds_deepspeed_compat.utils.bwc",
     },
     "deepspeed.utils.debug": {
         "debug_clear_module_and_param_names debug_extract_module_and_param_names debug_module2name "
@@ -58,16 +58,16 @@ NAMES: Mapping[str, Rows] = {
         "debug_param2name_id_shape "
         "debug_param2name_id_shape_device debug_param2name_id_numel "
         "debug_param2name_id_shape_status "
-        "debug_module2class print_rank print_rank0": "ds_deepspeed_compat.debug_names",
+        "debug_module2class print_rank print_rank0": "ds_deepspeed_compat.utils.debug_names",
     },
-    "deepspeed.utils.init_on_device": {"OnDevice": "ds_deepspeed_compat.devices"},
-    "deepspeed.utils.nvtx": {"instrument_w_nvtx": "ds_deepspeed_compat.helpers"},
+    "deepspeed.utils.init_on_device": {"OnDevice": "ds_deepspeed_compat.utils.devices"},
+    "deepspeed.utils.nvtx": {"instrument_w_nvtx": "ds_deepspeed_compat.utils.helpers"},
     "deepspeed.utils.distributed": {"init_distributed": "ds_core"},
     "deepspeed.utils.exceptions": {"DeprecatedException": "ds_core.errors:UsageError"},
-    "deepspeed.utils.torch": {"required_torch_version": "ds_deepspeed_compat.helpers"},
+    "deepspeed.utils.torch": {"required_torch_version": "ds_deepspeed_compat.utils.helpers"},
     "deepspeed.utils.timer": {
         "SynchronizedWallClockTimer ThroughputTimer NoopTimer "
-        "trim_mean": "ds_deepspeed_compat.timers",
+        "trim_mean": "ds_deepspeed_compat.utils.timers",
     },
     "deepspeed.utils.comms_logging": {
         "CommsLogger": differs(
@@ -98,7 +98,7 @@ NAMES: Mapping[str, Rows] = {
         "_get_zero_param_intra_parallel_group _zero_param_parallel_is_initialized "
         "_get_zero_param_intra_parallel_group_world_size "
         "_get_broadcast_src_rank _clone_world_group": differs(
-            "ds_deepspeed_compat.groups",
+            "ds_deepspeed_compat.utils.groups",
             "answered from the mesh of the latest live engine; before initialize an error",
         ),
     },

@@ -23,7 +23,7 @@ from ds_inference.families.description import (
     Transformer,
 )
 from ds_inference.families.reading import Unknown
-from ds_inference.quantised import QuantizedExperts, QuantizedLinear
+from ds_inference.weights.quantised import QuantizedExperts, QuantizedLinear
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_inference.requests import Finish, Output
+from ds_inference.generate.requests import Finish, Output
+from ds_inference.generate.stopping import Decode
 from ds_inference.serve.text import Text
-from ds_inference.stopping import Decode
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from ds_inference.requests import SamplingParams
+from ds_inference.generate.requests import SamplingParams
 from ds_inference.serve.answers import Choice, Piece, Reply, Usage
 from ds_inference.serve.errors import Refusal
 from ds_inference.serve.metrics import Metrics

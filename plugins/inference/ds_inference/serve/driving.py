@@ -10,11 +10,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ds_inference.requests import Output, Request, SamplingParams
+from ds_inference.generate.requests import Output, Request, SamplingParams
 
 if TYPE_CHECKING:
-    from ds_inference.generation import Generator
-    from ds_inference.requests import Handle
+    from ds_inference.generate.generator import Generator
+    from ds_inference.generate.requests import Handle
 
 Command = list[Any]
 Link = Callable[[list[Command]], list[Command]]

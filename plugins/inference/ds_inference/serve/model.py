@@ -18,7 +18,7 @@ from ds_inference.serve.driving import Link
 from ds_inference.serve.errors import Refusal
 
 if TYPE_CHECKING:
-    from ds_inference.generation import Generator
+    from ds_inference.generate.generator import Generator
 
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% "

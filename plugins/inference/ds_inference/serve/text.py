@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds_inference.stopping import Decode, Detokenizer
+from ds_inference.generate.stopping import Decode, Detokenizer
 
 
 class Text:

@@ -17,12 +17,12 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ds_core.errors import DSError
-from ds_inference.requests import Finish, Output, SamplingParams
+from ds_inference.generate.requests import Finish, Output, SamplingParams
 from ds_inference.serve.driving import STOP, Command, Driver, Link, cancel, submit
 from ds_inference.serve.errors import Refusal, told
 
 if TYPE_CHECKING:
-    from ds_inference.generation import Generator
+    from ds_inference.generate.generator import Generator
 
 log = logging.getLogger("ds_inference.serve")
 

@@ -31,9 +31,9 @@ from torch import Tensor
 from ds_core import comm
 from ds_core.errors import UsageError
 from ds_core.stepping import Stepper
-from ds_zero.host_worker import HostWorker, cores_for
-from ds_zero.state_offload import OffloadedStates, OffloadStateTypeEnum
-from ds_zero.tiled_step import settings_of
+from ds_zero.offload.host_worker import HostWorker, cores_for
+from ds_zero.offload.state_offload import OffloadedStates, OffloadStateTypeEnum
+from ds_zero.offload.tiled_step import settings_of
 from ds_zero.updates import Updates
 from ds_zero.zenflow import saving
 from ds_zero.zenflow.columns import important
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ds_zero.base import ZeroPartitioner
+    from ds_zero.buckets.flat import FlatBucket
+    from ds_zero.buckets.records import Piece
     from ds_zero.config import ZenFlowConfig
-    from ds_zero.flat import FlatBucket
-    from ds_zero.records import Piece
 
 
 class ZenFlow(Updates):

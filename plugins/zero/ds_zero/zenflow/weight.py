@@ -15,9 +15,9 @@ from ds_zero.zenflow.columns import Chosen, Rectangle, count_of, rectangles, squ
 
 if TYPE_CHECKING:
     from ds_core.accelerator import Accelerator
-    from ds_zero.flat import FlatBucket
-    from ds_zero.host_worker import Ticket
-    from ds_zero.records import Piece
+    from ds_zero.buckets.flat import FlatBucket
+    from ds_zero.buckets.records import Piece
+    from ds_zero.offload.host_worker import Ticket
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,1 @@
+"""What is tried, in which order, and why it won."""

@@ -1,0 +1,1 @@
+"""One trial: its processes, what it measures, what it leaves."""

@@ -1,0 +1,173 @@
+"""The part of saving that needs no engine and no collective: one rank's files, and rank 0's commit.
+
+So it runs in the caller's thread or in another one, while training goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_run_state.states import StateTensor
+from torch import Tensor
+
+from ds_checkpoint.folder import files
+from ds_checkpoint.folder.format import (
+    COMMON,
+    FORMAT,
+    MANIFEST,
+    README,
+    VERSION,
+    Manifest,
+    Mark,
+    local_file,
+    rank_file,
+    render_manifest,
+)
+from ds_checkpoint.folder.layout import items_of, merge, rows_of
+from ds_checkpoint.folder.tensorfile import Item, write_tensors
+from ds_core.errors import CheckpointError
+
+log = logging.getLogger("ds_checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What one rank is to write, all checked: its pieces of states, and values in JSON with their
+    tensors.
+
+    buffers: this rank's own, of which those that differ join `local_tensors`. head: the fields of
+    the manifest that one rank knows.
+    """
+
+    tag: str
+    rank: int
+    pieces: list[StateTensor]
+    coord: dict[str, int]
+    excluded: list[str]
+    frozen: list[str]
+    shared: dict[str, str]
+    extra: list[str]
+    local: Any
+    local_tensors: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    common_tensors: dict[str, Tensor]
+    head: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveJob:
+    """Where it goes. temporary: the directory to write into, which becomes ``root/tag``."""
+
+    root: Path
+    tag: str
+    temporary: Path
+    save_id: str
+    serial: int
+    save_latest: bool
+    keep_last: int | None
+
+
+def write(prepared: Prepared, job: SaveJob) -> dict[str, Any]:
+    """Write this rank's files; what the manifest needs to know of them, as JSON."""
+    rank = prepared.rank
+    head = prepared.head
+    if not job.temporary.is_dir():
+        raise CheckpointError(
+            f"{job.temporary}, made by rank 0, is not there; save_dir must be on storage all ranks "
+            "share; "
+            "or set checkpoint.use_node_local_storage, for folders of each host. Where its name "
+            "has the time in it, "
+            "ranks name different folders: make it on rank 0 and broadcast it"
+        )
+    marks: dict[str, Mark] = {}
+
+    def write_one(name: str, items: Iterable[Item], **values: str) -> None:
+        mark = {
+            "format": f"{FORMAT} {VERSION}",
+            "save_id": job.save_id,
+            "file": name,
+            "step": str(head["step"]),
+        }
+        mark |= {"rank": str(rank), "world_size": str(head["world_size"])}
+        marks[name] = write_tensors(job.temporary / name, items, mark | values)
+
+    rows = rows_of(prepared.pieces, prepared.coord, rank_file(rank))
+    items = items_of(prepared.pieces)
+    if items:
+        write_one(rank_file(rank), items)
+    write_one(
+        local_file(rank), _plain_items(prepared.local_tensors), values=json.dumps(prepared.local)
+    )
+    if rank == 0 and prepared.common_tensors:
+        write_one(COMMON, _plain_items(prepared.common_tensors))
+    files.sync_directory(job.temporary)
+    return {
+        "files": {name: [mark.size, mark.checksum] for name, mark in marks.items()},
+        "states": rows,
+        "excluded": prepared.excluded,
+        "frozen": prepared.frozen,
+        "shared": prepared.shared,
+        "extra": prepared.extra,
+    }
+
+
+def _plain_items(tensors: Mapping[str, Tensor]) -> list[Item]:
+    return [(key, tuple(t.shape), t.dtype, lambda t=t: t) for key, t in tensors.items()]  # type: ignore[misc]
+
+
+def seal(prepared: Prepared, job: SaveJob, written: list[dict[str, Any]]) -> None:
+    """Rank 0, once all ranks' files are on the disk: the manifest.
+
+    Only its name is missing to a checkpoint then.
+    """
+    manifest = Manifest(
+        save_id=job.save_id,
+        tag=job.tag,
+        serial=job.serial,
+        files={name: Mark(*mark) for report in written for name, mark in report["files"].items()},
+        states=merge(row for report in written for row in report["states"]),
+        shared={alias: name for report in written for alias, name in report["shared"].items()},
+        excluded=tuple(sorted({name for report in written for name in report["excluded"]})),
+        frozen=tuple(sorted({name for report in written for name in report["frozen"]})),
+        module_extra={
+            name: rank for rank, r in reversed(list(enumerate(written))) for name in r["extra"]
+        },
+        **prepared.head,
+    )
+    files.write_file(job.temporary / README, _readme(job.tag))
+    files.write_file(job.temporary / MANIFEST, render_manifest(manifest))
+
+
+def commit(prepared: Prepared, job: SaveJob, written: list[dict[str, Any]]) -> None:
+    """`seal`, and the name that makes it a checkpoint."""
+    seal(prepared, job, written)
+    files.put_in_place(job.temporary, job.root / job.tag)
+
+
+def publish(job: SaveJob) -> None:
+    """The first rank that sees a folder, last: ``latest``, and the removal of checkpoints beyond
+    ``keep_last``.
+    """
+    if job.save_latest:
+        files.write_latest(job.root, job.tag)
+    if job.keep_last is not None:
+        files.prune(job.root, job.keep_last, job.tag)
+
+
+def _readme(tag: str) -> bytes:
+    return f"""# A checkpoint of ds_core
+
+Tensors are in safetensors files, all else in manifest.json; nothing here is pickled or executable. With ds-checkpoint
+and ds-cli installed (`pip install ds-checkpoint ds-cli`), in the folder above this one:
+
+    dscore checkpoint inspect {tag}
+    dscore checkpoint verify {tag}
+    dscore checkpoint export {tag} weights/      # one fp32 state dict, whatever ran it on however many devices
+
+`engine.load_checkpoint(<the folder above>, tag="{tag}")` resumes it at any world size.
+""".encode()

@@ -1,0 +1,1 @@
+"""``deepspeed.checkpoint``: a folder as fewer ranks see it."""

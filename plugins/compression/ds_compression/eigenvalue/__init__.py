@@ -1,0 +1,1 @@
+"""How much the loss bends along each block."""

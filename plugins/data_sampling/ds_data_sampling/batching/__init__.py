@@ -1,0 +1,1 @@
+"""From an order of samples to micro-batches."""

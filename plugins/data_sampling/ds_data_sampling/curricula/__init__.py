@@ -1,0 +1,1 @@
+"""Difficulty that grows with the steps."""

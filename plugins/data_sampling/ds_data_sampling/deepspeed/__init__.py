@@ -1,0 +1,1 @@
+"""The same under DeepSpeed's names."""

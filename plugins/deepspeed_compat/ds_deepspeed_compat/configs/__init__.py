@@ -1,0 +1,1 @@
+"""DeepSpeed's config: objects, readers, migration."""

@@ -1,0 +1,1 @@
+"""``deepspeed.initialize``: engines, optimizers, loaders."""

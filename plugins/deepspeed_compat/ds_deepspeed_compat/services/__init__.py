@@ -1,0 +1,1 @@
+"""``deepspeed.comm``, ``accelerator``, ``monitor``, ``io`` and kin."""

@@ -1,0 +1,1 @@
+"""``deepspeed.utils`` and small functions of ``deepspeed.runtime``."""

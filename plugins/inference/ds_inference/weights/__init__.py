@@ -1,0 +1,1 @@
+"""Weights from files into a model, and in few bits."""

@@ -1,0 +1,142 @@
+"""AutoEP changes a model: each rank keeps its share of a block's experts, and the block is made to
+use it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from ds_run_state.changes import gather_slices, reshape
+from ds_run_state.slices import SLICES, Slice
+from torch import Tensor, nn
+
+from ds_core import comm
+from ds_moe.autoep.block import AutoEPMoELayer
+from ds_moe.expert_load import EXPERT_LOADS, ExpertLoad
+from ds_moe.layer import mark_expert
+from ds_moe.place_layers import EXPERT_PARALLEL
+
+if TYPE_CHECKING:
+    from ds_core.context import Context
+    from ds_core.undo import Undo
+    from ds_moe.autoep.plan import BlockPlan
+
+
+def install(plan: BlockPlan, model: nn.Module, undo: Undo) -> None:
+    """Cut the experts of the block to this rank's, and put what runs them in the place of what did.
+    Collective.
+
+    undo: takes what makes the experts' weights whole again on every rank. It talks to other ranks.
+    """
+    ctx = plan.ctx
+    share = plan.share
+    if plan.listed:
+        _give_out(plan, undo)
+    else:
+        before = ctx.stash.get(SLICES)
+        slices = dict(before) if before is not None else {}
+        done: dict[nn.Parameter, Slice] = {}
+        undo(functools.partial(_join, done, plan))
+        for name, param in plan.params.items():
+            piece = Slice.of(param.shape).cut("ep", 0, share.first, share.rows)
+            slices[f"{plan.prefix}.{name}"] = piece
+            _cut(param, plan)
+            done[param] = piece
+        ctx.stash[SLICES] = slices
+    experts = plan.make_experts(share)
+    experts.train(plan.experts.training)
+    for param in experts.parameters():
+        mark_expert(param, share.size)
+    others = ctx.stash.get(EXPERT_LOADS)
+    experts.load = ExpertLoad(plan.count)
+    ctx.stash[EXPERT_LOADS] = {**(others if others is not None else {}), plan.name: experts.load}
+    if plan.how is None:
+        setattr(plan.block, plan.preset.experts, experts)
+        return
+    parent, _, last = plan.name.rpartition(".")
+    setattr(model.get_submodule(parent), last, AutoEPMoELayer(plan, experts))
+
+
+def _give_out(plan: BlockPlan, undo: Undo) -> None:
+    """Experts of a list belong to one rank along ep each, under names that the others do not
+    have."""
+    before = plan.ctx.stash.get(EXPERT_PARALLEL)
+    names = set(before) if before is not None else set()
+    share = plan.share
+    away: dict[int, dict[str, torch.Size]] = {}
+    undo(functools.partial(_fetch, away, plan))
+    for number, expert in enumerate(plan.listed):
+        for param in expert.parameters():
+            _send(param, plan.ctx)
+        if share.first <= number < share.first + share.rows:
+            named = (*expert.named_parameters(), *expert.named_buffers())
+            names |= {f"{plan.prefix}.{number}.{name}" for name, _ in named}
+        else:
+            # The model's own list keeps these modules until it is given back, and shall not hold
+            # memory for them.
+            away[number] = {name: param.shape for name, param in expert.named_parameters()}
+            for param in expert.parameters():
+                reshape(param, param.data.new_empty(0))
+    plan.ctx.stash[EXPERT_PARALLEL] = names
+
+
+@torch.no_grad()
+def _cut(param: nn.Parameter, plan: BlockPlan) -> None:
+    """Leave this rank's rows of `param`, which stays the object it is."""
+    full = _send(param, plan.ctx)
+    share = plan.share
+    param.grad = None
+    param.data = full[share.first : share.first + share.rows].clone()
+
+
+@torch.no_grad()
+def _send(param: nn.Parameter, ctx: Context) -> Tensor:
+    """The first rank's values of `param`, which it takes over too."""
+    if ctx.mesh.size("dp") == 1 or param.is_meta:
+        return param.data
+    full = param.data.to(ctx.accelerator.current_device()).contiguous()
+    comm.broadcast(full, src=ctx.mesh.ranks("dp")[0], group=ctx.mesh.group("dp"))
+    param.data = full
+    return full
+
+
+# -- giving back -----------------------------------------------------------------------------------
+
+
+def _join(done: dict[nn.Parameter, Slice], plan: BlockPlan) -> None:
+    """Make stacked weights whole again. Collective."""
+    if plan.share.size > 1 and not _on_meta(done):
+        gather_slices(done, plan.ctx.mesh, "ep")
+
+
+@torch.no_grad()
+def _fetch(away: dict[int, dict[str, torch.Size]], plan: BlockPlan) -> None:
+    """Bring the experts of a list that other ranks trained. Collective.
+
+    away: of each such expert, the shapes of its parameters.
+    """
+    share = plan.share
+    mesh = plan.ctx.mesh
+    if share.size == 1 or _on_meta(p for expert in plan.listed for p in expert.parameters()):
+        return
+    ranks = mesh.ranks("ep")
+    group = mesh.group("ep")
+    # The engine may have changed dtypes, alike for all experts.
+    dtypes = {name: param.dtype for name, param in plan.listed[share.first].named_parameters()}
+    for number, expert in enumerate(plan.listed):
+        owner = ranks[number // share.rows]
+        for name, param in expert.named_parameters():
+            if number in away:
+                reshape(
+                    param, torch.empty(away[number][name], dtype=dtypes[name], device=param.device)
+                )
+            comm.broadcast(param.data, src=owner, group=group)
+        for buffer in expert.buffers():
+            comm.broadcast(buffer, src=owner, group=group)
+
+
+def _on_meta(params: Iterable[nn.Parameter]) -> bool:
+    return any(param.is_meta for param in params)

@@ -1,0 +1,1 @@
+"""Layers, losses and activations whose memory is that of one tile."""

@@ -1,0 +1,1 @@
+"""Parameters in flat buffers, and their states by name."""

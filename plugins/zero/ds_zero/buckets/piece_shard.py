@@ -1,0 +1,197 @@
+"""What this rank holds of one parameter, as `ds_access` sees it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from ds_access.param_shard import ParamShard
+from ds_state_stores import StateStore, is_evicted
+from torch import Tensor
+
+from ds_core.errors import UsageError
+from ds_zero.buckets.flat import FlatBucket
+from ds_zero.buckets.records import Piece
+
+if TYPE_CHECKING:
+    from ds_zero.base import ZeroPartitioner
+    from ds_zero.reduce.bucket_grads import Grads
+
+
+class PieceShard(ParamShard):
+    """A piece of a parameter, in its bucket; what the optimizer updates may be another range (see
+    `owned_tensors`).
+    """
+
+    def __init__(self, partitioner: ZeroPartitioner, bucket: FlatBucket, piece: Piece) -> None:
+        mesh = partitioner.ctx.mesh
+        axes = bucket.replicas
+        self._partitioner = partitioner
+        self._bucket = bucket
+        self._piece = piece
+        self.name = piece.name
+        self.shape = piece.shape
+        self.param = piece.param
+        self.updated = partitioner.pieces[piece.param].master
+        self.group = mesh.group(*axes)
+        self.ranks = mesh.ranks(*axes)
+        self.index = mesh.index(*axes)
+        places = [rank % bucket.world for rank in range(len(self.ranks))]  # far ranks have the same
+        spans = (bucket.layout.span(piece.index, place) for place in places)
+        self.ranges = self.updated_ranges = [(s.start, s.stop) for s in spans]
+        if bucket.owned is not None:
+            owner = bucket.owned.owners[piece.index]
+            everything = (0, self.numel)
+            self.updated_ranges = [everything if rank == owner else (0, 0) for rank in places]
+        self.partitions_weights = partitioner.section.stage == 3
+        self.local = bucket.sharded
+        self.device = bucket.full.device
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """See `ParamShard.read`."""
+        found = self._here(tensor)
+        return found if not is_evicted(found) else self._store.read(found)
+
+    def write(self, tensor: Tensor, values: Tensor) -> None:
+        """See `ParamShard.write`."""
+        found = self._here(tensor)
+        values = values.view(tensor.shape)
+        if is_evicted(found):
+            self._store.write(found, values)
+        else:
+            found.copy_(values)
+        if self._bucket.deferred is not None:
+            self._bucket.deferred.follow(self._piece)
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        """`tensor`, or its host copy while it is offloaded; no copy to or from it is running."""
+        self._partitioner.settle()
+        return self._partitioner.offloaded.view(tensor.detach())
+
+    @property
+    def _store(self) -> StateStore:
+        store = self._bucket.placement.masters
+        assert store is not None, self.name
+        return store
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def round(self) -> None:
+        """See `ParamShard.round`."""
+        if self._bucket.master is not self._bucket.shard or self._bucket.owned is not None:
+            self._write_weight(self.read(self.updated).reshape(-1))
+
+    def set_weight(self, master: Tensor) -> None:
+        """See `ParamShard.set_weight`."""
+        self._bucket.outdate()
+        self._write_weight(master.reshape(-1)[slice(*self.ranges[self.index])])
+        full = self._partitioner.unsharded_now(self._bucket)
+        if full is not None:
+            self._bucket.view(self.read(full), self._piece.index).copy_(master)
+        if self._bucket.far:  # each block has written its own
+            self.write(self.updated, master.reshape(-1)[slice(*self.updated_ranges[self.index])])
+
+    def _write_weight(self, values: Tensor) -> None:
+        """Write this rank's range of the weight, as it is between steps."""
+        part = self._here(self._bucket.parts[self._piece.index])
+        with self._bucket.shard_here(write=True):
+            part.copy_(values)
+
+    def check_local_write(self) -> None:
+        """See `ParamShard.check_local_write`."""
+        if self._bucket.second is not None and self._bucket.second.valid:
+            raise UsageError(
+                f"parameter {self.name!r}: under hpZ other ranks do not see what one writes "
+                "between the first forward "
+                "and the step; write it after step(), or with safe_set_full_fp32_param"
+            )
+
+    # -- gradients ---------------------------------------------------------------------------------
+
+    @property
+    def _grads(self) -> Grads | None:
+        return self._partitioner.reducer.grads(self._bucket)
+
+    @property
+    def window_open(self) -> bool:
+        """See `ParamShard.window_open`."""
+        return self._partitioner.reducer.any_gradient
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """See `ParamShard.grad_dtype`."""
+        accumulate = self._partitioner.ctx.precision.accumulate
+        if self._bucket.stepped_on_host:
+            part = self._grads.shard if self._grads is not None else None
+            return part.dtype if part is not None else accumulate or self._bucket.master.dtype
+        return (
+            accumulate
+            if accumulate is not None and self._bucket.full.is_floating_point()
+            else self._bucket.dtype
+        )
+
+    def reduced(self) -> Tensor | None:
+        """See `ParamShard.reduced`."""
+        grads = self._grads
+        if grads is None or grads.shard is None or not grads.used[self._piece.index]:
+            return None
+        return self.read(grads.shard)[self._piece.within]
+
+    @property
+    def has_pending(self) -> bool:
+        """See `ParamShard.has_pending`."""
+        grads = self._grads
+        return grads is not None and (
+            grads.filled[self._piece.index] or self.param.grad is not None
+        )
+
+    def pending(self) -> Tensor | None:
+        """See `ParamShard.pending`."""
+        grads = self._grads
+        if grads is None or not self.has_pending:
+            return None
+        total = torch.zeros(self.numel, dtype=self.grad_dtype, device=self.device)
+        if grads.filled[self._piece.index] and grads.local is not None:
+            total.add_(self._bucket.view(self.read(grads.local), self._piece.index).reshape(-1))
+        if (grad := self.param.grad) is not None:
+            total.add_((grad.to_dense() if grad.is_sparse else grad).reshape(-1))
+        return total.mul_(1.0 / self._partitioner.ctx.mesh.size("dp"))
+
+    def set_grad(self, values: Tensor) -> None:
+        """See `ParamShard.set_grad`."""
+        grads = self._grads
+        index = self._piece.index
+        assert grads is not None, self.name
+        if grads.shard is None:  # nothing was reduced yet; what will be is added to it
+            grads.begin_shard(self.grad_dtype, self._partitioner.ctx.precision.accumulate)
+        grads.used[index] = True
+        grads.filled[index] = False
+        self.param.grad = None
+        assert grads.shard is not None
+        with grads.here():
+            self.read(grads.shard)[self._piece.within].copy_(values)
+
+
+class LocalPieceShard(PieceShard):
+    """A piece whose gradient stays in ``param.grad``, see `ds_zero.reduce.local_grads`."""
+
+    def reduced(self) -> Tensor | None:
+        """See `ParamShard.reduced`."""
+        grad = self.param.grad
+        if grad is None:
+            return None
+        if grad.is_sparse or not grad.is_contiguous():
+            grad = self.param.grad = grad.to_dense().contiguous()  # the caller may write to it
+        return self.read(grad).view(-1)
+
+    def set_grad(self, values: Tensor) -> None:
+        """See `ParamShard.set_grad`."""
+        if (grad := self.reduced()) is not None:
+            grad.copy_(values)
+            return
+        hidden = self.param.data
+        values = values.to(self._bucket.dtype, copy=True).view(self.shape)
+        # while the weight is sharded it is empty, and its gradient must have its shape
+        self.param.data = values
+        self.param.grad = values
+        self.param.data = hidden

@@ -1,0 +1,285 @@
+"""Partitioned states for checkpoints: every piece with its parameter's name and its range of the
+unsharded state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from ds_run_state.states import (
+    StateSource,
+    StateTensor,
+    buffer_states,
+    check_shape,
+    read_state,
+    saved_optimizer_states,
+    set_optimizer_state,
+)
+from ds_state_stores import is_evicted
+from torch import Tensor, nn
+
+from ds_core.errors import UsageError
+from ds_zero.buckets.flat import FlatBucket
+from ds_zero.buckets.records import Piece
+
+if TYPE_CHECKING:
+    from ds_state_stores import StateStore
+    from torch.optim import Optimizer
+
+    from ds_core.context import Context
+
+
+def states(
+    ctx: Context, module: nn.Module, buckets: Sequence[FlatBucket], optimizer: Optimizer | None
+) -> Iterator[StateTensor]:
+    """This rank's states: unsharded weights and buffers, then pieces of partitioned weights,
+    masters and moments.
+    """
+
+    def first(*but: str) -> bool:
+        """Whether this rank is the first along all axes but these."""
+        return all(ctx.mesh.coord[a] == 0 for a in ctx.mesh.expand(ctx.mesh.names) if a not in but)
+
+    def others(*but: str) -> tuple[str, ...]:
+        """The axes along which ranks hold the same as this one, so that they can share the
+        writing."""
+        return tuple(a for a in ctx.mesh.expand(ctx.mesh.names) if a not in but)
+
+    partitioned = {p for b in buckets if b.sharded for p in b.params}
+    reader = _Reader()
+    for name, param in module.named_parameters():
+        if param not in partitioned:
+            # None: one that came after initialize
+            info = ctx.params.get(param)
+            shape = tuple(param.shape)
+            held, counted = (info.held, info.counted) if info is not None else ((), True)
+            yield StateTensor(
+                f"module/{name}", param.data, shape, 0, param.numel(), held, counted, others(*held)
+            )
+    yield from buffer_states(ctx, module)
+    for bucket in buckets:
+        store = bucket.counted and first(*bucket.held, *bucket.axes)
+        for piece in bucket.pieces:
+            if bucket.sharded and (piece.stop > piece.start or 0 in piece.shape):
+                keep = store and (piece.stop > piece.start or bucket.rank == 0)
+                place = (piece.shape, piece.start, piece.stop, bucket.held)
+                read = reader.of(
+                    bucket, bucket.placement.shards if bucket.away is not None else None
+                )
+                yield StateTensor(
+                    f"module/{piece.name}", bucket.parts[piece.index], *place, keep, read=read
+                )
+        for piece in bucket.optimized:
+            if piece.stop > piece.start:
+                yield from _updated(bucket, piece, optimizer, store, reader)
+                if bucket.deferred is not None and optimizer is not None:
+                    yield from bucket.deferred.saved(piece, store)
+
+
+def _updated(
+    bucket: FlatBucket, piece: Piece, optimizer: Optimizer | None, store: bool, reader: _Reader
+) -> Iterator[StateTensor]:
+    """The master weights, where they are not the weights themselves, and the optimizer's states of
+    one piece.
+    """
+    place = (piece.shape, piece.start, piece.stop, bucket.held)
+    read = reader.of(bucket, bucket.placement.masters if bucket.evictable else None)
+    if piece.master.dtype != bucket.dtype:
+        yield StateTensor(f"master/{piece.name}", piece.master.data, *place, store, read=read)
+    state = optimizer.state.get(piece.master, {}) if optimizer is not None else {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            continue
+        name = f"optimizer/{key}/{piece.name}"
+        if value.shape == piece.master.shape:
+            yield StateTensor(name, value, *place, store, read=read)
+        elif value.dim() == 0:  # a counter, the same for all pieces of the parameter
+            yield StateTensor(name, value, (), 0, 1, bucket.held, store and piece.start == 0)
+        elif bucket.owned is not None:
+            yield StateTensor(name, value, tuple(value.shape), 0, value.numel(), bucket.held, store)
+        else:
+            raise UsageError(
+                f"optimizer state {key!r} of parameter {piece.name!r} has shape "
+                f"{tuple(value.shape)}, its "
+                f"piece on this rank has {piece.master.numel()} elements; ZeRO can save states of "
+                "one "
+                "value per element, or one value in all"
+            )
+
+
+class _Reader:
+    """Reads evicted states.
+
+    Those of a bucket stay in memory until another's are read: pieces share storages.
+    """
+
+    def __init__(self) -> None:
+        self._bucket: FlatBucket | None = None
+        self._open: list[tuple[StateStore, Tensor]] = []
+
+    def of(self, bucket: FlatBucket, store: StateStore | None) -> Callable[[Tensor], Tensor] | None:
+        """How to read tensors of `bucket` that `store` has; None when they always are in memory."""
+        return None if store is None else lambda tensor: self._read(tensor, bucket, store)
+
+    def _read(self, tensor: Tensor, bucket: FlatBucket, store: StateStore) -> Tensor:
+        if self._bucket is not bucket:
+            for owner, opened in self._open:
+                if not is_evicted(opened):
+                    owner.evict([opened], changed=False)
+            self._bucket = bucket
+            self._open = []
+        if is_evicted(tensor):
+            store.fetch([tensor])
+            store.wait([tensor])
+            self._open.append((store, tensor))
+        return tensor.detach().clone()
+
+
+@torch.no_grad()
+def load(
+    module: nn.Module,
+    buckets: Sequence[FlatBucket],
+    source: StateSource,
+    optimizer: Optimizer | None,
+    *,
+    strict: bool,
+    from_fp32: bool,
+) -> None:
+    """Read what `states` yields, from a checkpoint of any world size, stage or partitioner; each
+    rank its ranges.
+
+    from_fp32: take master weights from the checkpoint's (when it has them), else from its module
+    weights.
+    """
+    known = set(source.names())
+    partitioned = {p for b in buckets if b.sharded for p in b.params}
+    unsharded = [(n, p.data) for n, p in module.named_parameters() if p not in partitioned] + list(
+        _persistent_buffers(module)
+    )
+    for name, tensor in unsharded:
+        if strict or f"module/{name}" in known:
+            check_shape(source, f"module/{name}", tuple(tensor.shape))
+            tensor.copy_(read_state(source, f"module/{name}", tensor))
+    for bucket in buckets:
+        given = [
+            p for p in bucket.pieces if bucket.sharded and (strict or f"module/{p.name}" in known)
+        ]
+        with bucket.shard_here(write=True) if given else contextlib.nullcontext():
+            for piece in given:
+                part = bucket.parts[piece.index]
+                part.copy_(_range(source, f"module/{piece.name}", piece, part))
+        with bucket.in_memory():
+            _load_masters(bucket, source, known, from_fp32=from_fp32)
+    if optimizer is not None:
+        _load_optimizer(buckets, source, optimizer)
+
+
+def _load_masters(
+    bucket: FlatBucket, source: StateSource, known: set[str], *, from_fp32: bool
+) -> None:
+    """From saved masters or, without them, from the weights.
+
+    No collectives: another rank may fail to read.
+    """
+    owned = bucket.owned is not None and bucket.sharded  # an unsharded master of a sharded weight
+    if not owned:
+        bucket.refresh()
+    for piece in bucket.optimized:
+        if owned and f"module/{piece.name}" in known:
+            weight = _range(source, f"module/{piece.name}", piece).to(bucket.dtype)
+            piece.master.data.copy_(weight.view(piece.master.shape))
+        if piece.master.dtype != bucket.dtype and from_fp32 and f"master/{piece.name}" in known:
+            master = piece.master.data
+            master.copy_(_range(source, f"master/{piece.name}", piece, master).view(master.shape))
+
+
+def _load_optimizer(
+    buckets: Sequence[FlatBucket], source: StateSource, optimizer: Optimizer
+) -> None:
+    saved = saved_optimizer_states(source)
+    counters = _counters(saved, source)
+    mine = {p for g in optimizer.param_groups for p in g["params"]}
+    for bucket in buckets:
+        for piece in bucket.optimized:
+            if piece.master not in mine:
+                continue
+            values = {}
+            bucket.joined.clear()
+            store = bucket.placement.masters if bucket.evictable else None
+            replaced = optimizer.state.get(piece.master, {})
+            for key, name in saved.get(piece.name, {}).items() if piece.stop > piece.start else ():
+                old = replaced.get(key) if store is None else None
+                if bucket.owned is not None or key in counters:
+                    values[key] = read_state(source, name, old)
+                else:
+                    values[key] = _range(source, name, piece, old)
+            if store is not None:
+                store.discard(
+                    [
+                        v
+                        for k, v in replaced.items()
+                        if isinstance(v, Tensor) and (k in values or not values)
+                    ]
+                )
+                # own storages, which the store can free
+                values = {k: v.clone() for k, v in values.items()}
+            set_optimizer_state(optimizer, piece.master, values)
+            if store is not None:
+                store.evict([v for k, v in values.items() if v.dim()])
+
+
+def adopt(piece: Piece, state: Mapping[str, Any], *, full: bool) -> dict[str, Any]:
+    """This rank's piece of the `state` that the user's optimizer already has for a parameter. full:
+    all of it.
+    """
+    if piece.stop == piece.start:
+        return {}
+    kept = dict(state)
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            continue
+        if value.dim() == 0 and (piece.shape or key == "step"):
+            if piece.master.device.type == "cpu":  # the step runs on the host
+                kept[key] = value.cpu()
+            continue
+        if full:
+            kept[key] = value.to(piece.master.device)
+        elif tuple(value.shape) == piece.shape:
+            kept[key] = value.reshape(-1)[piece.start : piece.stop].to(
+                piece.master.device, copy=True
+            )
+        else:
+            raise UsageError(
+                f"the optimizer's state {key!r} of parameter {piece.name!r} has shape "
+                f"{tuple(value.shape)}, the "
+                f"parameter {piece.shape}; ZeRO can take over states of one value per element, or "
+                "one value in all"
+            )
+    return kept
+
+
+def _counters(by_param: Mapping[str, Mapping[str, str]], source: StateSource) -> set[str]:
+    """The keys of states with one value per parameter, such as step.
+
+    The shapes of a parameter without dimensions do not show it; the other parameters decide, and
+    "step" is known.
+    """
+    shapes: dict[str, set[tuple[int, ...]]] = {}
+    for entries in by_param.values():
+        for key, name in entries.items():
+            shapes.setdefault(key, set()).add(source.shape(name))
+    only = {key for key, found in shapes.items() if found == {()}}
+    return only if only != set(shapes) else only & {"step"}
+
+
+def _range(source: StateSource, name: str, piece: Piece, into: object = None) -> Tensor:
+    check_shape(source, name, piece.shape)
+    return source.read(name, piece.start, piece.stop, into=into)
+
+
+def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    kept = module.state_dict(keep_vars=True)
+    return ((name, buffer) for name, buffer in module.named_buffers() if name in kept)

@@ -1,0 +1,1 @@
+"""How the weights and gradients of a bucket cross ranks."""

@@ -1,0 +1,278 @@
+"""Blocks of neighbouring ranks, for links between hosts that are slower than those inside: hpZ and
+MiCS.
+
+A block is `k` consecutive data-parallel ranks, those of a host or of a few. On the mesh it is the
+axis ``hpz`` or ``mics`` inside dp, with all that folds inside it (ep, sp). Of a parameter's
+replicas those in one block are near to each other, and those at the same place in all blocks are
+far from each other. Without the keys there is no such axis.
+
+MiCS: states are sharded over the near ranks, so weights are gathered in a block. Gradients are
+reduced to their owners in each block, and what these have is added up over the far ranks. Then
+every block makes the same step.
+
+hpZ: states are sharded over all ranks. Each rank also keeps its share of the block's copy of
+gathered weights, from which they are gathered again until they change.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ds_core import comm
+from ds_core.comm import ALONE
+from ds_zero.comm.wires import AllGather, Chain, GradientWire, Room, WeightWire, Works, cast_after
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from ds_core.mesh import Mesh
+    from ds_zero.buckets.flat import FlatBucket
+
+
+def near(mesh: Mesh, replicas: Sequence[str]) -> tuple[str, ...]:
+    """The axes of `replicas` along which ranks are in one block."""
+    return tuple(a for a in replicas if a != mesh.alias["dp"][0])
+
+
+def sharding_axes(mesh: Mesh, replicas: Sequence[str]) -> tuple[str, ...]:
+    """The axes over which the states of parameters with these `replicas` are sharded: all, or with
+    MiCS the near.
+    """
+    return near(mesh, replicas) if mesh.has("mics") else tuple(replicas)
+
+
+def far(mesh: Mesh, replicas: Sequence[str]) -> tuple[str, ...]:
+    """The axes of `replicas` over which those states are equal."""
+    sharded = sharding_axes(mesh, replicas)
+    return tuple(a for a in replicas if a not in sharded)
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """A group in blocks of `size` consecutive ranks. near: this rank's block; far: those at its
+    place in all blocks.
+    """
+
+    near: Any
+    far: Any
+    size: int
+    count: int
+
+    def destroy(self) -> None:
+        """Destroy the groups."""
+        for group in (self.near, self.far):
+            if group is not ALONE:
+                torch.distributed.destroy_process_group(group)
+
+
+def levels(mesh: Mesh, axes: Sequence[str], size: int) -> Levels:
+    """Own groups of the blocks along `axes`.
+
+    Collective over the world, with the same arguments; `size` divides.
+    """
+    world = mesh.size(*axes)
+
+    def mine(parts: Iterable[range]) -> Any:
+        groups = [mesh.own_group(*axes, only=part) for part in parts]
+        return next((g for g in groups if g is not ALONE), ALONE)
+
+    near = mine(range(first, first + size) for first in range(0, world, size))
+    return Levels(
+        near, mine(range(place, world, size) for place in range(size)), size, world // size
+    )
+
+
+def in_blocks(
+    mesh: Mesh, wanted: Iterable[tuple[str, ...]], size_of: Callable[[tuple[str, ...]], int]
+) -> dict[tuple[str, ...], Levels]:
+    """The blocks of ``size_of(axes)`` ranks along each of the `wanted` axes, where these are
+    several blocks of several.
+
+    Collective over the world; ranks may want different axes.
+    """
+    sizes = {axes: size_of(axes) for axes in wanted_anywhere(wanted)}
+    return {
+        axes: levels(mesh, axes, size)
+        for axes, size in sizes.items()
+        if 1 < size < mesh.size(*axes)
+    }
+
+
+def wanted_anywhere(wanted: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The axes that any rank wants, in order. Collective over the world."""
+    return sorted({tuple(axes) for rank in comm.all_gather_json(sorted(wanted)) for axes in rank})
+
+
+def ranks_per_host(mesh: Mesh, axes: Sequence[str]) -> int:
+    """How many neighbours along `axes` share a host; 1 where hosts differ in that.
+
+    Collective over the world.
+    """
+    everyone = comm.all_gather_json(host_name())
+    mine = [everyone[rank] for rank in mesh.ranks(*axes)]
+    size = mine.count(mine[0])
+    even = [mine[at - at % size] for at in range(len(mine))] == mine and len(
+        set(mine)
+    ) * size == len(mine)
+    found = set(comm.all_gather_json(size if even else 1))
+    return found.pop() if len(found) == 1 else 1
+
+
+def host_name() -> str:
+    """What is equal on the ranks of one host, or of one container there."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{socket.gethostname()} {file.read().strip()}"
+    except OSError:
+        return socket.gethostname()
+
+
+# -- MiCS ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AddedFar(GradientWire):
+    """MiCS: a reduction over the near ranks by another wire, the result of which is added up over
+    the far ones.
+
+    group: the far ranks.
+    """
+
+    near: GradientWire
+    group: Any
+
+    def start(
+        self, bucket: FlatBucket, source: Tensor, group: Any, room: Room
+    ) -> tuple[Works, Tensor]:
+        """See `GradientWire.start`."""
+        works, out = (
+            ([], source) if bucket.world == 1 else self.near.start(bucket, source, group, room)
+        )
+
+        def add() -> Works:
+            comm.label(bucket.about_gradients)
+            return [comm.all_reduce(out, group=self.group, async_op=True)]
+
+        return [Chain(works, add)], out
+
+
+@dataclass(frozen=True, slots=True)
+class TwoSteps(WeightWire):
+    """MiCS: shards go to the other hosts' ranks at this one's place there, and then everything to
+    all ranks of a host.
+
+    So each shard crosses a link between two hosts once. hosts: blocks of ranks that are on one
+    host.
+    """
+
+    hosts: Levels
+
+    def start(self, bucket: FlatBucket) -> Works:
+        """See `WeightWire.start`."""
+        mine = bucket.own()
+        full = bucket.full
+        count = self.hosts.count
+        across = torch.empty(count * mine.numel(), dtype=mine.dtype, device=mine.device)
+
+        def inside() -> Works:
+            pairs = zip(full.chunk(count), across.chunk(count), strict=True)
+            comm.label(bucket.about_weights)
+            return [
+                comm.all_gather_into_tensor(o, i, group=self.hosts.near, async_op=True)
+                for o, i in pairs
+            ]
+
+        return [
+            Chain(
+                [comm.all_gather_into_tensor(across, mine, group=self.hosts.far, async_op=True)],
+                inside,
+            )
+        ]
+
+
+def two_steps(mesh: Mesh, wanted: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], TwoSteps]:
+    """How to gather in two steps what is sharded over the `wanted` axes, for those whose ranks are
+    on several hosts.
+
+    Collective over the world; ranks may want different ones.
+    """
+    hosts = in_blocks(mesh, wanted, lambda axes: ranks_per_host(mesh, axes))
+    return {axes: TwoSteps(found) for axes, found in hosts.items()}
+
+
+# -- hpZ -------------------------------------------------------------------------------------------
+
+
+class SecondCopy(WeightWire):
+    """hpZ: gathers over all ranks by another wire, and from then on over the near ranks, until the
+    weights change.
+
+    group, size, place: the near ranks, how many they are, and this one's place. wire: see above;
+    its values are kept as they came. copy: this rank's share of them. valid: whether it is that of
+    the weights now; equal on all ranks.
+    """
+
+    def __init__(self, group: Any, size: int, place: int) -> None:
+        self.group = group
+        self.size = size
+        self.place = place
+        self.wire: WeightWire = AllGather()
+        self.copy: Tensor | None = None
+        self.valid = False
+
+    @property
+    def exact(self) -> bool:
+        """See `WeightWire.exact`."""
+        return self.wire.exact
+
+    def around(self, wire: WeightWire) -> SecondCopy:
+        """This, for a gather by `wire`."""
+        self.wire = wire
+        return self
+
+    def start(self, bucket: FlatBucket) -> Works:
+        """See `WeightWire.start`."""
+        # in which values are sent
+        full = bucket.full
+        dtype = self.wire.dtype or bucket.dtype
+        mine = self.copy
+        if mine is None or mine.dtype != dtype or not self.valid:
+            return [Chain(self.wire.start(bucket), lambda: self._keep(bucket, dtype))]
+        if self.size == 1:
+            comm.label("")  # else it would go to the next collective, whoever's that is
+            full.copy_(mine)
+            return []
+        low = full if dtype == full.dtype else torch.empty_like(full, dtype=dtype)
+        work = comm.all_gather_into_tensor(low, mine, group=self.group, async_op=True)
+        return [work if low is full else cast_after(work, low, full)]
+
+    def _keep(self, bucket: FlatBucket, dtype: torch.dtype) -> Works:
+        """Keep this rank's share of gathered weights."""
+        full = bucket.full
+        if self.copy is None or self.copy.dtype != dtype:
+            self.copy = torch.empty(full.numel() // self.size, dtype=dtype, device=full.device)
+            for param in bucket.params:
+                param.ds_secondary_tensor = self.copy  # type: ignore[attr-defined]
+        self.copy.copy_(full.view(self.size, -1)[self.place])
+        self.valid = True
+        return []
+
+    def free(self, bucket: FlatBucket) -> None:
+        """Forget the copy."""
+        self.copy = None
+        self.valid = False
+        for param in bucket.params:
+            param.ds_secondary_tensor = None  # type: ignore[attr-defined]
+
+
+def second_copy(bucket: FlatBucket, mesh: Mesh) -> SecondCopy | None:
+    """hpZ's copy of the weights of `bucket`; None where all its ranks are in one block."""
+    axes = near(mesh, bucket.axes)
+    if not mesh.has("hpz") or mesh.size(*axes) == bucket.world:
+        return None
+    return SecondCopy(mesh.group(*axes), mesh.size(*axes), mesh.index(*axes))

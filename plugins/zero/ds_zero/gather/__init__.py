@@ -1,0 +1,1 @@
+"""Stage 3: which weights are gathered when, and who may touch one outside of that."""

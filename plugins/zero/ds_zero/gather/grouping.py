@@ -1,0 +1,142 @@
+"""Which parameters of stage 3 stay unsharded, and which module gathers which: decisions from the
+module tree alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ds_zero.config import LEAF_CLASSES
+from ds_zero.gather.leaves import leaf_flag
+
+if TYPE_CHECKING:
+    from ds_zero.config import LeafModules, ZeroConfig
+
+log = logging.getLogger("ds_zero")
+
+
+@dataclass(frozen=True, slots=True)
+class Gatherer:
+    """A module that gathers `params` before it runs; leaf: those of everything below it too."""
+
+    name: str
+    module: nn.Module
+    params: tuple[nn.Parameter, ...]
+    leaf: bool
+
+
+def persistent(params: Sequence[nn.Parameter], section: ZeroConfig) -> set[nn.Parameter]:
+    """The parameters that stay unsharded: small ones, in order, up to
+    ``model_persistence_threshold`` elements.
+    """
+    chosen: set[nn.Parameter] = set()
+    total = 0
+    for param in params:
+        small = param.numel() < section.param_persistence_threshold or param.numel() == 0
+        if small and total + param.numel() <= section.model_persistence_threshold:
+            chosen.add(param)
+            total += param.numel()
+    return chosen
+
+
+def gatherers(
+    root: nn.Module, partitioned: set[nn.Parameter], section: ZeroConfig, leaves: set[nn.Module]
+) -> list[Gatherer]:
+    """The modules to hook, in the order of the tree; none below a leaf, none without partitioned
+    parameters.
+    """
+    return list(_walk("", root, partitioned, leaves, section.module_granularity_threshold, set()))
+
+
+def members(
+    modules: Sequence[Gatherer], trained: set[nn.Parameter]
+) -> Iterator[tuple[Gatherer, list[nn.Parameter], bool]]:
+    """The parameters of each module's units: those that no earlier module has.
+
+    True: the optimizer updates them.
+    """
+    taken: set[nn.Parameter] = set()
+    for gatherer in modules:
+        own = [p for p in gatherer.params if p not in taken]
+        taken.update(own)
+        yield gatherer, [p for p in own if p in trained], True
+        yield gatherer, [p for p in own if p not in trained], False
+
+
+def _walk(
+    name: str,
+    module: nn.Module,
+    partitioned: set[nn.Parameter],
+    leaves: set[nn.Module],
+    granularity: int,
+    seen: set[nn.Module],
+) -> Iterator[Gatherer]:
+    if module in seen:
+        return
+    seen.add(module)
+    below = [p for p in dict.fromkeys(module.parameters()) if p in partitioned]
+    if not below:
+        return
+    leaf = module in leaves or _fine(module, granularity)
+    own = (
+        below
+        if leaf
+        else [p for p in dict.fromkeys(module.parameters(recurse=False)) if p in partitioned]
+    )
+    yield Gatherer(name, module, tuple(own), leaf)
+    if not leaf:
+        for child_name, child in module.named_children():
+            yield from _walk(
+                f"{name}.{child_name}" if name else child_name,
+                child,
+                partitioned,
+                leaves,
+                granularity,
+                seen,
+            )
+
+
+def _fine(module: nn.Module, threshold: int) -> bool:
+    """Whether the module has so few elements per submodule that it is gathered as one unit."""
+    descendants = sum(1 for _ in module.modules()) - 1
+    return (
+        descendants > 0
+        and sum(p.numel() for p in module.parameters()) / (1 + descendants) < threshold
+    )
+
+
+def find_leaves(root: nn.Module, wanted: LeafModules) -> set[nn.Module]:
+    """The modules that are leaves, by `set_z3_leaf_module` or by the config.
+
+    Warns of entries of the config, other than the defaults, that match no module.
+    """
+    found: set[nn.Module] = set()
+    matched: set[tuple[str, str]] = set()
+    for name, module in root.named_modules():
+        classes = {
+            n
+            for c in type(module).__mro__
+            for n in (c.__name__, f"{c.__module__}.{c.__qualname__}")
+        }
+        hits = [("classes", c) for c in wanted.classes if c in classes]
+        hits += [("names", n) for n in wanted.names if n == name]
+        hits += [("name_suffixes", s) for s in wanted.name_suffixes if name.endswith(s)]
+        matched.update(hits)
+        flag = leaf_flag(module)
+        if bool(hits) if flag is None else flag:
+            found.add(module)
+    entries = [("classes", c) for c in wanted.classes if c not in LEAF_CLASSES]
+    entries += [("names", n) for n in wanted.names] + [
+        ("name_suffixes", s) for s in wanted.name_suffixes
+    ]
+    for kind, entry in entries:
+        if (kind, entry) not in matched:
+            log.warning(
+                "zero_optimization.leaf_module.%s: no module of the model matches %r", kind, entry
+            )
+    return found

@@ -1,0 +1,201 @@
+"""A unit of stage 3's weights: a bucket that is gathered and released as one.
+
+[Note: storage] A unit's parameters are views of one buffer whose storage has size 0 while the unit
+is sharded. What autograd saves for backward (the weight, or a transposed view of it) refers to that
+storage, so it takes no memory, and is right again once the unit is gathered. A sharded parameter
+itself is an empty tensor, so that using it by mistake is a shape error and not a read of freed
+memory.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ds_zero.init.status import ZeroParamStatus
+
+if TYPE_CHECKING:
+    from ds_zero.buckets.flat import FlatBucket
+    from ds_zero.comm.wires import WeightWire
+
+
+class UnitState(enum.Enum):
+    """A unit goes from SHARDED to GATHERING to UNSHARDED and back."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    UNSHARDED = "unsharded"
+
+
+@dataclass
+class Uses:
+    """Reference counts of a unit by reason: while any is set, it has to be unsharded.
+
+    forward: modules whose forward runs. backward: backward has reached a module of the unit, and
+        has not used it yet.
+    rest_of_pass: it is needed until the pass ends. callers: how often it is pinned.
+    """
+
+    forward: int = 0
+    backward: bool = False
+    rest_of_pass: bool = False
+    callers: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.forward or self.backward or self.rest_of_pass or self.callers)
+
+
+class GatherUnit(ABC):
+    """State and reference counts of a unit; subclasses move the data.
+
+    index: of the unit. size: elements, padding included. leaf: belongs to a leaf module, below
+    which ranks may run different modules. name: a parameter of it, for messages. exact: whether the
+    last gather gave the bits of the shards. for_caller: whether it was gathered for a caller only.
+    arrived: parameters whose gradient this backward has computed. first_use: when the last forward
+    first needed it, as a count of fetches; -1: never.
+    """
+
+    def __init__(self, index: int, size: int, leaf: bool, name: str) -> None:
+        self.index = index
+        self.size = size
+        self.leaf = leaf
+        self.name = name
+        self.state = UnitState.SHARDED
+        self.uses = Uses()
+        self.exact = True
+        self.for_caller = False
+        self.arrived: set[nn.Parameter] = set()
+        self.first_use = -1
+
+    @abstractmethod
+    def _begin(self, wire: WeightWire) -> None:
+        """Start the collectives."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Wait for the collectives, and give the parameters their values."""
+
+    @abstractmethod
+    def _free(self) -> None:
+        """Free the memory of the unsharded weights."""
+
+    away = 0
+    """Elements of this rank's shard, where it rests in a store that frees memory."""
+
+    def read(self) -> None:  # noqa: B027
+        """Start to read the shard, where it is `away`, for a gather that is expected."""
+
+    def forget(self) -> None:  # noqa: B027
+        """Free the shard's memory, where it was read and not gathered."""
+
+    def _expect(self, state: UnitState) -> None:
+        assert self.state is state, f"{self.name} is {self.state.value}, not {state.value}"
+
+    @torch.no_grad()
+    def start(self, wire: WeightWire) -> None:
+        """Begin to gather by `wire`. Collective over the bucket's ranks."""
+        self._expect(UnitState.SHARDED)
+        self._begin(wire)
+        self.state = UnitState.GATHERING
+
+    def complete(self) -> None:
+        """Wait until the gather that was started is over."""
+        self._expect(UnitState.GATHERING)
+        self._finish()
+        self.state = UnitState.UNSHARDED
+
+    def refresh(self, wire: WeightWire) -> None:
+        """Gather again, by a `wire` that is exact, into the memory of which the parameters are
+        views.
+        """
+        if self.state is UnitState.GATHERING:
+            self.complete()
+        self.state = UnitState.SHARDED  # but the memory stays
+        self.start(wire)
+        self.complete()
+
+    def release(self) -> None:
+        """Free the unsharded weights.
+
+        Only uses that outlive this (forward's and callers' counts) are kept.
+        """
+        if self.state is UnitState.GATHERING:
+            self.complete()
+        self._expect(UnitState.UNSHARDED)
+        self._free()
+        self.state = UnitState.SHARDED
+        self.uses.backward = self.uses.rest_of_pass = False
+        self.for_caller = False
+        self.arrived.clear()
+
+    def end_uses(self) -> None:
+        """Nothing runs any more: forget uses by forward and backward."""
+        self.uses.forward = 0
+        self.uses.backward = False
+        self.arrived.clear()
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the parameters have their values."""
+        return self.state is UnitState.UNSHARDED
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is unsharded without a use."""
+        return self.state is UnitState.UNSHARDED and not self.uses
+
+
+class BucketUnit(GatherUnit):
+    """A unit whose weights are those of `bucket`. See [Note: storage]."""
+
+    def __init__(self, index: int, bucket: FlatBucket, leaf: bool) -> None:
+        super().__init__(index, bucket.layout.total, leaf, bucket.names[0])
+        self.bucket = bucket
+        self._works: list[Any] = []
+        self._bytes = bucket.full.untyped_storage().nbytes()
+        self._empty = [p.data.new_empty(0) for p in bucket.params]
+        self._free()
+        self.away = 0 if bucket.away is None else bucket.away.numel
+
+    def read(self) -> None:
+        """See `GatherUnit.read`."""
+        second = self.bucket.second
+        if self.bucket.away is not None and (second is None or not second.valid):
+            self.bucket.away.read()
+
+    def forget(self) -> None:
+        """See `GatherUnit.forget`."""
+        if self.bucket.away is not None:
+            self.bucket.away.forget()
+
+    def _begin(self, wire: WeightWire) -> None:
+        bucket = self.bucket
+        bucket.full.untyped_storage().resize_(self._bytes)
+        self.exact = wire.exact or bucket.world == 1
+        self._works = bucket.start_gather(wire)
+        self._set_status(ZeroParamStatus.INFLIGHT)
+
+    def _finish(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = []
+        for param, view in zip(
+            self.bucket.params, self.bucket.views(self.bucket.full), strict=True
+        ):
+            param.data = view
+        self._set_status(ZeroParamStatus.AVAILABLE)
+
+    def _free(self) -> None:
+        for param, empty in zip(self.bucket.params, self._empty, strict=True):
+            param.data = empty
+        self.bucket.full.untyped_storage().resize_(0)
+        self._set_status(ZeroParamStatus.NOT_AVAILABLE)
+
+    def _set_status(self, status: ZeroParamStatus) -> None:
+        for param in self.bucket.params:
+            param.ds_status = status  # type: ignore[attr-defined]

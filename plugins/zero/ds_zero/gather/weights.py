@@ -1,0 +1,397 @@
+"""Access to the weight of one ZeRO-managed parameter, with or without an engine: gather it, write
+it, release it.
+
+There are two kinds of parameters: those that `Init` has sharded, and those of a running engine of
+any stage. Methods that move weights are collective over the ranks that share the parameter.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_core import comm
+from ds_core.errors import UsageError
+from ds_core.partition import Partitioner
+from ds_core.process import STATE
+from ds_zero.init.sharded_param import (
+    ShardedParam,
+    check_not_assigned,
+    set_status,
+    shard_param,
+    sharded_param_of,
+    untracked,
+)
+
+if TYPE_CHECKING:
+    from ds_core.context import Context
+    from ds_zero.buckets.flat import FlatBucket
+    from ds_zero.buckets.records import Piece
+    from ds_zero.config import ZeroConfig
+    from ds_zero.gather.unit import BucketUnit
+
+FIRST = -1
+"""As a modifier rank: the first of the ranks that share each parameter."""
+
+
+class WeightOwner(Partitioner):
+    """The part of a ZeRO partitioner by which the weights of single parameters are reached.
+
+    pieces, bucket_of, unit_of: what each parameter belongs to; frozen parameters that stay
+    replicated have no bucket, and only those that stage 3 shards have a unit. param_index: each
+    parameter's index in the model. in_context: those inside a `GatheredParameters`.
+    """
+
+    ctx: Context
+    section: ZeroConfig
+    pieces: dict[nn.Parameter, Piece]
+    bucket_of: dict[nn.Parameter, FlatBucket]
+    unit_of: dict[nn.Parameter, BucketUnit]
+    param_index: dict[nn.Parameter, int]
+    in_context: set[nn.Parameter]
+
+    def pin(self, unit: BucketUnit) -> None:
+        """Gather `unit` and keep it unsharded until `unpin`.
+
+        Calls nest. Collective when it is sharded now.
+        """
+        raise NotImplementedError
+
+    def unpin(self, unit: BucketUnit) -> None:
+        """Undo one `pin`."""
+        raise NotImplementedError
+
+    def add_external(self, module: nn.Module, param: nn.Parameter) -> None:
+        """`module` uses `param`, which another module owns. Has an effect in stage 3."""
+
+    def remove_external(self, module: nn.Module, param: nn.Parameter) -> None:
+        """Undo `add_external`."""
+
+    def settle(self) -> None:
+        """Masters are about to be written: no copy and no update of them may be running."""
+        raise NotImplementedError
+
+
+class WeightHandle(ABC):
+    """How to gather, write and release one ZeRO-managed parameter. order: sort key, equal on all
+    ranks.
+    """
+
+    param: nn.Parameter
+    order: tuple[int, ...]
+    checks = False
+
+    @property
+    @abstractmethod
+    def in_context(self) -> bool:
+        """Whether the parameter is inside a `GatheredParameters`."""
+
+    @in_context.setter
+    @abstractmethod
+    def in_context(self, value: bool) -> None: ...
+
+    @property
+    @abstractmethod
+    def is_sharded(self) -> bool:
+        """Whether the weight is sharded now, so that the parameter is an empty tensor."""
+
+    @property
+    @abstractmethod
+    def sharded_at_rest(self) -> bool:
+        """Whether the weight is sharded while it is not in use."""
+
+    @property
+    @abstractmethod
+    def held(self) -> bool:
+        """Whether a caller keeps the weight unsharded now, as `GatheredParameters` does."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size:
+        """Shape of the unsharded weight."""
+
+    @property
+    @abstractmethod
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks that share the parameter."""
+
+    @abstractmethod
+    def unshard(self) -> None:
+        """Make the parameter hold the unsharded weight until `reshard`.
+
+        Calls nest. Collective when it is sharded.
+        """
+
+    @abstractmethod
+    def write_back(self, source: int) -> None:
+        """Make what the parameter holds on global rank `source` the weight on all ranks, masters
+        too. Collective.
+        """
+
+    @abstractmethod
+    def reshard(self) -> None:
+        """Undo one `unshard`. Writes to the parameter without `write_back` may be lost."""
+
+    @abstractmethod
+    def assign(self, value: Tensor) -> None:
+        """Make `value` of the first rank the weight on all ranks, masters too. Collective."""
+
+    def commit(self) -> None:
+        """Write back what the first rank holds, and reshard. Collective."""
+        self.write_back(self.ranks[0])
+        self.reshard()
+
+    def source(self, modifier: int) -> int:
+        """The global rank that `modifier` means.
+
+        Raises UsageError when it does not share this parameter.
+        """
+        if modifier in self.ranks:
+            return modifier
+        if modifier in (FIRST, 0):
+            return self.ranks[0]
+        raise UsageError(
+            f"modifier_rank {modifier} does not share parameter {self.name!r}, which is on ranks "
+            f"{list(self.ranks)}; "
+            "give one of those, or 0 for the first of each parameter's ranks"
+        )
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in messages."""
+        return str(getattr(self.param, "ds_id", "?"))
+
+    def _check(self) -> None:
+        """Check that the parameter still has its device and shape."""
+        if self.param.device.type != self.device.type:
+            raise UsageError(
+                f"parameter {self.name!r} was moved to {self.param.device} inside "
+                "GatheredParameters; "
+                f"leave it on {self.device}"
+            )
+        if self.param.shape != self.shape:
+            raise UsageError(
+                f"parameter {self.name!r} of shape {tuple(self.shape)} was given data of shape "
+                f"{tuple(self.param.shape)} inside GatheredParameters; keep its shape"
+            )
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Device of the unsharded weight."""
+
+    @property
+    @abstractmethod
+    def group(self) -> Any:
+        """The process group of `ranks`; None for one rank."""
+
+
+class _InitWeight(WeightHandle):
+    """A parameter that `Init` has sharded, and no engine owns yet."""
+
+    def __init__(self, param: nn.Parameter, sharded: ShardedParam) -> None:
+        self.param = param
+        self._sharded = sharded
+        self.order = (0, sharded.serial)
+        self.checks = sharded.spec.checks
+
+    @property
+    def in_context(self) -> bool:
+        return self._sharded.in_context
+
+    @in_context.setter
+    def in_context(self, value: bool) -> None:
+        self._sharded.in_context = value
+
+    @property
+    def is_sharded(self) -> bool:
+        return not self._sharded.users
+
+    @property
+    def held(self) -> bool:
+        return bool(self._sharded.users)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._sharded.shape
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self._sharded.spec.ranks
+
+    @property
+    def device(self) -> torch.device:
+        return self._sharded.spec.device
+
+    @property
+    def group(self) -> Any:
+        return self._sharded.spec.group
+
+    @property
+    def sharded_at_rest(self) -> bool:
+        return True
+
+    @untracked
+    def unshard(self) -> None:
+        sharded = self._sharded
+        if not sharded.users:
+            check_not_assigned(self.param, sharded)
+            self.param.data = sharded.gather().to(self.param.dtype)
+        sharded.users += 1
+        set_status(self.param, sharded)
+
+    @untracked
+    def write_back(self, source: int) -> None:
+        self._check()
+        shard_param(self.param, self._sharded.spec, source)
+
+    @untracked
+    def commit(self) -> None:
+        # the constructor that wrote to it may have changed its shape
+        shard_param(self.param, self._sharded.spec)
+        self.reshard()
+
+    @untracked
+    def reshard(self) -> None:
+        sharded = self._sharded
+        sharded.users -= 1
+        if not sharded.users:
+            self.param.data = sharded.placeholder(self.param.dtype)
+        elif not self.param.numel():  # written back, but another user still needs it
+            self.param.data = sharded.gather().to(self.param.dtype)
+        set_status(self.param, sharded)
+
+    @untracked
+    def assign(self, value: Tensor) -> None:
+        self.param.data = value.to(self.device, self.param.dtype, copy=True)
+        shard_param(self.param, self._sharded.spec)
+        if self._sharded.users:
+            self.param.data = self._sharded.gather().to(self.param.dtype)
+
+
+class _EngineWeight(WeightHandle):
+    """A parameter of an engine of stage 1, 2 or 3."""
+
+    def __init__(self, param: nn.Parameter, owner: WeightOwner, serial: int) -> None:
+        self.param = param
+        self._owner = owner
+        self._piece = owner.pieces.get(param)
+        self._bucket = owner.bucket_of.get(param)
+        self._unit = owner.unit_of.get(param)
+        self._info = owner.ctx.params[param]
+        self.order = (1, serial, owner.param_index[param])
+        self.checks = owner.section.enable_sanity_checks
+
+    @property
+    def in_context(self) -> bool:
+        return self.param in self._owner.in_context
+
+    @in_context.setter
+    def in_context(self, value: bool) -> None:
+        (self._owner.in_context.add if value else self._owner.in_context.discard)(self.param)
+
+    @property
+    def is_sharded(self) -> bool:
+        return self._unit is not None and not self._unit.is_unsharded
+
+    @property
+    def held(self) -> bool:
+        return self._unit is not None and bool(self._unit.uses.callers)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.param.shape if self._piece is None else torch.Size(self._piece.shape)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(self._owner.ctx.mesh.ranks(*self._info.replicas))
+
+    @property
+    def name(self) -> str:
+        return self._info.name
+
+    @property
+    def device(self) -> torch.device:
+        return self.param.device if self._bucket is None else self._bucket.full.device
+
+    @property
+    def group(self) -> Any:
+        return self._owner.ctx.mesh.group(*self._info.replicas)
+
+    @property
+    def sharded_at_rest(self) -> bool:
+        return self._unit is not None
+
+    @untracked
+    def unshard(self) -> None:
+        if self._unit is not None:
+            self._owner.pin(self._unit)
+
+    @untracked
+    def write_back(self, source: int) -> None:
+        self._check()
+        group = self.group
+        data = self.param.data
+        if self._bucket is None or self._piece is None:  # frozen, and in no bucket
+            flat = data.contiguous()
+            if group is not None and flat.numel():
+                comm.broadcast(flat, src=source, group=group)
+            data.copy_(flat)
+            return
+        view = self._bucket.view(self._bucket.full, self._piece.index)
+        if data.data_ptr() != view.data_ptr() or data.stride() != view.stride():
+            view.copy_(data)
+            self.param.data = view
+        if group is not None and view.numel():
+            comm.broadcast(view, src=source, group=group)
+        self._owner.settle()
+        self._bucket.write(self._piece.index, view)
+
+    @untracked
+    def reshard(self) -> None:
+        if self._unit is not None:
+            self._owner.unpin(self._unit)
+
+    @untracked
+    def assign(self, value: Tensor) -> None:
+        group = self.group
+        value = value.to(self.device, self.param.dtype, copy=True).contiguous()
+        if group is not None and value.numel():
+            comm.broadcast(value, src=self.ranks[0], group=group)
+        if not self.is_sharded:
+            self.param.data.copy_(value)
+        if self._bucket is not None and self._piece is not None:
+            self._owner.settle()
+            self._bucket.write(self._piece.index, value)
+
+
+def owner_of(param: nn.Parameter) -> tuple[WeightOwner, int] | None:
+    """The live ZeRO partitioner that owns `param`, and its engine's serial number; None for any
+    other parameter.
+    """
+    found = [
+        (e.partitioner, e.serial)
+        for e in STATE.engines
+        if isinstance(e.partitioner, WeightOwner) and param in e.ctx.params
+    ]
+    return min(found, key=lambda item: item[1]) if found else None
+
+
+def handle_of(param: Any) -> WeightHandle | None:
+    """The handle of `param`; None when ZeRO does not manage it."""
+    if not isinstance(param, nn.Parameter):
+        return None
+    if (sharded := sharded_param_of(param)) is not None:
+        return _InitWeight(param, sharded)
+    owner = owner_of(param)
+    return None if owner is None else _EngineWeight(param, *owner)
+
+
+def handles_of(params: Iterable[Any]) -> list[WeightHandle]:
+    """The handles of `params`, each once, in an order that is equal on all ranks."""
+    found = (handle_of(p) for p in dict.fromkeys(params))
+    return sorted((h for h in found if h is not None), key=lambda h: h.order)

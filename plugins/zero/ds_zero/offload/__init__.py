@@ -1,0 +1,1 @@
+"""States that rest in a store: on the host, or on a disk."""

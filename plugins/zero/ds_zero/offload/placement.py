@@ -1,0 +1,283 @@
+"""Which states the config offloads to a store, and the copies between device and host.
+
+[Note: copies] Every copy between device and host is started without waiting, and followed by an
+event on the same stream. The host uses the memory of a copy only after that event: in
+`Transfers.synchronize`, or when a staging buffer is used again. So nothing depends on page-locked
+memory, which only makes copies truly asynchronous. On a CPU accelerator the path is the same, and
+copies are done when they are started.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from ds_state_stores import StateStore, open_store
+from torch import Tensor, nn
+
+from ds_core.errors import UsageError
+from ds_zero.config import ForceOwnOptimizer, switch
+
+if TYPE_CHECKING:
+    from ds_core.context import Context
+    from ds_zero.config import ZeroConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlacement:
+    """Where a bucket's states are; None: on the device.
+
+    masters: the store of masters, optimizer states and reduced gradients. shards: the store of
+    weights that are sharded (see `FlatBucket.away`). transfers: the copies between device and host.
+    deferred: reduced gradients stay on the device until the step, and `ds_zero.zenflow` updates
+    masters and weights.
+    """
+
+    masters: StateStore | None = None
+    shards: StateStore | None = None
+    transfers: Transfers | None = None
+    deferred: bool = False
+
+
+ON_DEVICE = StatePlacement()
+_NONE: Mapping[nn.Parameter, int] = {}
+
+
+class OffloadStores:
+    """The stores of the config's offload sections.
+
+    optimizer, param: the stores; None if not offloaded. full_tensors: whether the optimizer gets
+    full tensors (see `ds_zero.buckets.owned_tensors`).
+    """
+
+    def __init__(self, ctx: Context, section: ZeroConfig, *, full_tensors: bool) -> None:
+        wanted = section.offload_optimizer
+        self.ratio = wanted.ratio if wanted is not None else 1.0
+        self.optimizer = (
+            open_store(ctx, wanted.device, wanted.options)
+            if wanted is not None and wanted.on
+            else None
+        )
+        weights = section.weights_offload
+        self.param = None
+        if weights is not None and weights.on:  # the share that stays in memory is another store's
+            self.param = open_store(ctx, weights.device, {**weights.options, "max_in_cpu": 0})
+        self._near = self.param
+        self._near_elements = 0
+        if self.param is not None and not self.param.resident:
+            assert weights is not None
+            self._near = open_store(ctx, "cpu", {"pin_memory": weights.pin_memory})
+            self._near_elements = weights.max_in_cpu
+        if self.optimizer is not None and not self.optimizer.resident and full_tensors:
+            assert wanted is not None
+            raise UsageError(
+                f"zero_optimization.offload_optimizer.device: {wanted.device!r} does not keep "
+                "states in memory, which "
+                "works with element-wise optimizers only, such as Adam; use cpu with this one"
+            )
+        self.deferred = section.zenflow is not None
+        self._close = weakref.finalize(
+            self, _close, [s for s in (self.optimizer, self.param) if s is not None]
+        )
+        store = self.optimizer or self.param
+        self.transfers = Transfers(ctx, store) if store is not None else None
+        refused = ctx.own_optimizer and switch(ctx.config, ForceOwnOptimizer, True)
+        if self.optimizer is not None and refused:
+            raise UsageError(
+                "zero_optimization.offload_optimizer moves what the optimizer updates to the host, "
+                "and initialize was "
+                "given an optimizer object, which may not support that; name one in the config's "
+                "optimizer "
+                'section, or set "zero_force_ds_cpu_optimizer": false'
+            )
+
+    def placements(
+        self, params: Sequence[nn.Parameter], shards: Mapping[nn.Parameter, int] = _NONE
+    ) -> Callable[[nn.Parameter], StatePlacement]:
+        """The placement of each parameter's states. params: those of the optimizer, in the model's
+        order.
+
+        shards: the elements of this rank's shard of each parameter that is sharded, in the model's
+            order. The first ``max_in_cpu`` stay in host memory: what is needed first cannot be read
+            behind anything. With ratio < 1 the last parameters are offloaded, up to half a
+            parameter more or less than `ratio` of all
+        elements: their gradients come first, so that copying them overlaps with the rest of
+            backward.
+        """
+        if self.transfers is None:
+            return lambda param: ON_DEVICE
+        near = self._near_params(shards)
+        trained = [p for p in reversed(params) if p.is_floating_point() or p.is_complex()]
+        wanted = self.ratio * sum(p.numel() for p in trained)
+        chosen: set[nn.Parameter] = set()
+        taken = 0
+        for param in trained:
+            if taken + param.numel() / 2 > wanted:
+                break
+            chosen.add(param)
+            taken += param.numel()
+        places = {
+            (states, weights): StatePlacement(
+                self.optimizer if states else None,
+                self._near if weights else self.param,
+                self.transfers,
+                self.deferred and states,
+            )
+            for states in (True, False)
+            for weights in (True, False)
+        }
+        return lambda param: places[param in chosen, param in near]
+
+    def _near_params(self, shards: Mapping[nn.Parameter, int]) -> set[nn.Parameter]:
+        """Those whose weights stay in memory although `param` frees it."""
+        sums = itertools.accumulate(shards.values())
+        return {p for p, upto in zip(shards, sums, strict=True) if upto <= self._near_elements}
+
+    def close(self) -> None:
+        """Close the stores; also called at exit."""
+        self._close()
+
+    def synchronize(self) -> None:
+        """See `Transfers.synchronize`."""
+        if self.transfers is not None:
+            self.transfers.synchronize()
+
+
+def _close(stores: Sequence[StateStore]) -> None:
+    for store in stores:
+        store.close()
+
+
+class Copy:
+    """One copy between device and host. then: what the host does with the data after it."""
+
+    def __init__(self, event: Any, then: Callable[[], Any] | None = None) -> None:
+        self._event = event
+        self._then = then
+        self._lock = threading.Lock()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the copy, and use its data, unless that was done. Any thread may call it."""
+        with self._lock:
+            event, self._event = self._event, None
+            then, self._then = self._then, None
+            if event is not None:
+                event.synchronize()
+            if then is not None:
+                then()
+
+    @property
+    def over(self) -> bool:
+        """Whether `finish` would not wait."""
+        event = self._event
+        return event is None or event.query()
+
+
+@dataclass(slots=True)
+class _StagingBuffer:
+    """Host memory through which one copy at a time goes: the last one, which may be running."""
+
+    memory: Tensor | None = None
+    copy: Copy | None = None
+
+    def finish(self) -> None:
+        """Wait for the copy, and use its data."""
+        copy, self.copy = self.copy, None
+        if copy is not None:
+            copy.finish()
+
+
+class Transfers:
+    """The copies of one partitioner, in order, through two staging buffers in turn.
+
+    See [Note: copies].
+    """
+
+    def __init__(self, ctx: Context, store: StateStore) -> None:
+        self._new_event = ctx.accelerator.new_event
+        self._store = store
+        self._kernels = ctx.kernels
+        # the oldest copy's first
+        self._slots: deque[_StagingBuffer] = deque([_StagingBuffer(), _StagingBuffer()])
+        self._direct: deque[Copy] = deque()
+
+    def to_host(
+        self, target: Tensor, source: Tensor, *, add: bool, then: Callable[[], Any] | None = None
+    ) -> Copy:
+        """Start to copy device tensor `source` into host tensor `target`, or with `add` to add it.
+
+        `source` may be overwritten by later work of the device. Complete after `synchronize`, or
+        the copy's `finish`.
+        """
+        if not add and source.dtype == target.dtype:
+            return self._straight(target, source, then)
+        slot, memory = self._next(source)
+        memory.copy_(source, non_blocking=True)
+
+        def use() -> None:
+            if add:
+                self._kernels.accumulate(target, memory)
+            else:
+                target.copy_(memory)
+            if then is not None:
+                then()
+
+        slot.copy = Copy(self._mark(), use)
+        return slot.copy
+
+    def to_device(
+        self, target: Tensor, source: Tensor, then: Callable[[], Any] | None = None
+    ) -> None:
+        """Start to copy host tensor `source` into device tensor `target`; casts are done on the
+        host.
+
+        Later work of the device sees the values; the host may change `source` after `synchronize`,
+        or when `then` is called.
+        """
+        if source.dtype == target.dtype:
+            self._straight(target, source, then)
+            return
+        slot, memory = self._next(target)
+        target.copy_(memory.copy_(source), non_blocking=True)
+        slot.copy = Copy(self._mark())
+        if then is not None:
+            then()
+
+    def _straight(
+        self, target: Tensor, source: Tensor, then: Callable[[], Any] | None = None
+    ) -> Copy:
+        """Start a copy that needs no staging buffer."""
+        target.copy_(source, non_blocking=True)
+        copy = Copy(self._mark(), then)
+        self._direct.append(copy)
+        while self._direct and self._direct[0].over:
+            self._direct.popleft().finish()
+        return copy
+
+    def synchronize(self) -> None:
+        """Wait until all copies are over."""
+        for slot in self._slots:
+            slot.finish()
+        while self._direct:
+            self._direct.popleft().finish()
+
+    def _next(self, like: Tensor) -> tuple[_StagingBuffer, Tensor]:
+        slot = self._slots.popleft()
+        self._slots.append(slot)
+        slot.finish()
+        size = like.numel() * like.element_size()
+        if slot.memory is None or slot.memory.numel() < size:
+            slot.memory = self._store.buffer(size, torch.uint8)
+        return slot, slot.memory[:size].view(like.dtype)
+
+    def _mark(self) -> Any:
+        event = self._new_event()
+        event.record()
+        return event

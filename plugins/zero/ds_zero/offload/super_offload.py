@@ -1,0 +1,412 @@
+"""SuperOffload: on the host, a bucket is updated while backward still computes the gradients of
+others.
+
+[Note: attempts] A bucket that is reduced (`Reducer.on_reduced`) is given to a worker thread, which
+saves what it will change, and updates the bucket as if no gradient were non-finite and none were
+clipped. The step, which knows better, keeps an attempt if it was made with the very factor and
+settings (learning rate) of the step, from gradients that have not changed since; it restores what
+any other has changed, and updates those buckets and whatever was not begun with, as plain offload
+does. So the result has the same bits in every case, and what is lost at worst is the worker's time.
+
+Attempts are this rank's own affair: ranks need not agree on them. Of parameters that this rank did
+not use it is only known after backward whether another rank did, so they are left to the step.
+Weights do not change before the step: 16-bit ones are written to memory of their own, or to that
+from which the step copies them to the device.
+
+[Note: likely] Attempts are made after a step that was not clipped only, and none while plugins
+change gradients.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ds_core.errors import DSError, UsageError
+from ds_core.process import log_once
+from ds_core.stepping import Stepper
+from ds_zero.offload.host_worker import use_threads
+from ds_zero.offload.tiled_step import settings_of
+from ds_zero.reduce.reducer import Reducer
+from ds_zero.updates import Updates
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ds_core.partition import BackwardPlan
+    from ds_zero.base import ZeroPartitioner
+    from ds_zero.buckets.flat import FlatBucket
+    from ds_zero.buckets.records import Piece
+    from ds_zero.reduce.bucket_grads import Grads
+
+log = logging.getLogger("ds_zero")
+
+TIMEOUT = 60.0
+"""Seconds that the step waits for the update of one bucket."""
+
+KEY = "zero_optimization.offload_optimizer.super_offload"
+
+
+class SuperOffload(Updates):
+    """Updates that begin during backward. share: of this rank's threads, which the worker uses.
+
+    kept, undone: how many attempts steps have kept, and how many were made in vain.
+    """
+
+    def __init__(self, owner: ZeroPartitioner, share: float) -> None:
+        super().__init__(owner)
+        self.kept = self.undone = 0
+        self._share = share
+        self._worker = None
+        self._stuck = ""
+        self._open = self._likely = False
+        self._optimizer: Any = None
+        self._spares: dict[FlatBucket, _Spare] = {}
+        self._attempts: dict[FlatBucket, _Attempt] = {}
+
+    _worker: _Worker | None
+
+    def bind(self, optimizer: Optimizer) -> None:
+        """See `Updates.bind`."""
+        reducer = self.owner.reducer
+        ctx = self.owner.ctx
+        if ctx.grain != "element" or not hasattr(optimizer, "takes_inputs"):
+            raise UsageError(
+                f"{KEY}: {type(optimizer).__name__} cannot update one bucket after the other; use "
+                "Adam, AdamW, Lion, "
+                "SGD or Adagrad of ds-optimizers, by its name in the config's optimizer section, "
+                "or set it to false"
+            )
+        if any(b.evictable for b in reducer.buckets):
+            raise UsageError(
+                f"{KEY}: needs states that stay in memory; set device cpu, or leave it out"
+            )
+        if takers := ctx.plugins.implementing("ds_gradients"):
+            log.info(
+                "SuperOffload: no update begins in backward, since plugin %s changes gradients "
+                "after it",
+                takers[0],
+            )
+            return
+        buckets = [b for b in reducer.buckets if b.stepped_on_host and b.master is not b.shard]
+        if not isinstance(reducer, Reducer) or not buckets:
+            log.info(
+                "SuperOffload: no update begins in backward: no bucket has masters of its own on "
+                "the host"
+            )
+            return
+        self._optimizer = optimizer
+        self._spares = {b: _Spare(b) for b in buckets}
+        reducer.on_reduced = self._reduced
+        reducer.on_late = self._late
+
+    # -- during backward ---------------------------------------------------------------------------
+
+    def begin(self, plan: BackwardPlan) -> None:
+        """See `Updates.begin`."""
+        self._open = bool(self._spares) and self._likely and plan.reduce and not self._stuck
+        if self._open and not self._optimizer.takes_inputs:
+            self._open = False
+            log_once(
+                log,
+                logging.INFO,
+                "SuperOffload: no update begins in backward: the optimizer's step has hooks",
+            )
+
+    def _reduced(self, bucket: FlatBucket) -> None:
+        """See `Reducer.on_reduced`; called in backward, on autograd's thread."""
+        spare = self._spares.get(bucket)
+        grads = self.owner.reducer.grads(bucket)
+        if not self._open or spare is None or grads is None or bucket in self._attempts:
+            return
+        if self._worker is None:
+            self._worker = _Worker(max(1, int(self._share * torch.get_num_threads())))
+        attempt = _Attempt(self._optimizer, spare, grads, self.owner.gradient_hooks.unscaling())
+        self._attempts[bucket] = attempt
+        self._worker.do(attempt.future, attempt.make)
+
+    def _late(self, bucket: FlatBucket) -> None:
+        """See `Reducer.on_late`."""
+        if bucket in self._attempts:
+            self._undo()
+
+    # -- after it ----------------------------------------------------------------------------------
+
+    def step(self, optimizer: Optimizer, factor: float) -> None:
+        """See `Updates.step`."""
+        given = list(self.owner.reducer.given)
+        settings = _settings(optimizer)
+        made = self._finish()
+        place = 0
+        for bucket in self.owner.reducer.buckets:
+            attempt = made.get(bucket)
+            if attempt is not None and (attempt.factor, attempt.settings) == (factor, settings):
+                attempt.keep()
+                self.kept += 1
+                for index in attempt.places:
+                    given[place + index] = None
+            elif attempt is not None:
+                attempt.undo()
+                self.undone += 1
+            place += len(bucket.optimized)
+        self._likely = factor == self.owner.gradient_hooks.unscaling()
+        if any(g is not None for g in given):
+            self.update(optimizer, given, factor)
+
+    def settle(self) -> None:
+        """See `Updates.settle`."""
+        if self._attempts:
+            log_once(
+                log,
+                logging.INFO,
+                "SuperOffload: states or gradients are used between backward and step, so updates "
+                "that had begun are undone and made again in the step",
+            )
+            self._undo()
+
+    def drop(self) -> None:
+        """See `Updates.drop`; without a step before it, gradients were not finite, or the user
+        dropped them.
+        """
+        if self._attempts:
+            self._likely = False
+            self._undo()
+        super().drop()
+
+    def close(self) -> None:
+        """See `Updates.close`."""
+        if not self._stuck:
+            self._undo()
+        self._worker = None  # its thread ends
+
+    def _undo(self) -> None:
+        """Make everything as it was before backward."""
+        for attempt in self._finish().values():
+            attempt.undo()
+            self.undone += 1
+
+    def _finish(self) -> dict[FlatBucket, _Attempt]:
+        """End all attempts: those that were made.
+
+        Raises DSError for what went wrong, when all others are undone.
+        """
+        if self._stuck:
+            raise DSError(self._stuck)
+        attempts, self._attempts = self._attempts, {}
+        failure: tuple[FlatBucket, BaseException] | None = None
+        for attempt in attempts.values():
+            attempt.future.cancel()  # unless it has begun
+        for bucket, attempt in attempts.items():
+            if not wait([attempt.future], TIMEOUT).done:
+                self._stuck = (
+                    f"{self._who} has not updated the {bucket.about_weights} within {TIMEOUT:g} s; "
+                    "it is stuck, and "
+                    "states are of no use: end the run, and load a checkpoint"
+                )
+                raise DSError(self._stuck)
+            if not attempt.future.cancelled() and (error := attempt.future.exception()) is not None:
+                failure = failure or (bucket, error)
+        if failure is not None:
+            for attempt in attempts.values():
+                attempt.undo()
+            bucket, error = failure
+            what = f"{type(error).__name__}: {error}"
+            raise DSError(
+                f"{self._who} failed to update the {bucket.about_weights}: {what}"
+            ) from error
+        return {b: a for b, a in attempts.items() if a.made}
+
+    @property
+    def _who(self) -> str:
+        return f"rank {self.owner.ctx.rank}: the worker of offload_optimizer.super_offload"
+
+
+class _Spare:
+    """Memory for the attempts on one bucket, which is kept: fresh pages cost more than the copies.
+
+    copies: where 16-bit weights are written; None: nowhere. steps: whether that is where the step
+    expects them.
+    """
+
+    def __init__(self, bucket: FlatBucket) -> None:
+        self.bucket = bucket
+        self._saved: dict[str, Tensor] = {}
+        staged = bucket.staged
+        self.steps = staged is not bucket.shard
+        self.copies = staged
+        if staged is not None and not self.steps:
+            self.copies = torch.empty_like(staged)
+        copies = [
+            self.copies[p.within] if self.copies is not None and p.stop > p.start else None
+            for p in bucket.pieces
+        ]
+        self.stepper = Stepper([p.master for p in bucket.pieces], copies)
+
+    def room(self, key: str, piece: Piece, like: Tensor) -> Tensor:
+        """Where state `key` of a piece is saved."""
+        flat = self._saved.get(key)
+        if flat is None or flat.dtype != like.dtype:
+            flat = self._saved[key] = torch.empty(self.bucket.layout.shard_numel, dtype=like.dtype)
+        return flat[piece.within]
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    """The update of one bucket, before the step. grads: one per piece. places: the pieces that it
+    is of.
+
+    changed: what it changes, and the saved values of that, in order; states: the states of each
+    piece, None: none yet.
+    """
+
+    optimizer: Any
+    spare: _Spare
+    source: Grads
+    factor: float
+    settings: list[dict[str, Any]] = field(init=False)
+    grads: list[Tensor | None] = field(init=False)
+    future: Future[None] = field(default_factory=Future)
+    changed: tuple[list[Tensor], list[Tensor]] | None = None
+    states: list[tuple[Piece, dict[str, Any] | None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        used = self.source.used
+        shard = self.source.shard
+        assert shard is not None
+        mine = [used[p.index] and p.stop > p.start for p in self.bucket.pieces]
+        self.grads = [
+            shard[p.within] if m else None for p, m in zip(self.bucket.pieces, mine, strict=True)
+        ]
+        self.settings = _settings(self.optimizer)
+
+    @property
+    def bucket(self) -> FlatBucket:
+        return self.spare.bucket
+
+    @property
+    def places(self) -> list[int]:
+        return [i for i, grad in enumerate(self.grads) if grad is not None]
+
+    @property
+    def made(self) -> bool:
+        """Whether anything was changed."""
+        return self.changed is not None
+
+    def make(self) -> None:
+        """Update; on the worker's thread."""
+        if self.source.copied is not None:
+            self.source.copied.finish()
+        if not self.optimizer.takes_inputs or _settings(self.optimizer) != self.settings:
+            return
+        self._save()
+        self.spare.stepper.step(self.optimizer, self.grads, self.factor)
+        if _settings(self.optimizer) != self.settings:
+            raise UsageError(
+                f"{type(self.optimizer).__name__} changes its parameter groups in each step, and "
+                "buckets are updated "
+                "one by one, so it would count them wrongly; set super_offload false"
+            )
+
+    @torch.no_grad()
+    def _save(self) -> None:
+        live: list[Tensor] = []
+        saved: list[Tensor] = []
+        for place in self.places:
+            piece = self.bucket.pieces[place]
+            state = self.optimizer.state.get(piece.master)
+            self.states.append((piece, None if state is None else dict(state)))
+            for key, value in {"": piece.master, **(state or {})}.items():
+                if isinstance(value, Tensor):
+                    live.append(value.detach())
+                    whole = value.shape == piece.master.shape
+                    saved.append(
+                        self.spare.room(key, piece, value) if whole else torch.empty_like(value)
+                    )
+        if live:
+            torch._foreach_copy_(saved, live)
+        self.changed = live, saved
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Restore what was saved."""
+        if self.changed is None:
+            return
+        live, saved = self.changed
+        if live:
+            torch._foreach_copy_(live, saved)
+        for piece, state in self.states:
+            if state is None:
+                self.optimizer.state.pop(piece.master, None)
+            else:
+                self.optimizer.state[piece.master].clear()
+                self.optimizer.state[piece.master].update(state)
+        self.changed = None
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """The attempt was right: make its 16-bit weights the bucket's, as the step does."""
+        if self.spare.copies is not None and not self.spare.steps:
+            pieces = [self.bucket.pieces[i] for i in self.places]
+            parts = [self.bucket.parts[i] for i in self.places]
+            if parts:
+                torch._foreach_copy_(parts, [self.spare.copies[p.within] for p in pieces])
+
+
+def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """`settings_of`, as they are now: a tensor (a learning rate) may change later."""
+
+    def now(value: Any) -> Any:
+        return value.tolist() if isinstance(value, Tensor) else value
+
+    return [{k: now(v) for k, v in group.items()} for group in settings_of(optimizer)]
+
+
+# -- the worker ------------------------------------------------------------------------------------
+
+
+class _Worker:
+    """A thread that does one job after the other, each with `threads` of torch's; it ends when
+    nobody has this.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = (
+            queue.SimpleQueue()
+        )
+        name = "ds-zero SuperOffload"
+        threading.Thread(target=_work, args=(self._jobs, threads), name=name, daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None)
+
+    def do(self, future: Future[None], job: Callable[[], None]) -> None:
+        """Do `job`, unless `future` is cancelled before it begins."""
+        self._jobs.put((future, job))
+
+
+def _work(
+    jobs: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None], threads: int
+) -> None:
+    if not use_threads(threads):
+        log_once(
+            log,
+            logging.INFO,
+            "SuperOffload: cpuadam_cores_perc has no effect with this build of torch",
+        )
+    while (work := jobs.get()) is not None:
+        future, job = work
+        if future.set_running_or_notify_cancel():
+            try:
+                job()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+        del work, future, job  # while it waits it keeps no engine alive

@@ -1,0 +1,1 @@
+"""``dscore plan``: memory and traffic, told before anything runs."""

@@ -1,0 +1,1 @@
+"""Gradients: from autograd to the shard of the rank that owns them."""

@@ -1,0 +1,497 @@
+"""Reduction of gradients to the shards of the ranks that own them.
+
+Each bucket collects its gradients in a flat buffer (`Grads.local`). A complete buffer is reduced to
+its owners while backward goes on, and the result is added to this rank's shard (`Grads.shard`). All
+ranks reduce buckets in one order.
+
+[Note: flags] At the end of each reduction ranks exchange one byte per parameter ("I had a
+gradient") and one per bucket ("gradients came after its reduction", as in nested backwards: then it
+is reduced once more). So a parameter that no rank used keeps ``grad=None`` as in one-process torch,
+and ranks whose control flow differs stay in step.
+
+[Note: reduced] Who wants to begin with a bucket before the end of backward sets
+`Reducer.on_reduced`. It is called at an accumulation boundary only, when the shard has all that was
+accumulated. What it cannot know yet: which parameters the other ranks used (one that this rank used
+is used), whether gradients are finite, their norm, and that no gradient comes late (then it is
+called again for that bucket, in `Reducer.finish`, or after the next `begin`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_core import comm
+from ds_core.buckets import averaging_factors, wire_dtype
+from ds_core.params import GradGroup, squared_norm
+from ds_core.partition import BackwardPlan, GradState
+from ds_core.process import log_once
+from ds_zero.comm.wires import Chain, gradient_wire
+from ds_zero.reduce.bucket_grads import Grads
+from ds_zero.reduce.source import GradientSource
+
+if TYPE_CHECKING:
+    from ds_zero.base import ZeroPartitioner
+    from ds_zero.buckets.flat import FlatBucket
+    from ds_zero.buckets.records import Piece
+    from ds_zero.comm.wires import GradientWire
+
+log = logging.getLogger("ds_zero")
+
+IN_FLIGHT = 2
+"""Reductions running at a time from stage 2 on: one bucket is reduced while the next one is filled.
+"""
+
+FLYING = 16 << 20
+"""Bytes of buckets that may be in reduction in any case. Two small ones do not fill the link
+between two hosts, since each also waits for the ranks to come to it."""
+
+
+def crowded(flying: Iterable[int]) -> bool:
+    """Whether the oldest reduction has to end before a buffer is taken. flying: bytes of each
+    bucket in reduction.
+    """
+    sizes = list(flying)
+    return len(sizes) >= IN_FLIGHT and sum(sizes) > FLYING
+
+
+class _Pool:
+    """Flat buffers for reuse, since fresh memory costs more than the copy into it.
+
+    most: how many free ones are kept, the oldest are freed first; None: any number.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self._free: list[Tensor] = []
+        self._most = most
+
+    def get(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        for index, tensor in enumerate(self._free):
+            if (tensor.numel(), tensor.dtype, tensor.device) == (numel, dtype, device):
+                return self._free.pop(index)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def put(self, tensor: Tensor) -> None:
+        self._free.append(tensor)
+        if self._most is not None and len(self._free) > self._most:
+            del self._free[0]
+
+    def clear(self) -> None:
+        self._free.clear()
+
+
+@dataclass(slots=True)
+class _Reduction:
+    """A running reduction: `out` will be this rank's shard of the sum of `source` over ranks."""
+
+    grads: Grads
+    works: list[Any]
+    source: Tensor
+    out: Tensor
+
+
+class Reducer(GradientSource):
+    """Reduces gradients to the ranks that own them. See the module's docstring.
+
+    groups: the process group of each bucket's reduction. order: the order in which buckets are
+        reduced, asked for at the start of each backward; equal on all ranks. on_reduced: see [Note:
+        reduced]. wire: by which a bucket is reduced;
+    None: by that of the config.
+
+    [Note: chains] The later collectives of a `Chain` begin where the next bucket's first one does:
+    the same place on all ranks, and a bucket's backward later.
+    """
+
+    on_reduced: Callable[[FlatBucket], None] | None = None
+    on_late: Callable[[FlatBucket], None] | None = None
+
+    def __init__(
+        self,
+        owner: ZeroPartitioner,
+        buckets: Sequence[FlatBucket],
+        groups: Callable[[FlatBucket], Any],
+        order: Callable[[], Sequence[FlatBucket]] | None = None,
+        wire: Callable[[FlatBucket], GradientWire | None] = lambda bucket: None,
+    ) -> None:
+        super().__init__(owner, buckets)
+        self._group = groups
+        self._order = order
+        self._wire = wire
+        self._plain = gradient_wire(self.section)
+        self._all = {b: Grads(b, self._squares) for b in buckets}
+        self._index_of = {p: (self._all[b], i) for b in buckets for i, p in enumerate(b.params)}
+        self._queue: list[Grads] = []
+        self._next = 0
+        self._in_flight: deque[_Reduction] = deque()
+        self._wire_dtypes: dict[FlatBucket, torch.dtype] = {}
+        self._state = GradState.LOCAL
+        self._plan = BackwardPlan()
+        self._before, self._after = averaging_factors(self.ctx, self.ctx.mesh.size("dp"))
+        self._keeps = self.section.stage == 1
+        self._pool = _Pool(None if self._keeps else 2 * IN_FLIGHT)
+        self._shown = self.ctx.plugins.implementing("ds_gradients")
+        # A gradient can stay in param.grad only where it accumulates in the parameter's own dtype.
+        self._eager = self.section.contiguous_gradients or self.ctx.precision.accumulate is not None
+
+    # -- backward ----------------------------------------------------------------------------------
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether the running backward reduces gradients."""
+        plan = self._plan
+        return not plan.keep_local and (plan.reduce or self.owner.partitions_gradients)
+
+    def begin(self, plan: BackwardPlan) -> None:
+        """See `Partitioner.begin`."""
+        self._plan = plan
+        if plan.changed:
+            for grads in self._all.values():
+                grads.awaited = sum(p.requires_grad for p in grads.bucket.params)
+        self._state = GradState.LOCAL
+        if self._reduces:
+            self._start()
+
+    def on_gradient(self, param: nn.Parameter) -> None:
+        """See `Partitioner.on_gradient`."""
+        if param not in self._index_of:
+            return
+        grads, index = self._index_of[param]
+        if self._eager:
+            self._copy_in(grads, index)
+        if self._state is GradState.RUNNING:
+            grads.arrived.add(index)
+            self._advance()
+
+    @torch.no_grad()
+    def add(self, param: nn.Parameter, grad: Tensor) -> None:
+        """See `GradientSource.add`."""
+        if param in self._index_of:
+            self._state = GradState.LOCAL if self._state is GradState.REDUCED else self._state
+            self._copy_in(*self._index_of[param], grad)
+
+    @torch.no_grad()
+    def _copy_in(self, grads: Grads, index: int, grad: Tensor | None = None) -> None:
+        """Move a parameter's gradient (or `grad`) into the flat buffer."""
+        bucket = grads.bucket
+        param = bucket.params[index]
+        given = grad is not None
+        grad = param.grad if grad is None else grad
+        assert grad is not None
+        if grads.local is None:
+            while not self._keeps and crowded(r.source.nbytes for r in self._in_flight):
+                self._complete(self._in_flight.popleft())
+            grads.local = self._pool.get(
+                bucket.layout.total, self._dtype(bucket), bucket.full.device
+            )
+        view = bucket.view(grads.local, index)
+        if grad.is_sparse:  # of nn.Embedding(sparse=True)
+            grad = grad.to_dense()
+        if grads.filled[index]:
+            self.ctx.kernels.accumulate(view, grad)
+        else:
+            view.copy_(grad)
+        grads.filled[index] = True
+        if not given:
+            param.grad = None
+
+    def _start(self) -> None:
+        """Prepare for one backward."""
+        self._state = GradState.RUNNING
+        self._wire_dtypes = self._wire_dtypes or {b: self._wire_dtype(b) for b in self._all}
+        self._next = 0
+        order = self._order() if self._order is not None else list(self._all)
+        self._queue = [self._all[b] for b in order if self._all[b].awaited]
+        for grads in self._queue:
+            grads.arrived.clear()
+
+    def _wire_dtype(self, bucket: FlatBucket) -> torch.dtype:
+        """The dtype in which a bucket is reduced: the widest that any of its parameters asks
+        for."""
+        wanted = [wire_dtype(p, self.ctx) for p in bucket.params]
+        wire = wanted[0]
+        for dtype in wanted[1:]:
+            wire = torch.promote_types(wire, dtype)
+        return wire
+
+    def _advance(self) -> None:
+        # [Note: several engines] Buckets are waited for in backward, too, to keep few in memory. If
+        # ranks came to the engines' parts in different orders, each would wait for a bucket of
+        # another engine. So only the engine that runs the backward sends before its end.
+        if not self._plan.may_wait:
+            return
+        while (
+            self._next < len(self._queue)
+            and len(self._queue[self._next].arrived) >= self._queue[self._next].awaited
+        ):
+            self._launch(self._queue[self._next])
+            self._next += 1
+
+    # -- reduction ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _launch(self, grads: Grads) -> None:
+        """Start to reduce a bucket; parameters without a gradient count as zeros."""
+        bucket = grads.bucket
+        for index, param in enumerate(bucket.params):
+            if param.grad is not None:
+                self._copy_in(grads, index)
+        grads.expect()
+        source = grads.local
+        if source is None:
+            source = self._pool.get(bucket.layout.total, self._dtype(bucket), bucket.full.device)
+        for index, filled in enumerate(grads.filled):
+            if filled:
+                grads.used[index] = True
+            else:
+                bucket.view(source, index).zero_()
+        source[sum(bucket.layout.sizes) :].zero_()
+        grads.local = None
+        grads.filled = [False] * len(bucket.params)
+        wire = self._wire_dtypes[bucket]
+        if source.dtype != wire and bucket.reduces:
+            cast = self._pool.get(source.numel(), wire, source.device).copy_(source)
+            self._pool.put(source)
+            source = cast
+        if self._before != 1.0:
+            source.mul_(self._before)
+        self._in_flight.append(self._send(grads, source))
+        if not self.section.overlap:
+            self._drain(0)
+
+    def _send(self, grads: Grads, source: Tensor) -> _Reduction:
+        """Start the reduction; in place in stage 1, which keeps the buffer."""
+        bucket = grads.bucket
+        if not bucket.reduces:
+            return _Reduction(grads, [], source, source)
+        for earlier in self._in_flight:  # [Note: chains]
+            for work in earlier.works:
+                if isinstance(work, Chain):
+                    work.advance()
+        comm.label(bucket.about_gradients)
+        wire = self._wire(bucket) or self._plain
+        works, out = wire.start(bucket, source, self._group(bucket), self._room)
+        return _Reduction(grads, works, source, out)
+
+    def _room(self, bucket: FlatBucket, source: Tensor) -> Tensor:
+        """Where the reduced shard of `source` goes."""
+        numel = bucket.layout.shard_numel
+        return (
+            bucket.own_shard(source)
+            if self._keeps
+            else self._pool.get(numel, source.dtype, source.device)
+        )
+
+    def _drain(self, left: int) -> None:
+        """Complete reductions, the oldest first, until at most `left` are running."""
+        while len(self._in_flight) > left:
+            self._complete(self._in_flight.popleft())
+
+    @torch.no_grad()
+    def _complete(self, done: _Reduction) -> None:
+        """Wait for a reduction, and add it to this rank's shard."""
+        for work in done.works:
+            work.wait()
+        grads = done.grads
+        out = done.out
+        bucket = done.grads.bucket
+        if self._after != 1.0:
+            out.mul_(self._after)
+        inside = out.data_ptr() == bucket.own_shard(done.source).data_ptr()
+        dtype = self._dtype(bucket)
+        if self.on_late is not None and grads.shard is not None:
+            self.on_late(bucket)
+        if bucket.stepped_on_host:
+            grads.add_to_host(out, self.ctx.precision.accumulate, once=self.ctx.batch.gas == 1)
+        elif (
+            grads.shard is None
+            and out.dtype == dtype
+            and (not inside or self._keeps or bucket.world == 1)
+        ):
+            grads.shard = out
+            grads.buffer = done.source if inside else None
+        elif grads.shard is None:
+            grads.shard = self._pool.get(out.numel(), dtype, out.device).copy_(out)
+        else:
+            self.ctx.kernels.accumulate(grads.shard, out)
+        if grads.buffer is not done.source:
+            self._pool.put(done.source)
+        if not inside and grads.shard is not out:
+            self._pool.put(out)
+        if self.on_reduced is not None and self._plan.reduce:
+            self.on_reduced(bucket)
+
+    def _synchronize(self) -> None:
+        """Wait for copies to the host."""
+        for transfers in {
+            b.placement.transfers for b in self._all if b.placement.transfers is not None
+        }:
+            transfers.synchronize()
+
+    def _dtype(self, bucket: FlatBucket) -> torch.dtype:
+        """The dtype in which gradients accumulate."""
+        return (
+            self.ctx.precision.accumulate if bucket.full.is_floating_point() else None
+        ) or bucket.dtype
+
+    def finish(self, plan: BackwardPlan) -> None:
+        """See `Partitioner.finish`."""
+        self._plan = plan
+        if not self._reduces or self._state is GradState.REDUCED:
+            return
+        if self._state is GradState.LOCAL:
+            self._start()
+        for grads in self._queue[self._next :]:
+            self._launch(grads)
+        for grads in self._agree():
+            self._launch(grads)
+        self._drain(0)
+        self._synchronize()
+        self._state = GradState.REDUCED
+        if not self._keeps:
+            self._pool.clear()
+
+    def _agree(self) -> list[Grads]:
+        """Agree on which parameters any rank used; the buckets to be reduced again.
+
+        See [Note: flags].
+        """
+        by_axes: dict[tuple[str, ...], list[Grads]] = {}
+        for grads in self._queue:
+            by_axes.setdefault(grads.bucket.replicas, []).append(grads)
+        again = []
+        for members in by_axes.values():
+            late = [
+                g.local is not None or any(p.grad is not None for p in g.bucket.params)
+                for g in members
+            ]
+            used = [u for g in members for u in g.used]
+            if members[0].bucket.reduces:
+                flags = torch.tensor(
+                    late + used, dtype=torch.uint8, device=members[0].bucket.full.device
+                )
+                comm.label("flags of gradients, at the end of backward")
+                # Gathers are on the group of `replicas` unless that has far ranks, too.
+                far = members[0].bucket.far
+                mesh = self.ctx.mesh
+                group = (
+                    mesh.group(*members[0].bucket.replicas)
+                    if far
+                    else self._group(members[0].bucket)
+                )
+                comm.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=group)
+                agreed = [bool(f) for f in flags.tolist()]
+                late = agreed[: len(members)]
+                used = agreed[len(members) :]
+            for grads in members:
+                count = len(grads.used)
+                grads.used = used[:count]
+                used = used[count:]
+            again += [grads for grads, is_late in zip(members, late, strict=True) if is_late]
+        return again
+
+    # -- step --------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def gradients(self) -> list[GradGroup]:
+        """See `GradientSource.gradients`."""
+        self.refuse_unused(g.used for g in self._all.values())
+        if self._shown and any(g.evicted is not None for g in self._all.values()):
+            if self.ctx.rank == 0:
+                log_once(
+                    log,
+                    logging.INFO,
+                    f"{self._shown[0]} looks at all gradients: each step holds them in memory",
+                )
+            for grads in self._all.values():
+                grads.bring()
+        mine = [self._mine(b, g) for b, g in self._all.items()]
+        away = (
+            g
+            for g, given in zip(self._all.values(), mine, strict=True)
+            if any(t is not None for t in given)
+        )
+        return self.grouped(
+            mine, {g.bucket: g.norm for g in away if g.evicted is not None and g.norm is not None}
+        )
+
+    def evicted(self, bucket: FlatBucket) -> Tensor | None:
+        """See `GradientSource.evicted`."""
+        return self._all[bucket].shard
+
+    def _squares(self, tensors: list[Tensor]) -> Tensor:
+        kind = tensors[0].device.type, str(tensors[0].dtype).removeprefix("torch.")
+        return self.ctx.kernels.get("squared_norm", *kind, squared_norm)(tensors)  # type: ignore[no-any-return]
+
+    def _mine(self, bucket: FlatBucket, grads: Grads) -> list[Tensor | None]:
+        """The gradients of what this rank updates of `bucket`."""
+        part = grads.shard
+        if bucket.owned is not None and not self._keeps:
+            grads.shard = None  # the optimizer's gradients keep what they need of it
+        if part is None or not any(grads.used):
+            return [None] * len(bucket.pieces)
+        if bucket.owned is not None:
+            return bucket.owned.gradients(part, grads.used)
+        used = (grads.used[p.index] and p.stop > p.start for p in bucket.pieces)
+        if bucket.evictable:
+            return [view if u else None for view, u in zip(grads.parts, used, strict=True)]
+        return [part[p.within] if u else None for p, u in zip(bucket.pieces, used, strict=True)]
+
+    def grads(self, bucket: FlatBucket) -> Grads | None:
+        """See `GradientSource.grads`."""
+        return self._all.get(bucket)
+
+    def tensors(self, bucket: FlatBucket, *, reduced: bool) -> Iterable[Tensor | None]:
+        """See `GradientSource.tensors`."""
+        if (grads := self._all.get(bucket)) is None:
+            return []
+        return (
+            [grads.shard, grads.buffer, *(p.grad for p in bucket.params)]
+            if reduced
+            else [grads.local]
+        )
+
+    @property
+    def any_gradient(self) -> bool:
+        """See `GradientSource.any_gradient`."""
+        found = any(any(g.used) or any(g.filled) for g in self._all.values())
+        return found or any(p.grad is not None for p in self._index_of)
+
+    def used(self, bucket: FlatBucket) -> bool:
+        """See `GradientSource.used`."""
+        return bucket in self._all and any(self._all[bucket].used)
+
+    def unused(self, bucket: FlatBucket) -> list[Piece]:
+        """See `GradientSource.unused`."""
+        used = self._all[bucket].used
+        return [p for p in bucket.pieces if not used[p.index] and p.stop > p.start]
+
+    def zero_grad(self) -> None:
+        """See `GradientSource.zero_grad`."""
+        self._drain(0)
+        self._synchronize()
+        self._state = GradState.LOCAL
+        self.given = []
+        for bucket, grads in self._all.items():
+            for tensor in (grads.local, grads.shard if grads.buffer is None else grads.buffer):
+                if tensor is not None and tensor is not grads.host and self._keeps:
+                    self._pool.put(tensor)
+            grads.drop()
+            grads.filled = [False] * len(bucket.params)
+            grads.used = [False] * len(bucket.params)
+            for piece in bucket.optimized:
+                piece.master.grad = None
+                piece.param.grad = None
+
+    def detach(self) -> None:
+        """See `GradientSource.detach`."""
+        self._drain(0)
+        self._synchronize()
+        self._pool.clear()
+        for grads in self._all.values():
+            grads.drop()
