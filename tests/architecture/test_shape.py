@@ -1,6 +1,4 @@
-"""The shape of the repository: the size of the core, files that are too long, circles of imports at
-run time.
-"""
+"""The shape of the repository: the size of the core, and circles of imports at run time."""
 
 from __future__ import annotations
 
@@ -10,8 +8,6 @@ import re
 import tokenize
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "ds_core"
@@ -28,8 +24,6 @@ TOKENS = 68_500
 """The core's budget, in tokens of code: lines, comments and docstrings are free, so nobody packs
 lines.
 """
-LONGEST = 500
-"""Lines of one file."""
 
 FREE = {
     tokenize.COMMENT,
@@ -110,12 +104,6 @@ def test_the_readme_quotes_the_measured_size() -> None:
         assert abs(int(quoted.replace(",", "")) - now) <= 250, (
             f"README.md says {quoted}, and it is {now:,}"
         )
-
-
-@pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.name)
-def test_no_file_is_long(package: Path) -> None:
-    long = {f: n for f in package.rglob("*.py") if (n := len(f.read_text().splitlines())) > LONGEST}
-    assert long == {}
 
 
 # -- circles ---------------------------------------------------------------------------------------

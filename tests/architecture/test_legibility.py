@@ -1,0 +1,267 @@
+"""How code is laid out: one thought a line, reasons where the eye is, files and functions that fit.
+
+`legibility.py` measures, and says by ``--list PACKAGE`` which lines are meant.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from distributions import PACKAGES, ROOT
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from legibility import crowded, functions, measure, measure_text, modules, packed_lines, unformatted
+
+PACKED = 2.0
+"""Per 1,000 lines of code."""
+WIDE = 1.0
+"""Percent of all lines."""
+LONGEST_FILE = 500
+LONGEST_FUNCTION = 60
+MODULES = 12
+"""In one folder of a package, ``__init__.py`` not counted."""
+COMMENTS = {
+    "ds_core": 2.4,
+    "ds_zero": 1.8,
+    "ds_pipeline": 1.7,
+    "ds_moe": 1.4,
+    "ds_inference": 1.2,
+    "ds_checkpoint": 1.4,
+    "ds_tensor_parallel": 0.6,
+    "ds_sequence_parallel": 1.1,
+}
+"""Comment lines per 100 lines of code, at least, in the packages whose algorithms need reasons."""
+
+# What is above a limit, with its number. Entries are removed, never added.
+CROWDED = {
+    "ds_core": 5,
+    "ds_ops_cuda": 1,
+    "ds_inference_kit": 2,
+    "ds_kernel_kit": 1,
+    "ds_access": 1,
+    "ds_activation_checkpointing": 1,
+    "ds_autotuning": 1,
+    "ds_checkpoint": 1,
+    "ds_cli": 1,
+    "ds_comms_guard": 1,
+    "ds_deepspeed_compat": 1,
+    "ds_inference": 4,
+    "ds_lr_schedules": 1,
+    "ds_moe": 6,
+    "ds_nvme": 1,
+    "ds_optimizers": 1,
+    "ds_pipeline": 1,
+    "ds_run_state": 2,
+    "ds_tensor_parallel": 3,
+    "ds_testing": 5,
+    "ds_zero": 8,
+}
+CROWDED_FOLDERS = {
+    "ds_core": 35,
+    "plugins/cli/ds_cli": 35,
+    "plugins/deepspeed_compat/ds_deepspeed_compat/names": 14,
+    "plugins/inference/ds_inference/serve": 13,
+    "plugins/testing/ds_testing": 50,
+}
+LONG_FILES = {
+    "ds_core/entries.py",
+    "ds_core/plugins.py",
+    "ops/cpu/ds_ops_cpu/cpp/inference/module.cpp",
+    "ops/cpu/ds_ops_cpu/cpp/shared.cpp",
+    "ops/cpu/tests/test_shared.py",
+    "ops/cuda/ds_ops_cuda/programs.py",
+    "ops/cuda/ds_ops_cuda/translate.py",
+    "ops/inference_kit/ds_inference_kit/checks.py",
+    "plugins/checkpoint/tests/test_faults.py",
+    "plugins/checkpoint/tests/test_files.py",
+    "plugins/checkpoint/tests/test_resume.py",
+    "plugins/cli/tests/test_light.py",
+    "plugins/cli/tests/test_run.py",
+    "plugins/data_sampling/ds_data_sampling/config.py",
+    "plugins/deepspeed_compat/tests/test_engine.py",
+    "plugins/moe/tests/test_moe_running.py",
+    "plugins/pipeline/ds_pipeline/runner.py",
+    "plugins/pipeline/tests/test_pipeline_module.py",
+    "plugins/pipeline/tests/test_pipeline_running.py",
+    "plugins/zero/ds_zero/config.py",
+    "plugins/zero/ds_zero/planning/plan.py",
+    "plugins/zero/tests/test_plan.py",
+    "plugins/zero/tests/test_zero_access.py",
+    "plugins/zero/tests/test_zero_gathered.py",
+    "plugins/zero/tests/test_zero_grain.py",
+    "plugins/zero/tests/test_zero_hierarchy.py",
+    "plugins/zero/tests/test_zero_init.py",
+    "plugins/zero/tests/test_zero_offload_numbers.py",
+    "tests/config/test_bad_configs.py",
+    "tests/core/test_engine.py",
+    "tests/thirdparty/test_contract.py",
+}
+LONG_FUNCTIONS = {
+    "benchmarks/checkpoint.py:others",
+    "ds_core/assemble.py:_attach",
+    "ds_core/assemble.py:initialize",
+    "ds_core/comm/start.py:find_rendezvous",
+    "ds_core/comm/start.py:init_distributed",
+    "ds_core/opening.py:open_run",
+    "ops/cpu/ds_ops_cpu/programs.py:_ops",
+    "ops/cpu/ds_ops_cpu/shared.py:open_segment",
+    "ops/cuda/ds_ops_cuda/translate.py:_shapes",
+    "ops/kernel_kit/ds_kernel_kit/quantized.py:quantized_operations",
+    "plugins/checkpoint/ds_checkpoint/folder/boxes.py:moves",
+    "plugins/checkpoint/ds_checkpoint/saving.py:save",
+    "plugins/checkpoint_deepspeed/ds_checkpoint_deepspeed/exported_model.py:read_model",
+    "plugins/cli/ds_cli/doctor.py:doctor",
+    "plugins/cli/ds_cli/run.py:run",
+    "plugins/data_sampling/ds_data_sampling/command.py:analyze",
+    "plugins/deepspeed_compat/ds_deepspeed_compat/launcher.py:parse_args",
+    "plugins/deepspeed_compat/tests/frontends/trainer.py:main",
+    "plugins/deepspeed_compat/tests/frontends/trl_train.py:main",
+    "plugins/deepspeed_compat/tests/test_comm.py:every_collective",
+    "plugins/inference/ds_inference/serve/command.py:serve",
+    "plugins/inference/ds_inference/serve/connections.py:protocol",
+    "plugins/moe/tests/autoep_models.py:hugging_face",
+    "plugins/optimizers/ds_optimizers/base.py:_batches",
+    "plugins/pipeline/ds_pipeline/layers/module.py:__init__",
+    "plugins/pipeline/tests/test_pipeline_module.py:has_a_topology",
+    "plugins/report/tests/conftest.py:_write_record",
+    "plugins/sequence_parallel/ds_sequence_parallel/tiles/sequence_tiled_compute.py:sequence_tiled_compute",
+    "plugins/tensor_parallel/tests/tp_models.py:hugging_face",
+    "plugins/zero/ds_zero/buckets/flat.py:__init__",
+    "plugins/zero/ds_zero/init/context.py:__init__",
+    "plugins/zero/ds_zero/planning/command.py:_show",
+    "plugins/zero/ds_zero/planning/command.py:plan",
+    "plugins/zero/ds_zero/planning/plan.py:_traffic",
+    "plugins/zero/ds_zero/planning/plan.py:predict",
+    "plugins/zero/tests/test_zero_access.py:locals_of",
+    "plugins/zero/tests/test_zero_access.py:whole_tensors",
+    "plugins/zero/tests/test_zero_access.py:write",
+    "plugins/zero/tests/test_zero_detours.py:check_copies",
+    "plugins/zero/tests/test_zero_gathered.py:check_reads",
+    "plugins/zero/tests/test_zero_gathered.py:check_state_dicts",
+    "plugins/zero/tests/test_zero_hierarchy.py:look",
+    "plugins/zero/tests/test_zero_offload_keys.py:test_nothing_reads_what_a_copy_has_not_brought_yet",
+    "plugins/zero/tests/test_zero_offload_states.py:refusals",
+    "tests/architecture/catalogue.py:made",
+}
+
+SOURCES = sorted(
+    file
+    for top in ("ds_core", "plugins", "ops", "monitors", "tests", "benchmarks", "examples", "docs")
+    for kind in ("*.py", "*.pyi", "*.cpp", "*.h", "*.cu")
+    for file in (ROOT / top).rglob(kind)
+    # frozen copies of plugins that others wrote; what is built
+    if not {"before_kits", "contract_1", "build"} & set(file.relative_to(ROOT).parts)
+)
+
+
+# -- the measuring ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("a = 1; b = 2", [1]),
+        ("if x: y()", [1]),
+        ("a, b = f(), g()", [1]),
+        ("a, b = b, a", []),
+        ("a, b = f()", []),
+        ("a = b = 1", []),
+        ("def f(): ...\ndef g():\n    return 1", []),
+        ("class A: x = 1; y = 2", [1]),
+    ],
+)
+def test_lines_with_more_than_one_thought(text: str, lines: list[int]) -> None:
+    assert packed_lines(ast.parse(text)) == lines
+
+
+def test_code_comments_and_width() -> None:
+    wide = "x" * 101
+    text = f'"""Doc\nstring."""\n\n# why\nx = """a\nb"""  # and why\ny = 1  # noqa: E1\n# {wide}\n'
+    found = measure_text(text)
+    assert (found.lines, found.code, found.comments, found.wide) == (8, 3, 3, 1)
+    assert found.comment_rate == 100 and found.wide_rate == 12.5
+    assert (found + found).code == 6
+
+
+def test_attributes_in_running_text() -> None:
+    running = "a: one. b: two; c: three. d, e: four. f: five."
+    assert crowded(f"Summary.\n\n{running}") == 1
+    assert crowded("Summary.\n\na: one.\nb: two.\n\nc: three. d: four. e: five. f: six.") == 0
+    assert measure_text(f'class A:\n    """{running}"""\n').paragraphs == 1
+    assert measure_text(f'def f():\n    """{running}"""\n').paragraphs == 0
+
+
+def test_length_of_functions() -> None:
+    text = "@wraps(\n    g\n)\ndef f():\n    def inner():\n        pass\n    return inner\n"
+    assert dict(functions(text)) == {"f": 4, "inner": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("x = [\n  1,\n]  # fmt: skip", []),
+        ("@cases([\n  1,\n])  # fmt: skip\ndef f(): ...", []),
+        ("x = [1]  # fmt: skip", [1]),
+        ("f(\n  a)  # fmt: skip", [2]),
+        ("# fmt: off\nx = 1", [1]),
+    ],
+)
+def test_only_tables_keep_their_own_form(text: str, lines: list[int]) -> None:
+    assert unformatted(text) == lines
+
+
+# -- the packages ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.name)
+def test_one_thought_a_line(package: Path) -> None:
+    found = measure(modules(package))
+    listing = f"python tests/architecture/legibility.py --list {package.name}"
+    assert found.packed_rate <= PACKED, listing
+    assert found.wide_rate <= WIDE, listing
+    assert found.paragraphs <= CROWDED.get(package.name, 0), listing
+    assert found.comment_rate >= COMMENTS.get(package.name, 0), (
+        f"{found.comment_rate:.1f} comment lines per 100 lines of code: say why, where it stands"
+    )
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.name)
+def test_a_folder_shows_a_dozen_modules(package: Path) -> None:
+    count = Counter(f.parent for f in modules(package) if f.name != "__init__.py")
+    crowds = {folder.relative_to(ROOT).as_posix(): n for folder, n in count.items()}
+    assert {f: n for f, n in crowds.items() if n > CROWDED_FOLDERS.get(f, MODULES)} == {}
+
+
+def test_no_file_is_long() -> None:
+    long = {
+        file.relative_to(ROOT).as_posix(): lines
+        for file in SOURCES
+        if (lines := len(file.read_text().splitlines())) > LONGEST_FILE
+    }
+    assert {name: n for name, n in long.items() if name not in LONG_FILES} == {}
+
+
+def test_functions_fit_on_a_screen() -> None:
+    long = {
+        f"{file.relative_to(ROOT).as_posix()}:{name}": lines
+        for file in SOURCES
+        if file.suffix == ".py"
+        for name, lines in functions(file.read_text())
+        if lines > LONGEST_FUNCTION
+    }
+    assert {name: n for name, n in long.items() if name not in LONG_FUNCTIONS} == {}
+
+
+def test_only_tables_are_spared_by_the_formatter() -> None:
+    found = {
+        file.relative_to(ROOT).as_posix(): lines
+        for file in SOURCES
+        if file.suffix == ".py" and file != Path(__file__)
+        if (lines := unformatted(file.read_text()))
+    }
+    assert found == {}
