@@ -2,6 +2,7 @@
 #
 #   make quickstart   train the example GPT on two processes: half, then from the checkpoint to the end
 #   make test         lint and the tests (not the slow ones, not those that need a GPU)
+#   make changed      lint and the tests that what differs from BASE calls for (BASE: where the branch left origin/main, or HEAD~1)
 #   make test-all     lint and all tests that this machine can run
 #   make lint         ruff, mypy --strict, import-linter
 #   make wheels       a wheel of every distribution in dist/: pip install --find-links dist "ds-core[standard]"
@@ -46,7 +47,7 @@ PYTEST := $(PY) -m pytest
 
 ARGS ?=
 
-.PHONY: setup quickstart test test-all test-wheels test-versions test-frontends test-programs test-monitors test-hosts lint pytest wheels bench docs catalogue clean help
+.PHONY: setup quickstart test changed test-all test-wheels test-versions test-frontends test-programs test-monitors test-hosts lint pytest wheels bench docs catalogue clean help
 
 setup: $(STAMP)
 
@@ -85,6 +86,9 @@ test: lint
 
 test-all: lint $(DOCS_STAMP)
 	$(PYTEST) -m "$$($(PY) -c 'import torch; print("" if torch.cuda.is_available() else "not gpu and ")')not integration and not hosts" $(ARGS)
+
+changed: lint
+	$(PY) tests/architecture/changed.py $(if $(BASE),--base $(BASE)) $(ARGS)
 
 pytest: $(STAMP)
 	$(PYTEST) $(ARGS)
@@ -167,4 +171,4 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:
-	@sed -n '3,17s/^# *//p' Makefile
+	@sed -n '3,18s/^# *//p' Makefile

@@ -5,21 +5,17 @@ from __future__ import annotations
 import ast
 import io
 import re
+import sys
 import tokenize
-from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from distributions import PACKAGES, ROOT
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from graph import circles, graph, read_modules
+
 CORE = ROOT / "ds_core"
-PACKAGES = [
-    CORE,
-    *sorted(
-        d
-        for kind in ("plugins", "ops", "monitors")
-        for d in ROOT.glob(f"{kind}/*/ds_*")
-        if d.is_dir()
-    ),
-]
 TOKENS = 68_500
 """The core's budget, in tokens of code: lines, comments and docstrings are free, so nobody packs
 lines.
@@ -109,57 +105,6 @@ def test_the_readme_quotes_the_measured_size() -> None:
 # -- circles ---------------------------------------------------------------------------------------
 
 
-def imports(tree: ast.AST, name: str) -> Iterator[str]:
-    """Dotted names that a module imports when it runs, also inside functions; not those under
-    TYPE_CHECKING.
-    """
-    skipped: set[int] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            skipped.update(id(inner) for child in node.body for inner in ast.walk(child))
-    for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def graph(modules: Mapping[str, str], faces: Iterable[str] = ()) -> dict[str, set[str]]:
-    """Module -> the modules it imports. faces: packages' ``__init__``, which only hand names on."""
-    found: dict[str, set[str]] = {}
-    for name, text in modules.items():
-        targets: set[str] = set()
-        for target in imports(ast.parse(text), name):
-            while target and target not in modules:  # a name in a module
-                target = target.rpartition(".")[0]
-            targets.add(target)
-        found[name] = targets - {name, "", *faces}
-    return found
-
-
-def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
-    """The groups of modules that import each other, directly or through others."""
-
-    def reached(start: str) -> set[str]:
-        seen: set[str] = set()
-        todo = [start]
-        while todo:
-            for target in edges.get(todo.pop(), set()) - seen:
-                seen.add(target)
-                todo.append(target)
-        return seen
-
-    all_reached = {name: reached(name) for name in edges}
-    groups = {
-        frozenset(o for o in all_reached[n] if n in all_reached.get(o, ()))
-        for n in edges
-        if n in all_reached[n]
-    }
-    return sorted(sorted(group) for group in groups)
-
-
 def test_circles_are_seen() -> None:
     planted = {
         "a.x": "def f():\n    from a.y import thing\n",
@@ -172,12 +117,4 @@ def test_circles_are_seen() -> None:
 
 
 def test_no_modules_import_each_other_at_run_time() -> None:
-    texts = {}
-    faces = []
-    for package in PACKAGES:
-        for file in package.rglob("*.py"):
-            parts = file.relative_to(package.parent).with_suffix("").parts
-            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            texts[name] = file.read_text()
-            faces += [name] if parts[-1] == "__init__" else []
-    assert circles(graph(texts, faces)) == []
+    assert circles(graph(*read_modules(PACKAGES))) == []
