@@ -14,6 +14,7 @@
 #   make test-hosts   launchers on hosts in namespaces: ssh, pdsh, MPI, Slurm, Ray (Debian packages, root)
 #   make bench        the benchmarks
 #   make docs         the documentation in site/
+#   make release-notes  what changes/ becomes in CHANGELOG.md; WRITE=1 moves it there
 #   make catalogue    ds_core/catalogue.json, from the packages' entry points
 #   make clean        remove everything that these made, .venv too
 
@@ -47,7 +48,7 @@ PYTEST := $(PY) -m pytest
 
 ARGS ?=
 
-.PHONY: setup quickstart test changed test-all test-wheels test-versions test-frontends test-programs test-monitors test-hosts lint pytest wheels bench docs catalogue clean help
+.PHONY: setup quickstart test changed test-all test-wheels test-versions test-frontends test-programs test-monitors test-hosts lint pytest wheels bench docs catalogue release-notes clean help
 
 setup: $(STAMP)
 
@@ -155,6 +156,10 @@ wheels: $(STAMP)
 bench: $(STAMP)
 	@for bench in $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))); do echo "== $$bench"; $(PY) $$bench; done
 
+# ds_core/__init__.py says the version. Without WRITE=1 nothing is changed.
+release-notes: $(STAMP)
+	@$(BIN)/towncrier build --version $$(sed -n 's/^__version__ = "\(.*\)"/\1/p' ds_core/__init__.py) $(if $(WRITE),--yes,--draft)
+
 catalogue: $(STAMP)
 	PYTHONPATH=tests $(PY) tests/architecture/catalogue.py
 
@@ -171,4 +176,4 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:
-	@sed -n '3,18s/^# *//p' Makefile
+	@sed -n '3,19s/^# *//p' Makefile
