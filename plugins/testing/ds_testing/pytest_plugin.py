@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,8 +28,20 @@ class Ranks(Protocol):
         """Call ``fn(*args)`` on `size` gloo ranks; the results by rank."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The packages whose shapes in signatures are checked."""
+    parser.addini(
+        "ds_shapes", "packages whose shapes in signatures are checked (ds_testing.shapes)", "args"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the markers that the suites of ds_core and of its plugins use."""
+    """Register the markers that the suites of ds_core and of its plugins use; check shapes."""
+    if packages := config.getini("ds_shapes"):
+        from ds_testing import shapes
+
+        shapes.install(packages)
+        os.environ[shapes.ENV] = " ".join(packages)  # for the workers of ds_testing.pool
     config.addinivalue_line(
         "markers", "slow: takes more than a few seconds; leave out with -m 'not slow'"
     )

@@ -30,7 +30,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ds_testing import wire
+from ds_testing import shapes, wire
 
 PRELOAD = (
     "torch",
@@ -47,7 +47,9 @@ _PR_SET_PDEATHSIG = 1
 def serve(control_fd: int) -> None:
     """Answer spawn and reap requests on the control socket until it closes; then end all
     workers."""
-    for name in PRELOAD:
+    packages = os.environ.get(shapes.ENV, "").split()
+    shapes.install(packages)
+    for name in (*PRELOAD, *(shapes.MODULES if packages else ())):
         try:
             importlib.import_module(name)
         except ImportError:
