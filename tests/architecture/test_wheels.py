@@ -48,6 +48,14 @@ def test_every_distribution_says_what_pypi_shows(file: Path) -> None:
         assert (ROOT / path).exists(), path
 
 
+def test_uv_finds_every_distribution_in_this_workspace() -> None:
+    uv: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
+    names = [tomllib.loads(file.read_text())["project"]["name"] for file in FILES]
+    assert uv["sources"] == {name: {"workspace": True} for name in names}
+    found = {folder for glob in uv["workspace"]["members"] for folder in ROOT.glob(glob)}
+    assert set(DISTRIBUTIONS) == {each for each in found if (each / "pyproject.toml").exists()}
+
+
 @pytest.mark.slow
 def test_wheels_carry_it(tmp_path: Path) -> None:
     for wheel in build_wheels([f.parent for f in FILES], tmp_path):
