@@ -12,6 +12,7 @@
 #   make test-programs  DeepSpeedExamples' programs, unchanged, on ds_core: PROGRAMS=FOLDER is where they and their runner lie
 #   make test-monitors  wandb, comet_ml, mlflow and trackio, offline: what they record of a run
 #   make test-hosts   launchers on hosts in namespaces: ssh, pdsh, MPI, Slurm, Ray (Debian packages, root)
+#   make release-check  all of these, one after the other; how each ended is kept in benchmarks/release-check.md
 #   make bench        the benchmarks
 #   make docs         the documentation in site/
 #   make release-notes  what changes/ becomes in CHANGELOG.md; WRITE=1 moves it there
@@ -48,7 +49,7 @@ PYTEST := $(PY) -m pytest
 
 ARGS ?=
 
-.PHONY: setup quickstart test changed test-all test-wheels test-versions test-frontends test-programs test-monitors test-hosts lint pytest wheels bench docs catalogue release-notes clean help
+.PHONY: setup quickstart test changed test-all test-wheels test-versions test-frontends test-programs test-monitors test-hosts release-check lint pytest wheels bench docs catalogue release-notes clean help
 
 setup: $(STAMP)
 
@@ -161,6 +162,13 @@ test-hosts: $(STAMP)
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(HOSTS)/bin/python -m pip install -qq -r tests/hosts/requirements.txt
 	$(HOSTS)/bin/python -m pytest -m hosts $(ARGS)
 
+# What must be green together before a release. Takes hours; logs in build/release-check, and how each ended in
+# benchmarks/release-check.md.
+RELEASE_CHECKS := lint docs test-all test-wheels test-frontends test-monitors test-hosts test-programs test-versions
+
+release-check: $(STAMP)
+	@$(PY) .ci/release_check.py $(RELEASE_CHECKS) $(ARGS)
+
 wheels: $(STAMP)
 	@rm -rf dist && mkdir -p dist
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip wheel -qq --no-deps --no-build-isolation -w dist $(addprefix ./,$(DISTS))
@@ -189,4 +197,4 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:
-	@sed -n '3,19s/^# *//p' Makefile
+	@sed -n '3,/^$$/s/^# *//p' Makefile
