@@ -28,7 +28,7 @@ TRAIN = (
 WATCH = "monitors reports profiling when-ranks-disagree"
 EXTEND = "plugins kernels architecture checkpoint-format"
 REFERENCE = (
-    "reference/configuration errors reference/messages reference/hooks "
+    "glossary reference/configuration errors reference/messages reference/hooks "
     "reference/api/index "
     "reference/packages/index"
 )
