@@ -1,6 +1,4 @@
-"""An observer of somebody else: it remembers the last events of a run, and prints them when an
-exception ends it.
-"""
+"""A stranger's observer: remembers the last events, and prints them when an exception comes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A token-budget loader and a float8 mode, each at most 60 lines, through the public contract
+"""A token-budget loader and a float8 mode, each at most 70 lines, through the public contract
 alone.
 """
 
@@ -31,7 +31,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("package", ["token_budget", "float8"])
 def test_it_is_small_and_uses_the_public_contract_alone(package: str) -> None:
     files = sorted((HERE / package).glob("*.py"))
-    assert sum(len(f.read_text().splitlines()) for f in files) <= 60
+    assert sum(len(f.read_text().splitlines()) for f in files) <= 70
     nodes = [node for f in files for node in ast.walk(ast.parse(f.read_text()))]
     imported = {n.module or "" for n in nodes if isinstance(n, ast.ImportFrom)}
     assert {m for m in imported if m.partition(".")[0].startswith("ds_")} <= PUBLIC
