@@ -8,6 +8,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ds_plots.ticks import round_step
+
 from ds_autotuning.records import Row
 from ds_autotuning.search.why import better, keys_of, number, value_of
 
@@ -102,7 +104,8 @@ def picture(rows: Sequence[Row], best: Row | None, metric: str) -> Picture:
             line.append(f"{x:.1f},{up(value):.1f}")
     if so_far is not None:
         line.append(f"{WIDTH - RIGHT:.1f},{up(so_far):.1f}")
-    step = _round_step(most)
+    # Four to ten lines cross the picture.
+    step = round_step(most / 5)
     heights = [i * step for i in range(math.floor(most * 1.05 / step) + 1)]
     every = max(1, math.ceil(len(rows) / 20))
     return Picture(
@@ -145,10 +148,3 @@ def _natural(text: str) -> tuple[bool, float, str]:
         return False, float(text), text
     except ValueError:
         return True, 0.0, text
-
-
-def _round_step(most: float) -> float:
-    """1, 2 or 5 times a power of ten, so that four to ten lines cross the picture."""
-    rough = most / 5
-    power = 10.0 ** math.floor(math.log10(rough)) if rough > 0 else 1.0
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)

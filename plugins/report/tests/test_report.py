@@ -17,11 +17,10 @@ from typing import Any
 
 import pytest
 from ds_cli.app import make_app
-from ds_report.page.chart import label, nice_ticks
 from ds_report.page.page import differences, duration, page, short
 from ds_report.page.thin import means, thin
 from ds_report.run import Run, find_runs, names_of, read_run
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -156,32 +155,6 @@ def test_a_million_points_are_a_small_page(tmp_path: Path) -> None:
     kept = [y[i] for i in thin(y)]
     assert (max(kept), min(kept), len(kept) <= 1600) == (50.0, -50.0, True)
     assert len(means(range(len(y)), y)[1]) == 400
-
-
-@given(st.floats(-1e12, 1e12), st.floats(1e-9, 1e12))
-def test_ticks_are_round_and_cover(low: float, width: float) -> None:
-    assume(width > abs(low) * 1e-12)  # a chart of what floats can tell apart
-    ticks = nice_ticks(low, low + width, 4)
-    assert 2 <= len(ticks) <= 8
-    slack = width * 1e-3 + abs(low) * 1e-9
-    assert ticks[0] <= low + slack and ticks[-1] >= low + width - slack
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "shown"),
-    [
-        (0, 5000, ["0", "2000", "4000", "6000"]),
-        (0, 0.0006, ["0", "2e-4", "4e-4", "6e-4"]),
-        (0, 0.0018, ["0", "5e-4", "1e-3", "1.5e-3", "2e-3"]),
-        (2.5, 12.4, ["2.5", "5.0", "7.5", "10.0", "12.5"]),
-        (0, 2.9e6, ["0", "1M", "2M", "3M"]),
-        (0.2, 0.3, ["0.200", "0.225", "0.250", "0.275", "0.300"]),
-        (0, 50_000, ["0", "20k", "40k", "60k"]),
-    ],
-)
-def test_labels_of_ticks(low: float, high: float, shown: list[str]) -> None:
-    ticks = nice_ticks(low, high, 4)
-    assert [label(t, ticks[1] - ticks[0]) for t in ticks] == shown
 
 
 def test_words() -> None:

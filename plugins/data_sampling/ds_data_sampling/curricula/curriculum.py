@@ -1,9 +1,9 @@
 """Samples by difficulty: easy ones first, and harder ones as the steps go on.
 
-Samples that become easy enough in the same step form a cluster. A sample is drawn in two moves: a cluster, by chance in
-proportion to its size; then its next sample, in an order that is shuffled anew when the cluster is used up. The numbers
-of the first move come from a counter-based generator at the number of the draw, so they do not depend on how many
-samples are asked for at a time.
+Samples that become easy enough in the same step form a cluster. A sample is drawn in two moves: a
+cluster, by chance in proportion to its size; then its next sample, in an order that is shuffled
+anew when the cluster is used up. The numbers of the first move come from a counter-based generator
+at the number of the draw, so they do not depend on how many samples are requested at a time.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class ByDifficulty:
-    """An `Order` in which samples wait until the difficulty of the step admits them by every metric.
+    """An `Order` in which samples wait until every metric admits them at the step's difficulty.
 
-    schedules: functions (step from 1) -> difficulty, by metric, for those whose schedule_type is custom; read when a
-    sample is taken, and not saved. difficulties: of the step that samples were taken for last, by metric. An epoch has
-    as many samples as the data set; they are not all different while some wait.
+    An epoch has as many samples as the data set; they are not all different while some wait.
+    schedules: functions (step from 1) -> difficulty, by metric, for those whose schedule_type is
+    custom; read when a sample is drawn, and not saved.
     """
 
     def __init__(
@@ -45,9 +45,13 @@ class ByDifficulty:
         self._seed = seed
         self._pool = _Pool(self._metrics, size, settings.data_cluster_path)
         self._schedules = {} if schedules is None else schedules
+        # By metric, of the step that samples were drawn for last.
         self.difficulties: dict[str, int] = {}
         self._clusters: list[_Cluster] = []
-        self._epoch = self._taken = self._drawn = 0
+        self._epoch = 0
+        # Samples drawn in this epoch, and in all: the second numbers the draws of clusters.
+        self._taken = 0
+        self._drawn = 0
 
     def __len__(self) -> int:
         return self._size
@@ -89,7 +93,8 @@ class ByDifficulty:
         ):
             raise UsageError(
                 f"the curriculum was saved with {state['size']} samples and difficulties of "
-                f"{', '.join(state['difficulties'])}; this run has {self._size} and {', '.join(self._metrics)}"
+                f"{', '.join(state['difficulties'])}; "
+                f"this run has {self._size} and {', '.join(self._metrics)}"
             )
         self._epoch, self._taken, self._drawn = (
             int(state[key]) for key in ("epoch", "taken", "drawn")
@@ -110,7 +115,8 @@ class ByDifficulty:
             if metric.schedule_type == "custom" and name not in self._schedules:
                 raise UsageError(
                     f"the schedule of {name!r} is custom: give its function, as in "
-                    f"engine.set_custom_curriculum_learning_schedule({{{name!r}: function}}), before the first batch"
+                    f"engine.set_custom_curriculum_learning_schedule({{{name!r}: function}}), "
+                    "before the first batch"
                 )
             self.difficulties[name] = difficulty_at(metric, step + 1, self._schedules.get(name))
         admitted = self._pool.admitted_at(self.difficulties)
@@ -118,8 +124,8 @@ class ByDifficulty:
             self._add(admitted)
         if not any(len(cluster) for cluster in self._clusters):
             raise UsageError(
-                f"no sample is easy enough for step {step + 1}, whose difficulties are {self.difficulties}; "
-                "raise min_difficulty"
+                f"no sample is easy enough for step {step + 1}, "
+                f"whose difficulties are {self.difficulties}; raise min_difficulty"
             )
 
     def _add(self, admitted: dict[str, int]) -> _Cluster:
@@ -132,8 +138,10 @@ class ByDifficulty:
         if len(self._clusters) == 1:
             return [0] * count
         ends = np.cumsum([len(cluster) for cluster in self._clusters])
+        # A count of Philox gives four numbers: the first of each belongs to one draw, so that a
+        # draw's number depends on its position alone.
         raw = np.random.Philox(key=self._seed, counter=self._drawn).random_raw(4 * count)[::4]
-        # uniform in [0, all samples)
+        # The upper 53 bits are a double in [0, 1), scaled to [0, all samples).
         places = np.floor((raw >> np.uint64(11)) * 2.0**-53 * ends[-1])
         found: list[int] = np.searchsorted(ends, places, side="right").tolist()
         return found
@@ -155,6 +163,7 @@ class _Cluster:
 
     def next_sample(self) -> int:
         number, place = divmod(self.drawn, len(self._samples))
+        # The order of a pass follows from its number: a resumed run computes it again.
         if number != self._pass:
             digest = hashlib.blake2b(f"{self._name} {number}".encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -169,8 +178,8 @@ class _Cluster:
 class _Pool:
     """The samples that every schedule_based metric has admitted.
 
-    With one metric they are a prefix of its index. With several, a sample enters when the last of them admits it:
-    that takes one byte per sample, to count.
+    With one metric they are a prefix of its index. With several, a sample enters when the last of
+    them admits it: one byte per sample counts the metrics that have.
     """
 
     def __init__(self, metrics: Mapping[str, Metric], size: int, folder: str | None) -> None:
@@ -211,22 +220,23 @@ class _Pool:
         new = [samples[start:end] for samples, start, end in rows]
         if len(new) == 1:
             return new[0]
+        # Only samples that some metric has just admitted can have reached the last vote now.
         for part in new:
             self._votes[part] += 1
         candidates = np.unique(np.concatenate(new))
-        return _kept(candidates[self._votes[candidates] == len(new)], self._folder)
+        return _map_from_file(candidates[self._votes[candidates] == len(new)], self._folder)
 
 
-def _kept(samples: Array, folder: str | None) -> Array:
+def _map_from_file(samples: Array, folder: str | None) -> Array:
     """`samples`, memory-mapped from a file of `folder`, whose name is that of its content."""
     if folder is None or not len(samples):
         return samples
     file = Path(
         folder, f"cluster-{hashlib.blake2b(samples.tobytes(), digest_size=12).hexdigest()}.npy"
     )
-    if not _holds(file, samples):
+    if not _is_intact(file, samples):
         file.parent.mkdir(parents=True, exist_ok=True)
-        # every rank writes, and the last one stays
+        # Every rank writes the same content; replacing a file is atomic, so no rank reads half.
         part = file.with_name(f"{file.stem}.{os.getpid()}.part")
         with part.open("wb") as stream:
             np.save(stream, samples, allow_pickle=False)
@@ -234,7 +244,7 @@ def _kept(samples: Array, folder: str | None) -> Array:
     return read_array(file)
 
 
-def _holds(file: Path, samples: Array) -> bool:
+def _is_intact(file: Path, samples: Array) -> bool:
     """Whether a file is there and has not been damaged since it was written."""
     try:
         return file.is_file() and np.array_equal(read_array(file), samples)

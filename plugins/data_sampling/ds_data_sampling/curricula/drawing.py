@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ds_plots.svg import Svg
+
 from ds_core.errors import UsageError
 from ds_data_sampling.config import DataEfficiency, LegacyCurriculum, Metric
 from ds_data_sampling.curricula.schedules import difficulty_at
@@ -28,18 +30,17 @@ GAP = 46
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric's schedule over steps.
-
-    steps: those that are shown, from 1. difficulties: at these steps; empty for a custom schedule.
-    shares: of samples that are admitted, 0 to 1, where the files of the analysis can be read. note:
-    why there are none, or no curve.
-    """
+    """A metric's schedule over steps."""
 
     name: str
     title: str
+    # The steps that are shown, from 1.
     steps: list[int]
+    # At these steps; empty for a custom schedule.
     difficulties: list[int]
+    # Of samples that are admitted, 0 to 1; empty where the analysis has no files to read.
     shares: list[float]
+    # Why there are no shares, or no curve.
     note: str = ""
 
 
@@ -73,8 +74,7 @@ def _schedules(section: DataEfficiency | LegacyCurriculum) -> Mapping[str, Sched
 
 
 def curves_of(schedules: Mapping[str, Schedule], steps: int | None = None) -> list[Curve]:
-    """A curve for each schedule, over `steps` steps; None: until the slowest has come to its
-    end."""
+    """A curve for each schedule, over `steps` steps; None: until the slowest has ended."""
     until = steps or max((_last_step(schedule) for schedule in schedules.values()), default=1)
     count = min(until, POINTS)
     shown = sorted({1 + (until - 1) * i // max(count - 1, 1) for i in range(count)})
@@ -145,60 +145,43 @@ def as_svg(curves: list[Curve]) -> str:
     """A complete SVG document: a panel for each curve, difficulties as a line over the share of
     samples.
     """
-    width = LEFT + POINTS + 70
-    height = TOP + (PANEL + GAP) * len(curves)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        'font-family="sans-serif" '
-        'font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
+    svg = Svg(LEFT + POINTS + 70, TOP + (PANEL + GAP) * len(curves))
     for number, curve in enumerate(curves):
-        parts += _panel(curve, TOP + (PANEL + GAP) * number)
-    return "\n".join([*parts, "</svg>"]) + "\n"
+        _draw(curve, svg, TOP + (PANEL + GAP) * number)
+    return str(svg)
 
 
-def _panel(curve: Curve, top: int) -> Iterator[str]:
+def _draw(curve: Curve, svg: Svg, top: int) -> None:
+    """One panel. top: its upper edge, in pixels."""
     bottom = top + PANEL
-    last = max(curve.steps[-1], 2)
     right = LEFT + POINTS
-    yield f'<text x="{LEFT}" y="{top - 8}" font-size="14">{_escaped(curve.title)}</text>'
-    yield (
-        f'<rect x="{LEFT}" y="{top}" width="{POINTS}" height="{PANEL}" fill="#f7f7f7" '
-        'stroke="#999999"/>'
-    )
-
-    def line(values: list[float]) -> str:
-        points = []
-        before = values[0]
-        for step, value in zip(curve.steps, values, strict=True):
-            x = LEFT + (step - 1) / (last - 1) * POINTS
-            points += [
-                f"{x:.1f},{bottom - before * PANEL:.1f}",
-                f"{x:.1f},{bottom - value * PANEL:.1f}",
-            ]
-            before = value
-        return " ".join(points)
-
+    svg.text(LEFT, top - 8, curve.title, font_size=14)
+    svg.rect(LEFT, top, POINTS, PANEL, fill="#f7f7f7", stroke="#999999")
+    # The share of samples lies below, so that the line of the difficulty stays readable.
     if curve.shares:
-        area = f"{LEFT},{bottom} {line(curve.shares)} {right},{bottom}"
-        yield f'<polygon points="{area}" fill="#4477aa" fill-opacity="0.25"/>'
-        yield from _ticks(right + 6, "start", [(top + 10, "100 %"), (bottom, "0 %")], "#4477aa")
+        area = [(LEFT, bottom), *_stairs(curve.steps, curve.shares, bottom), (right, bottom)]
+        svg.polygon(area, fill="#4477aa", fill_opacity=0.25)
+        svg.text(right + 6, top + 10, "100 %", text_anchor="start", fill="#4477aa")
+        svg.text(right + 6, bottom, "0 %", text_anchor="start", fill="#4477aa")
     if curve.difficulties:
         high = max(*curve.difficulties, 1)
         scaled = [value / high for value in curve.difficulties]
-        yield f'<polyline points="{line(scaled)}" fill="none" stroke="#cc3311" stroke-width="2"/>'
-        yield from _ticks(LEFT - 6, "end", [(top + 10, str(high)), (bottom, "0")], "#cc3311")
-    foot = "" if curve.shares else _escaped(curve.note)
-    yield f'<text x="{LEFT}" y="{bottom + 16}">step 1</text>'
-    yield f'<text x="{LEFT + POINTS / 2}" y="{bottom + 16}" text-anchor="middle">{foot}</text>'
-    yield f'<text x="{right}" y="{bottom + 16}" text-anchor="end">{curve.steps[-1]}</text>'
+        line = _stairs(curve.steps, scaled, bottom)
+        svg.polyline(line, stroke="#cc3311", stroke_width=2)
+        svg.text(LEFT - 6, top + 10, str(high), text_anchor="end", fill="#cc3311")
+        svg.text(LEFT - 6, bottom, "0", text_anchor="end", fill="#cc3311")
+    svg.text(LEFT, bottom + 16, "step 1")
+    note = "" if curve.shares else curve.note
+    svg.text(LEFT + POINTS / 2, bottom + 16, note, text_anchor="middle")
+    svg.text(right, bottom + 16, str(curve.steps[-1]), text_anchor="end")
 
 
-def _ticks(x: float, anchor: str, rows: list[tuple[int, str]], colour: str) -> Iterator[str]:
-    for y, text in rows:
-        yield f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{colour}">{text}</text>'
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+def _stairs(steps: list[int], values: list[float], bottom: int) -> Iterator[tuple[float, float]]:
+    """The points of `values`, 0 to 1: each holds from its step on, so the line has corners."""
+    last = max(steps[-1], 2)
+    before = values[0]
+    for step, value in zip(steps, values, strict=True):
+        x = LEFT + (step - 1) / (last - 1) * POINTS
+        yield x, bottom - before * PANEL
+        yield x, bottom - value * PANEL
+        before = value

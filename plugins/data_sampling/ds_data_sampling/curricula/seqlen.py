@@ -27,9 +27,10 @@ Cut = Callable[[Any, Any], tuple[Any, Any]]
 def truncate(batch: Any, length: int) -> Any:
     """`batch` with sequences of at most `length` positions: views of its tensors.
 
-    batch: a tensor, or lists, tuples and mappings of tensors. How long sequences are is told by ``input_ids``, or else
-    by the first tensor with two or more dimensions: [batch, positions, ...]. In the others that many positions are cut
-    in dimension 1, and in the last two of masks with three (integers or booleans) or four dimensions.
+    batch: a tensor, or lists, tuples and mappings of tensors. The length of the sequences is that of
+    ``input_ids``, or else of the first tensor with two or more dimensions: [batch, positions, ...].
+    In the others that many positions are cut in dimension 1, and in the last two of masks with
+    three (integers or booleans) or four dimensions.
     """
     found: list[Tensor] = []
     map_leaves(
@@ -45,6 +46,8 @@ def truncate(batch: Any, length: int) -> Any:
     def cut(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.dim() < 2:
             return leaf
+        # Masks have positions twice, as queries and as keys; a float of three dimensions is no
+        # mask but embeddings: [batch, positions, hidden].
         square = leaf.dim() == 4 or (leaf.dim() == 3 and not leaf.is_floating_point())
         for dim in (1, leaf.dim() - 2, leaf.dim() - 1) if square else (1,):
             if leaf.shape[dim] == positions:
@@ -60,33 +63,36 @@ def seqlen_at(ctx: Context, section: LegacyCurriculum, step: int) -> int:
     if section.schedule_type == "custom" and function is None:
         raise UsageError(
             "the schedule of curriculum_learning is custom: give its function by "
-            f"engine.set_custom_curriculum_learning_schedule({{{METRIC!r}: function}}) before the first batch"
+            f"engine.set_custom_curriculum_learning_schedule({{{METRIC!r}: function}}) "
+            "before the first batch"
         )
     return difficulty_at(section, step, function)
 
 
 def limit_lengths(model: nn.Module, ctx: Context, section: LegacyCurriculum) -> nn.Module:
-    """Let `model`, while it trains, know the length of each step, or see no more positions than that.
+    """Give `model`, while it trains, the length of each step, or no more positions than that.
 
-    A model whose forward has an argument ``curriculum_seqlen`` is given it. The inputs of any other are truncated; of a
-    pipeline, micro-batches.
+    A model whose forward has an argument ``curriculum_seqlen`` receives it. The inputs of any other
+    are truncated; of a pipeline, its micro-batches.
     """
 
     def length() -> int:
         return seqlen_at(ctx, section, ctx.engine.global_steps + 1)
 
-    if hasattr(model, "cut_batch"):  # a pipeline, whose forward is not called
+    # A pipeline: its forward is not called, and it offers a function for its micro-batches.
+    if hasattr(model, "cut_batch"):
         with changing(model, ctx.undo):
             _cut_micro_batches(model, length)
         return model
     takes = ARGUMENT in inspect.signature(type(model).forward).parameters
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # None: it was forgotten, so nobody trains the module
+        # None: the engine was destroyed, so nobody trains the module.
         if not module.training or ctx.engine_ref() is None:
             return None
         if takes:
             return args, {**kwargs, ARGUMENT: length()}
+        # Positional inputs are cut to the length of ``input_ids`` too, where that is named.
         if isinstance(kwargs.get("input_ids"), Tensor):
             named = truncate({**kwargs, "": args}, length())
             return named.pop(""), named

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from ds_plots.svg import Svg
 
 from ds_core.entries import Chart
 from ds_core.errors import UsageError
@@ -41,8 +43,7 @@ def timeline(config: RunConfig, plugins: Plugins) -> list[Chart]:
     if not isinstance(stages, int):
         hint = (
             'the PipelineModule decides the number of stages; with "stages" in the config, '
-            "they "
-            "are drawn here"
+            "they are drawn here"
         )
         return [Chart("pipeline", "pipeline", hint)]
     try:
@@ -66,9 +67,9 @@ def facts(proof: ScheduleProof) -> str:
     """The figures in one line."""
     kept = ", ".join(map(str, proof.activations))
     return (
-        f"makespan {proof.makespan:g} forwards, bubble {100 * proof.bubble:.1f} %, speed-up "
-        f"{proof.speedup:.2f} of "
-        f"{len(proof.spans)}, micro-batches kept per stage: {kept}"
+        f"makespan {proof.makespan:g} forwards, bubble {100 * proof.bubble:.1f} %, "
+        f"speed-up {proof.speedup:.2f} of {len(proof.spans)}, "
+        f"micro-batches kept per stage: {kept}"
     )
 
 
@@ -103,58 +104,47 @@ def as_svg(proof: ScheduleProof, title: str) -> str:
     spans = [s for row in proof.spans for s in row]
     begin = min(s.start for s in spans)
     unit = min(s.stop - s.start for s in spans)
+    # The shortest piece of work is as wide as the longest label.
     scale = 9 * max(len(_label(s)) for s in spans) / unit
-    width = LEFT + proof.makespan * scale + 10
-    height = TOP + ROW * (len(proof.spans) + 2)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
-        'font-family="sans-serif" '
-        'font-size="12">',
-        f'<rect width="{width:g}" height="{height:g}" fill="white"/>',
-        f'<text x="8" y="19" font-size="14">{_escaped(title)}</text>',
-        *_rows(proof, begin, scale),
-        *_legend(spans, TOP + ROW * len(proof.spans) + 18),
-        '<text x="8" '
-        f'y="{TOP + ROW * (len(proof.spans) + 1) + 14:g}">{_escaped(facts(proof))}</text>',
-        "</svg>",
-    ]
-    return "\n".join(parts) + "\n"
-
-
-def _rows(proof: ScheduleProof, begin: float, scale: float) -> Iterator[str]:
+    below = TOP + ROW * len(proof.spans)
+    svg = Svg(LEFT + proof.makespan * scale + 10, below + 2 * ROW)
+    svg.text(8, 19, title, font_size=14)
     for stage, row in enumerate(proof.spans):
-        y = TOP + ROW * stage
-        yield f'<text x="8" y="{y + 17}">stage {stage}</text>'
-        yield (
-            f'<rect x="{LEFT}" y="{y}" width="{proof.makespan * scale:g}" height="{ROW - 4}" '
-            'fill="#eeeeee"/>'
+        _draw_stage(svg, stage, row, proof.makespan, begin, scale)
+    _draw_legend(svg, spans, below + 18)
+    svg.text(8, below + ROW + 14, facts(proof))
+    return str(svg)
+
+
+def _draw_stage(
+    svg: Svg, stage: int, row: Sequence[Busy], makespan: float, begin: float, scale: float
+) -> None:
+    y = TOP + ROW * stage
+    svg.text(8, y + 17, f"stage {stage}")
+    svg.rect(LEFT, y, makespan * scale, ROW - 4, fill="#eeeeee")
+    for span in row:
+        x = LEFT + (span.start - begin) * scale
+        width = (span.stop - span.start) * scale
+        # Chunks of one stage differ in shade, kinds of work in colour.
+        shade = 1 - 0.35 * (span.chunk % 3)
+        svg.rect(
+            x,
+            y,
+            width,
+            ROW - 4,
+            fill=COLOURS[span.kind],
+            fill_opacity=shade,
+            stroke="#555555",
+            stroke_width=0.5,
         )
-        for span in row:
-            x = LEFT + (span.start - begin) * scale
-            width = (span.stop - span.start) * scale
-            shade = 1 - 0.35 * (span.chunk % 3)
-            yield (
-                f'<rect x="{x:g}" y="{y}" width="{width:g}" height="{ROW - 4}" '
-                f'fill="{COLOURS[span.kind]}" '
-                f'fill-opacity="{shade:g}" stroke="#555555" stroke-width="0.5"/>'
-            )
-            yield (
-                f'<text x="{x + width / 2:g}" y="{y + 15}" text-anchor="middle" '
-                f'font-size="11">{span.micro}</text>'
-            )
+        svg.text(x + width / 2, y + 15, str(span.micro), text_anchor="middle", font_size=11)
 
 
-def _legend(spans: list[Busy], y: int) -> Iterator[str]:
+def _draw_legend(svg: Svg, spans: list[Busy], y: int) -> None:
     x = 8
     for kind, meaning in MEANING.items():
         if any(s.kind == kind for s in spans):
-            yield (
-                f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{COLOURS[kind]}" '
-                'stroke="#555555"/>'
-            )
-            yield f'<text x="{x + 17}" y="{y}">{meaning}</text>'
+            svg.rect(x, y - 10, 12, 12, fill=COLOURS[kind], stroke="#555555")
+            svg.text(x + 17, y, meaning)
+            # About 7 pixels a letter.
             x += 40 + 7 * len(meaning)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -8,32 +8,37 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ds_plots.ticks import cover, label
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One curve, thinned. run: index of its run, for the colour. mean_x, mean_y: its course, where
-    it is cut.
-    """
+    """One curve, thinned."""
 
+    # Index of its run, which chooses the colour.
     run: int
     name: str
     x: Sequence[float]
     y: Sequence[float]
     faint: bool = False
+    # Means of neighbouring points: the course of a curve of more points than the page has.
     mean_x: Sequence[float] = ()
     mean_y: Sequence[float] = ()
 
 
 @dataclass(slots=True)
 class Chart:
-    """One chart. zero: whether its y axis begins at 0. note: what stands below it."""
+    """One chart, with its axes."""
 
     key: str
     title: str
     unit: str
     lines: list[Line]
+    # Whether the y axis begins at 0.
     zero: bool = False
+    # What stands below the chart.
     note: str = ""
+    # First and last value of each axis, and the ticks as (place in percent, text).
     x_range: tuple[float, float] = field(init=False)
     y_range: tuple[float, float] = field(init=False)
     x_ticks: list[tuple[float, str]] = field(init=False)
@@ -43,7 +48,7 @@ class Chart:
         xs = [v for line in self.lines for v in line.x if math.isfinite(v)]
         ys = [v for line in self.lines for v in line.y if math.isfinite(v)]
         low, high = (min(ys), max(ys)) if ys else (0.0, 1.0)
-        ticks = nice_ticks(min(low, 0.0) if self.zero else low, high, 4)
+        ticks = cover(min(low, 0.0) if self.zero else low, high, 4)
         pad = (high - low) * 0.04
         bottom = min(low, 0.0) if self.zero else low - pad if low < 0 else max(low - pad, 0.0)
         top = high + pad
@@ -57,7 +62,7 @@ class Chart:
         if self.x_range[0] == self.x_range[1]:
             self.x_range = (self.x_range[0] - 1, self.x_range[1] + 1)
         self.y_ticks = self._placed(ticks, self.y_range, flip=True)
-        self.x_ticks = self._placed(nice_ticks(*self.x_range, 5), self.x_range)
+        self.x_ticks = self._placed(cover(*self.x_range, 5), self.x_range)
 
     def _placed(
         self, ticks: Sequence[float], around: tuple[float, float], flip: bool = False
@@ -97,38 +102,3 @@ class Chart:
             if ys:
                 said.append(f"{line.name} from {ys[0]:.4g} to {ys[-1]:.4g}")
         return f"{self.title}: {'; '.join(said[:8])}" if said else f"{self.title}: no values"
-
-
-def nice_ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` round numbers that cover low to high; the first is at most `low` and the last
-    at least `high`.
-    """
-    if not high > low:
-        spread = abs(low) * 0.1 or 1.0
-        low = low - spread
-        high = high + spread
-    rough = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
-    first = math.floor(low / step + 1e-9)
-    last = math.ceil(high / step - 1e-9)
-    return [i * step for i in range(first, last + 1)]
-
-
-def label(value: float, step: float) -> str:
-    """A tick's number, short: 12000 is 12k, 0.00003 is 3e-5; `step` says how many digits tell ticks
-    apart.
-    """
-    if abs(value) < step * 1e-6:
-        return "0"
-    size = max(abs(value), step)
-    if size >= 1e15 or size < 1e-3 or (step < 1e-3 and size < 0.01):
-        mantissa, exponent = f"{value:.2e}".split("e")
-        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
-    for unit, sign in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, "")):
-        if size >= unit * (10 if sign == "k" else 1) or unit == 1.0:
-            digits = max(0, math.ceil(-math.log10(step / unit) - 1e-9)) if step < unit else 0
-            digits += 1 if step / unit * 10**digits % 1 > 1e-6 else 0
-            text = f"{value / unit:.{digits}f}"
-            return text + sign
-    return f"{value:g}"
