@@ -83,7 +83,8 @@ def layers() -> str:
 
 def names() -> str:
     """The tables of DeepSpeed's names, one for each area."""
-    from ds_deepspeed_compat.names import AREAS, Name, State
+    from ds_deepspeed_compat.names import AREAS
+    from ds_deepspeed_compat.names.entry import Name, State
     from ds_deepspeed_compat.names.members import MEMBERS
 
     lines = ["<!-- names -->"]
@@ -132,7 +133,8 @@ def recipe(found: re.Match[str]) -> str:
 
 def every_name() -> str:
     """The table of all public names of DeepSpeed's modules."""
-    from ds_deepspeed_compat.names import State, modules, names_of
+    from ds_deepspeed_compat.names import modules, names_of
+    from ds_deepspeed_compat.names.entry import State
     from ds_deepspeed_compat.names.reasons import reason
 
     lines = [

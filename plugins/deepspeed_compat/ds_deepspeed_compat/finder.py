@@ -225,7 +225,8 @@ def _resolve(path: str, name: str) -> Any:
     Raises AttributeError where there is none; for a name of DeepSpeed's it says why, and what to
     use.
     """
-    from ds_deepspeed_compat.names import State, modules, names_of
+    from ds_deepspeed_compat.names import modules, names_of
+    from ds_deepspeed_compat.names.entry import State
 
     names = names_of(path)
     if name == "__all__":  # what `import *` asks for
@@ -251,7 +252,8 @@ def _absent(path: str, name: str) -> str | None:
     """Why a name of DeepSpeed's is not there, and what to use or to install; None for every other
     name.
     """
-    from ds_deepspeed_compat.names import State, modules, names_of
+    from ds_deepspeed_compat.names import modules, names_of
+    from ds_deepspeed_compat.names.entry import State
 
     row = names_of(path).get(name)
     if (

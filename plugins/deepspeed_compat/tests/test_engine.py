@@ -14,7 +14,7 @@ from ds_deepspeed_compat.configs.release_config import as_released
 from ds_deepspeed_compat.engines import optimizer
 from ds_deepspeed_compat.engines.engine import DeepSpeedEngine, PipelineEngine, initialize
 from ds_deepspeed_compat.engines.loss_scaler import DynamicLossScaler
-from ds_deepspeed_compat.names import Name, State
+from ds_deepspeed_compat.names.entry import Name, State
 from ds_deepspeed_compat.names.members import MEMBERS
 from ds_pipeline import LayerSpec, PipelineModule
 from ds_testing import run_ranks

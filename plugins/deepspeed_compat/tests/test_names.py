@@ -15,7 +15,8 @@ from types import ModuleType
 import pytest
 from ds_deepspeed_compat import install
 from ds_deepspeed_compat.finder import FINDER
-from ds_deepspeed_compat.names import State, modules, names_of
+from ds_deepspeed_compat.names import modules, names_of
+from ds_deepspeed_compat.names.entry import State
 
 
 @pytest.fixture(autouse=True)

@@ -70,8 +70,8 @@ class Rarity:
 
 def _uncounted(sample: Any) -> float:
     raise UsageError(
-        "vocabularyrarity is measured by ds_data_sampling.curricula.analysis, which counts the vocabulary "
-        "first"
+        "vocabularyrarity is measured by ds_data_sampling.curricula.analysis, "
+        "which counts the vocabulary first"
     )
 
 

@@ -1,11 +1,10 @@
-"""The table: every name of DeepSpeed that scripts use, by import path, with what serves it
-(standard library only).
+"""The table: every name of DeepSpeed that scripts use, by import path, with what serves it.
 
-Each module of this package holds one area as ``NAMES``: import paths, separated by spaces ->
-`Rows`. constants.json has the values of constants, and imports.json which module of DeepSpeed's
+Each module of `areas` has one area as ``NAMES``: import paths, separated by spaces -> `Rows`.
+constants.json has the values of constants, and imports.json which module of DeepSpeed's
 imports which names of another, since scripts take a name also from where it is only imported. From
 this alone come the modules that ``import deepspeed`` makes (`ds_deepspeed_compat.finder`) and the
-table in docs/migrate.md.
+table in docs/migrate.md. It needs the standard library only.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ds_deepspeed_compat.names import (
+from ds_deepspeed_compat.names.areas import (
     checkpoint,
     inference,
     moe,
@@ -31,8 +30,6 @@ from ds_deepspeed_compat.names import (
     zero,
 )
 from ds_deepspeed_compat.names.entry import Name, Rows, State
-
-__all__ = ["AREAS", "Name", "Rows", "State", "constants", "modules", "names_of"]
 
 AREAS: Mapping[str, Mapping[str, Rows]] = {
     "start and configuration": top.NAMES,

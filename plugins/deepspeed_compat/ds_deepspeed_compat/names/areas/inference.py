@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ds_deepspeed_compat.names.areas.top import INFERENCE_CONFIG, INJECTION, LEGACY_TENSOR_PARALLEL
 from ds_deepspeed_compat.names.entry import Rows, differs, missing
-from ds_deepspeed_compat.names.top import INFERENCE_CONFIG, INJECTION, LEGACY_TENSOR_PARALLEL
 
 _INJECTION = missing(INJECTION)
 _POLICY = differs(

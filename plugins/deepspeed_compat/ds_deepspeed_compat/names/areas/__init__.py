@@ -1,0 +1,1 @@
+"""The rows of the table, an area of DeepSpeed's names in each module."""
