@@ -1,44 +1,15 @@
 """What this distribution offers to ds_core: the section ``comet`` and its monitor (torch-free)."""
 
-from __future__ import annotations
+from ds_monitor_kit import ServicePlugin
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+PLUGIN = ServicePlugin(
+    section="comet",
+    package="comet_ml",
+    requirement="comet_ml",
+    model="ds_monitor_comet.config:CometConfig",
+    monitor="ds_monitor_comet.monitor:CometMonitor",
+)
 
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from ds_core.config import RunConfig
-    from ds_core.context import Context
-    from ds_core.errors import Problem
-    from ds_core.telemetry import Monitor
-    from ds_monitor_comet.config import CometConfig
-
-
-def ds_config() -> type[BaseModel]:
-    """The section ``comet``."""
-    from ds_monitor_comet.config import CometConfig
-
-    return CometConfig
-
-
-def ds_check(config: RunConfig) -> Iterable[Problem]:
-    """That the package is there when the section is enabled."""
-    from ds_monitor_kit import check_package
-
-    return check_package(config, "comet", "comet_ml", "comet_ml")
-
-
-def ds_monitors(ctx: Context) -> Iterable[Monitor]:
-    """One monitor when ``comet.enabled``, else none.
-
-    Raises PluginError when the package cannot be imported.
-    """
-    from ds_monitor_kit import service_monitors
-
-    def make(section: CometConfig) -> Monitor:
-        from ds_monitor_comet.monitor import CometMonitor
-
-        return CometMonitor(section, ctx.config.redacted())
-
-    return service_monitors(ctx, "comet", "comet_ml", "comet_ml", make)
+ds_config = PLUGIN.ds_config
+ds_check = PLUGIN.ds_check
+ds_monitors = PLUGIN.ds_monitors

@@ -1,23 +1,8 @@
-"""What monitors share: a thread that does their work, how to write files, and how to use a service
-(torch-free).
+"""What monitors share: a thread that does their work, how to write files, and how to use a service.
+
+Names load on first use, and none of them loads torch.
 """
 
-from ds_monitor_kit.background import Background
-from ds_monitor_kit.buffered import BufferedMonitor, Buffering, JobFolder, Sink, append_whole
-from ds_monitor_kit.calling import hiding, telling
-from ds_monitor_kit.services import check_package, flat, rows, service_monitors
+from ds_core import names_on_first_use
 
-__all__ = [
-    "Background",
-    "BufferedMonitor",
-    "Buffering",
-    "JobFolder",
-    "Sink",
-    "append_whole",
-    "check_package",
-    "flat",
-    "hiding",
-    "rows",
-    "service_monitors",
-    "telling",
-]
+__getattr__, __dir__ = names_on_first_use(__name__)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ds_monitor_kit import BufferedMonitor, Buffering, append_whole
 from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -17,6 +17,8 @@ from ds_monitor_tensorboard.records import record
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from ds_monitor_tensorboard.config import TensorBoardConfig
 
 FILE_VERSION = "brain.Event:2"
 
@@ -30,6 +32,11 @@ class TensorBoardMonitor(BufferedMonitor):
 
     def __init__(self, directory: Path, **buffering: Unpack[Buffering]) -> None:
         super().__init__("tensorboard", EventFile(directory), **buffering)
+
+
+def open_monitor(section: TensorBoardConfig, config: Mapping[str, Any]) -> TensorBoardMonitor:
+    """The monitor of `section`; event files have no place for the run's config."""
+    return TensorBoardMonitor(section.directory())
 
 
 class EventFile:

@@ -33,7 +33,8 @@ class TestPlugin(PluginConformance):
 
 
 def context(section: TensorBoardConfig | None) -> Any:
-    return SimpleNamespace(config=SimpleNamespace(section={"tensorboard": section}.get))
+    config = SimpleNamespace(section={"tensorboard": section}.get, redacted=dict)
+    return SimpleNamespace(config=config)
 
 
 def test_the_defaults_of_the_documents() -> None:

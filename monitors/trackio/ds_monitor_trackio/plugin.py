@@ -1,45 +1,15 @@
-"""What this distribution offers to ds_core: the section ``trackio`` and its monitor
-(torch-free)."""
+"""What this distribution offers to ds_core: the section ``trackio`` and its monitor (torch-free)."""
 
-from __future__ import annotations
+from ds_monitor_kit import ServicePlugin
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+PLUGIN = ServicePlugin(
+    section="trackio",
+    package="trackio",
+    requirement="trackio",
+    model="ds_monitor_trackio.config:TrackioConfig",
+    monitor="ds_monitor_trackio.monitor:TrackioMonitor",
+)
 
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from ds_core.config import RunConfig
-    from ds_core.context import Context
-    from ds_core.errors import Problem
-    from ds_core.telemetry import Monitor
-    from ds_monitor_trackio.config import TrackioConfig
-
-
-def ds_config() -> type[BaseModel]:
-    """The section ``trackio``."""
-    from ds_monitor_trackio.config import TrackioConfig
-
-    return TrackioConfig
-
-
-def ds_check(config: RunConfig) -> Iterable[Problem]:
-    """That the package is there when the section is enabled."""
-    from ds_monitor_kit import check_package
-
-    return check_package(config, "trackio", "trackio", "trackio")
-
-
-def ds_monitors(ctx: Context) -> Iterable[Monitor]:
-    """One monitor when ``trackio.enabled``, else none.
-
-    Raises PluginError when the package cannot be imported.
-    """
-    from ds_monitor_kit import service_monitors
-
-    def make(section: TrackioConfig) -> Monitor:
-        from ds_monitor_trackio.monitor import TrackioMonitor
-
-        return TrackioMonitor(section, ctx.config.redacted())
-
-    return service_monitors(ctx, "trackio", "trackio", "trackio", make)
+ds_config = PLUGIN.ds_config
+ds_check = PLUGIN.ds_check
+ds_monitors = PLUGIN.ds_monitors

@@ -1,44 +1,15 @@
 """What this distribution offers to ds_core: the section ``wandb`` and its monitor (torch-free)."""
 
-from __future__ import annotations
+from ds_monitor_kit import ServicePlugin
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+PLUGIN = ServicePlugin(
+    section="wandb",
+    package="wandb",
+    requirement="wandb",
+    model="ds_monitor_wandb.config:WandbConfig",
+    monitor="ds_monitor_wandb.monitor:WandbMonitor",
+)
 
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from ds_core.config import RunConfig
-    from ds_core.context import Context
-    from ds_core.errors import Problem
-    from ds_core.telemetry import Monitor
-    from ds_monitor_wandb.config import WandbConfig
-
-
-def ds_config() -> type[BaseModel]:
-    """The section ``wandb``."""
-    from ds_monitor_wandb.config import WandbConfig
-
-    return WandbConfig
-
-
-def ds_check(config: RunConfig) -> Iterable[Problem]:
-    """That the package is there when the section is enabled."""
-    from ds_monitor_kit import check_package
-
-    return check_package(config, "wandb", "wandb", "wandb")
-
-
-def ds_monitors(ctx: Context) -> Iterable[Monitor]:
-    """One monitor when ``wandb.enabled``, else none.
-
-    Raises PluginError when the package cannot be imported.
-    """
-    from ds_monitor_kit import service_monitors
-
-    def make(section: WandbConfig) -> Monitor:
-        from ds_monitor_wandb.monitor import WandbMonitor
-
-        return WandbMonitor(section, ctx.config.redacted())
-
-    return service_monitors(ctx, "wandb", "wandb", "wandb", make)
+ds_config = PLUGIN.ds_config
+ds_check = PLUGIN.ds_check
+ds_monitors = PLUGIN.ds_monitors

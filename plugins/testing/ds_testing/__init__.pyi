@@ -16,6 +16,7 @@ from ds_testing.memory import MemoryConformance as MemoryConformance
 from ds_testing.mesh import MeshAxisConformance as MeshAxisConformance
 from ds_testing.mesh import MeshConformance as MeshConformance
 from ds_testing.monitor import MonitorConformance as MonitorConformance
+from ds_testing.monitor import ServicePluginConformance as ServicePluginConformance
 from ds_testing.observer import ObserverConformance as ObserverConformance
 from ds_testing.optimizer import OptimizerConformance as OptimizerConformance
 from ds_testing.partitioner import PartitionerConformance as PartitionerConformance

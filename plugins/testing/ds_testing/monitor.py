@@ -8,11 +8,18 @@ see.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
-from ds_core.entries import Event
+import pytest
+
+from ds_core.entries import Event, resolve
+from ds_core.errors import PluginError
 from ds_core.telemetry import Monitor
+from ds_testing.plugin import PluginConformance
 
 Row = tuple[str, float, int]
 
@@ -225,3 +232,47 @@ class MonitorConformance:
                 assert close, (
                     f"{name} at step {step} was written as {want!r} and is read as {value!r}"
                 )
+
+
+class ServicePluginConformance(PluginConformance):
+    """A `PluginConformance` for the monitor of a service whose package may be missing.
+
+    Set `defaults`, `package` and `requirement` too.
+    """
+
+    defaults: ClassVar[Mapping[str, Any]]
+    """What the section holds where the config gives nothing; its model has a field `enabled`."""
+    package: ClassVar[str]
+    """The service's package, as it is imported."""
+    requirement: ClassVar[str]
+    """The service's package, as pip installs it."""
+
+    def test_defaults(self) -> None:
+        """The section's defaults are the documented ones."""
+        (model,) = self.models()
+        assert model().model_dump() == dict(self.defaults)
+
+    def test_a_missing_package_matters_only_when_enabled(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Where the section is off nothing is said; where it is on, both hooks name the cure."""
+        monkeypatch.setitem(sys.modules, self.package, None)
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        plugin = resolve(self.entry_point)
+        (model,) = self.models()
+        for section in (None, model()):
+            off = self._context(section)
+            assert list(plugin.ds_check(off.config)) == []
+            assert list(plugin.ds_monitors(off)) == []
+        on = self._context(model(enabled=True))
+        (problem,) = plugin.ds_check(on.config)
+        missing = f"the package {self.package} is not installed; pip install {self.requirement}"
+        assert str(problem) == f"{self.section}.enabled: {missing}"
+        failed = f"section {self.section} is enabled, but the package {self.package} cannot be"
+        with pytest.raises(PluginError, match=failed):
+            plugin.ds_monitors(on)
+
+    def _context(self, section: Any) -> Any:
+        """As much of a context as the hooks of monitors read."""
+        config = SimpleNamespace(section={self.section: section}.get, redacted=dict)
+        return SimpleNamespace(config=config)

@@ -22,9 +22,9 @@ _ENGINES = differs(
     "for files of a program's own; the hook ds_checkpointer makes the engine's",
 )
 _READ = "ds_checkpoint_deepspeed"
-_NAMES = f"{_READ}.folder"
+_NAMES = f"{_READ}.reading.folder"
 _FOLDER = differs(
-    f"{_READ}.rank_checkpoint",
+    f"{_READ}.ranks.rank_checkpoint",
     "of folders of DeepSpeed's, read without running code in them; `dscore checkpoint "
     "export-deepspeed` makes such",
 )
@@ -49,8 +49,8 @@ NAMES: Mapping[str, Rows] = {
         "get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank "
         "get_layer_ckpt_name_for_rank": _NAMES,
         "DeepSpeedCheckpoint ZeROCheckpoint": _FOLDER,
-        "reshape_meg_2d_parallel model_3d_desc get_model_3d_descriptor": f"{_READ}.rank_maps",
-        "merge_state": f"{_READ}.rank_states",
+        "reshape_meg_2d_parallel model_3d_desc get_model_3d_descriptor": f"{_READ}.ranks.rank_maps",
+        "merge_state": f"{_READ}.ranks.rank_states",
         "enable_universal_checkpoint SubparamShape": _UNIVERSAL,
     },
     "deepspeed.checkpoint.deepspeed_checkpoint": {"DeepSpeedCheckpoint": _FOLDER},
@@ -58,16 +58,16 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.checkpoint.reshape_3d_utils": {
         "flatten_dp_dimension get_model_3d_descriptor get_model_3d_descriptor_from_metadata "
         "model_3d_desc "
-        "unflatten_dp_dimension": f"{_READ}.rank_maps",
+        "unflatten_dp_dimension": f"{_READ}.ranks.rank_maps",
     },
     "deepspeed.checkpoint.reshape_meg_2d": {
-        "get_mpu_ranks meg_2d_parallel_map reshape_meg_2d_parallel": f"{_READ}.rank_maps",
+        "get_mpu_ranks meg_2d_parallel_map reshape_meg_2d_parallel": f"{_READ}.ranks.rank_maps",
         "reshape": missing("it only printed; get_mpu_ranks gives the groups"),
     },
     "deepspeed.checkpoint.reshape_utils": {
         "basic_folder_validation get_files get_files_with_prefix get_zero_files merge_state "
         "merge_state_dict "
-        "merge_state_list partition_data sort_zero_files validate_files": f"{_READ}.rank_states",
+        "merge_state_list partition_data sort_zero_files validate_files": f"{_READ}.ranks.rank_states",
     },
     "deepspeed.checkpoint.universal_checkpoint": {
         "enable_universal_checkpoint SubparamShape": _UNIVERSAL

@@ -1,0 +1,13 @@
+from ds_monitor_kit.background import Background as Background
+from ds_monitor_kit.buffered import BufferedMonitor as BufferedMonitor
+from ds_monitor_kit.buffered import Buffering as Buffering
+from ds_monitor_kit.buffered import JobFolder as JobFolder
+from ds_monitor_kit.buffered import Sink as Sink
+from ds_monitor_kit.buffered import append_whole as append_whole
+from ds_monitor_kit.calling import hiding as hiding
+from ds_monitor_kit.calling import telling as telling
+from ds_monitor_kit.declaration import ServicePlugin as ServicePlugin
+from ds_monitor_kit.services import check_package as check_package
+from ds_monitor_kit.services import flat as flat
+from ds_monitor_kit.services import rows as rows
+from ds_monitor_kit.services import service_monitors as service_monitors
