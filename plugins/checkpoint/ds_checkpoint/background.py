@@ -99,6 +99,7 @@ def _snapshot(
     kept: _HostCopies = {}
 
     def copy(kind: str, name: str, place: object, tensor: Tensor) -> Tensor:
+        # Page-locked memory is slow to get, so the copies of the last save are used again.
         key = (kind, name, place, tensor.numel(), tensor.dtype)
         host = copies.get(key)
         if host is None:
@@ -107,6 +108,7 @@ def _snapshot(
         kept[key] = host.view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
         return kept[key]
 
+    # All copies are started, then waited for once: they run beside each other.
     pieces = [
         dataclasses.replace(
             p, tensor=copy("state", p.name, (p.start, p.box), p.values().reshape(-1)), read=None
@@ -115,6 +117,7 @@ def _snapshot(
     ]
     local = {name: copy("local", name, None, t) for name, t in prepared.local_tensors.items()}
     common = {name: copy("common", name, None, t) for name, t in prepared.common_tensors.items()}
+    # Training may change the tensors as soon as this function has returned.
     accelerator.synchronize()
     snapshot = dataclasses.replace(
         prepared, pieces=pieces, local_tensors=local, common_tensors=common, buffers={}
@@ -137,10 +140,12 @@ def _write_and_commit(prepared: Prepared, job: SaveJob) -> None:
     try:
         _leave_report(job.temporary, prepared.rank, {"report": write(prepared, job)})
     except Exception as error:
+        # The directory is gone: another rank failed and removed it, and its error is the cause.
         if not job.temporary.is_dir():
             raise _Elsewhere("another rank could not write its files") from error
         _give_up(prepared.rank, job.temporary, describe(error))
         raise
+    # Only rank 0 commits; it waits for the reports of the others.
     if prepared.rank != 0:
         return
     try:
@@ -185,11 +190,14 @@ def _reports(folder: Path, world_size: int) -> list[Any]:
             if rank not in reports and path.is_file():
                 reports[rank] = json.loads(path.read_bytes())
                 path.unlink()
+                # The rank that failed raises its own error; this one only gives up.
                 if "error" in reports[rank]:
                     raise _Elsewhere(f"rank {rank}: {reports[rank]['error']}")
         if len(reports) < world_size:
             if not folder.is_dir():
                 raise _Elsewhere("another rank could not write its files")
+            # The other ranks may have been killed: after the program's end nobody would stop this
+            # wait.
             if ended is None and not threading.main_thread().is_alive():
                 ended = time.monotonic()
             if ended is not None and time.monotonic() - ended > ORPHAN_SECONDS:

@@ -20,6 +20,7 @@ def class_name(thing: object) -> str:
 
 def shared_names(module: nn.Module) -> dict[str, str]:
     """Further name -> first name, for every tensor of the state dict that several modules share."""
+    # Tensors hash by identity: two names of one tensor meet here.
     first: dict[Tensor, str] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         first.setdefault(tensor, name)

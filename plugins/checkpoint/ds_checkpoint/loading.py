@@ -52,6 +52,7 @@ def load(
     where checkpoints are there, but neither a tag nor ``latest``.
     """
     action = f"cannot load a checkpoint from {folder!s:.200}"
+    # Find: rank 0 decides for all which checkpoints may be loaded, the wanted one first.
     root, _ = on_every_rank(action, lambda: check_folder(folder, "load_dir"))
     site = find_site(node_local)
     device = run.ctx.accelerator.current_device()
@@ -61,6 +62,7 @@ def load(
     if not found:
         return None, {} if options.missing_ok else None
 
+    # Check: the first candidate that fits on all ranks, with nothing changed yet.
     def bring(path: Path) -> None:
         if site.local:
             complete(action, path, site, device)
@@ -68,6 +70,8 @@ def load(
     check = functools.partial(_check, run, options, verify, site)
     path, plan, reports = _first_that_fits(action, [root / name for name in found], bring, check)
     try:
+        # Change: an error from here on leaves a run that is half loaded, so all that can be checked
+        # has been.
         _refuse_unexpected(action, options, reports)
         on_every_rank(f"loading {path} stopped half-way", lambda: run.restore(plan.saved, options))
     finally:
@@ -92,11 +96,12 @@ def _candidates(root: Path, options: LoadOptions) -> list[str]:
             if options.fallback and others:
                 log.warning("%s does not exist; taking %s", root / LATEST, others[0])
                 return others
-            if others:  # a run that starts afresh beside them would look as if it had resumed
+            # A run that starts afresh beside them would look as if it had resumed.
+            if others:
                 raise CheckpointError(
                     f"{root / LATEST} does not exist, and no tag was given; there are "
-                    f"{', '.join(others[:10])}: give "
-                    "one as tag=, or load with fallback=True, which takes the newest"
+                    f"{', '.join(others[:10])}: give one as tag=, or load with fallback=True, "
+                    "which takes the newest"
                 )
             level = logging.INFO if options.missing_ok else logging.WARNING
             log.log(level, "nothing was loaded: there is no checkpoint in %s", root)
@@ -138,19 +143,21 @@ def _first_that_fits(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A checkpoint that fits, with its values decoded. unexpected: its weights that this rank has
-    no place for.
-    """
+    """A checkpoint that fits, with its values decoded."""
 
     manifest: Manifest
     source: SavedStates
+    # Weights of the checkpoint that this rank has no place for.
     unexpected: list[str]
+    # The program's own values.
     client: dict[str, Any]
+    # All that the run takes over.
     saved: SavedRun
 
 
 def _check(run: RunState, options: LoadOptions, verify: bool, site: Site, path: Path) -> _Plan:
     """Everything that can be known to be wrong before a state changes."""
+    # The files are there, whole, and of this save.
     manifest = parse_manifest(path / MANIFEST)
     source = SavedStates(path, manifest, run.ctx.mesh, run.ctx.stash.get(SLICES))
     try:
@@ -162,6 +169,8 @@ def _check(run: RunState, options: LoadOptions, verify: bool, site: Site, path: 
             unexpected = run.check(source, options, excluded=manifest.excluded)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
+        # A rank beyond those that saved has no state of its own; rank 0's has the shape of what is
+        # not per rank, such as the data position.
         own = run.rank < manifest.world_size
         local = _local(source, run.rank if own else 0)
 
@@ -169,6 +178,7 @@ def _check(run: RunState, options: LoadOptions, verify: bool, site: Site, path: 
             return _tensor(source, COMMON, key)
 
         values = decode(manifest.run, common, f"{path / MANIFEST}: run")
+        # The optimizer's hyperparameters decide which states a parameter has.
         _check_optimizer(run.optimizer, manifest, values["optimizer_groups"], options)
         client = decode(manifest.client, common, f"{path / MANIFEST}: client")
         local["buffers"] = _own_buffers(run, source) if own else {}
@@ -183,6 +193,7 @@ def _check(run: RunState, options: LoadOptions, verify: bool, site: Site, path: 
             shared=manifest.shared,
         )
         return _Plan(manifest, source, unexpected, client, saved)
+    # Another candidate may be tried next, with files of its own.
     except BaseException:
         source.close()
         raise
@@ -190,12 +201,12 @@ def _check(run: RunState, options: LoadOptions, verify: bool, site: Site, path: 
 
 def _refuse_unexpected(action: str, options: LoadOptions, reports: list[list[str]]) -> None:
     """A weight that no rank can place is an error when strict."""
+    # A weight that one stage of a pipeline lacks is another's: only what no rank has is unexpected.
     unexpected = sorted(set.intersection(*(set(names) for names in reports)))
     if unexpected and options.strict:
         raise CheckpointError(
             f"{action}: the model has no {some(unexpected)}; load into the model that was saved, "
-            "or with "
-            "load_module_strict=False"
+            "or with load_module_strict=False"
         )
     if unexpected:
         log.info("not in the model, so left alone: %s", some(unexpected))
@@ -216,14 +227,12 @@ def _check_optimizer(
     elif saved != here:
         raise CheckpointError(
             f"the checkpoint has {saved} optimizer groups, this run {here}; use the same "
-            "groups, or "
-            "load_optimizer_states=False"
+            "groups, or load_optimizer_states=False"
         )
     elif differs := _state_switch(groups, optimizer.param_groups):
         raise CheckpointError(
             f"the checkpoint's optimizer had {differs}: their states are not the same. Set it as "
-            "it was, or start the "
-            "optimizer afresh with load_optimizer_states=False"
+            "it was, or start the optimizer afresh with load_optimizer_states=False"
         )
     elif manifest.optimizer.startswith("deepspeed:"):
         log.info(
@@ -294,6 +303,8 @@ def _extra(run: RunState, source: SavedStates, own: Mapping[str, Any]) -> dict[s
     found: dict[str, Any] = {}
     others: dict[int, Mapping[str, Any]] = {}
     for name in run.extra_modules():
+        # A module that is new on this rank gets what the rank with the lowest number has saved for
+        # it.
         if name in own:
             found[name] = own[name]
         elif (rank := source.manifest.module_extra.get(name)) is not None:

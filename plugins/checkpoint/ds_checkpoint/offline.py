@@ -44,13 +44,12 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """An opened checkpoint. split: weights that are cut along mesh axes, so that they have no one
-    value.
-    """
+    """An opened checkpoint."""
 
     path: Path
     manifest: Manifest
     source: SavedStates
+    # Weights that differ along mesh axes, so that they have no one value.
     split: tuple[str, ...]
 
     def weights(self) -> list[str]:

@@ -23,7 +23,7 @@ from ds_checkpoint.collective_errors import on_every_rank, on_first_rank
 from ds_checkpoint.contents import class_name, differing, digests, shared_names
 from ds_checkpoint.folder import files
 from ds_checkpoint.folder.format import LATEST, MANIFEST, README, check_folder, check_tag
-from ds_checkpoint.folder.sites import find_site, spread
+from ds_checkpoint.folder.sites import Site, find_site, spread
 from ds_checkpoint.folder.tensorfile import check_tensor
 from ds_checkpoint.folder.values import encode
 from ds_checkpoint.folder.writing import Prepared, SaveJob, publish, seal, write
@@ -60,7 +60,9 @@ def save(
     was in `folder` before is then as it was. One job at a time may save to a folder: it is locked
     until the engine is destroyed.
     """
+    # A save that is under way ends first; its error is raised here.
     later.wait()
+    # Prepare: everything that can be wrong is found before a file is written.
     action = f"cannot save a checkpoint to {folder!s:.200}"
     prepared, reports = on_every_rank(
         action,
@@ -68,14 +70,16 @@ def save(
         lambda p: {
             "tag": p.tag,
             "buffers": digests(run.module),
-            "away": any(piece.read for piece in p.pieces),
+            "offloaded": any(piece.read for piece in p.pieces),
         },
     )
     tag = _agreed_tag([report["tag"] for report in reports], config.tag_validation.lower())
+    # Buffers that differ between ranks, such as running statistics, are stored per rank.
     own = differing(run, prepared.buffers, [report["buffers"] for report in reports])
     prepared.local_tensors.update({f"buffer/{name}": buffer for name, buffer in own.items()})
     root = Path(folder)
     site = find_site(config.use_node_local_storage)
+    # Rank 0 takes the folder's lock and makes the directory that all write into.
     began = on_first_rank(action, lambda: _begin(lock, root, tag))
     job = SaveJob(
         root,
@@ -86,8 +90,8 @@ def save(
         options.save_latest,
         config.keep_last,
     )
-    away = any(report["away"] for report in reports)
-    if config.asynchronous and away:
+    offloaded = any(report["offloaded"] for report in reports)
+    if config.asynchronous and offloaded:
         log_once(
             log,
             logging.WARNING,
@@ -97,7 +101,24 @@ def save(
     elif config.asynchronous:
         later.start(action, prepared, job)
         return root / tag
+    _write_and_commit(run, action, prepared, job, lock, site)
+    on_every_rank(
+        f"{root / tag} is saved, but not {LATEST}", lambda: publish(job) if site.first else None
+    )
+    log.info("saved checkpoint %s", root / tag)
+    return root / tag
+
+
+def _write_and_commit(
+    run: RunState, action: str, prepared: Prepared, job: SaveJob, lock: FolderLock, site: Site
+) -> None:
+    """All files of all ranks, then the name that makes them a checkpoint; else nothing is left.
+
+    Collective.
+    """
+    final = job.root / job.tag
     try:
+        # Hosts with folders of their own need the directory that rank 0 has made on its host.
         if site.local:
             on_every_rank(
                 action, lambda: _join(lock, job) if site.first and prepared.rank else None
@@ -105,6 +126,7 @@ def save(
         _, written = on_every_rank(action, lambda: write(prepared, job), lambda report: report)
         on_first_rank(action, lambda: seal(prepared, job, written))
         if site.local:
+            # The manifest is written once, and every host's folder is a checkpoint by itself.
             spread(
                 action,
                 job.temporary,
@@ -113,22 +135,17 @@ def save(
                 run.ctx.accelerator.current_device(),
             )
         on_every_rank(
-            action, lambda: files.put_in_place(job.temporary, root / tag) if site.first else None
+            action, lambda: files.put_in_place(job.temporary, final) if site.first else None
         )
     except CheckpointError:
         if site.first:
             with contextlib.suppress(OSError):  # another rank may see it too
                 files.discard(job.temporary)
         raise
-    on_every_rank(
-        f"{root / tag} is saved, but not {LATEST}", lambda: publish(job) if site.first else None
-    )
-    log.info("saved checkpoint %s", root / tag)
-    return root / tag
 
 
 def _begin(lock: FolderLock, root: Path, tag: str) -> dict[str, Any]:
-    """Rank 0: have the folder for this job, and in it a directory to write into."""
+    """Rank 0: lock the folder for this job, and make a directory in it to write into."""
     files.make_root(root)
     lock.take(root)
     name = files.make_temporary(root, tag).name
@@ -158,12 +175,14 @@ def _prepare(run: RunState, folder: Folder, options: SaveOptions) -> Prepared:
             f"client_state is a {type(client).__name__}; give a dict with str keys, such as "
             "{'epoch': 3}"
         )
+    # This rank's pieces of states: of tensor data that ranks share, each element once over all.
     ctx = run.ctx
     excluded = run.frozen_states() if options.exclude_frozen_parameters else []
     pieces = list(run.pieces(exclude=excluded))
     for piece in pieces:
         check_tensor(piece.tensor, f"state {piece.name!r}")
         assert piece.tensor.numel() == piece.stop - piece.start, piece.name
+    # Values become JSON, and the tensors in them entries of files beside it.
     common: dict[str, Tensor] = {}
     local: dict[str, Tensor] = {}
     values = run.local()

@@ -27,9 +27,10 @@ MOST_OPEN = 256
 class SavedStates:
     """The states of a checkpoint as this rank may read them: a `StateSource`.
 
-    Files are opened when first needed, and only the bytes asked for are read. mesh: None where no
-    run is going on; then only states that are the same on all ranks have a name. slices: parameters
-    of which this rank holds a slice, so that its slice is what their names mean.
+    Files are opened when first needed, and only the requested bytes are read.
+    mesh: None where no run is going on; then only states that are the same on all ranks have a
+        name.
+    slices: parameters of which this rank has a slice, so that its slice is what their names mean.
     """
 
     def __init__(
@@ -84,13 +85,15 @@ class SavedStates:
             f"range [{start}, {stop}) of {name!r}, which has {shape}"
         )
         dtype = DTYPES[state.dtype]
-        if _takes(into, stop - start, dtype):
+        if _can_hold(into, stop - start, dtype):
             out = into.detach().view(-1)
         else:
             out = torch.empty(stop - start, dtype=dtype)
         # Ranks that read the same begin with another file each, and find in the system's cache what
         # another has read.
         first = self._turn % len(state.chunks)
+        # Chunks that share nothing with the wanted range give no moves, and their file is not
+        # opened.
         for chunk in state.chunks[first:] + state.chunks[:first]:
             held = (chunk.start, chunk.stop)
             for box, at in parts:
@@ -115,6 +118,9 @@ class SavedStates:
         whole = Slice.of(stored.shape)
         if piece is None or len(stored.shape) != len(piece.shape):
             return whole
+        # The stored state has the full parameter's shape: this rank's ranges of it. Where a state
+        # was saved per coordinate (`at`), a dimension may already have this rank's size: all of it
+        # then.
         dims = list(zip(stored.shape, piece.shape, piece.size, piece.ranges, strict=True))
         if stored.shape == piece.shape or (
             stored.at and all(s in (n, size) for s, n, size, _ in dims)
@@ -134,6 +140,8 @@ class SavedStates:
     def file(self, name: str) -> TensorFile:
         """One of the checkpoint's files, opened, and known to belong to this checkpoint."""
         if name not in self._files:
+            # Files of different saves can stand under the names of one checkpoint when somebody
+            # copies folders together.
             file = TensorFile(self.path / name)
             if (
                 file.metadata.get("save_id") != self.manifest.save_id
@@ -147,6 +155,7 @@ class SavedStates:
                     f"{file.path} is not of this checkpoint ({found or 'no metadata'}); {DAMAGED}"
                 )
             self._files[name] = file
+        # The file becomes the one that was used last.
         self._open.pop(name, None)
         self._open[name] = None
         # a checkpoint of many ranks has more files than a process may open
@@ -173,6 +182,7 @@ class SavedStates:
                     f"{file} has {size} bytes, it was written with {mark.size}; {DAMAGED}"
                 )
             self.file(name)
+        # The headers are those of the manifest: a wrong one is found before the run is changed.
         for state in self.manifest.states:
             for chunk in state.chunks:
                 found = self.file(chunk.file).tensors.get(chunk.key)
@@ -206,7 +216,7 @@ class SavedStates:
             file.close()
 
 
-def _takes(into: object, count: int, dtype: torch.dtype) -> TypeGuard[Tensor]:
+def _can_hold(into: object, count: int, dtype: torch.dtype) -> TypeGuard[Tensor]:
     """Whether `into` is a tensor whose memory can be read into."""
     if not isinstance(into, Tensor) or into.dtype != dtype or into.numel() != count:
         return False
@@ -223,11 +233,13 @@ def _readable(manifest: Manifest, mesh: Mesh | None) -> dict[str, SavedState]:
     for state in manifest.states:
         by_name.setdefault(state.name, []).append(state)
     found: dict[str, SavedState] = {}
+    # The sizes of this run's axes.
     here = mesh.describe() if mesh is not None else {}
     for name, variants in by_name.items():
         if len(variants) == 1:
             found[name] = variants[0]
             continue
+        # Without a run there is no coordinate to choose by.
         if mesh is None:
             continue
         for axis in sorted({a for v in variants for a in v.at}):

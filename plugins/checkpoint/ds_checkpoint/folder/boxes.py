@@ -18,14 +18,15 @@ Range = tuple[int, int]
 
 
 class Move(NamedTuple):
-    """`rows` runs of `length` elements, which start at `source` and `target`, every `source_step`
-    and `target_step`.
-    """
+    """Runs of elements at equal distances, to be copied. All numbers are elements, not bytes."""
 
+    # Where the first run starts.
     source: int
     target: int
+    # How many runs there are, and how long each is.
     rows: int
     length: int
+    # From the start of one run to that of the next.
     source_step: int
     target_step: int
 
@@ -51,6 +52,7 @@ def moves(
     at = at or (0,) * len(target.size)
     within = within or target.size
     if source == target and within == target.size:  # by far the most common
+        # A run that saved at the same layout: elements have the same offsets in both arrays.
         start = max(held[0], wanted[0])
         stop = min(held[1], wanted[1])
         if start < stop:
@@ -58,6 +60,7 @@ def moves(
                 start - held[0], start - wanted[0], 1, stop - start, stop - start, stop - start
             )
         return
+    # What both boxes have, by dimension: first index and length.
     low = [max(a, b) for a, b in zip(source.first, target.first, strict=True)]
     ends = (
         min(a + n, b + m)
@@ -66,6 +69,8 @@ def moves(
     both = [max(0, end - start) for start, end in zip(low, ends, strict=True)]
     if 0 in both:
         return
+    # A dimension is alike where both arrays have exactly what they share of it: there the step from
+    # one index to the next leaves no gap, so it folds into the dimension before it.
     alike = [n == a == b for n, a, b in zip(both, source.size, within, strict=True)]
     # the innermost dimension in which they differ: a run is what they share of it
     run = len(both) - 1
@@ -79,6 +84,8 @@ def moves(
     rows = math.prod(both[outer:run])
     to_source, source_step = _places(source.size, _minus(low, source.first), run, length)
     to_target, target_step = _places(within, _minus(low, _minus(target.first, at)), run, length)
+    # One pattern of rows per index of the outer dimensions. `held` and `wanted` cut it by counting
+    # the elements of the pattern that lie before their bounds.
     for index in itertools.product(*(range(n) for n in both[:outer])):
         here = to_source(index)
         to = to_target(index)
@@ -110,11 +117,13 @@ def _places(
     def place(index: Sequence[int]) -> int:
         return base + sum(i * s for i, s in zip(index, strides, strict=False))
 
+    # A single run is its own row, so any distance will do.
     return place, strides[run - 1] if run > 0 else length
 
 
 def _before(bound: int, start: int, step: int, length: int) -> int:
     """How many elements of runs of `length`, from `start` on every `step`, lie before `bound`."""
+    # Elements between the rows are no elements of the runs, hence the minimum.
     row, column = divmod(max(0, bound - start), step)
     return row * length + min(column, length)
 
@@ -123,6 +132,7 @@ def _pieces(first: int, last: int, length: int, at: Range, steps: Range) -> Iter
     """Elements [first, last) of such runs: the rest of a row, full rows, the beginning of a row."""
     while first < last:
         row, column = divmod(first, length)
+        # A row that is cut at its front or end is a move of its own; full rows in between are one.
         count = 1 if column or last - first < length else (last - first) // length
         take = min(length - column, last - first)
         yield Move(
@@ -133,6 +143,7 @@ def _pieces(first: int, last: int, length: int, at: Range, steps: Range) -> Iter
 
 def form_grid(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     """Whether `boxes` are the cells of a grid over an array of that shape, each once."""
+    # A grid is the product of its cuts along each dimension, and each cut must be without gaps.
     if not all(box.inside(shape) for box in boxes):
         return False
     cells = 1

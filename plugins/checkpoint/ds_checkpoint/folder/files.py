@@ -107,6 +107,8 @@ def _is_aside(path: Path) -> bool:
     be ``latest``.
     """
     with contextlib.suppress(CheckpointError):
+        # A name that is no tag, a link, or a folder without a manifest was not moved there by a
+        # save.
         tag = path.name.removeprefix(_ASIDE)
         return (
             tag != path.name
@@ -138,7 +140,9 @@ def put_in_place(temporary: Path, final: Path) -> None:
     """Rename a whole checkpoint to its own name; one that is there stays until the new one has
     taken its place.
     """
+    # The content must be on the disk before the name is, or a crash could leave the name alone.
     sync_directory(temporary)
+    # See [Note: saving under an existing tag].
     aside = final.with_name(_ASIDE + final.name)
     replaces = final.exists()
     if replaces:
@@ -162,11 +166,13 @@ def find(root: Path, tag: str) -> Path:
     """
     final = root / check_tag(tag)
     aside = root / (_ASIDE + tag)
+    # A crash between two renames left the old checkpoint aside: it is the newest whole one.
     path = aside if not final.exists() and (aside / MANIFEST).is_file() else final
     if not path.is_dir():
         have = existing_tags(root)
         hint = f"there are {', '.join(have[:10])}" if have else "there is no checkpoint"
         raise CheckpointError(f"checkpoint {final} does not exist; in {root} {hint}")
+    # A link could lead out of the folder, and what is loaded, locked or pruned with it.
     if path.resolve().parent != root.resolve():
         raise CheckpointError(
             f"checkpoint {final} is a link out of {root}; give the directory that it leads to"
@@ -209,6 +215,7 @@ def prune(root: Path, keep: int, tag: str) -> list[str]:
     """Remove all but the newest `keep` checkpoints below `root`; never `tag`, nor what ``latest``
     names. Their tags.
     """
+    # The checkpoint that was just saved, and the one that a resumed run would read.
     safe = {tag}
     with contextlib.suppress(CheckpointError):
         safe |= {read_latest(root) or tag}

@@ -62,6 +62,7 @@ def merge(rows: Iterable[Row]) -> tuple[SavedState, ...]:
         found.setdefault((row["name"], tuple(sorted(row["at"].items()))), []).append(row)
     states = []
     for (name, at), pieces in sorted(found.items()):
+        # Every rank describes the whole state as it sees it, and they must see the same.
         first = pieces[0]
         for piece in pieces:
             if (piece["shape"], piece["dtype"]) != (first["shape"], first["dtype"]):
@@ -76,6 +77,7 @@ def merge(rows: Iterable[Row]) -> tuple[SavedState, ...]:
         states.append(
             SavedState(name, dict(at), tuple(first["shape"]), first["dtype"], tuple(chunks))
         )
+    # Before the commit: a state with a hole could never be loaded.
     check_coverage(states)
     return tuple(states)
 

@@ -30,12 +30,12 @@ BLOCK = 16 << 20  # bytes of a message
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The ranks that see the same folder as this one. rank: this one's number among them. local:
-    others see others.
-    """
+    """The ranks that see the same folder as this one."""
 
+    # This rank's number among them, and how many they are.
     rank: int
     size: int
+    # Whether ranks of other hosts see other folders.
     local: bool = False
 
     @property
@@ -48,6 +48,7 @@ def find_site(local: bool) -> Site:
     """This rank's. Collective when `local`: a site is then a host."""
     if not local:
         return Site(comm.rank(), comm.world_size())
+    # Containers may share a host's name, and hosts a name too: the boot's id tells them apart.
     boot = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -117,6 +118,7 @@ def spread(
 
     names: equal on all ranks.
     """
+    # One exchange for all names: a bit per file says who has it.
     here = [os.path.lexists(folder / name) for name in names]
     _, everyone = on_every_rank(
         action, lambda: None, lambda _: "".join("01"[found] for found in here)
@@ -165,6 +167,8 @@ def _transfer(path: Path, temporary: Path, source: int, wanted: bool, device: to
                 stream = stack.enter_context(open(path, "rb"))
         except OSError as error:
             fault = error
+        # From here on every rank takes part in the same broadcasts, also after an error: the size
+        # first, then blocks that fit into memory.
         size = os.fstat(stream.fileno()).st_size if stream is not None else 0
         left = torch.tensor([size], device=device)
         comm.broadcast(left, source)

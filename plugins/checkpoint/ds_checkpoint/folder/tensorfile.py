@@ -52,8 +52,11 @@ _MAX_HEADER = 100_000_000  # what the safetensors library accepts
 _MAX_VALUES = 1 << 22
 _MAX_TENSORS = 1 << 19  # of one file; to read a header of more would take seconds
 
+# Bytes that are written or read at once: they fit into the processor's cache.
 _BLOCK = 1 << 20
+# Bytes after which the system is asked to begin bringing them to the disk.
 _STRIDE = 1 << 25
+# Rows shorter than a page are read with what lies between them.
 _PAGE = 1 << 12
 
 Item = tuple[str, tuple[int, ...], torch.dtype, Callable[[], Tensor]]
@@ -104,6 +107,7 @@ def write_tensors(path: Path, items: Iterable[Item], metadata: Mapping[str, str]
         place = end
     assert len(header) == len(ordered) + 1, "two tensors of one file have the same key"
     text = json.dumps(header, separators=(",", ":")).encode()
+    # The data begins at a multiple of 8 bytes, as readers that map the file need.
     text += b" " * (-len(text) % 8)
     if len(text) > _MAX_HEADER or len(ordered) > _MAX_TENSORS:
         raise CheckpointError(
@@ -111,13 +115,16 @@ def write_tensors(path: Path, items: Iterable[Item], metadata: Mapping[str, str]
             "most are "
             f"{_MAX_HEADER} bytes (of safetensors) and {_MAX_TENSORS} tensors"
         )
+    # The checksum is taken while the bytes are written: the file is not read again.
     digest = xxhash.xxh3_128()
+    # Exclusively: no file of a checkpoint is ever written over.
     with open(path, "xb", buffering=0) as file:
         _write(file, struct.pack("<Q", len(text)) + text, digest)
         for key, shape, dtype, give in ordered:
             value = give().detach()
             assert value.dtype == dtype and value.numel() == math.prod(shape), key
             _write(file, as_bytes(value.to("cpu").contiguous()), digest)
+        # Before the manifest may name this file, it must survive a crash of the machine.
         os.fsync(file.fileno())
         return Mark(file.tell(), digest.hexdigest())
 
@@ -201,6 +208,8 @@ class TensorFile:
         if self._handle is None:
             descriptor, _ = open_plain(self.path, links=self._links)
             self._handle = open(descriptor, "rb", buffering=0)  # noqa: SIM115
+            # A file that was closed to stay below the limit of open files may have been replaced
+            # since.
             status = os.fstat(descriptor)
             identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
             if self._identity not in (None, identity):
@@ -211,6 +220,8 @@ class TensorFile:
     def _header(
         self,
     ) -> tuple[dict[str, str], dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]]:
+        # The header comes from a file that may be damaged or hostile: every number in it is checked
+        # before it is used for an allocation or an offset.
         size = os.fstat(self._file.fileno()).st_size
         length = struct.unpack("<Q", self._exactly(0, 8))[0] if size >= 8 else size
         if length > min(size - 8, _MAX_HEADER):
@@ -238,6 +249,7 @@ class TensorFile:
                 tensors[key] = (dtype, shape, 8 + length + begin, 8 + length + stop)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._damaged(f"its header is wrong: {error}") from error
+        # Tensors must fill the file without gap or overlap, so that no byte is unaccounted for.
         place = 8 + length
         for begin, stop, key in sorted(
             (begin, stop, key) for key, (_, _, begin, stop) in tensors.items()
@@ -266,6 +278,7 @@ class TensorFile:
         view = as_bytes(out)
         self._file.seek(begin + start * dtype.itemsize)
         while view:
+            # Linux reads at most 2 GiB at a time, and other systems fail above that.
             count = self._file.readinto(view[: 1 << 28])
             if not count:
                 raise self._damaged("it ends too early")

@@ -52,8 +52,10 @@ def encode(
         return value
     if kind is int and value.bit_length() <= _WIDEST:
         return value
+    # JSON has no NaN and no infinity.
     if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
+    # Exactly these: a subclass would come back as a plain tensor.
     if kind in (Tensor, nn.Parameter):
         check_tensor(value, where)
         key = f"{where.partition('[')[0]}/{len(tensors)}"
@@ -87,6 +89,8 @@ def _encode_mapping(
                 "str keys: use str(key)"
             )
         pairs.append([key, encode(item, f"{where}[{key!r}]", tensors, own=own, depth=depth + 1)])
+    # A plain mapping stays readable JSON. One whose keys could be taken for ours is written as
+    # pairs.
     if type(value) is dict and all(type(k) is str and not k.startswith("$") for k in value):
         return dict(pairs)
     return {next(tag for tag, kind in _MAPPINGS.items() if kind is type(value)): pairs}
@@ -137,6 +141,7 @@ def decode(data: Any, tensor: Callable[[str], Tensor], where: str, depth: int = 
         return [inside(v) for v in data]
     if not any(key.startswith("$") for key in data):
         return {k: inside(v) for k, v in data.items()}
+    # An object of ours has one key, which says what it stands for.
     (tag, inner), *rest = data.items()
     try:
         if rest:

@@ -37,38 +37,47 @@ log = logging.getLogger("ds_checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What one rank is to write, all checked: its pieces of states, and values in JSON with their
-    tensors.
-
-    buffers: this rank's own, of which those that differ join `local_tensors`. head: the fields of
-    the manifest that one rank knows.
-    """
+    """What one rank is to write, all checked."""
 
     tag: str
     rank: int
+    # -- states
+    # This rank's pieces, and its place on the mesh.
     pieces: list[StateTensor]
     coord: dict[str, int]
+    # Names of states that are left out, and of parameters that are not trained.
     excluded: list[str]
     frozen: list[str]
+    # Further name -> first name, of tensors that modules share.
     shared: dict[str, str]
+    # Names of modules that have an extra state on this rank.
     extra: list[str]
+    # -- values
+    # This rank's own, as JSON, and the tensors in them.
     local: Any
     local_tensors: dict[str, Tensor]
+    # This rank's persistent buffers; those that differ from other ranks' join `local_tensors`.
     buffers: dict[str, Tensor]
+    # The tensors in what is equal on all ranks, which is in `head`.
     common_tensors: dict[str, Tensor]
+    # The fields of the manifest that one rank knows.
     head: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """Where it goes. temporary: the directory to write into, which becomes ``root/tag``."""
+    """Where a checkpoint goes, and what happens around it."""
 
     root: Path
     tag: str
+    # The directory to write into, which becomes ``root/tag``.
     temporary: Path
+    # Random: files of another save are known by it.
     save_id: str
+    # One more than that of the newest checkpoint in `root`: their order, whatever clocks say.
     serial: int
     save_latest: bool
+    # How many checkpoints stay in `root`; None: all.
     keep_last: int | None
 
 
@@ -79,11 +88,12 @@ def write(prepared: Prepared, job: SaveJob) -> dict[str, Any]:
     if not job.temporary.is_dir():
         raise CheckpointError(
             f"{job.temporary}, made by rank 0, is not there; save_dir must be on storage all ranks "
-            "share; "
-            "or set checkpoint.use_node_local_storage, for folders of each host. Where its name "
-            "has the time in it, "
-            "ranks name different folders: make it on rank 0 and broadcast it"
+            "share; or set checkpoint.use_node_local_storage, for folders of each host. Where its "
+            "name has the time in it, ranks name different folders: make it on rank 0 and "
+            "broadcast it"
         )
+    # Each file says in its metadata which save it belongs to, so that a file of another save is
+    # known when it is read.
     marks: dict[str, Mark] = {}
 
     def write_one(name: str, items: Iterable[Item], **values: str) -> None:
@@ -96,6 +106,7 @@ def write(prepared: Prepared, job: SaveJob) -> dict[str, Any]:
         mark |= {"rank": str(rank), "world_size": str(head["world_size"])}
         marks[name] = write_tensors(job.temporary / name, items, mark | values)
 
+    # Pieces of states; a rank may have none, then it has no such file.
     rows = rows_of(prepared.pieces, prepared.coord, rank_file(rank))
     items = items_of(prepared.pieces)
     if items:
@@ -103,8 +114,10 @@ def write(prepared: Prepared, job: SaveJob) -> dict[str, Any]:
     write_one(
         local_file(rank), _plain_items(prepared.local_tensors), values=json.dumps(prepared.local)
     )
+    # What is equal on all ranks is stored once.
     if rank == 0 and prepared.common_tensors:
         write_one(COMMON, _plain_items(prepared.common_tensors))
+    # The names of the files must be durable too, before rank 0 commits.
     files.sync_directory(job.temporary)
     return {
         "files": {name: [mark.size, mark.checksum] for name, mark in marks.items()},
@@ -134,11 +147,13 @@ def seal(prepared: Prepared, job: SaveJob, written: list[dict[str, Any]]) -> Non
         shared={alias: name for report in written for alias, name in report["shared"].items()},
         excluded=tuple(sorted({name for report in written for name in report["excluded"]})),
         frozen=tuple(sorted({name for report in written for name in report["frozen"]})),
+        # The lowest rank that has a module's extra state is the one that is read.
         module_extra={
             name: rank for rank, r in reversed(list(enumerate(written))) for name in r["extra"]
         },
         **prepared.head,
     )
+    # The manifest comes last: a directory without it is no checkpoint.
     files.write_file(job.temporary / README, _readme(job.tag))
     files.write_file(job.temporary / MANIFEST, render_manifest(manifest))
 
@@ -155,6 +170,7 @@ def publish(job: SaveJob) -> None:
     """
     if job.save_latest:
         files.write_latest(job.root, job.tag)
+    # After ``latest`` is written, so that it never names a checkpoint that was removed.
     if job.keep_last is not None:
         files.prune(job.root, job.keep_last, job.tag)
 
