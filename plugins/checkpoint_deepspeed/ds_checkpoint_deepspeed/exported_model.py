@@ -4,7 +4,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,20 +22,23 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Whole states under DeepSpeed's names. order: trained parameters by optimizer group.
-
-    place: DeepSpeed's name -> (the state's name here, the row of stacked experts; None: all of it).
-    """
+    """Full states under DeepSpeed's names."""
 
     saved: Saved
+    # The run's values and the program's.
     run: dict[str, Any]
     client: dict[str, Any]
+    # DeepSpeed's name -> (the state's name here, the row of stacked experts; None: all of it).
     place: dict[str, tuple[str, int | None]]
+    # Names of trained parameters, by optimizer group, and the groups' hyperparameters.
     order: list[list[str]]
     groups: list[dict[str, Any]]
+    # Keys of the optimizer's states, without its counter.
     moments: list[str]
+    # Names of parameters that are not trained, and of buffers.
     frozen: list[str]
     buffers: list[str]
+    # Further name -> first name, of tensors that modules share.
     shared: dict[str, str]
 
     @property
@@ -97,6 +100,39 @@ class Model:
         return found | {a: found[n] for a, n in self.shared.items() if n in found}
 
 
+class _Names:
+    """DeepSpeed's names for a checkpoint's weights and buffers."""
+
+    def __init__(self, saved: Saved) -> None:
+        self._saved = saved
+        # Names here, in the manifest's order.
+        self.ours = saved.weights()
+        # Of a tensor of stacked experts: its name in DeepSpeed before and after the expert's number.
+        self._stacked = {n: expert for n in self.ours if (expert := their_expert(n)) is not None}
+        self._moe = {n.partition("experts.stacked.")[0] for n in self._stacked}
+        # A pipeline's layers bear numbers, and DeepSpeed counts them as we do.
+        self._pipeline = any(n.startswith("layers.") for n in self.ours) and all(
+            n.startswith(("layers.", "tied.")) for n in self.ours
+        )
+
+    def of(self, name: str) -> str:
+        """Of a tensor that is no stack of experts."""
+        return their_name(name, self._moe, pipeline=self._pipeline)
+
+    def rows(self, name: str) -> Iterator[tuple[str, int | None]]:
+        """(DeepSpeed's name, the row of a stack of experts; None: all of the tensor)."""
+        if name in self._stacked:
+            before, after = self._stacked[name]
+            rows = self._saved.source.shape(f"module/{name}")[0]
+            yield from ((f"{before}{row}{after}", row) for row in range(rows))
+        else:
+            yield self.of(name), None
+
+    def all(self, names: Iterable[str]) -> list[str]:
+        """Of several tensors, with a name for each expert."""
+        return [other for name in names for other, _ in self.rows(name)]
+
+
 def read_model(saved: Saved) -> Model:
     """What is to be written of a checkpoint; CheckpointError for weights that differ along mesh
     axes.
@@ -107,60 +143,66 @@ def read_model(saved: Saved) -> Model:
             "form"
         )
     run, client = run_values(saved)
-    ours = saved.weights()
-    stacked = {n: expert for n in ours if (expert := their_expert(n)) is not None}
-    moe = {n.partition("experts.stacked.")[0] for n in stacked}
-    pipeline = any(n.startswith("layers.") for n in ours) and all(
-        n.startswith(("layers.", "tied.")) for n in ours
+    names = _Names(saved)
+    # (key, name) of each state of the optimizer.
+    states = [
+        (key, name)
+        for key, _, name in (
+            s.partition("/")[2].partition("/")
+            for s in saved.source.names()
+            if s.startswith("optimizer/")
+        )
+    ]
+    by_group, trained = _trained(saved, names.ours, run, states)
+    # What is neither trained nor known to be frozen, and has no fp32 master, is a buffer.
+    masters = {n.removeprefix("master/") for n in saved.source.names() if n.startswith("master/")}
+    weights = trained | masters | set(saved.manifest.frozen)
+    order = [_experts_together(names.all(group)) for group in by_group]
+    groups, order = _groups(run, order)
+    return Model(
+        saved,
+        run,
+        client,
+        place={other: (name, row) for name in names.ours for other, row in names.rows(name)},
+        order=order,
+        groups=groups,
+        moments=list(dict.fromkeys(key for key, _ in states if key != "step")),
+        frozen=names.all(n for n in names.ours if n in saved.manifest.frozen and n not in trained),
+        buffers=names.all(n for n in names.ours if n not in weights),
+        shared={names.of(a): names.of(n) for a, n in saved.manifest.shared.items()},
     )
 
-    def theirs(name: str) -> Iterator[tuple[str, int | None]]:
-        if name in stacked:
-            before, after = stacked[name]
-            rows = saved.source.shape(f"module/{name}")[0]
-            yield from ((f"{before}{row}{after}", row) for row in range(rows))
-        else:
-            yield their_name(name, moe, pipeline=pipeline), None
 
-    place = {other: (name, row) for name in ours for other, row in theirs(name)}
-    states = [
-        s.partition("/")[2].partition("/")
-        for s in saved.source.names()
-        if s.startswith("optimizer/")
-    ]
+def _trained(
+    saved: Saved, ours: list[str], run: dict[str, Any], states: list[tuple[str, str]]
+) -> tuple[list[list[str]], set[str]]:
+    """(names of trained parameters by optimizer group, all of them); names are those here."""
     # A parameter was trained if the optimizer has states of it, or if it is named in its groups.
     named = [[n for n in names if n in ours] for names in run.get("optimizer_params") or []]
-    trained = {name for _, _, name in states} | {n for names in named for n in names}
-    # weights alone: which are buffers is not known
+    in_groups = {n for names in named for n in names}
+    trained = {name for _, name in states} | in_groups
+    # A checkpoint without an optimizer does not say which tensors are buffers: all floats count.
     if not trained and saved.manifest.optimizer is None:
-        frozen_here = set(saved.manifest.frozen)
-        trained = {n for n in ours if saved.source.dtype(f"module/{n}") in _FLOATS} - frozen_here
-    rest = [n for n in ours if n in trained and n not in {n for names in named for n in names}]
+        frozen = set(saved.manifest.frozen)
+        trained = {n for n in ours if saved.source.dtype(f"module/{n}") in _FLOATS} - frozen
+    # Without names in the groups, all belong to the first.
     named = named or [[]]
-    named[0] += rest
-    order = [_experts_together([o for n in names for o, _ in theirs(n)]) for names in named]
-    masters = {n.removeprefix("master/") for n in saved.source.names() if n.startswith("master/")}
-    frozen = [
-        o for n in ours if n in saved.manifest.frozen and n not in trained for o, _ in theirs(n)
-    ]
-    buffers = [
-        o
-        for n in ours
-        if n not in trained | masters | set(saved.manifest.frozen)
-        for o, _ in theirs(n)
-    ]
-    moments = list(dict.fromkeys(key for key, _, _ in states if key != "step"))
-    shared = {
-        their_name(a, moe, pipeline=pipeline): their_name(n, moe, pipeline=pipeline)
-        for a, n in saved.manifest.shared.items()
-    }
+    named[0] += [n for n in ours if n in trained and n not in in_groups]
+    return named, trained
+
+
+def _groups(
+    run: dict[str, Any], order: list[list[str]]
+) -> tuple[list[dict[str, Any]], list[list[str]]]:
+    """The optimizer's groups as DeepSpeed has them, and the parameters' order, one list a group."""
     groups = [{"bias_correction": True, **g} for g in run["optimizer_groups"]] or [{"lr": 0.0}]
     if len(groups) != len(order):
         order = [[n for names in order for n in names], *([] for _ in groups[1:])]
+    # DeepSpeed's optimizer reduces the gradients of groups with this mark among experts only.
     for group, names in zip(groups, order, strict=True):
         if names and all(expert_place(n) is not None for n in names):
             group |= {"moe": True, "name": "ep_size_1"}
-    return Model(saved, run, client, place, order, groups, moments, frozen, buffers, shared)
+    return groups, order
 
 
 def _experts_together(names: list[str]) -> list[str]:

@@ -15,7 +15,7 @@ from ds_core.errors import UsageError
 if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.running import RunningEngine
-    from ds_data_sampling.config import Schedule
+    from ds_data_sampling.curricula.config import Schedule
 
 log = logging.getLogger("ds_data_sampling")
 
@@ -103,7 +103,8 @@ def _schedules(ctx: Context) -> dict[str, Schedule]:
     """By metric; that of the section curriculum_learning is seqlen, unless the other section has
     one of that name.
     """
-    from ds_data_sampling.config import DataEfficiency, LegacyCurriculum
+    from ds_data_sampling.config import DataEfficiency
+    from ds_data_sampling.curricula.config import LegacyCurriculum
 
     found: dict[str, Schedule] = {}
     lengths = ctx.config.section(LegacyCurriculum)

@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.entries import Chart, Ref, Transform
     from ds_core.running import RunningEngine
-    from ds_data_sampling.config import LegacyCurriculum
+    from ds_data_sampling.curricula.config import LegacyCurriculum
 
 
 def ds_config() -> type[LegacyCurriculum]:
     """The section ``curriculum_learning``."""
-    from ds_data_sampling.config import LegacyCurriculum
+    from ds_data_sampling.curricula.config import LegacyCurriculum
 
     return LegacyCurriculum
 
 
 def ds_charts(config: RunConfig) -> Iterable[Chart]:
     """The lengths of the config's steps."""
-    from ds_data_sampling.config import LegacyCurriculum
+    from ds_data_sampling.curricula.config import LegacyCurriculum
     from ds_data_sampling.curricula.drawing import charts
 
     section = config.section(LegacyCurriculum)
@@ -34,7 +34,7 @@ def ds_charts(config: RunConfig) -> Iterable[Chart]:
 
 
 def _switched_on(ctx: Context) -> LegacyCurriculum | None:
-    from ds_data_sampling.config import LegacyCurriculum
+    from ds_data_sampling.curricula.config import LegacyCurriculum
 
     section = ctx.config.section(LegacyCurriculum)
     return section if section is not None and section.enabled else None

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from ds_run_state.blocks import chosen, repeated_blocks
-from ds_run_state.changes import StandIn, changing
+from ds_run_state.blocks import chosen_or_repeated
+from ds_run_state.changes import TrainingStandIn, changing
 from torch import Tensor, nn
 
 from ds_core.errors import UsageError
@@ -23,7 +23,7 @@ from ds_data_sampling.curricula.schedules import fixed_root
 
 if TYPE_CHECKING:
     from ds_core.context import Context
-    from ds_data_sampling.config import RandomLTD
+    from ds_data_sampling.random_ltd_config import RandomLTD
 
 _KEY = "data_efficiency.data_routing.random_ltd"
 _MARK = "random_ltd_class"
@@ -79,12 +79,11 @@ def drop_tokens(model: nn.Module, ctx: Context, section: RandomLTD, seed: int) -
     Raises UsageError where the model has another number of layers than the section says.
     """
     name = model.__dict__.get(_MARK)
-    layers = chosen(model, [name], _KEY) if name is not None else repeated_blocks(model)
+    layers = chosen_or_repeated(model, None if name is None else [name], _KEY)
     if len(layers) != section.total_layer_num:
         raise UsageError(
             f"{_KEY}.total_layer_num is {section.total_layer_num}, but {type(model).__name__} has "
-            f"{len(layers)} "
-            f"{name or 'repeated'} layers; correct it, or name their class by "
+            f"{len(layers)} {name or 'repeated'} layers; correct it, or name their class by "
             "convert_to_random_ltd(model, Class)"
         )
     modules = list(layers.items())
@@ -95,36 +94,32 @@ def drop_tokens(model: nn.Module, ctx: Context, section: RandomLTD, seed: int) -
     return model
 
 
-class SomeTokens(StandIn):
+class SomeTokens(TrainingStandIn):
     """The forward of one layer, in the place of ``module.forward``."""
 
     def __init__(
         self, module: nn.Module, name: str, index: int, ctx: Context, section: RandomLTD, seed: int
     ) -> None:
-        super().__init__(module)
+        super().__init__(module, ctx)
         self.name = name
+        # This layer's number, from 0: layers keep different tokens.
         self.index = index
-        self.ctx = ctx
         self.section = section
         self.seed = seed
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's output, with the tokens that it did not see as they came."""
-        engine = self.ctx.engine_ref()
-        # None: it was forgotten, so nobody trains the module
-        if engine is None or not self.module.training:
-            return self.forward(*args, **kwargs)
         hidden = kwargs.get("hidden_states", args[0] if args else None)
         if not isinstance(hidden, Tensor) or hidden.dim() < 3:
             raise UsageError(
                 f"{_KEY}: layer {self.name!r} is not given hidden states of three dimensions"
             )
         along = 1 if self.section.hidden_state_order == "batch_seq_dim" else 0
-        step = engine.global_steps
         length = hidden.shape[along]
         kept = kept_length(self.section, step)
         if kept >= length:
             return self.forward(*args, **kwargs)
+        # The layer sees the kept tokens, and masks and positions cut to them.
         places = kept_places(self.seed, step, self.index, kept, length).to(hidden.device)
         part = hidden.index_select(along, places)
         some = _Some(self.name, places, length, self.section.model_mask_name)
@@ -139,6 +134,7 @@ class SomeTokens(StandIn):
             raise UsageError(
                 f"{_KEY}: the output of layer {self.name!r} does not have the shape of its input"
             )
+        # Its output goes back to their places; the other tokens pass by.
         whole = hidden.index_copy(along, places, new.to(hidden.dtype))
         return (whole, *out[1:]) if isinstance(out, tuple) else whole
 
@@ -176,8 +172,7 @@ class _Some:
         if value.dim() == 4 and value.shape[-1] == self.length:
             raise UsageError(
                 f"{_KEY}: layer {self.layer!r} is given a tensor of shape {tuple(value.shape)}; if "
-                "it is the attention "
-                "mask, give its name as model_mask_name"
+                "it is the attention mask, give its name as model_mask_name"
             )
         return self._cut(value, (1,) if value.dim() > 1 else (0,)) if value.dim() else value
 

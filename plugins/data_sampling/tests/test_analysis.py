@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ds_data_sampling.config import Curriculum
 from ds_data_sampling.curricula.analysis import analyze, combine, measure, measures_of
+from ds_data_sampling.curricula.config import Curriculum
 from ds_data_sampling.curricula.curriculum import ByDifficulty
 from ds_data_sampling.curricula.index import read_index
 from ds_data_sampling.curricula.metrics import Measure, named, seqlen

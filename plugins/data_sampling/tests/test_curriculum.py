@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from ds_data_sampling.batching.order import make_order
-from ds_data_sampling.config import Curriculum, DataEfficiency, Metric
+from ds_data_sampling.config import DataEfficiency
+from ds_data_sampling.curricula.config import Curriculum, Metric
 from ds_data_sampling.curricula.curriculum import ByDifficulty
 
 from ds_core.errors import UsageError

@@ -3,7 +3,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ds_data_sampling.config import DataEfficiency, LegacyCurriculum
+from ds_data_sampling.config import DataEfficiency
+from ds_data_sampling.curricula.config import LegacyCurriculum
 from pydantic import ValidationError
 
 LINEAR = {"total_curriculum_step": 100, "difficulty_step": 8}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ds_data_sampling.config import Schedule
+from ds_data_sampling.curricula.config import Schedule
 from ds_data_sampling.curricula.schedules import difficulty_at
 
 from ds_core.errors import UsageError

@@ -1,4 +1,4 @@
-"""A model whose forward is told theta, or whose layers are skipped from outside.
+"""A model whose forward receives theta, or whose layers are skipped from outside.
 
 A skipped layer hands its input on. One that runs adds what it would, divided by its probability to
 run, so that the expected sum is that of all layers.
@@ -10,8 +10,8 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
-from ds_run_state.blocks import chosen, repeated_blocks
-from ds_run_state.changes import StandIn, changing
+from ds_run_state.blocks import chosen_or_repeated
+from ds_run_state.changes import TrainingStandIn, changing
 from torch import Tensor, nn
 
 from ds_core.errors import UsageError
@@ -34,18 +34,13 @@ def drop_layers(model: nn.Module, ctx: Context, section: ProgressiveLayerDropCon
     parameters = inspect.signature(type(model).forward).parameters
     if section.apply_to == "forward" or (section.apply_to == "auto" and THETA in parameters):
         with changing(model, ctx.undo):
-            _tell(model, ctx, section, parameters)
+            _pass_theta(model, ctx, section, parameters)
         return model
-    layers = (
-        chosen(model, section.layers, f"{_KEY}.layers")
-        if section.layers
-        else repeated_blocks(model)
-    )
+    layers = chosen_or_repeated(model, section.layers, f"{_KEY}.layers")
     if len(layers) < 2:
         raise UsageError(
             f"{_KEY}: {type(model).__name__} has no repeated layers; name them by {_KEY}.layers, "
-            "or let its forward "
-            f"take {THETA}"
+            f"or let its forward take {THETA}"
         )
     known: dict[type, Any] = {}
     with changing(model, ctx.undo):
@@ -54,34 +49,31 @@ def drop_layers(model: nn.Module, ctx: Context, section: ProgressiveLayerDropCon
     return model
 
 
-def _tell(
+def _pass_theta(
     model: nn.Module, ctx: Context, section: ProgressiveLayerDropConfig, parameters: Any
 ) -> None:
-    """Give forward the documented arguments, as far as it takes them."""
+    """Give forward the documented arguments, as far as it accepts them."""
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    taken = [name for name in (FLAG, THETA) if anything or name in parameters]
-    if THETA not in taken:
+    accepted = [name for name in (FLAG, THETA) if anything or name in parameters]
+    if THETA not in accepted:
         raise UsageError(
             f'{_KEY}.apply_to is "forward", but the forward of {type(model).__name__} takes no '
             f'{THETA}; use "layers"'
         )
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # forgotten, not destroyed: nobody trains the module
+        # None: the engine was destroyed, so nobody trains the module.
         if (engine := ctx.engine_ref()) is None:
             return None
         theta = theta_at(engine.global_steps, section.theta, section.gamma)
-        told = {FLAG: module.training, THETA: theta}
-        return args, {**kwargs, **{name: told[name] for name in taken}}
+        given = {FLAG: module.training, THETA: theta}
+        return args, {**kwargs, **{name: given[name] for name in accepted}}
 
     model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 
 
-class Skipped(StandIn):
-    """The forward of one layer, in the place of ``module.forward``.
-
-    known: of layers of the same class, what an output looks like around the hidden states.
-    """
+class Skipped(TrainingStandIn):
+    """The forward of one layer, in the place of ``module.forward``."""
 
     def __init__(
         self,
@@ -93,22 +85,18 @@ class Skipped(StandIn):
         section: ProgressiveLayerDropConfig,
         known: dict[type, Any],
     ) -> None:
-        super().__init__(module)
+        super().__init__(module, ctx)
         self.name = name
+        # This layer's number among `count`, from 0.
         self.index = index
         self.count = count
-        self.ctx = ctx
         self.section = section
+        # By class of layer: how many places its output's tuple has; 0 for a tensor. Shared by all.
         self.known = known
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's output, or its input in the form of an output."""
-        engine = self.ctx.engine_ref()
-        # None: it was forgotten, so nobody trains the module
-        if engine is None or not self.module.training:
-            return self.forward(*args, **kwargs)
         section = self.section
-        step = engine.global_steps
         theta = theta_at(step, section.theta, section.gamma)
         probability = keep_probability(self.index, self.count, theta)
         hidden = self._hidden(args, kwargs)
@@ -117,6 +105,8 @@ class Skipped(StandIn):
         out = self._run(args, kwargs, hidden)
         if probability >= 1 or not section.rescale:
             return out
+        # What the layer adds is divided by how often it runs: the expected sum is that of a full
+        # run.
         new = hidden + ((out[0] if isinstance(out, tuple) else out) - hidden) / probability
         return (new, *out[1:]) if isinstance(out, tuple) else new
 
@@ -140,15 +130,15 @@ class Skipped(StandIn):
         if not isinstance(new, Tensor) or new.shape != hidden.shape:
             raise UsageError(
                 f"{_KEY}: layer {self.name!r} cannot be skipped: its output does not have the "
-                "shape of its input, "
-                f"{tuple(hidden.shape)}; name other modules by {_KEY}.layers"
+                f"shape of its input, {tuple(hidden.shape)}; name other modules by {_KEY}.layers"
             )
         self.known[type(self.module)] = len(out) if isinstance(out, tuple) else 0
         return out
 
     def _around(self, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> Any:
         """`hidden` as an output of this class: alone, or in a tuple whose other places are None."""
-        # a resumed run may begin with a layer that is skipped
+        # A resumed run may begin with a layer that is skipped: it runs once, without effect on
+        # gradients and random numbers, to show what its output looks like.
         if type(self.module) not in self.known:
             devices = [] if hidden.device.type == "cpu" else [hidden.device]
             with torch.no_grad(), torch.random.fork_rng(devices=devices):

@@ -44,7 +44,7 @@ def ds_check(config: RunConfig) -> Iterable[Problem]:
 
 
 def ds_transforms(ctx: Context) -> Iterable[Transform]:
-    """Forward is told theta, or layers are skipped: outermost, so that recomputation is inside."""
+    """Forward receives theta, or layers are skipped: outermost, so that recomputation is inside."""
     if (section := _section(ctx.config)) is None:
         return []
 

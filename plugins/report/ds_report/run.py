@@ -168,14 +168,9 @@ def canonical(name: str) -> str:
 def _of_record(folder: Path, name: str, ranks: list[RankRecord]) -> Run:
     first = ranks[0]
     columns = first.columns
-    run = Run(
-        name,
-        folder,
-        "record",
-        "step",
-        {},
-        standing(ranks, {r.rank: read_now(folder, r.rank) for r in ranks}),
-    )
+    state = standing(ranks, {r.rank: read_now(folder, r.rank) for r in ranks})
+    run = Run(name, folder, "record", "step", {}, state)
+    # The last start's facts: a resumed run may have other versions or devices.
     run.facts = {"versions": {}, "device": "?", **first.starts[-1]} if first.starts else {}
     if run.facts and not isinstance(run.facts["versions"], dict):
         run.facts = {**run.facts, "versions": {}}
@@ -183,29 +178,18 @@ def _of_record(folder: Path, name: str, ranks: list[RankRecord]) -> Run:
     for metric in list(columns.values):
         if not metric.startswith(HOST) and metric != "samples":
             run.curves.setdefault(canonical(metric), Points(columns.step, columns.column(metric)))
+    run.curves |= _evaluations(first)
     for rank in ranks:
         if rank.memory:
             run.memory[rank.rank] = Points(
                 [m[0] for m in rank.memory], [m[1] / GIB for m in rank.memory]
             )
-    evaluated = [
-        e for e in first.events if e.get("kind") == "eval" and isinstance(e.get("step"), int)
-    ]
-    evaluated = [e for e in evaluated if isinstance(e.get("metrics"), dict)]
-    for metric in {k for e in evaluated for k in e.get("metrics", {})}:
-        rows = [(e["step"], e["metrics"].get(metric)) for e in evaluated]
-        run.curves[f"eval/{metric}"] = Points(
-            [s for s, _ in rows], [v if isinstance(v, float) else math.nan for _, v in rows]
-        )
     run.events = [e for e in first.events if e.get("kind") in ("saved", "loaded", "lost")]
-    total = next(
-        (e.get("total_steps") for e in reversed(first.events) if e.get("kind") == "plan"), None
-    )
-    total = total or run.facts.get("total_steps")
-    run.total_steps = total if type(total) is int and total > 0 else None
+    run.total_steps = _total_steps(first, run)
     if columns.step:
         _add_times(run, first)
     run.ranks = [_row(rank) for rank in ranks]
+    # Phases as the device ran them, where they were measured; else as the host waited for them.
     run.phases = _phases(run, ELAPSED)
     if not run.phases:
         run.phases_of_host = True
@@ -218,6 +202,33 @@ def _of_record(folder: Path, name: str, ranks: list[RankRecord]) -> Run:
             {phase: _mean(values) for phase, values in hosts.items()}, _step_ms(run)
         )
     return run
+
+
+def _evaluations(record: RankRecord) -> dict[str, Points]:
+    """Metrics of evaluations, by their name with ``eval/`` before it; NaN where one was not
+    measured.
+    """
+    evaluated = [
+        e
+        for e in record.events
+        if e.get("kind") == "eval"
+        and isinstance(e.get("step"), int)
+        and isinstance(e.get("metrics"), dict)
+    ]
+    found = {}
+    for metric in {k for e in evaluated for k in e.get("metrics", {})}:
+        rows = [(e["step"], e["metrics"].get(metric)) for e in evaluated]
+        found[f"eval/{metric}"] = Points(
+            [s for s, _ in rows], [v if isinstance(v, float) else math.nan for _, v in rows]
+        )
+    return found
+
+
+def _total_steps(record: RankRecord, run: Run) -> int | None:
+    """How many steps the run is to have: as its program said last, or at its start."""
+    planned = (e.get("total_steps") for e in reversed(record.events) if e.get("kind") == "plan")
+    total = next(planned, None) or run.facts.get("total_steps")
+    return total if type(total) is int and total > 0 else None
 
 
 def _add_times(run: Run, first: RankRecord) -> None:

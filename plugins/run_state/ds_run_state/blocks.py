@@ -135,6 +135,13 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
             yield from _blocks(child, here + ".")
 
 
+def chosen_or_repeated(
+    model: nn.Module, wanted: Sequence[str] | None, key: str
+) -> dict[str, nn.Module]:
+    """The modules that `wanted` names, as in `chosen`; the repeated blocks where it names none."""
+    return chosen(model, wanted, key) if wanted else repeated_blocks(model)
+
+
 def chosen(model: nn.Module, wanted: Sequence[str], key: str) -> dict[str, nn.Module]:
     """The outermost modules that `wanted` names: class names, or names of modules with ``*`` and
     the like.

@@ -19,6 +19,7 @@ from ds_core.undo import Undo
 from ds_run_state.slices import Slice
 
 if TYPE_CHECKING:
+    from ds_core.context import Context
     from ds_core.mesh import Mesh
 
 _ABSENT: Any = object()
@@ -36,6 +37,8 @@ def changing(model: nn.Module, undo: Undo) -> Iterator[None]:
     What has changed again since, stays. What was replaced lives on until then: a transform that
     shall free memory empties it.
     """
+    # What hangs on modules and parameters is compared after the change: whoever changes them need
+    # not say what.
     before = [_Module.of(module) for module in model.modules()]
     params = [_Param.of(param) for param in model.parameters()]
     try:
@@ -45,6 +48,7 @@ def changing(model: nn.Module, undo: Undo) -> Iterator[None]:
         changed += [change for known in params for change in known.changes()]
 
         def change_back() -> None:
+            # Of several changes of one place, the first is the last to go.
             for change in reversed(changed):
                 change()
 
@@ -61,6 +65,7 @@ def gather_slices(pieces: Mapping[nn.Parameter, Slice], mesh: Mesh, axis: str) -
     group = mesh.group(axis)
     ranks = mesh.ranks(axis)
     index = mesh.index(axis)
+    # Which part each rank has, since ranks may have unequal ones.
     everyone = comm.all_gather_json([piece.ranges for piece in pieces.values()], group=group)
     for number, (param, piece) in enumerate(pieces.items()):
         whole = param.data.new_empty(piece.shape)
@@ -69,6 +74,7 @@ def gather_slices(pieces: Mapping[nn.Parameter, Slice], mesh: Mesh, axis: str) -
                 tuple((first, size) for first, size in along) for along in everyone[place][number]
             )
             theirs = dataclasses.replace(piece, ranges=ranges)
+            # One part after the other: beside the full parameter only one is in memory.
             part = param.data.contiguous() if place == index else param.data.new_empty(theirs.size)
             comm.broadcast(part, src=rank, group=group)
             for box, at in theirs.parts():
@@ -125,14 +131,34 @@ class StandIn:
         return self.forward(*args, **kwargs)
 
 
+class TrainingStandIn(StandIn):
+    """A `StandIn` that changes its module's forward only while a running engine trains it."""
+
+    def __init__(self, module: nn.Module, ctx: Context) -> None:
+        super().__init__(module)
+        self.ctx = ctx
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`train`'s output in training, else what the module gives."""
+        engine = self.ctx.engine_ref()
+        # None: the engine was destroyed, so nobody trains the module.
+        if engine is None or not self.module.training:
+            return self.forward(*args, **kwargs)
+        return self.train(engine.global_steps, args, kwargs)
+
+    def train(self, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the module gives in training, after `step` optimizer steps."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class _Module:
-    """A module as it was. entries: of its attributes that are dicts (parameters, modules,
-    hooks)."""
+    """A module as it was."""
 
     module: nn.Module
     kind: type
     attributes: dict[str, Any]
+    # Copies of its attributes that are dicts: parameters, modules, hooks.
     entries: dict[str, dict[Any, Any]]
 
     @classmethod
@@ -165,7 +191,8 @@ class _Param:
     trained: bool
     attributes: dict[str, Any]
     hooks: dict[Any, Any]
-    after: dict[Any, Any]  # hooks that are called once a gradient was accumulated
+    # Hooks that are called once a gradient was accumulated.
+    after: dict[Any, Any]
 
     @classmethod
     def of(cls, param: nn.Parameter) -> _Param:
@@ -198,6 +225,7 @@ def _differences(place: Place, before: dict[Any, Any]) -> Iterator[Callable[[], 
 def _set_back(held: Place, key: Any, changed: Any, before: Any) -> None:
     """Put back what was there, where it is still as the change left it."""
     place = held()
+    # Somebody has changed it since: theirs stays.
     if place.get(key, _ABSENT) is not changed:
         return
     if before is _ABSENT:

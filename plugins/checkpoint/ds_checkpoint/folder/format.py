@@ -144,32 +144,34 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All of a checkpoint but its tensors.
+    """All of a checkpoint but its tensors."""
 
-    save_id: drawn anew for each save, and also in every file's metadata. serial: counts the saves
-        into one folder, so that they have an order whatever the clocks say; 0 in checkpoints of
-        before. files: all but the manifest. shared: further names of module tensors that several
-        modules share. excluded: weights left out on purpose. frozen: parameters that were not
-        trained. module_extra: module name -> the rank whose local file has its extra state. run,
-    client: as `ds_checkpoint.folder.values` encodes them.
-    """
-
+    # Drawn anew for each save, and also in every file's metadata.
     save_id: str
     tag: str
     step: int
+    # Counts the saves into one folder, so that they have an order whatever the clocks say; 0 in
+    # checkpoints from before there was one.
     serial: int
+    # -- the run that saved it
     world_size: int
     mesh: dict[str, int]
     versions: dict[str, str]
     plugins: dict[str, str]
     config: Any
     optimizer: str | None
+    # -- what it holds
+    # All files but the manifest.
     files: dict[str, Mark]
     states: tuple[SavedState, ...]
+    # Further name -> first name, of module tensors that several modules share.
     shared: dict[str, str]
+    # Weights that were left out on purpose, and parameters that were not trained.
     excluded: tuple[str, ...]
     frozen: tuple[str, ...]
+    # Module name -> the rank whose local file has its extra state.
     module_extra: dict[str, int]
+    # Values of the run and of the program, as `ds_checkpoint.folder.values` encodes them.
     run: Any
     client: Any
 

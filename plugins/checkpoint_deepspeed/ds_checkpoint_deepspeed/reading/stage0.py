@@ -15,6 +15,9 @@ from torch import Tensor
 from ds_checkpoint_deepspeed.reading.foreign import Part, scaler_of, whole
 from ds_checkpoint_deepspeed.reading.zero import expert_place
 
+_Kind = tuple[bool, "torch.Size | None"]
+"""(of a group of experts, the shape; None where the optimizer keeps no moments)."""
+
 
 def shared_tensors(module: Mapping[str, Tensor]) -> dict[str, str]:
     """Further name -> first name, of weights that are one tensor."""
@@ -72,47 +75,65 @@ def _names(
     """The parameter of each number in the optimizer; or why it cannot be found."""
     free = [n for n in module if n not in buffers]
     values = [m for group in masters or () for m in group]
-    of_experts = {n: bool(g.get("moe")) for g in inner["param_groups"] for n in g["params"]}
-    shapes = {
-        n: (of_experts[n], shape_of(inner["state"].get(n, {})))
-        for g in inner["param_groups"]
-        for n in g["params"]
-    }
-    # all of them, in their order
-    if not values and len(inner["param_groups"]) == 1 and len(shapes) == len(free):
-        rows = list(zip(shapes.items(), free, strict=True))
-        if all(shape in (None, module[name].shape) for (_, (_, shape)), name in rows):
-            return {number: name for (number, _), name in rows}, ""
-    told = any(of_experts.values())  # whether groups tell experts from others
-    places = [{shapes[n] for n in g["params"]} for g in inner["param_groups"]]
-    twice = {s for i, one in enumerate(places) for other in places[:i] for s in one & other}
-    left = Counter(shapes.values())
-    names: dict[int, str] = {}
-    for number, key in shapes.items():
-        shape = key[1]
-        there = [n for n in free if not told or (expert_place(n) is not None) == key[0]]
+    kinds = _kinds(inner)
+    if not values and (names := _in_order(inner, kinds, free, module)) is not None:
+        return names, ""
+    ambiguous = _in_several_groups(inner, kinds)
+    has_experts = any(of_experts for of_experts, _ in kinds.values())
+    left = Counter(kinds.values())
+    names = {}
+    for number, kind in kinds.items():
+        of_experts, shape = kind
+        # Groups of experts say so: then experts and other weights of a shape are told apart.
+        there = [n for n in free if not has_experts or (expert_place(n) is not None) == of_experts]
         if values:
-            same = [n for n in there if _rounds_to(values[number], module[n])]
+            # 16-bit modes: the fp32 master rounds to exactly one weight.
+            fitting = [n for n in there if _rounds_to(values[number], module[n])]
         else:
             # In one group they come in the module's order, unless there are more of a shape than
             # the optimizer has.
-            same = [n for n in there if shape in (None, module[n].shape)]
-            same = (
-                []
-                if key in twice or len(same) != (len(there) if shape is None else left[key])
-                else same
-            )
-        if not same:
+            fitting = [n for n in there if shape in (None, module[n].shape)]
+            wanted = len(there) if shape is None else left[kind]
+            if kind in ambiguous or len(fitting) != wanted:
+                fitting = []
+        if not fitting:
             return {}, (
                 "the optimizer's states are left out: stage 0 stores them without names, and no "
-                "name fits "
-                f"parameter number {number}, of shape {tuple(shape or ())}; save with stage 1 to "
-                "keep them"
+                f"name fits parameter number {number}, of shape {tuple(shape or ())}; save with "
+                "stage 1 to keep them"
             )
-        left[key] -= 1
-        names[number] = same[0]
-        free.remove(same[0])
+        left[kind] -= 1
+        names[number] = fitting[0]
+        free.remove(fitting[0])
     return names, ""
+
+
+def _kinds(inner: dict[str, Any]) -> dict[int, _Kind]:
+    """What is known of each parameter number: whether its group is of experts, and its shape."""
+    of_experts = {n: bool(g.get("moe")) for g in inner["param_groups"] for n in g["params"]}
+    return {n: (of_experts[n], shape_of(inner["state"].get(n, {}))) for n in of_experts}
+
+
+def _in_order(
+    inner: dict[str, Any],
+    kinds: Mapping[int, _Kind],
+    free: list[str],
+    module: Mapping[str, Tensor],
+) -> dict[int, str] | None:
+    """The names where one group has all parameters, so in the module's order; else None."""
+    if len(inner["param_groups"]) != 1 or len(kinds) != len(free):
+        return None
+    rows = list(zip(kinds.items(), free, strict=True))
+    # A shape that does not fit: another order after all.
+    if all(shape in (None, module[name].shape) for (_, (_, shape)), name in rows):
+        return {number: name for (number, _), name in rows}
+    return None
+
+
+def _in_several_groups(inner: dict[str, Any], kinds: Mapping[int, _Kind]) -> set[_Kind]:
+    """Kinds that are in more than one group: no order says which name is in which."""
+    by_group = [{kinds[n] for n in g["params"]} for g in inner["param_groups"]]
+    return {k for i, one in enumerate(by_group) for other in by_group[:i] for k in one & other}
 
 
 def shape_of(state: Mapping[str, Any]) -> torch.Size | None:

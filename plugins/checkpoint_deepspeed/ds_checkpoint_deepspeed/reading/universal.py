@@ -34,12 +34,11 @@ _COMMON = "optimizer_state.pt"
 
 def read_universal(files: Files, model: dict[str, Any]) -> Foreign:
     """All states, and the run's values; `model`: the file of model states of the first rank."""
+    # Ranks of tensor parallelism or of a pipeline have model states of their own.
     models = [model, *(load(path) for path in list(files.models.values())[1:])]
-    shapes = _shapes(models)
     module = {n: t for m in models for n, t in module_of(m).items()}
     buffers = {n for m in models for n in m.get("buffer_names") or ()}
     frozen = list(model.get("frozen_param_shapes") or ())
-    low = low_precision(model)
     root = files.folder / UNIVERSAL
     folders = sorted(Path(at) for at, _, names in os.walk(root) if "fp32.pt" in names)
     if not folders:
@@ -47,18 +46,17 @@ def read_universal(files: Files, model: dict[str, Any]) -> Foreign:
             f"{root} has no parameters; was the conversion to a universal checkpoint ended?"
         )
     common = load(root / _COMMON) if (root / _COMMON).is_file() else {}
-    pieces: list[StateTensor] = []
-    for folder in folders:
-        name = folder.relative_to(root).as_posix()
-        if not (name in buffers and name in module):  # which the conversion has made fp32
-            found = _param(folder, name, shapes.get(name), low)
-            pieces += [p for p in found if name not in frozen or not p.name.startswith("master/")]
+    # Buffers come from the model states: the conversion has made them fp32.
+    stored = {folder.relative_to(root).as_posix(): folder for folder in folders}
+    params = {n: f for n, f in stored.items() if n not in buffers or n not in module}
+    pieces = _params(params, _shapes(models), frozen, low_precision(model))
     pieces += [whole(f"module/{n}", t) for n, t in module.items() if n in buffers]
     inner = common.get("optimizer_state_dict", common)
     _add_steps(pieces, common, inner)
     order = [list(group) for group in model.get("param_shapes") or ()]
     scaler = scaler_of(vars(common.get("loss_scaler") or Data()))
     shared = {a: n for m in models for a, n in dict(m.get("shared_params") or {}).items()}
+    # A shared weight is stored under each of its names; the first one's states are kept.
     pieces = [p for p in pieces if p.name.partition("/")[2] not in shared]
     part = Part(pieces, shared, frozen, inner.get("param_groups") or (), order, scaler)
     run = run_of(model, part)
@@ -75,6 +73,20 @@ def read_universal(files: Files, model: dict[str, Any]) -> Foreign:
         [],
         pipeline=pipeline,
     )
+
+
+def _params(
+    folders: Mapping[str, Path],
+    shapes: Mapping[str, tuple[int, ...]],
+    frozen: list[str],
+    low: torch.dtype | None,
+) -> list[StateTensor]:
+    """The states of all parameters; what is not trained has no master."""
+    pieces: list[StateTensor] = []
+    for name, folder in folders.items():
+        found = _param(folder, name, shapes.get(name), low)
+        pieces += [p for p in found if name not in frozen or not p.name.startswith("master/")]
+    return pieces
 
 
 def _shapes(models: list[dict[str, Any]]) -> dict[str, tuple[int, ...]]:
@@ -102,6 +114,7 @@ def _param(
                 counter = torch.as_tensor(value, dtype=torch.float32).reshape(-1)[0]
                 pieces.append(whole(f"optimizer/{path.stem}/{name}", counter))
             continue
+        # Stage 3 stores parameters flat, padded to a multiple of the ranks.
         if value.dim() == 1 and shape is not None and math.prod(shape) <= value.numel():
             value = value[: math.prod(shape)].view(shape)
         if path.stem == "fp32":

@@ -22,7 +22,7 @@ from ds_data_sampling.curricula.index import Array, MetricIndex, read_array, rea
 from ds_data_sampling.curricula.schedules import difficulty_at
 
 if TYPE_CHECKING:
-    from ds_data_sampling.config import Curriculum, Metric
+    from ds_data_sampling.curricula.config import Curriculum, Metric
 
 
 class ByDifficulty:

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 from ds_plots.svg import Svg
 
 from ds_core.errors import UsageError
-from ds_data_sampling.config import DataEfficiency, LegacyCurriculum, Metric
+from ds_data_sampling.config import DataEfficiency
+from ds_data_sampling.curricula.config import LegacyCurriculum, Metric
 from ds_data_sampling.curricula.schedules import difficulty_at
 
 if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.entries import Chart
-    from ds_data_sampling.config import Schedule
+    from ds_data_sampling.curricula.config import Schedule
     from ds_data_sampling.curricula.index import MetricIndex
 
 COLUMNS = 11

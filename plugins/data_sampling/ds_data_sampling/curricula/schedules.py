@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ds_core.errors import UsageError
 
 if TYPE_CHECKING:
-    from ds_data_sampling.config import Schedule
+    from ds_data_sampling.curricula.config import Schedule
 
 
 def difficulty_at(schedule: Schedule, step: int, custom: Callable[[int], int] | None = None) -> int:

@@ -16,7 +16,7 @@ from ds_data_sampling.curricula.schedules import difficulty_at
 
 if TYPE_CHECKING:
     from ds_core.context import Context
-    from ds_data_sampling.config import LegacyCurriculum
+    from ds_data_sampling.curricula.config import LegacyCurriculum
 
 ARGUMENT = "curriculum_seqlen"
 METRIC = "seqlen"

@@ -7,9 +7,11 @@ from typing import Any
 
 from ds_core.errors import UsageError
 from ds_data_sampling.batching.order import make_order
-from ds_data_sampling.config import DataEfficiency, RandomLTD, Schedule
+from ds_data_sampling.config import DataEfficiency
+from ds_data_sampling.curricula.config import Schedule
 from ds_data_sampling.curricula.schedules import difficulty_at
 from ds_data_sampling.random_ltd import kept_length
+from ds_data_sampling.random_ltd_config import RandomLTD
 
 
 class CurriculumScheduler:
