@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 import pytest
 from checkpoint_faults import load, make, save
 from ds_checkpoint.folder import writing

@@ -12,6 +12,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 import pytest
 import torch
 from checkpoint_faults import load, make, save

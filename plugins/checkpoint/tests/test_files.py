@@ -7,9 +7,12 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 import safetensors.torch

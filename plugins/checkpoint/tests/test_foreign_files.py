@@ -6,9 +6,12 @@ import dataclasses
 import json
 import os
 import resource
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 import torch
