@@ -100,6 +100,8 @@ def find_wait(packages: Collection[str]) -> Seen | None:
     me = threading.get_ident()
     main = threading.main_thread().ident
     for thread in sorted(frames, key=lambda t: t != main):
+        # The outermost frame that is known says most: inside it torch waits in functions of its
+        # own.
         outermost_first = (
             reversed([f for f, _ in traceback.walk_stack(frames[thread])]) if thread != me else ()
         )
@@ -136,6 +138,8 @@ def _call(frame: FrameType) -> Seen | None:
     if op in MESSAGES:
         ends = (
             (dist.get_rank(), arguments["dst"])
+            # A message has a count of its own by its two ends, since other ranks take no part in
+            # it.
             if "dst" in arguments
             else (arguments["src"], dist.get_rank())
         )

@@ -66,6 +66,7 @@ class Judge:
 
         wait: this rank's, whose position is published.
         """
+        # Another wait than at the last look: its time begins anew.
         if self._wait is None or (wait.since, wait.text) != (self._wait.since, self._wait.text):
             self._wait = wait
             self._due = self._patience
@@ -96,6 +97,8 @@ class Judge:
             self._patience, HEAR_ALL
         ):
             return None
+        # Either no later position can refute it, or all who wait have looked again since and issued
+        # nothing.
         if proof.certain or (
             before
             and all(
@@ -105,6 +108,7 @@ class Judge:
         ):
             self._board.set_verdict(proof.text)
             return proof.text
+        # Somebody has moved: the suspicion begins anew with what is so now.
         if before and any(r not in before or before[r][0] != i for r, (i, _) in beats.items()):
             self._suspected = beats
         return None
@@ -112,6 +116,7 @@ class Judge:
     def _tell(self, found: Mapping[int, Position], waited: float) -> None:
         """Ask where all are when half the time has passed, and tell it in time; later once more."""
         now = time.monotonic()
+        # First, at half time: ask every rank where it is.
         if self._asked == math.inf:
             if waited >= self._due - self._patience / 2:
                 self._questions += 1
@@ -126,10 +131,14 @@ class Judge:
             if p.ended or p.heard == self._question.id or r == self._rank
         }
         silent = [r for r in range(self._size) if r not in heard][:SHOWN]
+        # Then ask about those that have not answered: a rank on the same host can look at their
+        # process.
         if silent and self._searched == math.inf and now - self._asked >= ANSWERS * self._tick:
             self._question = Question(self._question.id, self._board.homes(silent))
             self._searched = now
             self._board.ask(self._question)
+        # Last, tell what is known. A rank that was found stopped or ended cannot answer any more,
+        # so nothing is waited for; one that runs gets a quarter longer.
         states = self._states(silent)
         # Who runs may answer yet: while it makes other collectives it looks at the board now and
         # then only.

@@ -9,58 +9,59 @@ from typing import Any
 SHOWN = 8
 FIX = (
     "All ranks must make the same calls in the same order: run the same modules (a module whose "
-    "parts only some ranks "
-    "run must be one that the partitioner treats as a leaf), and call backward and step equally "
-    "often."
+    "parts only some ranks run must be one that the partitioner treats as a leaf), and call "
+    "backward and step equally often."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What an engine is doing.
+    """What an engine is doing."""
 
-    text: may be "". passes: through the model, which have ended. trail: the modules of this pass.
-    last: those of the last one.
-    """
-
+    # In words; may be empty.
     text: str
+    # Passes through the model that have ended.
     passes: int = 0
+    # The modules of this pass, in order, and those of the one before.
     trail: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class GroupHistory:
-    """What a rank has called on one group. calls: the last ones, as (number, digest of all up to
-    it, description).
-    """
+    """What a rank has called on one group."""
 
     members: tuple[int, ...]
     count: int
+    # The last calls, as (number, digest of all calls up to it, description).
     calls: tuple[tuple[int, int, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a rank stands that waits, was asked, or has ended.
-
-    beat: grows with each publication. groups: what it has called, by group name. wait: (group name,
-        number) of the call that it waits for. at: the user's line. activities: of its engines.
-        ended: how, "" for a rank that lives. waits: what it waits for, in words; "" if for nothing.
-        queued: it waits for some of what it called, not known for which.
-    heard: the last question that it has heard. home: its process, in words.
-    """
+    """Where a rank stands that waits, was asked, or has ended. Texts are empty where unknown."""
 
     rank: int
+    # Grows with each publication.
     beat: int
+    # What the rank has called, by group name.
     groups: Mapping[str, GroupHistory]
+    # -- what it waits for
+    # The call: (group name, number).
     wait: tuple[str, int] | None
+    # The user's line, and what the rank's engines are doing.
     at: str = ""
     activities: tuple[Activity, ...] = ()
+    # How the rank has ended; empty while it lives.
     ended: str = ""
+    # The wait in words.
     waits: str = ""
+    # It waits for some of what it called, and it is not known for which.
     queued: bool = False
+    # -- who it is
+    # The last question that it has received.
     heard: str = ""
+    # Its process, in words.
     home: str = ""
 
     @property
@@ -122,11 +123,10 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A proof. certain: it holds whenever the positions were read; else only while the ranks in
-    `waiting` stay.
-    """
+    """A proof that no rank can go on."""
 
     text: str
+    # It holds whenever the positions were read; else only while the ranks in `waiting` stay.
     certain: bool
     waiting: Sequence[int] = field(default=())
 
@@ -140,6 +140,7 @@ def prove(positions: Mapping[int, Position], size: int) -> Verdict | None:
 
 def _difference(positions: Mapping[int, Position]) -> Verdict | None:
     """Two ranks made different collectives under the same number of the same group."""
+    # By group: only calls on the same ranks meet each other.
     for name in sorted({name for p in positions.values() for name in p.groups}):
         made: dict[int, dict[int, list[int]]] = {}
         texts: dict[tuple[int, int], str] = {}
@@ -150,6 +151,8 @@ def _difference(positions: Mapping[int, Position]) -> Verdict | None:
                 made.setdefault(number, {}).setdefault(digest, []).append(position.rank)
                 texts[number, digest] = text
         for number in sorted(made):
+            # The first number is the one that explains all later ones. The digest covers all calls
+            # before, so equal digests mean equal histories.
             if len(made[number]) > 1:
                 return Verdict(_describe_difference(positions, made[number], number, texts), True)
     return None
@@ -171,6 +174,8 @@ def _describe_difference(
 
 def _deadlock(positions: Mapping[int, Position], size: int) -> Verdict | None:
     """Ranks that wait for each other, or for one that has ended."""
+    # Ranks that do not wait, or have not published, may go on; so may, step by step, all who wait
+    # for such ranks only. Who is left waits for ever.
     waiting = {
         rank: p for rank, p in positions.items() if (p.wait is not None or p.queued) and not p.ended
     }
@@ -193,6 +198,7 @@ def _deadlock(positions: Mapping[int, Position], size: int) -> Verdict | None:
         )
     if len(dead) > SHOWN:
         lines.append(f"  and {len(dead) - SHOWN} more")
+    # Where their passes through the model part is what the user has to look at.
     lines += _divergence([waiting[rank] for rank in dead])
     lines += [f"  rank {p.rank} has ended ({p.ended})" for p in positions.values() if p.ended]
     return Verdict("\n".join([*lines, FIX]), False, dead)
@@ -230,9 +236,8 @@ def _divergence(positions: Sequence[Position]) -> list[str]:
                     ]
             if ahead:
                 return [
-                    f"  rank {first.rank} has gone through the model {mine.passes} times, rank "
-                    f"{other.rank} "
-                    f"{theirs.passes} times"
+                    f"  rank {first.rank} has gone through the model {mine.passes} times, "
+                    f"rank {other.rank} {theirs.passes} times"
                 ]
     return []
 

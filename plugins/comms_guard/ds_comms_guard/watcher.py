@@ -118,6 +118,7 @@ class Watcher:
         while not self._ended(self._tick if self._introduced or self._lost else 0.0):
             wait = self._overdue(self.patience / 2)
             now = time.monotonic()
+            # A rank that makes collectives leaves the store alone, but for a look now and then.
             moves = wait is None and not self._waited and not self._waits.still()
             if self._lost:
                 self._tell_alone(wait, "has gone")
@@ -161,16 +162,21 @@ class Watcher:
         if not self._introduced:
             self.board.introduce(self._home)
             self._introduced = True
+        # Who keeps the store is known early, since it cannot be asked once it is silent.
         if not self._keeper.pid:
             self._keeper = self.board.homes([0]).get(0, self._keeper)
         question = self.board.question()
         news = question != self._question
         self._question = question
+        # A position is published where somebody may need it: while waiting, once more after it, and
+        # when asked.
         if wait is not None or self._waited or news:
             self.board.publish(self.position(wait))
+        # This rank can look at the processes of its own host for ranks that do not answer.
         for rank, home in question.silent.items() if news else ():
             if home.machine == self._home.machine and rank != self._rank:
                 self.board.tell_state(rank, question, home.state())
+        # Who goes on cannot judge those that wait.
         if wait is None and self._waited:
             self.board.resign()
             self._judge.reset()
@@ -214,6 +220,7 @@ class Watcher:
 
     def _leave(self) -> None:
         """This process ends: those who wait for it may know."""
+        # Set by the interpreter when an exception ends the program.
         error = getattr(sys, "last_value", None)
         how = (
             f"{type(error).__name__}: {first_line(error)}"
@@ -248,6 +255,7 @@ class Watcher:
         """A wait in the backend cannot be broken off, so the process ends; the others shall read
         the verdict first.
         """
+        # The stack of the thread that waits shows which call of the user's it is.
         main = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = "".join(traceback.format_stack(main)) if main is not None else ""
         sys.stdout.flush()

@@ -1,12 +1,11 @@
-"""The finder that makes ``deepspeed`` and its modules on demand from the table in `names` (standard
-library only).
+"""The finder that makes ``deepspeed`` and its modules on demand from the table in `names`.
 
 Where no DeepSpeed is installed, the .pth file of the distribution asks `last_resort` for it, after
-all other finders. `install` puts `FINDER` first on ``sys.meta_path``, so that ds_core is taken also
-beside a DeepSpeed. A module is a
-`ServedModule`: it resolves each name when it is first asked for, so importing costs next to
-    nothing, and what it gives are the objects of ds_core and its plugins themselves. The finder
-    also answers `importlib.metadata`, for frameworks that look for the distribution.
+all other finders. `install` puts `FINDER` first on ``sys.meta_path``, so that ds_core is used also
+beside a DeepSpeed. A module is a `ServedModule`: it resolves each name on first use, so importing
+costs next to nothing, and what it gives are the objects of ds_core and its plugins themselves. The
+finder also answers `importlib.metadata`, for frameworks that look for the distribution. It needs
+the standard library only.
 """
 
 from __future__ import annotations
@@ -111,9 +110,11 @@ class Finder:
         """Nothing is executed; on the root the log says that this is ds_core, and whom it
         displaces.
         """
+        # `pkgutil` and importlib look for modules below a path: this one leads back to the finder.
         folder = Folder(module.__name__)
         sys.path_importer_cache[folder.path] = folder
         module.__path__ = [folder.path]
+        # The rest is said once per process, and by rank 0 alone.
         if module.__name__ != _ROOT:
             return
         module.__file__ = __file__
@@ -167,6 +168,7 @@ def install() -> None:
     Call it before anything imports deepspeed or a framework that looks for it (transformers,
     accelerate).
     """
+    # Objects that were taken from a real DeepSpeed would stay its own.
     loaded = sys.modules.get(_ROOT)
     if loaded is not None and not isinstance(loaded, ServedModule):
         from ds_core.errors import UsageError
@@ -255,6 +257,7 @@ def _absent(path: str, name: str) -> str | None:
     from ds_deepspeed_compat.names import modules, names_of
     from ds_deepspeed_compat.names.entry import State
 
+    # A name may be missing as an object and be there as a module.
     row = names_of(path).get(name)
     if (
         row is None
@@ -264,6 +267,7 @@ def _absent(path: str, name: str) -> str | None:
         return None
     if row.state is State.MISSING:
         return f"{path}.{name} is not offered by ds_core: {row.text}"
+    # `find_spec` imports nothing, so that a look at a module loads no plugin.
     package = row.target.partition(":")[0].partition(".")[0]
     if package == _ROOT or package in sys.modules or importlib.util.find_spec(package) is not None:
         return None

@@ -80,114 +80,122 @@ def encode_world_info(world_info: Mapping[str, list[int]]) -> str:
     return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
 
 
-def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; what comes after the script is the script's own."""
-    parser = argparse.ArgumentParser(
-        prog="deepspeed", description="Run a script on all accelerators; see `dscore run`."
-    )
-    flags: list[argparse.Action] = []
+def _flag(*names: str, **how: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The arguments of `argparse.ArgumentParser.add_argument`."""
+    return names, how
 
-    def add(*names: str, **how: Any) -> None:
-        flags.append(parser.add_argument(*names, **how))
 
-    add(
+_FLAGS = (
+    _flag(
         "-H",
         "--hostfile",
         default=DLTS_HOSTFILE,
         help="lines `name slots=K`; without the file: this machine",
-    )
-    add(
+    ),
+    _flag(
         "-i",
         "--include",
         default="",
         metavar="HOST[:SLOT,SLOT]@HOST",
         help="the only hosts and slots to use",
-    )
-    add(
+    ),
+    _flag(
         "-e",
         "--exclude",
         default="",
         metavar="HOST[:SLOT,SLOT]@HOST",
         help="hosts and slots not to use",
-    )
-    add("--num_nodes", type=int, default=-1, help="use the first so many hosts")
-    add(
+    ),
+    _flag("--num_nodes", type=int, default=-1, help="use the first so many hosts"),
+    _flag(
         "--num_gpus",
         "--num_accelerators",
         type=int,
         default=-1,
         help="processes per host; -1: one per accelerator",
-    )
-    add(
+    ),
+    _flag(
         "--min_elastic_nodes",
         type=int,
         default=-1,
         help="with --elastic_training: the fewest machines",
-    )
-    add(
+    ),
+    _flag(
         "--max_elastic_nodes",
         type=int,
         default=-1,
         help="with --elastic_training: the most machines",
-    )
-    add("--elastic_training", action="store_true", help="restart when machines come and go")
-    add("--master_addr", default="", help="address of the first host")
-    add(
+    ),
+    _flag("--elastic_training", action="store_true", help="restart when machines come and go"),
+    _flag("--master_addr", default="", help="address of the first host"),
+    _flag(
         "--master_port",
         type=int,
         default=None,
         help="port there; on one machine any free one, else 29500",
-    )
-    add("--node_rank", type=int, default=-1, help="with --no_ssh: which host this is, from 0")
-    add(
+    ),
+    _flag("--node_rank", type=int, default=-1, help="with --no_ssh: which host this is, from 0"),
+    _flag(
         "--no_ssh",
         action="store_true",
         help="this same command is started on every host, with its --node_rank",
-    )
-    add(
+    ),
+    _flag(
         "--no_ssh_check",
         action="store_true",
         help="without effect: hosts are not tried before they are used",
-    )
-    add("--ssh_port", type=int, default=None, help="the port of ssh on the hosts")
-    add(
+    ),
+    _flag("--ssh_port", type=int, default=None, help="the port of ssh on the hosts"),
+    _flag(
         "--launcher",
         default="",
         type=str.lower,
         choices=LAUNCHERS,
         help="who reaches the hosts; ssh unless told",
-    )
-    add("--launcher_args", default="", help="more arguments for the program that does, as one word")
-    add(
+    ),
+    _flag(
+        "--launcher_args", default="", help="more arguments for the program that does, as one word"
+    ),
+    _flag(
         "--force_multi",
         action="store_true",
         help="use the launcher even where the only host is this one",
-    )
-    add("--module", action="store_true", help="the script is a module, as in `python -m`")
-    add("--no_python", action="store_true", help="the script is a program, run as it is")
-    add("--no_local_rank", action="store_true", help="do not pass --local_rank=i to the script")
-    add("--save_pid", action="store_true", help="keep the launcher's process id in a file")
-    add(
+    ),
+    _flag("--module", action="store_true", help="the script is a module, as in `python -m`"),
+    _flag("--no_python", action="store_true", help="the script is a program, run as it is"),
+    _flag("--no_local_rank", action="store_true", help="do not pass --local_rank=i to the script"),
+    _flag("--save_pid", action="store_true", help="keep the launcher's process id in a file"),
+    _flag(
         "--enable_each_rank_log",
         default=None,
         metavar="DIR",
         help="each rank's output goes to a file in DIR",
-    )
-    add(
+    ),
+    _flag(
         "--autotuning",
         default="",
         choices=("tune", "run"),
         help="find the fastest settings first; run: and use them",
-    )
-    add(
+    ),
+    _flag(
         "--bind_cores_to_rank",
         action="store_true",
         help="tie each process to its share of the cores",
+    ),
+    _flag("--bind_core_list", default=None, metavar="0-7,16", help="the cores to share"),
+    _flag("--venv_script", default=None, metavar="FILE", help="source FILE first"),
+    _flag("--log_level", default="warning", help="how much the launcher says"),
+    _flag("-q", "--quiet", action="store_true", help="as --log_level error"),
+)
+"""The options of DeepSpeed's launcher."""
+
+
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; what comes after the script is the script's own."""
+    parser = argparse.ArgumentParser(
+        prog="deepspeed", description="Run a script on all accelerators; see `dscore run`."
     )
-    add("--bind_core_list", default=None, metavar="0-7,16", help="the cores to share")
-    add("--venv_script", default=None, metavar="FILE", help="source FILE first")
-    add("--log_level", default="warning", help="how much the launcher says")
-    add("-q", "--quiet", action="store_true", help="as --log_level error")
+    flags = [parser.add_argument(*names, **how) for names, how in _FLAGS]
     parser.add_argument("user_script", metavar="SCRIPT", help="the script to run")
     parser.add_argument(
         "user_args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments"
@@ -320,8 +328,7 @@ def main(args: Sequence[str] | None = None) -> None:
     if given.hostfile != DLTS_HOSTFILE and not _hostfile(given):
         text = (
             f"deepspeed: the hostfile {given.hostfile!r} is no regular file; the run is on "
-            "this "
-            "machine alone"
+            "this machine alone"
         )
         print(text, file=sys.stderr)
     command, variables = words(given)

@@ -109,6 +109,7 @@ class Recorder:
         """Put one line into the queue."""
         if self._files is None:
             return
+        # The disk stands still; the record must not fill the memory.
         if len(self._waiting) >= MOST_WAITING:
             self._lost += 1
             return
@@ -117,6 +118,7 @@ class Recorder:
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """An optimizer step is done, the `step`-th of the run."""
         self._step = step
+        # A new dict, since the other thread may not have written the old one yet.
         ms, self._ms = self._ms, {}
         # as they are: reading a number on a device waits for it
         values = getattr(metrics, "data", metrics)
@@ -144,6 +146,7 @@ class Recorder:
         atexit.unregister(self.end)
         said = {} if error is None else {"error": self._text_of(error)}
         self.add("end", state=state, step=self._step, **said)
+        # The last lines are written here: the thread may not come to it before the process ends.
         self._stop.set()
         self._write()
         with self._writing:
@@ -166,6 +169,7 @@ class Recorder:
                 return
             lines, now = self._files
             memory = self._memory()
+            # As many as there are now: the run may add lines meanwhile.
             rows = [self._waiting.popleft() for _ in range(len(self._waiting))]
             if any(row["kind"] in ("start", "step") for row in rows):
                 rows.append(
@@ -176,6 +180,7 @@ class Recorder:
                         **memory,
                     }
                 )
+            # What was dropped stands in the record at the place where it is missing.
             if self._lost:
                 rows.append(
                     {"kind": "lost", "time": self._clock + time.perf_counter(), "lines": self._lost}

@@ -31,7 +31,7 @@ class Points:
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """One rank in a table. NaN: unknown. wait: the part of a step that it waits for other ranks."""
+    """One rank in a table. NaN: unknown."""
 
     rank: int
     host: str
@@ -39,34 +39,38 @@ class RankRow:
     steps: int
     peak: float
     step_ms: float
+    # The part of a step, 0 to 1, that it waits for other ranks.
     wait: float
 
 
 @dataclass(slots=True)
 class Run:
-    """One run. base: what x counts, "step" or "samples". curves: metric -> points, of rank 0 where
-    ranks differ.
-
-    memory: rank -> GiB in use. axes: other things to count, by name -> (x of `base`, its value
-        there).
-    phases: mean milliseconds of a step in each phase; `phases_of_host` when they are the host's
-        time alone.
-    facts: the line ``start`` of the first rank. seconds: of training.
-    """
+    """One run."""
 
     name: str
     path: Path
+    # What wrote the files: "record", or a monitor.
     source: str
+    # -- curves
+    # What x counts: "step" or "samples".
     base: str
+    # Metric -> points; of rank 0 where ranks differ.
     curves: dict[str, Points]
     standing: Standing = field(default_factory=lambda: Standing(State.UNKNOWN))
+    # Rank -> GiB in use.
     memory: dict[int, Points] = field(default_factory=dict)
+    # Other things to count, by name -> (x of `base`, its value there).
     axes: dict[str, Points] = field(default_factory=dict)
+    # -- one step
+    # Mean milliseconds in each phase, and whether they are the host's time alone.
     phases: dict[str, float] = field(default_factory=dict)
     phases_of_host: bool = False
     ranks: list[RankRow] = field(default_factory=list)
+    # -- the run as a whole
+    # The line ``start`` of the first rank.
     facts: Mapping[str, Any] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
+    # Of training: when it began (seconds since 1970), how long it took, how often it was started.
     started: float = math.nan
     seconds: float = math.nan
     starts: int = 1

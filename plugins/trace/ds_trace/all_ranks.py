@@ -42,23 +42,24 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """caused: milliseconds per step that the other ranks together waited for this one. mostly: the
-    collective in which they did. phase: where it spends more time of its own than the median of the
-    others, by `longer` milliseconds.
-    """
+    """The rank that keeps the others waiting."""
 
     rank: int
+    # Milliseconds per step that the other ranks together waited for it.
     caused: float
+    # The collective in which they did most.
     mostly: str
+    # Where it spends more time of its own than the median of the others, by `longer` milliseconds.
     phase: str
     longer: float
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """waited: per rank, milliseconds per step spent waiting for others in collectives."""
+    """The traces of one run beside each other."""
 
     ranks: list[RankTrace]
+    # Per rank, milliseconds per step spent waiting for others in collectives.
     waited: dict[int, float]
     rows: list[Row]
     straggler: Straggler | None
@@ -94,8 +95,10 @@ def compare(ranks: Sequence[RankTrace]) -> Comparison:
     caused = dict(waited)
     blamed: dict[tuple[int, str], float] = defaultdict(float)
     rows: dict[tuple[str, str, int], Row] = {}
+    # A key is the same collective of the same step on every rank.
     for key in {key for trace in ranks for key in trace.made}:
         here = {trace.rank: made for trace in ranks if (made := trace.made.get(key)) is not None}
+        # Who spent least time in it came last; what it spent is the collective's own time.
         last = min(here, key=lambda rank: here[rank].taken)
         least = here[last].taken if len(here) > 1 else 0.0
         for rank, made in here.items():
@@ -140,11 +143,13 @@ def _straggler(
     caused: dict[int, float],
     blamed: dict[tuple[int, str], float],
 ) -> Straggler | None:
+    # A rank that waited itself may be late because of another: that is deducted.
     rank = max(caused, key=lambda r: caused[r] - waited[r])
     others = [trace for trace in ranks if trace.rank != rank]
     mine = next(trace for trace in ranks if trace.rank == rank)
     if not others or caused[rank] - waited[rank] < NOTABLE * mine.total / mine.steps * len(others):
         return None
+    # What the straggler does longer than the median of the others, by phase.
     longer = {
         p: (own - median(o.phases[p] for o in others)) / mine.steps
         for p, own in mine.phases.items()

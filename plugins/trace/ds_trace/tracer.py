@@ -65,6 +65,7 @@ class Tracer:
     def phase_begin(self, phase: str) -> None:
         """See `ds_phase_begin`."""
         if self._profiler is None:
+            # The profiler costs time even while it records nothing, so it starts as late as it can.
             if self._step < self._section.wait or not self._traces:
                 return
             self._start()
@@ -81,6 +82,7 @@ class Tracer:
         """See `ds_step_end`; returns whether this was the last step that is traced."""
         self._step += 1
         if self._profiler is not None:
+            # The metadata must be there before `step`, which may write the file.
             self._describe()
             self._profiler.step()
             self._mark()

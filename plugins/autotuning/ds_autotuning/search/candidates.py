@@ -88,6 +88,7 @@ class Judge:
         train, micro, gas = (_number(config.get(key)) for key in BATCH)
         if micro is None:
             return {}
+        # A global batch that is given decides the number of accumulation steps.
         unit = micro * dp
         if train is not None and high is None and low == 1 and TRAIN not in setting:
             if train % unit:
@@ -97,6 +98,7 @@ class Judge:
                 )
                 raise ConfigError([Problem(MICRO, why)])
             return {TRAIN: train, MICRO: micro, GAS: train // unit}
+        # Else the config's accumulation steps, or as many more or fewer as the bounds ask for.
         steps = gas or 1
         steps = max(steps, -(-low // unit))
         if high is not None:
@@ -127,6 +129,7 @@ def replicas(config: Mapping[str, Any], world: int, mp_size: int) -> tuple[Compo
     # The batch is not known yet; one that fits everything stands for it.
     chosen = checked({**config, TRAIN: None, MICRO: 1, GAS: 1})
     dp = chosen.mesh(world).size("batch")
+    # The script may divide the model by itself, which no section of the config says.
     if dp == world and world % mp_size == 0:
         dp //= mp_size
     return chosen, dp
@@ -153,6 +156,7 @@ def micro_batches(
         and section.max_train_batch_size is None
         and section.min_train_batch_size == 1
     ):
+        # Of a given global batch, only sizes that divide a replica's share can be used.
         share = train // dp
         sizes = [n for n in range(low, min(high, share) + 1) if share % n == 0]
         thin: list[int] = []

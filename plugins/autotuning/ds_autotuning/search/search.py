@@ -80,6 +80,7 @@ class Search:
             if self._is_new(setting):
                 return self._take(setting, trial)
             self._give_up(trial)
+        # The sampler repeats itself: the first setting that is left, in the space's own order.
         for setting in itertools.islice(self.untried(), 1):
             self.study.enqueue_trial({key: key_of({"": setting[key]}) for key in self._labels})
             return self._take(setting, self.study.ask(self.distributions))
@@ -197,6 +198,7 @@ class _Expecting:
     def __call__(
         self, search: Search, done: Sequence[tuple[Mapping[str, Any], float]]
     ) -> dict[str, Any] | None:
+        # Settings that may be tried now; the config as given is the first of them.
         pool = self._pool(search, done)
         if not pool:
             return None
@@ -204,6 +206,8 @@ class _Expecting:
             return pool[0]
         import numpy
 
+        # One matrix for settings that ran and those that are left, so that both have the same
+        # columns.
         known = [
             {d.key: dict(_by_label(d))[params[d.key]] for d in search.space.dimensions}
             for params, _ in done
@@ -211,6 +215,7 @@ class _Expecting:
         features = _features(search.space, [*known, *pool])
         inputs = features[: len(known)]
         ahead = features[len(known) :]
+        # Effects multiply, so they add in the logarithm; see [Note: the model].
         values = numpy.log(numpy.array([value for _, value in done]))
         mean, deviation = _predict(inputs, values, ahead)
         gain = _expected_improvement(mean, deviation, float(values.max()))
@@ -226,6 +231,8 @@ class _Expecting:
         if len(search.space) <= MANY:
             left = list(search.untried())
         else:
+            # A sample of a large space: its beginning, what is close to the best, and settings
+            # drawn at random.
             near = list(itertools.islice(search.untried(), MANY // 8))
             left = list(
                 {
@@ -273,6 +280,8 @@ def _features(space: Space, settings: Sequence[Setting]) -> NDArray[numpy.float6
         if len(dimension.values) > 1:
             main[dimension.key] = list(_of(dimension.values, [s[dimension.key] for s in settings]))
             columns += main[dimension.key]
+    # Effects of pairs are weaker beforehand: those of the stage and the micro-batch size are the
+    # likeliest.
     for one, two in itertools.combinations(main, 2):
         weight = (
             0.4 if {one, two} == {STAGE, MICRO} else 0.25 if {one, two} & {STAGE, MICRO} else 0.1
@@ -289,6 +298,7 @@ def _of(values: Sequence[Any], chosen: Sequence[Any]) -> Iterator[NDArray[numpy.
 
     for value in values:
         yield 0.3 * numpy.array([float(key_of({"": c}) == key_of({"": value})) for c in chosen])
+    # Numbers have a trend as well, which tells something of values that have not been tried.
     if len(values) > 2 and all(
         isinstance(v, (int, float)) and not isinstance(v, bool) and v > 0 for v in values
     ):
@@ -310,6 +320,7 @@ def _predict(
     """
     import numpy
 
+    # Values are scaled to mean 0 and deviation 1, for which the columns' scales are made.
     middle = values.mean()
     spread = max(float(values.std()), 0.3 / len(values))  # few trials do not tell it
     # As many unknowns as rows at most: the kernel form, n x n.

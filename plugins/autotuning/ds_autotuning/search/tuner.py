@@ -35,30 +35,37 @@ AHEAD = 2
 
 @dataclass
 class Tuning:
-    """One tuning. space: without the micro-batch size. sizes: of micro-batches by stage, ascending;
-    see `tune`.
-
-    judge: see `candidates.Judge`. run: number, name and candidate -> result. say: called with each
-        row.
-    given: the setting of the config as given, where it says all of it.
-    """
+    """One tuning: what it may try, and what came of it."""
 
     section: Autotuning
+    # -- what may be tried
+    # All keys but the micro-batch size.
     space: Space
+    # Sizes of micro-batches for a setting, ascending.
     sizes: Callable[[Setting], Sequence[int]]
+    # See `candidates.Judge`.
     judge: Callable[[Setting], Candidate]
+    # (number, name, candidate) -> result.
     run: Callable[[int, str, Candidate], Result]
+    # Called with each row.
     say: Callable[[Row], None] = lambda _: None
+    # The setting of the config as given, where it says all of it.
     given: Setting | None = None
+    # -- what came of it
+    # In the order of trials; with what was ruled out.
     rows: list[Row] = field(default_factory=list)
     best: Row | None = None
+    # How many settings were run.
     trials: int = 0
+    # By `key_of` of the setting.
     _known: dict[str, Row] = field(default_factory=dict)
 
     def trial(self, setting: Setting) -> Row:
         """Try a setting, unless it was tried or is ruled out."""
         if (row := self._known.get(key_of(setting))) is not None:
             return row
+        # What composition or the forecast of memory refuses costs no trial, and is a row of the
+        # report all the same.
         candidate = self.judge(setting)
         result = candidate.refused
         number = 0
@@ -83,6 +90,7 @@ def tune(tuning: Tuning) -> None:
     """Run trials until nothing promising is left or the limits are reached; `rows` and `best` have
     what came of it.
     """
+    # The config as given comes first: all gains are compared with it.
     if tuning.given is not None:
         tuning.trial(tuning.given)
     if tuning.section.tuner_type == "model_based":
@@ -127,6 +135,7 @@ def name_of(setting: Setting, space: Space) -> str:
 
 def _stage(tuning: Tuning, space: Space) -> None:
     sizes = _grow(tuning, space)
+    # With one setting per size there is nothing left to search.
     if not sizes or len(space) == 1:
         return
     whole = Space((*space.dimensions, Dimension((MICRO,), tuple(sizes))))
@@ -141,6 +150,7 @@ def _stage(tuning: Tuning, space: Space) -> None:
 
 def _grow(tuning: Tuning, space: Space) -> list[int]:
     """Micro-batches of growing size, all else as given. Gives the best few, the best first."""
+    # All other keys keep the config's values, so that sizes are compared alike.
     base = space.meaning(space.base())
     seen = {}
     last = None
@@ -150,10 +160,12 @@ def _grow(tuning: Tuning, space: Space) -> list[int]:
         row = tuning.trial({**base, MICRO: size})
         value = score(row, tuning.section.metric)
         if value is None:
+            # A size may be refused for a reason that a larger one has not, such as divisibility.
             if row.result.status is Status.INVALID:
                 continue
             break
         seen[size] = value
+        # Larger sizes cost memory that other settings could use.
         if last is not None and value < GAIN * last:
             break
         last = value
@@ -174,6 +186,8 @@ def _together(tuning: Tuning) -> None:
     )
     if not sizes:
         return
+    # Sizes that have run bound how far ahead of them the model may look; settings that failed rule
+    # out the same with a larger size.
     tried: set[int] = set()
     failed: list[Setting] = []
 
@@ -196,6 +210,7 @@ def _together(tuning: Tuning) -> None:
 
     space = Space((*tuning.space.dimensions, Dimension((MICRO,), tuple(sizes))))
     search = Search(space, "model_based", tuning.section.seed, allowed)
+    # The trial of the config as given is the model's first point.
     for row in tuning.rows:
         heard(row)
         search.learn(row.setting, _worth(tuning, row))
@@ -218,10 +233,13 @@ def _until_it_stops(
         if setting is None:
             return
         before = tuning.best
+        # Patience counts trials from which nothing was expected: while the model promises a gain,
+        # the search goes on.
         promising = search.expected > PROMISING
         row = tuning.trial(setting)
         heard(row)
         search.tell(setting, _worth(tuning, row))
+        # A setting that was ruled out has cost nothing, and does not count as a trial.
         if row.number:
             idle = 0 if tuning.best is not before else idle + (not promising)
 
@@ -231,5 +249,6 @@ def _worth(tuning: Tuning, row: Row) -> float | None:
     value = score(row, tuning.section.metric)
     if value is not None or not row.number:
         return value
+    # A penalty below the worst that ran, so that the model avoids the neighbourhood of failures.
     seen = [v for r in tuning.rows if (v := score(r, tuning.section.metric)) is not None]
     return 0.7 * min(seen) if seen else None

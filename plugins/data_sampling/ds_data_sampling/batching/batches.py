@@ -107,6 +107,8 @@ class Feed:
         """
         found: list[int] = []
         while self._again is not None and len(found) < count:
+            # An epoch may be shorter than what is missing: it is begun again, but not where a whole
+            # pass gave nothing.
             fresh = self._filler is None
             self._filler = self._filler or self._again()
             more = self._filler.take(count - len(found), step)
@@ -123,6 +125,8 @@ class Feed:
 
     def _read(self, count: int, step: int) -> bool:
         """Have more samples pending; whether there may be still more."""
+        # A curriculum may admit nothing that is usable in one read; the epoch ends where the order
+        # does.
         while more := self.order.take(count, step):
             found = self._only_usable(more)
             self.pending.extend(found)
@@ -169,10 +173,12 @@ def by_tokens(
     longest = 0
     while (index := feed.take_one(step)) is not None:
         tokens = length(index)
+        # This sample would make the micro-batch too large: it begins the next one.
         if current and len(current) >= budget.size(max(longest, tokens)):
             plan.append(current)
             current = []
             longest = 0
+            # The step is full, and the sample that did not fit is the first of the next.
             if len(plan) == micros:
                 feed.give_back([index])
                 return [plan]
@@ -200,18 +206,21 @@ def by_length(
     samples, ended = _enough(feed, step, micros * steps, length, budget)
     # stable: equal lengths stay in order
     chosen = sorted(samples, key=lambda index: -length(index))
+    # From the longest to the shortest: a micro-batch is as large as its first sample allows.
     groups: Plan = []
     while chosen:
         size = budget.size(length(chosen[0]))
         groups.append(chosen[:size])
         chosen = chosen[size:]
     _even_out(groups, budget.min_samples)
+    # The last step of the epoch: left out, or made of smaller micro-batches.
     if ended and len(groups) % micros:
         whole = len(groups) // micros * micros
         groups = (
             groups[:whole] if feed.drops_last else _last(groups, whole + micros, feed, step) or []
         )
     plans = [groups[first : first + micros] for first in range(0, len(groups), micros)]
+    # The first sample tells windows apart; a resumed run gets the same order.
     generator = torch.Generator().manual_seed(seed + samples[0])
     return [plans[place] for place in torch.randperm(len(plans), generator=generator).tolist()]
 
@@ -231,6 +240,7 @@ def _enough(
             return samples, True
         if _count(samples, length, budget) > groups:
             break
+        # Twice as many as before, until they are too many.
         wanted = len(samples)
     # the largest part of them that makes no more than `groups`
     fit = 0
@@ -275,6 +285,8 @@ def _last(groups: Plan, count: int, feed: Feed, step: int) -> Plan | None:
         return None
     while len(groups) < count:
         place = max(range(len(groups)), key=lambda g: len(groups[g]))
+        # The largest group is halved, until all have one sample; then samples of the epoch's
+        # beginning come in.
         if (half := len(groups[place]) // 2) == 0:
             groups += [[index] for index in feed.repeats(count - len(groups), step)]
             break

@@ -89,10 +89,15 @@ class Planner:
         self._window = [list(plan) for plan in state["window"]]
         pending = list(state["pending"])
         done = state["done"]
+        # All micro-batches of the step were yielded before the state was saved: the next step is
+        # the first.
         if self._window and done >= len(self._window[0]):
             self._window.pop(0)
             self.step = self.step + 1
             done = 0
+        # Another batch size, or a number of ranks that does not divide what is left: what was
+        # planned is not used, and its samples come first in new plans, so that none is lost and
+        # none comes twice.
         if self._window and (state["shape"] != dict(shape) or done % ranks):
             self._window[0] = self._window[0][done:]
             pending = [
@@ -111,11 +116,13 @@ class Planner:
 
     def next(self, method: Method, micros: int) -> Step | None:
         """The next step of the epoch, with `micros` micro-batches; None where the epoch ends."""
+        # A method may plan several steps at once; they are taken one by one.
         if not self._window:
             plans = method.plan(self._feed, self.step, micros) if self._feed.more(self.step) else ()
             if not plans:
                 return None
             self._window = list(plans)
+        # The place before this step: a run that resumes within it plans nothing anew.
         state = {
             "epoch": self.epoch,
             "step": self.step,
