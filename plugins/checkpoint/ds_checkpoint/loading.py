@@ -169,8 +169,8 @@ def _check(run: RunState, options: LoadOptions, verify: bool, site: Site, path: 
             unexpected = run.check(source, options, excluded=manifest.excluded)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
-        # A rank beyond those that saved has no state of its own; rank 0's has the shape of what is
-        # not per rank, such as the data position.
+        # A rank beyond those that saved reads the values of rank 0; `own` says that they are not
+        # its own.
         own = run.rank < manifest.world_size
         local = _local(source, run.rank if own else 0)
 

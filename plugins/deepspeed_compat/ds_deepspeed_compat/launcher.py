@@ -224,6 +224,7 @@ def _script_at(given: Sequence[str], flags: Sequence[argparse.Action]) -> int:
                 for flag in flags
                 if any(option.startswith(name) for option in flag.option_strings)
             ]
+        # A flag with a value, written as two words.
         takes_next = len(fitting) == 1 and fitting[0].nargs != 0 and not joined
         at += 2 if takes_next else 1
     return at
@@ -245,6 +246,7 @@ def words(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     """The words of ``dscore run`` for these arguments, and variables that the processes get
     besides.
     """
+    # `dscore run` has every option of DeepSpeed's launcher, under names of its own.
     found = ["run", *_meeting(args)]
     flags = {
         "--module": args.module,
@@ -288,6 +290,7 @@ def _meeting(args: argparse.Namespace) -> list[str]:
     """Which machines, and where they meet."""
     port = args.master_port or 29500
     found = []
+    # Without a list of hosts they meet at an address, as with torchrun.
     if args.elastic_training and not _hostfile(args):
         nodes = f"{args.min_elastic_nodes}:{args.max_elastic_nodes}"
         return [f"--nnodes={nodes}", f"--rdzv-endpoint={args.master_addr}:{port}"]
@@ -296,6 +299,7 @@ def _meeting(args: argparse.Namespace) -> list[str]:
     if args.elastic_training:
         found += ["--elastic-training", f"--min-elastic-nodes={args.min_elastic_nodes}"]
         found += [f"--max-elastic-nodes={args.max_elastic_nodes}"]
+    # Only a job of several hosts has an address where they meet; on one host any free port will do.
     several = args.num_nodes > 1 or args.no_ssh
     if args.num_nodes > 0:
         found.append(f"--nnodes={args.num_nodes}")

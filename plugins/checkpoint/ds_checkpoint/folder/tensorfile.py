@@ -278,7 +278,6 @@ class TensorFile:
         view = as_bytes(out)
         self._file.seek(begin + start * dtype.itemsize)
         while view:
-            # Linux reads at most 2 GiB at a time, and other systems fail above that.
             count = self._file.readinto(view[: 1 << 28])
             if not count:
                 raise self._damaged("it ends too early")

@@ -91,6 +91,7 @@ def migrated(source: Any) -> Migration:
     Raises ConfigError when it cannot be read at all.
     """
     raw = read_config(source).raw
+    # What is wrong is taken out, and the rest checked again: a mistake may hide others.
     left: dict[str, Any] = copy.deepcopy(raw)
     lost: list[Problem] = []
     to_install: list[Problem] = []
@@ -101,6 +102,7 @@ def migrated(source: Any) -> Migration:
         except ConfigError as error:
             before = len(json.dumps(left))
             for problem in error.problems:
+                # Nothing of a section can be checked without its package: all of it is set aside.
                 absent = "which is not installed" in problem.message
                 _remove(left, problem.path.partition(".")[0] if absent else problem.path)
                 seen = to_install if absent else lost
@@ -109,6 +111,7 @@ def migrated(source: Any) -> Migration:
                     seen.append(problem)
             if len(json.dumps(left)) == before:
                 raise  # something is missing that only the user can write
+    # The check knows the current names; sections that wait for a package stay as they were written.
     config = _core_and_sections(chosen, left)
     for problem in to_install:
         top = problem.path.partition(".")[0]
@@ -117,6 +120,7 @@ def migrated(source: Any) -> Migration:
     idle = []
     remarks = []
     for note in chosen.notes:
+        # Its path is of an old name, which the new config does not have any more.
         if not _has(config, note.path) or "deprecated" in note.message:
             renamed.append(Problem(note.path, note.message.partition(";")[0]))
         elif note.message.startswith("has no effect"):

@@ -77,6 +77,8 @@ class DeepSpeedEngine(nn.Module):
         )
 
     def __getattr__(self, name: str) -> Any:
+        # `nn.Module.__getattr__` would end the search here; the core's engine and the model come
+        # after it.
         if name in self.__dict__["_modules"]:
             return self._modules[name]
         if name == "core":
@@ -84,6 +86,7 @@ class DeepSpeedEngine(nn.Module):
         return getattr(self.core, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # Set here they would hide the core's own, and the two would differ.
         if name in _SETTABLE:
             setattr(self.core, name, value)
         else:
@@ -101,6 +104,7 @@ class DeepSpeedEngine(nn.Module):
     @functools.wraps(Engine.step)
     def step(self, *args: Any, **kwargs: Any) -> None:
         """As ds_core's engine does; `tput_timer` has the time since the forward."""
+        # A micro-batch inside an accumulation window is no step of the timer's.
         before = self.core.global_steps
         self.core.step(*args, **kwargs)
         self.tput_timer.stop(global_step=self.core.global_steps != before)
@@ -354,12 +358,15 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, Any, Any, An
     """`ds_core.initialize`, whose engine is in a `DeepSpeedEngine`, or for a pipeline in a
     `PipelineEngine`.
     """
+    # By name, whatever way the arguments came: some of them are replaced.
     given = inspect.signature(ds_core.initialize).bind(*args, **kwargs).arguments
     rows = given.get("model_parameters")
     if isinstance(rows, Iterable):  # generators are read once, and twice here
         rows = given["model_parameters"] = [_listed(row) for row in rows]
+    # The release's reading of the config, before ds_core checks it more strictly.
     _read_config(given)
     _uncompressed(given)
+    # Taken before ds_core divides or replaces parameters.
     groups = _groups(given.get("model"), given.get("optimizer"), rows)
     core, _, loader, scheduler = ds_core.initialize(**given)
     engine = (DeepSpeedEngine if core.runner.manual else PipelineEngine)(core, groups)

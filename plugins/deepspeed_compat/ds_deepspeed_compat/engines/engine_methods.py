@@ -351,6 +351,7 @@ def _zero3_consolidated_16bit_state_dict(
             "ds_checkpoint.export"
         ).gather_model(engine, exclude_frozen_parameters)
         return gathered
+    # Only data parallelism: every weight is whole on a rank, or gathered from its shards.
     found: dict[str, Any] = {}
     copies: dict[Any, Tensor] = {}  # a tied weight keeps its names
     for name, value in engine.module.state_dict(keep_vars=True).items():
@@ -360,6 +361,7 @@ def _zero3_consolidated_16bit_state_dict(
             and not value.requires_grad
         ):
             continue
+        # All ranks take part in gathering; rank 0 alone keeps a copy.
         with _whole(engine, value):
             if mesh.rank == 0 and isinstance(value, torch.Tensor) and value not in copies:
                 copies[value] = value.detach().cpu().clone()

@@ -35,6 +35,7 @@ class MpuMesh(Mesh):
         )
         sp, sp_rank, sp_group = _coordinates(mpu, "sequence_parallel") or (1, 0, None)
         data, data_rank, data_group = _data_coordinates(mpu, tp, rank, world_size)
+        # What the mpu does not name is taken for pipeline parallelism.
         pp = world_size // (data * sp * tp)
         if pp * data * sp * tp != world_size:
             sequence = f" x sequence parallel {sp}" if sp > 1 else ""
@@ -61,6 +62,7 @@ class MpuMesh(Mesh):
         places = {"dp": data_rank} if sp == 1 else {"edp": data_rank, "sp": sp_rank}
         self.rank = rank
         self.coord = {"pp": 0, **places, "tp": tp_rank}
+        # Groups are known by their axes without those of size 1, as the mesh asks for them.
         given[("tp",)] = tp_group
         self._given = {axes: group for axes, group in given.items() if axes == self.expand(axes)}
 
@@ -84,6 +86,7 @@ class MpuMesh(Mesh):
         live = self.expand(self.names)
         if live and live not in self._groups:
             self._groups[live] = world  # type: ignore[assignment]
+        # Every rank opens the transports, in the same order.
         for group in self.groups():
             comm.open_transport(group)
 
@@ -112,6 +115,7 @@ def _coordinates(mpu: Any, *kinds: str) -> tuple[int, int, Any] | None:
         if not missing:
             size, rank, group = (getattr(mpu, name)() for name in names)
             return int(size), int(rank), group
+        # A size of 1 needs no rank and no group.
         if missing == names[1:] and int(getattr(mpu, names[0])()) == 1:
             return 1, 0, None
         if len(missing) < len(names) and not partial:

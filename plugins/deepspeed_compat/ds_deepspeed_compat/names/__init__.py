@@ -77,11 +77,13 @@ def modules() -> Mapping[str, tuple[Rows, ...]]:
     of their own.
     """
     found: dict[str, tuple[Rows, ...]] = dict.fromkeys(constants(), ())
+    # A path may be in several areas: its rows are put together.
     for area in AREAS.values():
         for paths, rows in area.items():
             for path in paths.split():
                 found[path] = (*found.get(path, ()), rows)
     for path in list(found):
+        # Packages in between have to be importable too.
         while "." in path:
             path = path.rpartition(".")[0]
             found.setdefault(path, ())
@@ -98,6 +100,7 @@ def names_of(path: str) -> Mapping[str, Name]:
         if origin not in modules():
             continue
         theirs = own_names(origin)
+        # As Python's `import *`: all but names with an underscore.
         if "*" in words.split():
             found.update({name: row for name, row in theirs.items() if not name.startswith("_")})
         for name, _, alias in (word.partition("=") for word in words.split()):

@@ -245,6 +245,7 @@ def all_gather(
     async_op: bool = False,
 ) -> Any:
     """Gather every rank's `tensor` into `tensor_list`."""
+    # One collective over one tensor, as interceptors know it; then copies into the list.
     flat = tensor.new_empty(len(tensor_list) * tensor.numel())
     work = comm.all_gather_into_tensor(flat, tensor, group, async_op)
     return _hand_out(flat, tensor_list, work, async_op)
@@ -306,6 +307,7 @@ def all_to_all(
     async_op: bool = False,
 ) -> Any:
     """Send the i-th tensor to rank i, and receive one of each rank."""
+    # The tensors of a list may have any shapes, so they travel flat.
     sizes = [[t.numel() for t in tensors] for tensors in (output_tensor_list, input_tensor_list)]
     output = output_tensor_list[0].new_empty(sum(sizes[0]))
     sent = torch.cat([t.reshape(-1) for t in input_tensor_list])
@@ -335,6 +337,7 @@ def gather(
     async_op: bool = False,
 ) -> Any:
     """Gather every rank's `tensor` into the list of `dst`."""
+    # One process may have no process group at all.
     if comm.world_size(group) == 1:
         for target in gather_list or ():
             target.copy_(tensor)
@@ -421,6 +424,7 @@ def broadcast_object_list(
     object_list: list[Any], src: int = 0, group: ProcessGroup | None = None, device: Any = None
 ) -> None:
     """Replace the objects of every rank by those of `src`. They travel as JSON."""
+    # An object that JSON would change is an error where it is, on the sender.
     if comm.rank() == src:
         _as_json(object_list, "broadcast_object_list")
     place = src if group is None else dist.get_group_rank(group, src)

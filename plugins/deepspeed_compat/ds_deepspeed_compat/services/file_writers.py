@@ -174,6 +174,7 @@ class FastFileWriter(_Storages):
         data = memoryview(buffer).cast("B")
         done = 0
         while done < len(data):
+            # As much as the buffer has room for; a full buffer is written at once.
             count = min(len(data) - done, len(self._buffer) - self._filled)
             self._buffer[self._filled : self._filled + count] = data[done : done + count]
             self._filled += count
@@ -197,12 +198,14 @@ class FastFileWriter(_Storages):
         writers = self._config.num_parallel_writers
         if writers == 1:
             return super().save_torch_storage_object_list(storage_obj_list, save_size)
+        # Every writer computes the whole layout, and writes the part that overlaps with its share.
         pieces: list[Any] = []
         for storage in storage_obj_list:
             if save_size:
                 pieces.append(_elements(storage).to_bytes(_SIZE, "little"))
             pieces.append(_bytes_of(storage))
         total = sum(len(piece) for piece in pieces)
+        # The first `more` writers have one byte more.
         share, more = divmod(total, writers)
         rank = self._config.writer_rank
         first = share * rank + min(rank, more)

@@ -52,6 +52,7 @@ def debug_module2name_class(module: Any) -> str:
 
 def debug_param2name(param: Any) -> str:
     """The parameter's name, or "unknown"."""
+    # The id may be that of a parameter that is gone.
     kept, name = _PARAMS.get(id(param), (lambda: None, "unknown"))
     return name if kept() is param else "unknown"
 

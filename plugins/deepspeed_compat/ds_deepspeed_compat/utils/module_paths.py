@@ -58,6 +58,7 @@ def convert_conv1d_to_linear(
             continue
         weight: Any = layer.weight
         bias: Any = getattr(layer, "bias", None)
+        # On the meta device: its own weights would be made only to be replaced.
         linear = nn.Linear(weight.shape[0], weight.shape[1], bias=bias is not None, device="meta")
         linear.weight = nn.Parameter(
             weight.detach().t().contiguous(), requires_grad=weight.requires_grad

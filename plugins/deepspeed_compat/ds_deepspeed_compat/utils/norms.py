@@ -108,6 +108,7 @@ def clip_grad_norm_(
     """
     found = [p for p in _listed(parameters) if p.grad is not None]
     total = _norm([p.grad for p in found if _counts(p, mpu)], norm_type, _groups(mpu))
+    # A factor of 1 instead of a branch: no value is read from the device.
     factor = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
     for param in found:
         param.grad.detach().mul_(factor.to(param.grad.device))
@@ -137,6 +138,7 @@ def get_flattened_grad_norm(
     grads = [p.grad.detach() for p in _listed(parameters) if p.grad is not None]
     for place, ranges in enumerate(grad_norm_mask or ()):
         if len(ranges):
+            # The gradients themselves stay as they are.
             grads[place] = grads[place].clone()
             for begin, end in ranges.tolist():
                 grads[place][begin:end] = 0

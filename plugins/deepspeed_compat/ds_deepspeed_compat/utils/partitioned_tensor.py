@@ -43,6 +43,7 @@ class PartitionedTensor:
         dimensions, *rest = meta.tolist()
         sizes = rest[:dimensions]
         (parts, rank, *partition) = rest[dimensions:]
+        # Of an empty tensor, for the group's size and this rank; the rest is what `meta` says.
         made = cls(torch.empty(0), group)
         if (parts, rank) != (made.num_parts, made.rank):
             raise ValueError(
