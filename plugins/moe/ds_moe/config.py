@@ -39,8 +39,7 @@ class ExpertParallelConfig(Section):
     preset_model: str | None = option(
         None,
         "The family of models: mixtral, qwen3_moe, qwen3_5_moe, deepseek_v2, deepseek_v3, one that "
-        "a plugin adds, or "
-        "'package.module:PRESET'. Default: found by the model's type.",
+        "a plugin adds, or 'package.module:PRESET'. Default: found by the model's type.",
         min_length=1,
     )
     use_grouped_mm: bool = option(
@@ -131,8 +130,7 @@ class ExpertParallelConfig(Section):
         if value is not None:
             raise ValueError(
                 f"{value:g} is not possible: the key is reserved, and a router's selection bias "
-                "stays the model's; "
-                "use null, and the model's own auxiliary loss"
+                "stays the model's; use null, and the model's own auxiliary loss"
             )
         return value
 
@@ -184,8 +182,7 @@ class ExpertParallelConfig(Section):
         if value is not None and (not value.strip() or "." in value):
             raise ValueError(
                 f"{value!r} is not the name of a direct child or attribute; give one name, without "
-                "dots "
-                "(it is no regular expression)"
+                "dots (it is no regular expression)"
             )
         return value
 
@@ -225,9 +222,8 @@ class ExpertParallelConfig(Section):
         ):
             warnings.warn(
                 f"expert_parallel: shared_experts_pattern is {self.shared_experts_pattern!r} and "
-                "has_shared_experts "
-                f"{self.has_shared_experts}; they go together: set both, or has_shared_experts "
-                "false alone",
+                f"has_shared_experts {self.has_shared_experts}; they go together: set both, or "
+                "has_shared_experts false alone",
                 UserWarning,
                 stacklevel=2,
             )

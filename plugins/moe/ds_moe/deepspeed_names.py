@@ -45,7 +45,7 @@ def multiplicative_jitter(x: Tensor, device: torch.device | str, epsilon: float 
 
 
 def _capacity(gates: Tensor, capacity_factor: Any, min_capacity: Any) -> Tensor:
-    """The most tokens that an expert takes."""
+    """The most tokens that an expert accepts."""
     return torch.tensor(_places(gates, float(capacity_factor), int(min_capacity)))
 
 
@@ -133,12 +133,15 @@ def _dense(
     """
     experts = len(routing.counts)
     if capacity is None:
+        # Without dropping the fullest expert sets the capacity, on all ranks alike: dense tensors
+        # are exchanged in equal parts.
         largest = routing.counts.max()
         if group is not None and comm.world_size(group) > 1:
             comm.all_reduce(largest, op=ReduceOp.MAX, group=group)
         capacity = int(largest)
     kept = routing.experts >= 0
     weights = routing.weights * kept
+    # Transposed, all first choices come before all second ones.
     ordered = routing.experts.t() if by_choice else routing.experts
     # A choice's place is the number of choices of the same expert before it.
     chosen = F.one_hot(ordered.reshape(-1) + 1, experts + 1)[:, 1:]
@@ -154,7 +157,7 @@ def _dense(
             routing.counts,
         )
     combine = weights.new_zeros(len(kept), experts * capacity + 1)
-    # the last one is of no expert
+    # Dropped choices go to one more slot at the end, which is cut off.
     slots = torch.where(kept, routing.experts * capacity + places, experts * capacity)
     combine = combine.scatter_add(1, slots, weights)[:, :-1].view(len(kept), experts, capacity)
     return routing.l_aux, combine, combine.bool(), routing.counts
@@ -179,6 +182,8 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         """The same exchange."""
+        # The exchange of equal parts is its own inverse. As a function again, so that second
+        # derivatives work.
         return None, _applied(_AllToAll, ctx.group, grad)
 
 
@@ -217,6 +222,8 @@ def _tensor_group() -> ProcessGroup | None:
 
 
 def _gather(part: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    # The collective joins along a new first dimension; the parts are then put side by side along
+    # `dim`.
     whole = part.new_empty(comm.world_size(group), *part.shape)
     comm.all_gather_into_tensor(whole, part.contiguous(), group=group)
     return torch.cat(whole.unbind(), dim)
@@ -234,6 +241,8 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # Every rank goes on with the same tokens, so the gradient is the same everywhere: each keeps
+        # its part, and nothing is summed.
         return _drop(grad, *ctx.how), None, None
 
 

@@ -14,27 +14,33 @@ from ds_core import comm
 from ds_core.context import StashKey
 
 if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
     from ds_core.context import Context
 
 
 class ExpertLoad:
-    """What one layer has counted in training since the last step.
-
-    totals: choices of each expert, then dropped choices, the sum of auxiliary losses, and how many
-    those were; fp64.
-    """
+    """What one layer has counted in training since the last step."""
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
+        # False once it is known that nobody reads metrics.
         self.watched = True
-        self.totals: Tensor | None = None
+        # fp64 [num_experts + 3]: choices of each expert, dropped choices, the sum of auxiliary
+        # losses, and how many those were. One tensor, so that a step makes one collective.
+        self.totals: Float[Tensor, " totals"] | None = None
 
     @torch.no_grad()
-    def add(self, counts: Tensor, dropped: Tensor, l_aux: Tensor | None = None) -> None:
-        """One forward: choices of each expert before dropping, [experts]; how many were dropped;
-        its auxiliary loss.
+    def add(
+        self,
+        counts: Int[Tensor, " experts"],
+        dropped: Int[Tensor, "*one"],
+        l_aux: Float[Tensor, ""] | None = None,
+    ) -> None:
+        """Count one forward: choices of each expert before dropping; how many were dropped; its
+        auxiliary loss.
         """
-        # a forward that backward computes again: it was counted
+        # A forward that activation checkpointing repeats inside backward was counted before.
         if torch._C._current_graph_task_id() != -1:
             return
         aux = counts.new_zeros(2, dtype=torch.float64)
@@ -66,13 +72,16 @@ def loads_of_step(ctx: Context) -> dict[str, float]:
     """
     loads = ctx.stash.get(EXPERT_LOADS) or {}
     layout = ctx.stash.get(_LAYOUT)
-    if layout is None:  # ranks may have different layers
+    if layout is None:
+        # Ranks may have different layers (pipeline stages); asked once, as layers do not change.
         everyone = comm.all_gather_json({name: load.num_experts for name, load in loads.items()})
         layout = {name: size for layers in everyone for name, size in layers.items()}
         ctx.stash[_LAYOUT] = layout
     if not layout:
         return {}
     device = ctx.accelerator.current_device()
+    # In the order of names, which is the same on every rank; a layer that this rank lacks counts as
+    # zeros.
     parts = {
         n: torch.zeros(size + 3, dtype=torch.float64, device=device)
         for n, size in sorted(layout.items())
@@ -97,6 +106,7 @@ def _events(totals: Tensor) -> list[tuple[str, float]]:
     choices = float(counts.sum())
     if choices == 0:  # no micro-batch came through, or no token
         return []
+    # Relative to an even load, so that 1 is even for any number of experts.
     shares = (counts * (len(counts) / choices)).tolist()
     events = [(f"expert_load_{i}", share) for i, share in enumerate(shares)]
     events += [("load_max", max(shares)), ("dropped", dropped / choices)]

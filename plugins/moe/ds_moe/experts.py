@@ -5,12 +5,14 @@ Three ways, the first that fits:
 
 - ``ffn``: the expert is a feed-forward network that `ds_moe.ffn` knows;
 - ``grouped``: all its parameters belong to linear layers; each becomes a grouped one, and the
-  module's own forward runs once on all rows. That this gives what the module gives is tried out on
-  a few rows when the layer is built, so that a module that mixes rows is found out;
+  module's own forward runs once on all rows. That the results are the module's is tried out on a
+  few rows when the layer is built, so that a module that mixes rows is found out;
 - ``loop``: anything else runs expert by expert.
 
 [Note: lending] A partitioner may give a module its weights only while its forward runs (ZeRO-3). So
 code that uses the weights of a `Stack` does so in a function that it is called with.
+
+Dimensions: ``rows`` sorted by expert, ``hidden``, ``out``.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from ds_moe.ffn import ffn, match
 from ds_moe.kernels.grouped import Groups, grouped_linear
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
+
     from ds_core.kernels import Kernels
 
 
@@ -44,6 +48,7 @@ class Stack(nn.Module):
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             self.register_parameter(name, _stacked(param, count, known))
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            # As in the module: a buffer that is not saved there is not saved here.
             kept = name not in module._non_persistent_buffers_set
             self.register_buffer(
                 name, buffer.detach().expand(count, *buffer.shape).clone(), persistent=kept
@@ -70,8 +75,8 @@ class GroupedLinear(nn.Module):
         self.bias = None if bias is None else _stacked(bias, count, known)
         self.groups: Groups | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [M, in], sorted by expert; returns [M, out]."""
+    def forward(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
+        """`F.linear` of each row with its expert's weight; rows are sorted by expert."""
         assert self.groups is not None
         return grouped_linear(x, self.weight, self.bias, self.groups)
 
@@ -79,6 +84,7 @@ class GroupedLinear(nn.Module):
 def _stacked(
     param: nn.Parameter, count: int, known: dict[nn.Parameter, nn.Parameter]
 ) -> nn.Parameter:
+    # Tied parameters of the expert stay tied: one stack for both names.
     if param not in known:
         if param.dim() and param.numel() == 0:
             raise UsageError(
@@ -88,6 +94,8 @@ def _stacked(
             )
         values = param.detach().expand(count, *param.shape).clone()
         known[param] = nn.Parameter(values, requires_grad=param.requires_grad)
+        # The stack has one more dimension in front, so a dimension that counts from the front moves
+        # by one.
         if (dim := partition_dim(param)) is not None:
             known[param].partition_dim = dim + 1 if dim >= 0 else dim  # type: ignore[attr-defined]
     return known[param]
@@ -107,18 +115,22 @@ def partition_dim(tensor: Tensor) -> int | None:
 class Experts(nn.Module):
     """`count` deep copies of `expert`, a module of one argument ``[rows, hidden]``.
 
-    way: "ffn", "grouped" or "loop", see the module's docstring. Its parameters have the expert's
-    names below ``stacked``, and one more dimension, the first, for the copies.
+    Its parameters have the expert's names below ``stacked``, and one more dimension, the first, for
+    the copies.
     """
 
     def __init__(self, expert: nn.Module, count: int, hidden_size: int) -> None:
         super().__init__()
         self.count = count
+        # What the expert computes, if it is a known feed-forward network.
         self.what = match(expert)
+        # "ffn", "grouped" or "loop", see the module's docstring.
         self.way = "ffn" if self.what is not None else "loop"
         self.stacked: nn.Module = Stack(expert, count)
-        self.kernels: Kernels | None = None  # of the run; None: the reference
-        self._plain: list[nn.Module] = []  # in a list, so that its parameters are not this module's
+        # Of the run; None: the reference functions.
+        self.kernels: Kernels | None = None
+        # The module that `loop` calls, without weights; in a list, so that it is no child.
+        self._plain: list[nn.Module] = []
         if self.what is None:
             grouped = _grouped(expert, count)
             if grouped is not None and _agree(expert, hidden_size):
@@ -127,10 +139,14 @@ class Experts(nn.Module):
             else:
                 self._plain = [copy.deepcopy(expert).to("meta")]
 
-    def forward(self, rows: Tensor, groups: Groups) -> Tensor:
-        """rows: [M, hidden], sorted by expert. Returns [M, ...], also for no rows at all."""
+    def forward(
+        self, rows: Float[Tensor, "rows hidden"], groups: Groups
+    ) -> Float[Tensor, "rows ..."]:
+        """The experts' output for rows that are sorted by expert, also for no rows at all."""
         if self.way == "grouped":
             return _first(_run_grouped(self.stacked, rows, groups))
+        # Each module that owns weights wraps the next in its forward, so that all weights are lent
+        # while `use` runs; see [Note: lending].
         owners = [m for m in self.stacked.modules() if m._parameters]
         use: Callable[[], Tensor] = functools.partial(
             self._ffn if self.what is not None else self._loop, rows, groups
@@ -145,7 +161,7 @@ class Experts(nn.Module):
         names = [n for n in (what.up, what.gate, what.down) if n is not None]
         linears = [(n, self.stacked.get_submodule(n)) for n in names]
         weights = {f"{n}.{p}": getattr(m, p, None) for n, m in linears for p in ("weight", "bias")}
-        # which the reference knows about
+        # Compiled kernels know nothing of autocast; the reference does.
         if self.kernels is None or torch.is_autocast_enabled(rows.device.type):
             return ffn(rows, what, weights, groups)
         done: Tensor = self.kernels.serving("expert_ffn", rows)(rows, what, weights, groups)
@@ -155,10 +171,13 @@ class Experts(nn.Module):
         module = self._plain[0]
         module.train(self.training)
         tensors = list(_tensors(self.stacked))
+        # One dictionary of weights per expert: views of the stacks, so gradients reach the stacked
+        # parameters.
         parts = [
             dict(zip((n for n, _ in tensors), ts, strict=True))
             for ts in zip(*(t.unbind() for _, t in tensors), strict=True)
         ]
+        # An expert without parameters (an activation, say).
         if not parts:
             parts = [{}] * self.count
         outs = [
@@ -196,6 +215,8 @@ def _grouped(expert: nn.Module, count: int) -> nn.Module | None:
     if isinstance(expert, nn.Linear):
         return GroupedLinear(expert, count, {})
     known: dict[nn.Parameter, nn.Parameter] = {}
+    # deepcopy takes what the memo has for a copy already made: the copy has grouped layers in the
+    # places of linear ones.
     memo: dict[int, Any] = {
         id(m): GroupedLinear(m, count, known) for m in expert.modules() if type(m) is nn.Linear
     }
@@ -204,6 +225,7 @@ def _grouped(expert: nn.Module, count: int) -> nn.Module | None:
 
 def _run_grouped(module: nn.Module, rows: Tensor, groups: Groups) -> Any:
     linears = [m for m in module.modules() if isinstance(m, GroupedLinear)]
+    # The module's forward passes rows only, so its layers are given the groups by an attribute.
     for linear in linears:
         linear.groups = groups
     try:
@@ -223,6 +245,7 @@ def _agree(expert: nn.Module, hidden_size: int) -> bool:
     devices = [first.device] if first.device.type != "cpu" else []
     with torch.random.fork_rng(devices, enabled=True), torch.no_grad():
         torch.manual_seed(0)
+        # Two experts with different weights, in fp64, so that a difference is not rounding.
         twins = [copy.deepcopy(expert).eval().double() for _ in range(2)]
         for param in twins[1].parameters():
             param.add_(torch.randn_like(param), alpha=0.1)
@@ -233,6 +256,7 @@ def _agree(expert: nn.Module, hidden_size: int) -> bool:
         ):
             both.copy_(torch.stack(each))
         rows = torch.randn(7, hidden_size, dtype=torch.float64, device=first.device)
+        # Groups of different sizes: a module that mixes rows, or normalizes over them, shows.
         groups = Groups(torch.tensor([4, 3], device=first.device))
         try:
             ours = _first(_run_grouped(pair.eval(), rows, groups))

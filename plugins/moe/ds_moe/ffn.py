@@ -1,9 +1,10 @@
-"""Feed-forward experts that can be computed directly from their weights, without calling the
-module.
+"""Feed-forward experts that are computed from their weights, without calling the module.
 
 Most experts are ``down(act(up(x)))`` or ``down(act(gate(x)) * up(x))`` with linear layers. `match`
 finds out from the module itself, by tracing it; all else runs in another way (see
 `ds_moe.experts`).
+
+Dimensions: ``rows`` sorted by expert, ``hidden``, ``out``.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from ds_moe.kernels.grouped import Groups, grouped_linear
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -37,21 +41,25 @@ _FUNCTIONS = ((F.relu, "relu"), (torch.relu, "relu"), (F.silu, "silu"))
 
 @dataclass(frozen=True, slots=True)
 class FFN:
-    """Names, within the expert, of its linear layers, and its activation; gate: None where there is
-    none.
-    """
+    """Names, within the expert, of its linear layers, and its activation."""
 
     up: str
     down: str
     act: str
+    """A key of `ACTIVATIONS`."""
     gate: str | None = None
+    """None where there is none."""
 
 
-def ffn(x: Tensor, what: FFN, weights: Mapping[str, Tensor | None], groups: Groups) -> Tensor:
-    """The experts on rows sorted by expert.
+def ffn(
+    x: Float[Tensor, "rows hidden"],
+    what: FFN,
+    weights: Mapping[str, Tensor | None],
+    groups: Groups,
+) -> Float[Tensor, "rows out"]:
+    """The experts' output for rows that are sorted by expert.
 
-    x: [M, hidden]. weights: "<linear>.weight" [experts, out, in] and "<linear>.bias" [experts, out]
-    or None.
+    weights: "<linear>.weight" [experts, out, in] and "<linear>.bias" [experts, out] or None.
     """
 
     def linear(name: str, rows: Tensor) -> Tensor:
@@ -73,12 +81,15 @@ def match(expert: nn.Module) -> FFN | None:
         return None
     nodes = [n for n in graph.graph.nodes if not _nothing(n, graph)]
     order = [n.op for n in nodes]
+    # One input, and straight to the output: anything else is not a feed-forward network.
     if order.count("placeholder") != 1 or order[-1] != "output":
         return None
     try:
         found = _read(nodes[-1].args[0], graph)
     except _OtherError:
         return None
+    # Three different layers (two without gate) own every parameter: none is used twice, none is
+    # left over.
     linears = {found.up, found.down, found.gate} - {None}
     owned = {f"{name}.{p}" for name in linears for p in ("weight", "bias")}
     if len(linears) != (2 if found.gate is None else 3) or any(
@@ -93,6 +104,7 @@ class _OtherError(Exception):
 
 
 def _read(node: Any, graph: fx.GraphModule) -> FFN:
+    # Backwards from the output: down(act(up(x))), or down of a product with exactly one activation.
     down, inner = _linear(node, graph)
     factors = [inner]
     if inner.op == "call_function" and inner.target in (operator.mul, torch.mul):
@@ -104,6 +116,7 @@ def _read(node: Any, graph: fx.GraphModule) -> FFN:
     act, active = known[0]
     first, source = _linear(active.args[0], graph)
     gate = None
+    # In a product the activated factor is the gate; both factors must come from one input.
     if len(factors) == 2:
         gate = first
         first, other = _linear(next(f for f in factors if f is not active), graph)

@@ -1,4 +1,8 @@
-"""`MoE`: the layer."""
+"""`MoE`: the layer that a model is written with.
+
+Dimensions: ``batch`` any leading ones, ``tokens`` their product, ``hidden``, ``experts`` of all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from ds_moe.experts import Experts
 from ds_moe.gating import TopKGate
 
 if TYPE_CHECKING:
+    from jaxtyping import Float, Int, Shaped
     from torch.distributed import ProcessGroup
 
     from ds_core.kernels import Kernels
@@ -26,23 +31,27 @@ if TYPE_CHECKING:
 class MoE(nn.Module):
     """A mixture of experts in the place of a feed-forward layer.
 
-    hidden_size: of tokens. expert: a module of one argument ``[rows, hidden]``; each expert is a
-        deep copy of it.
-    num_experts: over all ranks. ep_size: over how many neighbouring data-parallel ranks they are
-        divided; it must divide num_experts. k: experts per token. capacity_factor,
-        eval_capacity_factor, min_capacity: see `ds_moe.gating`; drop_tokens=False: experts take all
-        that comes. use_rts: in top-1 gating a random choice of tokens stays where an expert is
-        full, else the earliest. noisy_gate_policy: "RSample" or "Jitter", in training.
-    top2_2nd_expert_sampling: noise for the second choice of top-2. drop_policy: of k > 2, see
-        `ds_moe.gating.topk`.
-    use_residual: Residual MoE; every token also goes through one more copy of `expert`, and a
-        learned weight mixes.
-    enable_expert_tensor_parallelism: `expert` is itself cut over the mesh axis ``tp``. A
+    hidden_size: of tokens.
+    expert: a module of one argument ``[rows, hidden]``; each expert is a deep copy of it.
+    num_experts: over all ranks.
+    ep_size: over how many neighbouring data-parallel ranks experts are sharded; divides
+        num_experts.
+    k: experts per token.
+    capacity_factor, eval_capacity_factor, min_capacity: see `ds_moe.gating`.
+    use_residual: Residual MoE (DeepSpeed-MoE, section 4.1); every token also goes through one more
+        copy of `expert`, and a learned weight mixes both.
+    noisy_gate_policy: "RSample" or "Jitter", in training.
+    drop_tokens: False: experts accept every choice, without capacity.
+    use_rts: in top-1 gating a random choice of tokens stays where an expert is full, else the
+        earliest.
+    use_tutel: without effect, which a warning says.
+    enable_expert_tensor_parallelism: `expert` is itself sharded over the mesh axis ``tp``. A
         parameter's attribute ``partition_dim`` says along which dimension, evenly and in one piece
         (-1: not at all), as Megatron-LM's layers have it; without one (or with a
         ``partition_stride``) it can be saved, but not loaded with another size of ``tp``. A weight
-        of which ranks hold a piece of each half, gate and up, must not have one. use_tutel: without
-        effect, which a warning says.
+        of which ranks have a part of each half, gate and up, must not have one.
+    top2_2nd_expert_sampling: noise for the second choice of top-2.
+    drop_policy: of k > 2, see `ds_moe.gating.topk`.
 
     Raises UsageError for numbers that do not fit.
     """
@@ -77,6 +86,7 @@ class MoE(nn.Module):
             warnings.warn(
                 "MoE: use_tutel has no effect: the layer dispatches tokens itself", stacklevel=2
             )
+        # What users and DeepSpeed's helpers read.
         self.hidden_size = hidden_size
         self.num_experts = num_experts
         self.ep_size = ep_size
@@ -97,11 +107,15 @@ class MoE(nn.Module):
             drop_policy,
         )
         self.experts = Experts(expert, self.num_local_experts, hidden_size)
+        # The marks tell data parallelism that ranks have different values here, so that gradients
+        # are not averaged over all of them.
         for param in self.experts.parameters():
             mark_expert(param, ep_size)
         if use_residual:
             self.mlp = copy.deepcopy(expert)
             self.coefficient = nn.Linear(hidden_size, 2)
+
+        # Set by `bind`, for the time of an engine.
         self.group: ProcessGroup | None = None
         self.load: ExpertLoad | None = None
 
@@ -120,16 +134,17 @@ class MoE(nn.Module):
             if shared is not None
         }
         copied = memo[id(self)] = type(self).__new__(type(self))
+        # torch.compile keeps its compiled call on the instance; a copy compiles anew.
         copied.__dict__.update(
             copy.deepcopy({k: v for k, v in vars(self).items() if k != "_compiled_call_impl"}, memo)
         )
         return copied
 
     def bind(self, group: ProcessGroup | None, kernels: Kernels) -> ExpertLoad:
-        """Take the expert-parallel group and the kernels of this run; called by
+        """Use the expert-parallel group and the kernels of this run; called by
         `ds_core.initialize`.
 
-        Returns where the layer takes note of its experts' load.
+        Returns the object in which the layer counts its experts' load.
         """
         self.group = group
         self.experts.kernels = kernels
@@ -141,25 +156,27 @@ class MoE(nn.Module):
         self.group = self.load = self.experts.kernels = None
 
     def forward(
-        self, hidden_states: Tensor, used_token: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden_states: [..., hidden]. used_token: one value per token, 0 for tokens that go
-        nowhere (k=1).
+        self,
+        hidden_states: Float[Tensor, "*batch hidden"],
+        used_token: Shaped[Tensor, "*batch_of_tokens"] | None = None,
+    ) -> tuple[Float[Tensor, "*batch hidden"], Float[Tensor, ""], Int[Tensor, " experts"]]:
+        """The experts' output, the auxiliary loss, and the choices of each expert.
 
-        Returns (output, of hidden_states' shape; the auxiliary loss, 0-d, to be added to the loss
-        with a small factor; int64 [num_experts], choices of this rank's tokens before dropping).
-        Collective over the expert-parallel ranks.
+        used_token: one value per token, 0 for tokens that go nowhere (k=1).
+
+        The auxiliary loss is to be added to the loss with a small factor. The choices, int64, are of
+        this rank's tokens before dropping. Collective over the expert-parallel ranks.
         """
         if self.ep_size > 1 and (self.group is None or comm.world_size(self.group) != self.ep_size):
             raise UsageError(
                 f"this MoE layer has 1/{self.ep_size} of {self.num_experts} experts; give the "
-                "model to "
-                "ds_core.initialize, which connects the ranks, before its forward"
+                "model to ds_core.initialize, which connects the ranks, before its forward"
             )
         tokens = hidden_states.reshape(-1, self.hidden_size)
         routing = self.gate(tokens, used_token)
         if self.load is not None and self.load.watched and self.training:
             self.load.add(routing.counts, routing.dropped(), routing.l_aux)
+        # The dense expert of Residual MoE needs no routing: it is computed while rows are sent.
         dense: list[tuple[Tensor, Tensor]] = []
 
         def meanwhile() -> None:
@@ -176,6 +193,7 @@ class MoE(nn.Module):
             kernels=self.experts.kernels,
             meanwhile=meanwhile,
         )
+        # out = experts x c_0 + dense x c_1, with c = softmax(W x) per token.
         for residual, mixing in dense:
             out = out * mixing[:, :1] + residual * mixing[:, 1:]
         return out.view(hidden_states.shape), routing.l_aux, routing.counts
@@ -193,9 +211,11 @@ class MoE(nn.Module):
         )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _dense(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Residual MoE: what the expert that all tokens go through gives, and how much of each
-        counts.
+    def _dense(
+        self, tokens: Float[Tensor, "tokens hidden"]
+    ) -> tuple[Float[Tensor, "tokens hidden"], Float[Tensor, "tokens 2"]]:
+        """Residual MoE: the output of the expert that all tokens go through, and the two factors of
+        the mixture.
         """
         mixing = torch.softmax(self.coefficient(tokens), dim=-1)
         residual = self.mlp(tokens)
@@ -222,11 +242,14 @@ def take_deepspeed_names(
         rest = key.removeprefix(begin)
         value = state_dict.pop(key)
         number, _, name = rest.removeprefix("experts.deepspeed_experts.").partition(".")
+        # Experts are separate modules there and rows of one parameter here; the gate's and the
+        # dense expert's names only lose a prefix.
         if rest.startswith("experts.deepspeed_experts.") and number.isdigit():
             stacks.setdefault(name, {})[int(number)] = value
         else:
             state_dict[prefix + rest] = value
     for name, rows in stacks.items():
+        # A full checkpoint has all experts, one of a rank only its own, numbered from 0.
         begin_at = first if len(rows) == experts else 0
         wanted = range(begin_at, begin_at + count)
         if all(row in rows for row in wanted):  # else it stays missing, which load_state_dict tells

@@ -48,6 +48,7 @@ def bind_layers(model: nn.Module, ctx: Context) -> nn.Module:
     loads = dict(others) if others is not None else {}
     for name, layer in layers.items():
         ctx.undo(layer.unbind)
+        # One mesh has one axis ep: layers are sharded over all of it, or not at all.
         if layer.ep_size not in (1, size):
             raise UsageError(
                 f"MoE layer {name!r} has ep_size {layer.ep_size}, and the mesh "
@@ -59,6 +60,8 @@ def bind_layers(model: nn.Module, ctx: Context) -> nn.Module:
         for key, tensor in (*layer.experts.named_parameters(), *layer.experts.named_buffers()):
             dim = partition_dim(tensor) if layer.expert_tensor_parallel else -1
             piece = _piece(layer, tensor, -1 if dim is None else dim, ctx.mesh)
+            # Declared slices can be saved, gathered and loaded at another size; of the others only
+            # the axis is known.
             if piece.axes:
                 slices[prefix + key] = piece
             if dim is None:
@@ -70,8 +73,9 @@ def bind_layers(model: nn.Module, ctx: Context) -> nn.Module:
 
 
 def _piece(layer: MoE, tensor: Tensor, dim: int, mesh: Mesh) -> Slice:
-    """What this rank has of stacked experts. dim: of `tensor`, cut evenly over ``tp``; -1: none."""
+    """This rank's slice of stacked experts. dim: of `tensor`, sharded evenly over ``tp``; -1: none."""
     tp = mesh.size("tp") if dim >= 0 and mesh.has("tp") else 1
+    # The full shape first: all experts, and the sharded dimension of all tp ranks.
     shape = [layer.num_experts, *tensor.shape[1:]]
     shape[dim] *= tp
     piece = Slice.of(shape)

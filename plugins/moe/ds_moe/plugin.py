@@ -40,7 +40,8 @@ def ds_kernels() -> Iterable[KernelEntry]:
             f"ds_moe.kernels.compiled:{function}",
             10,
             devices=("cpu",),
-            dtypes=() if function == "plan" else ("float32",),  # its tensors are of numbers
+            # A plan has integers only, so it does not depend on the dtype of tokens.
+            dtypes=() if function == "plan" else ("float32",),
             available="ds_moe.kernels.compiled:available",
             build="ds_moe.kernels.extension:EXTENSION",
             check=f"ds_moe.kernels.checks:{op}",
@@ -93,6 +94,7 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
 
 def ds_step_begin(ctx: Context) -> None:
     """Where nobody reads it, the load is no longer counted."""
+    # False, and not None: before the first step it is not known whether someone reads.
     if ctx.engine.telemetry.collects is False:
         from ds_moe.expert_load import stop_counting
 

@@ -15,21 +15,17 @@ if TYPE_CHECKING:
 
 
 class _Along:
-    """The ranks that divide the sequence of a module. given: by the user, so that no engine changes
-    them.
-
-    checked: whether they have compared the shapes that they are called with.
-    """
+    """The ranks that divide the sequence of a module."""
 
     def __init__(self, group: ProcessGroup | None, given: bool) -> None:
         self.group = ALONE if group is None else group
+        # By the user, so that no engine changes them.
         self.given = given
+        # Whether they have compared the shapes that the module is called with.
         self.checked = False
 
     def __deepcopy__(self, memo: Any) -> _Along:
-        """Groups cannot be copied: a copy of the module goes along with the module, until its
-        engine ends.
-        """
+        """Groups cannot be copied: copies of a module share this object until its engine ends."""
         return _Along(None, False) if self.group is ALONE else self
 
 

@@ -1,5 +1,6 @@
-"""AutoSP: the compile pass that divides sequences over ranks in the captured graph of a model,
-which has no word of it.
+"""AutoSP: the compile pass that divides sequences over ranks in the captured graph of a model.
+
+The model's code does not know of it.
 
 `prepare_autosp_inputs` marks the inputs of each forward; ``"compile": {"deepcompile": true,
 "passes": ["autosp"]}`` and ``engine.compile()`` do the rest, see
@@ -34,11 +35,13 @@ def prepare_autosp_inputs(
     attention_mask: Tensor | None = None,
     seq_dim: int = 1,
 ) -> Tensor:
-    """Mark the inputs of the coming forward for AutoSP, whole as they are; returns `input_id`. Call
-    it before each.
+    """Mark the full inputs of the coming forward for AutoSP; returns `input_id`.
 
-    seq_dim: the dimension of the sequence, which becomes dynamic in all of them. Every rank along
-    ``sp`` has the same inputs. Raises ValueError for what is missing or does not fit.
+    Called before each forward. Every rank along ``sp`` has the same inputs.
+
+    seq_dim: the dimension of the sequence, which becomes dynamic in all of them.
+
+    Raises ValueError for an input that is missing or does not fit.
     """
     given = {
         "input_id": input_id,
@@ -62,12 +65,12 @@ def prepare_autosp_inputs(
         if length % ranks:
             raise ValueError(
                 f"prepare_autosp_inputs: input_id has {length} positions, which do not divide over "
-                f"the {ranks} ranks "
-                f"of sp; pad it to a multiple of {ranks}"
+                f"the {ranks} ranks of sp; pad it to a multiple of {ranks}"
             )
     for name, tensor in given.items():
         if tensor is None:
             continue
+        # A mask of more than two dimensions has the sequence in its last two, queries and keys.
         along = (
             [seq_dim]
             if tensor.dim() <= 2 or name == "input_id"
@@ -77,10 +80,10 @@ def prepare_autosp_inputs(
         if not along:
             raise ValueError(
                 f"prepare_autosp_inputs: {name} of shape {tuple(tensor.shape)} has not the "
-                f"{length} positions of "
-                f"input_id in dimension {seq_dim}"
+                f"{length} positions of input_id in dimension {seq_dim}"
             )
         for dim in along:
+            # The length must be a symbol of the graph: by it the pass finds what has the sequence.
             torch._dynamo.mark_dynamic(tensor, dim)
     vars(input_id)["tag"] = (MARK, seq_dim)
     return input_id
@@ -88,7 +91,8 @@ def prepare_autosp_inputs(
 
 def make_pass(ctx: Context) -> Any:
     """The pass ``autosp``; None where sequences are not divided."""
-    if not ctx.mesh.has("sp"):  # no section asks for the axis
+    # Without a section that asks for it there is no axis.
+    if not ctx.mesh.has("sp"):
         if ctx.rank == 0:
             log.warning(
                 "compile.passes: autosp has no effect without sequence_parallel_size, which is 1 "

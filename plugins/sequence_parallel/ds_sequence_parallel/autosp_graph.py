@@ -1,7 +1,7 @@
-"""The graph of a model for whole sequences, changed into one for a rank's part of them.
+"""The graph of a model for full sequences, changed into one for a rank's part of them.
 
 [Note: whole and divided] Every value of the graph is either whole, and equal on all ranks of the
-group, or divided: of a dimension of s (the length of the marked input, a symbol) positions the rank
+group, or divided: of a dimension of s positions (the length of the marked input, a symbol) the rank
 has a stretch of s / ranks. The marked input is divided at once. What is calculated from divided
 values is divided; masks, position ids and labels stay whole, and where a whole value meets a
 divided one, its stretch is taken. So positions and shifted labels are those of the whole sequence.
@@ -41,8 +41,8 @@ from ds_sequence_parallel.attention.ulysses import Heads, ulysses
 log = logging.getLogger("ds_core")
 
 MARK = "autosp"
-"""The marked input has an attribute ``tag``, which torch.compile hands on: this and the dimension
-of the sequence.
+"""The marked input has an attribute ``tag``, which torch.compile keeps in the graph: (this, the
+dimension of the sequence).
 """
 
 
@@ -81,8 +81,8 @@ def divide_graph(graph: GraphModule, group: ProcessGroup) -> GraphModule:
     if not marked:
         raise RuntimeError(
             "autosp: no input of the graph is marked; call "
-            "ds_sequence_parallel.prepare_autosp_inputs before the "
-            "forward, and give the model the tensor that it returns"
+            "ds_sequence_parallel.prepare_autosp_inputs before the forward, and give the model the "
+            "tensor that it returns"
         )
     division = _Division(graph, group, *marked[0])
     division.run()
@@ -90,8 +90,7 @@ def divide_graph(graph: GraphModule, group: ProcessGroup) -> GraphModule:
         if any("checkpoint" in str(node.target) for node in graph.graph.nodes):
             raise RuntimeError(
                 "autosp: attention is in blocks that are computed again in backward, where the "
-                "pass does not look; "
-                "leave out activation_checkpointing, and set "
+                "pass does not look; leave out activation_checkpointing, and set "
                 "torch._functorch.config.activation_memory_budget below 1"
             )
         raise RuntimeError(
@@ -108,11 +107,7 @@ def _mark(node: Node) -> int | None:
 
 
 class _Division:
-    """One graph that is being changed. divided: the dimension of each divided value; of a tuple, of
-    its first tensor.
-
-    twins: what takes the place of a whole value, or of a number, among divided ones.
-    """
+    """One graph that is being changed; see [Note: whole and divided]."""
 
     def __init__(self, graph: GraphModule, group: ProcessGroup, marked: Node, dim: int) -> None:
         self.graph = graph.graph
@@ -120,16 +115,19 @@ class _Division:
         self.marked = marked
         self.rank = comm.rank(group)
         self.ranks = comm.world_size(group)
+        # The length of the full sequence, a symbol: sizes of the graph are formulas in it.
         self.symbol = _expr(_value(marked).shape[dim])
         if not getattr(self.symbol, "free_symbols", None):
             raise RuntimeError(
                 f"autosp: the length of the sequence is the constant {self.symbol} in the graph; "
-                "the model, or "
-                "compile_kwargs (dynamic=False), fixes it"
+                "the model, or compile_kwargs (dynamic=False), fixes it"
             )
         self.dim_of_marked = dim
+        # The divided dimension of each divided value; of a tuple, of its first tensor.
         self.divided: dict[Node, int] = {}
+        # The part of a whole value, or the local length, by which it is replaced among divided ones.
         self.twins: dict[Node, Node] = {}
+        # Attentions that were changed; none is an error.
         self.attentions = 0
 
     def run(self) -> None:
@@ -138,14 +136,19 @@ class _Division:
         Values that were calculated while it was captured are of wholes.
         """
         for node in list(self.graph.nodes):
+            # 1. The marked input is cut behind the last input: nodes in between would be no
+            # placeholders.
             if node is self.marked:
                 with self.graph.inserting_after(self._last_input()):
                     part = self._part_of(node, self.dim_of_marked)
                 self._use_instead(node, part)
                 self.divided[part] = self.dim_of_marked
+            # 2. In the order of the graph, so that it is known of all inputs of a node whether they
+            # are divided. A node without divided inputs stays as it is.
             elif node.op in ("call_function", "call_method") and node not in self.divided:
                 if any(n in self.divided for n in node.all_input_nodes):
                     self._divide(node)
+        # 3. Example values are of full sequences: what follows must compute them anew.
         for node in self.graph.nodes:
             if node.op != "placeholder":
                 node.meta.pop("example_value", None)
@@ -159,6 +162,8 @@ class _Division:
     def _divide(self, node: Node) -> None:
         name = _name(node)
         with self.graph.inserting_before(node):
+            # From the special cases to the general one; the last gathers, which is right for any
+            # operation.
             if name in ("size", "sym_size", "getattr"):
                 self._whole_sizes(node)
             elif name == "scaled_dot_product_attention":
@@ -180,18 +185,21 @@ class _Division:
         out = _first(_value(node))
         if out is None or name not in _BY_ELEMENT | _MOVES | _BY_ROW | _ALONG_DIM:
             return None
+        # By shape: exactly one dimension of the result has the sequence in its size.
         found = [d for d, size in enumerate(out.shape) if self._count(size)]
         if len(found) != 1:
             return None
         counts = {self._count(_first(_value(n)).shape[d]) for n, d in given.items()}
         if name not in _RESHAPES and counts != {self._count(out.shape[found[0]])}:
-            return None  # positions of several are put next to each other
+            # Concatenation along the sequence, say: its parts would be interleaved rank by rank.
+            return None
         if name in _BY_ROW and not self._by_row(node, name, given):
             return None
         if name in _ALONG_DIM:
             value = _first(_value(first))
             wanted = _argument(node, 1 if name not in ("norm", "normalize") else 2, "dim", "axis")
             dims = [wanted] if isinstance(wanted, int) else list(wanted or range(value.dim()))
+            # A reduction or softmax over the sequence itself mixes positions.
             if given.get(first) in [d % value.dim() for d in dims]:
                 return None
         return found[0]
@@ -199,6 +207,7 @@ class _Division:
     def _by_row(self, node: Node, name: str, given: dict[Node, int]) -> bool:
         """Whether only the rows of an operation on rows are divided."""
         rows: Any = node.args[1] if name == "addmm" else node.args[0]
+        # A weight that depends on the sequence is another operation: attention written by hand.
         if set(given) != {rows}:
             return False
         value = _first(_value(rows))
@@ -225,6 +234,7 @@ class _Division:
             dims = [d for d, size in enumerate(value.shape) if self._count(size)]
             if not dims:
                 return arg
+            # Two dimensions of the sequence are scores or a mask, which only attention reads.
             if len(dims) > 1:
                 raise RuntimeError(
                     f"autosp: {_where(arg)} has the sequence in dimensions {dims}, outside of "
@@ -234,12 +244,15 @@ class _Division:
                 pure = self._count(value.shape[dims[0]]) == 1
                 with self.graph.inserting_after(arg):
                     self.twins[arg] = self._part_of(arg, dims[0]) if pure else arg
-                # several dimensions have become one, so the stretch is taken before that
+                # Several dimensions have become one, of which no stretch can be cut: the node is
+                # repeated with local inputs instead.
                 if not pure:
                     self.twins[arg] = self._copy(arg)
             return self.twins[arg]
         if isinstance(value, torch.SymInt) and self.symbol in _expr(value).free_symbols:
             if arg not in self.twins:
+                # A length that is an input of the graph is divided; one that is computed is
+                # computed again from local lengths.
                 if arg.op == "placeholder":
                     with self.graph.inserting_after(self._last_input()):
                         self.twins[arg] = self.graph.call_function(
@@ -267,7 +280,7 @@ class _Division:
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
 
     def _whole_sizes(self, node: Node) -> None:
-        """A size of a divided tensor: those who calculate whole values get that of the whole."""
+        """Nodes that compute whole values from the size of a divided tensor get the full size."""
         value = _value(node)
         if not isinstance(value, torch.SymInt) or not self._count(value):
             return
@@ -275,6 +288,7 @@ class _Division:
             whole = self.graph.call_function(operator.mul, (node, self.ranks))
         whole.meta["example_value"] = value
         self._use_instead(node, whole)
+        # Divided values that use this size get the local one back, see `_local`.
         self.twins[whole] = node
 
     # -- operations that mix positions -------------------------------------------------------------
@@ -292,10 +306,13 @@ class _Division:
         )
         options: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         query, key, value = (options.pop(name) for name in names[:3])
+        # Ulysses needs all three divided along the sequence; anything else (cross attention) is
+        # gathered.
         if any(self.divided.get(n) != _value(n).dim() - 2 for n in (query, key, value)):
             self._gathered(node, "scaled_dot_product_attention")
             return
         mask = options.get("attn_mask")
+        # Attention sees the full sequence, and so does its mask.
         if mask in self.divided:
             options["attn_mask"] = self._gather(mask)
         node.args = (query, key, value, self.group, options)
@@ -308,11 +325,13 @@ class _Division:
     def _loss(self, node: Node, name: str) -> None:
         reduction = _argument(node, 99, "reduction") or "mean"
         scores: Any = node.args[0] if node.args else node.kwargs["input"]
+        # torch's cross entropy has classes in dimension 1; the elementwise losses have none.
         classes = 1 if name == "cross_entropy" and _value(scores).dim() > 1 else -1
         if self.divided.get(scores, classes) == classes:
             self._gathered(node, name)
             return
         self._localize(node)
+        # Not reduced: divided like the scores. Reduced: over the tokens of all ranks.
         if reduction == "none":
             out = _value(node)
             self.divided[node] = next(d for d, size in enumerate(out.shape) if self._count(size))
@@ -327,6 +346,7 @@ class _Division:
         """Whether `node` is a mean or a sum over positions, and has become one over ranks."""
         if name not in ("mean", "sum") or node.all_input_nodes[:1] != [node.args[0]]:
             return False
+        # The result still has the sequence: not a reduction over it.
         if any(self._count(size) for size in _value(node).shape):
             return False
         self._localize(node)
@@ -374,7 +394,8 @@ class _Division:
 
 def _part(whole: Tensor, dim: int, rank: int, ranks: int) -> Tensor:
     length = whole.shape[dim] // ranks
-    return whole.narrow(dim, rank * length, length).contiguous()  # as the whole is, for views of it
+    # The graph was captured with a contiguous tensor, and may take views of it.
+    return whole.narrow(dim, rank * length, length).contiguous()
 
 
 def _group(name: str) -> ProcessGroup:
@@ -386,6 +407,7 @@ def _group(name: str) -> ProcessGroup:
 def _whole(part: Tensor, dim: int, name: str) -> Tensor:
     """All positions, for operations that are the same on all ranks; see [Note: gradients]."""
     group = _group(name)
+    # Backends do not gather booleans.
     if part.dtype is torch.bool:
         return gather_to(part.to(torch.uint8), group, dim).bool()
     return gather_to(part, group, dim)
@@ -396,13 +418,15 @@ def _over_ranks(part: Tensor, name: str, summed: bool) -> Tensor:
     [Note: gradients].
     """
     group = _group(name)
+    # Forward sums over ranks; backward sums the gradients too, which with the mean over dp ranks is
+    # that of the formula.
     return copy_to(reduce_from(part if summed else part / comm.world_size(group), group), group)
 
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, name: str, options: dict[str, Any]
 ) -> Tensor:
-    """torch's attention of whole sequences; each rank has a stretch of them, and gets some of the
+    """torch's attention of full sequences; each rank has a stretch of them, and gets some of the
     heads.
     """
 
@@ -413,6 +437,7 @@ def attention(
     given = dict(options)
     mask = given.get("attn_mask")
     heads = query.dim() - 3
+    # A mask that differs by head (position biases) is cut to the heads of this rank.
     if isinstance(mask, Tensor) and mask.dim() > 2 and mask.shape[-3] > 1:
         first, end = Heads.of(query.shape[heads], key.shape[heads], comm.world_size(group)).queries[
             comm.rank(group)
@@ -431,6 +456,7 @@ def cross_entropy(
     total = functional.cross_entropy(input, target, reduction="sum", **options)
     if reduction == "sum":
         return _over_ranks(total, ranks_of, True)
+    # Targets as probabilities have no ignored tokens: torch's mean divides by all of them.
     if target.is_floating_point():
         tokens = target.numel() // target.shape[1 if target.dim() > 1 else 0]
         count = torch.full((), float(tokens), device=target.device)

@@ -1,5 +1,5 @@
-"""Batches that are cut before the model sees them: for a pipeline, and for a loader of each rank's
-own samples.
+"""Batches that are cut before the model sees them: for pipelines, and for loaders that give each rank
+samples of its own.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def cut_batches(
 def _cut(batch: Any, group: ProcessGroup | None, dims: Mapping[Any, int], zigzag: bool) -> Any:
     if isinstance(batch, Mapping):
         return {name: _part(value, dims.get(name), group, zigzag) for name, value in batch.items()}
+    # Tensors in nested tuples are counted from left to right, as a pipeline counts its inputs.
     place = iter(range(1 << 30))
 
     def walk(item: Any) -> Any:
@@ -93,6 +94,7 @@ class UlyssesSPDataLoaderAdapter:
                 name: value.to(self.device) if self.device else value
                 for name, value in batch.items()
             }
+            # Shifted before the cut: the label of a part's last token is on the next rank.
             if "labels" in mine:
                 labels = mine.pop("labels")
                 mine["shift_labels"] = torch.nn.functional.pad(labels, (0, 1), value=-100)[
@@ -122,6 +124,8 @@ class UlyssesSPDataLoaderAdapter:
                 f"UlyssesSPDataLoaderAdapter: a batch has {bad[0]} tokens; make it a multiple of "
                 f"{self.ranks}"
             )
+        # Each rank's batch is broadcast in turn, in one order of names; then every rank has all
+        # batches, and uses its part of each.
         whole: list[dict[str, Tensor]] = [{} for _ in shapes]
         for name in sorted(mine):
             for owner, shape in enumerate(shapes):

@@ -100,15 +100,12 @@ class SequenceParallelConfig(Section):
     mode: Literal["auto", "ulysses", "ring"] = option(
         "auto",
         "How ranks attend to the whole sequence: ulysses exchanges heads, ring sends keys and "
-        "values around; "
-        "auto: ring "
-        "where a transformers model has fewer heads than there are ranks.",
+        "values around; auto: ring where a transformers model has fewer heads than there are ranks.",
     )
     inputs: dict[str, int | None] = option(
         {},
         "Arguments of the model's forward and the dimension of each that is cut, null for none; "
-        "those of transformers "
-        "models are known.",
+        "those of transformers models are known.",
     )
     tiled_mlp: TiledMLPConfig | None = option(
         None, "Compute MLPs in tiles along the sequence; null: no."

@@ -1,10 +1,10 @@
-"""What DeepSpeed calls things, with its arguments: for scripts that were written for it."""
+"""DeepSpeed's functions, with its names and arguments, for scripts that were written for it."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,9 @@ from ds_sequence_parallel.attention.hf_attention import (
 )
 from ds_sequence_parallel.attention.layout import Layout
 from ds_sequence_parallel.batches import UlyssesSPDataLoaderAdapter as UlyssesSPDataLoaderAdapter
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 def single_all_to_all(
@@ -133,6 +136,7 @@ class SequenceUnit:
         self.size = size
         self.rank = rank
         self.world = world
+        # Every rank makes every group, in one order: new_group is a collective of the world.
         made: list[Any] = [None, None]
         for kind, rows in enumerate(
             (
@@ -243,8 +247,9 @@ class UlyssesSPAttentionHF:
         mask_function: Any = None,
         **options: Any,
     ) -> Any:
-        """What the attention needs later to build the mask, when it has seen the position ids of
-        all ranks.
+        """The arguments of the mask, for the attention to build it.
+
+        Documents are known only from the position ids of all ranks, which it gathers.
         """
         options.pop("attention_mask", None)
         return batch_size, q_length, options
@@ -267,6 +272,8 @@ class UlyssesSPAttentionHF:
 
     def _part(self, asked: Any, positions: Tensor | None, query: Tensor) -> Part:
         """The same for all layers of a forward, which are given the same position ids."""
+        # Compared by a weak reference: another micro-batch may get the same address, never the same
+        # object.
         if self._last is not None and positions is not None and self._last[0]() is positions:
             return self._last[1]
         whole = None if positions is None else gather(positions.contiguous(), self.group, 1)
@@ -284,11 +291,11 @@ class UlyssesSPAttentionHF:
 
 
 def vocab_sequence_parallel_cross_entropy(
-    vocab_parallel_logits: Tensor, target: Tensor, sp_group: ProcessGroup
-) -> Tensor:
-    """The loss of each token of the whole sequence: [sequence, batch, classes] of this rank ->
-    [sequence, batch].
-    """
+    vocab_parallel_logits: Float[Tensor, "positions batch classes"],
+    target: Int[Tensor, "positions batch"],
+    sp_group: ProcessGroup,
+) -> Float[Tensor, "sequence batch"]:
+    """The loss of each token of the full sequence, from this rank's positions."""
     rows = vocab_parallel_logits.flatten(0, 1)
     losses = torch.nn.functional.cross_entropy(rows.float(), target.flatten(), reduction="none")
     return gather(losses.view(target.shape), sp_group, 0)

@@ -56,9 +56,7 @@ _names = itertools.count(1)
 
 
 def argument_names(model: nn.Module) -> list[str]:
-    """The arguments of the model's forward, by place; what it is bound to is none of them, whatever
-    it is called.
-    """
+    """The arguments of the model's forward, by place, without the model itself."""
     return list(inspect.signature(model.forward).parameters)
 
 
@@ -76,22 +74,24 @@ def root_model(model: nn.Module) -> Any:
     if len(found) > 1:
         raise UsageError(
             f"sequence_parallel: the model holds several transformers models ({', '.join(found)}); "
-            "their inputs cannot "
-            "be told apart: cut them yourself, and use ds_sequence_parallel.DistributedAttention"
+            "their inputs cannot be told apart: cut them yourself, and use "
+            "ds_sequence_parallel.DistributedAttention"
         )
     return next(iter(found.values()), None)
 
 
 @dataclass(eq=False)
 class _Inputs(Tokens):
-    """The micro-batch that is on its way through the model. items: what the loss is divided by, on
-    this rank.
-    """
+    """The micro-batch that is on its way through the model."""
 
     items: Any = None
+    """The divisor of this rank's loss: tokens of the full sequence / ranks."""
     labelled: bool = False
+    """Whether there are labels, and so a loss."""
     losses: int = 0
+    """Calls of the loss function."""
     attended: bool = False
+    """Whether an attention was divided. No count: torch.compile would make a graph for each."""
 
 
 class GatheredKeys:
@@ -99,7 +99,8 @@ class GatheredKeys:
     whole sequence.
     """
 
-    recompute_safe = True  # it keeps nothing
+    recompute_safe = True
+    """It keeps nothing, so a block may be computed again with it."""
 
     def __init__(self, inputs: _Inputs, group: ProcessGroup) -> None:
         self.inputs = inputs
@@ -109,7 +110,7 @@ class GatheredKeys:
         self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Keys and values, [batch, heads, positions, size], of all ranks. Collective."""
-        self.inputs.attended = True  # no count: torch.compile would make a graph for each
+        self.inputs.attended = True
         sizes = self.inputs.layout.sizes
         return gather_to(key, self.group, 2, sizes), gather_to(value, self.group, 2, sizes)
 
@@ -148,9 +149,15 @@ class ShardedModel:
         self.ranks = comm.world_size(group)
         self.more = more
         self.ring = ring
+
+        # State.
+        # Of the forward under way; None outside, and where the model runs undivided.
         self.inputs: _Inputs | None = None
+        # The engine has ended; hooks of copies of the model then do nothing.
         self.closed = False
         self.copied = False
+
+        # The model's forward and attention.
         parameters = inspect.signature(model.forward).parameters
         self.names = argument_names(model)
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -159,8 +166,12 @@ class ShardedModel:
         self._check_model()
         if self.registered:
             self._register()
+
+        # Its loss function, which is replaced by one that divides by the tokens of all shards.
         self.loss: Any = None
         self.old_loss: Any = getattr(model, "loss_function", None)
+        # The property loss_function stores under this name; a value that the user set is put back
+        # by `close`.
         self.own_loss = {k: v for k, v in vars(model).items() if k == "_loss_function"}
         self.shifts = _LOSSES.get(getattr(self.old_loss, "__name__", ""))
         if callable(self.old_loss):
@@ -169,11 +180,13 @@ class ShardedModel:
             model.register_forward_pre_hook(self.begin, with_kwargs=True),
             model.register_forward_hook(self.end, always_call=True),
         ]
+        # Router logits are read between the base model and the loss, in the model's own forward.
         if (inner := getattr(model, "base_model", model)) is not model:
             self._handles.append(inner.register_forward_hook(self.join_routers))
 
     def _check_model(self) -> None:
         name = type(self.model).__name__
+        # These models derive positions from tokens or masks, and would count a part from 0.
         own_positions = [
             m for m in self.model.modules() if hasattr(m, "create_position_ids_from_input_ids")
         ]
@@ -183,19 +196,18 @@ class ShardedModel:
         if self.ring:
             raise UsageError(
                 f"sequence_parallel.mode is ring, and {name} does not use transformers' attention "
-                "functions; leave "
-                "mode out"
+                "functions; leave mode out"
             )
         if "past_key_values" not in self.names:
             raise UsageError(
                 f"sequence_parallel: {name} neither uses transformers' attention functions nor has "
-                "a cache of keys and "
-                "values, so its attention cannot be divided"
+                "a cache of keys and values, so its attention cannot be divided"
             )
 
     def _register(self) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
 
+        # A name of its own per engine, so that several engines in one process do not meet.
         self.name = f"ds_sequence_parallel_{next(_names)}"
         AttentionInterface.register(self.name, self.attention)
         AttentionMaskInterface.register(self.name, self.mask)
@@ -209,10 +221,7 @@ class ShardedModel:
         return self
 
     def close(self) -> None:
-        """Give the model back as it was.
-
-        Copies of it that were made meanwhile run whole from now on.
-        """
+        """Restore the model. Copies of it that were made meanwhile run undivided from now on."""
         for handle in self._handles:
             handle.remove()
         self.closed = True
@@ -229,7 +238,8 @@ class ShardedModel:
 
         for interface in (AttentionInterface, AttentionMaskInterface):
             interface._global_mapping.pop(self.name, None)
-        if self.copied:  # copies ask for attention by this name: to them it is now the model's own
+        # Copies of the model look attention up by this name: for them it is now the model's own.
+        if self.copied:
             AttentionInterface.register(self.name, functools.partial(attend_whole, self.before))
             if (mask := plain_mask(self.before)) is not None:
                 AttentionMaskInterface.register(self.name, mask)
@@ -242,8 +252,9 @@ class ShardedModel:
             return None
         given = {**dict(zip(self.names, args)), **kwargs}  # noqa: B905 (the rest are defaults)
         given = {name: value for name, value in given.items() if value is not None}
+        # Generation: each rank runs the full model.
         if given.get("use_cache") or "past_key_values" in given:
-            self.inputs = None  # it generates, and each rank does it whole
+            self.inputs = None
             return None
         layout = self._layout(given)
         padding = given.pop("attention_mask", None)
@@ -253,9 +264,7 @@ class ShardedModel:
             shown = tuple(padding.shape) if isinstance(padding, Tensor) else type(padding).__name__
             raise UsageError(
                 "sequence_parallel: attention_mask must be [batch, sequence] with the "
-                f"{layout.length} tokens of the "
-                "whole "
-                f"sequence, and is {shown}"
+                f"{layout.length} tokens of the whole sequence, and is {shown}"
             )
         positions = given.get("position_ids")
         segments = documents(positions) if padding is None else None
@@ -266,12 +275,12 @@ class ShardedModel:
             if self.needs_positions:
                 raise UsageError(
                     f"sequence_parallel: {type(self.model).__name__} counts positions in its own "
-                    "way; give it "
-                    "position_ids"
+                    "way; give it position_ids"
                 )
             given["position_ids"] = torch.arange(layout.length, device=device).unsqueeze(0)
         self._cut(given, layout)
-        # all of it, lest the model look for documents in the positions of a part
+        # The full mask, also where there was none: else the model would look for documents in the
+        # positions of its part.
         if self.registered:
             batch = self._batch(given)
             whole = (
@@ -290,8 +299,7 @@ class ShardedModel:
         if inputs.segments is not None:
             raise UsageError(
                 "sequence_parallel: packed sequences need transformers' attention functions, "
-                "which "
-                f"{type(self.model).__name__} does not use"
+                f"which {type(self.model).__name__} does not use"
             )
         if inputs.padding is not None:
             given["attention_mask"] = inputs.padding
@@ -320,9 +328,7 @@ class ShardedModel:
         if self.shifts is None:
             raise UsageError(
                 f"sequence_parallel: the loss of {type(self.model).__name__} is not known to be a "
-                "mean over tokens; "
-                "call "
-                "the model without labels, and compute the loss with "
+                "mean over tokens; call the model without labels, and compute the loss with "
                 "ds_sequence_parallel.token_mean"
             )
         if shifted is None:
@@ -330,6 +336,8 @@ class ShardedModel:
             shifted = (
                 nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:] if self.shifts else labels
             )
+        # Gradients are averaged over ranks, so each divides by the tokens of all / ranks; see
+        # `losses`.
         items = (shifted != IGNORED).sum() if items is None else items
         inputs.items = items / self.ranks
         inputs.labelled = True
@@ -350,8 +358,7 @@ class ShardedModel:
             ):
                 raise UsageError(
                     f"sequence_parallel: argument {name!r} of shape {tuple(value.shape)} may "
-                    "belong to the tokens; say "
-                    "which "
+                    "belong to the tokens; say which "
                     'dimension is cut, or null for none: "sequence_parallel": {"inputs": '
                     f'{{"{name}": 1}}}}'
                 )
@@ -380,7 +387,9 @@ class ShardedModel:
         heads, size].
         """
         if self.inputs is not None:
-            self.inputs.attended = True  # no count: torch.compile would make a graph for each
+            self.inputs.attended = True
+        # Outside of a divided forward: the model's own attention. With gradients it may be a block
+        # that is computed again, whose mask is a `Part`.
         elif not isinstance(attention_mask, Part) and not torch.is_grad_enabled():
             return plain_attention(self.before, module)(
                 module, query, key, value, attention_mask, **options
@@ -409,10 +418,10 @@ class ShardedModel:
         """
         if (inputs := self.inputs) is None or not inputs.labelled:
             return options
-        told = {"num_items_in_batch": inputs.items} | (
+        known = {"num_items_in_batch": inputs.items} | (
             {"shift_labels": labels} if self.shifts else {}
         )
-        return options | {name: value for name, value in told.items() if options.get(name) is None}
+        return options | {name: value for name, value in known.items() if options.get(name) is None}
 
     def join_routers(self, module: Any, args: Any, output: Any) -> None:
         """Give the model the router logits of all tokens: what it computes of them is no mean over
@@ -434,25 +443,26 @@ class ShardedModel:
 
     def end(self, module: Any, args: Any, output: Any) -> Any:
         """Show the mean over all shards; after the model's forward, also one that failed."""
-        inputs, self.inputs = self.inputs, None
+        inputs = self.inputs
+        self.inputs = None
         if inputs is None or output is None:
             return None
+        # Each rank would have attended to its part alone, without an error.
         if not inputs.attended:
             raise UsageError(
                 f"sequence_parallel: no attention of {type(self.model).__name__} was divided; is "
                 "it one?"
             )
+        # The stand-in for a cache is not for users.
         if not isinstance(output, tuple) and getattr(output, "past_key_values", None) is not None:
             output.past_key_values = None
         if not inputs.labelled:
             return output
-        # another's may well not call this one
+        # A loss function that another transform put in front may well not call this one.
         if not inputs.losses and self.model.loss_function is self.loss:
             raise UsageError(
                 f"sequence_parallel: {type(self.model).__name__} computes its loss itself, over "
-                "this rank's tokens "
-                "alone; "
-                "call it without labels, and use ds_sequence_parallel.cross_entropy"
+                "this rank's tokens alone; call it without labels, and use ds_sequence_parallel.cross_entropy"
             )
         if isinstance(output, tuple):
             return mean(output[0], self.group), *output[1:]

@@ -2,13 +2,15 @@
 
 [Note: the factor] A rank adds up the losses of its own tokens. Gradients are then averaged over all
 ranks of dp, those of a sequence among them; so the sum is divided by the number of tokens of *all*
-shards and multiplied by the number of ranks. The mean over ranks of that, which is what is shown,
-is the mean over tokens.
+shards and multiplied by the number of ranks. The mean over ranks of that, which users see, is the
+mean over tokens.
+
+Dimensions: ``batch`` any leading ones, ``classes``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from ds_comm_autograd import mean
@@ -18,35 +20,43 @@ from torch.distributed import ProcessGroup
 from ds_core import comm
 from ds_sequence_parallel.along import AlongSequence
 
+if TYPE_CHECKING:
+    from jaxtyping import Float, Shaped
 
-def token_mean(total: Tensor, count: Tensor | float, group: ProcessGroup | None) -> Tensor:
+
+def token_mean(
+    total: Float[Tensor, ""], count: Shaped[Tensor, ""] | float, group: ProcessGroup | None
+) -> Float[Tensor, ""]:
     """The mean over the tokens of all shards; equal on all ranks of `group`, with this rank's share
     of the gradient.
 
-    total: the sum of the losses of this rank's tokens. count: how many these are (or the sum of
-    their weights). Collective along `group`; the gradients of the ranks are to be averaged, as the
-    engine does.
+    total: the sum of the losses of this rank's tokens.
+    count: how many these are (or the sum of their weights).
+
+    Collective along `group`; the gradients of the ranks are to be averaged, as the engine does.
     """
     ranks = comm.world_size(group)
     if ranks == 1:
         return total / count
+    # fp64, as fp32 counts no further than 2^24. A clone: the sum is in place, and the count may be
+    # the caller's.
     counted = torch.as_tensor(count, dtype=torch.float64, device=total.device).clone()
     comm.all_reduce(counted, group=group)
+    # See [Note: the factor]; the mean is over this group, in forward only the value that is shown.
     return mean(total * (ranks / counted).to(total.dtype), group)
 
 
 def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
+    logits: Float[Tensor, "*batch classes"],
+    labels: Shaped[Tensor, "*batch"],
     group: ProcessGroup | None,
     *,
     ignore_index: int = -100,
     **options: Any,
-) -> Tensor:
-    """torch's cross entropy of this rank's tokens and those of all other shards, as their mean; see
-    `token_mean`.
+) -> Float[Tensor, ""]:
+    """torch's cross entropy, as the mean over the tokens of all shards; see `token_mean`.
 
-    logits: [..., classes]. labels: [...], already shifted where the model predicts the next token.
+    labels: already shifted where the model predicts the next token.
     options: ``weight`` and ``label_smoothing`` of torch's function.
     """
     rows = logits.reshape(-1, logits.shape[-1])
@@ -56,6 +66,7 @@ def cross_entropy(
     )
     valid = wanted != ignore_index
     weight = options.get("weight")
+    # As torch's mean: with class weights it divides by the sum of the targets' weights.
     count = valid.sum() if weight is None else weight[wanted[valid]].sum()
     return token_mean(total, count, group)
 

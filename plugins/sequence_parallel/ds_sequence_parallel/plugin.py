@@ -43,7 +43,7 @@ def ds_check(config: RunConfig) -> Iterable[Problem]:
 
 
 def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
-    """``sp``, folded inside dp: its ranks hold the same parameters, and work on parts of the same
+    """``sp``, folded inside dp: its ranks have the same parameters, and work on parts of the same
     sequences.
     """
     from ds_sequence_parallel.config import sp_size

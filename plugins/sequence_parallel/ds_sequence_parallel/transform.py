@@ -35,9 +35,11 @@ def divide(model: nn.Module, ctx: Context) -> nn.Module:
     with changing(model, ctx.undo):
         for module in bound:
             module.bind_sequence(group, asked.mode == "ring")
-    # these run before the changes above are changed back, and reach copies of the model as well
+    # These run before the changes above are undone, and reach copies of the model as well.
     for module in bound:
         ctx.undo(getattr(module, "unbind_sequence", _nothing))
+    # A transformers model is changed by its registry; of a plain one only the inputs are cut, and
+    # its own modules attend over ranks.
     root = root_model(model)
     if root is not None:
         ctx.stash[SHARDED] = sharded = ShardedModel(
@@ -49,8 +51,7 @@ def divide(model: nn.Module, ctx: Context) -> nn.Module:
     elif not bound:
         log.warning(
             "sequence_parallel: nothing of the model is divided over the %d ranks of sp, which all "
-            "do the same; use "
-            "ds_sequence_parallel.DistributedAttention or RingAttention in it, and "
+            "do the same; use ds_sequence_parallel.DistributedAttention or RingAttention in it, and "
             "sequence_parallel.inputs",
             ranks,
         )
@@ -71,6 +72,7 @@ def _ring(model: Any, asked: SequenceParallelConfig, ctx: Context) -> bool:
     heads = getattr(text, "num_attention_heads", None)
     if heads is None or not getattr(model, "_supports_attention_backend", False):
         return False
+    # Tensor parallelism has divided the heads before: a rank has heads / tp to exchange.
     tp = ctx.mesh.size("tp") if ctx.mesh.has("tp") else 1
     return bool(heads // tp < ctx.mesh.size("sp"))
 
@@ -145,8 +147,7 @@ class _Inputs:
         if length % parts:
             raise UsageError(
                 f"sequence_parallel: {name} has {length} positions, which do not divide into equal "
-                "parts for "
-                f"{self._ranks} ranks{' (two each)' if self._ring else ''}; pad it to a multiple "
+                f"parts for {self._ranks} ranks{' (two each)' if self._ring else ''}; pad it to a multiple "
                 f"of {parts}"
             )
         return Layout(length, self._ranks, self._ring).cut(value, self._rank, dim).contiguous()

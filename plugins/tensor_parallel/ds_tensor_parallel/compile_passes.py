@@ -22,6 +22,5 @@ def autotp(ctx: Context) -> None:
     if size < 2:
         raise UsageError(
             "compile.passes: 'autotp' needs tensor_parallel.autotp_size of 2 or more, and the "
-            f"size is {size}; set it, "
-            "or remove the pass"
+            f"size is {size}; set it, or remove the pass"
         )

@@ -28,8 +28,7 @@ class LayerSpec(Section):
     shape: list[int | list[int]] | None = option(
         None,
         "Of a weight in which several matrices are fused: at partition_dim their number (of equal "
-        "ones) or the list of "
-        "their lengths, elsewhere -1. Each matrix is cut by itself.",
+        "ones) or the list of their lengths, elsewhere -1. Each matrix is cut by itself.",
     )
     partition_dim: int | None = option(
         None,
@@ -120,8 +119,7 @@ class PartitionConfig(Section):
     embedding_partition_dim: Literal[0, 1] = option(
         1,
         "How the input embedding is cut where no rule says it: 0 along the vocabulary, 1 along the "
-        "hidden size. One "
-        "that is tied to an output head is cut as the head is.",
+        "hidden size. One that is tied to an output head is cut as the head is.",
     )
 
 
@@ -165,14 +163,12 @@ class TensorParallelConfig(Section):
     sequence_parallel: bool = option(
         False,
         "Between divided layers (norms, dropouts, residuals) each rank has a part of the tokens: "
-        "less memory, as many "
-        "bytes are sent.",
+        "less memory, as many bytes are sent.",
     )
     vocab_parallel_loss: bool = option(
         True,
         "In training, models of transformers that are given labels compute the loss from logits "
-        "that stay divided, and "
-        "give none. Not of fp64 logits.",
+        "that stay divided, and give none. Not of fp64 logits.",
     )
     partition_config: PartitionConfig | None = option(None, "Rules of one's own.")
     tensor_parallel: TensorParallelSize = option(

@@ -1,4 +1,4 @@
-"""What DeepSpeed calls things, with its arguments: for scripts that were written for it.
+"""DeepSpeed's functions, with its names and arguments, for scripts that were written for it.
 
 A model records what it asks for in ``ds_sections``, which `ds_core.initialize` merges with the
 config: what the config leaves out is filled in, and another value there is a ConfigError that names
@@ -79,9 +79,9 @@ def tp_model_init(
     if given.get("autotp_size", tp_size) != tp_size:
         raise UsageError(
             f"tp_model_init: tp_size is {tp_size}, and autotp_size in its config "
-            f"{given['autotp_size']}; give one of "
-            "them"
+            f"{given['autotp_size']}; give one of them"
         )
+    # Recorded on the model, as initialize has not been called yet.
     asked: dict[str, dict[str, Any]] = {"tensor_parallel": {**given, "autotp_size": tp_size}}
     if tp_size > 1:
         asked["tensor_parallel"]["enabled"] = True
@@ -130,6 +130,8 @@ class GatherReplacedLayerParams:
         self._open: list[dict[nn.Parameter, Slice]] = []
 
     def __enter__(self) -> None:
+        # A parameter may belong to any live engine; only those that are cut along tp alone can be
+        # gathered here.
         wanted = set(self.params) if self.enabled else set()
         for engine in STATE.engines if wanted else ():
             model = engine.ctx.module
@@ -148,5 +150,6 @@ class GatherReplacedLayerParams:
     def __exit__(self, *_: object) -> None:
         for pieces in self._open:
             for param, piece in pieces.items():
+                # Whatever was written stays: each rank cuts its part from the full tensor.
                 reshape(param, piece.take(param.data).clone())
         self._open.clear()

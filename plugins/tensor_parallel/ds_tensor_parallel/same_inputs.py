@@ -1,5 +1,6 @@
-"""Do the ranks of a group work on the same samples? Checked in the first steps: nothing else would
-show it.
+"""Check that the ranks of a group work on the same samples, in the first steps.
+
+Nothing else would show it: the losses would be wrong without an error.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def compare_inputs(model: nn.Module, accelerator: Accelerator, place: Place) -> 
         mine = {name: _digest(value) for name, value in _tensors(args, kwargs)}
         if random:
             mine[_RANDOM] = _digest(accelerator.get_rng_state())
+        # Checksums, not values: the message stays small, and every rank finds the same difference.
         found = comm.all_gather_json(mine, group=place.group)
         for rank, other in enumerate(found):
             if names := sorted(
@@ -59,16 +61,14 @@ def _message(names: list[str], rank: int) -> str:
     if names == [_RANDOM]:
         return (
             f"tensor-parallel rank {rank} has another random state than rank 0, so dropout would "
-            "make them differ; "
-            "after initialize call torch.manual_seed with one seed for all ranks of the group, or "
-            "not at all"
+            "make them differ; after initialize call torch.manual_seed with one seed for all ranks "
+            "of the group, or not at all"
         )
     shown = ", ".join(n for n in names if n != _RANDOM)
     return (
         f"tensor-parallel ranks 0 and {rank} are given different inputs: {shown}; ranks of one "
-        "group divide layers and "
-        "must work on the same samples. Give the data set to initialize, or divide it by "
-        "engine.ctx.mesh.index('batch') of mesh.size('batch'), not by the global rank"
+        "group divide layers and must work on the same samples. Give the data set to initialize, "
+        "or divide it by engine.ctx.mesh.index('batch') of mesh.size('batch'), not by the global rank"
     )
 
 

@@ -1,5 +1,5 @@
-"""The transform: layers change their class, parameters are cut to this rank's parts, and what is
-cut is declared.
+"""The transform: layers change their class, parameters are cut to this rank's parts, and the parts
+are declared.
 """
 
 from __future__ import annotations
@@ -65,11 +65,12 @@ def divide(model: nn.Module, ctx: Context) -> nn.Module:
     """The model with its layers divided over ``tp``. Collective.
 
     Raises ConfigError when nothing can be divided, or a rule does not fit; UsageError when weights
-    are not whole. Weights that are kept elsewhere, as after ``ds_zero.Init``, are brought here one
-    at a time, if they are cut.
+    are not full. Weights that are sharded or offloaded already, as after ``ds_zero.Init``, are
+    gathered one at a time, if they are cut.
     """
+    # One undo for all: layers that are full again need full weights.
     undo = Undo()
-    ctx.undo(undo.run, collective=True)  # as one: layers that are whole again need whole weights
+    ctx.undo(undo.run, collective=True)
     with with_shapes(model), changing(model, undo):
         if empty := [name for name, param in model.named_parameters() if not param.numel()]:
             raise UsageError(
@@ -88,43 +89,49 @@ def _check_shared(model: nn.Module, ctx: Context) -> None:
         if (lazy := lazy_weight(param)) is not None and not ranks <= set(lazy.ranks):
             raise UsageError(
                 f"{name} was made by ds_zero.Init over ranks {list(lazy.ranks)}, and the ranks "
-                "along tp are "
-                f"{sorted(ranks)}: their values may differ. Give Init no data_parallel_group"
+                f"along tp are {sorted(ranks)}: their values may differ. Give Init no "
+                "data_parallel_group"
             )
 
 
 def _divide(model: nn.Module, ctx: Context, undo: Undo) -> nn.Module:
     section = ctx.config.section(TensorParallelConfig) or TensorParallelConfig()
+    # 1. The plan: which layers are divided, and where. Nothing changes yet.
     place = Place(ctx.mesh.group("tp"), ctx.mesh.size("tp"), ctx.mesh.index("tp"))
     plan = make_plan(model, section, place.size, ctx.config.origin)
+    # 2. Layers that the model was written with are bound first: no rule is about them.
     cuts = _Cuts(model, ctx, place)
     families = _Families(model, _overlaps(section, ctx))
     hand_written = list(_bind_hand_written(model, section, place, cuts, families))
-    # some may have no layers to divide
+    # 3. Errors of all pipeline stages together: one stage may well have no layer to divide.
     stages = ctx.mesh.group("pp") if ctx.mesh.has("pp") else ALONE
-    told = comm.all_gather_json(
+    reports = comm.all_gather_json(
         [bool(plan.divisions or hand_written), plan.unmatched, plan.absent], group=stages
     )
-    _check_names(set.intersection(*(set(absent) for _, _, absent in told)), ctx.config.origin)
-    if not any(divides for divides, _, _ in told):
+    _check_names(set.intersection(*(set(absent) for _, _, absent in reports)), ctx.config.origin)
+    if not any(divides for divides, _, _ in reports):
         raise ConfigError(
             [
                 Problem(
                     "tensor_parallel",
                     f"no layer of {type(model).__name__} can be divided: it has no tp_plan, no "
-                    "preset is for it, and "
-                    "no pair of linear layers was recognized",
+                    "preset is for it, and no pair of linear layers was recognized",
                     "describe its layers with partition_config.layer_specs, or build it of "
                     "ds_tensor_parallel's layers",
                 )
             ],
             ctx.config.origin,
         )
+    # 4. Modules change their classes and get hooks; their weights are still full.
     _convert(model, plan, place, cuts, families)
     if section.vocab_parallel_loss:
         _divide_losses(model, plan)
+    # 5. Weights are shared and cut, all at once, so that a failure before leaves the model as it
+    # was.
     undo(lambda: gather_slices(cuts.done, ctx.mesh, "tp"))
     cuts.share_and_cut()
+    # 6. What follows from the cuts: numbers of heads, divided sequences, random numbers, the check
+    # of the first inputs.
     for name, heads in plan.attentions.items():
         keep_heads(model.get_submodule(name), heads, heads.share(place.size, place.rank))
     if section.sequence_parallel or any(rule.kind is Kind.SEQUENCE for rule in plan.rules.values()):
@@ -132,8 +139,8 @@ def _divide(model: nn.Module, ctx: Context, undo: Undo) -> nn.Module:
     divide_random_numbers(model, ctx, place)
     compare_inputs(model, ctx.accelerator, place)
     if ctx.rank == 0:
-        _tell(plan, len(hand_written), place.size)
-        _tell_unmatched(section, set.intersection(*(set(unmatched) for _, unmatched, _ in told)))
+        _log_plan(plan, len(hand_written), place.size)
+        _warn_unmatched(section, set.intersection(*(set(unmatched) for _, unmatched, _ in reports)))
     return model
 
 
@@ -148,7 +155,7 @@ def _check_names(absent: set[str], origin: str) -> None:
         raise ConfigError([Problem("tensor_parallel.injection_policy_tuple", why, fix)], origin)
 
 
-def _tell_unmatched(section: TensorParallelConfig, unmatched: set[int]) -> None:
+def _warn_unmatched(section: TensorParallelConfig, unmatched: set[int]) -> None:
     """Warn of specs that match nothing on any stage: one list may serve several models, and a slip
     looks the same.
     """
@@ -166,6 +173,8 @@ def _overlaps(section: TensorParallelConfig, ctx: Context) -> bool:
     """Whether sums of gradients of inputs go on while gradients of weights are computed."""
     if not section.tp_overlap_comm:
         return False
+    # ZeRO-3 releases a weight once its module has run, and the overlapped backward reads weights
+    # later.
     if sharded := ctx.config.has(Trait.RELEASES_WEIGHTS):
         if ctx.rank == 0:
             log.warning(
@@ -227,11 +236,13 @@ def _convert(model: nn.Module, plan: Plan, place: Place, cuts: _Cuts, families: 
     for name, rule in plan.rules.items():
         module = modules.get(name)
         division = plan.divisions.get(name)
+        # A rule for a parameter: experts that are stacked.
         if module is None:
             assert division is not None
             _cut_parameter(model, name, rule, division, cuts)
         elif rule.kind is Kind.COLUMN:
             made = column(module, gather_output=rule.gather_output, siblings=families.of(name))
+            # A local layer is inside a module whose inputs and outputs are summed as a whole.
             made.copies = not rule.local
             _bind(made, place, division, cuts)
         elif rule.kind is Kind.ROW:
@@ -250,14 +261,15 @@ def _convert(model: nn.Module, plan: Plan, place: Place, cuts: _Cuts, families: 
         else:
             _surround(module, modules[name.rpartition(".")[0]], rule, place)
     partial = [modules[name] for name, rule in plan.rules.items() if rule.kind is Kind.EXPERTS]
-    # never called
+    # A list of experts is never called itself, so nothing sums around it.
     partial = [
         module for module in partial if not isinstance(module, (nn.ModuleList, nn.ModuleDict))
     ]
+    # Their other parameters are used on each rank's own part of the sum.
     for param in {
         param: None for module in partial for param in module.parameters() if param not in cuts
     }:
-        sum_gradient(param, place)  # used on each rank's own part of the sum
+        sum_gradient(param, place)
 
 
 def _divide_losses(model: nn.Module, plan: Plan) -> None:
@@ -295,7 +307,7 @@ def _cut_parameter(
 
 
 def _surround(module: nn.Module, around: nn.Module, rule: Rule, place: Place) -> None:
-    """What is done at the ends of a module that is whole, or whose parameters have rules."""
+    """Add the hooks of a module that stays full, or whose parameters have rules."""
     match rule.kind:
         case Kind.SUM_GRADIENT:
             for param in module.parameters():
@@ -309,15 +321,16 @@ def _surround(module: nn.Module, around: nn.Module, rule: Rule, place: Place) ->
 
 
 class _Cuts:
-    """What is cut of a model's parameters; done for all at once. done: what this rank has of
-    each."""
+    """Which parameters of a model are cut, and how; the cuts are made for all at once."""
 
     def __init__(self, model: nn.Module, ctx: Context, place: Place) -> None:
         self._model = model
         self._ctx = ctx
         self._place = place
         self._names = {param: name for name, param in model.named_parameters()}
+        # By parameter, as layers may share one.
         self._cuts: dict[nn.Parameter, Cut] = {}
+        # The slice that this rank has of each, once it is cut; what undo gathers.
         self.done: dict[nn.Parameter, Slice] = {}
 
     def __contains__(self, param: nn.Parameter) -> bool:
@@ -347,29 +360,30 @@ class _Cuts:
 
     @torch.no_grad()
     def share_and_cut(self) -> None:
-        """Every rank takes the first one's values, of all parameters and buffers, and keeps its
-        parts of them.
-        """
+        """Broadcast the first rank's parameters and buffers, and keep this rank's parts of them."""
         known = self._ctx.stash.get(SLICES)
         slices = dict(known) if known is not None else {}
         for param, name in self._names.items():
             cut = self._cuts.get(param)
             lazy = lazy_weight(param)
             if cut is None:
+                # A lazy weight has the same values on all ranks already (`_check_shared`).
                 if lazy is None:
-                    param.data = self._shared(param)
+                    param.data = self._broadcast(param)
                 continue
-            full = self._shared(param) if lazy is None else lazy.take(param)
+            full = self._broadcast(param) if lazy is None else lazy.take(param)
             ranges = cut.division.ranges(self._place.rank)
-            here = Slice.of(full.shape)
-            slices[name] = slices.get(name, here).keep("tp", cut.dim, ranges)
-            self.done[param] = own = here.keep("tp", cut.dim, ranges)
+            # Another transform may have cut it along another axis: its slice is narrowed.
+            unsharded = Slice.of(full.shape)
+            slices[name] = slices.get(name, unsharded).keep("tp", cut.dim, ranges)
+            self.done[param] = own = unsharded.keep("tp", cut.dim, ranges)
+            # A clone, so that the full tensor is freed.
             reshape(param, own.take(full).clone())
         for buffer in self._model.buffers():
-            buffer.data = self._shared(buffer)
+            buffer.data = self._broadcast(buffer)
         self._ctx.stash[SLICES] = slices
 
-    def _shared(self, tensor: Tensor) -> Tensor:
+    def _broadcast(self, tensor: Tensor) -> Tensor:
         if tensor.is_meta:
             return tensor.data
         full = tensor.data.to(self._ctx.accelerator.current_device()).contiguous()
@@ -377,7 +391,7 @@ class _Cuts:
         return full
 
 
-def _tell(plan: Plan, hand_written: int, size: int) -> None:
+def _log_plan(plan: Plan, hand_written: int, size: int) -> None:
     kinds = Counter(
         rule.kind.value for name, rule in plan.rules.items() if rule.kind not in _NO_MATRIX
     )

@@ -1,12 +1,15 @@
-"""What one expert computes, for all local experts at once; a preset names one of these functions,
-or its own.
+"""What one expert computes, for all local experts at once.
 
-``function(rows, weights, act, product)`` gets the rows of all local experts, those of one expert
-together: [rows, hidden]. weights: ``w1``, ``w2`` and, where gate and up are apart, ``w3``; other
-parameters of the experts under their own names; each [local experts, ...]. act: the activation.
-``product(rows, weight)``, with a weight of [local experts, out, in], multiplies each row by its
-expert's; ``product.spread(values)`` gives each row its expert's, from [local experts, out]. It
+A preset names one of these functions, or its own: ``function(rows, weights, act, product)``, which
 returns [rows, hidden].
+
+rows: [rows, hidden] of all local experts, those of one expert together.
+weights: ``w1``, ``w2`` and, where gate and up are apart, ``w3``; other parameters of the experts
+    under their own names; each [local experts, ...].
+act: the activation.
+product: ``product(rows, weight)``, with a weight of [local experts, out, in], multiplies each row
+    by its expert's; ``product.spread(values)`` gives each row its expert's, from [local experts,
+    out].
 """
 
 from __future__ import annotations
@@ -35,5 +38,6 @@ def gated(
         gate = product(rows, weights["w1"])
         up = product(rows, weights["w3"])
     else:
+        # Gate and up in one weight: one product for both.
         gate, up = product(rows, weights["w1"]).chunk(2, dim=-1)
     return product(act(gate) * up, weights["w2"])

@@ -1,7 +1,9 @@
 """This rank's experts of one MoE block: the modules by which AutoEP replaces the model's own.
 
-Both kinds are called as fused experts of the transformers library are: (tokens [n, hidden], experts
-[n, k], their scores [n, k]) -> [n, hidden]. Parameters keep the names that they have in the model.
+Both kinds are called as fused experts of the transformers library are, with tokens, their experts
+and their scores. Parameters keep the names that they have in the model.
+
+Dimensions: ``tokens`` of this rank, ``hidden``, ``k`` experts of a token, ``rows`` that arrived.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from ds_moe.dispatch import Run, dispatch
 from ds_moe.kernels.grouped import Groups, grouped_linear
 
 if TYPE_CHECKING:
+    from jaxtyping import Float, Int
     from torch.distributed import ProcessGroup
 
     from ds_moe.expert_load import ExpertLoad
@@ -28,23 +31,25 @@ Act = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ExpertShare:
-    """Which experts of a layer are here, and how they are run.
-
-    name: of the experts in the model. count: all experts of the layer. size, index, group: ranks
-    that share them, this one's place among them. apply: scores multiply the output ("post") or the
-    input ("pre"). combine: how a token's experts are added up. grouped: as one product; else one
-    expert after the other. check: look at every exchange.
-    """
+    """Which experts of a layer this rank has, and how they are run."""
 
     name: str
+    """Of the experts in the model."""
     count: int
+    """All experts of the layer."""
     size: int
+    """Ranks that share them."""
     index: int
+    """This rank's place among those."""
     group: ProcessGroup
     apply: Literal["pre", "post"] = "post"
+    """Scores multiply the output ("post") or the input ("pre")."""
     combine: Literal["weighted_sum", "legacy_bmm"] = "weighted_sum"
+    """How a token's experts are added up."""
     grouped: bool = True
+    """All experts as one product; else one expert after the other."""
     check: bool = False
+    """Check every exchange."""
 
     def __deepcopy__(self, memo: Any) -> ExpertShare:
         return self  # a copy of a model has the same peers
@@ -73,20 +78,31 @@ class _Experts(nn.Module):
         """All experts of the layer, on all ranks."""
         return self.share.count
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """See the module."""
+    def forward(
+        self,
+        hidden_states: Float[Tensor, "*batch hidden"],
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+    ) -> Float[Tensor, "*batch hidden"]:
+        """The weighted sum of the experts' output. Collective over the ranks that share them.
+
+        top_k_index, top_k_weights: [tokens, k]; `ExpertShare.check` has them checked with an error
+        of its own, so they have no shape here.
+        """
         share = self.share
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         if share.check:
             _check_routing(share, tokens, top_k_index, top_k_weights)
         if self.load is not None and self.load.watched and self.training:
+            # AutoEP drops no choice, and the auxiliary loss stays with the model.
             counts = torch.bincount(top_k_index.reshape(-1), minlength=share.count)
             self.load.add(counts, counts.new_zeros(()))
 
         def run(rows: Tensor, groups: Groups) -> Tensor:
             if share.check:
                 _check_arrival(share, top_k_index, groups)
-            return self.compute(rows, groups).to(rows.dtype)  # narrower under autocast
+            # Under autocast experts give 16-bit rows; the way back is of the tokens' dtype.
+            return self.compute(rows, groups).to(rows.dtype)
 
         if share.combine == "weighted_sum" or share.apply == "pre":
             weigh: Literal["after", "before"] = "after" if share.apply == "post" else "before"
@@ -101,11 +117,16 @@ class _Experts(nn.Module):
         return out.to(hidden_states.dtype).view_as(hidden_states)
 
     def _combine_by_product(
-        self, tokens: Tensor, index: Tensor, scores: Tensor, run: Run
-    ) -> Tensor:
-        """Each token as often as it has experts, so that what they give can be a matrix."""
+        self,
+        tokens: Float[Tensor, "tokens hidden"],
+        index: Int[Tensor, "tokens k"],
+        scores: Float[Tensor, "tokens k"],
+        run: Run,
+    ) -> Float[Tensor, "tokens hidden"]:
+        """The sum as DeepSpeed's ``legacy_bmm``: scores [1, k] times outputs [k, hidden], per token."""
         share = self.share
         (count, k) = index.shape
+        # Each token once per expert, so that outputs come back one by one instead of summed.
         spread = tokens.repeat_interleave(k, dim=0)
         ones = torch.ones_like(scores).view(-1, 1)
         done = dispatch(
@@ -113,8 +134,10 @@ class _Experts(nn.Module):
         )
         return torch.bmm(scores.to(done.dtype).unsqueeze(1), done.view(count, k, -1)).squeeze(1)
 
-    def compute(self, rows: Tensor, groups: Groups) -> Tensor:
-        """rows: [rows, hidden], sorted by local expert, as in `groups`."""
+    def compute(
+        self, rows: Float[Tensor, "rows hidden"], groups: Groups
+    ) -> Float[Tensor, "rows hidden"]:
+        """The experts' output for rows that are sorted by local expert, as in `groups`."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -143,7 +166,8 @@ class FusedExperts(_Experts):
             self.register_parameter(name, param)
         self._roles = dict(roles)
         self._arithmetic = arithmetic
-        self.act_fn = act  # a module as a rule, so that it moves and prints with the model
+        # As a rule a module: as a child it moves and prints with the model.
+        self.act_fn = act
 
     def compute(self, rows: Tensor, groups: Groups) -> Tensor:
         """See `_Experts`."""
@@ -178,11 +202,13 @@ class ListedExperts(_Experts):
         self._local = list(experts)
         self._roles = dict(roles)
         self._arithmetic = arithmetic
+        # In a tuple, so that a module is no child: the experts have it already.
         self._act = (act,)
 
     def compute(self, rows: Tensor, groups: Groups) -> Tensor:
-        """See `_Experts`; every local expert is called, with no rows if need be, so that ranks do
-        the same.
+        """See `_Experts`.
+
+        Every local expert is called, also with no rows, so that ranks make the same collectives.
         """
         experts: list[Any] = [getattr(self, str(number)) for number in self._local]
         if not self.share.grouped:
@@ -224,19 +250,18 @@ def _check_routing(share: ExpertShare, tokens: Tensor, index: Tensor, scores: Te
     if index.dim() != 2 or index.shape != scores.shape or index.shape[0] != tokens.shape[0]:
         raise UsageError(
             f"{share.name}: {tokens.shape[0]} tokens, but experts of shape {tuple(index.shape)} "
-            "and scores of shape "
-            f"{tuple(scores.shape)}; both must be [tokens, k]"
+            f"and scores of shape {tuple(scores.shape)}; both must be [tokens, k]"
         )
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < share.count:
         raise UsageError(
             f"{share.name}: the router chose experts {int(index.min())} to {int(index.max())}; "
-            "there are 0 to "
-            f"{share.count - 1}"
+            f"there are 0 to {share.count - 1}"
         )
     if not bool(torch.isfinite(scores).all()):
         raise UsageError(
             f"{share.name}: {int((~torch.isfinite(scores)).sum())} scores are not finite"
         )
+    # Ranks that run different layers at one time would exchange rows of different layers.
     layers = comm.all_gather_json(share.name, share.group) if share.size > 1 else [share.name]
     if set(layers) != {share.name}:
         raise UsageError(f"ranks that share experts are in different layers: {', '.join(layers)}")

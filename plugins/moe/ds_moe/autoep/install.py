@@ -1,6 +1,4 @@
-"""AutoEP changes a model: each rank keeps its share of a block's experts, and the block is made to
-use it.
-"""
+"""AutoEP changes a model: each rank keeps its share of a block's experts, and the block uses it."""
 
 from __future__ import annotations
 
@@ -26,19 +24,21 @@ if TYPE_CHECKING:
 
 
 def install(plan: BlockPlan, model: nn.Module, undo: Undo) -> None:
-    """Cut the experts of the block to this rank's, and put what runs them in the place of what did.
-    Collective.
+    """Cut the block's experts to this rank's, and replace the module that runs them. Collective.
 
-    undo: takes what makes the experts' weights whole again on every rank. It talks to other ranks.
+    undo: is given the functions that make the experts' weights full again on every rank; they are
+        collectives.
     """
     ctx = plan.ctx
     share = plan.share
+    # 1. Weights: each rank keeps its share, and declares which slice (or which names) it has.
     if plan.listed:
-        _give_out(plan, undo)
+        _assign_listed(plan, undo)
     else:
         before = ctx.stash.get(SLICES)
         slices = dict(before) if before is not None else {}
         done: dict[nn.Parameter, Slice] = {}
+        # Registered before the first cut, so that a failure half way gives back what was cut.
         undo(functools.partial(_join, done, plan))
         for name, param in plan.params.items():
             piece = Slice.of(param.shape).cut("ep", 0, share.first, share.rows)
@@ -46,13 +46,16 @@ def install(plan: BlockPlan, model: nn.Module, undo: Undo) -> None:
             _cut(param, plan)
             done[param] = piece
         ctx.stash[SLICES] = slices
+    # 2. The module that runs them, in the mode of the one it replaces.
     experts = plan.make_experts(share)
     experts.train(plan.experts.training)
     for param in experts.parameters():
         mark_expert(param, share.size)
+    # 3. Its load is counted with that of `MoE` layers.
     others = ctx.stash.get(EXPERT_LOADS)
     experts.load = ExpertLoad(plan.count)
     ctx.stash[EXPERT_LOADS] = {**(others if others is not None else {}), plan.name: experts.load}
+    # 4. The child alone where the model's block calls it as such, else the whole block.
     if plan.how is None:
         setattr(plan.block, plan.preset.experts, experts)
         return
@@ -60,14 +63,13 @@ def install(plan: BlockPlan, model: nn.Module, undo: Undo) -> None:
     setattr(model.get_submodule(parent), last, AutoEPMoELayer(plan, experts))
 
 
-def _give_out(plan: BlockPlan, undo: Undo) -> None:
-    """Experts of a list belong to one rank along ep each, under names that the others do not
-    have."""
+def _assign_listed(plan: BlockPlan, undo: Undo) -> None:
+    """Give each expert of a list to one rank along ep, under a name that the others do not have."""
     before = plan.ctx.stash.get(EXPERT_PARALLEL)
     names = set(before) if before is not None else set()
     share = plan.share
-    away: dict[int, dict[str, torch.Size]] = {}
-    undo(functools.partial(_fetch, away, plan))
+    elsewhere: dict[int, dict[str, torch.Size]] = {}
+    undo(functools.partial(_fetch, elsewhere, plan))
     for number, expert in enumerate(plan.listed):
         for param in expert.parameters():
             _send(param, plan.ctx)
@@ -75,9 +77,8 @@ def _give_out(plan: BlockPlan, undo: Undo) -> None:
             named = (*expert.named_parameters(), *expert.named_buffers())
             names |= {f"{plan.prefix}.{number}.{name}" for name, _ in named}
         else:
-            # The model's own list keeps these modules until it is given back, and shall not hold
-            # memory for them.
-            away[number] = {name: param.shape for name, param in expert.named_parameters()}
+            # The model's own list keeps these modules for `_fetch`, without their memory.
+            elsewhere[number] = {name: param.shape for name, param in expert.named_parameters()}
             for param in expert.parameters():
                 reshape(param, param.data.new_empty(0))
     plan.ctx.stash[EXPERT_PARALLEL] = names
@@ -94,7 +95,7 @@ def _cut(param: nn.Parameter, plan: BlockPlan) -> None:
 
 @torch.no_grad()
 def _send(param: nn.Parameter, ctx: Context) -> Tensor:
-    """The first rank's values of `param`, which it takes over too."""
+    """The first rank's values, which `param` has from then on too; see [Note: whose weights]."""
     if ctx.mesh.size("dp") == 1 or param.is_meta:
         return param.data
     full = param.data.to(ctx.accelerator.current_device()).contiguous()
@@ -107,16 +108,16 @@ def _send(param: nn.Parameter, ctx: Context) -> Tensor:
 
 
 def _join(done: dict[nn.Parameter, Slice], plan: BlockPlan) -> None:
-    """Make stacked weights whole again. Collective."""
+    """Gather stacked weights, so that every rank has all experts again. Collective."""
     if plan.share.size > 1 and not _on_meta(done):
         gather_slices(done, plan.ctx.mesh, "ep")
 
 
 @torch.no_grad()
-def _fetch(away: dict[int, dict[str, torch.Size]], plan: BlockPlan) -> None:
-    """Bring the experts of a list that other ranks trained. Collective.
+def _fetch(elsewhere: dict[int, dict[str, torch.Size]], plan: BlockPlan) -> None:
+    """Fetch the experts of a list that other ranks trained. Collective.
 
-    away: of each such expert, the shapes of its parameters.
+    elsewhere: of each such expert, the shapes of its parameters.
     """
     share = plan.share
     mesh = plan.ctx.mesh
@@ -127,11 +128,13 @@ def _fetch(away: dict[int, dict[str, torch.Size]], plan: BlockPlan) -> None:
     # The engine may have changed dtypes, alike for all experts.
     dtypes = {name: param.dtype for name, param in plan.listed[share.first].named_parameters()}
     for number, expert in enumerate(plan.listed):
+        # In the order of the full list, which is the same on every rank: broadcasts are collectives.
         owner = ranks[number // share.rows]
         for name, param in expert.named_parameters():
-            if number in away:
+            if number in elsewhere:
                 reshape(
-                    param, torch.empty(away[number][name], dtype=dtypes[name], device=param.device)
+                    param,
+                    torch.empty(elsewhere[number][name], dtype=dtypes[name], device=param.device),
                 )
             comm.broadcast(param.data, src=owner, group=group)
         for buffer in expert.buffers():

@@ -1,6 +1,4 @@
-"""What AutoEP will do with one MoE block; what can be wrong with it is found here, before anything
-is changed.
-"""
+"""What AutoEP will do with one MoE block; errors are found here, before anything is changed."""
 
 from __future__ import annotations
 
@@ -38,11 +36,7 @@ def config_error(ctx: Context, key: str, message: str, fix: str = "") -> ConfigE
 class BlockPlan:
     """One MoE block and how it is changed.
 
-    name, block, experts, prefix: the block, its child that holds experts, and the names of both.
-    count: experts of the layer. listed: the experts, where they are modules; else params are their
-    stacked weights, by name. how: how the block that replaces this one routes; None: it stays.
-    children: names of its router, its experts, shared experts and their gate. share: what of the
-    experts is this rank's. config: the model's.
+    config: the model's; None where it has none.
     """
 
     def __init__(
@@ -54,27 +48,40 @@ class BlockPlan:
         config: Any,
         ctx: Context,
     ) -> None:
-        self.name = name
-        self.block = block
+        # What is planned with.
         self.preset = preset
         self.section = section
         self.config = config
         self.ctx = ctx
+
+        # The block, its child that has the experts, and the names of both in the model.
+        self.name = name
+        self.block = block
         self.experts: nn.Module = getattr(block, preset.experts)
         self.prefix = f"{name}.{preset.experts}"
-        self._check_there()
+        self._check_present()
+
+        # Experts are modules in a list (`listed`), or stacked weights by name (`params`).
         self.listed = [c for n, c in self.experts.named_children() if n.isdecimal()]
+        self.params = {} if self.listed else dict(self.experts.named_parameters())
+        # Experts of the layer, and which of them are this rank's.
         self.count = self._count()
         self.share = self._share()
-        self.params = {} if self.listed else dict(self.experts.named_parameters())
+
+        # What an expert computes: a function, what it calls the weights, and the activation.
         self._arithmetic = resolve(preset.arithmetic)
         self._roles = self._listed_roles() if self.listed else self._fused_roles()
+        # Listed experts that are called one by one bring their own activation.
         needs_act = not self.listed or section.use_grouped_mm
         self._act = (
             self._activation(self.listed[0] if self.listed else self.experts) if needs_act else None
         )
+
+        # Names of the router, the experts, the shared experts and their gate.
         self.children = (preset.router, preset.experts, *self._shared())
+        # Whether the model's block calls its experts as ours are called.
         self.hands_over = hands_over(self.experts)
+        # How the block that replaces this one routes; None: the model's block stays.
         self.how = None if self.hands_over and not self._routes_otherwise() else self._routing()
         if self.how is not None:
             self._check_children()
@@ -96,19 +103,18 @@ class BlockPlan:
 
     # -- experts -----------------------------------------------------------------------------------
 
-    def _check_there(self) -> None:
+    def _check_present(self) -> None:
         if isinstance(self.experts, (FusedExperts, ListedExperts)):
             raise UsageError(
                 f"{self.prefix} has only this rank's share of experts: the model is a copy of one "
-                "that an engine "
-                "divides; destroy that engine before the model is copied, or build the model anew"
+                "that an engine divides; destroy that engine before the model is copied, or build "
+                "the model anew"
             )
         for name, param in self.experts.named_parameters():
             if param.numel() == 0:
                 raise UsageError(
                     f"{self.prefix}.{name} has no elements here; AutoEP divides experts itself, so "
-                    "build the model "
-                    "without zero.Init"
+                    "build the model without zero.Init"
                 )
 
     def _count(self) -> int:
@@ -117,6 +123,8 @@ class BlockPlan:
         configured = getattr(self.config, attribute, None)
         if configured is None and self.section.num_experts_attr is not None:
             raise self.error("num_experts_attr", f"the model's config has no {attribute!r}")
+        # Counted from the modules or the weight, so that a wrong attribute is an error and not a
+        # wrong cut.
         count = len(self.listed)
         if not self.listed:
             weight = getattr(self.experts, self.preset.w1, None)
@@ -160,13 +168,14 @@ class BlockPlan:
         """Stacked weights: name -> what the arithmetic calls it."""
         preset = self.preset
         size = self.share.size
+        # A cut matrix is another matrix to an optimizer that works on whole tensors (LAMB's norms,
+        # Muon).
         if size > 1 and self.ctx.grain not in ("element", None):
             raise config_error(
                 self.ctx,
                 "autoep_size",
                 f"{size} cuts the stacked weights of {self.prefix}, and the optimizer takes each "
-                "of them as one "
-                f"{self.ctx.grain}",
+                f"of them as one {self.ctx.grain}",
                 "use an optimizer that works element by element, such as AdamW, or 1",
             )
         roles = {
@@ -179,6 +188,8 @@ class BlockPlan:
             raise self.error(
                 key, f"there is no weight {missing[0]!r}", f"there are {', '.join(self.params)}"
             )
+        # A parameter of another first dimension (a norm before the experts, say) cannot be cut by
+        # expert.
         for name, param in self.params.items():
             if "." in name or param.dim() == 0 or param.shape[0] != self.count:
                 raise self.error(
@@ -186,6 +197,7 @@ class BlockPlan:
                     f"parameter {name!r} of shape {tuple(param.shape)} is not one of {self.count} "
                     "experts stacked",
                 )
+        # An arithmetic that a plugin brings knows its own weights.
         if self._arithmetic is gated:
             weights = {role: self.params[name] for name, role in roles.items()}
             self._check_gated(weights, set(self.params) - set(roles))
@@ -199,6 +211,7 @@ class BlockPlan:
         """Gate and up, then down, as [experts, out, in] without anything else."""
         w1 = weights["w1"]
         w2 = weights["w2"]
+        # down is the one that says which width is hidden and which inner.
         hidden, inner = (w2.shape[1], w2.shape[2]) if w2.dim() == 3 else (0, 0)
         wide = inner if "w3" in weights else 2 * inner
         wanted = {"w1": (self.count, wide, hidden), "w3": (self.count, inner, hidden)}
@@ -207,6 +220,8 @@ class BlockPlan:
             for role, w in weights.items()
             if role != "w2" and w.shape != wanted[role]
         ]
+        # Flags that the transformers library's experts carry where they are laid out in another
+        # way.
         expected = {
             "is_transposed": False,
             "is_concatenated": True,
@@ -223,11 +238,9 @@ class BlockPlan:
             raise self.error(
                 "expert_w1",
                 f"with expert_w2 of shape {tuple(w2.shape)}, [experts, hidden, inner], AutoEP "
-                "cannot use "
-                f"{', '.join(odd) or 'weights that are not 3-d'}",
+                f"cannot use {', '.join(odd) or 'weights that are not 3-d'}",
                 f"expert_w1 must be [experts, {'inner' if 'w3' in weights else '2 * inner'}, "
-                "hidden] without biases; a "
-                "preset of a plugin can bring an arithmetic of its own",
+                "hidden] without biases; a preset of a plugin can bring an arithmetic of its own",
             )
 
     def _listed_roles(self) -> dict[str, str]:
@@ -250,8 +263,7 @@ class BlockPlan:
             raise self.error(
                 "use_grouped_mm",
                 f"expert {number} has parameters {', '.join(sorted(have))}; a grouped product "
-                "needs "
-                f"{', '.join(sorted(known))} of linear layers",
+                f"needs {', '.join(sorted(known))} of linear layers",
                 "name them with expert_w1, expert_w2 and expert_w3, or set use_grouped_mm to false",
             )
 
@@ -275,6 +287,7 @@ class BlockPlan:
     def _routes_otherwise(self) -> bool:
         """Whether keys of the config change the model's routing."""
         router = getattr(self.block, self.preset.router)
+        # An attribute that names the number the model uses anyway changes nothing: the block stays.
         if self.section.top_k_attr is not None:
             theirs = next(
                 (
@@ -294,6 +307,7 @@ class BlockPlan:
         """
         preset = self.preset
         section = self.section
+        # Noise on the router's input is the block's own code, which goes with the block.
         if getattr(self.block, "jitter_noise", 0):
             raise self.error(
                 section.reroutes[0] if section.reroutes else "enabled",
@@ -301,6 +315,8 @@ class BlockPlan:
                 "does not add",
                 "set the model's router_jitter_noise to 0",
             )
+        # Each rule in turn: the config's key, else the preset's value, else the attribute of the
+        # model's config that it names.
         normalise = preset.normalise
         if isinstance(normalise, str):
             normalise = bool(getattr(self.config, normalise, False))
@@ -327,6 +343,7 @@ class BlockPlan:
                     f"the model's config has no {self.preset.top_k!r}",
                     "set top_k or top_k_attr",
                 )
+        # With limited groups a token sees only the experts of the groups that are kept.
         most = self.count if groups is None else self.count // groups[0] * groups[1]
         if top_k > most:
             raise self.error(
@@ -343,6 +360,7 @@ class BlockPlan:
             found = (section.num_expert_groups, section.num_limited_groups)
         else:
             when = preset.groups_if
+            # Some families have group attributes that count only with a certain method.
             if preset.groups is None or (
                 when is not None and getattr(self.config, when[0], None) != when[1]
             ):
@@ -387,6 +405,8 @@ class BlockPlan:
     def _check_children(self) -> None:
         """Raise ConfigError if the replacement would drop a trained parameter of the model's
         block."""
+        # Children with parameters that the replacement would never call; the bias is used for the
+        # choice.
         left = {n for n, c in self.block.named_children() if any(True for _ in c.parameters())}
         left |= {n for n, _ in self.block.named_parameters(recurse=False)} - {self.preset.bias}
         if unknown := sorted(left - set(self.children)):
@@ -399,5 +419,7 @@ class BlockPlan:
 
 def hands_over(experts: nn.Module) -> bool:
     """Whether a block calls these experts with (tokens, chosen experts, scores)."""
+    # The transformers library's names for fused experts: an interface by convention, so it is
+    # recognized by them.
     names = list(inspect.signature(type(experts).forward).parameters)
     return names[2:4] == ["top_k_index", "top_k_weights"]

@@ -59,17 +59,22 @@ def replace(model: nn.Module, ctx: Context) -> nn.Module:
             "leave one of them out",
         )
     model_config = _model_config(model)
+    # 1. What to look for: the preset, changed by the config.
     preset = _with_overrides(_preset(section, model, ctx), section)
+    # 2. The blocks, on this rank; an error only where no rank has any.
     blocks = _find(model, preset)
     _check_found(blocks, preset, ctx)
+    # 3. What will be done with each; raises before anything is changed.
     plans = [
         BlockPlan(name, block, preset, section, model_config, ctx) for name, block in blocks.items()
     ]
-    # Blocks of one class and one way to route are alike.
+    # 4. The same numbers as before? Blocks of one class and one way to route are alike, so one of
+    # each is tried out.
     for plan in {(type(p.block), type(p.experts), p.how): p for p in reversed(plans)}.values():
         try_out(plan)
+    # 5. The change. Its undo is one step: the model's own blocks need full weights.
     undo = Undo()
-    ctx.undo(undo.run, collective=True)  # as one: the model's own blocks need whole weights
+    ctx.undo(undo.run, collective=True)
     with changing(model, undo):
         for plan in plans:
             install(plan, model, undo)
@@ -116,8 +121,7 @@ def _preset(section: ExpertParallelConfig, model: nn.Module, ctx: Context) -> Pr
             "preset_model",
             f"there is no preset for {kind}",
             f"name one ({', '.join(presets.names())}), or describe the blocks with "
-            "moe_layer_pattern, router_pattern, "
-            "expert_pattern, expert_w1 and expert_w2",
+            "moe_layer_pattern, router_pattern, expert_pattern, expert_w1 and expert_w2",
         )
     return found or Preset("custom")
 
@@ -139,8 +143,10 @@ def _with_overrides(preset: Preset, section: ExpertParallelConfig) -> Preset:
         "normalise": section.route_norm,
     }
     changes = {key: value for key, value in given.items() if value is not None}
+    # null is a value of this key (gate and up in one), so whether it was given counts.
     if "expert_w3" in section.model_fields_set:
         changes["w3"] = section.expert_w3
+    # The same three keys name the linear children of listed experts.
     if {"w1", "w2", "w3"} & set(changes):
         roles = zip(("w1", "w2", "w3"), preset.listed, strict=True)
         changes["listed"] = tuple(changes.get(role, name) for role, name in roles)
@@ -169,8 +175,7 @@ def _check_found(blocks: Mapping[str, nn.Module], preset: Preset, ctx: Context) 
             ctx,
             "moe_layer_pattern",
             f"no module matches {preset.layers!r} and has children {preset.router!r} and "
-            f"{preset.experts!r} (preset "
-            f"{preset.name})",
+            f"{preset.experts!r} (preset {preset.name})",
             "compare with model.named_modules(), and set moe_layer_pattern, router_pattern and "
             "expert_pattern",
         )

@@ -32,9 +32,11 @@ def try_out(plan: BlockPlan) -> None:
     A block that cannot be run here and now (its kernels are for another device, say) is not
     compared, with a warning.
     """
+    # Without values there is nothing to compare.
     tensor = next(plan.experts.parameters())
     if tensor.is_meta:
         return
+    # All experts on this rank, before any is cut: no rank needs another one to compare.
     share = dataclasses.replace(plan.share, size=1, index=0, group=ALONE, check=False)
     with _aside(plan.block, tensor.device):
         tokens = torch.randn(1, TOKENS, _hidden(plan), dtype=tensor.dtype, device=tensor.device)
@@ -53,21 +55,22 @@ def try_out(plan: BlockPlan) -> None:
         return
     problem = (
         "on random tokens AutoEP gives other numbers than the model (they differ by "
-        f"{off:.2g} of "
-        f"{size:.2g})"
+        f"{off:.2g} of {size:.2g})"
     )
     keys = [
         *plan.section.reroutes,
         *(("score_apply",) if plan.section.score_apply != "auto" else ()),
     ]
     keys += ["top_k_attr"] if plan.hands_over and plan.section.top_k_attr is not None else []
+    # Keys that change the routing on purpose make a difference that is meant: a warning, not an
+    # error.
     if plan.how is None or not keys:
         raise plan.error(
             "preset_model" if plan.section.moe_layer_pattern is None else "moe_layer_pattern",
             problem,
             "say what the block does: expert_w1, expert_w2 and expert_w3, score_func, score_apply, "
-            "route_norm, "
-            "route_scale, num_expert_groups; or use a preset with an arithmetic of its own",
+            "route_norm, route_scale, num_expert_groups; or use a preset with an arithmetic of its "
+            "own",
         )
     if plan.ctx.rank == 0:
         log.warning("%s: %s, as %s may say", plan.prefix, problem, ", ".join(keys))
@@ -76,7 +79,8 @@ def try_out(plan: BlockPlan) -> None:
 def _pair(plan: BlockPlan, share: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """What the model gives for `tokens`, and what AutoEP will."""
     flat = tokens.flatten(0, 1)
-    if plan.how is None:  # the block stays, and with it the routing
+    if plan.how is None:
+        # The block stays, and with it the routing: only the experts are compared, on random choices.
         index = torch.rand(TOKENS, plan.count, device=tokens.device).argsort(-1)[
             :, : min(2, plan.count)
         ]
@@ -85,6 +89,7 @@ def _pair(plan: BlockPlan, share: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
         return plan.experts(flat, index, scores).double(), trial(flat, index, scores).double()
     layer = AutoEPMoELayer(plan, plan.make_experts(share))
     logits = layer.logits(getattr(plan.block, plan.preset.router), flat, plan.count)
+    # Equal logits choose any experts: results would differ by chance.
     if float(logits.std(dim=-1).min()) < 1e-6:
         raise ValueError("with these weights the router finds all experts equally good")
     theirs = plan.block(tokens)

@@ -1,16 +1,22 @@
 """Linear layers of many experts over tokens that are sorted by expert, with their backward.
 
-Experts' weights are stacked: one parameter ``[experts, out, in]`` per linear layer.
+Experts' weights are stacked: one parameter ``[local, out, in]`` per linear layer.
+
+Dimensions: ``rows`` sorted by expert, ``local`` experts of this rank, ``inputs`` and ``outputs`` of
+the layer.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 @dataclass(eq=False)
@@ -18,11 +24,11 @@ class Groups:
     """Which rows belong to which of the experts on this rank: expert i has the next ``counts[i]``
     rows.
 
-    counts: int64 ``[local experts]``, on the tokens' device. `sizes` and `ends` are made when first
-    asked for.
+    What follows from the counts is computed when first used.
     """
 
-    counts: Tensor
+    counts: Int[Tensor, " local"]
+    """int64, on the tokens' device."""
 
     @functools.cached_property
     def sizes(self) -> list[int]:
@@ -30,23 +36,27 @@ class Groups:
         return self.counts.tolist()
 
     @functools.cached_property
-    def ends(self) -> Tensor:
-        """Where each expert's rows end: int32."""
+    def ends(self) -> Int[Tensor, " local"]:
+        """Where each expert's rows end: int32, as torch's grouped product wants it."""
         return self.counts.cumsum(0).to(torch.int32)
 
     @functools.cached_property
-    def expert_of_row(self) -> Tensor:
-        """The local expert of each row: int64 ``[rows]``."""
+    def expert_of_row(self) -> Int[Tensor, " rows"]:
+        """The local expert of each row: int64."""
         return torch.repeat_interleave(self.counts)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
-    """``F.linear`` of each row of `x` with the weights of its expert.
+def grouped_linear(
+    x: Float[Tensor, "rows inputs"],
+    weight: Float[Tensor, "local outputs inputs"],
+    bias: Float[Tensor, "local outputs"] | None,
+    groups: Groups,
+) -> Float[Tensor, "rows outputs"]:
+    """``F.linear`` of each row of `x` with the weights of its expert; rows are sorted by expert.
 
-    x: [M, in], sorted by expert. weight: [experts, out, in], bias: [experts, out] or None. Returns
-    [M, out]. An expert without rows gets a gradient of zeros. Under autocast all are cast as for
-    `F.linear`.
+    An expert without rows gets a gradient of zeros. Under autocast all are cast as for `F.linear`.
     """
+    # A custom autograd function is outside autocast, so the casts are made here.
     device = x.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -69,6 +79,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
+        # An expanded gradient (of a sum, say) has strides of 0, which torch._grouped_mm refuses.
         grad = grad.contiguous()
         groups = ctx.groups
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
@@ -80,13 +91,17 @@ class _GroupedLinear(torch.autograd.Function):
         )
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
-    """Rows of x [M, in] times their expert's weight [experts, in, out], plus its bias [experts,
-    out].
-    """
+def _product(
+    x: Float[Tensor, "rows inputs"],
+    weight: Float[Tensor, "local inputs outputs"],
+    bias: Float[Tensor, "local outputs"] | None,
+    groups: Groups,
+) -> Float[Tensor, "rows outputs"]:
+    """Rows of x times their expert's weight, plus its bias."""
     if _on_device(x, weight):
         out: Tensor = torch._grouped_mm(x, weight, offs=groups.ends)
         return out if bias is None else out + bias.index_select(0, groups.expert_of_row)
+    # One product per expert, each written to its place: no list of parts, no concatenation.
     out = x.new_empty(x.shape[0], weight.shape[2])
     each = zip(x.split(groups.sizes), weight.unbind(), out.split(groups.sizes), strict=True)
     if bias is None:
@@ -98,8 +113,10 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups) -> 
     return out
 
 
-def _outer(grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
-    """Per expert, the sum over its rows of the outer products: [experts, out, in]."""
+def _outer(
+    grad: Float[Tensor, "rows outputs"], x: Float[Tensor, "rows inputs"], groups: Groups
+) -> Float[Tensor, "local outputs inputs"]:
+    """Per expert, the sum over its rows of the outer products: the gradient of its weight."""
     if _on_device(x, grad):
         made: Tensor = torch._grouped_mm(grad.t(), x, offs=groups.ends)
         return made
@@ -109,9 +126,10 @@ def _outer(grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
     return out
 
 
-def _sums(grad: Tensor, groups: Groups) -> Tensor:
-    """Per expert, the sum over its rows: [experts, out]."""
+def _sums(grad: Float[Tensor, "rows outputs"], groups: Groups) -> Float[Tensor, "local outputs"]:
+    """Per expert, the sum over its rows: the gradient of its bias."""
     if grad.device.type != "cpu":
+        # index_add_ rounds after each row, so 16-bit gradients are added in fp32.
         out = grad.new_zeros(
             len(groups.counts), grad.shape[1], dtype=torch.promote_types(grad.dtype, torch.float32)
         )

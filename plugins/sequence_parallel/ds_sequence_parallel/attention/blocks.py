@@ -1,43 +1,50 @@
-"""Attention of some queries to one block of keys, with what is needed to combine blocks; forward
-and backward.
+"""Attention of some queries to one block of keys, and the combination of blocks.
 
 Softmax over several blocks: each gives its result and the logarithm of the sum of its exponentials
 (``lse``), and results are added with weights that follow from these, in fp32 (fp64 for fp64). The
 gradients of a block need the output and the ``lse`` of all blocks together, and nothing else of the
-other blocks.
+other blocks: the online softmax of FlashAttention (Dao et al. 2022, section 3.1 and algorithm 4).
+
+Dimensions: ``batch``, ``heads`` of queries, ``kv_heads`` of keys and values, ``queries`` and
+``keys`` of this block, ``size`` of a head, ``value_size``; a mask has ``rows`` (batch or 1).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
 
 ROWS = 1024
 """Query rows whose scores are in memory at once where no fused kernel applies."""
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Float[Tensor, "batch heads queries size"],
+    key: Float[Tensor, "batch kv_heads keys size"],
+    value: Float[Tensor, "batch kv_heads keys value_size"],
     *,
     causal: bool,
     scale: float,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The attention of [batch, heads, queries, size] to a block, and its lse [batch, heads,
-    queries].
+    mask: Bool[Tensor, "rows 1 queries keys"] | None = None,
+) -> tuple[Float[Tensor, "batch heads queries value_size"], Float[Tensor, "batch heads queries"]]:
+    """The attention of queries to a block of keys, and its lse.
 
-    causal: queries and keys are the same positions. mask: boolean [batch or 1, 1, queries, keys],
-    where true counts. Rows that see nothing are zero, with an lse of minus infinity.
+    causal: queries and keys are the same positions, and later keys are not seen.
+    mask: true where a query may look.
+
+    Rows that see nothing are zero, with an lse of minus infinity.
     """
     key = _all_heads(key, query)
     value = _all_heads(value, query)
     if mask is None and (flash := _flash(query, value)) is not None:
         found = flash(query, key, value, 0.0, causal, scale=scale)
         return found[0], found[1]
+    # Without a fused kernel: scores of some rows at a time, as the full matrix may not fit.
     outs = []
     lses = []
     for first in range(0, query.shape[2], ROWS):
@@ -52,18 +59,25 @@ def attend(
 
 
 def attend_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    grad: Float[Tensor, "batch heads queries value_size"],
+    query: Float[Tensor, "batch heads queries size"],
+    key: Float[Tensor, "batch kv_heads keys size"],
+    value: Float[Tensor, "batch kv_heads keys value_size"],
+    out: Float[Tensor, "batch heads queries value_size"],
+    lse: Float[Tensor, "batch heads queries"],
     *,
     causal: bool,
     scale: float,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value by way of one block. out, lse: over all blocks."""
+    mask: Bool[Tensor, "rows 1 queries keys"] | None = None,
+) -> tuple[
+    Float[Tensor, "batch heads queries size"],
+    Float[Tensor, "batch kv_heads keys size"],
+    Float[Tensor, "batch kv_heads keys value_size"],
+]:
+    """The gradients of query, key and value through one block.
+
+    out, lse: of all blocks together.
+    """
     shared = key.shape[1]
     key = _all_heads(key, query)
     value = _all_heads(value, query)
@@ -81,8 +95,11 @@ def attend_backward(
         q = _wide(query[:, :, rows])
         g = _wide(grad[:, :, rows])
         scores = _scores(q, key, first, causal, scale, None if mask is None else mask[:, :, rows])
+        # With the lse of all blocks these are the probabilities of the full softmax, P = exp(S -
+        # lse).
         weights = _exp(scores, lse[:, :, rows])
         dv += weights.transpose(-1, -2) @ g
+        # dS = P * (dP - rowsum(dO * O)), with dP = dO V^T; the row sum is of the full output.
         inner = (g * _wide(out[:, :, rows])).sum(-1, keepdim=True)
         ds = weights * (g @ wide_value.transpose(-1, -2) - inner) * scale
         dk += ds.transpose(-1, -2) @ q
@@ -90,14 +107,21 @@ def attend_backward(
     return torch.cat(dqs, 2), _own_heads(dk, shared), _own_heads(dv, shared)
 
 
-def add(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Add another block to `out` and `lse`, which are wide and begin as zeros and minus infinities;
-    in place.
+def add(
+    out: Float[Tensor, "batch heads queries value_size"],
+    lse: Float[Tensor, "batch heads queries"],
+    more: Float[Tensor, "batch heads queries value_size"],
+    more_lse: Float[Tensor, "batch heads queries"],
+) -> None:
+    """Add another block to `out` and `lse`, in place.
+
+    Both are fp32 or fp64, and begin as zeros and minus infinities.
     """
     both = torch.logaddexp(lse, more_lse)
-    here = _exp(lse, both, False)
-    there = _exp(more_lse, both, False)
-    out.mul_(here.unsqueeze(-1)).add_(_wide(more) * there.unsqueeze(-1))
+    # Each block counts with its share of the sum of exponentials.
+    share = _exp(lse, both, False)
+    more_share = _exp(more_lse, both, False)
+    out.mul_(share.unsqueeze(-1)).add_(_wide(more) * more_share.unsqueeze(-1))
     lse.copy_(both)
 
 
@@ -118,6 +142,7 @@ def _scores(
 ) -> Tensor:
     scores = _wide(query) @ _wide(key).transpose(-1, -2) * scale
     if causal:
+        # Rows begin at `first`: causal attention compares positions, not places in this slice.
         row = torch.arange(first, first + query.shape[2], device=key.device).unsqueeze(-1)
         scores.masked_fill_(torch.arange(key.shape[2], device=key.device) > row, float("-inf"))
     return scores if mask is None else scores.masked_fill_(~mask, float("-inf"))
@@ -125,6 +150,7 @@ def _scores(
 
 def _exp(scores: Tensor, lse: Tensor, rows: bool = True) -> Tensor:
     """exp(scores - lse); zero where a row sees nothing. rows: scores have one dimension more."""
+    # A row that sees nothing has -inf - -inf = NaN; with 0 instead its exponentials are 0.
     lse = lse.masked_fill(lse == float("-inf"), 0.0)
     return (scores - (lse.unsqueeze(-1) if rows else lse)).exp_()
 

@@ -1,17 +1,20 @@
-"""Attention over sequences that are longer than the device's memory holds: chunk by chunk, the rest
-on the host (FPDT).
+"""Attention over sequences that do not fit the device: chunk by chunk, the rest on the host (FPDT).
 
-A rank has a part of each chunk of the sequence, as `FPDT_InputConstruct` deals them out. For each
-chunk an exchange gives it all tokens of the chunk and some of the heads. Queries, keys and values
-then rest on the host; the device has one chunk of queries and one of keys at a time, forward and
-backward. What is added up over chunks is exact softmax attention, see `blocks`. The interface is
-that of DeepSpeed's ``deepspeed.sequence.fpdt_layer``.
+Fully Pipelined Distributed Transformer (Yao et al. 2024). A rank has a part of each chunk of the
+sequence, as `FPDT_InputConstruct` divides them. For each chunk an exchange gives it all tokens of
+the chunk and some of the heads. Queries, keys and values are then offloaded; the device has one
+chunk of queries and one of keys at a time, forward and backward. The sum over chunks is exact
+softmax attention, see `blocks`. The interface is that of DeepSpeed's
+``deepspeed.sequence.fpdt_layer``.
+
+Dimensions: ``batch``, ``heads``, ``kv_heads``, ``size`` of a head, ``positions`` of this rank or of
+a chunk, ``width`` of hidden states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from ds_comm_autograd import all_to_all, gather
@@ -24,22 +27,25 @@ from ds_core.errors import UsageError
 from ds_sequence_parallel.attention import blocks
 from ds_sequence_parallel.tiles.tiled import tiled
 
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
 HOST = torch.device("cpu")
 
 
 def chunked_attention(
-    queries: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
+    queries: Sequence[Float[Tensor, "batch heads _ size"]],
+    keys: Sequence[Float[Tensor, "batch kv_heads _ size"]],
+    values: Sequence[Float[Tensor, "batch kv_heads _ value_size"]],
     *,
     scale: float | None = None,
     device: torch.device | None = None,
-) -> list[Tensor]:
-    """Causal attention of a sequence whose chunks, [batch, heads, positions, size], rest where they
-    are.
+) -> list[Float[Tensor, "batch heads _ value_size"]]:
+    """Causal attention of a sequence in chunks, which stay on the devices that they are on.
 
-    Each is brought to `device` (None: that of the queries) while it is needed. Gives the chunks of
-    the output, where the queries are. There may be fewer heads of keys and values.
+    device: each chunk is copied there while it is needed; None: that of the queries.
+
+    Returns the chunks of the output, on the devices of the queries.
     """
     scale = queries[0].shape[-1] ** -0.5 if scale is None else scale
     run: Any = _Chunks.apply
@@ -56,19 +62,20 @@ class _Chunks(torch.autograd.Function):
         values = chunks[2 * count :]
         outs: list[Tensor] = []
         lses: list[Tensor] = []
-        for index, resting in enumerate(queries):
-            query = resting.to(device)
+        for index, offloaded in enumerate(queries):
+            query = offloaded.to(device)
             out = _wide_zeros(query, values[0].shape[-1])
             lse = torch.full(query.shape[:3], float("-inf"), dtype=out.dtype, device=device)
-            for other in range(index + 1):  # later ones are not seen
+            # Causal: later chunks are not seen, and of earlier ones every key is.
+            for other in range(index + 1):
                 key = keys[other].to(device)
                 value = values[other].to(device)
                 more, more_lse = blocks.attend(
                     query, key, value, causal=other == index, scale=scale
                 )
                 blocks.add(out, lse, more, more_lse)
-            outs.append(out.to(resting.dtype).to(resting.device))
-            lses.append(lse.to(resting.device))
+            outs.append(out.to(offloaded.dtype).to(offloaded.device))
+            lses.append(lse.to(offloaded.device))
         ctx.count = count
         ctx.scale = scale
         ctx.device = device
@@ -82,6 +89,8 @@ class _Chunks(torch.autograd.Function):
         parts = [ctx.saved_tensors[first * count : (first + 1) * count] for first in range(5)]
         queries, keys, values, outs, lses = parts
         query_grads = [_wide_zeros(query, query.shape[-1]) for query in queries]
+        # Keys in the outer loop: each chunk of them is copied once and its gradient is complete at
+        # the end; the gradients of queries are summed where the queries are.
         key_grads: list[Tensor] = []
         value_grads: list[Tensor] = []
         for index in range(count):
@@ -89,15 +98,16 @@ class _Chunks(torch.autograd.Function):
             value = values[index].to(device)
             dk = _wide_zeros(key, key.shape[-1])
             dv = _wide_zeros(value, value.shape[-1])
-            for other in range(index, count):  # the chunks of queries that see these keys
-                here = [part[other].to(device) for part in (grads, queries, outs, lses)]
+            # The chunks of queries that see these keys: this one and all later ones.
+            for other in range(index, count):
+                needed = [part[other].to(device) for part in (grads, queries, outs, lses)]
                 more, more_k, more_v = blocks.attend_backward(
-                    here[0],
-                    here[1],
+                    needed[0],
+                    needed[1],
                     key,
                     value,
-                    here[2],
-                    here[3],
+                    needed[2],
+                    needed[3],
                     causal=other == index,
                     scale=ctx.scale,
                 )
@@ -121,8 +131,9 @@ class FPDT_Attention(nn.Module):
     projection.
 
     config: has kv_channels, num_attention_heads, num_key_value_heads, hidden_size and
-    attention_dropout. chunk_size: in tokens of the whole sequence. gather_idx, scatter_idx: without
-    effect, the shapes are known.
+        attention_dropout.
+    chunk_size: in tokens of the full sequence.
+    gather_idx, scatter_idx: without effect, the shapes are known.
     """
 
     def __init__(
@@ -140,6 +151,7 @@ class FPDT_Attention(nn.Module):
         enable_offloading: bool = True,
     ) -> None:
         super().__init__()
+        # Parameters of the block that this module is called by, under DeepSpeed's names.
         self.qkv_linear_weight = first_weight
         self.qkv_linear_bias = first_bias
         self.qkv_dense_weight = second_weight
@@ -161,17 +173,18 @@ class FPDT_Attention(nn.Module):
 
     def forward(
         self,
-        layernorm_output: Tensor,
+        layernorm_output: Float[Tensor, "positions batch width"],
         attention_mask: Tensor | None = None,
         inference_params: Any = None,
         rotary_pos_emb: tuple[Tensor, Tensor] | None = None,
         cpu_offloading: bool = True,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Float[Tensor, "positions batch out"], Tensor | None]:
         """The projected output and its bias, which is added unless `return_bias`.
 
-        layernorm_output: [own positions, batch, width]. rotary_pos_emb: cosines and sines of the
-        whole sequence, [positions, 1, 1, size]. Raises UsageError for a mask, dropout in training,
-        and lengths that do not divide.
+        layernorm_output: of this rank's positions.
+        rotary_pos_emb: cosines and sines of the full sequence, [positions, 1, 1, size].
+
+        Raises UsageError for a mask, dropout in training, and lengths that do not divide.
         """
         if attention_mask is not None:
             raise UsageError("FPDT_Attention: attention is causal; leave attention_mask out")
@@ -179,15 +192,17 @@ class FPDT_Attention(nn.Module):
             raise UsageError(
                 f"FPDT_Attention: attention_dropout {self.dropout} is not offered; set it to 0"
             )
+        # 1. Projection and exchange, chunk by chunk; what is not needed now goes to the host.
         x = layernorm_output
         count = _chunks(x.shape[0] * comm.world_size(self.group), self.chunk_size)
-        resting = HOST if cpu_offloading and self.enable_offloading and count > 1 else x.device
-        dealt: list[list[Tensor]] = [[], [], []]
+        place = HOST if cpu_offloading and self.enable_offloading and count > 1 else x.device
+        parts: list[list[Tensor]] = [[], [], []]
         for index, part in enumerate(x.chunk(count)):
-            turned = self._exchanged(part, index, rotary_pos_emb)
-            for held, chunk in zip(dealt, turned, strict=True):
-                held.append(chunk.to(resting))
-        outs = chunked_attention(*dealt, device=x.device)
+            exchanged = self._exchange(part, index, rotary_pos_emb)
+            for chunks, chunk in zip(parts, exchanged, strict=True):
+                chunks.append(chunk.to(place))
+        # 2. Attention over all chunks. 3. Each chunk of the output back to this rank's positions.
+        outs = chunked_attention(*parts, device=x.device)
         back = [all_to_all(out.to(x.device), self.group, 2, 1) for out in outs]
         joined = torch.cat([out.permute(2, 0, 1, 3).flatten(2) for out in back])
         bias = None if self.return_bias else self.qkv_dense_bias
@@ -195,12 +210,10 @@ class FPDT_Attention(nn.Module):
             joined, self.qkv_dense_weight, bias
         ), self.qkv_dense_bias if self.return_bias else None
 
-    def _exchanged(
+    def _exchange(
         self, part: Tensor, index: int, rotary: tuple[Tensor, Tensor] | None
     ) -> list[Tensor]:
-        """Queries, keys and values of a whole chunk for this rank's heads, of its part of the
-        chunk.
-        """
+        """Queries, keys and values of a full chunk for this rank's heads, from its part of the chunk."""
         found = []
         widths = [heads * self.head_size for heads in (self.heads, self.key_heads, self.key_heads)]
         for kind, x in enumerate(
@@ -208,15 +221,18 @@ class FPDT_Attention(nn.Module):
         ):
             by_heads = x.unflatten(-1, (-1, self.head_size)).permute(1, 2, 0, 3)
             whole = all_to_all(by_heads, self.group, 1, 2)
+            # Queries and keys are rotated by the position in the full sequence, known only now that
+            # the chunk is complete; values are not rotated.
             if rotary is not None and kind < 2:
                 positions = slice(index * whole.shape[2], (index + 1) * whole.shape[2])
                 cos, sin = (each[positions].permute(1, 2, 0, 3) for each in rotary)
-                whole = _rotated(whole, cos, sin)
+                whole = _rotate(whole, cos, sin)
             found.append(whole)
         return found
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    # A head may be rotated in part (GPT-NeoX's rotary_pct).
     width = cos.shape[-1]
     turned = x[..., :width]
     rest = x[..., width:]
@@ -232,9 +248,9 @@ def _chunks(length: int, size: int) -> int:
 
 
 class FPDT_InputConstruct(nn.Module):
-    """Deals the tokens of a batch out over the ranks, so that each has a part of every chunk.
+    """Divides the tokens of a batch over the ranks, so that each has a part of every chunk.
 
-    args: has ds_sequence_parallel_fpdt_chunk_size, in tokens of the whole sequence.
+    args: has ds_sequence_parallel_fpdt_chunk_size, in tokens of the full sequence.
     """
 
     def __init__(
@@ -267,6 +283,8 @@ class FPDT_InputConstruct(nn.Module):
         """This rank's tokens, labels, the loss mask of all ranks one after the other, the mask, its
         positions.
         """
+        # Part j of chunk i is number i * ranks + j; a rank has the parts with its number of all
+        # chunks, so that an exchange of its i-th part gives chunk i.
         device = self.tokens.device
         parts = torch.arange(self.num_chunk_per_gpu * self.sp_size, device=device)
         by_rank = parts.view(self.num_chunk_per_gpu, self.sp_size).t()
@@ -284,11 +302,15 @@ class FPDT_FFN:
 
     @staticmethod
     def apply(
-        x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, add_bias: bool, chunk_size: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """The output and `b2`, which is added where `add_bias` says so. x: [positions, batch,
-        width].
-        """
+        x: Float[Tensor, "positions batch width"],
+        w1: Float[Tensor, "inner width"],
+        b1: Float[Tensor, " inner"],
+        w2: Float[Tensor, "width inner"],
+        b2: Float[Tensor, " width"],
+        add_bias: bool,
+        chunk_size: int,
+    ) -> tuple[Float[Tensor, "positions batch width"], Tensor | None]:
+        """The output and `b2`, which is added where `add_bias` says so."""
         count = _chunks(x.shape[0], chunk_size)
 
         def layer(tile: Tensor) -> Tensor:
@@ -305,17 +327,15 @@ class FPDT_LogitsLoss:
 
     @staticmethod
     def apply(
-        lm_output: Tensor,
-        labels: Tensor,
-        logit_weights: Tensor,
+        lm_output: Float[Tensor, "positions batch width"],
+        labels: Int[Tensor, "batch positions"],
+        logit_weights: Float[Tensor, "classes width"],
         rank: int,
         spg_size: int,
         spg: ProcessGroup | None,
         num_chunk: int,
-    ) -> Tensor:
-        """The losses of all ranks' tokens, [positions, batch]. lm_output: [own positions, batch,
-        width].
-        """
+    ) -> Float[Tensor, "all_positions batch"]:
+        """The losses of all ranks' tokens; lm_output and labels are of this rank's positions."""
 
         def losses(x: Tensor, wanted: Tensor) -> Tensor:
             logits = F.linear(x, logit_weights)

@@ -1,4 +1,4 @@
-"""What transformers' attention and mask functions are for a sequence that is divided."""
+"""The attention and mask functions of transformers, for a sequence that is divided."""
 
 from __future__ import annotations
 
@@ -19,31 +19,28 @@ from ds_sequence_parallel.attention.ulysses import ulysses
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What an attention has to know of the whole sequence.
-
-    whole: the mask of the whole sequence, as the model's own attention implementation takes it.
-    causal, allowed: the same for the ring: which keys a query may look at. position_ids: of the
-    whole sequence.
-    """
+    """What an attention needs to know of the full sequence; passed as its ``attention_mask``."""
 
     layout: Layout
     whole: Any
+    """Ulysses: the mask of the full sequence, in the form of the model's own attention."""
     causal: bool
+    """Ring: no query looks at later keys."""
     allowed: Mask | None
+    """Ring: which keys a query may look at; None: no more limits."""
     position_ids: Tensor | None
+    """Of the full sequence."""
 
 
 @dataclass(eq=False)
 class Tokens:
-    """The tokens of a whole micro-batch.
-
-    padding: true where a token counts, [batch, sequence]. segments: the number of its document, if
-    there are several.
-    """
+    """The tokens of an uncut micro-batch; all tensors are [batch, sequence]."""
 
     layout: Layout
     padding: Tensor | None
+    """True where a token counts."""
     segments: Tensor | None
+    """The number of a token's document, if there are several."""
     position_ids: Tensor | None
 
 
@@ -86,8 +83,10 @@ def make_part(
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     function: Any = causal_mask_function if mask_function is None else mask_function
+    # Plain masks need no tensor: attention kernels know "causal" and "everything".
     plain = function is causal_mask_function or function is bidirectional_mask_function
     causal = function is causal_mask_function or options.get("local_size") is not None
+    # Packed documents: a token sees its own document only, whatever the rest of the mask says.
     if tokens.segments is not None:
         assert tokens.position_ids is not None
         function = _inside(function, tokens.segments, tokens.position_ids)
@@ -98,6 +97,7 @@ def make_part(
     allowed = None
     build = build or plain_mask(before)
     if ring:
+        # Such a function takes single indices, where the ring asks for blocks of them.
         if options.get("use_vmap"):
             raise UsageError(
                 "sequence_parallel: ring attention cannot use this model's own mask; set mode to "
@@ -105,6 +105,7 @@ def make_part(
             )
         if not plain or padding is not None:
             allowed = _allowed(function, padding, batch_size)
+    # Built for the full length, on every rank: after the exchange a rank has the full sequence.
     elif build is not None:
         options |= {
             "q_offset": 0,
@@ -133,12 +134,14 @@ def attend_part(
 
     before: the attention function of whole sequences, or its name. Collective along `group`.
     """
+    # The model built a mask itself, of its part of the sequence.
     if not isinstance(part, Part):
         raise UsageError(
             f"sequence_parallel: {type(module).__name__} was given a mask of its own making; its "
             "attention cannot be "
             "divided"
         )
+    # Arguments by head or by position, which would have to be cut as well.
     for name in ("s_aux", "position_bias", "softcap") if ring else ("s_aux", "position_bias"):
         if options.get(name) is not None:
             raise UsageError(
@@ -153,6 +156,8 @@ def attend_part(
             )
         how: Any = {"causal": part.causal, "scale": options.get("scaling"), "mask": part.allowed}
         return ring_attention(query, key, value, group, part.layout, **how).transpose(1, 2)
+    # Attention has the full sequence now; with a part of the positions it would find other
+    # documents.
     if "position_ids" in options:
         options["position_ids"] = part.position_ids
     function = plain_attention(before, module) if isinstance(before, str) else before
@@ -181,6 +186,7 @@ def documents(position_ids: Tensor | None) -> Tensor | None:
     """The number of the document of each token of packed sequences; None where each row is one."""
     if position_ids is None or position_ids.dim() != 2:
         return None
+    # A document starts where positions do not go on by one.
     starts = torch.diff(position_ids, dim=-1, prepend=position_ids[:, :1] - 1) != 1
     return starts.cumsum(-1) if bool(starts.any()) else None
 
@@ -191,6 +197,7 @@ def _inside(
     """A mask function inside documents, by the positions in them."""
 
     def inner(batch: Any, head: Any, query: Any, key: Any) -> Tensor:
+        # One row of segments serves every sequence of the batch.
         row = batch if len(segments) > 1 else batch * 0
         same = segments[row, query] == segments[row, key]
         return function(batch, head, positions[row, query], positions[row, key]) & same

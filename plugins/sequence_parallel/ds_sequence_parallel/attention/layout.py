@@ -15,28 +15,29 @@ from ds_core.errors import UsageError
 
 @dataclass(frozen=True)
 class Layout:
-    """A sequence of `length` positions over `ranks` ranks, in parts whose lengths differ by little.
+    """The positions of a sequence over ranks, in parts whose lengths differ by little.
 
-    zigzag: cut into twice as many chunks, of which each rank has one from the front and one from
-    the back, so that causal attention is the same work for all. Without it each rank has one
-    stretch. Positions of a rank ascend.
+    Positions of a rank ascend.
     """
 
     length: int
+    """Of the full sequence."""
     ranks: int
     zigzag: bool = False
+    """Cut into twice as many chunks, of which each rank has one from the front and one from the back,
+    so that causal attention is the same work for all. Without it each rank has one stretch."""
 
     def __post_init__(self) -> None:
         if self.length < self.ranks:
             raise UsageError(
                 f"a sequence of {self.length} tokens cannot be divided over {self.ranks} ranks; "
-                "use longer sequences "
-                "or a smaller sequence_parallel.size"
+                "use longer sequences or a smaller sequence_parallel.size"
             )
 
     def pieces(self, rank: int) -> tuple[tuple[int, int], ...]:
         """The stretches (first, end) that `rank` has."""
-        zigzag = self.zigzag and self.length >= 2 * self.ranks  # else some chunks would be empty
+        # With fewer positions than chunks some would be empty.
+        zigzag = self.zigzag and self.length >= 2 * self.ranks
         count = self.ranks * (2 if zigzag else 1)
         chunks = (rank, count - 1 - rank) if zigzag else (rank,)
         return tuple((self.length * i // count, self.length * (i + 1) // count) for i in chunks)
@@ -52,8 +53,7 @@ class Layout:
         if whole.shape[dim] != self.length:
             raise UsageError(
                 f"an input of shape {tuple(whole.shape)} has {whole.shape[dim]} positions along "
-                f"dimension {dim}, where "
-                f"the sequence has {self.length}"
+                f"dimension {dim}, where the sequence has {self.length}"
             )
         parts = [whole.narrow(dim, first, end - first) for first, end in self.pieces(rank)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
@@ -68,6 +68,7 @@ class Layout:
         """The whole sequence of all ranks' parts, one after the other along `dim`."""
         if not self.zigzag:
             return parts
+        # The ranks' positions one after the other; their order sorts the parts.
         order = torch.cat([self.positions(rank) for rank in range(self.ranks)]).argsort()
         return parts.index_select(dim, order.to(parts.device))
 

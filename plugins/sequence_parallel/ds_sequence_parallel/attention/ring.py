@@ -1,5 +1,10 @@
-"""Attention in which keys and values go from rank to rank: any number of heads; no rank has the
-whole sequence.
+"""Attention in which keys and values go from rank to rank: any number of heads.
+
+No rank ever has the full sequence. Ring Attention (Liu et al. 2023), with the zigzag layout for
+causal attention.
+
+Dimensions: ``batch``, ``heads`` of queries, ``kv_heads`` of keys and values, ``positions`` of this
+rank, ``size`` of a head, ``value_size``.
 
 [Note: who sends what] In step s of P-1 each rank sends its own keys and values to the rank s places
 on, and gets those of the rank s places back; with causal attention only the stretches that the
@@ -13,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +32,9 @@ from ds_sequence_parallel.along import AlongSequence
 from ds_sequence_parallel.attention import blocks
 from ds_sequence_parallel.attention.layout import Layout
 
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
 Mask = Callable[[Tensor, Tensor], Tensor]
 """(query positions, key positions) -> boolean [batch or 1, 1, queries, keys]; true where a query
 may look.
@@ -34,28 +42,31 @@ may look.
 
 
 def ring_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Float[Tensor, "batch heads positions size"],
+    key: Float[Tensor, "batch kv_heads positions size"],
+    value: Float[Tensor, "batch kv_heads positions value_size"],
     group: ProcessGroup | None,
     layout: Layout,
     *,
     causal: bool = True,
     scale: float | None = None,
     mask: Mask | None = None,
-) -> Tensor:
-    """The attention of this rank's queries to the whole sequence, of which each rank has a part.
+) -> Float[Tensor, "batch heads positions value_size"]:
+    """The attention of this rank's queries to the full sequence, of which each rank has a part.
 
-    query, key, value: [batch, heads, positions, size]; fewer key-value heads are shared by query
-        heads in order.
-    layout: which positions each rank has. mask: more that queries may not look at, besides
-        `causal`. Collective along `group`.
+    key, value: fewer heads than queries have are shared by query heads in order.
+    layout: which positions each rank has.
+    mask: more that queries may not look at, besides `causal`.
+
+    Collective along `group`.
     """
     if query.shape[1] % key.shape[1]:
         raise UsageError(
             f"{query.shape[1]} query heads do not divide over {key.shape[1]} key-value heads"
         )
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    # In a graph the ring is one operation, which knows its group by name: graphs have no process
+    # groups.
     if torch.compiler.is_compiling() and mask is None and comm.world_size(group) > 1:
         members: Any = dist.group.WORLD if group is None else group
         name = members.group_name
@@ -67,9 +78,7 @@ def ring_attention(
     if query.shape[2] != plan.own:
         raise UsageError(
             f"ring attention: rank {plan.rank} has {query.shape[2]} positions, and of a "
-            "sequence of "
-            f"{layout.length} over "
-            f"{layout.ranks} ranks it has {plan.own}"
+            f"sequence of {layout.length} over {layout.ranks} ranks it has {plan.own}"
         )
     return cast(Tensor, _eagerly(query, key, value, plan))
 
@@ -81,8 +90,7 @@ def _eagerly(query: Tensor, key: Tensor, value: Tensor, plan: _Plan) -> Any:
 
 
 class RingAttention(AlongSequence):
-    """`ring_attention` as a module of the model: ``(query, key, value)``, [batch, heads, positions,
-    size] each.
+    """`ring_attention` as a module of the model.
 
     group: of the ranks that divide the sequence; None: the axis ``sp``, once `ds_core.initialize`
         has the model.
@@ -109,7 +117,12 @@ class RingAttention(AlongSequence):
         if not self._along.given:
             self.zigzag = zigzag
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(
+        self,
+        query: Float[Tensor, "batch heads positions size"],
+        key: Float[Tensor, "batch kv_heads positions size"],
+        value: Float[Tensor, "batch kv_heads positions value_size"],
+    ) -> Float[Tensor, "batch heads positions value_size"]:
         """The attention of this rank's positions to the whole sequence.
 
         Collective along the group.
@@ -123,14 +136,16 @@ class RingAttention(AlongSequence):
 
 @dataclass(frozen=True)
 class _Task:
-    """Queries (first, end) of one rank look at keys (0, end) of another; causal: at those before
-    them only.
-    """
+    """The attention of some queries of one rank to the first keys of another."""
 
     first: int
+    """The first query, in the order of the rank's own positions."""
     last: int
+    """The end of the queries."""
     keys: int
+    """Keys 0 to this one (excluded)."""
     causal: bool
+    """Queries see keys up to their own position only; both are the same positions then."""
 
 
 class _Plan:
@@ -159,6 +174,7 @@ class _Plan:
     def task(self, rank: int, other: int) -> _Task | None:
         """What `rank` has to do with the keys of `other`; None: it sees none of them."""
         whole = self.length(other)
+        # A rank's own block has the diagonal; without causal attention every block is full.
         if rank == other or not self.causal:
             return _Task(0, self.length(rank), whole, self.causal) if whole else None
         # Positions ascend, so a stretch of queries sees the first keys of the other rank, up to
@@ -172,6 +188,8 @@ class _Plan:
         looking = [row for row in seen if row[2] and row[1] > row[0]]
         if not looking:
             return None
+        # Zigzag: of two stretches of queries either both see the first stretch of keys, or the
+        # later one sees both; so one rectangle covers a task, without a mask.
         assert len({row[2] for row in looking}) == 1  # of the two layouts there are
         return _Task(looking[0][0], looking[-1][1], looking[0][2], False)
 
@@ -198,6 +216,7 @@ class _Shift:
         source = (plan.rank - ahead) % plan.ranks
         self.given = given
         self.taken = given.new_empty(takes)
+        # As an all-to-all in which all other parts are empty; see the note.
         gives = [0] * plan.ranks
         comes = [0] * plan.ranks
         gives[to] = given.numel()
@@ -212,12 +231,12 @@ class _Shift:
         return self.taken
 
 
-def _packed(parts: tuple[Tensor, ...], rows: int) -> Tensor:
+def _pack(parts: tuple[Tensor, ...], rows: int) -> Tensor:
     """The first rows of keys and values as one message."""
     return torch.cat([part[:, :, :rows].reshape(-1) for part in parts])
 
 
-def _unpacked(message: Tensor, like: tuple[Tensor, ...], rows: int) -> list[Tensor]:
+def _unpack(message: Tensor, like: tuple[Tensor, ...], rows: int) -> list[Tensor]:
     shapes = [(*part.shape[:2], rows, part.shape[3]) for part in like]
     sizes = [part.shape[0] * part.shape[1] * rows * part.shape[3] for part in like]
     return [flat.view(shape) for flat, shape in zip(message.split(sizes), shapes, strict=True)]
@@ -244,18 +263,22 @@ class _Ring(Function):
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
     parts = (key, value)
+    # Sums over blocks are in fp32 (fp64 for fp64), whatever the dtype of the inputs.
     out = query.new_zeros((*query.shape[:3], value.shape[3]), dtype=_sum_dtype(query))
     lse = query.new_full(query.shape[:3], float("-inf"), dtype=out.dtype)
+    # Step 0 is this rank's own block, while the first message is on its way.
     coming = _send_keys(parts, plan, 1)
     for step in range(plan.ranks):
         other = (plan.rank - step) % plan.ranks
         if step:
             assert coming is not None
             message = coming.wait()
+            # The next exchange begins before this block is attended to, so that both overlap.
             coming = _send_keys(parts, plan, step + 1)
-            parts_here = tuple(_unpacked(message, parts, plan.keys(plan.rank, other)))
+            parts_here = tuple(_unpack(message, parts, plan.keys(plan.rank, other)))
         else:
             parts_here = parts
+        # Nothing to attend to; the exchanges above were made all the same.
         if (task := plan.task(plan.rank, other)) is None:
             continue
         rows = slice(task.first, task.last)
@@ -279,6 +302,8 @@ def _backward(
         torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format)
         for x in (query, key, value)
     )
+    # Keys and values come again as in forward; the gradients of each block go back to its owner,
+    # one step later.
     coming = _send_keys(parts, plan, 1)
     going = None
     for step in range(plan.ranks):
@@ -288,8 +313,10 @@ def _backward(
             assert coming is not None
             message = coming.wait()
             coming = _send_keys(parts, plan, step + 1)
-            parts_here = _unpacked(message, parts, plan.keys(plan.rank, other))
+            parts_here = _unpack(message, parts, plan.keys(plan.rank, other))
         task = plan.task(plan.rank, other)
+        # A rank that sees none of these keys sends an empty message: the exchange has a partner on
+        # either side.
         grads: tuple[Tensor, ...] = (key.new_empty(0),)
         if task is not None:
             rows = slice(task.first, task.last)
@@ -302,16 +329,19 @@ def _backward(
                 mask=plan.block_mask(other, task, query.device),
             )
             dq[:, :, rows] += more
+            # Sent in the inputs' dtype, half the bytes for 16 bits; summed in fp32 by the owner.
             grads = tuple(g.to(key.dtype) for g in grads_here)
         if step == 0:
             for mine, more in zip(own, grads, strict=True):
                 mine += more
             continue
-        _returned(going, own, parts, plan, step - 1)
-        sent = _packed(grads, plan.keys(plan.rank, other)) if task is not None else grads[0]
+        _add_returned(going, own, parts, plan, step - 1)
+        sent = _pack(grads, plan.keys(plan.rank, other)) if task is not None else grads[0]
+        # The opposite direction of the keys: this rank used keys from `step` places back, and its
+        # own were used `step` places on.
         takes = plan.keys((plan.rank + step) % plan.ranks, plan.rank) * _width(parts)
         going = _Shift(sent, takes, plan, -step)
-    _returned(going, own, parts, plan, plan.ranks - 1)
+    _add_returned(going, own, parts, plan, plan.ranks - 1)
     return dq.to(query.dtype), own[0].to(key.dtype), own[1].to(value.dtype)
 
 
@@ -321,19 +351,18 @@ def _send_keys(parts: tuple[Tensor, ...], plan: _Plan, step: int) -> _Shift | No
         return None
     to = (plan.rank + step) % plan.ranks
     source = (plan.rank - step) % plan.ranks
-    given = _packed(parts, plan.keys(to, plan.rank))
+    given = _pack(parts, plan.keys(to, plan.rank))
     return _Shift(given, plan.keys(plan.rank, source) * _width(parts), plan, step)
 
 
-def _returned(
+def _add_returned(
     going: _Shift | None, own: list[Tensor], parts: tuple[Tensor, ...], plan: _Plan, step: int
 ) -> None:
-    """Add what the rank `step` places on found to be the gradients of this rank's keys and
-    values."""
+    """Add the gradients of this rank's keys and values that the rank `step` places on computed."""
     if going is None:
         return
     rows = plan.keys((plan.rank + step) % plan.ranks, plan.rank)
-    for mine, more in zip(own, _unpacked(going.wait(), parts, rows), strict=True):
+    for mine, more in zip(own, _unpack(going.wait(), parts, rows), strict=True):
         mine[:, :, :rows] += more
 
 
@@ -344,6 +373,7 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 # -- as operations of torch, for graphs ------------------------------------------------------------
 
 
+# custom_op reads its schema from the annotations, so these have no shapes.
 def _named(group: str, length: int, zigzag: bool, causal: bool, scale: float) -> _Plan:
     resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
     members = resolve(group)

@@ -1,11 +1,10 @@
-"""Activations in host memory: what the blocks of a model save for backward leaves the device until
-backward needs it.
+"""Activation offloading: tensors that blocks save for backward are kept in host memory until then.
 
 Copies run beside the computation (`ds_state_stores.HostCopies`). Weights stay, and so do small
 tensors. A tensor that several operations save is copied once. Backward fetches a few tensors ahead,
 in the reverse order of forward.
 
-With recompute a block saves its inputs by itself and nothing else: then
+With activation checkpointing a block saves its inputs by itself and nothing else: then
 ``activation_checkpointing.cpu_checkpointing`` is the key to set, and nothing is left here.
 """
 
@@ -36,7 +35,7 @@ log = logging.getLogger("ds_sequence_parallel")
 def offload_blocks(
     model: nn.Module, section: OffloadConfig, accelerator: Accelerator
 ) -> Callable[[], None]:
-    """Offload what the model's repeated blocks save; gives a function that undoes it.
+    """Offload what the model's repeated blocks save; returns a function that undoes it.
 
     Raises UsageError where there are none.
     """
@@ -66,21 +65,25 @@ class OffloadedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped forward, whose saved inputs go to the host."""
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-            # in backward: a recomputation, which needs what it saves at once
+            # Inside a backward: activation checkpointing repeats the block, and backward needs what
+            # it saves at once.
             return self.__wrapped__(*args, **kwargs)
         with self.offload.saving(self.block):
             return self.__wrapped__(*args, **kwargs)
 
 
 class _Saved:
-    """A tensor that was saved, perhaps several times. before: the one saved before it."""
+    """A tensor that was saved, perhaps several times."""
 
     def __init__(self, copy: HostCopy, before: weakref.ref[_Saved] | None) -> None:
         self.copy = copy
+        # The one saved before it, which backward needs next. Weak: autograd alone keeps them.
         self.before = before
+        # How often it was saved, and read by backward.
         self.saves = 1
         self.reads = 0
-        self.tensor: Tensor | None = None  # between the first and the last read of a backward
+        # On the device, between the first and the last read of a backward.
+        self.tensor: Tensor | None = None
 
 
 class Offload:
@@ -107,13 +110,15 @@ class Offload:
             if tensor.numel() * tensor.itemsize < self._min or self.copies.stays(tensor):
                 return tensor
             storage = tensor.untyped_storage()._cdata
+            # A weight is on the device anyway, also as a view of it (a transposed weight, say).
             if any(p.untyped_storage()._cdata == storage for p in params):
                 return tensor
             return self._save(tensor, storage)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._read):
             yield
-        self._recent.clear()  # hold no more of what it saved
+        # The sources of the last copies would stay on the device.
+        self._recent.clear()
 
     def _save(self, tensor: Tensor, storage: int) -> _Saved:
         key = (
@@ -136,11 +141,13 @@ class Offload:
     def _read(self, saved: Any) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        self.copies.settle()  # backward has begun: what was still leaving is held no longer
+        # Backward has begun: sources of copies that were still under way are released.
+        self.copies.settle()
         if saved.tensor is None:
             saved.tensor = self.copies.back(saved.copy)
         found: Tensor = saved.tensor
         saved.reads += 1
+        # A graph that is kept (retain_graph) is read again: counted modulo.
         if saved.reads % saved.saves == 0:
             saved.tensor = None
         for _ in range(self._ahead):

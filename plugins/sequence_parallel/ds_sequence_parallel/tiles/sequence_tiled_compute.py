@@ -1,6 +1,4 @@
-"""Any function of tensors of a sequence in tiles, with DeepSpeed's arguments: for scripts that were
-written for it.
-"""
+"""Any function of tensors of a sequence in tiles, with DeepSpeed's names and arguments."""
 
 from __future__ import annotations
 
@@ -27,9 +25,10 @@ def sequence_tiled_compute(
     """``fn(**kwargs_to_shard, **kwargs_to_pass)``, computed in `shards` tiles.
 
     kwargs_to_shard: tensors [batch, seqlen, ...] and None; that of `grad_requiring_tensor_key` is
-    [batch, seqlen, width]. kwargs_to_pass: given to each tile as they are. compute_params: the
-    parameters that `fn` uses; None: those of the modules in kwargs_to_pass.
-    output_unshard_dimension: 1, the sequence of the result; 0 where `fn` gives a scalar.
+        [batch, seqlen, width].
+    kwargs_to_pass: passed to each tile as they are.
+    compute_params: the parameters that `fn` uses; None: those of the modules in kwargs_to_pass.
+    output_unshard_dimension: 1, the sequence of the result; 0 where `fn` returns a scalar.
     output_reduction: then "mean", in which a tile counts by its length, or "sum".
     """
     key = grad_requiring_tensor_key
@@ -49,8 +48,7 @@ def sequence_tiled_compute(
     ):
         raise UsageError(
             "sequence_tiled_compute: output_unshard_dimension is 1, or 0 with an output_reduction "
-            "of 'mean' or 'sum'; "
-            f"it is {output_unshard_dimension} with {output_reduction!r}"
+            f"of 'mean' or 'sum'; it is {output_unshard_dimension} with {output_reduction!r}"
         )
     names = [
         key,
@@ -99,8 +97,7 @@ class SequenceTiledCompute:
         if len(args) != len(keys_to_shard) + len(keys_to_pass):
             raise UsageError(
                 f"SequenceTiledCompute.apply: {len(keys_to_shard)} keys to shard and "
-                f"{len(keys_to_pass)} to pass need "
-                f"as many arguments, and there are {len(args)}"
+                f"{len(keys_to_pass)} to pass need as many arguments, and there are {len(args)}"
             )
         cut = len(keys_to_shard)
         return sequence_tiled_compute(

@@ -1,8 +1,8 @@
 """Tiles in a model whose code does not know of them: its MLPs, and its logits with their loss.
 
 [Note: deferred logits] A causal language model of transformers computes logits, may scale them, and
-gives them to its ``loss_function``. While it is called with labels, its output layer gives
-`DeferredLogits` instead, which note the scaling; the loss function then runs output layer, scaling
+passes them to its ``loss_function``. While it is called with labels, its output layer returns
+`DeferredLogits` instead, which record the scaling; the loss function then runs output layer, scaling
 and the loss that was there before tile by tile. Anything else that is done with deferred logits
 computes them, as if there were no tiles.
 """
@@ -39,7 +39,7 @@ def shards_of(section: TileConfig) -> int | TileBytes:
 
 
 def stand_before(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Callable[[], None]:
-    """Give each module a forward of its own; what is given back takes it away, where it is still
+    """Give each module a forward of its own; returns a function that removes it, where it is still
     there.
     """
     before = {module: module.__dict__.get("forward") for module in forwards}
@@ -74,9 +74,11 @@ def tile_mlps(model: nn.Module, section: TiledMLPConfig) -> Callable[[], None]:
             for n, m in model.named_modules()
             if _MLP.search(type(m).__name__) and _has_weights(m)
         }
+        # The outermost only: an MLP inside an MLP (an expert, say) is tiled with it.
         inner = {m for outer in called.values() for m in outer.modules() if m is not outer}
         found = {n: m for n, m in called.items() if m not in inner}
-    if not any(comm.all_gather_json(bool(found))):  # a stage of a pipeline may have none
+    # A stage of a pipeline may have none; an error is raised on all ranks, or none.
+    if not any(comm.all_gather_json(bool(found))):
         classes = sorted({type(m).__name__ for m in model.modules() if _has_weights(m)})
         raise UsageError(
             f"{key}: no class of the model is called an MLP; name some of {', '.join(classes)}"
@@ -105,6 +107,8 @@ class TiledForward:
         first = next((a for a in args if isinstance(a, Tensor)), None)
         if first is None or first.dim() < 2:
             return self.__wrapped__(*args, **kwargs)
+        # Everything with the first one's leading dimensions belongs to the tokens, and is cut with
+        # them.
         lead = first.shape[:-1]
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         cut = [k for k, v in given.items() if isinstance(v, Tensor) and _begins(v, lead)]
@@ -143,20 +147,19 @@ def tile_loss(
     if not isinstance(output, nn.Module) or before is None:
         raise UsageError(
             f"{key} is for causal language models of transformers, and {name} has no "
-            "get_output_embeddings() and "
-            "loss_function; call ds_sequence_parallel.TiledFusedLogitsLoss in the model"
+            "get_output_embeddings() and loss_function; call ds_sequence_parallel.TiledFusedLogitsLoss in the model"
         )
     if "shift_labels" not in inspect.signature(before).parameters:
         raise UsageError(
             f"{key}: the loss of {name}, {getattr(before, '__name__', before)}, takes no "
-            "shift_labels, so it is not "
-            "one of a causal language model; remove the key"
+            "shift_labels, so it is not one of a causal language model; remove the key"
         )
     head = TiledHead(output)
     forward = stand_before({output: head})
     model.loss_function = TiledLoss(before, head, shards_of(section), sharded)  # type: ignore[assignment]
     place = list(inspect.signature(type(model).forward).parameters).index("labels") - 1
 
+    # Without labels users want logits: the head computes them as ever.
     def arm(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         labels = args[place] if len(args) > place else kwargs.get("labels")
         head.defers = labels is not None
@@ -180,22 +183,25 @@ def tile_loss(
 
 
 class _Job(NamedTuple):
-    """What the output layer is called with to compute a loss. x: hidden states."""
+    """The argument of the output layer by which it computes a loss.
+
+    Through the module, so that hooks that gather its weights (ZeRO-3) run.
+    """
 
     x: Tensor
+    """Hidden states."""
     labels: Tensor
     loss: Callable[[Tensor, Tensor], Tensor]
     shards: int | TileBytes
 
 
 class TiledHead:
-    """Stands before the forward of the output layer. defers: whether the model has labels, and so a
-    loss to come.
-    """
+    """Stands before the forward of the output layer."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.__wrapped__ = module.forward
+        # Whether the forward under way has labels, and so a loss to come.
         self.defers = False
 
     def __call__(self, x: Any) -> Any:
@@ -215,7 +221,8 @@ class TiledHead:
 
     def plain(self, x: Tensor) -> Tensor:
         """Logits, through the module, so that its hooks see it."""
-        before, self.defers = self.defers, False
+        before = self.defers
+        self.defers = False
         try:
             logits: Tensor = self.module(x)
         finally:
@@ -255,7 +262,8 @@ class TiledLoss:
         items = {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
         if not isinstance(logits, DeferredLogits):
             return self.__wrapped__(logits=logits, labels=labels, **items, **common)
-        if self.sharded is not None:  # labels of a part are shifted already
+        # Labels of a part of the sequence are shifted already.
+        if self.sharded is not None:
             items = self.sharded.complete(labels, items)
         num_items_in_batch = items["num_items_in_batch"]
         shift_labels = items["shift_labels"]
@@ -265,6 +273,7 @@ class TiledLoss:
         if num_items_in_batch is None:
             num_items_in_batch = (shift_labels != ignore_index).sum()
 
+        # num_items_in_batch=1 makes the wrapped mean a sum; divided once, behind the last tile.
         def sum_of(x: Tensor, targets: Tensor) -> Tensor:
             tile = logits.change(self.head.__wrapped__(x))
             return self.__wrapped__(
@@ -292,7 +301,7 @@ _SCALING = frozenset(
     }
 )
 _SCALING |= {"tanh", "float", "to", "contiguous"}
-"""Functions, by name, that are noted and done to each tile."""
+"""Functions, by name, that are recorded and applied to each tile."""
 _METADATA = frozenset(
     {"shape", "dtype", "device", "ndim", "layout", "size", "dim", "ndimension", "numel", "nelement"}
 )
@@ -337,14 +346,14 @@ class DeferredLogits(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return (
             f"<logits of hidden states of shape {tuple(self.x.shape)}, not computed: the "
-            "loss is "
-            "computed in tiles>"
+            "loss is computed in tiles>"
         )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.__name__ if func.__name__ != "__get__" else func.__self__.__name__
+        # Shape and dtype are known without the values.
         if name in _METADATA or name in ("__set__", "__delete__"):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -354,6 +363,7 @@ class DeferredLogits(Tensor):
             for a in args
             if isinstance(a, Tensor) and not isinstance(a, DeferredLogits) and a.dim()
         ]
+        # Elementwise with a number: the same for a tile as for all. Anything else needs the values.
         if name in _SCALING and len(mine) == 1 and not others:
             one = mine[0]
 

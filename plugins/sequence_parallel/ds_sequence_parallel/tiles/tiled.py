@@ -1,5 +1,4 @@
-"""Layers and losses computed tile by tile along the sequence, so that the memory of one tile is
-enough.
+"""Layers and losses computed tile by tile along the sequence, with the memory of one tile.
 
 [Note: tiles] A tiled layer keeps its inputs only. In backward each tile runs again, with the same
 random numbers and the same autocast, and gives its gradients before the next begins. Gradients of
@@ -47,9 +46,12 @@ class TiledMLP:
     ) -> Tensor:
         """``fn(module, x)``, computed in tiles of `x`.
 
-        fn: gives one tensor with as many positions as it was given. x: [..., sequence, width].
-        shards: how many tiles, or a budget. compute_params: the parameters that `fn` uses; None:
-        all of `module`. Raises UsageError in backward when `fn` uses another parameter, and for
+        fn: returns one tensor with as many positions as it was given.
+        x: [..., sequence, width].
+        shards: how many tiles, or a budget.
+        compute_params: the parameters that `fn` uses; None: all of `module`.
+
+        Raises UsageError in backward when `fn` uses another parameter, and for
         ``create_graph=True``.
         """
         params = weights_of(module) if compute_params is None else list(compute_params)
@@ -75,11 +77,13 @@ class TiledFusedLogitsLoss:
         """The sum or mean over tiles of ``fn(module, x, y)``, or of ``fn(module, x, y, mask)``
         where there is a mask.
 
-        fn: gives a scalar. x: [..., sequence, width]. y, mask: [..., sequence, ...]. shards,
-        compute_params: as in `TiledMLP`. output_reduction: "sum" of what `fn` gave for each tile,
-        or "mean", in which a tile counts by its length. The mean over tokens of which some are
-        ignored is not a mean over tiles: have `fn` give a sum, take the "sum", and divide it by the
-        number of tokens that count.
+        fn: returns a scalar.
+        x: [..., sequence, width].
+        y, mask: [..., sequence, ...].
+        shards, compute_params: as in `TiledMLP`.
+        output_reduction: "sum" of the tiles' results, or "mean", in which a tile counts by its
+            length. The mean over tokens of which some are ignored is not a mean over tiles: have
+            `fn` return a sum, use "sum", and divide it by the number of tokens that count.
         """
         if output_reduction not in ("sum", "mean"):
             raise UsageError(
@@ -106,11 +110,11 @@ def tiled(
     owner: nn.Module | None = None,
     loss: bool = False,
 ) -> Tensor:
-    """``fn(*inputs)`` in tiles. loss: `fn` gives a scalar, and what it gives for the tiles is
-    added.
+    """``fn(*inputs)`` in tiles.
 
     inputs: the first is [..., sequence, width]; the others have the same sequence in the same
-    dimension.
+        dimension.
+    loss: `fn` returns a scalar, and the scalars of the tiles are added.
     """
     dim = _dim(inputs[0])
     what = type(owner).__name__ if owner is not None else "tiled"
@@ -119,12 +123,13 @@ def tiled(
         if tensor.dim() <= dim or tensor.shape[dim] != length:
             raise UsageError(
                 f"{what}: all inputs of a tiled function have the same length in dimension {dim}, "
-                "where the first has "
-                f"{length}; one has the shape {tuple(tensor.shape)}"
+                f"where the first has {length}; one has the shape {tuple(tensor.shape)}"
             )
     count = shards.count(fn, inputs, dim, owner) if isinstance(shards, TileBytes) else shards
     if count < 1:
         raise UsageError(f"{what}: the number of tiles is {count}; it must be at least 1")
+    # One tile of a layer is the layer. One tile of a loss still saves: its logits are gone when it
+    # ends.
     if count == 1 and not loss:
         return fn(*inputs)
     run = _Run(fn, dim, max(1, min(count, length)), loss, owner, len(inputs))
@@ -172,6 +177,8 @@ class TileBytes:
             _Autocast.now(first.device.type),
         )
         if key not in self._need:
+            # The difference of two lengths leaves out what does not grow with the sequence, such as
+            # weights.
             short = min(length // 2, _PROBE)
             once, twice = (
                 _saved_bytes(fn, [t.narrow(dim, 0, n) for t in inputs]) for n in (short, 2 * short)
@@ -196,6 +203,7 @@ def _saved_bytes(fn: Callable[..., Tensor], piece: list[Tensor]) -> int:
         seen[storage._cdata] = storage
         return tensor
 
+    # Counted by storage, so that views count once; the probe's own inputs do not count.
     leaves = [t.detach().clone() for t in piece]
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
     with torch.enable_grad(), hooks, STREAMS.replay(STREAMS.snapshot()):
@@ -210,16 +218,17 @@ def _saved_bytes(fn: Callable[..., Tensor], piece: list[Tensor]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What is computed. inputs: how many of the tensors are cut into tiles; the others are
-    parameters.
-    """
+    """What is computed."""
 
     fn: Callable[..., Tensor]
     dim: int
+    """Of the sequence."""
     tiles: int
     loss: bool
     owner: nn.Module | None
+    """For messages."""
     inputs: int
+    """How many of the tensors are cut into tiles; the others are parameters."""
 
     def pieces(self, length: int) -> Iterator[tuple[int, int]]:
         """First position and length of each tile; they differ by one at most."""
@@ -241,6 +250,7 @@ class _Tiles(torch.autograd.Function):
         ctx.grads = None
         device = tensors[0].device.type
         ctx.autocast = _Autocast.now(device)
+        # A loss: see [Note: gradients in forward].
         if run.loss and any(needs) and not _is_fp16(tensors, ctx.autocast):
             total, grads = _gradients(run, tensors, needs, None)
             assert total is not None
@@ -248,12 +258,15 @@ class _Tiles(torch.autograd.Function):
             ctx.save_for_backward(*[g for g in grads if g is not None])
             ctx.grads = len(grads)
             return total
+        # A layer: see [Note: tiles]. The values now; tiles run again in backward from the same
+        # random states.
         ctx.random = STREAMS.snapshot() if any(needs) else None
         ctx.params = tensors[run.inputs :]
         ctx.save_for_backward(*tensors[: run.inputs])
         out = _values(run, tensors[: run.inputs])
         if ctx.autocast.enabled:
-            # casts that were made without a graph must not serve others
+            # Autocast caches casts of weights; these were made without a graph, and would cut off
+            # gradients of later uses.
             torch.clear_autocast_cache()
         return out
 
@@ -263,9 +276,9 @@ class _Tiles(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise UsageError(
                 f"{run.what} is computed in tiles, which give no second derivatives; do without "
-                "create_graph=True, or "
-                "without tiles"
+                "create_graph=True, or without tiles"
             )
+        # A loss is finished: its gradients times that of the scalar.
         if ctx.grads is not None:
             found: list[Tensor | None] = [None] * ctx.grads
             for position, grad in zip(ctx.positions, ctx.saved_tensors, strict=True):
@@ -295,6 +308,8 @@ def _values(run: _Run, inputs: Sequence[Tensor]) -> Tensor:
         if run.loss:
             total.add(tile)
             continue
+        # Allocated at the first tile, whose shape says how wide the output is; tiles are written to
+        # their places.
         if out is None:
             out = tile.new_empty([*tile.shape[: run.dim], length, *tile.shape[run.dim + 1 :]])
         out.narrow(run.dim, first, size).copy_(tile)
@@ -321,9 +336,11 @@ def _gradients(
         with torch.enable_grad():
             out = run.fn(*tiles)
         _check(run, out, size)
+        # Every tile uses the same parameters, so the first is enough.
         if first == 0:
             _refuse_others(run, out, [*leaves, *params])
         given = upstream if upstream is None or run.loss else upstream.narrow(run.dim, first, size)
+        # Tensor hooks would run once per tile, with a part of the gradient.
         with _hooks_off(wanted):
             found = iter(_grad(out, [*leaves, *wanted], given))
         for grad in cut:
@@ -343,18 +360,21 @@ def _gradients(
 
 
 def _grad(out: Tensor, wanted: list[Tensor], given: Tensor | None) -> Sequence[Tensor | None]:
-    if not out.requires_grad:  # a tile without any dependence on what is asked for
+    # A tile that depends on nothing that needs a gradient.
+    if not out.requires_grad:
         return [None] * len(wanted)
     return torch.autograd.grad(out, wanted, given, allow_unused=True)
 
 
 def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
-    """`grad` times a scalar: in fp32 for 16 bits, whose rounding of the factor would shift all
-    alike.
+    """`grad` times a scalar, in fp32 for 16 bits.
+
+    A factor that is rounded to 16 bits would be a bias, alike for all elements.
     """
     if grad.dtype.itemsize >= 4 or not grad.is_contiguous():
         return (grad * factor.to(torch.promote_types(grad.dtype, torch.float32))).to(grad.dtype)
     out = torch.empty_like(grad)
+    # In pieces of 4M elements, so that the fp32 copy stays small.
     for target, part in zip(out.view(-1).split(1 << 22), grad.view(-1).split(1 << 22), strict=True):
         target.copy_(part.float() * factor)
     return out
@@ -392,6 +412,7 @@ class _Sum:
         if self.value is None:
             self.value = part
             self.dtype = part.dtype
+        # Only now a sum: one tile needs neither a copy nor another dtype.
         elif self.count == 1:
             self.value = self.value.to(torch.promote_types(part.dtype, torch.float32)) + part
         else:
@@ -415,8 +436,7 @@ def _check(run: _Run, out: Any, size: int) -> None:
     if not run.loss and (out.dim() <= run.dim or out.shape[run.dim] != size):
         raise UsageError(
             f"{run.what}: for a tile of {size} positions in dimension {run.dim} it gave the shape "
-            f"{tuple(out.shape)}; "
-            "only functions that treat each position alike can be tiled"
+            f"{tuple(out.shape)}; only functions that treat each position alike can be tiled"
         )
 
 
@@ -426,8 +446,7 @@ def _refuse_others(run: _Run, out: Tensor, known: Sequence[Tensor]) -> None:
         if not any(leaf is tensor for tensor in known):
             raise UsageError(
                 f"{run.what}: the tiled function uses {_name(run.owner, leaf)}, which would get no "
-                "gradient; name it "
-                "in compute_params, or give what it uses as an input"
+                "gradient; name it in compute_params, or give what it uses as an input"
             )
 
 
@@ -440,6 +459,7 @@ def _leaves(out: Tensor) -> Iterator[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
+        # An AccumulateGrad node.
         if hasattr(node, "variable"):
             yield node.variable
         stack += [above for above, _ in node.next_functions]
@@ -470,10 +490,11 @@ def _is_fp16(tensors: Sequence[Tensor], autocast: _Autocast) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Autocast:
-    """Which autocasts are on. dtypes: of the device and of the CPU; None: off."""
+    """Which autocasts are on."""
 
     device: str
     dtypes: tuple[torch.dtype | None, torch.dtype | None]
+    """Of the device and of the CPU; None: off."""
 
     @classmethod
     def now(cls, device: str) -> _Autocast:

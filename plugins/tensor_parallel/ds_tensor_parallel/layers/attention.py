@@ -1,8 +1,7 @@
-"""Attention modules: how many groups of heads their weights divide into, and what a rank's share of
-them changes.
+"""Attention modules: how their heads are divided over ranks, and what a rank's share changes.
 
 Weights of attention are divided by whole groups: the query heads that share a key and value head,
-and that head. A model that takes the number of heads from its weights (transformers' ``view(...,
+and that head. A model that derives the number of heads from its weights (transformers' ``view(...,
 -1, head_dim)``) needs nothing else; of the others, attributes that count heads become this rank's.
 
 [Note: fewer keys than ranks] Then query heads are divided one by one, and each rank computes the
@@ -51,11 +50,12 @@ _SIGNS = (*QUERY_HEADS, *KEY_HEADS, *SIZES, *GROUPS)
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The heads of an attention: of queries, of keys, and their size (0: it does not say)."""
+    """The heads of an attention."""
 
     queries: int
     keys: int
     size: int
+    """Of one head; 0: the module does not say."""
 
     @property
     def fused(self) -> tuple[int, int, int]:
@@ -73,23 +73,25 @@ class Heads:
         ((first, count),) = Division.by_unit((units,), 1, ranks).ranges(rank)
         if units == self.keys:
             return Share(first * each, count * each, tuple(range(first, first + count)))
+        # Query heads one by one: which key heads do they need, and how often?
         used = Counter(query // each for query in range(first, first + count))
+        # Attention repeats each key head equally often; where this rank's queries use them
+        # unequally, each query gets a key head of its own.
         alike = len(set(used.values())) == 1
         return Share(first, count, tuple(used if alike else used.elements()))
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A rank's part of an attention: `count` query heads from `first` on, and the key heads that it
-    computes for them.
-
-    A key head is there once for each of its queries where the rank has more of one key head's than
-    of another's.
-    """
+    """A rank's part of an attention."""
 
     first: int
+    """Its first query head."""
     count: int
+    """Its query heads."""
     keys: tuple[int, ...]
+    """The key heads that it computes for them; one is listed once per query where the rank has more
+    queries of one key head than of another."""
 
 
 def heads_of(module: nn.Module) -> Heads | None:
@@ -102,6 +104,8 @@ def heads_of(module: nn.Module) -> Heads | None:
     queries = _count(module, QUERY_HEADS) or _count(config, QUERY_HEADS)
     if not queries:
         return None
+    # In this order: what the module itself says, multi-query (one key head, a flag of Falcon's),
+    # the config, else as many as queries.
     groups = _count(module, GROUPS)
     keys = queries // groups if groups else _count(module, KEY_HEADS)
     if not keys:
@@ -127,16 +131,20 @@ def keep_heads(module: Any, heads: Heads, mine: Share) -> None:
         (GROUPS, heads.queries // heads.keys, mine.count // keys),
         (WIDTHS, heads.queries * heads.size, mine.count * heads.size),
     ]
+    # By value: an attribute counts heads only if it has exactly the full number.
     for part in (module, *module.children()):
         for names, whole, here in changes:
             for name in names:
                 if vars(part).get(name) == whole:
                     setattr(part, name, here)
     config = getattr(module, "config", None)
+    # The config is shared by all layers, and by code outside of attention: it stays, and this
+    # module gets a view of it with its own numbers.
     if config is not None and not isinstance(config, HeadsConfig):
         local = {n: mine.count for n in QUERY_HEADS if getattr(config, n, None) == heads.queries}
         local |= {n: keys for n in KEY_HEADS if getattr(config, n, None) == heads.keys}
         module.config = HeadsConfig(config, local)
+    # Biases of all heads are made outside, for every layer alike.
     for place, name in enumerate(inspect.signature(module.forward).parameters):
         if name in BIASES:
             narrow = _BiasesOf(heads.queries, mine.first, mine.count, place, name)
@@ -178,6 +186,7 @@ class _BiasesOf:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The same arguments with narrower biases."""
+        # By keyword or by position, as the model calls it.
         if isinstance(given := kwargs.get(self.name), Tensor):
             return args, kwargs | {self.name: self.narrow(given)}
         if len(args) > self.place and isinstance(args[self.place], Tensor):

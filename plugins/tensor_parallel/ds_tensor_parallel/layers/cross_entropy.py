@@ -1,9 +1,13 @@
 """Cross entropy of logits of which each rank has the columns of some tokens.
 
+As Megatron-LM's vocabulary-parallel loss (Shoeybi et al. 2019, section 3), with one collective.
+
+Dimensions: ``positions`` of the batch, ``tokens`` of this rank's part of the vocabulary.
+
 [Note: one small message] Of each position a rank sends three numbers: its largest logit, the sum of
 exponentials relative to it, and the target's logit if it has it. From those of all ranks every rank
-has the loss; the gradient needs no message. Neither the logits nor their gradient are ever whole on
-a rank.
+has the loss; the gradient needs no message. No rank ever has the full
+logits, or their gradient.
 """
 
 from __future__ import annotations
@@ -22,25 +26,27 @@ from ds_core.errors import UsageError
 from ds_tensor_parallel.layers.linear import Place, gather_columns
 
 if TYPE_CHECKING:
+    from jaxtyping import Float, Int
     from torch.distributed import ProcessGroup
 
     from ds_tensor_parallel.planning.division import Division
 
 
 def parallel_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
+    logits: Float[Tensor, "*batch tokens"],
+    target: Int[Tensor, "*batch"],
     head: Any,
     *,
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> Tensor:
-    """`torch.nn.functional.cross_entropy`, of what `head` gives.
+) -> Float[Tensor, "*losses"]:
+    """`torch.nn.functional.cross_entropy` of the logits that `head` computed; fp32 for 16 bits.
 
-    logits: of any shape, with this rank's tokens last. target: the same shape without the last.
-    head: the column-parallel layer with ``gather_output=False`` that made the logits; while it is
-    whole, so are they. 16-bit logits are calculated with in fp32.
+    logits: with this rank's tokens last.
+    target: token ids of the full vocabulary.
+    head: the column-parallel layer with ``gather_output=False`` that made the logits; until it is
+        bound, they are of all tokens.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction {reduction!r}; use 'mean', 'sum' or 'none'")
@@ -65,6 +71,7 @@ def parallel_cross_entropy(
                 f"logits have {logits.shape[-1]} tokens, and this rank has {size} of "
                 f"{division.length}"
             )
+        # Only the loss needs the group: reductions are over positions, which every rank has.
         options = (first, division.length, ignore_index, label_smoothing)
         apply: Any = _CrossEntropy.apply
         loss = apply(flat, wanted, place.group, place.size, options)
@@ -82,17 +89,20 @@ class _CrossEntropy(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        logits: Tensor,
-        target: Tensor,
+        logits: Float[Tensor, "positions tokens"],
+        target: Int[Tensor, " positions"],
         group: ProcessGroup,
         ranks: int,
         options: tuple[int, int, int, float],
-    ) -> Tensor:
+    ) -> Float[Tensor, " positions"]:
         first, vocabulary, ignore_index, smoothing = options
+        # Which targets are this rank's; the others look up column 0 and count as 0.
         local = target - first
         ignored = target == ignore_index
         mine = (local >= 0) & (local < logits.shape[-1]) & ~ignored
         local = local.masked_fill(~mine, 0)
+        # This rank's three numbers per position. Exponentials are relative to its own largest
+        # logit, so that they do not overflow before the largest of all is known.
         largest = logits.amax(-1)
         rows = [
             largest,
@@ -100,11 +110,15 @@ class _CrossEntropy(Function):
             logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0.0),
         ]
         if smoothing:
+            # Label smoothing mixes in the mean over all tokens of the losses, for which the sum of
+            # logits is enough.
             rows.append(logits.sum(-1))
         parts = gather(torch.stack(rows), group, 0).view(ranks, len(rows), -1)
         top = parts[:, 0].amax(0)
-        # log of the sum of all exponentials
+        # The logarithm of the sum of all exponentials: the ranks' sums, each moved to the common
+        # largest logit.
         whole = top + (parts[:, 1] * (parts[:, 0] - top).exp()).sum(0).log()
+        # loss = log sum exp(logits) - logit of the target, which exactly one rank has.
         loss = whole - (1 - smoothing) * parts[:, 2].sum(0)
         if smoothing:
             loss = loss - smoothing / vocabulary * parts[:, 3].sum(0)
@@ -117,6 +131,7 @@ class _CrossEntropy(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         logits, whole, local, mine, ignored = ctx.saved_tensors
         grad = grad.masked_fill(ignored, 0.0).unsqueeze(-1)
+        # The gradient is softmax - target: this rank's columns of it need this rank's logits only.
         found = (logits - whole.unsqueeze(-1)).exp_()
         if ctx.smoothing:
             found -= ctx.smoothing / ctx.vocabulary
@@ -162,6 +177,8 @@ def divide_loss(owner: Any, head: Any) -> bool:
     it trains; where the model gives no loss they are gathered behind it.
     """
     loss = getattr(owner, "loss_function", None)
+    # Models of transformers compute the loss through self.loss_function; one whose forward does not
+    # would ignore ours.
     forward: Any = inspect.unwrap(type(owner).forward)
     if (
         not callable(loss)
@@ -217,6 +234,8 @@ class _Loss:
                 shift_labels=shift_labels,
                 **more,
             )
+        # As transformers does: the label of a position is the next token, and the last position has
+        # none.
         if shift_labels is None:
             assert labels is not None
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -231,14 +250,14 @@ class _Loss:
 
 
 class _Logits:
-    """Called after the model's forward: logits that are divided are gathered, or left out beside a
-    loss.
-    """
+    """Forward hook of the model: divided logits are gathered, or left out beside a loss."""
 
     def __init__(self, head: Any) -> None:
         self.head = head
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        # A ModelOutput, or (with return_dict=False) a tuple whose first is the loss where there is
+        # one.
         if hasattr(output, "keys"):
             output["logits"] = self._seen(output["logits"], output.get("loss") is not None)
             return output

@@ -1,9 +1,12 @@
-"""Embeddings of which each rank has some rows (tokens), or some columns (of each vector)."""
+"""Embeddings of which each rank has some rows (tokens), or some columns (of each vector).
+
+Dimensions: ``batch`` any, ``hidden`` the width of a vector on this rank or in full.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ds_comm_autograd import reduce_from
 from ds_run_state.divided import Divided
@@ -12,6 +15,9 @@ from torch import Tensor, nn
 from ds_tensor_parallel.layers.linear import Cut, Place, gather_columns, some_outputs
 from ds_tensor_parallel.planning.division import Division
 from ds_tensor_parallel.planning.rules import Kind
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 class _Vocabulary(nn.Module):
@@ -32,6 +38,8 @@ class _Vocabulary(nn.Module):
         self.first = first
         self.num_embeddings = size
         if self.padding_idx is not None:
+            # The padding token is on one rank; the others must not treat one of their rows as
+            # padding.
             mine = first <= self.padding_idx < first + size
             self.padding_idx: int | None = self.padding_idx - first if mine else None
 
@@ -45,11 +53,13 @@ class _Vocabulary(nn.Module):
             self.tp.rank, self.tp.size, inputs=tokens, sums=True, sizes=self.division.sizes()
         )
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch hidden"]:
         """The vectors of `ids`, on every rank."""
         if self.tp is None:
             return cast(Tensor, super().forward(ids))
         local = ids - self.first
+        # Tokens of other ranks look up row 0 and are zeroed, so that the sum over ranks has each
+        # vector once.
         elsewhere = (local < 0) | (local >= self.num_embeddings)
         found: Tensor = super().forward(local.masked_fill(elsewhere, 0))
         return reduce_from(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tp.group)
@@ -77,7 +87,7 @@ class _Hidden(nn.Module):
         """See `ds_run_state.divided`."""
         return some_outputs(self.tp, self.division, self.gather_output)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch hidden"]:
         """The vectors of `ids`, on every rank, or this rank's part of them without
         `gather_output`."""
         found: Tensor = super().forward(ids)
@@ -121,6 +131,7 @@ def embedding(layer: Any, kind: Kind) -> Any:
     check_embedding(layer)
     layer.__class__ = _subclass(kind is Kind.VOCABULARY, layer.__class__)
     layer.tp = None
+    # A table of one number per head (relative positions): each rank uses those of its own heads.
     if kind is Kind.HEADS:
         layer.gather_output = False
     return layer

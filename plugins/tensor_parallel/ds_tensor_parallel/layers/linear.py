@@ -1,6 +1,12 @@
 """Linear layers of which each rank has a part: some outputs (column) or some inputs (row).
 
-[Note: full until bound] A layer is made whole, like `nn.Linear`, with its names and its initial
+As Megatron-LM pairs them (Shoeybi et al. 2019, section 3): Y = f(X A) B with A sharded by columns
+and B by rows needs one sum of Y in forward and one of the gradient of X in backward.
+
+Dimensions: ``batch`` any leading ones, ``inputs`` and ``outputs`` of the layer on this rank or in
+full, as the docstring says.
+
+[Note: full until bound] A layer is made in full, like `nn.Linear`, with its names and its initial
 values. `bind` cuts it when the mesh is known, within ``ds_core.initialize``; until then it is a
 plain layer. So a model of these layers runs in one process too, and one that is written in
 `nn.Linear` becomes one of these: `column` and `row` change the class of a layer in place, so that
@@ -24,6 +30,7 @@ from ds_tensor_parallel.layers.overlap import Overlapped, can_overlap
 from ds_tensor_parallel.planning.division import Division
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch.distributed import ProcessGroup
 
 
@@ -52,19 +59,26 @@ class Siblings:
     """Column-parallel layers that are given the same tensor: its gradient is then summed over ranks
     once.
 
-    overlap: that sum goes on while gradients of weights are computed, where that is possible.
+    overlap: the sum runs while gradients of weights are computed, where that is possible.
     """
 
     def __init__(self, overlap: bool = False) -> None:
         self.layers: list[Any] = []
         self._overlap = overlap
+
+        # Of the forward under way; see `forget`.
+        # The tensor that the layers are given.
         self._given: Tensor | None = None
+        # Its copy, whose backward sums the gradient.
         self._copied: Tensor | None = None
+        # The same with overlap.
         self._way: Overlapped | None = None
 
     def add(self, layer: Any, plain: bool) -> None:
         """One more layer. plain: it computes as `nn.Linear` does, or with a transposed weight."""
         self.layers.append(layer)
+        # One backward for all: with a forward of its own, or another layout, a layer cannot take
+        # part.
         alike = is_transposed(layer) == is_transposed(self.layers[0])
         self._overlap = self._overlap and plain and alike
 
@@ -72,6 +86,7 @@ class Siblings:
         """`x` on its way through the layers, where its gradient can be summed meanwhile."""
         if not self._overlap or not can_overlap(x):
             return None
+        # The first sibling that is given this tensor starts; the others use what it made.
         if self._given is not x or self._way is None:
             self._given = x
             self._copied = None
@@ -80,6 +95,8 @@ class Siblings:
 
     def copied(self, x: Tensor, group: ProcessGroup) -> Tensor:
         """`copy_to(x)`, the same tensor for all siblings."""
+        # Autograd adds the gradients of the siblings at the copy, and the sum over ranks is made
+        # once.
         if self._given is not x or self._copied is None:
             self._given = x
             self._copied = copy_to(x, group)
@@ -99,13 +116,14 @@ class Siblings:
 
 
 class _Parallel(nn.Module):
-    """What both kinds have. tp: None until bound."""
+    """What both kinds have."""
 
     tp: Place | None
+    """None until bound."""
     division: Division
 
     def cuts(self) -> dict[str, Cut]:
-        """How each parameter is cut; parameters that are not listed stay whole."""
+        """How each parameter is cut; parameters that are not listed stay full."""
         raise NotImplementedError
 
     def bind(self, place: Place, division: Division) -> None:
@@ -123,7 +141,7 @@ class Column(_Parallel):
     gather_output: bool
     siblings: Siblings | None
     divides_loss = False
-    """Of an output head: outputs are left divided in training, the loss is computed from them."""
+    """Of an output head: outputs stay sharded in training, and the loss is computed from them."""
     copies = True
     """False where what is in front of the layer, or around it, sums the gradient of its input over
     the ranks.
@@ -146,11 +164,13 @@ class Column(_Parallel):
         """See `ds_run_state.divided`."""
         return some_outputs(self.tp, self.division, self.gather_output)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
         """This rank's outputs, or all of them with `gather_output`."""
         if self.tp is None:
             return cast(Tensor, super().forward(x))
         y = self._outputs(x, self.tp.group)
+        # Divided logits are for the loss of a training step; in evaluation users want logits.
+        # fp64 logits are gathered for torch's own loss.
         divided = (
             self.divides_loss
             and self.training
@@ -162,6 +182,8 @@ class Column(_Parallel):
         )
 
     def _outputs(self, x: Tensor, group: ProcessGroup) -> Tensor:
+        # The layer is linear in x, so each rank has a part of x's gradient: `copy_to` is the
+        # identity, and sums gradients in backward (Megatron's f).
         if not self.copies:
             return cast(Tensor, super().forward(x))
         if self.siblings is None:
@@ -174,8 +196,8 @@ class Column(_Parallel):
 class Copied(Column):
     """A layer of which each rank computes the outputs that it needs, some of them on several ranks.
 
-    As of keys and values for a rank's own queries. Weight and bias are whole on every rank, and
-    their gradients are summed over the ranks where they are used.
+    For keys and values of a rank's own queries. Weight and bias are full on every rank, and their
+    gradients are summed over the ranks.
     """
 
     outputs: Sequence[tuple[int, int]] = ()
@@ -202,6 +224,8 @@ class Copied(Column):
         if self.copies:
             x = copy_to(x, group) if self.siblings is None else self.siblings.copied(x, group)
         layer: Any = self
+        # Full weights, used for different outputs on each rank: their gradients are summed by
+        # `copy_to` too.
         bias = None if layer.bias is None else self._own(layer.bias, group)
         return functional.linear(x, self._own(layer.weight, group), bias)
 
@@ -241,8 +265,8 @@ class Row(_Parallel):
             self.tp.rank, self.tp.size, inputs=inputs, sums=self.sums, sizes=self.division.sizes()
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The whole output, on every rank, or of a part of the tokens; the bias is added once."""
+    def forward(self, x: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*some_batch outputs"]:
+        """The full output, on every rank, or of a part of the tokens; the bias is added once."""
         if self.tp is None:
             return cast(Tensor, super().forward(x))
         if self.split_input:
@@ -251,8 +275,11 @@ class Row(_Parallel):
         weight = layer.weight.t() if is_transposed(self) else layer.weight
         y = functional.linear(x, weight)
         dim = self.sequence_dim
+        # The sum over ranks is made further out: each rank adds its share of the bias.
         if not self.sums:
             return y if layer.bias is None else y + layer.bias.to(y.dtype) / self.tp.size
+        # Megatron's g: the sum of all ranks in forward, the identity in backward; with sequence
+        # parallelism each rank gets the sums of its own tokens only.
         if dim is None:
             y = reduce_from(y, self.tp.group)
         else:
@@ -265,9 +292,12 @@ def parts(length: int, ranks: int) -> list[int] | None:
     return Division.by_unit((length,), 1, ranks).sizes() if length % ranks else None
 
 
-def gather_columns(y: Tensor, place: Place, division: Division) -> Tensor:
-    """All outputs from the ranks' parts, in the order of the whole layer."""
+def gather_columns(
+    y: Float[Tensor, "*batch outputs"], place: Place, division: Division
+) -> Float[Tensor, "*batch all_outputs"]:
+    """All outputs from the ranks' parts, in the order of the full layer."""
     whole = gather(y, place.group, -1, None if division.even else division.sizes())
+    # Rank by rank, each part has pieces of all fused matrices; sorted by matrix again.
     order = division.order()
     return (
         whole
@@ -277,8 +307,8 @@ def gather_columns(y: Tensor, place: Place, division: Division) -> Tensor:
 
 
 def some_outputs(place: Place | None, division: Division, gathers: bool) -> Divided | None:
-    """What `ds_run_state.divided` is told of a layer that has some of the outputs; None while it is
-    whole.
+    """The `ds_run_state.divided.Divided` of a layer that has some of the outputs; None while it is
+    full.
     """
     if place is None:
         return None
@@ -286,22 +316,25 @@ def some_outputs(place: Place | None, division: Division, gathers: bool) -> Divi
     return Divided(place.rank, place.size, outputs=outputs, gathers=gathers, sizes=division.sizes())
 
 
-def split_columns(x: Tensor, place: Place, division: Division) -> Tensor:
-    """This rank's part of inputs that every rank has whole."""
+def split_columns(
+    x: Float[Tensor, "*batch all_inputs"], place: Place, division: Division
+) -> Float[Tensor, "*batch inputs"]:
+    """This rank's part of inputs of which every rank has all."""
     if len(division.segments) == 1:
         return split(x, place.group, -1, None if division.even else division.sizes())
+    # With fused matrices a part is not contiguous: the inputs are first sorted by rank.
     order = [piece for rank in range(division.ranks) for piece in division.ranges(rank)]
     sorted_by_rank = torch.cat([x.narrow(-1, first, size) for first, size in order], -1)
     return split(sorted_by_rank, place.group, -1, division.sizes())
 
 
 class ColumnParallelLinear(Column, nn.Linear):
-    """`nn.Linear` of which each rank computes some outputs: the first layer of a pair, or one with
-    `gather_output`.
+    """`nn.Linear` of which each rank computes some outputs: the first layer of a pair.
 
-    gather_output: every rank gets all outputs. segments: the lengths of matrices that are fused
-    along the outputs (such as queries, keys and values), each of which is cut by itself. unit:
-    outputs are cut at multiples of it, such as the size of a head.
+    gather_output: every rank gets all outputs.
+    segments: the lengths of matrices that are fused along the outputs (such as queries, keys and
+        values), each of which is cut by itself.
+    unit: outputs are cut at multiples of it, such as the size of a head.
     """
 
     def __init__(
@@ -327,8 +360,8 @@ class ColumnParallelLinear(Column, nn.Linear):
 class RowParallelLinear(Row, nn.Linear):
     """`nn.Linear` of which each rank has some inputs, those that a column-parallel layer leaves it.
 
-    split_input: the input is whole on every rank, each takes its part. segments, unit: as of
-    `ColumnParallelLinear`, of the inputs.
+    split_input: every rank is given the full input, and uses its part.
+    segments, unit: as of `ColumnParallelLinear`, of the inputs.
     """
 
     def __init__(
@@ -355,7 +388,7 @@ def leaves_part(layer: nn.Module) -> bool:
     return isinstance(layer, Column) and layer.tp is not None and not layer.gather_output
 
 
-def takes_part(layer: nn.Module) -> bool:
+def accepts_part(layer: nn.Module) -> bool:
     """Whether each rank gives it other inputs, and its outputs are whole."""
     return isinstance(layer, Row) and layer.tp is not None and not layer.split_input
 
@@ -366,6 +399,7 @@ def takes_part(layer: nn.Module) -> bool:
 def column(layer: Any, *, gather_output: bool = False, siblings: Siblings | None = None) -> Any:
     """Make `layer`, a linear layer or a subclass of one, column-parallel in place."""
     plain = is_plain(layer)
+    # The class alone changes: see [Note: full until bound].
     layer.__class__ = _subclass(Column, layer.__class__, ColumnParallelLinear)
     layer.tp = None
     layer.siblings = siblings
@@ -400,6 +434,7 @@ def row(layer: Any, *, split_input: bool = False) -> Any:
 @functools.cache
 def _subclass(kind: Any, base: Any, plain: Any) -> Any:
     """The class of layers of class `base` that are parallel."""
+    # Of plain layers the written class, so that isinstance knows both ways of making one.
     if base is nn.Linear and plain is not None:
         return plain
     return type(f"{kind.__name__}Parallel{base.__name__}", (kind, base), {"__module__": __name__})

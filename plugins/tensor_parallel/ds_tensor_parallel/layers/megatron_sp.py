@@ -1,5 +1,6 @@
-"""Sequence parallelism between divided layers, as Megatron has it: each rank has a part of the
-tokens there.
+"""Sequence parallelism between divided layers: each rank has a part of the tokens there.
+
+As Megatron-LM has it (Korthikanti et al. 2022, section 4.2.2).
 
 [Note: how the data flows] Between an attention and an MLP all ranks of a tensor-parallel group
 would do the same: norms, dropouts and residuals of all tokens. Here the tokens are divided in front
@@ -34,10 +35,11 @@ DIM = 1
 
 
 class _Tokens:
-    """The tokens of one stack of blocks, while it runs. length: of the whole sequence."""
+    """The tokens of one stack of blocks, while it runs."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
+        # Of the full sequence; set by `begin`, for the gathers of this forward.
         self.length = 0
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -80,6 +82,7 @@ def divide_sequences(model: nn.Module, place: Place, origin: str) -> int:
         tokens = _Tokens(place)
         for name, block in blocks.items():
             count += _divide_block(name, block, tokens, origin)
+        # Prepended: the tokens are divided before any other hook of the first block sees them.
         first = next(iter(blocks.values()))
         last = list(blocks.values())[-1]
         first.register_forward_pre_hook(tokens.begin, with_kwargs=True, prepend=True)
@@ -115,6 +118,7 @@ def _stacks(model: nn.Module) -> dict[str, dict[str, nn.Module]]:
         for depth in range(1, len(path)):
             around = ".".join(path[:depth])
             block = ".".join(path[: depth + 1])
+            # The outermost list on the way to a divided layer: its items are the blocks.
             if isinstance(modules[around], (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
                 found[around].setdefault(block, modules[block])
                 break
@@ -130,24 +134,29 @@ def _divide_block(name: str, block: nn.Module, tokens: _Tokens, origin: str) -> 
     for key, child in block.named_children():
         columns = [m for m in child.modules() if isinstance(m, Column)]
         rows = [m for m in child.modules() if isinstance(m, Row)]
+        # Norms, dropouts: they run on this rank's tokens, so the gradients of their weights are
+        # sums over a part.
         if not columns and not rows and _by_token(child):
             alone += child.parameters()
             continue
+        # With columns alone the outputs would stay divided by width, with rows alone the inputs
+        # would be: no point at which to gather tokens.
         if bool(columns) != bool(rows):
             has = f"{len(columns)} column- and {len(rows)} row-parallel layers"
             why = (
                 f"{name}.{key} has {has}; the tokens can be divided only around modules that "
-                "have "
-                "both"
+                "have both"
             )
             raise ConfigError(
                 [Problem("tensor_parallel.sequence_parallel", why, "leave it out for this model")],
                 origin,
             )
         ends[child] = _make_region(child, columns, tokens)
+        # The bias behind the reduce-scatter is added to this rank's tokens only.
         if isinstance(end := ends[child], Row) and isinstance(end.bias, nn.Parameter):
             alone.append(end.bias)
     draw_by_tokens(block, ends)
+    # Each once: a shared parameter must not be summed twice.
     for param in {id(p): p for p in alone}.values():
         sum_gradient(param, tokens.place)
     return len(ends)
@@ -171,10 +180,13 @@ def _make_region(region: nn.Module, columns: Iterable[Column], tokens: _Tokens) 
     """
     direct = list(region.children())
     ends = [child for child in direct if isinstance(child, Row)]
+    # No single row-parallel layer at the end: the region computes all tokens on every rank, and
+    # each keeps its own.
     if len(ends) != 1:
         region.register_forward_pre_hook(tokens.gather_alike, with_kwargs=True)
         region.register_forward_hook(tokens.keep_own)
         return region
+    # See [Note: gradients]: is everything in front column-parallel?
     others = (
         c for c in direct if not isinstance(c, (Column, Row)) and any(True for _ in c.parameters())
     )

@@ -1,6 +1,4 @@
-"""What rules ask of modules that are no linear layers: experts, rotary keys that heads share, norms
-of own heads.
-"""
+"""Rules for modules that are no linear layers: experts, shared rotary keys, norms of own heads."""
 
 from __future__ import annotations
 
@@ -42,6 +40,7 @@ def sum_output(module: nn.Module, place: Place) -> None:
 
 
 def _copied(value: Any, place: Place) -> Any:
+    # Only what can have a gradient has one to be summed.
     differs = isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
     return copy_to(value, place.group) if differs else value
 
@@ -55,6 +54,7 @@ def share_tail(module: nn.Module, tail: int, place: Place) -> None:
     """
 
     def leave(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        # The first outputs go on through a column-parallel layer, which sums their gradient itself.
         own, shared = output.split([output.shape[-1] - tail, tail], -1)
         return torch.cat([own, copy_to(shared, place.group)], -1)
 
@@ -86,17 +86,19 @@ def sum_gradient(param: nn.Parameter, place: Place) -> None:
         return total
 
     trained = param.requires_grad
-    param.requires_grad_(True)  # torch gives no hook to one that is frozen; it may be trained later
+    # torch gives no hook to a frozen parameter; it may be trained later.
+    param.requires_grad_(True)
     param.register_hook(add)
     param.requires_grad_(trained)
 
 
 def divide_input(module: nn.Module, place: Place) -> None:
-    """What every rank computes alike inside a module whose outputs are summed (an expert that gives
-    back its input).
+    """Divide the input of a module that every rank runs alike inside a module whose outputs are
+    summed (an expert that returns its input).
     """
 
     def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        # The sum over ranks then gives its output once.
         return (args[0] / place.size, *args[1:])
 
     module.register_forward_pre_hook(enter)

@@ -1,9 +1,16 @@
 """Column-parallel layers that compute gradients of weights while gradients of inputs are summed
 over the ranks.
 
+Dimensions: ``batch`` any leading ones, ``inputs``, ``outputs``.
+
 [Note: the order of a backward] Autograd runs, of what is ready, what was recorded last. So the
-layers that are given one tensor are recorded as four kinds of nodes, in this order: one that waits
-for the sum; one per weight; one that starts the sum; one per layer, with the gradient of its input.
+layers that are given one tensor are recorded as four kinds of nodes, in this order:
+
+1. `_Wait`: waits for the sum;
+2. `_Weight`, one per layer: computes the gradient of its weight;
+3. `_Start`: starts the sum;
+4. `_Layer`, one per layer: the product, whose backward is the gradient of the layer's input.
+
 Backwards: the layers' inputs, start the sum, weights, wait.
 """
 
@@ -21,6 +28,7 @@ from torch.nn import functional
 from ds_core import comm
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch.distributed import ProcessGroup
 
     from ds_core.comm import Work
@@ -39,7 +47,8 @@ def can_overlap(x: Tensor) -> bool:
 class Overlapped:
     """One tensor on its way through column-parallel layers, and back.
 
-    layers: those that may be given `x`. transposed: their weights are [inputs, outputs].
+    layers: those that may be given `x`.
+    transposed: their weights are [inputs, outputs].
     """
 
     def __init__(
@@ -47,8 +56,11 @@ class Overlapped:
     ) -> None:
         self.group = group
         self.transposed = transposed
+        # The sum over ranks of the gradient of `x`, while it runs.
         self.work: Work | None = None
+        # The gradient of each layer's output, by id, from its `_Layer` to its `_Weight`.
         self.grads: dict[int, Tensor] = {}
+        # Recorded in the order of the note, before any layer runs.
         waits = _call(_Wait, x, self)
         self.tokens = {
             id(n): _call(_Weight, n.weight, n.bias, x.detach(), self, id(n)) for n in layers
@@ -57,6 +69,7 @@ class Overlapped:
 
     def outputs(self, layer: Any) -> Tensor:
         """What `layer` gives."""
+        # Detached: the gradient of the weight does not come from this product, but from the token.
         bias = layer.bias.detach() if layer.bias is not None else None
         y: Tensor = _call(
             _Layer, self.x, self.tokens[id(layer)], layer.weight.detach(), bias, self, id(layer)
@@ -92,15 +105,18 @@ class _Start(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        total = grad.contiguous()  # computed by the layers, and nobody else's
+        # Autograd made this tensor from the layers' gradients, so it may be summed in place.
+        total = grad.contiguous()
         comm.label("gradient of the input of column-parallel layers")
+        # Returned before it is complete: only `_Wait` is behind it, which waits.
         ctx.way.work = comm.all_reduce(total, group=ctx.way.group, async_op=True)
         return total, None
 
 
 class _Weight(Function):
-    """Gives a token, through which its backward is told to run: the gradient itself is kept by
-    `Overlapped`.
+    """A token without a value, by which autograd runs this backward at its time.
+
+    The gradient itself is in `Overlapped.grads`.
     """
 
     @staticmethod
@@ -117,6 +133,7 @@ class _Weight(Function):
     @once_differentiable
     def backward(ctx: Any, token: Tensor) -> Any:
         (x,) = ctx.saved_tensors
+        # Popped, so that the gradient of the output is freed as soon as it is used.
         grad = ctx.way.grads.pop(ctx.key).flatten(0, -2)
         rows = x.flatten(0, -2)
         weight = bias = None
@@ -131,13 +148,13 @@ class _Layer(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
-        token: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        x: Float[Tensor, "*batch inputs"],
+        token: Float[Tensor, ""],
+        weight: Float[Tensor, "rows columns"],
+        bias: Float[Tensor, " outputs"] | None,
         way: Overlapped,
         key: int,
-    ) -> Tensor:
+    ) -> Float[Tensor, "*batch outputs"]:
         ctx.save_for_backward(weight)
         ctx.way = way
         ctx.key = key
@@ -152,6 +169,7 @@ class _Layer(Function):
         inputs = grad @ (weight.t() if ctx.way.transposed else weight)
         return (
             inputs,
+            # Of the token: any value makes autograd run `_Weight`; None would not.
             grad.new_zeros(()) if ctx.needs_input_grad[1] else None,
             None,
             None,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ds_core import comm
-from ds_tensor_parallel.layers.linear import leaves_part, takes_part
+from ds_tensor_parallel.layers.linear import accepts_part, leaves_part
 
 if TYPE_CHECKING:
     from ds_core.context import Context
@@ -39,14 +39,19 @@ def divide_random_numbers(model: nn.Module, ctx: Context, place: Place) -> None:
     rank.
     """
     accelerator = ctx.accelerator
+    # Random states of all generators from the group's first rank: dropout outside of divided layers
+    # must drop the same elements everywhere.
     source = ctx.mesh.ranks("tp")[0]
     torch.set_rng_state(_of_first(torch.get_rng_state(), ctx, place, source))
     if accelerator.device_type != "cpu":
         accelerator.set_rng_state(_of_first(accelerator.get_rng_state(), ctx, place, source))
+    # Inside divided layers each rank has a stream of its own, from one seed, so that a run can be
+    # repeated. The offset is Megatron-LM's.
     seed = torch.tensor([torch.initial_seed() % (1 << 62)], dtype=torch.int64)
     STREAMS.begin(MODEL_PARALLEL, int(_of_first(seed, ctx, place, source)) + _OFFSET + place.rank)
     for module in list(model.modules()):
         columns = [child for child in module.children() if leaves_part(child)]
+        # A module without dropout draws nothing: no hooks.
         if columns and drops(module):
             _Region().around(module, columns)
 
@@ -61,6 +66,8 @@ def draw_by_tokens(block: nn.Module, ends: Mapping[nn.Module, nn.Module]) -> Non
     own = _Region(lasting=True)
     block.register_forward_pre_hook(own.open)
     block.register_forward_hook(own.close, always_call=True)
+    # A region gathers the tokens: from there on all ranks have the same, until its end divides them
+    # again.
     for region, end in ends.items():
         region.register_forward_pre_hook(own.close)
         end.register_forward_hook(own.open)
@@ -103,7 +110,7 @@ class _Region:
         for column in columns:
             column.register_forward_hook(self.open)
         for part in module.modules():
-            if takes_part(part):
+            if accepts_part(part):
                 part.register_forward_pre_hook(self.close)
         module.register_forward_pre_hook(self.close)
         module.register_forward_hook(self.close, always_call=True)
@@ -116,6 +123,8 @@ class _Region:
 
     def close(self, *_: Any) -> None:
         """Draw from the generators again."""
-        opened, self._opened = self._opened, False
+        opened = self._opened
+        self._opened = False
+        # Only who opened closes: regions may be nested, and the inner one must not end the outer.
         if (opened or self._lasting) and STREAMS.inside == MODEL_PARALLEL:
             STREAMS.switch(None)

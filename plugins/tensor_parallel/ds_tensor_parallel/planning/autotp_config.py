@@ -1,8 +1,8 @@
 """Rules as objects, by DeepSpeed's names, for scripts that build them in Python (torch-free).
 
-They are mappings with the keys of ``tensor_parallel.partition_config``. So one can stand in a
-config wherever that dict
-can: reading the config copies it to plain data, which is validated as any other.
+They are mappings with the keys of ``tensor_parallel.partition_config``, so one can stand in a
+config wherever that dict can: reading the config copies it to plain data, which is validated as any
+other.
 """
 
 from __future__ import annotations
@@ -123,9 +123,8 @@ def _preset(name: str) -> AutoTPConfig:
         if rule.kind not in (Kind.COLUMN, Kind.ROW) or rule.segments != 1:
             raise UsageError(
                 f"AutoTPPresets: {name} is cut by the model's own heads or experts, which "
-                "layer_specs cannot say; set "
-                f"tensor_parallel.preset_model to {name!r}, with partition_config for rules of "
-                "your own"
+                f"layer_specs cannot say; set tensor_parallel.preset_model to {name!r}, with "
+                "partition_config for rules of your own"
             )
         names = rf".*{pattern.removesuffix('$')}\.weight$"
         specs.append(TPLayerSpec([names], PartitionType(rule.kind.value)))

@@ -9,15 +9,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """A length that is cut over `ranks`.
+    """A length that is cut over ranks.
 
-    segments: the lengths of the matrices that lie one after the other along it; each is cut by
-    itself, so that every rank has matching parts. units: what each is cut into multiples of. Units
-    go to ranks as evenly as possible, the first ranks have one more; the last unit may be shorter.
+    Units go to ranks as evenly as possible, the first ranks have one more; the last unit may be
+    shorter.
     """
 
     segments: tuple[int, ...]
+    """The lengths of the matrices that are fused along it; each is cut by itself, so that every
+    rank has matching parts."""
     units: tuple[int, ...]
+    """Each segment is cut at multiples of its unit."""
     ranks: int
 
     @classmethod
@@ -53,6 +55,7 @@ class Division:
 
     def _before(self, length: int, unit: int, rank: int) -> int:
         """Units of the ranks before `rank`."""
+        # Rounded up: a shorter last unit counts as one.
         share, more = divmod(-(-length // unit), self.ranks)
         return rank * share + min(rank, more)
 
@@ -77,6 +80,7 @@ class Division:
         """
         if len(self.segments) == 1:
             return None
+        # Where each rank's part begins; in it the segments follow each other.
         firsts = list(itertools.accumulate(self.sizes(), initial=0))
         parts: list[list[tuple[int, int]]] = [[] for _ in self.segments]
         for rank in range(self.ranks):

@@ -1,6 +1,4 @@
-"""Rules for models that nobody has described: by the usual names of layers, where their widths
-agree.
-"""
+"""Rules for models without a description: by the usual names of layers, where their widths agree."""
 
 from __future__ import annotations
 
@@ -84,16 +82,19 @@ ACTIVATIONS = (
 
 
 def guess(model: nn.Module, rows: Collection[str] = (), source: str = "heuristics") -> Rules:
-    """Rules for the linear layers that are pairs: columns, and a row that takes what they give.
+    """Rules for the linear layers that are pairs: columns, and the row that reads their outputs.
 
-    rows: ends of names of the layers that are rows, where the user says it. What fits no pair has
-    no rule.
+    rows: ends of names of the layers that are rows, where the user says it.
+
+    A layer that fits no pair has no rule.
     """
     linears = {name: module for name, module in model.named_modules() if is_linear(module)}
     columns: dict[str, dict[str, nn.Module]] = defaultdict(dict)  # by the module around them
     for name, module in linears.items():
         if _is_column(name, rows):
             columns[_parent(name)][name] = module
+    # Columns may be one module deeper than their row (BERT: attention.self.query,
+    # attention.output.dense).
     above: dict[str, list[str]] = defaultdict(list)
     for parent in columns:
         above[_parent(parent)].append(parent)
@@ -102,6 +103,7 @@ def guess(model: nn.Module, rows: Collection[str] = (), source: str = "heuristic
         if not _is_row(name, rows):
             continue
         around = _parent(name)
+        # Nearest first: beside the row, below its parent, below its grandparent.
         for place in (around, *above[around], *(above[_parent(around)] if around else ())):
             if pairs := _pair(columns.get(place, {}), widths(module)[0], source):
                 found |= pairs | {name: Rule(Kind.ROW, source=source)}
@@ -115,6 +117,7 @@ def _pair(columns: Mapping[str, nn.Module], width: int, source: str) -> dict[str
         name: Rule(Kind.COLUMN, segments=FUSED.get(_last(name), 1), source=source)
         for name in columns
     }
+    # A name proves nothing: at least one column must be as wide as the row expects.
     outs = {widths(module)[1] // FUSED.get(_last(name), 1) for name, module in columns.items()}
     outs |= {
         widths(module)[1] // 3
@@ -138,6 +141,7 @@ def _plain_pairs(model: nn.Module, known: Collection[str], source: str) -> dict[
         ):
             continue
         (hidden, wide), (wide_in, out) = (widths(children[key]) for key in linears)
+        # Wider inside than outside is the shape of an MLP; anything else may be two unrelated layers.
         if wide == wide_in and wide > hidden and hidden == out:
             found |= {
                 linears[0]: Rule(Kind.COLUMN, source=source),

@@ -37,22 +37,22 @@ CUT = (Kind.COLUMN, Kind.ROW, Kind.VOCABULARY, Kind.EMBEDDING, Kind.HEADS)
 
 @dataclasses.dataclass(slots=True)
 class Plan:
-    """What is done with a model.
-
-    rules: by name of a module or a parameter. divisions: of those that are cut. attentions: by
-        name, the heads of attention modules that are divided. whole: linear layers that no rule is
-        for, or that cannot be divided, and why.
-    unmatched: the numbers of `layer_specs` whose patterns match no parameter here. absent: the
-        names of `injection_policy_tuple` that no linear layer here has.
-    """
+    """How a model is divided."""
 
     rules: dict[str, Rule]
+    """By name of a module or a parameter."""
     divisions: dict[str, Division]
+    """By the same names, of those that are cut."""
     attentions: dict[str, Heads]
+    """By name, the heads of attention modules that are divided."""
     whole: dict[str, str]
+    """Linear layers that no rule is for, or that cannot be divided, and why."""
     source: str
+    """Where default rules are from, for messages."""
     unmatched: list[int] = dataclasses.field(default_factory=list)
+    """The numbers of `layer_specs` whose patterns match no parameter here."""
     absent: list[str] = dataclasses.field(default_factory=list)
+    """The names of `injection_policy_tuple` that no linear layer here has."""
 
 
 class Planner:
@@ -72,6 +72,8 @@ class Planner:
 
     def make(self) -> Plan:
         """See `make_plan`."""
+        # 1. Rules, in the order of [Note: sources]: the first for a layer counts. Hand-written
+        # layers get one only to keep the other sources away from them.
         rules = self.plan.rules
         for name, module in self.modules.items():
             if isinstance(module, _hand_written()):
@@ -80,16 +82,19 @@ class Planner:
             self._specs(self.section.partition_config.layer_specs)
         if self.section.partition_config is None or self.section.partition_config.use_default_specs:
             self._defaults()
+        # 2. Tied weights must have one cut.
         self._tie()
         rules = self.plan.rules = {
             n: r for n, r in rules.items() if not isinstance(self.modules.get(n), _hand_written())
         }
+        # 3. Where each layer is cut.
         self._divide()
         linears = {
             n
             for n, m in self.modules.items()
             if is_linear(m) and not isinstance(m, _hand_written())
         }
+        # 4. What was left out, for messages and the strict mode.
         given = self.section.injection_policy_tuple or ()
         self.plan.absent = [
             end for end in given if not any(ends_with(name, end) for name in linears)
@@ -132,6 +137,8 @@ class Planner:
             layer = self.modules[owner]
             divisible = is_linear(layer) or isinstance(layer, nn.Embedding)
             sums = spec.partition_type == "skip"
+            # A rule for the layer where there is one to convert; else for the parameter itself
+            # (stacked experts).
             target = owner if divisible or (sums and param.dim() < 3) else name
             self.plan.rules.setdefault(target, self._rule(spec, found[0], layer, param))
         self.plan.unmatched = [number for number in range(len(specs)) if number not in used]
@@ -149,6 +156,7 @@ class Planner:
             return Rule(Kind.EMBEDDING if dim else Kind.VOCABULARY, source=source)
         row = spec.partition_type == "row"
         dim = spec.partition_dim if spec.partition_dim is not None else int(row)
+        # A list: lengths of fused matrices; a number: so many equal ones; -1: one.
         entry = spec.shape[dim] if spec.shape is not None else 1
         segments: int | tuple[int, ...] = (
             tuple(entry) if isinstance(entry, list) else 1 if entry == -1 else entry
@@ -179,6 +187,7 @@ class Planner:
 
         ConfigError where it is for another family than the model's.
         """
+        # What is known of the model without the user: its plan, or the preset of its type.
         own = presets.for_model_types(self.types)
         known: Mapping[str, Rule] = styles.rules_of_plan(styles.plan_of(self.model), names, "")
         if own is not None:
@@ -205,6 +214,8 @@ class Planner:
             }
             for some in (rules, known)
         ]
+        # Compared only inside modules that both divide: one may know more parts of the model than
+        # the other.
         parents = set.intersection(*({name.rpartition(".")[0] for name in some} for some in cut))
         inside = [
             {n: kind for n, kind in some.items() if n.rpartition(".")[0] in parents} for some in cut
@@ -213,6 +224,7 @@ class Planner:
 
     def _planned(self, names: list[str]) -> Mapping[str, Rule]:
         found = styles.rules_of_plan(styles.plan_of(self.model), names, "the model's tp_plan")
+        # A plan without rows covers only a part, such as the output head.
         if any(rule.kind is Kind.ROW for rule in found.values()):
             return found
         preset = presets.for_model_types(self.types)
@@ -263,7 +275,7 @@ class Planner:
         """
         rules = self.plan.rules
         grain = self.section.tensor_parallel.tp_grain_size
-        # columns, by the module around them and the next
+        # 1. Column layers by the module around them, and (with a slash) by the next one outwards.
         around: dict[str, list[str]] = defaultdict(list)
         for name, rule in rules.items():
             if rule.kind is Kind.COLUMN and not rule.gather_output and name in self.modules:
@@ -273,6 +285,8 @@ class Planner:
         units = {
             parent: heads_of(self.modules[parent]) for parent in around if not parent.endswith("/")
         }
+        # 2. Attentions with fewer key heads than ranks: their keys are copied where that is
+        # possible, else the attention stays full.
         few = {
             parent: heads
             for parent, heads in units.items()
@@ -286,6 +300,7 @@ class Planner:
         self.plan.attentions = {
             p: heads for p, heads in units.items() if heads is not None and p not in whole
         }
+        # 3. A division for every rule that cuts; a full attention takes its rules away.
         self._add_tables()
         for name in list(rules):
             rule = rules[name]
@@ -372,6 +387,8 @@ class Planner:
             owner: str | None = parent
         elif rule.kind is Kind.ROW and not rule.split_input and name in self.modules:
             width = widths(self.modules[name])[0]
+            # The row is cut as the columns that give it its input; they are beside it, or a module
+            # deeper.
             beside = (
                 around.get(parent)
                 or around.get(parent + "/")
@@ -381,6 +398,7 @@ class Planner:
             owner = next((c.rpartition(".")[0] for c in beside if self._gives(c, width)), None)
         else:
             owner = None
+        # None for layers outside of attention, which are cut at multiples of the grain.
         heads = units.get(owner) if owner is not None else None
         return (owner, heads) if owner is not None and heads is not None else None
 

@@ -11,13 +11,13 @@ from ds_tensor_parallel.planning.rules import Kind, Rule, Rules
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A family. rules: by regular expression of module or parameter names, the first that matches
-    counts.
-    """
+    """A family of models."""
 
     name: str
     model_types: tuple[str, ...]
+    """``model_type`` of their configs."""
     rules: Mapping[str, Rule]
+    """By regular expression of module or parameter names; the first that matches counts."""
 
     def choose(self, names: Iterable[str], source: str) -> Rules:
         """The rules for those of `names` that the preset knows."""
@@ -53,7 +53,8 @@ BUILT_IN: Mapping[str, Preset] = {
     preset.name: preset
     for preset in (
         Preset(
-            "bloom",  # of each head queries, keys and values after each other
+            # Queries, keys and values are fused head by head, so whole heads are cut.
+            "bloom",
             ("bloom",),
             {
                 r"self_attention\.query_key_value$": _COLUMN,
@@ -63,7 +64,7 @@ BUILT_IN: Mapping[str, Preset] = {
             },
         ),
         Preset(
-            # all queries, then all keys, then all values; two matrices for its gated activation
+            # All queries, then all keys, then all values; gate and up fused in one weight.
             "chatglm",
             ("chatglm",),
             {

@@ -1,4 +1,4 @@
-"""The plans that models of transformers bring along (``tp_plan``): their styles as rules."""
+"""The plans that models of transformers have themselves (``tp_plan``): their styles as rules."""
 
 from __future__ import annotations
 
@@ -46,9 +46,11 @@ def plan_of(model: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     taken: list[str] = []
     for name, module in model.named_modules():
+        # A model's plan is for all of its modules: plans of models inside it are part of it.
         if any(name.startswith(prefix) for prefix in taken):
             continue
         plan = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None)
+        # Some models have the plan in their config, which their parts share: it is read once.
         if not plan:
             plan = (
                 getattr(getattr(module, "config", None), "base_model_tp_plan", None)
@@ -75,6 +77,7 @@ def rules_of_plan(plan: Mapping[str, str], names: Iterable[str], source: str) ->
         )
     found = {}
     for name in names:
+        # Patterns have * for the number of a layer.
         style = plan.get(name) or plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
         if style is not None:
             found[name] = dataclasses.replace(STYLES[style], source=source)
