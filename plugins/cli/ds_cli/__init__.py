@@ -5,11 +5,12 @@ Importing this costs nothing; `main` builds the command and only then loads type
 
 from __future__ import annotations
 
-__all__ = ["main"]
+import ds_core  # noqa: F401  the old names of modules below this one are found by it
 
 
 def main() -> None:
     """Run the command line of this process and exit with its status."""
     from ds_cli.app import make_app
+    from ds_cli.plugin import ds_commands
 
-    make_app()(prog_name="dscore")
+    make_app(ds_commands())(prog_name="dscore")

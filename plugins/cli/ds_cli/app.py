@@ -1,17 +1,16 @@
-"""The commands of ``dscore`` and how they are found: by the hook `ds_commands`, those of ds-cli
-directly.
-"""
+"""The commands of ``dscore`` and how they are found: by the hook ``ds_commands``."""
 
 from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from ds_cli.plugin import ds_commands
 from ds_cli.show import CommandError, other_output_to_stderr, say_error
 from ds_core.entries import resolve
 from ds_core.errors import DSError
@@ -25,10 +24,10 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 class Group(TyperGroup):
-    """Every command comes from a plugin, and is imported only when it is run.
+    """Every command comes from a plugin, and is imported only when it is run."""
 
-    Those of ds-cli itself need no search.
-    """
+    own: Mapping[str, CommandEntry] = MappingProxyType({})
+    """Commands that need no search, by name: of the package whose program this is."""
 
     @functools.cached_property
     def offers(self) -> dict[str, list[Answer]]:
@@ -36,15 +35,15 @@ class Group(TyperGroup):
         return _offers()
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """The commands of ds-cli in their order, then the other plugins' by name."""
-        own = ds_commands()
-        return [*own, *(n for n in sorted(self.offers) if n not in own and " " not in n)]
+        """The own commands in their order, then the other plugins' by name."""
+        others = (n for n in sorted(self.offers) if n not in self.own and " " not in n)
+        return [*self.own, *others]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """A stand-in that carries the command's help line; `resolve_command` imports the command
         itself.
         """
-        if (own := ds_commands().get(cmd_name)) is not None:
+        if (own := self.own.get(cmd_name)) is not None:
             return _stand_in(cmd_name, own.help)
         return _offered(cmd_name, self.offers.get(cmd_name))
 
@@ -56,14 +55,13 @@ class Group(TyperGroup):
             error.message += _why_not(args[0])  # type: ignore[attr-defined]
             raise
         assert name is not None
-        own = ds_commands().get(name)
-        return (
-            name,
-            _command(name, own, resolve(own.load))
-            if own is not None
-            else _load(name, self.offers[name]),
-            rest,
-        )
+        return name, self.imported(name), rest
+
+    def imported(self, name: str) -> Any:
+        """The command itself, which is imported now."""
+        if (own := self.own.get(name)) is not None:
+            return _command(name, own, resolve(own.load))
+        return _load(name, self.offers[name])
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command; an error of ours is one message, never a traceback."""
@@ -109,10 +107,21 @@ class OpenGroup(TyperGroup):
         return name, _load(str(name), self.offers[str(name)]) if foreign else command, rest
 
 
-def make_app() -> typer.Typer:
-    """The whole command."""
+def find_command(name: str) -> Any:
+    """The click command that ``dscore NAME`` runs, for tools that read its words.
+
+    Raises CommandError where no installed package brings it.
+    """
+    group: Group = typer.main.get_command(make_app())  # type: ignore[assignment]
+    if name not in group.offers:
+        raise CommandError(f"there is no command {name!r}.{_why_not(name)}")
+    return group.imported(name)
+
+
+def make_app(own: Mapping[str, CommandEntry] = MappingProxyType({})) -> typer.Typer:
+    """The whole command. own: commands that need no search, and are listed first."""
     app = typer.Typer(
-        cls=Group,
+        cls=type("Group", (Group,), {"own": own}),
         help="Distributed training whose every feature is a pip package.",
         no_args_is_help=True,
         add_completion=True,

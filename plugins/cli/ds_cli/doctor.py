@@ -95,8 +95,8 @@ def doctor(
 def _hosts(
     hostfile: str, include: str, exclude: str, ssh_port: int | None, port: int, as_json: bool
 ) -> None:
+    from ds_cli.host_choice import Choice, choose_hosts
     from ds_cli.host_doctor import by_ssh, examine_hosts, show_hosts
-    from ds_cli.hosts.choice import Choice, choose_hosts
 
     hosts = choose_hosts(Choice(hostfile, include, exclude))
     if not hosts:

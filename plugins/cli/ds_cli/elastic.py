@@ -37,7 +37,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
-from ds_cli.hosts.elastic_store import address_towards
+from ds_cli.hosts.addresses import address_towards
 from ds_cli.rendezvous import LIMIT, READ_LIMIT, RanksStore
 from ds_cli.supervision import Watch
 from ds_core.errors import CommError

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_cli.guard import PREEMPTED, Ending, Started
-
-SAVED = f"exit code {PREEMPTED}: a checkpoint was saved first, and the same command goes on from it"
+from ds_cli.guard import Ending, Started
+from ds_cli.stopping import PREEMPTED, SAVED
 
 # What a rank says whose peer has gone; the peer's own end is what the user wants to see.
 _LOST_PEER = re.compile(

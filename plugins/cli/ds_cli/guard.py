@@ -26,23 +26,10 @@ from typing import Any, NoReturn
 
 from ds_cli import watcher
 from ds_cli.show import say_error
+from ds_cli.stopping import PREEMPTED, STOPS, heeded
 from ds_cli.watcher import kill_session, members, starts
 
-PREEMPTED = 75
-"""Exit code of ranks that saved a checkpoint because one of them was told to stop: EX_TEMPFAIL of
-sysexits.h.
-"""
-
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 DEAF_SECONDS = 3.0  # how long the main thread may take to hear a signal
-
-
-def heeded() -> tuple[signal.Signals, ...]:
-    """Of `STOPS` those that were not ignored when this process was started, or are not now.
-
-    ``nohup`` ignores a hang-up, and a shell lets the background jobs of a script ignore Ctrl-C.
-    """
-    return tuple(number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN)
 
 
 class Stopped(BaseException):

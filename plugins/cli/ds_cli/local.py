@@ -25,23 +25,17 @@ from typing import TYPE_CHECKING, Any
 
 from ds_rendezvous.meeting import is_loopback
 
-from ds_cli.failure import SAVED, describe, exit_code, first, gather, signal_name
-from ds_cli.guard import PREEMPTED, Guard, Stopped
-from ds_cli.hosts.elastic_store import address_towards
+from ds_cli.cores import cores_of_ranks, threads_per_rank
+from ds_cli.environment import environment, import_torch
+from ds_cli.failure import describe, exit_code, first, gather, signal_name
+from ds_cli.guard import Guard, Stopped
+from ds_cli.hosts.addresses import address_towards
 from ds_cli.hosts.tools import show
 from ds_cli.last_failure import keep
 from ds_cli.show import CommandError, say_error
+from ds_cli.stopping import PREEMPTED, SAVED
 from ds_cli.supervision import Ended, Watch
-from ds_cli.surroundings import (
-    activated,
-    cores_of_ranks,
-    environment,
-    import_torch,
-    interface_of,
-    log_prefix,
-    pid_file,
-    threads_per_rank,
-)
+from ds_cli.surroundings import activated, interface_of, log_prefix, pid_file
 from ds_core.errors import CommError
 
 if TYPE_CHECKING:

@@ -11,20 +11,15 @@ from typing import Annotated
 
 import typer
 
+from ds_cli.cores import parse_cores
+from ds_cli.host_choice import Choice, choose_hosts, slots_here
+from ds_cli.hosts.addresses import is_here
 from ds_cli.hosts.agent import on_host
-from ds_cli.hosts.choice import Choice, choose_hosts, is_here, slots_here
 from ds_cli.hosts.settings import exported
-from ds_cli.launch import (
-    LaunchRequest,
-    check_program,
-    check_script,
-    find_launcher,
-    parse_nodes,
-    parse_nproc,
-)
-from ds_cli.run_options import RunCommand
+from ds_cli.launch import LaunchRequest, parse_nodes, parse_nproc
+from ds_cli.launchers import check_program, check_script, find_launcher
+from ds_cli.plugin_options import RunCommand
 from ds_cli.show import CommandError, say_error
-from ds_cli.surroundings import parse_cores
 
 
 class Level(str, Enum):

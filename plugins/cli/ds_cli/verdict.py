@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_cli.failure import WorkerFailure, describe, exit_code, first, is_echo
-from ds_cli.guard import PREEMPTED
+from ds_cli.stopping import PREEMPTED
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 from ds_cli import main
+from ds_cli.cores import cores_of_ranks, parse_cores
 from ds_cli.guard import Guard
 from ds_cli.launch import LaunchRequest
 from ds_cli.local import launch
 from ds_cli.show import CommandError
-from ds_cli.surroundings import cores_of_ranks, parse_cores
 from ds_testing import processes
 
 ROOT = Path(__file__).parents[3]

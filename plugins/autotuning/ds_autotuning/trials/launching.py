@@ -114,11 +114,10 @@ def parse_words(words: Sequence[str]) -> Launch:
 
     Raises CommandError as it would, and for what a trial cannot be.
     """
-    import typer
+    from ds_cli.app import find_command
     from ds_cli.launch import parse_nodes, parse_nproc
-    from ds_cli.run import app
 
-    command = typer.main.get_command(app)
+    command = find_command("run")
     given = command.make_context("run", list(words)).params
     arguments = tuple(given["arguments"] or ())
     head = list(words[: len(words) - len(arguments)])

@@ -9,18 +9,11 @@ restarts, logs and supervision for every launcher alike.
 
 from __future__ import annotations
 
-from ds_cli.hosts.choice import named_hosts
-from ds_cli.hosts.hostfile import Host
-from ds_cli.hosts.settings import FromVariable, agent_command, settings_line, settings_variable
-from ds_cli.hosts.tools import run_tool, run_tools
-
-__all__ = [
-    "FromVariable",
-    "Host",
-    "agent_command",
-    "named_hosts",
-    "run_tool",
-    "run_tools",
-    "settings_line",
-    "settings_variable",
-]
+from ds_cli.hosts.choice import named_hosts as named_hosts
+from ds_cli.hosts.hostfile import Host as Host
+from ds_cli.hosts.settings import FromVariable as FromVariable
+from ds_cli.hosts.settings import agent_command as agent_command
+from ds_cli.hosts.settings import settings_line as settings_line
+from ds_cli.hosts.settings import settings_variable as settings_variable
+from ds_cli.hosts.tools import run_tool as run_tool
+from ds_cli.hosts.tools import run_tools as run_tools

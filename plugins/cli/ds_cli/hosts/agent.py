@@ -17,7 +17,8 @@ import threading
 import time
 
 from ds_cli.hosts.settings import LONGEST, SETTINGS, Settings, read_settings
-from ds_cli.launch import LaunchRequest, check_script
+from ds_cli.launch import LaunchRequest
+from ds_cli.launchers import check_script
 from ds_cli.show import CommandError, say_error
 from ds_core.errors import DSError
 

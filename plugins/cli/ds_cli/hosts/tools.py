@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ds_cli.failure import SAVED
-from ds_cli.guard import PREEMPTED, heeded
 from ds_cli.show import CommandError, say_error
+from ds_cli.stopping import PREEMPTED, SAVED, heeded
 
 if TYPE_CHECKING:
     from ds_cli.launch import LaunchRequest
