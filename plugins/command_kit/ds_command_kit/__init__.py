@@ -1,0 +1,1 @@
+"""What commands, launchers and options of ``dscore`` are written with (torch-free)."""
