@@ -145,7 +145,7 @@ test-monitors: $(STAMP)
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(MONITORS)/bin/python -m pip install -qq -r tests/monitors/requirements.txt
 	$(MONITORS)/bin/python -m pytest -m integration tests/monitors $(ARGS)
 
-# On hosts that ds_testing.hosts makes. Without apt-get, tests of what is missing are skipped and say what that is.
+# On hosts that ds_testing_hosts.lab makes. Without apt-get, tests of what is missing are skipped and say what that is.
 HOSTS := .venv-hosts
 HOSTS_DEBIAN := iproute2 openssh-client openssh-server pdsh openmpi-bin mpich slurmctld slurmd slurm-client munge
 

@@ -1,7 +1,7 @@
 """A training step on several hosts with a slow link between them: torch DDP, FSDP2, ds_core flat
 and in two levels.
 
-Hosts are `ds_testing.hosts.Lab`'s (root and Linux), 2 with 2 ranks each unless told otherwise. All
+Hosts are `ds_testing_hosts.lab.Lab`'s (root and Linux), 2 with 2 ranks each unless told otherwise. All
 contestants train one GPT (examples/gpt/model.py) in fp32 with AdamW on the same data and seeds, one
 thread each, driven in interleaved blocks of a few steps. Flat: ds_core's collectives over gloo as
 if every rank had a host of its own.
@@ -183,7 +183,7 @@ class Job:
 
 def measure(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """Per contestant its blocks; the first is the warm-up."""
-    from ds_testing.hosts import Lab
+    from ds_testing_hosts.lab import Lab
 
     names = [
         n

@@ -1,7 +1,7 @@
 """Stage 3 over a slow link between hosts: plain, qwZ, qgZ and hpZ, alone and together, beside
 FSDP2.
 
-Hosts are `ds_testing.hosts.Lab`'s (root and Linux): namespaces of one machine, the link between
+Hosts are `ds_testing_hosts.lab.Lab`'s (root and Linux): namespaces of one machine, the link between
 them shaped by tc. All train one GPT (examples/gpt/model.py) with AdamW on the same data and seeds,
 one thread a rank, driven in interleaved blocks of a few steps; first with the link as fast as it
 is, then shaped. "kept": weights stay gathered from forward to backward (`max_reuse_distance`);
@@ -79,7 +79,7 @@ Found = dict[str, list[dict[str, Any]]]
 
 def measure(arguments: argparse.Namespace) -> tuple[Found, Found]:
     """Per contestant its blocks with the link as it is, and shaped."""
-    from ds_testing.hosts import Lab
+    from ds_testing_hosts.lab import Lab
 
     names = [n for n in NAMES if not arguments.only or n in arguments.only]
     names += [f"{n}, forward" for n in FORWARD if n in names]

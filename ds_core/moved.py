@@ -1,5 +1,5 @@
-"""Names that have moved, under their old ones: modules and attributes of earlier layouts
-(torch-free).
+"""Names that have moved, under their old ones: modules and attributes of earlier layouts, of the core
+and of our packages that others import (torch-free).
 
 An old name gives what the new one has, with a DeprecationWarning that says the new one. ``dscore
 plugins upgrade`` rewrites sources by the same tables. What is here goes two minor releases after it
@@ -15,7 +15,33 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+_SUITES = {
+    "devices": "accelerator compile_pass kernels late_device memory store",
+    "parallel": "collectives fake_axes given_back interceptor mesh runner sharded_steps sharding",
+    "tools": "command config_hooks engine_methods formats launcher monitor plugin rendezvous",
+    "train": "checkpointer fake_gradients gradients kept_state loader observer optimizer partitioner "
+    "precision scheduler transform",
+}
+"""Folder below ``ds_testing.kits`` -> its modules, which lay in ``ds_testing`` itself."""
+
 MODULES = {
+    **{
+        f"ds_testing.{name}": f"ds_testing.kits.{room}.{name}"
+        for room, names in _SUITES.items()
+        for name in names.split()
+    },
+    "ds_cli.app": "ds_command_kit.app",
+    "ds_cli.config_code": "ds_command_kit.config_code",
+    "ds_cli.explanation": "ds_cli.config.explanation",
+    "ds_cli.hookspecs": "ds_command_kit.hookspecs",
+    "ds_cli.hosts": "ds_command_kit.hosts",
+    "ds_cli.hosts.elastic_store": "ds_launcher_ssh.elastic_store",
+    "ds_cli.launch": "ds_command_kit.launch",
+    "ds_cli.memory": "ds_command_kit.memory",
+    "ds_cli.progress": "ds_command_kit.progress",
+    "ds_cli.run_options": "ds_command_kit.run_options",
+    "ds_cli.schema": "ds_cli.config.schema",
+    "ds_cli.show": "ds_command_kit.show",
     "ds_core.access": "ds_access.states",
     "ds_core.accelerator.contract": "ds_core.accelerator",
     "ds_core.accelerator.entries": "ds_core.entries",
@@ -36,9 +62,9 @@ MODULES = {
     "ds_core.comm.log": "ds_comms_logger",
     "ds_core.comm.meeting": "ds_rendezvous.meeting",
     "ds_core.config.batch": "ds_core.config.core",
-    "ds_core.config.explanation": "ds_cli.explanation",
+    "ds_core.config.explanation": "ds_cli.config.explanation",
     "ds_core.config.run": "ds_core.config.build",
-    "ds_core.config.schema": "ds_cli.schema",
+    "ds_core.config.schema": "ds_cli.config.schema",
     "ds_core.config.structs": "ds_deepspeed_compat.configs.config",
     "ds_core.filemonitor": "ds_monitor_kit.buffered",
     "ds_core.kernels.build": "ds_kernel_kit.build",
@@ -48,7 +74,7 @@ MODULES = {
     "ds_core.mpu": "ds_deepspeed_compat.engines.mpu",
     "ds_core.offers": "ds_core.discovery",
     "ds_core.param_shard": "ds_access.param_shard",
-    "ds_core.progress": "ds_cli.progress",
+    "ds_core.progress": "ds_command_kit.progress",
     "ds_core.requests": "ds_core.entries",
     "ds_core.runstate": "ds_run_state.run_state",
     "ds_core.slices": "ds_run_state.slices",
@@ -59,6 +85,10 @@ MODULES = {
     "ds_core.whole": "ds_access.unshard",
     "ds_core.window": "ds_core.accumulation",
     "ds_core.zerograd": "ds_core.gradient_hooks",
+    "ds_testing.clusters": "ds_testing_hosts.clusters",
+    "ds_testing.hosts": "ds_testing_hosts.lab",
+    "ds_testing.hosts_ray": "ds_testing_hosts.ray_hosts",
+    "ds_testing.launched_hosts": "ds_testing_hosts.launched_hosts",
 }
 """Old module -> where its names are now. What lies below an old module lies below the new one."""
 
@@ -66,12 +96,12 @@ NAMES = {
     "ds_core.discovery": {"OFFERS": "ds_core.discovery:offers()"},
     "ds_core.engine": {"required": "ds_core.stepping:required"},
     "ds_core.hookspecs": {
-        "ds_charts": "ds_cli.hookspecs:ds_charts",
+        "ds_charts": "ds_command_kit.hookspecs:ds_charts",
         "ds_checkpointables": "ds_run_state.hookspecs:ds_checkpointables",
-        "ds_commands": "ds_cli.hookspecs:ds_commands",
+        "ds_commands": "ds_command_kit.hookspecs:ds_commands",
         "ds_compile_passes": "ds_compile.hookspecs:ds_compile_passes",
-        "ds_launchers": "ds_cli.hookspecs:ds_launchers",
-        "ds_memory": "ds_cli.hookspecs:ds_memory",
+        "ds_launchers": "ds_command_kit.hookspecs:ds_launchers",
+        "ds_memory": "ds_command_kit.hookspecs:ds_memory",
         "ds_state_stores": "ds_state_stores.hookspecs:ds_state_stores",
     },
     "ds_core.kernels": {"portion_sizes": "ds_kernel_kit.portions:portion_sizes"},
@@ -105,7 +135,8 @@ def now(module: str) -> str | None:
     rest = ""
     while head:
         if head in MODULES:
-            return MODULES[head] + rest
+            found = MODULES[head] + rest
+            return now(found) or found  # it may have moved again
         head, dot, last = head.rpartition(".")
         rest = f"{dot}{last}{rest}"
     return None
@@ -173,7 +204,7 @@ class _Finder:
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
         """A spec for a module that has moved."""
-        if not name.startswith("ds_core.") or (new := now(name)) is None:
+        if not name.startswith("ds_") or (new := now(name)) is None:
             return None
         from importlib.machinery import ModuleSpec
 

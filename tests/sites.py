@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_testing.hosts import Host, Lab, Process
+from ds_testing_hosts.lab import Host, Lab, Process
 
 __all__ = [
     "CASES",

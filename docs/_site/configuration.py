@@ -18,7 +18,7 @@ def configuration_pages() -> dict[str, str]:
     """One page for the core's keys, one for each section, one for optimizers and schedules, and a
     list of all.
     """
-    from ds_cli.config import _installed_models, _named_models
+    from ds_cli.config.command import _installed_models, _named_models
 
     from ds_core.config.core import CoreConfig
 
@@ -98,7 +98,7 @@ def singles_page(models: dict) -> str:
 
 def params_page(what: str, kind: str, named: dict) -> str:
     """The parameters of every name that `kind` can have."""
-    from ds_cli.explanation import explain
+    from ds_cli.config.explanation import explain
 
     from ds_core.config.keys import iter_keys
 
@@ -127,7 +127,7 @@ def entries(model: type, prefix: str, models: dict) -> Iterator[str]:
     """Every key of `model` as a `confval`, in the order of the model; other spellings are told with
     the key.
     """
-    from ds_cli.explanation import explain
+    from ds_cli.config.explanation import explain
 
     from ds_core.config.keys import iter_keys
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
-from ds_cli.progress import progress
+from ds_command_kit.progress import progress
 from model import GPT
 from torch import Tensor
 from torch.utils.data import Dataset

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "gpt"))
 
-from ds_cli.progress import progress
+from ds_command_kit.progress import progress
 from ds_moe import MoE
 from model import GPT
 from torch.nn import functional as F

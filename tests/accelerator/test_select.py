@@ -227,7 +227,7 @@ def test_a_plugin_may_replace_a_device_of_the_core(
 def test_one_that_cannot_be_made_is_an_error(
     install: Callable[..., Plugins], load: str, words: str
 ) -> None:
-    from ds_cli.checks import _accelerator
+    from ds_cli.doctor.checks import _accelerator
 
     message = refused(plugins := install(vendor=[entry("vendor", load)]))
     levels = {finding.part: finding.level for finding in _accelerator(plugins)}

@@ -41,7 +41,7 @@ def test_a_name_that_has_moved_is_the_new_one(old: str, name: str) -> None:
 
 
 def test_what_lies_below_follows() -> None:
-    assert now("ds_core.cli.hosts.hostfile") == "ds_cli.hosts.hostfile"
+    assert now("ds_core.cli.hosts.hostfile") == "ds_command_kit.hosts.hostfile"
     assert now("ds_core.checkpoint.opening") == "ds_run_state.opening"
     assert now("ds_core.engine") is None and now("torch.nn") is None
 

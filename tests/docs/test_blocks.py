@@ -155,7 +155,7 @@ def run_blocks(name: str, folder: str, slow: bool) -> None:
 def run_command(words: list[str], where: str) -> None:
     """Run a command of a shell block; `pip install` is another test's."""
     if words[0] == "dscore" and words[1] != "run":
-        from ds_cli.app import make_app
+        from ds_command_kit.app import make_app
 
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):

@@ -49,7 +49,7 @@ PAGES = sorted(
 
 def printed(command: str) -> str:
     """What `command` prints, run in this process."""
-    from ds_cli.app import make_app
+    from ds_command_kit.app import make_app
 
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ds_testing.hosts import Lab, unavailable
+from ds_testing_hosts.lab import Lab, unavailable
 from sites import CASES, LIMIT, QUICKSTART, Site
 
 

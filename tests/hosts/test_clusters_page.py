@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ds_testing.clusters import no_slurm, start_slurm
-from ds_testing.hosts import Lab, unavailable
-from ds_testing.hosts_ray import start_ray
 from ds_testing.processes import clean_environment
+from ds_testing_hosts.clusters import no_slurm, start_slurm
+from ds_testing_hosts.lab import Lab, unavailable
+from ds_testing_hosts.ray_hosts import start_ray
 from pages import DOCS, Block, blocks
 from sites import LIMIT
 

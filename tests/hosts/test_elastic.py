@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ds_testing.hosts import Lab
 from ds_testing.processes import clean_environment
+from ds_testing_hosts.lab import Lab
 from sites import GOING_ON, LIMIT, left
 
 pytestmark = pytest.mark.hosts

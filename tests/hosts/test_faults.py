@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ds_testing.hosts import Host, Lab, Process
 from ds_testing.processes import disposed
+from ds_testing_hosts.lab import Host, Lab, Process
 from sites import ENDLESS, Site, left
 
 pytestmark = pytest.mark.hosts

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from ds_testing.hosts import Lab
-from ds_testing.hosts_ray import start_ray
+from ds_testing_hosts.lab import Lab
+from ds_testing_hosts.ray_hosts import start_ray
 from sites import LIMIT, QUICKSTART, quickstart_losses
 
 pytestmark = [

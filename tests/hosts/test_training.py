@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ds_testing.clusters import no_slurm, start_slurm
-from ds_testing.hosts_ray import start_ray
+from ds_testing_hosts.clusters import no_slurm, start_slurm
+from ds_testing_hosts.ray_hosts import start_ray
 from sites import CASES, LIMIT, QUICKSTART, Site, quickstart_losses, read_cases
 
 pytestmark = pytest.mark.hosts

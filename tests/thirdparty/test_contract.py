@@ -27,7 +27,7 @@ from ds_core.plugins import BACKENDS, SECTIONS, Found, Plugins, PluginSettings, 
 
 PLAIN = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 HEAD = "import functools, sys\nfrom ds_core.entries import *\nfrom ds_core.errors import *\n"
-HEAD += "from ds_cli.run_options import RunOption\n"
+HEAD += "from ds_command_kit.run_options import RunOption\n"
 _number = itertools.count()
 
 Write = Callable[..., Found]
@@ -563,7 +563,7 @@ def test_an_entry_point_must_name_a_module(write: Write) -> None:
 def test_output_at_import_does_not_stand_in_json(write: Write, capfd: Any) -> None:
     import json
 
-    from ds_cli.app import make_app
+    from ds_command_kit.app import make_app
     from typer.testing import CliRunner
 
     found = write(
@@ -578,7 +578,7 @@ def test_output_at_import_does_not_stand_in_json(write: Write, capfd: Any) -> No
 
 
 def test_a_command_that_is_not_there_is_answered_with_why(write: Write) -> None:
-    from ds_cli.app import make_app
+    from ds_command_kit.app import make_app
     from typer.testing import CliRunner
 
     write("def ds_commands(): return ['mine']\n")

@@ -11,7 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from ds_cli.show import CommandError, say_error, show_json, show_table
+from ds_command_kit.show import CommandError, say_error, show_json, show_table
 
 from ds_core.catalogue import install
 from ds_core.errors import KernelError, PluginError, nearest

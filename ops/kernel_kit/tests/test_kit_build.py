@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ds_cli import checks
+from ds_cli.doctor import checks
 from ds_kernel_kit import build
 from ds_kernel_kit import cache as folder
 from ds_kernel_kit.build import Extension, Unit

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from ds_cli.show import CommandError
+from ds_command_kit.show import CommandError
 from ds_kernel_kit import command as ops
 from ds_kernel_kit import references
 from ds_kernel_kit.build import Extension, Unit

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from ds_cli.show import CommandError, say_error
+from ds_command_kit.show import CommandError, say_error
 
 from ds_autotuning.trials.launching import encode, parse_words
 

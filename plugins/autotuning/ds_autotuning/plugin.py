@@ -11,7 +11,7 @@ from ds_core.context import StashKey
 from ds_core.entries import CommandEntry, Phase, Transform
 
 if TYPE_CHECKING:
-    from ds_cli.run_options import RunOption
+    from ds_command_kit.run_options import RunOption
     from pydantic import BaseModel
 
     from ds_autotuning.trials.measuring import Measuring
@@ -39,7 +39,7 @@ def ds_commands() -> Mapping[str, CommandEntry]:
 
 def ds_run_options() -> Mapping[str, RunOption]:
     """``dscore run --autotuning``."""
-    from ds_cli.run_options import RunOption
+    from ds_command_kit.run_options import RunOption
 
     text = "Find the fastest settings first; 'run' then runs with them."
     return {

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_cli.environment import environment
-from ds_cli.show import CommandError
+from ds_command_kit.environment import environment
+from ds_command_kit.show import CommandError
 
 from ds_autotuning.config import Autotuning
 from ds_autotuning.records import Forecast, Profile, Result, Row, Status

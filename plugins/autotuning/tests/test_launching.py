@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from ds_autotuning.trials.launching import Launch, at, parse_words
-from ds_cli.show import CommandError
+from ds_command_kit.show import CommandError
 from typer.testing import CliRunner
 
 from ds_core.config import read_config
@@ -167,7 +167,7 @@ def test_autotuning_hands_the_words_to_the_command_tune(
     given: str, passed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ds_autotuning import command
-    from ds_cli import app
+    from ds_command_kit import app
 
     seen: list[list[str]] = []
 
@@ -184,7 +184,7 @@ def test_autotuning_hands_the_words_to_the_command_tune(
 
 
 def test_tune_says_what_is_missing() -> None:
-    from ds_cli.app import make_app
+    from ds_command_kit.app import make_app
 
     ended = CliRunner().invoke(make_app(), ["tune"])
     assert ended.exit_code == 2

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from ds_cli.app import OpenGroup
-from ds_cli.show import show_json, show_table
+from ds_command_kit.app import OpenGroup
+from ds_command_kit.show import show_json, show_table
 
 if TYPE_CHECKING:
     from ds_checkpoint.offline import Saved

@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 from ds_checkpoint.offline import parse_size
-from ds_cli.app import make_app
+from ds_command_kit.app import make_app
 from torch import nn
 from typer.testing import CliRunner
 

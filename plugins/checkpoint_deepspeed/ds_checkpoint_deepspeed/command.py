@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from ds_cli.show import say_error
+from ds_command_kit.show import say_error
 
 
 def import_checkpoint(

@@ -24,7 +24,7 @@ import torch
 from ds_checkpoint.folder import files
 from ds_checkpoint.offline import get_fp32_state_dict_from_zero_checkpoint, open_saved
 from ds_checkpoint_deepspeed import export_deepspeed, export_universal, import_checkpoint
-from ds_cli.app import make_app
+from ds_command_kit.app import make_app
 from ds_testing import run_ranks
 from torch import nn
 from typer.testing import CliRunner

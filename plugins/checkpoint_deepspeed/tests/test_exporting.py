@@ -22,7 +22,7 @@ from ds_checkpoint_deepspeed.zero_to_fp32 import (
     load_state_dict_from_zero_checkpoint,
 )
 from ds_checkpoint_deepspeed.zero_to_fp32 import main as zero_to_fp32
-from ds_cli.app import make_app
+from ds_command_kit.app import make_app
 from ds_moe import MoE
 from ds_testing import run_ranks
 from safetensors.torch import load_file

@@ -14,7 +14,7 @@ import torch
 from ds_checkpoint import get_fp32_state_dict_from_zero_checkpoint
 from ds_checkpoint_deepspeed import export_universal, import_checkpoint
 from ds_checkpoint_deepspeed.reading import folder as folder_of
-from ds_cli.app import make_app
+from ds_command_kit.app import make_app
 from ds_testing import PluginConformance
 from typer.testing import CliRunner
 

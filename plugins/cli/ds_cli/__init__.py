@@ -10,7 +10,8 @@ import ds_core  # noqa: F401  the old names of modules below this one are found 
 
 def main() -> None:
     """Run the command line of this process and exit with its status."""
-    from ds_cli.app import make_app
+    from ds_command_kit.app import make_app
+
     from ds_cli.plugin import ds_commands
 
     make_app(ds_commands())(prog_name="dscore")

@@ -13,16 +13,17 @@ def ds_commands() -> Mapping[str, CommandEntry]:
     """
     return {
         "run": CommandEntry(
-            "ds_cli.run:app", "Run a script in several processes, here or with other machines."
+            "ds_cli.run.command:app",
+            "Run a script in several processes, here or with other machines.",
         ),
         "plugins": CommandEntry(
-            "ds_cli.plugins:app",
+            "ds_cli.plugins.command:app",
             "Show every installed plugin: the names that it offers, its state and why.",
         ),
         "doctor": CommandEntry(
-            "ds_cli.doctor:doctor", "Examine this machine and the installation."
+            "ds_cli.doctor.command:doctor", "Examine this machine and the installation."
         ),
-        "config": CommandEntry("ds_cli.config:app", "Check and explain configs."),
+        "config": CommandEntry("ds_cli.config.command:app", "Check and explain configs."),
     }
 
 
@@ -30,6 +31,6 @@ def ds_launchers() -> Mapping[str, LauncherEntry]:
     """Processes on this machine."""
     return {
         "local": LauncherEntry(
-            "ds_cli.local:launch", "processes on this machine, by torch's elastic launcher"
+            "ds_cli.local.launcher:launch", "processes on this machine, by torch's elastic launcher"
         )
     }

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ds_cli.app import make_app
-from ds_cli.cleaning import clean
-from ds_cli.last_failure import keep, kept
+from ds_cli.doctor.cleaning import clean
+from ds_cli.doctor.last_failure import keep, kept
+from ds_command_kit.app import make_app
 from typer.testing import CliRunner
 
 PLANTED = [f"planted{i:02d}{'q7x' * 3}" for i in range(14)]

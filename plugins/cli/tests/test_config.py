@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ds_cli.config import make_app
+from ds_cli.config.command import make_app
 from typer.testing import CliRunner
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ds_cli import probing
-from ds_cli.host_checks import link_rows, slow_links
-from ds_cli.host_doctor import Examination, examine_hosts
-from ds_cli.hosts.hostfile import Host
-from ds_cli.probing import Link, rounds
-from ds_testing.hosts import Lab
+from ds_cli.doctor import probing
+from ds_cli.doctor.host_checks import link_rows, slow_links
+from ds_cli.doctor.host_doctor import Examination, examine_hosts
+from ds_cli.doctor.probing import Link, rounds
+from ds_command_kit.hosts.hostfile import Host
+from ds_testing_hosts.lab import Lab
 
 TORCH = """
 class cuda:

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 from ds_cli import main
-from ds_cli.hosts import Host, agent_command, run_tools, settings_line
-from ds_cli.hosts.agent import on_host
-from ds_cli.hosts.choice import Choice, choose_hosts
-from ds_cli.hosts.hostfile import filter_hosts, read_hostfile
-from ds_cli.hosts.settings import exported, read_settings
-from ds_cli.launch import LaunchRequest
-from ds_cli.show import CommandError
+from ds_cli.multi_host.agent import on_host
+from ds_command_kit.hosts import Host, agent_command, run_tools, settings_line
+from ds_command_kit.hosts.choice import Choice, choose_hosts
+from ds_command_kit.hosts.hostfile import filter_hosts, read_hostfile
+from ds_command_kit.hosts.settings import exported, read_settings
+from ds_command_kit.launch import LaunchRequest
+from ds_command_kit.show import CommandError
 
 DEVICES = {"a": [0, 1, 2, 3], "b": [0, 1]}
 
@@ -37,7 +37,8 @@ def asked(text: str, monkeypatch: Any) -> tuple[str, LaunchRequest]:
     """The launcher and what it is given for these words of ``dscore run``."""
     seen: list[tuple[str, LaunchRequest]] = []
     monkeypatch.setattr(
-        "ds_cli.run.find_launcher", lambda name: lambda request: seen.append((name, request)) or 0
+        "ds_cli.run.command.find_launcher",
+        lambda name: lambda request: seen.append((name, request)) or 0,
     )
     monkeypatch.setattr(
         sys, "argv", ["dscore", "run", *shlex.split(text), "--no-python", sys.executable]
@@ -259,7 +260,7 @@ def test_output_is_whole_lines_and_what_all_say_comes_once(capfd: Any) -> None:
 
 
 def test_the_first_bad_end_ends_all_by_the_lifeline(capfd: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("ds_cli.hosts.tools.OTHERS_SECONDS", 0.1)
+    monkeypatch.setattr("ds_command_kit.hosts.tools.OTHERS_SECONDS", 0.1)
     waits = "data = sys.stdin.buffer.read(); print(data[:5]); sys.exit(9)"
     bad = {"a": tool(waits), "b": tool("sys.stdin.readline(); sys.exit(4)")}
     assert run_tools(LaunchRequest("x"), bad, feed=b"head\n", lifeline=True) == 4
@@ -275,7 +276,7 @@ def test_the_first_bad_end_ends_all_by_the_lifeline(capfd: Any, monkeypatch: Any
 
 
 def test_a_host_whose_python_lacks_ds_core_is_named(capfd: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("ds_cli.hosts.tools.OTHERS_SECONDS", 0.2)
+    monkeypatch.setattr("ds_command_kit.hosts.tools.OTHERS_SECONDS", 0.2)
     lacking = [sys.executable, "-S", "-c", "import ds_core_that_is_not_there"]
     waiting = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
     assert run_tools(LaunchRequest("x"), {"node-a": waiting, "node-b": lacking}, lifeline=True) == 1

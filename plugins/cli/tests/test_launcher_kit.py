@@ -6,5 +6,5 @@ from ds_testing import LauncherConformance
 
 
 class TestLocal(LauncherConformance):
-    load = "ds_cli.local:launch"
+    load = "ds_cli.local.launcher:launch"
     nodes = (1, 1)  # `dscore run` decides it for this launcher

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import typer
-from ds_cli.app import make_app
-from ds_cli.launch import LaunchRequest
 from ds_cli.plugin import ds_launchers
+from ds_command_kit.app import make_app
+from ds_command_kit.launch import LaunchRequest
 from ds_testing import processes
 from pydantic import Field
 from typer.testing import CliRunner
@@ -187,7 +187,7 @@ def test_one_plugin_in_detail(install: Any, monkeypatch: Any) -> None:
 
 
 def test_every_hook_has_a_word_in_the_list() -> None:
-    from ds_cli.plugins import KINDS
+    from ds_cli.plugins.command import KINDS
 
     from ds_core.discovery import HOOKS, OBSERVERS
 
@@ -195,7 +195,7 @@ def test_every_hook_has_a_word_in_the_list() -> None:
 
 
 def test_a_table_on_a_terminal_folds_and_loses_nothing(capsys: Any, monkeypatch: Any) -> None:
-    from ds_cli.show import show_table
+    from ds_command_kit.show import show_table
 
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "40")
@@ -213,8 +213,10 @@ def test_reports_are_readable_at_80_columns(command: str, install: Any, monkeypa
     """On a terminal: no line is longer, no word is cut, and what is wrong stands first."""
     found = missing("a_plugin_of_an_uncommonly_long_name")
     monkeypatch.setattr(P, "discover", lambda: (found,))
-    monkeypatch.setattr("ds_cli.show.shutil.get_terminal_size", lambda: os.terminal_size((80, 24)))
-    monkeypatch.setattr("ds_cli.show._is_terminal", lambda: True)
+    monkeypatch.setattr(
+        "ds_command_kit.show.shutil.get_terminal_size", lambda: os.terminal_size((80, 24))
+    )
+    monkeypatch.setattr("ds_command_kit.show._is_terminal", lambda: True)
     lines = dscore(command).output.splitlines()
     assert max(map(len, lines)) <= 80
     first = "quarantined" if command == "plugins" else "fault"
@@ -365,7 +367,7 @@ def test_doctor_has_nothing_against_its_own_commands() -> None:
 
 
 def test_doctor_comes_to_its_end_whatever_fails(install: Any, monkeypatch: Any) -> None:
-    from ds_cli import checks
+    from ds_cli.doctor import checks
 
     def broken(plugins: Any) -> Any:
         raise ZeroDivisionError("oops")

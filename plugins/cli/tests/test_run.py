@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 from ds_cli import main
-from ds_cli.cores import cores_of_ranks, parse_cores
-from ds_cli.guard import Guard
-from ds_cli.launch import LaunchRequest
-from ds_cli.local import launch
-from ds_cli.show import CommandError
+from ds_cli.local.cores import cores_of_ranks, parse_cores
+from ds_cli.local.guard import Guard
+from ds_cli.local.launcher import launch
+from ds_command_kit.launch import LaunchRequest
+from ds_command_kit.show import CommandError
 from ds_testing import processes
 
 ROOT = Path(__file__).parents[3]
@@ -642,7 +642,7 @@ def test_flags_have_their_documented_names(
 ) -> None:
     seen: list[LaunchRequest] = []
     monkeypatch.setattr(
-        "ds_cli.run.find_launcher", lambda name: lambda request: seen.append(request) or 0
+        "ds_cli.run.command.find_launcher", lambda name: lambda request: seen.append(request) or 0
     )
     monkeypatch.setattr(
         sys, "argv", ["dscore", "run", *words.split(), sys.executable, "--node_rank", "x"]

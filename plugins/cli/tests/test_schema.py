@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import pytest
-from ds_cli.explanation import explain
-from ds_cli.schema import json_schema
+from ds_cli.config.explanation import explain
+from ds_cli.config.schema import json_schema
 from pydantic import BaseModel, ConfigDict, RootModel
 
 from ds_core.config import CORE_KEYS, CoreConfig, Section, option

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ds_cli.failure import WorkerFailure
-from ds_cli.verdict import Report, Verdict, decide, unequal
+from ds_cli.local.failure import WorkerFailure
+from ds_cli.multi_host.verdict import Report, Verdict, decide, unequal
 
 HOSTS = {0: "host a (ranks 0 to 1 of 4)", 1: "host b (ranks 2 to 3 of 4)"}
 ECHO = WorkerFailure(

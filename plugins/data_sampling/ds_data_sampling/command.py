@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from ds_cli.config_code import Imports, read_to_look_at
+from ds_command_kit.config_code import Imports, read_to_look_at
 
 app = typer.Typer(no_args_is_help=True)
 

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from ds_cli.app import make_app
+from ds_command_kit.app import make_app
 from ds_testing import ChartConformance, CommandConformance
 from typer.testing import CliRunner
 

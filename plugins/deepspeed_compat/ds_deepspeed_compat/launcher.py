@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ds_cli.hosts.hostfile import filter_hosts, read_hostfile
+from ds_command_kit.hosts.hostfile import filter_hosts, read_hostfile
 
 from ds_deepspeed_compat.constants import DLTS_HOSTFILE
 from ds_deepspeed_compat.finder import VARIABLE, displaced
@@ -326,7 +326,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
         real(args)
         return
-    from ds_cli.app import make_app
+    from ds_command_kit.app import make_app
 
     given = parse_args(args)
     if given.hostfile != DLTS_HOSTFILE and not _hostfile(given):

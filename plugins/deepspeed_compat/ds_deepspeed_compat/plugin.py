@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ds_core.entries import CommandEntry, Ref
 
 if TYPE_CHECKING:
-    from ds_cli.run_options import RunOption
+    from ds_command_kit.run_options import RunOption
     from torch import nn
 
     from ds_core.context import Context
@@ -31,7 +31,7 @@ def ds_commands() -> Mapping[str, CommandEntry]:
 
 def ds_run_options() -> Mapping[str, RunOption]:
     """``dscore run --as-deepspeed``."""
-    from ds_cli.run_options import RunOption
+    from ds_command_kit.run_options import RunOption
 
     text = "`import deepspeed` in the script gives ds_core."
     return {"--as-deepspeed": RunOption("ds_deepspeed_compat.finder:as_deepspeed", text)}

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from ds_cli.config import make_app
+from ds_cli.config.command import make_app
 from ds_deepspeed_compat.configs.migration import migrated
 from typer.testing import CliRunner
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ds_cli.app import make_app
+from ds_command_kit.app import make_app
 from ds_deepspeed_compat.configs.migration import migrated
 from typer.testing import CliRunner
 

@@ -100,7 +100,7 @@ def test_a_llama_answers_as_transformers_does(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_served_is_told_at_once(tmp_path: Path) -> None:
-    from ds_cli.show import CommandError
+    from ds_command_kit.show import CommandError
     from ds_inference.serve.model import Choices, open_model
 
     with pytest.raises(CommandError, match=r"--tp 2 needs as many ranks"):
@@ -216,7 +216,7 @@ def test_a_model_without_a_template_gets_a_plain_one(tmp_path: Path) -> None:
 def test_a_folder_whose_weights_are_missing_torn_or_of_another_shape_is_refused_by_name(
     tmp_path: Path,
 ) -> None:
-    from ds_cli.show import CommandError
+    from ds_command_kit.show import CommandError
     from ds_inference.serve.model import Choices, open_model
     from safetensors.torch import load_file, save_file
 
@@ -241,7 +241,7 @@ def test_a_folder_whose_weights_are_missing_torn_or_of_another_shape_is_refused_
 def test_a_folder_with_code_of_its_own_is_refused_without_advice_that_nobody_can_follow(
     tmp_path: Path,
 ) -> None:
-    from ds_cli.show import CommandError
+    from ds_command_kit.show import CommandError
     from ds_inference.serve.model import Choices, open_model
 
     make(tmp_path)

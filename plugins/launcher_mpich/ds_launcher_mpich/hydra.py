@@ -13,10 +13,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_cli.hosts import FromVariable, agent_command, named_hosts, run_tool, settings_variable
+from ds_command_kit.hosts import (
+    FromVariable,
+    agent_command,
+    named_hosts,
+    run_tool,
+    settings_variable,
+)
 
 if TYPE_CHECKING:
-    from ds_cli.launch import LaunchRequest
+    from ds_command_kit.launch import LaunchRequest
 
 RANK = FromVariable("PMI_RANK")
 REACH = str(Path(__file__).with_name("reach.py"))

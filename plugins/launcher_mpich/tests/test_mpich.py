@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ds_cli.hosts import Host
-from ds_cli.launch import LaunchRequest
-from ds_cli.show import CommandError
+from ds_command_kit.hosts import Host
+from ds_command_kit.launch import LaunchRequest
+from ds_command_kit.show import CommandError
 from ds_launcher_mpich.hydra import REACH, ends, explain, impi, mpich, mvapich
 
 REQUEST = LaunchRequest(
@@ -37,7 +37,7 @@ def test_words(capsys: Any, monkeypatch: Any) -> None:
         "ServerAliveInterval=5 "
         "-o ServerAliveCountMax=3 -p 2222' mpiexec -launcher ssh -launcher-exec /python -genvlist "
         "DSCORE_AGENT -n 2 "
-        "-ppn 1 -hosts h0,h1 -iface eth1 /python -m ds_cli.hosts.agent --number-from PMI_RANK "
+        "-ppn 1 -hosts h0,h1 -iface eth1 /python -m ds_cli.multi_host.agent --number-from PMI_RANK "
         "--settings-by-variable"
     )
     assert "secret" not in said

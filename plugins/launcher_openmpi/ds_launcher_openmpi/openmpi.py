@@ -10,10 +10,10 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING
 
-from ds_cli.hosts import agent_command, named_hosts, run_tool, settings_variable
+from ds_command_kit.hosts import agent_command, named_hosts, run_tool, settings_variable
 
 if TYPE_CHECKING:
-    from ds_cli.launch import LaunchRequest
+    from ds_command_kit.launch import LaunchRequest
 
 # where several MPI are installed, Debian's name tells which one it is
 NAMES = ("mpirun.openmpi", "mpirun")

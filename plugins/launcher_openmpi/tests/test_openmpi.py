@@ -7,9 +7,9 @@ import sys
 from typing import Any
 
 import pytest
-from ds_cli.hosts import Host
-from ds_cli.launch import LaunchRequest
-from ds_cli.show import CommandError
+from ds_command_kit.hosts import Host
+from ds_command_kit.launch import LaunchRequest
+from ds_command_kit.show import CommandError
 from ds_launcher_openmpi.openmpi import command, launch
 
 REQUEST = LaunchRequest(
@@ -28,7 +28,7 @@ def test_words(monkeypatch: Any) -> None:
     words = command(
         dataclasses.replace(REQUEST, ssh_port=2222, launcher_args=("--allow-run-as-root",))
     )
-    agent = [sys.executable, *["-m", "ds_cli.hosts.agent", "--number"]]
+    agent = [sys.executable, *["-m", "ds_cli.multi_host.agent", "--number"]]
     assert words == [
         "env",
         "OMPI_MCA_plm_rsh_args=-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ds_testing.launched_hosts import SshHostsConformance
+from ds_testing_hosts.launched_hosts import SshHostsConformance
 
 pytestmark = pytest.mark.hosts
 

@@ -11,10 +11,10 @@ import re
 import shlex
 from typing import TYPE_CHECKING
 
-from ds_cli.hosts import agent_command, named_hosts, run_tool
+from ds_command_kit.hosts import agent_command, named_hosts, run_tool
 
 if TYPE_CHECKING:
-    from ds_cli.launch import LaunchRequest
+    from ds_command_kit.launch import LaunchRequest
 
 # ssh takes the first value that it gets for an option, so the user's own (PDSH_SSH_ARGS_APPEND)
 # come before these.

@@ -7,9 +7,9 @@ import sys
 from typing import Any
 
 import pytest
-from ds_cli.hosts import Host
-from ds_cli.launch import LaunchRequest
-from ds_cli.show import CommandError
+from ds_command_kit.hosts import Host
+from ds_command_kit.launch import LaunchRequest
+from ds_command_kit.show import CommandError
 from ds_launcher_pdsh.pdsh import command, ends, explain, launch
 
 REQUEST = LaunchRequest(
@@ -36,7 +36,7 @@ def test_words(monkeypatch: Any) -> None:
     )
     assert pdsh == ["pdsh", "-R", "ssh", "-S", "-N", "-b", "-f", "2", "-w", "h0,h1", "-t", "5"]
     start, settings = remote.rsplit(" --settings ", 1)
-    assert start == "'/env 1%%/python' -m ds_cli.hosts.agent --number %n"
+    assert start == "'/env 1%%/python' -m ds_cli.multi_host.agent --number %n"
     packed, *lifeline = settings.split()
     assert lifeline == ["--lifeline", "end"]
     assert "secret" not in packed

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ds_cli.show import CommandError
+from ds_command_kit.show import CommandError
 
 DEVICES = ("GPU", "TPU", "NPU", "HPU", "neuron_cores")  # as Ray names them
 

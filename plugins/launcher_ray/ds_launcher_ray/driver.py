@@ -19,9 +19,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ds_cli.hosts import agent_command, settings_line
-from ds_cli.hosts.settings import Settings, read_settings
-from ds_cli.show import CommandError, say_error
+from ds_command_kit.hosts import agent_command, settings_line
+from ds_command_kit.hosts.settings import Settings, read_settings
+from ds_command_kit.show import CommandError, say_error
 
 from ds_core.errors import CommError, DSError
 from ds_launcher_ray import node

@@ -8,11 +8,11 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING
 
-from ds_cli.hosts import run_tool, settings_line
-from ds_cli.show import CommandError
+from ds_command_kit.hosts import run_tool, settings_line
+from ds_command_kit.show import CommandError
 
 if TYPE_CHECKING:
-    from ds_cli.launch import LaunchRequest
+    from ds_command_kit.launch import LaunchRequest
 
 
 def launch(request: LaunchRequest) -> int:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ds_testing.hosts import Lab
-from ds_testing.hosts_ray import start_ray
+from ds_testing_hosts.lab import Lab
+from ds_testing_hosts.ray_hosts import start_ray
 
 pytestmark = [
     pytest.mark.hosts,
@@ -66,7 +66,7 @@ def words(
 
 def ranks(lab: Lab, off: str = "") -> list[Any]:
     """The processes of ranks, agents and their watchers on all hosts."""
-    own = ("script.py", "ds_cli.hosts.agent", "watcher.py")
+    own = ("script.py", "ds_cli.multi_host.agent", "watcher.py")
     running = [p for host in lab.everyone if host.name != off for p in host.processes()]
     return [p for p in running if any(w in " ".join(p.words) for w in own)]
 

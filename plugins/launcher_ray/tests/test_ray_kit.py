@@ -8,13 +8,13 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from ds_cli.hosts import Host
-from ds_cli.launch import LaunchRequest
-from ds_cli.show import CommandError
+from ds_command_kit.hosts import Host
+from ds_command_kit.launch import LaunchRequest
+from ds_command_kit.show import CommandError
 from ds_launcher_ray.choice import Wanted, bundles, devices
 from ds_testing import LauncherConformance
-from ds_testing.hosts import Lab
-from ds_testing.hosts_ray import start_ray
+from ds_testing_hosts.lab import Lab
+from ds_testing_hosts.ray_hosts import start_ray
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ import re
 import subprocess
 from typing import TYPE_CHECKING
 
-from ds_cli.hosts import FromVariable, Host, agent_command, run_tool, settings_line
-from ds_cli.show import CommandError
+from ds_command_kit.hosts import FromVariable, Host, agent_command, run_tool, settings_line
+from ds_command_kit.show import CommandError
 
 if TYPE_CHECKING:
-    from ds_cli.launch import LaunchRequest
+    from ds_command_kit.launch import LaunchRequest
 
 # the node's place in the step's list, which has the allocation's order
 NODE = FromVariable("SLURM_NODEID")

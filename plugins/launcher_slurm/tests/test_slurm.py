@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ds_cli.hosts import Host
-from ds_cli.launch import LaunchRequest
-from ds_cli.show import CommandError
+from ds_command_kit.hosts import Host
+from ds_command_kit.launch import LaunchRequest
+from ds_command_kit.show import CommandError
 from ds_launcher_slurm.slurm import command, ends, in_allocation, launch
 
 REQUEST = LaunchRequest("train.py", min_nodes=0, max_nodes=0, exported=(("KEY", "secret"),))
@@ -74,7 +74,7 @@ def test_words() -> None:
             "--kill-on-bad-exit=0",
             "--gpu-bind=none",
         ],
-        *(sys.executable, "-m", "ds_cli.hosts.agent"),
+        *(sys.executable, "-m", "ds_cli.multi_host.agent"),
         *["--number-from", "SLURM_NODEID", "--settings-by-stdin", "--lifeline", "beats"],
     ]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ds_testing.clusters import no_slurm, start_slurm
-from ds_testing.hosts import Lab
-from ds_testing.launched_hosts import HostsConformance
+from ds_testing_hosts.clusters import no_slurm, start_slurm
+from ds_testing_hosts.lab import Lab
+from ds_testing_hosts.launched_hosts import HostsConformance
 
 pytestmark = pytest.mark.hosts
 

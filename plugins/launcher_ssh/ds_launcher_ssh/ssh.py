@@ -10,12 +10,13 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from ds_cli.hosts import agent_command, run_tools, settings_line
-from ds_cli.hosts.elastic_store import store_here
-from ds_cli.show import CommandError
+from ds_command_kit.hosts import agent_command, run_tools, settings_line
+from ds_command_kit.show import CommandError
+
+from ds_launcher_ssh.elastic_store import store_here
 
 if TYPE_CHECKING:
-    from ds_cli.launch import LaunchRequest
+    from ds_command_kit.launch import LaunchRequest
 
 # ssh takes the first value that it gets for an option, so the user's own (--launcher-args) come
 # before these. It must not ask for a password or about a host's key: several would ask at once, and

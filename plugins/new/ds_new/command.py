@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from ds_cli.app import OpenGroup
-from ds_cli.show import CommandError
+from ds_command_kit.app import OpenGroup
+from ds_command_kit.show import CommandError
 
 from ds_core.errors import nearest
 from ds_new.kinds import KINDS

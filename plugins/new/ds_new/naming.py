@@ -10,7 +10,7 @@ import re
 import sys
 from dataclasses import dataclass
 
-from ds_cli.show import CommandError
+from ds_command_kit.show import CommandError
 
 from ds_core.catalogue import documented, offered_by
 from ds_core.discovery import HOOKS

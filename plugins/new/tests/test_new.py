@@ -22,7 +22,7 @@ NAMES = ("ab", "a-name-as-long-as-they-come")
 
 
 def dscore(*arguments: str, capfd: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    from ds_cli.app import make_app
+    from ds_command_kit.app import make_app
 
     with pytest.raises(SystemExit) as ended:
         make_app()(["new", "plugin", *arguments])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from ds_cli.show import CommandError, show_json, show_table
+from ds_command_kit.show import CommandError, show_json, show_table
 
 from ds_core.errors import DSError
 from ds_nvme.engines import Settings

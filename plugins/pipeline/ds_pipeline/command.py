@@ -37,7 +37,7 @@ def draw(
     svg: Annotated[Path | None, typer.Option(help="Write a drawing to this file as well.")] = None,
 ) -> None:
     """Check a schedule, and draw what each stage does when."""
-    from ds_cli.show import say_error
+    from ds_command_kit.show import say_error
 
     from ds_core.errors import UsageError
     from ds_core.plugins import Plugins

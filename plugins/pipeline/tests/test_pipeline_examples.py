@@ -11,7 +11,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from ds_cli.app import make_app
+from ds_command_kit.app import make_app
 from ds_pipeline.command import app
 from ds_pipeline.schedules.planned import ZeroBubbleSchedule
 from ds_pipeline.schedules.timeline import as_text

@@ -9,7 +9,7 @@ from ds_core.context import StashKey
 from ds_core.entries import CommandEntry, Ref
 
 if TYPE_CHECKING:
-    from ds_cli.run_options import RunOption
+    from ds_command_kit.run_options import RunOption
     from pydantic import BaseModel
 
     from ds_core.context import Context
@@ -37,7 +37,7 @@ def ds_commands() -> Mapping[str, CommandEntry]:
 
 def ds_run_options() -> Mapping[str, RunOption]:
     """``dscore run --record``."""
-    from ds_cli.run_options import RunOption
+    from ds_command_kit.run_options import RunOption
 
     text = "Keep a record of the run in FOLDER, for dscore report."
     return {"--record": RunOption("ds_report.recording:record_into", text, metavar="FOLDER")}

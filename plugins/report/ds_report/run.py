@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ds_cli.show import CommandError
+from ds_command_kit.show import CommandError
 
 from ds_report.foreign import csv_files, event_files, read_csv, read_events
 from ds_report.reading import RankRecord, rank_files, read_now, read_rank

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ds_cli.app import make_app
+from ds_command_kit.app import make_app
 from ds_report.page.page import differences, duration, page, short
 from ds_report.page.thin import means, thin
 from ds_report.run import Run, find_runs, names_of, read_run

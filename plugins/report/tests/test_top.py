@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ds_cli.app import make_app
+from ds_command_kit.app import make_app
 from ds_report.recorder import Recorder
 from ds_report.top.live import KEPT, Watch
 from ds_report.top.screen import BLOCKS, screen, spark

@@ -18,7 +18,7 @@ from ds_core.entries import CommandEntry, resolve
 LIST = """
 import contextlib, json, sys
 sys.path[:0] = json.loads(sys.argv[1])
-from ds_cli.app import make_app
+from ds_command_kit.app import make_app
 with contextlib.suppress(SystemExit):
     make_app()([*sys.argv[3:], "--help"])
 print("\\0" + json.dumps(sorted({"torch", *json.loads(sys.argv[2])} & set(sys.modules))))

@@ -52,8 +52,8 @@ if rest[0] == "wait":
 """
 LAUNCH = """
 import json, sys
-from ds_cli.hosts.hostfile import Host
-from ds_cli.launch import LaunchRequest
+from ds_command_kit.hosts.hostfile import Host
+from ds_command_kit.launch import LaunchRequest
 from ds_core.entries import resolve
 if __name__ == "__main__":
     with open(sys.argv[1], encoding="utf-8") as stream:

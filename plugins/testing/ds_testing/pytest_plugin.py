@@ -6,17 +6,13 @@ pytest.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import os
 from collections.abc import Callable, Generator, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import pytest
-
-if TYPE_CHECKING:
-    from ds_testing.hosts import Lab
 
 
 class Ranks(Protocol):
@@ -84,19 +80,6 @@ def ranks(_pools: Ranks) -> Ranks:
     the session.
     """
     return _pools
-
-
-@pytest.fixture
-def lab() -> Iterator[Callable[..., Lab]]:
-    """``lab("a", "b", ssh=True)``: a `ds_testing.hosts.Lab`, ended after the test; skips where
-    there can be none.
-    """
-    from ds_testing.hosts import Lab, unavailable
-
-    if reason := unavailable():
-        pytest.skip(reason)
-    with contextlib.ExitStack() as stack:
-        yield lambda *names, **options: stack.enter_context(Lab(*names, **options))
 
 
 @pytest.fixture

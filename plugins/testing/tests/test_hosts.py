@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ds_testing.hosts import Host, Lab, LabError, Process
 from ds_testing.processes import clean_environment
+from ds_testing_hosts.lab import Host, Lab, LabError, Process
 
 ECHO = """
 import socket
@@ -151,7 +151,7 @@ def test_ssh(lab: Labs) -> None:
 
 def test_nothing_stays_when_the_test_is_killed(lab: Labs) -> None:
     code = """
-from ds_testing.hosts import Lab
+from ds_testing_hosts.lab import Lab
 made = Lab("a", "b")
 made.host("b").link(latency=0.001)
 made.host("a").popen(["setsid", "sleep", "1000"])

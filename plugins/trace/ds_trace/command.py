@@ -22,7 +22,7 @@ def trace(
     """Say where the traced steps went: compute, waiting for which collective, idle; and which rank
     is the straggler.
     """
-    from ds_cli.show import show_json
+    from ds_command_kit.show import show_json
 
     from ds_trace.all_ranks import compare, read_run
 
@@ -67,7 +67,7 @@ def _plain(found: Comparison) -> dict[str, Any]:
 
 
 def _show(found: Comparison, top: int) -> None:
-    from ds_cli.show import show_table
+    from ds_command_kit.show import show_table
 
     first = found.ranks[0]
     steps = first.steps

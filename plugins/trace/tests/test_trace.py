@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from ds_cli.app import make_app
+from ds_command_kit.app import make_app
 from ds_testing import InterceptorConformance, PluginConformance
 from typer.testing import CliRunner
 

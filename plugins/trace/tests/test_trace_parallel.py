@@ -8,7 +8,7 @@ from pathlib import Path
 import ds_pipeline  # noqa: F401  what the runs need, beside what ds-trace declares
 import ds_zero  # noqa: F401
 import pytest
-from ds_cli.app import make_app
+from ds_command_kit.app import make_app
 from ds_testing import run_ranks
 from typer.testing import CliRunner
 

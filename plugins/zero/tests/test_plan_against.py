@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ds_cli.app import make_app
+from ds_command_kit.app import make_app
 from ds_testing import run_ranks
 from ds_zero.config import ZeroConfig
 from ds_zero.planning.against import Snapshot, compare, read_snapshots

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_cli.memory import memory_of
+from ds_command_kit.memory import memory_of
 
 from ds_autotuning.records import Forecast, Parameter, Profile, read_json
 from ds_autotuning.trials.profile import build, fit_line

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_cli.show import CommandError
+from ds_command_kit.show import CommandError
 
 CONFIG_FLAGS = (
     "--deepspeed_config",
@@ -114,8 +114,8 @@ def parse_words(words: Sequence[str]) -> Launch:
 
     Raises CommandError as it would, and for what a trial cannot be.
     """
-    from ds_cli.app import find_command
-    from ds_cli.launch import parse_nodes, parse_nproc
+    from ds_command_kit.app import find_command
+    from ds_command_kit.launch import parse_nodes, parse_nproc
 
     command = find_command("run")
     given = command.make_context("run", list(words)).params

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from ds_cli.show import CommandError
+from ds_command_kit.show import CommandError
 
 DType = Literal["fp32", "bf16", "fp16"]
 Bits = Literal["int8", "int4"]

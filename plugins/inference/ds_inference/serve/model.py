@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_cli.show import CommandError
+from ds_command_kit.show import CommandError
 from ds_inference_kit.step import BLOCK
 
 from ds_inference.serve.driving import Link

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
-from ds_cli.show import CommandError
+from ds_command_kit.show import CommandError
 
 from ds_inference.serve.app import HEAD, make_app
 from ds_inference.serve.asking import Limits

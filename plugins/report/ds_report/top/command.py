@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Annotated
 
 import typer
-from ds_cli.show import CommandError
+from ds_command_kit.show import CommandError
 
 from ds_report.page.page import duration, short
 from ds_report.reading import rank_files

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from ds_cli.config_code import Imports, read_to_look_at
+from ds_command_kit.config_code import Imports, read_to_look_at
 
 from ds_core.config import Trait
 from ds_core.errors import UsageError
@@ -91,7 +91,7 @@ def plan(
     """Predict memory and communication of each rank under every stage and offload, and recommend
     one.
     """
-    from ds_cli.show import say_error
+    from ds_command_kit.show import say_error
 
     from ds_core.precision import cast_module, make_precision
     from ds_zero.config import ZeroConfig
@@ -270,7 +270,7 @@ def _show(
     charts: list[Chart],
     as_json: bool,
 ) -> None:
-    from ds_cli.show import show_json, show_table
+    from ds_command_kit.show import show_json, show_table
 
     total = sum(p.numel() for p in module.parameters())
     if as_json:
@@ -357,7 +357,7 @@ def _show_against(
     folder: Path, module: nn.Module, section: Any, run: Any, offload: Offload, as_json: bool
 ) -> None:
     """The plan of the config's own stage and offload, beside what the rank held that held most."""
-    from ds_cli.show import show_json, show_table
+    from ds_command_kit.show import show_json, show_table
 
     from ds_zero.planning.against import compare, read_snapshots
     from ds_zero.planning.plan import predict

@@ -22,7 +22,7 @@ from ds_core.entries import (
 from ds_core.errors import Problem
 
 if TYPE_CHECKING:
-    from ds_cli.run_options import RunOption
+    from ds_command_kit.run_options import RunOption
 
     from ds_core.config import RunConfig
     from ds_core.context import Context
@@ -56,7 +56,7 @@ def ds_check(config: RunConfig) -> Iterable[Problem]:
 
 def ds_run_options() -> Mapping[str, RunOption]:
     """``dscore run --mood WORD`` and ``--only-greet``."""
-    from ds_cli.run_options import RunOption
+    from ds_command_kit.run_options import RunOption
 
     return {
         "--mood": RunOption(

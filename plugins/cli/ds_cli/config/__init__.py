@@ -1,0 +1,1 @@
+"""``dscore config``: check and explain configs."""

@@ -1,0 +1,154 @@
+"""``dscore config``: check a file, print the schema of everything installed, explain one key (no
+torch).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from ds_command_kit.config_code import Imports, read_to_look_at
+from ds_command_kit.show import other_output_to_stderr, say_error, show_json
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from ds_core.compose import Composition
+    from ds_core.config import Batch
+
+
+def make_app() -> typer.Typer:
+    """The group ``dscore config``."""
+    from ds_command_kit.app import OpenGroup
+
+    app = typer.Typer(cls=OpenGroup, help="Check and explain configs.", no_args_is_help=True)
+    app.command("check")(check)
+    app.command("schema")(schema)
+    app.command("explain")(explain)
+    return app
+
+
+def check(
+    file: Annotated[Path, typer.Argument(help="A .json, .hjson, .yaml or .toml config.")],
+    world: Annotated[
+        int | None,
+        typer.Option(min=1, help="Check the batch sizes too, for this number of processes."),
+    ] = None,
+    auto: Annotated[
+        bool,
+        typer.Option(
+            "--auto/--no-auto",
+            help='Accept "auto", which a front-end such as the Trainer fills in.',
+        ),
+    ] = True,
+    imports: Imports = False,
+) -> None:
+    """Check a config as training would, before any process starts; prints every problem."""
+    from ds_core.compose import compose
+    from ds_core.errors import ConfigError
+
+    try:
+        chosen = compose(read_to_look_at(file, imports), fill_later=auto)
+        open_batch = not _BATCH.isdisjoint(chosen.config.autos)
+        batch = _batch(chosen, world) if world is not None and not open_batch else None
+    except ConfigError as error:
+        for problem in error.problems:
+            typer.echo(f"{file}: {problem}")
+        raise typer.Exit(1) from None
+    typer.echo(f"{file}: ok")
+    if batch is not None:
+        ranks = batch.train // (batch.micro * batch.gas)
+        typer.echo(
+            f"  on {world} processes: train_batch_size {batch.train} = micro batch {batch.micro} "
+            f"x accumulation {batch.gas} x {ranks} data-parallel rank{'' if ranks == 1 else 's'}"
+        )
+    for name in chosen.config.sections:
+        owner = chosen.plugins.section(name)
+        typer.echo(f"  {name}: {owner.dist} {owner.version}" if owner else f"  {name}")
+    for note in chosen.notes:
+        typer.echo(f"  note: {note}")
+    if autos := chosen.config.autos:
+        typer.echo(
+            '  "auto", filled in by the Trainer, Accelerate or another front-end: '
+            f"{', '.join(autos)}"
+        )
+        typer.echo("  training without one refuses it")
+
+
+_BATCH = frozenset(
+    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+)
+
+
+def _batch(chosen: Composition, world: int) -> Batch:
+    return chosen.batch(chosen.mesh(world).size("batch"))
+
+
+def schema() -> None:
+    """Print the JSON Schema of the core and of every installed plugin's section."""
+    from ds_cli.config.schema import json_schema
+
+    show_json(json_schema(_installed_models()))
+
+
+def explain(
+    key: Annotated[
+        str, typer.Argument(metavar="KEY", help="A dotted path such as fp16.loss_scale.")
+    ],
+) -> None:
+    """Say what a key does, its type, its default and who owns it; of a section, its keys too."""
+    from ds_cli.config.explanation import explain as look_up
+
+    said = look_up(key, _installed_models(), _named_models() if ".params." in key else None)
+    typer.echo(said.path)
+    if said.description:
+        typer.echo(f"  {said.description}")
+    default = "those of its keys" if said.keys and said.default.startswith("{") else said.default
+    for label, value in (("type", said.type), ("default", default), ("owner", said.owner)):
+        typer.echo(f"  {label + ':':<9}{value}")
+    for name, about in said.keys:
+        typer.echo(f"    {name}: {about}" if about else f"    {name}")
+
+
+def _installed_models() -> dict[str, tuple[type[BaseModel], str]]:
+    """The model of every installed section; a broken one is named on stderr and left out."""
+    from ds_core.errors import PluginError
+    from ds_core.plugins import Plugins
+
+    models: dict[str, tuple[type[BaseModel], str]] = {}
+    with other_output_to_stderr():
+        plugins = Plugins()
+        for name in plugins.sections():
+            try:
+                models.update(plugins.models([name]))
+            except PluginError as error:
+                say_error(f"left out: {error}")
+    return models
+
+
+def _named_models() -> dict[str, dict[str, tuple[type[BaseModel], str]]]:
+    """``optimizer`` and ``scheduler`` -> name -> the model of its parameters and its owner, as
+    installed.
+    """
+    from ds_core.entries import resolve
+    from ds_core.errors import PluginError
+    from ds_core.plugins import Plugins
+
+    plugins = Plugins()
+    found: dict[str, dict[str, tuple[type[BaseModel], str]]] = {}
+    for kind, hook in (("optimizer", "ds_optimizers"), ("scheduler", "ds_schedulers")):
+        found[kind] = {}
+        for name, answer in plugins.named(hook, kind).items():
+            if answer.value.params is None:
+                continue
+            try:
+                model = resolve(answer.value.params)
+            except PluginError as error:
+                say_error(f"left out: {error}")
+                continue
+            found[kind][name] = (model, f"{answer.plugin.dist} {answer.plugin.version}")
+    return found
+
+
+app = make_app()

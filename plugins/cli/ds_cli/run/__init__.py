@@ -1,0 +1,1 @@
+"""``dscore run``: from its words to a launcher."""

@@ -1,0 +1,47 @@
+"""A config is code: ``plugins.load`` names modules, and to import a module is to run it.
+
+A run of the config imports them. A command that only looks at a file must not, unless it is asked
+to: the file may be another's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ds_command_kit.show import CommandError
+
+if TYPE_CHECKING:
+    from ds_core.config.source import ConfigSource
+
+Imports = Annotated[
+    bool,
+    typer.Option(
+        "--import",
+        help="Import the modules that plugins.load of the config names, which runs them.",
+    ),
+]
+"""The option of commands that look at a config."""
+
+
+def named_code(source: ConfigSource) -> tuple[str, ...]:
+    """The modules that ``plugins.load`` names. ConfigError where that key is wrong."""
+    from ds_core.config.build import plugin_settings
+
+    return tuple(plugin_settings(source).load)
+
+
+def read_to_look_at(file: Path, imports: bool) -> ConfigSource:
+    """The config in `file`; CommandError where it names code and `imports` is not set."""
+    from ds_core.config.source import read_config
+
+    source = read_config(file)
+    if (modules := named_code(source)) and not imports:
+        raise CommandError(
+            f"{file}: plugins.load names {', '.join(modules)}, and to check the config is to "
+            "import that code: "
+            "look at it first, then give --import"
+        )
+    return source
