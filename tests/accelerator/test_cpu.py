@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ds_testing.accelerator import AcceleratorConformance
+from ds_testing.kits.devices.accelerator import AcceleratorConformance
 
 from ds_core.accelerator import Accelerator, CpuAccelerator, HostEvent
 from ds_core.builtin import ds_accelerators

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ds_testing.accelerator import AcceleratorConformance
+from ds_testing.kits.devices.accelerator import AcceleratorConformance
 
 from ds_core.accelerator import CpuAccelerator, TorchAccelerator
 from ds_core.builtin import ds_accelerators

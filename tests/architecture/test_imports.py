@@ -29,6 +29,10 @@ TORCH_FREE = (
     "ds_core",
     "ds_core.builtin",
     "ds_cli.plugin",
+    "ds_command_kit.hookspecs",
+    "ds_command_kit.hosts",
+    "ds_command_kit.launch",
+    "ds_command_kit.run_options",
     "ds_core.compose",
     "ds_core.entries",
     "ds_core.errors",
@@ -166,7 +170,7 @@ def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{node.module}.{alias.name}"
 
 
-RUNS_OTHERS = {"ds_cli", "ds_testing"}
+RUNS_OTHERS = {"ds_command_kit", "ds_testing"}
 """Kits that call a plugin's code by themselves (commands, checks of kernels): that code runs only
 where they are.
 """

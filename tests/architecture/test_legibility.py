@@ -47,7 +47,6 @@ CROWDED = {
     "ds_activation_checkpointing": 1,
     "ds_autotuning": 1,
     "ds_checkpoint": 1,
-    "ds_cli": 1,
     "ds_comms_guard": 1,
     "ds_deepspeed_compat": 1,
     "ds_inference": 4,
@@ -58,15 +57,12 @@ CROWDED = {
     "ds_pipeline": 1,
     "ds_run_state": 2,
     "ds_tensor_parallel": 3,
-    "ds_testing": 5,
     "ds_zero": 8,
 }
 CROWDED_FOLDERS = {
     "ds_core": 35,
-    "plugins/cli/ds_cli": 35,
     "plugins/deepspeed_compat/ds_deepspeed_compat/names": 14,
     "plugins/inference/ds_inference/serve": 13,
-    "plugins/testing/ds_testing": 50,
 }
 LONG_FILES = {
     "ds_core/entries.py",
@@ -115,8 +111,8 @@ LONG_FUNCTIONS = {
     "plugins/checkpoint/ds_checkpoint/folder/boxes.py:moves",
     "plugins/checkpoint/ds_checkpoint/saving.py:save",
     "plugins/checkpoint_deepspeed/ds_checkpoint_deepspeed/exported_model.py:read_model",
-    "plugins/cli/ds_cli/doctor.py:doctor",
-    "plugins/cli/ds_cli/run.py:run",
+    "plugins/cli/ds_cli/doctor/command.py:doctor",
+    "plugins/cli/ds_cli/run/command.py:run",
     "plugins/data_sampling/ds_data_sampling/command.py:analyze",
     "plugins/deepspeed_compat/ds_deepspeed_compat/launcher.py:parse_args",
     "plugins/deepspeed_compat/tests/frontends/trainer.py:main",

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from ds_testing import run_ranks
-from ds_testing.given_back import Structure
+from ds_testing.kits.parallel.given_back import Structure
 from torch import Tensor, nn
 
 import ds_core

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ds_testing.kits.tools.rendezvous import start_rank
 from ds_testing.processes import free_port, output
 from ds_testing.processes import start as start_python
-from ds_testing.rendezvous import start_rank
 
 from ds_core.comm import start
 from ds_core.comm.start import Job, Rendezvous, _default_timeout, find_rendezvous, local_rank

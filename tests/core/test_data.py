@@ -175,7 +175,7 @@ def _shares_of_samples(stage: int) -> tuple[list[list[float]], int, float]:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
-        "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]},
+        "plugins": {"load": ["fake_axes=ds_testing.kits.parallel.fake_axes"]},
         "fake_axes": {"axes": {"sp": 2}},
         **({"zero_optimization": {"stage": stage}} if stage else {}),
     }

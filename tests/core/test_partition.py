@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from ds_testing import run_ranks
+from ds_testing.kits.parallel.runner import RunnerConformance
+from ds_testing.kits.train.partitioner import PartitionerConformance
 from ds_testing.models import complex_run
-from ds_testing.partitioner import PartitionerConformance
-from ds_testing.runner import RunnerConformance
 
 
 class TestReplicated(PartitionerConformance):
@@ -25,7 +25,7 @@ def test_complex_parameters(world):
 
 def _bucketed(limit):
     """Tiny buckets, so that many reductions overlap with backward."""
-    from ds_testing.partitioner import _train_and_compare
+    from ds_testing.kits.train.partitioner import _train_and_compare
 
     from ds_core import buckets
 

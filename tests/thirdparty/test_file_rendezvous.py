@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from building import write_metadata
 from ds_testing import RendezvousConformance
+from ds_testing.kits.tools.rendezvous import start_rank
 from ds_testing.processes import output
-from ds_testing.rendezvous import start_rank
 
 HERE = Path(__file__).parent
 

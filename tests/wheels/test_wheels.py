@@ -33,12 +33,13 @@ FOLDERS = {
     NAME.findall((folder / "pyproject.toml").read_text())[0]: folder
     for folder in (ROOT, *DISTRIBUTIONS)
 }
-RUN_BY = ("ds_cli", "ds_testing", "typer", "rich", "pytest")
+RUN_BY = ("ds_command_kit", "ds_testing", "typer", "rich", "pytest")
 """Kits that call a plugin's code by themselves, and what they bring: modules that need them run
 only where they are.
 """
 TESTED_WITH = (
     "ds-testing",
+    "ds-testing-hosts",
     "ds-cli",
     "pytest",
     "pytest-timeout",

@@ -13,7 +13,13 @@ import torch
 import torch.distributed as dist
 from ds_comm_gloo import gloo
 from ds_testing import CollectivesConformance, run_ranks
-from ds_testing.collectives import OPS, check_reductions, contribution, expected, serve_by
+from ds_testing.kits.parallel.collectives import (
+    OPS,
+    check_reductions,
+    contribution,
+    expected,
+    serve_by,
+)
 
 from ds_core import comm
 from ds_core.comm import collectives

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ds_comm_gloo import GlooCollectives, two_level
 from ds_comm_gloo.two_level import TwoLevel
 from ds_testing import RemoteError, run_ranks
-from ds_testing.collectives import CHECKS, OPS, contribution
+from ds_testing.kits.parallel.collectives import CHECKS, OPS, contribution
 from torch import Tensor
 from torch.distributed import ProcessGroup
 

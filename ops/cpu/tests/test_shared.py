@@ -24,8 +24,8 @@ from ds_comm_gloo.two_level import TwoLevel
 from ds_ops_cpu import shared as ours
 from ds_ops_cpu.kernels import native
 from ds_testing import CollectivesConformance, RemoteError, run_ranks
-from ds_testing.collectives import CHECKS as PROMISES
-from ds_testing.collectives import check_reductions, contribution, expected
+from ds_testing.kits.parallel.collectives import CHECKS as PROMISES
+from ds_testing.kits.parallel.collectives import check_reductions, contribution, expected
 from torch import Tensor, nn
 
 from ds_core import comm

@@ -258,7 +258,7 @@ def memory(axis: str) -> list[int]:
     found = []
     for section in ({}, {"partition_activations": True, "partition_axis": axis}):
         fake = {
-            "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]},
+            "plugins": {"load": ["fake_axes=ds_testing.kits.parallel.fake_axes"]},
             "fake_axes": {"axes": {axis: 2}},
         }
         section = {"activation_checkpointing": {"modules": "auto", **section}}

@@ -36,7 +36,7 @@ def make_held(seed: int, axes: dict[str, int]) -> Any:
     config = {
         "train_batch_size": 2,
         "optimizer": {"type": "AdamW"},
-        "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]},
+        "plugins": {"load": ["fake_axes=ds_testing.kits.parallel.fake_axes"]},
         "fake_axes": {"axes": axes},
     }
     torch.manual_seed(seed)
@@ -91,7 +91,7 @@ class Stage(nn.Module):
 
 def make_stages(names: list[int], tp: int) -> Any:
     config = {
-        "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]},
+        "plugins": {"load": ["fake_axes=ds_testing.kits.parallel.fake_axes"]},
         "fake_axes": {"axes": {"tp": tp}},
     }
     return ds_core.initialize(model=Stage(names), config={"train_batch_size": 1, **config})[0]

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from ds_cli import main
 from ds_cli.multi_host.agent import on_host
+from ds_cli.run.host_choice import Choice, choose_hosts
 from ds_command_kit.hosts import Host, agent_command, run_tools, settings_line
-from ds_command_kit.hosts.choice import Choice, choose_hosts
 from ds_command_kit.hosts.hostfile import filter_hosts, read_hostfile
 from ds_command_kit.hosts.settings import exported, read_settings
 from ds_command_kit.launch import LaunchRequest

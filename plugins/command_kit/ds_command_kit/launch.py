@@ -1,4 +1,4 @@
-"""What a launcher is given: the `LaunchRequest`, and the words that it is made from (torch-free)."""
+"""What a launcher is given: a `LaunchRequest` (torch-free)."""
 
 from __future__ import annotations
 

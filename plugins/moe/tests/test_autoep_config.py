@@ -300,7 +300,7 @@ def test_sizes_that_do_not_divide_name_those_that_do() -> None:
 
 def with_tensor_parallelism() -> str:
     config = settings(1, 0)
-    config["plugins"]["load"].append("fake_axes=ds_testing.fake_axes")
+    config["plugins"]["load"].append("fake_axes=ds_testing.kits.parallel.fake_axes")
     try:
         ds_core.initialize(
             model=hugging_face("mixtral"), config=config | {"fake_axes": {"axes": {"tp": 2}}}

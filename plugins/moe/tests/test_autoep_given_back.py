@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from autoep_models import ADAM, OWN_PATTERNS, Own, hugging_face, ids, settings, train, weights_off
 from ds_testing import run_ranks
-from ds_testing.given_back import Structure
+from ds_testing.kits.parallel.given_back import Structure
 
 KINDS: dict[str, dict[str, Any]] = {
     "stacked": dict(OWN_PATTERNS),

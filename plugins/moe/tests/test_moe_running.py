@@ -18,7 +18,7 @@ from ds_checkpoint import get_fp32_state_dict_from_zero_checkpoint
 from ds_checkpoint.offline import open_saved
 from ds_moe import MoE, utils
 from ds_testing import RunnerConformance, run_ranks
-from ds_testing.partitioner import relative, whole_weights
+from ds_testing.kits.train.partitioner import relative, whole_weights
 from test_moe_conformance import zero
 
 WORLD = 4
@@ -422,7 +422,7 @@ def held(cut: bool) -> list[Any]:
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "fake_axes": {"axes": {"tp": 2}},
-        "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]},
+        "plugins": {"load": ["fake_axes=ds_testing.kits.parallel.fake_axes"]},
     }
     engine = ds_core.initialize(model=model, config=config)[0]
     found = {info.name: list(info.held) for info in engine.ctx.params.values()}
@@ -435,7 +435,7 @@ def test_experts_that_are_cut_over_tp_differ_over_it() -> None:
     assert run_ranks(4, held, False) == [[["ep"], []]] * 4
 
 
-TP = {"plugins": {"load": ["fake_axes=ds_testing.fake_axes"]}}
+TP = {"plugins": {"load": ["fake_axes=ds_testing.kits.parallel.fake_axes"]}}
 
 
 class FromAll(torch.autograd.Function):

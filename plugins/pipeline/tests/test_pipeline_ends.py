@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pipe_models as m
-from ds_testing.given_back import Structure
+from ds_testing.kits.parallel.given_back import Structure
 from ds_testing.pytest_plugin import Ranks
 
 import ds_core

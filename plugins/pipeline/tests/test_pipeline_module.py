@@ -323,7 +323,7 @@ def test_partition_methods() -> None:
 
 
 def starts_unseeded(zero: int) -> list[Any]:
-    from ds_testing.partitioner import whole_weights
+    from ds_testing.kits.train.partitioner import whole_weights
 
     from ds_core import comm
 
@@ -434,7 +434,7 @@ def stands_beside_another_axis() -> list[Any]:
     """An axis that the documents do not know is in the topology too."""
     config = {
         "fake_axes": {"axes": {"cp": 2}},
-        "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]},
+        "plugins": {"load": ["fake_axes=ds_testing.kits.parallel.fake_axes"]},
     }
     engine = start(pipeline(2), config=config)
     truth = Plain()

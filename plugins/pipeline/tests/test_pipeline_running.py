@@ -300,7 +300,7 @@ def test_a_shape_that_changes_unasked_is_an_error() -> None:
 
 def trains_in(name: str, schedule: str, stages: int, chunks: int, zero: int) -> list[Any]:
     """(losses, weights, skipped) after 4 steps, the second of which overflows in fp16."""
-    from ds_testing.partitioner import whole_weights
+    from ds_testing.kits.train.partitioner import whole_weights
 
     sections: dict[str, dict[str, Any]] = {
         "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}},
@@ -389,7 +389,7 @@ def trains_beside_tp(pipe_partitioned: bool) -> int:
     try:
         config = {
             "fake_axes": {"axes": {"tp": 2}},
-            "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]},
+            "plugins": {"load": ["fake_axes=ds_testing.kits.parallel.fake_axes"]},
             "pipeline": {"pipe_partitioned": pipe_partitioned, "schedule": "zero_bubble"},
         }
         engine = start(pipeline(2), gas=3, config=config)

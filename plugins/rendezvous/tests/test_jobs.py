@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from ds_rendezvous import jobs
 from ds_rendezvous.jobs import first_host
+from ds_testing.kits.tools.rendezvous import start_rank
 from ds_testing.processes import free_port, output, run, start
-from ds_testing.rendezvous import start_rank
 
 from ds_core.comm import Rendezvous, find_rendezvous, local_rank
 from ds_core.errors import CommError

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from ds_sequence_parallel import CrossEntropy, DistributedAttention, RingAttention
-from ds_testing.runner import MICRO
+from ds_testing.kits.parallel.runner import MICRO
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 

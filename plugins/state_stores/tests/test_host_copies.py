@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 from ds_state_stores.host_copies import HostCopies
-from ds_testing.late_device import LateDevice
+from ds_testing.kits.devices.late_device import LateDevice
 from torch import Tensor
 
 from ds_core.accelerator import CpuAccelerator

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ds_testing.given_back import Structure
+from ds_testing.kits.parallel.given_back import Structure
 from ds_testing.pytest_plugin import Ranks
 
 import ds_core

@@ -26,8 +26,8 @@ from ds_core.catalogue import offered_by
 from ds_core.entries import resolve
 from ds_core.errors import ConfigError, DSError, UsageError
 from ds_core.plugins import discover
-from ds_testing.grade_runs import gives_back, resumes, trains_alike
-from ds_testing.plugin import PluginConformance
+from ds_testing.kits.grade_runs import gives_back, resumes, trains_alike
+from ds_testing.kits.tools.plugin import PluginConformance
 
 LEVELS = ("declared", "kept", "proven", "whole")
 """declared: installing it harms nobody. kept: it keeps the contract. proven: by tests of its own,

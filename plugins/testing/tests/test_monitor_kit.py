@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from ds_testing.monitor import MonitorConformance, Row
+from ds_testing.kits.tools.monitor import MonitorConformance, Row
 
 from ds_core.entries import Event
 

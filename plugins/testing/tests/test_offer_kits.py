@@ -80,9 +80,9 @@ GIVES = "def ds_engine_methods(): return {'%s': __name__ + ':%s'}"
     ],
 )
 def test_wrong_methods(text: str, check: str, saying: str, plant: Plant) -> None:
-    from ds_testing.engine_methods import CONFIG
+    from ds_testing.kits.tools.engine_methods import CONFIG
+    from ds_testing.kits.train.partitioner import with_plugins
     from ds_testing.one_process import one_process_engine
-    from ds_testing.partitioner import with_plugins
     from torch import nn
 
     module = plant(text)

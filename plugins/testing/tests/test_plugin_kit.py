@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from ds_testing.plugin import PluginConformance
+from ds_testing.kits.tools.plugin import PluginConformance
 
 from ds_core.errors import PluginError
 
@@ -211,7 +211,7 @@ def test_kit_finds_configs_without_a_model(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_kit_finds_another_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ds_testing import plugin
+    from ds_testing.kits.tools import plugin
 
     from ds_core.plugins import Found
 

@@ -117,19 +117,22 @@ class Launched:
 class HostsConformance:
     """Inherit, name the launcher, and mark the class with ``pytest.mark.hosts``. The class's name
     must start with Test.
-
-    launcher: its name. more: words of ``dscore run`` besides. programs: what it needs. tool: the
-    one that reaches the hosts. secret: what goes to the hosts cannot be read in `ps`. lab_ssh: the
-    hosts have ssh. preempted: the exit code after SIGTERM where ranks end with 75.
     """
 
     launcher: ClassVar[str] = ""
+    """Its name."""
     more: ClassVar[tuple[str, ...]] = ()
+    """Further words of ``dscore run``."""
     programs: ClassVar[tuple[str, ...]] = ()
+    """Programs that it needs."""
     tool: ClassVar[str] = ""
+    """The program that reaches the hosts."""
     secret: ClassVar[bool] = True
+    """Whether what goes to the hosts cannot be read in `ps`."""
     lab_ssh: ClassVar[bool] = False
+    """Whether the hosts have ssh."""
     preempted: ClassVar[int] = 75
+    """The exit code after SIGTERM where ranks end with 75."""
 
     @classmethod
     def prepare(cls, lab: Lab, folder: Path) -> tuple[list[str], dict[str, str]]:

@@ -1,4 +1,4 @@
-"""Namespaces on Linux, and the process that holds them: what `ds_testing_hosts.lab` makes hosts of."""
+"""Namespaces on Linux, and the process that holds them: the hosts of `ds_testing_hosts.lab`."""
 
 from __future__ import annotations
 

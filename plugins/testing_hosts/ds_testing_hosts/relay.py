@@ -1,8 +1,8 @@
 """A cable with latency and loss: two TAP devices, and this process that carries packets from one to
 the other.
 
-Run by `ds_testing_hosts.lab` in the namespace of its switch, as ``python -I -S relay.py TAP TAP``. Each
-line on stdin is ``{"latency": seconds, "loss": share}``, answered by a line on stdout once it
+Run by `ds_testing_hosts.lab` in the namespace of its switch, as ``python -I -S relay.py TAP TAP``.
+Each line on stdin is ``{"latency": seconds, "loss": share}``, answered by a line on stdout once it
 holds; the end of stdin ends the process.
 """
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from ds_checkpoint.offline import differences, open_saved
 from ds_testing import run_ranks
+from ds_testing.kits.train.partitioner import PRODUCTS, _axes_data, _coords, _head, _head_names
 from ds_testing.models import Case, build_model, micro_batch
-from ds_testing.partitioner import PRODUCTS, _axes_data, _coords, _head, _head_names
 from ds_zero.buckets.layout import Layout
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,7 +96,7 @@ def axes_engine(axes: dict[str, int], stage: int) -> Any:
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
         "fake_axes": {"axes": axes},
-        "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]},
+        "plugins": {"load": ["fake_axes=ds_testing.kits.parallel.fake_axes"]},
         "zero_optimization": {"stage": stage, **SMALL},
     }
     engine, *_ = ds_core.initialize(model=model, config=config)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from ds_testing import run_ranks
-from ds_testing.partitioner import PartitionerConformance
+from ds_testing.kits.train.partitioner import PartitionerConformance
 from torch import Tensor, nn
 
 CPU = {"device": "cpu"}
@@ -85,7 +85,7 @@ def train(engine: Any, which: range, gas: int = 1) -> None:
 
 
 def whole(engine: Any) -> dict[str, Tensor]:
-    from ds_testing.partitioner import whole_weights
+    from ds_testing.kits.train.partitioner import whole_weights
 
     found: dict[str, Tensor] = whole_weights(engine)
     return found

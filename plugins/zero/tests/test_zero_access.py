@@ -320,7 +320,7 @@ def rounds(stage: int, name: str) -> list[str]:
     differed in it.
     """
     import ds_access as access
-    from ds_testing.partitioner import whole_weights
+    from ds_testing.kits.train.partitioner import whole_weights
 
     from ds_core import comm
 
@@ -653,7 +653,7 @@ def test_the_vectorized_update_is_one_pass(stage: int) -> None:
 def axes(stage: int) -> list[str]:
     """Parameters that ranks hold differently: each rank reads and writes its own."""
     import ds_access as access
-    from ds_testing.partitioner import whole_weights
+    from ds_testing.kits.train.partitioner import whole_weights
 
     import ds_core
     from ds_core import comm
@@ -663,7 +663,7 @@ def axes(stage: int) -> list[str]:
         "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
         "gradient_clipping": 0,
         "fake_axes": {"axes": {"ep": 2}},
-        "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]},
+        "plugins": {"load": ["fake_axes=ds_testing.kits.parallel.fake_axes"]},
     }
     if stage:
         config["zero_optimization"] = {"stage": stage, "param_persistence_threshold": 4}

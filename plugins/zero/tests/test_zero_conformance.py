@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pytest
-from ds_testing.partitioner import CASES, PRODUCTS, WAYS, PartitionerConformance
+from ds_testing.kits.train.partitioner import CASES, PRODUCTS, WAYS, PartitionerConformance
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from ds_testing import Traffic, run_ranks
-from ds_testing.partitioner import CASES, PartitionerConformance
+from ds_testing.kits.train.partitioner import CASES, PartitionerConformance
 from ds_zero.buckets.layout import Layout
 from ds_zero.buckets.owned_tensors import choose_owners
 from torch import Tensor, nn
@@ -230,14 +230,14 @@ def steps(engine: Any, dtype: str, which: range) -> list[float]:
 
 
 def whole(engine: Any) -> dict[str, Tensor]:
-    from ds_testing.partitioner import whole_weights
+    from ds_testing.kits.train.partitioner import whole_weights
 
     found: dict[str, Tensor] = whole_weights(engine)
     return found
 
 
 def train(kind: str, dtype: str, clip: float, stage: int) -> dict[str, float]:
-    from ds_testing.partitioner import relative
+    from ds_testing.kits.train.partitioner import relative
 
     from ds_core import comm
 
@@ -529,7 +529,7 @@ def taken_over(cls_name: str, dtype: str, stage: int) -> float:
     worst difference.
     """
     import whole_tensors
-    from ds_testing.partitioner import relative
+    from ds_testing.kits.train.partitioner import relative
 
     import ds_core
     from ds_core import comm

@@ -47,7 +47,7 @@ def train(
     """Losses, weights and moments after some steps. exact: gradients are rounded, so that every sum
     is exact.
     """
-    from ds_testing.partitioner import whole_weights
+    from ds_testing.kits.train.partitioner import whole_weights
 
     import ds_core
     from ds_core import comm
@@ -324,7 +324,7 @@ def test_weights_that_are_written_are_used(zero: dict[str, Any]) -> None:
 def build(zero: dict[str, Any]) -> list[float]:
     """A model built under MiCS_Init on each block, against plain construction on rank 0."""
     import ds_zero
-    from ds_testing.partitioner import whole_weights
+    from ds_testing.kits.train.partitioner import whole_weights
 
     import ds_core
     from ds_core import comm

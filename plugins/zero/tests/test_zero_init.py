@@ -132,7 +132,7 @@ def compare(stage: int, name: str, section: dict[str, Any]) -> None:
     """Weights after construction, losses and weights after training: the same bits with and without
     `Init`.
     """
-    from ds_testing.partitioner import whole_weights
+    from ds_testing.kits.train.partitioner import whole_weights
 
     import ds_core
     from ds_core import comm
@@ -550,14 +550,14 @@ def check_other_replicas() -> None:
     """Parameters that differ over an axis: parked over all ranks, partitioned over the ranks that
     share them.
     """
-    from ds_testing.partitioner import whole_weights
+    from ds_testing.kits.train.partitioner import whole_weights
 
     import ds_core
     from ds_core import comm
 
     fake = {
         "fake_axes": {"axes": {"ep": 2}},
-        "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]},
+        "plugins": {"load": ["fake_axes=ds_testing.kits.parallel.fake_axes"]},
     }
     section = {**config(param_persistence_threshold=0), **fake}
     found = []

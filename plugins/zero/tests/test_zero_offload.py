@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pytest
-from ds_testing.partitioner import PartitionerConformance
+from ds_testing.kits.train.partitioner import PartitionerConformance
 
 SMALL = {"reduce_bucket_size": 200, "param_persistence_threshold": 10, "prefetch_bucket_size": 150}
 CPU = {"device": "cpu", "pin_memory": True}

@@ -1,1 +1,1 @@
-"""The launcher ``local``: the processes of one host, how they are watched, and what is said of a failure."""
+"""The launcher ``local``: the processes of one host, and what is said when one fails."""

@@ -1,1 +1,1 @@
-"""A run on several hosts: the agent of each host, how they meet, and what they decide when one fails."""
+"""A run on several hosts: their agents, how they meet, what they decide when one fails."""

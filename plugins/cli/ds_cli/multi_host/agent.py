@@ -1,5 +1,6 @@
-"""What a launcher starts on each host: ``python -m ds_cli.multi_host.agent``; see `agent_command` for
-the words.
+"""What a launcher starts on each host: ``python -m ds_cli.multi_host.agent``.
+
+See `agent_command` for its words.
 
 It takes its settings, becomes machine NUMBER of the run, and does what the local launcher does. It
 ends with the exit code of the run, the same on all hosts.

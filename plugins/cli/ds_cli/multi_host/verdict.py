@@ -20,22 +20,22 @@ from ds_cli.local.failure import WorkerFailure, describe, exit_code, first, is_e
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one host says of an attempt that has failed somewhere.
-
-    order: its place among the alarms, from 1; 0 for a host that only heard of one. failures: its
-    own. ended: how many processes it ended because of others. finished: all of its processes had
-    come to a good end. lost: the numbers of hosts that it has not heard of for long. used: restarts
-    so far.
-    """
+    """What one host says of an attempt that has failed somewhere."""
 
     number: int
     host: str
     order: int = 0
+    """Its place among the alarms, from 1; 0 for a host that only received one."""
     failures: tuple[WorkerFailure, ...] = ()
+    """Its own."""
     ended: int = 0
+    """How many processes it ended because of others."""
     finished: bool = False
+    """All of its processes had ended well."""
     lost: tuple[int, ...] = ()
+    """The numbers of hosts that it has not heard from for too long."""
     used: int = 0
+    """Restarts so far."""
 
     def text(self) -> str:
         """As JSON."""
@@ -51,14 +51,14 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One for all hosts. number: the host that shows `text`. again: the processes are started
-    again.
-    """
+    """What all hosts do after a failure: the decision of one host, read by the others."""
 
     number: int
+    """The host that shows `text`."""
     code: int
     text: str
     again: bool = False
+    """The processes are started again."""
     used: int = 0
 
     def json(self) -> str:

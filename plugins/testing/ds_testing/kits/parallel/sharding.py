@@ -16,10 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ds_testing.given_back import given_back
-from ds_testing.pool import reference, run_ranks
-from ds_testing.runner import data_place, default_batch, default_model
-from ds_testing.sharded_steps import (
+from ds_testing.kits.parallel.given_back import given_back
+from ds_testing.kits.parallel.runner import data_place, default_batch, default_model
+from ds_testing.kits.parallel.sharded_steps import (
     Truth,
     cast_batch,
     functions_of,
@@ -29,6 +28,7 @@ from ds_testing.sharded_steps import (
     plain_optimizer,
     started,
 )
+from ds_testing.pool import reference, run_ranks
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6, "bfloat16": 3e-2}
 CLIP = 0.3
@@ -37,44 +37,56 @@ CLIP = 0.3
 class ShardedTransformConformance:
     """Subclass me; see the module's docstring. The name must start with Test, so that pytest
     collects it.
-
-    axis: the mesh axis. configs: its size -> the sections that make it so long; every size but 1 is
-    tested, 1 is how checkpoints are read without the axis (default: without any section). cut:
-    regular expressions, each matches the whole names of parameters of which a rank has a part;
-    none, where only the work is divided. load: modules for ``plugins.load``, where the plugin is
-    not installed.
-
-    make_model: ``() -> module`` whose output holds a scalar loss. make_batch: ``(step, micro,
-    index) -> batch``; ranks along an axis of model parallelism are given the same. make_truth: the
-    model of one process with the same names, where `make_model` is not one itself (the stages of a
-    pipeline). All are module-level functions, given as ``staticmethod``.
-
-    frozen: as `cut`, of parameters that some cases freeze. data: numbers of data-parallel ranks.
-        variants: by name what is added to the config, such as ZeRO stages. gas, clip, dtypes:
-        further factors; `cases` chooses of their product.
-    initialized_alike: whether `make_model` gives each rank the same weights whatever its seed;
-        otherwise ranks must agree on those of the first. alone: whether the model can be called
-        without an engine, also on one rank by itself (default: where no `make_truth` is given).
-        checkpoints, exports: whether the checks of them apply.
     """
 
     axis: ClassVar[str] = ""
+    """The mesh axis."""
     configs: ClassVar[Mapping[int, Mapping[str, Any]]] = {}
+    """Its size -> the sections that make it so long. Every size but 1 is tested; 1 is how
+    checkpoints are read without the axis (default: without any section).
+    """
     cut: ClassVar[tuple[str, ...]] = ()
+    """Regular expressions, each matches the whole names of parameters of which a rank has a part;
+    none where only the work is divided.
+    """
     frozen: ClassVar[tuple[str, ...]] = ()
+    """As `cut`, of parameters that some cases freeze."""
     load: ClassVar[tuple[str, ...]] = ()
+    """Modules for ``plugins.load``, where the plugin is not installed."""
     make_model = staticmethod(default_model)
+    """``() -> module`` whose output holds a scalar loss; a module-level function, given as
+    ``staticmethod``.
+    """
     make_batch = staticmethod(default_batch)
+    """``(step, micro, index) -> batch``, given likewise; ranks along an axis of model parallelism
+    get the same.
+    """
     make_truth: ClassVar[Any] = None
+    """The model of one process with the same names, given likewise, where `make_model` is not one
+    itself (the stages of a pipeline).
+    """
     data: ClassVar[tuple[int, ...]] = (1, 2)
+    """Numbers of data-parallel ranks."""
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {"": {}}
+    """By name, what is added to the config, such as ZeRO stages."""
     gas: ClassVar[tuple[int, ...]] = (1, 2)
+    """Micro-batches per step: a further factor. `cases` chooses of the product of all."""
     clip: ClassVar[tuple[float, ...]] = (0.0, CLIP)
+    """Gradient clipping: a further factor."""
     dtypes: ClassVar[tuple[str, ...]] = ("float64", "float32", "bfloat16")
+    """A further factor."""
     initialized_alike: ClassVar[bool] = False
+    """Whether `make_model` gives each rank the same weights whatever its seed; otherwise ranks must
+    agree on those of the first.
+    """
     alone: ClassVar[bool | None] = None
+    """Whether the model can be called without an engine, also on one rank by itself (default: where
+    no `make_truth` is given).
+    """
     checkpoints: ClassVar[bool] = True
+    """Whether the checks of checkpoints apply."""
     exports: ClassVar[bool] = True
+    """Whether the checks of exports apply."""
     timeout: ClassVar[float] = 300.0
 
     @classmethod
@@ -286,7 +298,7 @@ def _train(
     import torch
 
     from ds_core import comm
-    from ds_testing.partitioner import relative, whole_weights
+    from ds_testing.kits.train.partitioner import relative, whole_weights
 
     make, make_batch, make_truth = functions_of(names)
     wide = torch.float32 if dtype == "bfloat16" else getattr(torch, dtype)
@@ -327,7 +339,7 @@ def _parts_of(names: list[Any], extra: dict[str, Any], axis: str, alike: bool) -
     from ds_run_state.slices import SLICES
 
     from ds_core import comm
-    from ds_testing.partitioner import whole_weights
+    from ds_testing.kits.train.partitioner import whole_weights
 
     make, _, make_truth = functions_of(names)
     engine = started(made(make, torch.float64, seed=0 if alike else comm.rank()), extra)
@@ -367,7 +379,7 @@ def _trained(names: list[Any], extra: dict[str, Any]) -> dict[str, Any]:
 def _evaluated(names: list[Any], extra: dict[str, Any]) -> dict[str, float]:
     import torch
 
-    from ds_testing.partitioner import relative, whole_weights
+    from ds_testing.kits.train.partitioner import relative, whole_weights
 
     make, make_batch, make_truth = functions_of(names)
     engine = started(made(make, torch.float64), extra)
@@ -398,7 +410,7 @@ def _evaluated(names: list[Any], extra: dict[str, Any]) -> dict[str, float]:
 def _own_optimizer(names: list[Any], extra: dict[str, Any]) -> dict[str, float]:
     import torch
 
-    from ds_testing.partitioner import relative, whole_weights
+    from ds_testing.kits.train.partitioner import relative, whole_weights
 
     make, make_batch, make_truth = functions_of(names)
     model = made(make, torch.float64)
@@ -436,7 +448,7 @@ def _go_on(names: list[Any], extra: dict[str, Any], folder: str, data: int) -> d
     """The optimizer's states are loaded too: two more steps end where four of one process do."""
     import torch
 
-    from ds_testing.partitioner import relative, whole_weights
+    from ds_testing.kits.train.partitioner import relative, whole_weights
 
     make, make_batch, make_truth = functions_of(names)
     engine = started(made(make, torch.float64, seed=1), extra)
@@ -465,7 +477,7 @@ def _export(names: list[Any], extra: dict[str, Any], folder: str) -> str:
     from safetensors.torch import load_file
 
     from ds_core import comm
-    from ds_testing.partitioner import relative, whole_weights
+    from ds_testing.kits.train.partitioner import relative, whole_weights
 
     make, _, make_truth = functions_of(names)
     engine = started(made(make, torch.float32), extra)

@@ -19,7 +19,7 @@ import pytest
 from ds_core.entries import Event, resolve
 from ds_core.errors import PluginError
 from ds_core.telemetry import Monitor
-from ds_testing.plugin import PluginConformance
+from ds_testing.kits.tools.plugin import PluginConformance
 
 Row = tuple[str, float, int]
 

@@ -22,7 +22,7 @@ WIDTH = 6
 MICRO = 2
 SAVED = 3
 MORE = 2
-KEPT = "ds_testing.kept_state"
+KEPT = "ds_testing.kits.train.kept_state"
 
 
 class CheckpointerConformance:
@@ -180,7 +180,7 @@ def _snapshot(engine: Any) -> dict[str, Any]:
     import torch
     from ds_run_state import RunState
 
-    from ds_testing import kept_state
+    from ds_testing.kits.train import kept_state
 
     found: dict[str, Any] = {f"buffer {n}": b.clone() for n, b in engine.module.named_buffers()}
     for state in RunState(engine).states(engine.optimizer):
@@ -237,7 +237,7 @@ def _resume(config: dict[str, Any], folder: str, variants: dict[str, Any]) -> di
 
 
 def _weights(engine: Any) -> dict[str, list[float]]:
-    from ds_testing.partitioner import whole_weights
+    from ds_testing.kits.train.partitioner import whole_weights
 
     return {name: tensor.flatten().tolist() for name, tensor in whole_weights(engine).items()}
 
@@ -308,7 +308,7 @@ def _partly(config: dict[str, Any], folder: str) -> list[bool]:
 
 
 def _failing(config: dict[str, Any], folder: str) -> list[Any]:
-    from ds_testing import kept_state
+    from ds_testing.kits.train import kept_state
 
     engine = _engine(config)
     _steps(engine, 1)

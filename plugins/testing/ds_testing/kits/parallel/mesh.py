@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ds_testing.partitioner import with_plugins
+from ds_testing.kits.train.partitioner import with_plugins
 from ds_testing.pool import reference, run_ranks
 
 if TYPE_CHECKING:

@@ -261,14 +261,14 @@ def _shards(kind: str, extra: dict[str, Any], load: list[str]) -> dict[str, Any]
     import ds_core
     from ds_core import comm
     from ds_core.errors import UsageError
-    from ds_testing import fake_gradients
+    from ds_testing.kits.train import fake_gradients
     from ds_testing.models import Case, build_model, micro_batch
 
     case = Case(model=kind, optimizer="SGD")
     world = comm.world_size()
     truth = build_model(case)
     model = build_model(case)
-    load = [*load, "fake_gradients=ds_testing.fake_gradients"]
+    load = [*load, "fake_gradients=ds_testing.kits.train.fake_gradients"]
     config = with_plugins(case.config(world), {**extra, "fake_gradients": {}}, load)
     try:
         engine, *_ = ds_core.initialize(model=model, config=config)
@@ -321,7 +321,7 @@ def _train_axes(
         "gradient_clipping": clip,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1}},
         "fake_axes": {"axes": axes},
-        "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]},
+        "plugins": {"load": ["fake_axes=ds_testing.kits.parallel.fake_axes"]},
     }
     world = comm.world_size()
     coords = [_coords(axes, world, r) for r in range(world)]
@@ -381,7 +381,7 @@ def _coords(axes: dict[str, int], world: int, rank: int) -> dict[str, int]:
 
 
 def _key(name: str, coord: dict[str, int]) -> tuple[int, ...]:
-    from ds_testing.fake_axes import held_axes
+    from ds_testing.kits.parallel.fake_axes import held_axes
 
     return tuple(coord[a] for a in held_axes(name + ".x"))
 

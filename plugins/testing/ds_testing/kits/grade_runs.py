@@ -21,7 +21,7 @@ def _config(
     load = [f"{section}={module}"]
     extra: dict[str, Any] = {section: value}
     if axes:
-        load.append("fake_axes=ds_testing.fake_axes")
+        load.append("fake_axes=ds_testing.kits.parallel.fake_axes")
         extra["fake_axes"] = {"axes": axes}
     return {
         "train_micro_batch_size_per_gpu": rows,
@@ -188,7 +188,7 @@ def _left(module: str, section: str, value: Any) -> tuple[list[str], str]:
 
     import ds_core
     from ds_core.errors import DSError
-    from ds_testing.given_back import Structure
+    from ds_testing.kits.parallel.given_back import Structure
 
     with tempfile.TemporaryDirectory() as folder:
         model = _model()

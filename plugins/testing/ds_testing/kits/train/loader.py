@@ -62,22 +62,24 @@ def watched(data: Any) -> Any:
 
 
 class LoaderConformance:
-    """Subclass me; see the module's docstring.
-
-    config: added to the config of the engine. load: its ``plugins.load``. micro, gas: samples per
-    micro-batch, micro-batches per step. replicas: numbers of data-parallel ranks. pads: an epoch
-    may repeat samples, so that ranks get equally many. drops: an epoch may leave samples out.
-    shuffles: epochs differ.
-    """
+    """Subclass me; see the module's docstring."""
 
     config: ClassVar[Mapping[str, Any]] = {}
+    """Added to the config of the engine."""
     load: ClassVar[tuple[str, ...]] = ()
+    """Its ``plugins.load``."""
     micro: ClassVar[int] = 2
+    """Samples per micro-batch."""
     gas: ClassVar[int] = 2
+    """Micro-batches per step."""
     replicas: ClassVar[tuple[int, ...]] = (1, 2, 3)
+    """Numbers of data-parallel ranks."""
     pads: ClassVar[bool] = False
+    """An epoch may repeat samples, so that ranks get equally many."""
     drops: ClassVar[bool] = False
+    """An epoch may leave samples out."""
     shuffles: ClassVar[bool] = True
+    """Epochs differ."""
 
     def make_dataset(self) -> Any:
         """A dataset with at least some steps' worth of samples for the largest of `replicas`;
@@ -110,7 +112,7 @@ class LoaderConformance:
         from torch import nn
 
         import ds_core
-        from ds_testing.partitioner import with_plugins
+        from ds_testing.kits.train.partitioner import with_plugins
 
         batch = {
             "train_micro_batch_size_per_gpu": self.micro,

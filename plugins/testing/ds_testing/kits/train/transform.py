@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ds_testing.given_back import Structure, check_ordinary
+from ds_testing.kits.parallel.given_back import Structure, check_ordinary
 from ds_testing.one_process import one_process_engine
 
 _RATE = 0.1
@@ -26,21 +26,24 @@ _TRAINS: Mapping[str, Any] = {
 class TransformConformance:
     """Inherit, set `plugin` and `config`, and give `make_model` and `make_batch` where the default
     ones will not do.
-
-    plugin: reference of the declaration module. config: what is added to the config so that it
-        takes part. load: modules for ``plugins.load``, where the plugin is not installed.
-        same_outputs: whether the transformed model calculates what the given one does (to
-        `tolerance`), gradients too. same_names: whether parameters keep theirs.
-    given_back: whether the given model is as it was once the engine is destroyed; false where
-        something else ends it.
     """
 
     plugin: str = ""
+    """Reference of the declaration module."""
     config: ClassVar[Mapping[str, Any]] = {}
+    """What is added to the config so that it takes part."""
     load: ClassVar[tuple[str, ...]] = ()
+    """Modules for ``plugins.load``, where the plugin is not installed."""
     same_outputs: ClassVar[bool] = True
+    """Whether the transformed model computes what the given one does (to `tolerance`), gradients
+    too.
+    """
     same_names: ClassVar[bool] = True
+    """Whether parameters keep their names."""
     given_back: ClassVar[bool] = True
+    """Whether the given model is as it was once the engine is destroyed; false where something else
+    ends it.
+    """
     tolerance: ClassVar[float] = 1e-6
 
     def make_model(self) -> nn.Module:

@@ -2,8 +2,8 @@
 (torch-free).
 
 The conformance kits use it to put products of axes (dp x pp x ep x tp) under a partitioner. Load it
-with ``"plugins": {"load": ["fake_axes=ds_testing.fake_axes"]}, "fake_axes": {"axes": {"pp": 2,
-"ep": 2}}``. A parameter named ``held_pp_ep...`` anywhere in its path is held on exactly those axes.
+with ``"plugins": {"load": ["fake_axes=ds_testing.kits.parallel.fake_axes"]}, "fake_axes":
+{"axes": {"pp": 2, "ep": 2}}``. A parameter named ``held_pp_ep...`` anywhere in its path is held on exactly those axes.
 """
 
 from __future__ import annotations

@@ -32,22 +32,24 @@ def _default_model() -> nn.Module:
 
 
 class PrecisionConformance:
-    """Subclass me; see the module's docstring.
-
-    config: added to the config of the engine. load: its ``plugins.load``. make_model: ``() ->
-    module`` that maps 8 inputs to 1 output per sample, given as ``staticmethod``. variants: by name
-    what is added to the config, such as stages of ZeRO. gas: micro-batches per step. worlds: world
-    sizes. tolerance: how far, relatively, losses may be from those of one process: formats with few
-    bits turn a rounding in a sum into another value.
-    """
+    """Subclass me; see the module's docstring."""
 
     config: ClassVar[Mapping[str, Any]] = {}
+    """Added to the config of the engine."""
     load: ClassVar[tuple[str, ...]] = ()
+    """Its ``plugins.load``."""
     make_model = staticmethod(_default_model)
+    """``() -> module`` that maps 8 inputs to 1 output per sample, given as ``staticmethod``."""
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {"": {}}
+    """By name, what is added to the config, such as stages of ZeRO."""
     gas: ClassVar[tuple[int, ...]] = (1, 2)
+    """Micro-batches per step."""
     worlds: ClassVar[tuple[int, ...]] = (1, 2)
+    """World sizes."""
     tolerance: ClassVar[float] = 1e-4
+    """How far, relatively, losses may be from those of one process: formats with few bits turn a
+    rounding in a sum into another value.
+    """
 
     def _run(self, world: int, function: Any, *arguments: Any) -> list[Any]:
         make = type(self).make_model
@@ -114,7 +116,7 @@ class PrecisionConformance:
 
 def _engine(what: list[Any], extra: Mapping[str, Any], gas: int, total: int) -> Engine:
     import ds_core
-    from ds_testing.partitioner import with_plugins
+    from ds_testing.kits.train.partitioner import with_plugins
     from ds_testing.worker import find_function
 
     make, config, load = what
@@ -189,7 +191,7 @@ def _train(what: list[Any], cases: list[Any], total: int) -> list[list[float]]:
 def _resume(what: list[Any], variant: dict[str, Any], folder: str) -> list[bool]:
     import torch
 
-    from ds_testing.partitioner import whole_weights
+    from ds_testing.kits.train.partitioner import whole_weights
 
     total = 4
     runs = []
@@ -209,7 +211,7 @@ def _resume(what: list[Any], variant: dict[str, Any], folder: str) -> list[bool]
 def _overflow(what: list[Any]) -> list[bool]:
     import torch
 
-    from ds_testing.partitioner import whole_weights
+    from ds_testing.kits.train.partitioner import whole_weights
 
     engine = _engine(what, {}, 1, 4)
     if engine.scaler is None:

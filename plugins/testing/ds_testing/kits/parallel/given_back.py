@@ -133,9 +133,8 @@ def given_back(names: list[Any], extra: dict[str, Any], one_process: bool) -> di
     import torch
     from ds_run_state.slices import SLICES
 
-    from ds_testing.partitioner import relative
-    from ds_testing.runner import data_place
-    from ds_testing.sharded_steps import (
+    from ds_testing.kits.parallel.runner import data_place
+    from ds_testing.kits.parallel.sharded_steps import (
         Truth,
         cast_batch,
         functions_of,
@@ -145,6 +144,7 @@ def given_back(names: list[Any], extra: dict[str, Any], one_process: bool) -> di
         plain_optimizer,
         started,
     )
+    from ds_testing.kits.train.partitioner import relative
 
     make, make_batch, make_truth = functions_of(names)
     model = made(make, torch.float64)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
+from ds_testing.kits.train.partitioner import with_plugins
 from ds_testing.one_process import one_process_engine
-from ds_testing.partitioner import with_plugins
 from ds_testing.pool import run_ranks
 
 if TYPE_CHECKING:

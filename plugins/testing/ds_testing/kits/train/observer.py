@@ -113,7 +113,7 @@ def _restore(steps: int, extra: dict[str, Any], load: list[str]) -> list[str]:
     import torch
 
     import ds_core
-    from ds_testing.partitioner import with_plugins
+    from ds_testing.kits.train.partitioner import with_plugins
 
     config: dict[str, Any] = {
         "train_batch_size": 2,
@@ -180,7 +180,7 @@ def _train(steps: int, extra: dict[str, Any], load: list[str], error: bool) -> d
     import ds_core
     from ds_core import comm
     from ds_core.plugins import PluginState
-    from ds_testing.partitioner import with_plugins
+    from ds_testing.kits.train.partitioner import with_plugins
 
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,

@@ -7,7 +7,7 @@ import itertools
 import re
 from typing import TYPE_CHECKING, Any
 
-from ds_testing.runner import MICRO
+from ds_testing.kits.parallel.runner import MICRO
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -36,7 +36,7 @@ def made(make: Any, dtype: Any, frozen: list[str] | None = None, seed: int = 0) 
 def started(model: nn.Module, extra: dict[str, Any], *, optimizer: Any = None, **keys: Any) -> Any:
     """An engine over `model`, with AdamW where no optimizer is given."""
     import ds_core
-    from ds_testing.partitioner import with_plugins
+    from ds_testing.kits.train.partitioner import with_plugins
 
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": MICRO,

@@ -1,0 +1,1 @@
+"""Conformance suites, by what they are about."""

@@ -1,0 +1,1 @@
+"""Suites for what a device does: accelerators, kernels, compile passes, stores, memory."""

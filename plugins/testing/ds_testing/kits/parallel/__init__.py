@@ -1,0 +1,1 @@
+"""Suites for what ranks do together: collectives, meshes, runners, divided layers."""

@@ -1,0 +1,1 @@
+"""Suites for what surrounds a run: commands, launchers, configs, monitors, whole plugins."""

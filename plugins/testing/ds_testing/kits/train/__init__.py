@@ -1,0 +1,1 @@
+"""Suites for the parts of a training step: partitioners, optimizers, data, checkpoints."""
