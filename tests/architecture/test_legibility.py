@@ -111,8 +111,6 @@ LONG_FUNCTIONS = {
     "plugins/checkpoint/ds_checkpoint/folder/boxes.py:moves",
     "plugins/checkpoint/ds_checkpoint/saving.py:save",
     "plugins/checkpoint_deepspeed/ds_checkpoint_deepspeed/exported_model.py:read_model",
-    "plugins/cli/ds_cli/doctor/command.py:doctor",
-    "plugins/cli/ds_cli/run/command.py:run",
     "plugins/data_sampling/ds_data_sampling/command.py:analyze",
     "plugins/deepspeed_compat/ds_deepspeed_compat/launcher.py:parse_args",
     "plugins/deepspeed_compat/tests/frontends/trainer.py:main",

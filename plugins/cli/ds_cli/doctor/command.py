@@ -53,8 +53,6 @@ def doctor(
     With --hostfile: reach each host over ssh, compare versions and clocks, measure latency and
     bandwidth of each link.
     """
-    from ds_cli.doctor.checks import examine
-
     if hostfile:
         if report is not None:
             raise CommandError("--report is about this machine; leave out --hostfile")
@@ -62,6 +60,13 @@ def doctor(
         return
     if include or exclude or ssh_port is not None:
         raise CommandError("--include, --exclude and --ssh-port need --hostfile")
+    _this_host(report, config, as_json)
+
+
+def _this_host(report: Path | None, config: Path | None, as_json: bool) -> None:
+    """Examine this host, and print what was found or write a report of it."""
+    from ds_cli.doctor.checks import examine
+
     if config is not None and report is None:
         raise CommandError(
             "--config goes into a report; give --report FILE too, or use `dscore config check`"
@@ -71,24 +76,26 @@ def doctor(
     with other_output_to_stderr():
         findings = examine()
         text = _report(findings, config) if report is not None else ""
-    broken = [f for f in findings if f.level == "fault"]
+    # A report is wanted of a broken installation above all, so writing one is a success.
     if report is not None:
         _write(report, text)
-    elif as_json:
+        return
+    if as_json:
         show_json([asdict(f) for f in findings])
     else:
-        order = ("fault", "note", "ok")
-        ranked = sorted(findings, key=lambda f: order.index(f.level))
-        show_list(
-            [(f.level, f"{f.part}: {f.found}", f"-> {f.fix}" if f.fix else "") for f in ranked]
-        )
-        typer.echo(
-            f"{len(broken)} fault{'' if len(broken) == 1 else 's'}"
-            if broken
-            else "nothing is broken"
-        )
-    if broken and report is None:
+        _show(findings)
+    if any(f.level == "fault" for f in findings):
         raise typer.Exit(1)
+
+
+def _show(findings: list[Finding]) -> None:
+    """Print a list, the worst first, and how many faults there are."""
+    order = ("fault", "note", "ok")
+    ranked = sorted(findings, key=lambda f: order.index(f.level))
+    show_list([(f.level, f"{f.part}: {f.found}", f"-> {f.fix}" if f.fix else "") for f in ranked])
+    faults = sum(f.level == "fault" for f in findings)
+    plural = "" if faults == 1 else "s"
+    typer.echo(f"{faults} fault{plural}" if faults else "nothing is broken")
 
 
 def _hosts(
