@@ -1,5 +1,6 @@
-"""One piece of memory for all checkpoints of a kind (``contiguous_memory_optimization``): it does
-not fragment.
+"""One block of memory for all checkpoints of a kind, which does not fragment.
+
+The key is ``contiguous_memory_optimization``.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from ds_core.errors import UsageError
 
 @dataclass(slots=True)
 class _Kind:
-    """The memory for tensors of one dtype and device. free: places in it."""
+    """The memory for tensors of one dtype and device."""
 
     buffer: Tensor
     length: int
+    """Elements of a place."""
     free: list[int] = field(default_factory=list)
+    """Places that are free."""
 
 
 class Arena:
@@ -45,22 +48,19 @@ class Arena:
         if len(flat) > kind.length:
             raise UsageError(
                 f"contiguous_memory_optimization: a checkpoint has {len(flat)} elements, the first "
-                "one had "
-                f"{kind.length}; checkpoints must be of one size: pad batches, or set it to false"
+                f"one had {kind.length}; checkpoints must be of one size: pad batches, or set it to false"
             )
         if not kind.free:
             raise UsageError(
                 f"contiguous_memory_optimization: all {self._number} places for checkpoints are "
-                "taken; set "
-                "activation_checkpointing.number_checkpoints to the number of tensors that are "
-                "checkpointed before "
-                "their backward (blocks times micro-batches at once in a pipeline), or call "
-                "reset() after forwards "
-                "without a backward"
+                "taken; set activation_checkpointing.number_checkpoints to the number of tensors "
+                "that are checkpointed before their backward (blocks times micro-batches at once in "
+                "a pipeline), or call reset() after forwards without a backward"
             )
         place = kind.free.pop()
         found = kind.buffer[place * kind.length :][: len(flat)]
         found.copy_(flat)
+        # No one has to return a place: a graph that is dropped without a backward returns it, too.
         weakref.finalize(holder, kind.free.append, place).atexit = False
         return found
 

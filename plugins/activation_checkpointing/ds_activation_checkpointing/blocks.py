@@ -1,6 +1,4 @@
-"""Recomputation by config: the blocks of a model, whose forward is replaced, and the choice among
-them by a budget.
-"""
+"""Activation checkpointing by config: blocks whose forward is replaced, and the choice by a budget."""
 
 from __future__ import annotations
 
@@ -26,35 +24,37 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ds_activation_checkpointing")
 
-_STATISTICS = ("running_mean", "running_var")  # which batch norm changes without counting versions
+# Batch norm changes these without counting their versions.
+_STATISTICS = ("running_mean", "running_var")
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 class Block(StandIn):
-    """The forward of one module, which is recomputed. It takes the place of ``module.forward``.
-
-    recomputes: False where the budget lets it keep its activations.
-    """
+    """The forward of one module, which is recomputed. It takes the place of ``module.forward``."""
 
     def __init__(self, name: str, module: nn.Module, options: Options, ctx: Context) -> None:
         super().__init__(module)
         self.name = name
+        # False where the budget lets it keep its activations.
         self.recomputes = True
+        # Until the budget has chosen.
         self.meter: Meter | None = None
         self._options = options
         self._ctx = ctx
+        # Whether `_prepare` has run: at the first forward.
         self._ready = False
+        # The module's buffers, and those that its last forward changed.
         self._buffers: list[tuple[dict[str, Tensor | None], str]] = []
         self._changing: list[Tensor] = []
+        # Places of arguments that may be caches.
         names = list(inspect.signature(module.forward).parameters)
-        # places of arguments
         self._caches = [names.index(name) for name in _CACHES if name in names]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's result."""
         if not (self.recomputes and torch.is_grad_enabled()):
             return self.forward(*args, **kwargs)
-        # then one graph serves all blocks: it must not depend on their state
+        # One graph serves all blocks of a class, so it must not depend on their state.
         compiling = torch.compiler.is_compiling()
         if not self._ready and not compiling:
             self._prepare()
@@ -69,8 +69,8 @@ class Block(StandIn):
         self._buffers = [(m._buffers, key) for m in self.module.modules() for key in m._buffers]
         inside = set(self._ctx.mesh.expand(("dp",)))
         params = self._ctx.params
-        # Where ranks with other samples talk inside of the block (experts), they may want other
-        # tensors again.
+        # Ranks with other samples that make collectives inside of the block (experts) may want other
+        # tensors again: all must run to the end.
         talks = any(
             inside.intersection(params[p].held) for p in self.module.parameters() if p in params
         )
@@ -117,6 +117,7 @@ class Block(StandIn):
                 b for b, version, key in before if b._version != version or key in _STATISTICS
             ]
             return out
+        # Inside a backward: the second run, whose changes of buffers are undone.
         values = [buffer.clone() for buffer in self._changing]
         try:
             return self.forward(*args, **kwargs)
@@ -131,8 +132,7 @@ BLOCKS: StashKey[list[Block]] = StashKey("recomputed blocks")
 
 _TWICE = (
     "{} is recomputed twice: by the config (activation_checkpointing) and by the model itself, "
-    "where transformers' "
-    "gradient_checkpointing_enable was called. Leave that out, or "
+    "where transformers' gradient_checkpointing_enable was called. Leave that out, or "
     "activation_checkpointing.modules, policy and budget"
 )
 
@@ -184,6 +184,7 @@ def choose_by_budget(ctx: Context, budget: int) -> None:
         if b.meter is not None
     }
     everyone = comm.all_gather_json(mine) if ctx.world_size > 1 else [mine]
+    # The most of all ranks, so that all choose the same blocks: they make collectives together.
     found = {
         name: [max(r[name][i] for r in everyone if name in r) for i in range(4)] for name in mine
     }
@@ -203,8 +204,7 @@ def choose_by_budget(ctx: Context, budget: int) -> None:
     again = [block.name for block in blocks if block.recomputes]
     log.info(
         "rank %d: %d of %d blocks are computed again (%s); activations of blocks take %d bytes of "
-        "the budget of %d, "
-        "%d without recomputation",
+        "the budget of %d, %d without recomputation",
         *(ctx.rank, len(again), len(blocks), _some(again), total, budget, most),
     )
 
@@ -214,6 +214,7 @@ def _chosen(found: list[tuple[str, list[int]]], budget: int) -> tuple[set[str], 
     flops, peak by name.
     """
     total = sum(held * peak for _, (_, held, _, peak) in found)
+    # Bytes that a block needs more when it keeps its activations, as often as it is alive at once.
     extra = {name: max(0, full - held) * peak for name, (full, held, _, peak) in found}
     place = {name: i for i, (name, _) in enumerate(found)}
     work = {name: flops / (extra[name] or 1) for name, (_, _, flops, _) in found}

@@ -1,5 +1,4 @@
-"""What rests of a function's inputs until it runs again: whole, this rank's part of them, in host
-memory, or both.
+"""How a function's inputs are kept until it runs again: in full, this rank's part, or on the host.
 
 Only activations (floating-point tensors that require gradients) are divided or moved. Masks,
 positions and the like are mostly shared by all blocks, so to keep them costs nothing. A tensor that
@@ -28,7 +27,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class HostCopies(Protocol):
-    """What moves tensors to the host and back; `ds_state_stores.host_copies.HostCopies` is one."""
+    """Copies tensors to the host and back; `ds_state_stores.host_copies.HostCopies` is one."""
 
     def out(self, tensor: Tensor) -> Any:
         """Begin to copy `tensor` to the host."""
@@ -44,8 +43,7 @@ class HostCopies(Protocol):
 
 
 class Held:
-    """One tensor that rests. tensor: all or a part of it, flat; None where `copy` is on the
-    host."""
+    """One tensor that is kept."""
 
     __slots__ = (
         "__weakref__",
@@ -64,12 +62,16 @@ class Held:
         self.requires_grad = given.requires_grad
         self.version = given._version
         self.shape = given.shape
+        # Of a tensor whose dimensions are in another order in memory, to be restored with it.
         self.stride = given.stride() if _permuted(given) else None
+        # All or a part of it, flat; None where `copy` is on the host.
         self.tensor: Tensor | None = given.detach()
         self.copy: Any = None
+        # Whether this rank keeps a part only.
         self.divided = False
+        # The tensor that was copied; None: it is kept as it is.
         self.source: weakref.ref[Tensor] | None = None
-        # what was moved before it, so is wanted after it
+        # The one that was moved before it, so is wanted after it in backward.
         self.before: weakref.ref[Held] | None = None
 
     def check(self, name: str, when: str) -> None:
@@ -86,11 +88,11 @@ class Held:
 
 
 class Keeper:
-    """Saves inputs and gives them back.
+    """Saves inputs and restores them.
 
-    group: ranks with the same activations, of which each keeps a part. copies: what moves
-        activations to the host.
-    arena: the memory for parts.
+    group: ranks with the same activations, of which each keeps a part.
+    copies: copies activations to the host; None: they stay.
+    arena: the memory for parts; None: the allocator's.
     """
 
     def __init__(
@@ -105,7 +107,9 @@ class Keeper:
         self._arena = arena
         self._size = comm.world_size(group) if group is not None else 1
         self._moves = self._size > 1 or copies is not None or arena is not None
+        # How often the inputs of each function were compared between ranks.
         self._compared: dict[str, int] = {}
+        # Tensors that are kept, by id, and the one that was moved last.
         self._known: weakref.WeakValueDictionary[int, Held] = weakref.WeakValueDictionary()
         self._latest: weakref.ref[Held] | None = None
 
@@ -139,6 +143,8 @@ class Keeper:
     def _move(self, given: Tensor) -> Held:
         if not _is_activation(given):
             return Held(given)
+        # An input of several blocks: an id may be another tensor's by now, so the source and its
+        # version are compared.
         known = self._known.get(id(given))
         if (
             known is not None
@@ -156,7 +162,8 @@ class Keeper:
             item.divided = True
         if self._copies is not None:
             item.copy = self._copies.out(flat.clone() if item.divided else flat)
-            item.before, self._latest = self._latest, weakref.ref(item)
+            item.before = self._latest
+            self._latest = weakref.ref(item)
             item.tensor = None
         elif self._arena is not None:
             item.tensor = self._arena.put(flat, item)
@@ -175,6 +182,7 @@ class Keeper:
             assert self._copies is not None
             self._copies.settle()
             flat = self._copies.back(item.copy)
+            # The next one that backward wants comes while this block is computed.
             before = item.before() if item.before is not None else None
             if before is not None:
                 self._copies.prefetch(before.copy)
@@ -182,7 +190,8 @@ class Keeper:
         if item.divided:
             flat = self._gather(flat, item.shape.numel())
         elif self._arena is not None and item.copy is None:
-            flat = flat.clone()  # its place may be taken before backward is through with it
+            # Its place in the arena may be used again before backward is through with it.
+            flat = flat.clone()
         whole = (
             flat.view(item.shape)
             if item.stride is None
@@ -211,6 +220,7 @@ class Keeper:
         """
         if not tensors:
             return
+        # The sum of the bits as integers: small to send, and any difference shows.
         mine = torch.stack(
             [_flat(t).view(_BITS[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
         )
@@ -222,12 +232,9 @@ class Keeper:
             shapes = ", ".join(str(list(tensors[i].shape)) for i in wrong[:3])
             raise UsageError(
                 f"partition_activations: inputs of {name} (shape {shapes}) differ between the "
-                f"{self._size} ranks that "
-                "are to keep a part each, so they cannot be put together again. Ranks of "
-                "partition_axis must work on "
-                "the same activations: they have parts of them already where the sequence is "
-                "divided. Set "
-                "partition_activations to false"
+                f"{self._size} ranks that are to keep a part each, so they cannot be put together "
+                "again. Ranks of partition_axis must work on the same activations: they have parts "
+                "of them already where the sequence is divided. Set partition_activations to false"
             )
 
 

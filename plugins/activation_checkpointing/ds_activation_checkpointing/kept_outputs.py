@@ -67,14 +67,16 @@ only.
 
 @dataclass(slots=True)
 class _Kept:
-    """One operator's outputs. place: how many tensors autograd had saved before. random: the states
-    after it, where it draws. versions: of the outputs, when they were made."""
+    """One operator's outputs."""
 
     op: Any
     outputs: Any
     versions: tuple[int, ...]
+    """Of the outputs, when they were made."""
     place: int
+    """How many tensors autograd had saved before."""
     random: Any
+    """The random states after it, where it draws numbers."""
 
 
 class KeptOutputs:
@@ -107,6 +109,7 @@ class KeptOutputs:
         )
 
     def _record(self, op: Any, run: Callable[[], Any], place: int) -> Any:
+        # Attention with dropout draws; a snapshot of all states is not made for every product.
         draws = torch.Tag.nondeterministic_seeded in op.tags
         before = STREAMS.snapshot() if draws else None
         out = run()
@@ -127,10 +130,13 @@ class KeptOutputs:
 
 def _serve(op: Any, run: Callable[[], Any], left: deque[_Kept]) -> Any:
     if not left or left[0].op is not op:
-        return run()  # another path than the first time, which the checks on saved tensors tell
+        # Another path than the first time, which the checks of saved tensors report.
+        return run()
     kept = left.popleft()
     if kept.versions != tuple(t._version for t in _tensors(kept.outputs)):
-        return run()  # it was changed in place since
+        # Changed in place since it was made.
+        return run()
+    # What comes after it must draw the same numbers as if it had run.
     if kept.random is not None:
         STREAMS.go_on_from(kept.random)
     return kept.outputs

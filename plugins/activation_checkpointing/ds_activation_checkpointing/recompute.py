@@ -1,11 +1,10 @@
-"""One function whose activations are computed again in backward: what is saved, when it runs again,
-what is checked.
+"""Activation checkpointing of one function: its activations are computed again in backward.
 
 [Note: how it works] While the function runs, hooks put an empty `Slot` into the graph for each
 tensor that autograd would save. When backward opens the first of them, the function runs again with
 the same inputs and random states; what autograd would save fills the slots in the same order, and
-the run stops at the last one that is still wanted. From then on it is an ordinary graph: what it
-holds is freed as backward passes, and a second backward finds it again.
+the run stops at the last one that is still wanted. From then on it is an ordinary graph: its tensors
+are freed as backward passes, and a second backward (retain_graph) finds them again.
 
 [Note: recomputation inside] A function that is recomputed inside another one is part of that: it
 just runs.
@@ -36,19 +35,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a function is recomputed.
-
-    name: of the block, for messages. keeper: where inputs rest. policy: that of the section.
-    stop_early: do not run what comes after the last tensor that is wanted; False where ranks that
-    talk in the function may want different ones. watch: what times it. meter: what measures it.
-    """
+    """How a function is recomputed."""
 
     name: str = "the checkpointed function"
+    """Of the block, for messages."""
     keeper: Keeper = field(default_factory=Keeper)
+    """Where inputs are kept."""
     policy: str = "all"
+    """That of the section."""
     stop_early: bool = True
+    """Stop after the last tensor that is wanted; False where ranks make collectives in the function,
+    and may want different tensors."""
     watch: Watch | None = None
+    """Times it."""
     meter: Meter | None = None
+    """Measures it."""
 
 
 PLAIN = Options()
@@ -58,6 +59,7 @@ def recompute(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options
 ) -> Any:
     """``function(*args, **kwargs)``; what it needs in backward is computed again there."""
+    # A graph knows torch's own checkpoint as an operation, and partitions it.
     if torch.compiler.is_compiling():
         from torch.utils.checkpoint import checkpoint
 
@@ -102,13 +104,20 @@ class Region:
         options: Options,
     ) -> None:
         self.options = options
+
+        # What is needed to run again; dropped once that is done.
         self._function: Callable[..., Any] | None = function
-        self._slots: list[weakref.ref[Slot]] = []
-        self._filled = self._last = 0
+        self._inputs: Any = options.keeper.save((args, dict(kwargs)), options.name)
+        # Outputs that the policy keeps; None: everything is computed again.
+        self._kept = KeptOutputs(options.policy) if options.policy != "all" else None
         self._autocast = _autocast_now()
         self._random = STREAMS.snapshot()
-        self._kept = KeptOutputs(options.policy) if options.policy != "all" else None
-        self._inputs: Any = options.keeper.save((args, dict(kwargs)), options.name)
+
+        # The saved tensors in order. Weak: a slot whose part of the graph is gone is not wanted.
+        self._slots: list[weakref.ref[Slot]] = []
+        # Of the second run: slots passed so far, and the last one that is wanted.
+        self._filled = 0
+        self._last = 0
 
     @property
     def inputs(self) -> Any:
@@ -168,6 +177,7 @@ class Region:
         if watch is not None:
             watch.begin()
         args, kwargs = self.options.keeper.restore(self._inputs, self.options.name)
+        # Backward may have passed parts of the graph already, or never come to them.
         self._last = max(i for i, slot in enumerate(self._slots) if slot() is not None)
         self._filled = 0
         with (
@@ -184,8 +194,7 @@ class Region:
         ):
             raise UsageError(
                 f"{self._name} saved {len(self._slots)} tensors for backward, and {self._filled} "
-                "when it was computed "
-                f"again; {_SAME}"
+                f"when it was computed again; {_SAME}"
             )
         self._function = self._inputs = self._kept = None
         if watch is not None:
@@ -204,10 +213,10 @@ class Region:
         if slot is not None:
             if slot.kind != (tensor.shape, tensor.dtype):
                 raise UsageError(
-                    f"{self._name}: tensor {place} that backward needs was {_shown(*slot.kind)}, "
-                    "and is "
-                    f"{_shown(tensor.shape, tensor.dtype)} when it is computed again; {_SAME}"
+                    f"{self._name}: tensor {place} that backward needs was {_format(*slot.kind)}, "
+                    f"and is {_format(tensor.shape, tensor.dtype)} when it is computed again; {_SAME}"
                 )
+            # The second graph is not wanted, only its values; detached, it is freed.
             slot.value = tensor.detach() if tensor.requires_grad else tensor
         if place == self._last and self.options.stop_early:
             raise _Enough
@@ -215,12 +224,11 @@ class Region:
 
 _SAME = (
     "with the same inputs and random numbers it must do the same: look for caches that it fills, "
-    "counters, and random "
-    "numbers that are not torch's"
+    "counters, and random numbers that are not torch's"
 )
 
 
-def _shown(shape: Any, dtype: Any) -> str:
+def _format(shape: Any, dtype: Any) -> str:
     return f"{dtype} {list(shape)}".removeprefix("torch.")
 
 

@@ -1,5 +1,4 @@
-"""The schedules as arithmetic: plain functions of the step index, without an optimizer and without
-torch.
+"""The schedules as arithmetic: functions of the step index, without an optimizer and without torch.
 
 ``t`` is the index of the last step taken: -1 before the first, 0 after it. What depends on integers
 only (the place in a cycle, the stair) is computed with integers, so that rounding errors never move
@@ -39,6 +38,7 @@ def warmup(t: int, num_steps: int, kind: str) -> float:
         return 0.0
     if t >= num_steps:
         return 1.0
+    # log(t + 1) / log(n): half of the way after sqrt(n) steps.
     return t / num_steps if kind == "linear" else math.log(t + 1) / math.log(num_steps)
 
 
@@ -53,24 +53,25 @@ def cosine_ratio(t: int, total: int, num_steps: int, final: float) -> float:
     """Half a cosine after the warm-up of `num_steps`: from 1 to `final` at step ``total - 1``,
     `final` after it.
     """
+    # The step after the warm-up is the first of the cosine, so it is one step on already.
     progress = min(1.0, (t - num_steps + 1) / max(1, total - num_steps))
     return max(0.0, final + (1.0 - final) * (1.0 + math.cos(math.pi * progress)) / 2.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
-    """One cycle up and down, then a decay.
-
-    first, second: steps of the two halves. first_stairs, second_stairs: stairs in each half, 0 for
-        a straight line.
-    decay_step_size: steps per unit of decay after the cycle, 0 for none.
-    """
+    """One cycle up and down, then a decay."""
 
     first: int
+    """Steps of the rising half."""
     second: int
+    """Steps of the falling half."""
     first_stairs: int = 0
+    """Stairs in the rising half; 0: a straight line."""
     second_stairs: int = 0
+    """Stairs in the falling half."""
     decay_step_size: int = 0
+    """Steps per unit of decay after the cycle; 0: none."""
 
     @property
     def total(self) -> int:
@@ -82,6 +83,7 @@ class Cycle:
         step = t + 1
         if step <= 0 or step >= self.total:
             return 0.0
+        # The falling half is the rising one mirrored: counted back from the end of the cycle.
         if step <= self.first:
             return _stair(step, self.first, self.first_stairs)
         return _stair(self.total - step, self.second, self.second_stairs)

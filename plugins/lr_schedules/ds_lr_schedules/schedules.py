@@ -45,6 +45,7 @@ class Schedule(ABC):
         self.last_batch_iteration = _whole(
             "last_batch_iteration", last_batch_iteration, at_least=-1
         )
+        # Lists of the arguments are for these groups.
         self._num_groups = len(optimizer.param_groups)
 
     @abstractmethod
@@ -91,8 +92,7 @@ class Schedule(ABC):
         if len(groups) != self._num_groups:
             raise RuntimeError(
                 f"{type(self).__name__} was made for {self._num_groups} parameter groups and the "
-                "optimizer now has "
-                f"{len(groups)}; add every group before making the schedule"
+                f"optimizer now has {len(groups)}; add every group before making the schedule"
             )
         self._last_lrs = self.get_lr()
         for group, lr in zip(groups, self._last_lrs, strict=True):
@@ -105,8 +105,7 @@ class Schedule(ABC):
         if len(value) != self._num_groups:
             raise ValueError(
                 f"{name} has {len(value)} entries and the optimizer has {self._num_groups} "
-                "parameter groups; "
-                "give one number, or one per group"
+                "parameter groups; give one number, or one per group"
             )
         return [float(v) for v in value]
 
@@ -117,6 +116,8 @@ class Schedule(ABC):
         optimizer whose state was loaded finds them again.
         """
         for group in self.optimizer.param_groups:
+            # A new run starts from the rate that the group has; a resumed one must not take a
+            # scheduled rate for it.
             if self.last_batch_iteration < 0 or "initial_lr" not in group:
                 group["initial_lr"] = float(group["lr"])
         return [float(group["initial_lr"]) for group in self.optimizer.param_groups]
@@ -125,10 +126,12 @@ class Schedule(ABC):
 class LRRangeTest(Schedule):
     """Raises the learning rate at a constant rate, to find the largest that does not diverge.
 
-    lr_range_test_min_lr: where it starts, one number or one per group. lr_range_test_step_size:
-    steps in which it grows by `lr_range_test_step_rate` times the start. lr_range_test_staircase:
-    only at the end of each interval. Raises ValueError for a list of another length than the
-    groups, and a step size that is no positive integer.
+    lr_range_test_min_lr: where it starts, one number or one per group.
+    lr_range_test_step_size: steps in which it grows by `lr_range_test_step_rate` times the start.
+    lr_range_test_staircase: only at the end of each interval.
+
+    Raises ValueError for a list of another length than the groups, and a step size that is no
+    positive integer.
     """
 
     def __init__(
@@ -156,15 +159,20 @@ class OneCycle(Schedule):
     """One cycle of the learning rate from low to high and back, the momentum mirrored, and then a
     decay.
 
-    cycle_min_lr, cycle_max_lr, cycle_min_mom, cycle_max_mom: boundaries, one number or one per
-        group.
-    cycle_first_step_size, cycle_second_step_size: steps up and down (the second defaults to the
-        first).
-    cycle_first_stair_count, cycle_second_stair_count: stairs in each half, 0 for none (the second
-        defaults to the first). decay_step_size: steps per unit of decay after the cycle, 0 for
-        none; decay_lr_rate, decay_mom_rate: the decay per unit. cycle_momentum: write ``betas =
-        (momentum, 0.99)`` too; off, with a warning, for an optimizer without betas. Raises
-        ValueError for wrong lengths, sizes and counts.
+    (Smith 2018, "Super-convergence".) The arguments:
+
+    - ``cycle_min_lr``, ``cycle_max_lr``, ``cycle_min_mom``, ``cycle_max_mom``: boundaries, one
+      number or one per group;
+    - ``cycle_first_step_size``, ``cycle_second_step_size``: steps up and down (the second defaults
+      to the first);
+    - ``cycle_first_stair_count``, ``cycle_second_stair_count``: stairs in each half, 0 for none (the
+      second defaults to the first);
+    - ``decay_step_size``: steps per unit of decay after the cycle, 0 for none;
+    - ``decay_lr_rate``, ``decay_mom_rate``: the decay per unit;
+    - ``cycle_momentum``: write ``betas = (momentum, 0.99)`` too; off, with a warning, for an
+      optimizer without betas.
+
+    Raises ValueError for wrong lengths, sizes and counts.
     """
 
     def __init__(
@@ -212,13 +220,14 @@ class OneCycle(Schedule):
         return self._moms(self.last_batch_iteration) if self.cycle_momentum else []
 
     def _lrs(self, t: int) -> list[float]:
+        # Behind the cycle: from the lower boundary on, divided by 1 + rate x intervals.
         decay = self.cycle.decay(t)
         if decay is not None:
             return [low / (1.0 + self.decay_lr_rate * decay) for low in self.min_lrs]
         return _between(self.min_lrs, self.max_lrs, self.cycle.height(t))
 
     def _moms(self, t: int) -> list[float]:
-        # the documents start at the lower boundary, although the mirrored curve starts at the upper
+        # DeepSpeed starts at the lower boundary, although the mirrored curve starts at the upper.
         if t < 0:
             return list(self.min_moms)
         decay = self.cycle.decay(t)
@@ -290,10 +299,12 @@ class _Warmup(Schedule):
 class WarmupLR(_Warmup):
     """Raises the learning rate from a minimum to a maximum and keeps it there.
 
-    warmup_min_lr, warmup_max_lr: one number or one per group; a maximum of None takes each group's
-    own learning rate. warmup_num_steps: length of the warm-up, at least 2; 0: none. warmup_type:
-    ``"log"`` or ``"linear"``. Raises ValueError for wrong lengths and a length of warm-up that is
-    no positive integer.
+    warmup_min_lr, warmup_max_lr: one number or one per group; a maximum of None is each group's own
+        learning rate.
+    warmup_num_steps: length of the warm-up, at least 2; 0: none.
+    warmup_type: ``"log"`` or ``"linear"``.
+
+    Raises ValueError for wrong lengths and a length of warm-up that is no positive integer.
     """
 
     def __init__(
@@ -337,6 +348,7 @@ class WarmupDecayLR(_Warmup):
         self._write()
 
     def _lrs(self, t: int) -> list[float]:
+        # Up by the warm-up, then down by the linear decay to the same minimum.
         rising = t < self.warmup_num_steps
         share = (
             self._warmup(t)
@@ -350,10 +362,14 @@ class WarmupCosineLR(_Warmup):
     """Scales each group's own learning rate: up from a ratio to 1, then down half a cosine to
     another ratio.
 
-    total_num_steps: steps of the schedule, warm-up included. warmup_min_ratio: where the warm-up
-    starts, one number or one per group. warmup_num_steps, warmup_type: as for `WarmupLR`.
-    cos_min_ratio: where the cosine ends. Before the first step the learning rate is 0. Raises
-    ValueError for wrong lengths and step counts.
+    Before the first step the learning rate is 0.
+
+    total_num_steps: steps of the schedule, warm-up included.
+    warmup_min_ratio: where the warm-up starts, one number or one per group.
+    warmup_num_steps, warmup_type: as for `WarmupLR`.
+    cos_min_ratio: where the cosine ends.
+
+    Raises ValueError for wrong lengths and step counts.
     """
 
     def __init__(
@@ -380,6 +396,7 @@ class WarmupCosineLR(_Warmup):
         ]
 
     def _ratio(self, t: int, low: float) -> float:
+        # Before the first step there is no ratio of the warm-up yet.
         if t < 0 and self.warmup_num_steps:
             return 0.0
         if t < self.warmup_num_steps:

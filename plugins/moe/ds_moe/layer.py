@@ -36,15 +36,18 @@ class MoE(nn.Module):
     num_experts: over all ranks.
     ep_size: over how many neighbouring data-parallel ranks experts are sharded; divides
         num_experts.
+
     k: experts per token.
     capacity_factor, eval_capacity_factor, min_capacity: see `ds_moe.gating`.
     use_residual: Residual MoE (DeepSpeed-MoE, section 4.1); every token also goes through one more
         copy of `expert`, and a learned weight mixes both.
     noisy_gate_policy: "RSample" or "Jitter", in training.
+
     drop_tokens: False: experts accept every choice, without capacity.
     use_rts: in top-1 gating a random choice of tokens stays where an expert is full, else the
         earliest.
     use_tutel: without effect, which a warning says.
+
     enable_expert_tensor_parallelism: `expert` is itself sharded over the mesh axis ``tp``. A
         parameter's attribute ``partition_dim`` says along which dimension, evenly and in one piece
         (-1: not at all), as Megatron-LM's layers have it; without one (or with a
@@ -77,11 +80,7 @@ class MoE(nn.Module):
         drop_policy: str = "probs",
     ) -> None:
         super().__init__()
-        if ep_size < 1 or num_experts % ep_size:
-            good = ", ".join(str(d) for d in range(1, num_experts + 1) if num_experts % d == 0)
-            raise UsageError(
-                f"ep_size {ep_size} does not divide num_experts {num_experts}; use {good}"
-            )
+        _check_divides(ep_size, num_experts)
         if use_tutel and comm.rank() == 0:
             warnings.warn(
                 "MoE: use_tutel has no effect: the layer dispatches tokens itself", stacklevel=2
@@ -220,6 +219,12 @@ class MoE(nn.Module):
         mixing = torch.softmax(self.coefficient(tokens), dim=-1)
         residual = self.mlp(tokens)
         return residual[0] if isinstance(residual, tuple) else residual, mixing
+
+
+def _check_divides(ep_size: int, num_experts: int) -> None:
+    if ep_size < 1 or num_experts % ep_size:
+        good = ", ".join(str(d) for d in range(1, num_experts + 1) if num_experts % d == 0)
+        raise UsageError(f"ep_size {ep_size} does not divide num_experts {num_experts}; use {good}")
 
 
 def mark_expert(param: nn.Parameter, ep_size: int) -> None:

@@ -20,6 +20,42 @@ VOCABULARY = 48
 EXPERTS = 8
 
 
+_LLAMA: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "use_cache": False,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "num_experts_per_tok": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+_INNER: dict[str, Any] = {"moe_intermediate_size": 12}
+_LATENT = _INNER | {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": EXPERTS,
+    "n_group": 4,
+    "topk_group": 2,
+}
+_LINEAR = {
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "head_dim": 8,
+    "shared_expert_intermediate_size": 12,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
+
 def hugging_face(kind: str, **more: Any) -> Any:
     """A model of the transformers library in fp64, with random weights that are the same in every
     process.
@@ -27,74 +63,44 @@ def hugging_face(kind: str, **more: Any) -> Any:
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers as hf
 
-    llama: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "use_cache": False,
-        "hidden_size": 16,
-        "intermediate_size": 20,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
-        "num_experts_per_tok": 2,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": None,
-    }
-    inner: dict[str, Any] = {"moe_intermediate_size": 12}
-    latent = inner | {
-        "kv_lora_rank": 8,
-        "q_lora_rank": 8,
-        "qk_nope_head_dim": 4,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 8,
-        "n_routed_experts": EXPERTS,
-        "n_group": 4,
-        "topk_group": 2,
-    }
-    linear = {
-        "linear_key_head_dim": 4,
-        "linear_value_head_dim": 4,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "head_dim": 8,
-        "shared_expert_intermediate_size": 12,
-        "layer_types": ["linear_attention", "full_attention"],
-    }
     torch.manual_seed(5)
-    config: Any
-    if kind == "mixtral":
-        config = hf.MixtralConfig(**llama | {"num_local_experts": EXPERTS} | more)
-    elif kind == "qwen2_moe":
-        shared = {"shared_expert_intermediate_size": 12, "num_experts": EXPERTS}
-        config = hf.Qwen2MoeConfig(**llama | inner | shared | more)
-    elif kind == "qwen3_moe":
-        config = hf.Qwen3MoeConfig(
-            **llama | inner | {"num_experts": EXPERTS, "norm_topk_prob": True} | more
-        )
-    elif kind == "qwen3_5_moe":
-        from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
-
-        config = Qwen3_5MoeTextConfig(**llama | inner | linear | {"num_experts": EXPERTS} | more)
-    elif kind == "deepseek_v2":
-        grouped = {
-            "topk_method": "group_limited_greedy",
-            "routed_scaling_factor": 1.5,
-            "n_shared_experts": 1,
-        }
-        config = hf.DeepseekV2Config(
-            **llama | latent | grouped | {"first_k_dense_replace": 1} | more
-        )
-    else:
-        config = hf.DeepseekV3Config(
-            **llama | latent | {"n_shared_experts": 1, "first_k_dense_replace": 1} | more
-        )
+    config = _config(kind, more)
     config._experts_implementation = "eager"  # the library's fast kernel takes no fp64
     model: Any = hf.AutoModelForCausalLM.from_config(config).double().train()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if "gate.weight" in name or "correction_bias" in name:
             tensor.data.normal_(std=0.5)  # some are made as zeros, with which all experts would tie
     return model
+
+
+def _config(kind: str, more: dict[str, Any]) -> Any:
+    import transformers as hf
+
+    if kind == "mixtral":
+        return hf.MixtralConfig(**_LLAMA | {"num_local_experts": EXPERTS} | more)
+    if kind == "qwen2_moe":
+        shared = {"shared_expert_intermediate_size": 12, "num_experts": EXPERTS}
+        return hf.Qwen2MoeConfig(**_LLAMA | _INNER | shared | more)
+    if kind == "qwen3_moe":
+        return hf.Qwen3MoeConfig(
+            **_LLAMA | _INNER | {"num_experts": EXPERTS, "norm_topk_prob": True} | more
+        )
+    if kind == "qwen3_5_moe":
+        from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
+
+        return Qwen3_5MoeTextConfig(**_LLAMA | _INNER | _LINEAR | {"num_experts": EXPERTS} | more)
+    if kind == "deepseek_v2":
+        grouped = {
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 1.5,
+            "n_shared_experts": 1,
+        }
+        return hf.DeepseekV2Config(
+            **_LLAMA | _LATENT | grouped | {"first_k_dense_replace": 1} | more
+        )
+    return hf.DeepseekV3Config(
+        **_LLAMA | _LATENT | {"n_shared_experts": 1, "first_k_dense_replace": 1} | more
+    )
 
 
 class OldRouter(nn.Module):

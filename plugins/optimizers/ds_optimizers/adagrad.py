@@ -11,10 +11,11 @@ from ds_optimizers.base import KernelOptimizer, StepBatch, check_common, require
 
 
 class Adagrad(KernelOptimizer):
-    """Adagrad with torch's parameters; state ``sum``.
+    """Adagrad (Duchi et al. 2011) with torch's parameters; state ``sum``.
 
-    lr_decay: update t (from 0) uses lr / (1 + t * lr_decay). initial_accumulator_value: where sums
-    of squares begin. fp32_optimizer_states: sums of 16-bit parameters in fp32.
+    lr_decay: update t (from 0) uses lr / (1 + t * lr_decay).
+    initial_accumulator_value: where sums of squares begin.
+    fp32_optimizer_states: sums of 16-bit parameters in fp32.
     """
 
     op: ClassVar[str] = "adagrad"
@@ -45,6 +46,7 @@ class Adagrad(KernelOptimizer):
     def begin(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """See `KernelOptimizer.begin`."""
         value = group["initial_accumulator_value"]
+        # A complex parameter is updated as two real ones, so both parts begin there.
         start = complex(value, value) if param.is_complex() else value
         return {n: torch.full_like(t, start) for n, t in super().begin(param, group).items()}
 

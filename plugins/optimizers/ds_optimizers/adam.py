@@ -1,5 +1,6 @@
-"""Adam and AdamW under their documented names; all are one update, on the best kernel for where
-parameters are.
+"""Adam and AdamW under their documented names: one update, on the best kernel for the device.
+
+Kingma and Ba 2015, algorithm 1; Loshchilov and Hutter 2019, algorithm 2.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from ds_optimizers.base import KernelOptimizer, StepBatch, check_common, require
 class FusedAdam(KernelOptimizer):
     """Adam, decoupled (AdamW) unless `adam_w_mode` is false.
 
-    bias_correction: whether the moments are. amsgrad: not offered (RuntimeError). set_grad_none:
-    what `zero_grad` does by default: drop gradients, or fill them with zeros.
+    bias_correction: whether the moments are corrected.
+    amsgrad: not offered (RuntimeError).
+    set_grad_none: whether `zero_grad` drops gradients by default, or fills them with zeros.
     fp32_optimizer_states: moments of 16-bit parameters in fp32.
     """
 

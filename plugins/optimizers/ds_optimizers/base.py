@@ -1,10 +1,9 @@
-"""What the optimizers on kernels share: states, a clock, and one call for all tensors of a group
-that are alike.
+"""The base of optimizers on kernels: states, a clock, and one kernel call for all tensors of a group.
 
 [Note: the clock] Every parameter has its own count of updates (``step``, a 0-d fp32 CPU tensor, as
 in torch), since one without a gradient is left out of a step. All of them are views of one tensor,
 so that a thousand counters are advanced by one operation and read by another. A counter that a
-checkpoint has put in a view's place is taken over.
+checkpoint has put in a view's place is copied into the clock.
 """
 
 from __future__ import annotations
@@ -44,21 +43,22 @@ _layout = attrgetter("layout")
 
 @dataclass(slots=True)
 class StepBatch:
-    """Parameters of one dtype, device and count of updates. states: one list per name in
-    `KernelOptimizer.states`.
-
-    owners: the parameters; params: what is updated of them: for complex ones real views, as are
-        grads and states then.
-    scale, copies: as in `ds_core.stepping.StepInputs`, for the kernel; copies None: there are none.
-    """
+    """Parameters of one dtype, device and count of updates."""
 
     owners: list[Tensor] = field(default_factory=list)
+    """The parameters."""
     params: list[Tensor] = field(default_factory=list)
+    """The tensors that the kernel updates: the parameters, real views of complex ones. So are
+    `grads`, `states` and `copies`."""
     grads: list[Tensor] = field(default_factory=list)
     states: list[list[Tensor]] = field(default_factory=list)
+    """One list per name in `KernelOptimizer.states`."""
     step: int = 0
+    """The number of this update, from 1; 0 where the optimizer does not count."""
     scale: float = 1.0
+    """Gradients are multiplied by it, as in `ds_core.stepping.StepInputs`."""
     copies: list[Tensor] | None = None
+    """16-bit tensors that get the new values; None: there are none."""
 
 
 @functools.cache
@@ -68,22 +68,22 @@ def _installed() -> Kernels:
 
 
 class KernelOptimizer(Optimizer):
-    """Base: subclasses say which states they keep and update a `StepBatch`.
-
-    states: names of those that are shaped like the parameter. They have the parameter's dtype, but
-    are fp32 for 16-bit parameters unless `fp32_states` is false. counts: whether the update depends
-    on its number. kept: attributes of its own that a copy (`copy.deepcopy`) is to have; all else is
-    found anew. in_portions: whether `update` of this very class is nothing but calls of the kernel,
-    so that they may overlap (see `_together`). scales: whether it heeds the batch's `scale` and
-    `copies`.
-    """
+    """Base: subclasses say which states they keep and update a `StepBatch`."""
 
     op: ClassVar[str]
+    """The operation of `ds_kernel_kit` that updates."""
     states: ClassVar[tuple[str, ...]] = ()
+    """Names of the states that are shaped like the parameter. They have the parameter's dtype, but
+    are fp32 for 16-bit parameters unless `fp32_states` is false."""
     counts: ClassVar[bool] = False
+    """Whether the update depends on its number."""
     kept: ClassVar[tuple[str, ...]] = ("_fp32_states",)
+    """Attributes of its own that a copy (`copy.deepcopy`) has; all else is found anew."""
     in_portions: ClassVar[bool] = False
+    """Whether `update` of this very class is nothing but calls of the kernel, so that they may overlap
+    (see `_together`)."""
     scales: ClassVar[bool] = False
+    """Whether `update` uses the batch's `scale` and `copies`."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, fp32_states: bool = True) -> None:
         self._fp32_states = fp32_states
@@ -91,9 +91,12 @@ class KernelOptimizer(Optimizer):
         super().__init__(params, defaults)
 
     def _find_anew(self) -> None:
+        # Kernels of the engine's run; None: of what is installed.
         self._table: Kernels | None = None
+        # [Note: the clock]: one tensor, and its views by place of the parameter.
         self._clock = torch.zeros(0)
         self._ticks: list[Tensor] = []
+        # Parameters by place that were found alike, see `_alike`.
         self._known: dict[int, list[Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,7 +115,7 @@ class KernelOptimizer(Optimizer):
         self._fp32_states = False
 
     def use_kernels(self, kernels: Kernels) -> None:
-        """Take kernels from this table (an engine's) from now on."""
+        """Use the kernels of this table (an engine's) from now on."""
         self._table = kernels
 
     def kernel(self, like: Tensor) -> Callable[..., Any]:
@@ -131,8 +134,9 @@ class KernelOptimizer(Optimizer):
         return not hooked and self._says("scales") and inspect.unwrap(self.step) is _STEP
 
     def _says(self, flag: str) -> bool:
-        """What the class says that has this object's `update`: a subclass may do more there."""
-        kind: Any = type(self)  # classes are hashable, which mypy does not see
+        """The flag of the class that defines this object's `update`: a subclass may do more there."""
+        # Classes are hashable, which mypy does not see.
+        kind: Any = type(self)
         return _says(kind, flag)
 
     @torch.no_grad()
@@ -157,8 +161,9 @@ class KernelOptimizer(Optimizer):
         return loss
 
     def _together(self) -> Callable[[Callable[[], None]], None] | None:
-        """What lets the kernel begin before all tensors are prepared; None where it has none, or it
-        would not pay.
+        """A function by which the kernel begins before all tensors are prepared.
+
+        None where the kernel has none, or it would not pay.
         """
         lists = [g["params"] for g in self.param_groups if g["params"]]
         if (
@@ -167,7 +172,8 @@ class KernelOptimizer(Optimizer):
             or torch.get_num_threads() == 1
         ):
             return None
-        if not self.state:  # the first step makes them, which torch does on all threads
+        # The first step allocates states, which torch does on all threads: nothing to overlap with.
+        if not self.state:
             return None
         return getattr(self.kernel(lists[0][0]), "together", None)
 
@@ -176,12 +182,14 @@ class KernelOptimizer(Optimizer):
         everything = [p for g in self.param_groups for p in g["params"]]
         states: list[dict[str, Tensor]] | None = None
         if len(self.state) == len(everything) and all(map(is_, self.state, everything)):
-            states = list(self.state.values())  # the hash of a tensor is a call of Python
+            # In order: no look-up per parameter, as the hash of a tensor is a call of Python.
+            states = list(self.state.values())
         if self.counts and len(self._ticks) != len(everything):
             self._wind(everything)
         place = 0
         for group in self.param_groups:
             end = place + len(group["params"])
+            # Portions of a group: while the kernel works on one, the next is prepared.
             while place < end:
                 stop = min(place + next(sizes), end)
                 known = None if states is None else states[place:stop]
@@ -222,9 +230,9 @@ class KernelOptimizer(Optimizer):
         params: some of `group`, the first at `place` among all parameters. known: their states, if
         they all have one.
         """
-        names = self.states_of(group)
         # A thousand tensors pass here in every step, most of them no longer in any cache: each
-        # question costs.
+        # question costs. So all is done on lists, and by parameter only where it must be.
+        # 1. Gradients; parameters without one are left out.
         places: Sequence[int] = range(place, place + len(params))
         some = slice(place, place + len(params))
         found = [p.grad for p in params] if inputs.grads is None else inputs.grads[some]
@@ -239,27 +247,10 @@ class KernelOptimizer(Optimizer):
             known = None
         if not live:
             return iter(())
-        states = [self.state[p] for p in live] if known is None else known
-        try:
-            rows = [[state[name] for state in states] for name in names]
-        except KeyError:
-            for param, state in zip(live, states, strict=True):
-                if names[0] not in state:
-                    state.update(self.begin(param, group))
-            rows = [[state[name] for state in states] for name in names]
-        steps: Sequence[float] = (0,)
-        if self.counts:
-            if not all(
-                map(
-                    is_,
-                    [state.get("step") for state in states],
-                    map(self._ticks.__getitem__, places),
-                )
-            ):
-                for i, state in zip(places, states, strict=True):
-                    if state.get("step") is not self._ticks[i]:
-                        self._adopt(i, state)
-            steps = self._tick(places)
+        # 2. States and counts.
+        states, rows = self._states_of_live(group, live, known)
+        steps: Sequence[float] = self._count_steps(states, places) if self.counts else (0,)
+        # 3. One batch where all are alike, which is nearly always; else sorted.
         layouts = set(map(_layout, grads))
         if layouts != {torch.strided}:
             self._refuse_sparse(live, grads)
@@ -273,10 +264,38 @@ class KernelOptimizer(Optimizer):
             live, grads, columns, steps if self.counts else [0] * len(live), copies
         )
 
+    def _states_of_live(
+        self, group: dict[str, Any], live: list[Tensor], known: list[dict[str, Tensor]] | None
+    ) -> tuple[list[dict[str, Tensor]], list[list[Tensor]]]:
+        """The states of these parameters, and the same as one list per name; made where missing."""
+        names = self.states_of(group)
+        states = [self.state[p] for p in live] if known is None else known
+        # Nearly always all are there: one try for all instead of a question for each.
+        try:
+            rows = [[state[name] for state in states] for name in names]
+        except KeyError:
+            for param, state in zip(live, states, strict=True):
+                if names[0] not in state:
+                    state.update(self.begin(param, group))
+            rows = [[state[name] for state in states] for name in names]
+        return states, rows
+
+    def _count_steps(
+        self, states: list[dict[str, Tensor]], places: Sequence[int]
+    ) -> Sequence[float]:
+        """Advance the counts of the parameters at `places`; their new values."""
+        counters = [state.get("step") for state in states]
+        # A counter that a checkpoint has put in the place of ours is adopted first.
+        if not all(map(is_, counters, map(self._ticks.__getitem__, places))):
+            for i, state in zip(places, states, strict=True):
+                if state.get("step") is not self._ticks[i]:
+                    self._adopt(i, state)
+        return self._tick(places)
+
     def _alike(self, live: list[Tensor], place: int) -> bool:
         """Whether all have one dtype and device, and are real; not asked again of the same tensors.
 
-        Where ``param.data = ...`` has changed some since, kernels find it out: they look at every
+        Where ``param.data = ...`` has changed some since, kernels find it out: they check every
         tensor.
         """
         known = self._known.get(place, [])
@@ -307,6 +326,7 @@ class KernelOptimizer(Optimizer):
             if key not in batches:
                 batches[key] = StepBatch(states=[[] for _ in row], step=int(step))
             batch = batches[key]
+            # As torch: a complex number is updated as two real ones.
             real = torch.view_as_real if param.is_complex() else _itself
             batch.owners.append(param)
             batch.params.append(real(param))
@@ -323,8 +343,7 @@ class KernelOptimizer(Optimizer):
             if grad.layout is not torch.strided:
                 raise UsageError(
                     f"{type(self).__name__}: a parameter of shape {tuple(param.shape)} has a "
-                    "sparse gradient; use "
-                    "nn.Embedding(sparse=False)"
+                    "sparse gradient; use nn.Embedding(sparse=False)"
                 )
 
     def _wind(self, params: Sequence[Tensor]) -> None:
@@ -341,6 +360,7 @@ class KernelOptimizer(Optimizer):
 
     def _tick(self, places: Sequence[int]) -> list[float]:
         """Advance these counters; their new values."""
+        # Neighbours, as a rule: one slice of the clock instead of an index.
         if places[-1] - places[0] + 1 == len(places):
             some = self._clock[places[0] : places[-1] + 1]
             some += 1
@@ -371,11 +391,9 @@ def require_cpu(optimizer: Optimizer) -> None:
             if param.device.type != "cpu":
                 raise UsageError(
                     f"{type(optimizer).__name__} updates parameters on the CPU, but one of shape "
-                    f"{tuple(param.shape)} "
-                    f"in group {index} is on {param.device}; offload it "
-                    "(zero_optimization.offload_optimizer), or use "
-                    "the optimizer's plain name, which takes the best kernel for where "
-                    "parameters are"
+                    f"{tuple(param.shape)} in group {index} is on {param.device}; offload it "
+                    "(zero_optimization.offload_optimizer), or use the optimizer's plain name, "
+                    "which takes the best kernel for where parameters are"
                 )
 
 

@@ -1,4 +1,4 @@
-"""LAMB under its documented names.
+"""LAMB (You et al. 2020, algorithm 2) under its documented names.
 
 Its trust ratios are norms of whole tensors, so a partitioner must not cut them.
 """
@@ -16,8 +16,10 @@ class FusedLamb(KernelOptimizer):
     """LAMB: u = m / (√v + eps) + wd * p; p -= step * c * u, c = ‖p‖ / ‖u‖ in [min_coeff,
     max_coeff], 1 if a norm is 0.
 
-    bias_correction: step = lr * √(1-β2^t) / (1-β1^t), else lr. eps_inside_sqrt: m / √(v + eps).
-    max_grad_norm: 0 only; clipping is the engine's. amsgrad: not offered (RuntimeError).
+    bias_correction: step = lr * √(1-β2^t) / (1-β1^t), else lr.
+    eps_inside_sqrt: m / √(v + eps).
+    max_grad_norm: 0 only; clipping is the engine's.
+    amsgrad: not offered (RuntimeError).
     """
 
     op: ClassVar[str] = "lamb"
@@ -52,6 +54,7 @@ class FusedLamb(KernelOptimizer):
                 "needed"
             )
         check_common(lr=lr, eps=eps, betas=betas, weight_decay=weight_decay)
+        # The trust ratio of each parameter at its last update, for `get_lamb_coeffs`.
         self._coeffs: dict[Tensor, float] = {}
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         modes = {"bias_correction": bias_correction, "eps_inside_sqrt": eps_inside_sqrt}

@@ -1,20 +1,23 @@
 """Muon: momentum whose matrices are orthogonalised, and AdamW for whatever is no hidden matrix.
 
-A parameter is a matrix for Muon when it has two dimensions or more and its name holds neither
-"embed" nor "lm_head"; or when its attribute ``use_muon`` says so. Kernels of convolutions count as
-(output channels, all the rest).
+Jordan et al. 2024, https://kellerjordan.github.io/posts/muon. A parameter is a matrix for Muon when
+it has two dimensions or more and its name holds neither "embed" nor "lm_head"; or when its
+attribute ``use_muon`` says so. Kernels of convolutions count as (output channels, all the rest).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ds_core.errors import UsageError
 from ds_optimizers.base import KernelOptimizer, StepBatch, check_common
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 METHODS = ("gram", "standard")
 _NOT_HIDDEN = ("embed", "lm_head")
@@ -28,12 +31,17 @@ _ITERATIONS = 5
 class Muon(KernelOptimizer):
     """Muon (Jordan et al. 2024) for groups with ``use_muon`` true, AdamW for the others.
 
-    params: group dicts with ``use_muon``, or parameters (groups of them) that carry it as an
-        attribute. From the config the split is made by name, see `split_groups`. lr: the default of
-        muon_lr and adam_lr. momentum: of Muon.
-    weight_decay: decoupled, of both. betas, eps: AdamW's. ns_method: how matrices are
-        orthogonalised, "gram" (less work for wide or tall matrices) or "standard"; results differ
-        by rounding. States: ``momentum_buffer``, or ``exp_avg`` and ``exp_avg_sq``.
+    params: group dicts with ``use_muon``, or parameters (groups of them) that have it as an
+        attribute. From the config the split is made by name, see `split_groups`.
+    lr: the default of muon_lr and adam_lr.
+    momentum: of Muon.
+
+    weight_decay: decoupled, of both.
+    betas, eps: AdamW's.
+    ns_method: how matrices are orthogonalised, "gram" (less work for wide or tall matrices) or
+        "standard"; results differ by rounding.
+
+    States: ``momentum_buffer``, or ``exp_avg`` and ``exp_avg_sq``.
     """
 
     op: ClassVar[str] = "adam"
@@ -90,13 +98,14 @@ class Muon(KernelOptimizer):
                 if param.dim() < 2 or param.is_complex():
                     raise UsageError(
                         f"Muon is for real matrices; a parameter of shape {tuple(param.shape)}, "
-                        f"{param.dtype}, stands "
-                        "in a use_muon group"
+                        f"{param.dtype}, is in a use_muon group"
                     )
             for param, grad, momentum in zip(
                 batch.params, batch.grads, batch.states[0], strict=True
             ):
                 _step(param, grad, momentum, group, batch.scale)
+            # The kernels of other optimizers write copies in the same pass; here it is a second
+            # one.
             if batch.copies is not None:
                 torch._foreach_copy_(batch.copies, batch.params)
             return
@@ -110,28 +119,38 @@ class Muon(KernelOptimizer):
 def _step(
     param: Tensor, grad: Tensor, momentum: Tensor, group: Mapping[str, Any], scale: float
 ) -> None:
+    """p -= lr * (s * orthogonalize(g + mu * (m - g)) + wd * p), with m the momentum after this step."""
     mu = group["momentum"]
     lr = group["lr"]
     grad = grad.to(momentum.dtype) if scale == 1 else grad.to(momentum.dtype) * scale
+    # Momentum as a running mean, then Nesterov: a step ahead of it.
     momentum.lerp_(grad, 1 - mu)
     ahead = grad.lerp(momentum, mu).flatten(1)
     found = orthogonalize(ahead, group["ns_method"])
+    # s = sqrt(max(1, rows / columns)): an orthogonal matrix that is tall has smaller entries, and
+    # would change its outputs less.
     size = max(1.0, ahead.shape[0] / max(ahead.shape[1], 1)) ** 0.5
     param.mul_(1 - lr * group["weight_decay"]).add_(
         found.view(param.shape).to(param.dtype), alpha=-lr * size
     )
 
 
-def orthogonalize(matrix: Tensor, method: str = "gram") -> Tensor:
+def orthogonalize(
+    matrix: Float[Tensor, "rows columns"], method: str = "gram"
+) -> Float[Tensor, "rows columns"]:
     """About the nearest matrix with orthogonal rows (or columns), by five Newton-Schulz iterations.
 
-    matrix: (rows, columns), fp32 or fp64. "gram" iterates on the small square of it and multiplies
-    once at the end.
+    matrix: fp32 or fp64.
+    method: "gram" iterates on the small square X X^T and multiplies by X once at the end.
     """
+    # Wide, so that the square is the smaller one; singular values are at most 1, where the
+    # iteration converges.
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.mT if tall else matrix
     x = x / (matrix.norm() + 1e-7)
     if method == "standard":
+        # X <- a X + (b S + c S^2) X with S = X X^T, which applies an odd polynomial to each
+        # singular value.
         for _ in range(_ITERATIONS):
             square = x @ x.mT
             x = _A * x + (_B * square + _C * (square @ square)) @ x
@@ -139,7 +158,9 @@ def orthogonalize(matrix: Tensor, method: str = "gram") -> Tensor:
         square = x @ x.mT
         factor = torch.eye(len(square), dtype=x.dtype, device=x.device)
         for _ in range(_ITERATIONS):
-            # All of these are polynomials in one symmetric matrix, so they commute.
+            # With P = a + b S + c S^2 the iteration is X <- P X, so S <- P S P, and the product of all
+            # P is applied to X at the end. All of these are polynomials in one symmetric matrix, so
+            # they commute. The diagonal is computed by itself: a I is added to it.
             polynomial = (_B * square + _C * (square @ square)).diagonal_scatter(
                 _A + _B * square.diagonal() + _C * square.square().sum(1)
             )
@@ -162,9 +183,10 @@ def split_groups(
     """Each group as one of hidden matrices and one of the rest, empty ones left out, each with its
     learning rate.
 
-    names: of parameters; None: they must all say ``use_muon`` themselves (UsageError). A group's
-    own ``use_muon`` and ``lr`` are kept. others: parameters of the optimizer that do not matter
-    here.
+    A group's own ``use_muon`` and ``lr`` are kept.
+
+    names: of parameters; None: they must all have ``use_muon`` themselves (UsageError).
+    others: parameters of the optimizer that do not matter here.
     """
     rates = {True: lr if muon_lr is None else muon_lr, False: lr if adam_lr is None else adam_lr}
     found = []
@@ -187,12 +209,12 @@ def _hidden(param: Any, names: Mapping[Any, str] | None) -> bool:
     if names is None:
         raise UsageError(
             f"Muon: a parameter of shape {tuple(param.shape)} does not say whether it is a hidden "
-            "matrix; set its "
-            "attribute use_muon, give groups with use_muon, or name Muon in the config, which "
-            "splits by name"
+            "matrix; set its attribute use_muon, give groups with use_muon, or name Muon in the "
+            "config, which splits by name"
         )
     name = names.get(param, "")
-    shape = getattr(param, "ds_shape", param.shape)  # what a partitioned parameter would have
+    # The full shape of a parameter that is partitioned already.
+    shape = getattr(param, "ds_shape", param.shape)
     return (
         len(shape) >= 2 and not param.is_complex() and not any(word in name for word in _NOT_HIDDEN)
     )

@@ -1,11 +1,11 @@
-"""Adam, AdamW and SGD for models in maximal update parametrisation, whose best learning rate is
-that of a small one.
+"""Adam, AdamW and SGD for models in maximal update parametrisation.
 
-Each group is split by how the dimensions of its parameters grew beside the base model's; learning
-rate and weight decay of each part follow (Yang et al. 2022, "Tensor Programs V", table 8; api.md
-section 16). Parameters say how they grew by ``infshape``, which ``mup.set_base_shapes`` of the
-package ``mup`` sets; only its methods ``ninf``, ``width_mult`` and ``fanin_fanout_mult_ratio`` are
-used, so the package itself is not needed here.
+The best learning rate of a large model is that of a small one. Each group is split by how the
+dimensions of its parameters grew beside the base model's; learning rate and weight decay of each
+part follow (Yang et al. 2022, "Tensor Programs V", table 8; api.md section 16). Parameters say how
+they grew by ``infshape``, which ``mup.set_base_shapes`` of the package ``mup`` sets; only its
+methods ``ninf``, ``width_mult`` and ``fanin_fanout_mult_ratio`` are used, so the package itself is
+not needed here.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ def _split(
         if MARK in group:
             found.append(dict(group))
             continue
+        # Parameters with one factor stay together: few groups, each with one learning rate.
         parts: dict[float, list[Tensor]] = {}
         members = (
             [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
@@ -82,6 +83,7 @@ def _split(
             parts.setdefault(factor(_grown(param, names)), []).append(param)
         lr = group.get("lr", params.get("lr", 1e-3))
         decay = group.get("weight_decay", params.get("weight_decay", 0.0))
+        # Decay is multiplied by the learning rate in a step, so it is divided by the factor.
         for by, part in parts.items():
             found.append(
                 {**group, "params": part, "lr": lr * by, "weight_decay": decay / by, MARK: by}

@@ -1,5 +1,6 @@
-"""What this distribution offers to ds_core: optimizers by name (torch-free; nothing is imported
-until chosen).
+"""What this distribution offers to ds_core: optimizers by name (torch-free).
+
+An optimizer's module is imported when it is chosen.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
     name = section.type.lower() if section is not None else ""
     answer = plugins.named("ds_optimizers", "optimizer").get(name)
     if answer is None or answer.value not in OPTIMIZERS.values():
-        return ()  # somebody else's
+        # An optimizer of another distribution.
+        return ()
     problems = (
         _loss_scale(config) if name in LAMB_FORMS else _one_rate(config) if name in MU_FORMS else []
     )
@@ -101,11 +103,11 @@ def _one_rate(config: RunConfig) -> list[Problem]:
     if scheduler is None or scheduler.type.lower() not in ONE_RATE:
         return []
     if any(isinstance(value, list) for value in scheduler.params.values()):
-        return []  # one for each group
+        # A list has a rate for each group.
+        return []
     why = (
         f"{scheduler.type!r} sets one learning rate for all groups, and optimizers of mup need "
-        "one "
-        "for each width"
+        "one for each width"
     )
     return [
         Problem(
@@ -133,7 +135,7 @@ def _loss_scale(config: RunConfig) -> list[Problem]:
 
 
 def ds_open(ctx: Context) -> None:
-    """The optimizer exists by now, and its states do not: it hears in which dtype to keep them."""
+    """Set the dtype of states: the optimizer exists by now, and its states do not."""
     from ds_optimizers.unfrozen import note
 
     note(ctx)

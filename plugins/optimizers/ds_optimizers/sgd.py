@@ -36,6 +36,8 @@ class SGD(KernelOptimizer):
             raise ValueError(
                 f"nesterov needs momentum and no dampening; they are {momentum} and {dampening}"
             )
+        # Parameters whose buffer was made in this step: it begins as the gradient, without
+        # dampening.
         self._fresh: set[Tensor] = set()
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening}
         super().__init__(params, {**defaults, "weight_decay": weight_decay, "nesterov": nesterov})
@@ -64,6 +66,8 @@ class SGD(KernelOptimizer):
             *([] if batch.copies is None else [batch.copies]),
         ]
         rows = list(zip(batch.owners, *lists, strict=True))
+        # The kernel has one flag for all tensors of a call, so new buffers and old ones are two
+        # calls.
         for first in (True, False):
             chosen = [row[1:] for row in rows if (row[0] in self._fresh) is first]
             if chosen:

@@ -39,9 +39,8 @@ def look(ctx: Context) -> None:
     if ctx.mesh.index("dp") == 0:
         log.warning(
             "%s (%d in all) will not be trained: frozen when initialize was called, so the "
-            "optimizer does not have "
-            "it. To unfreeze parameters later, freeze them after initialize, or give them to it: "
-            "model_parameters=model.parameters()",
+            "optimizer does not have it. To unfreeze parameters later, freeze them after "
+            "initialize, or give them to it: model_parameters=model.parameters()",
             ", ".join(repr(n) for n in names[:5]),
             len(names),
         )

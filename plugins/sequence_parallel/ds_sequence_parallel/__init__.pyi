@@ -10,7 +10,7 @@ from ds_sequence_parallel.batches import cut_batches as cut_batches
 from ds_sequence_parallel.losses import CrossEntropy as CrossEntropy
 from ds_sequence_parallel.losses import cross_entropy as cross_entropy
 from ds_sequence_parallel.losses import token_mean as token_mean
+from ds_sequence_parallel.tiles.budget import TileBytes as TileBytes
 from ds_sequence_parallel.tiles.offload import Offload as Offload
-from ds_sequence_parallel.tiles.tiled import TileBytes as TileBytes
 from ds_sequence_parallel.tiles.tiled import TiledFusedLogitsLoss as TiledFusedLogitsLoss
 from ds_sequence_parallel.tiles.tiled import TiledMLP as TiledMLP

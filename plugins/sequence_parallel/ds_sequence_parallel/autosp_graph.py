@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -37,6 +36,14 @@ from torch.nn import functional
 from ds_core import comm
 from ds_core.process import log_once
 from ds_sequence_parallel.attention.ulysses import Heads, ulysses
+from ds_sequence_parallel.autosp_nodes import (
+    argument,
+    expression,
+    first_tensor,
+    operation_name,
+    value_of,
+    where,
+)
 
 log = logging.getLogger("ds_core")
 
@@ -116,7 +123,7 @@ class _Division:
         self.rank = comm.rank(group)
         self.ranks = comm.world_size(group)
         # The length of the full sequence, a symbol: sizes of the graph are formulas in it.
-        self.symbol = _expr(_value(marked).shape[dim])
+        self.symbol = expression(value_of(marked).shape[dim])
         if not getattr(self.symbol, "free_symbols", None):
             raise RuntimeError(
                 f"autosp: the length of the sequence is the constant {self.symbol} in the graph; "
@@ -160,7 +167,7 @@ class _Division:
     # -- one operation -----------------------------------------------------------------------------
 
     def _divide(self, node: Node) -> None:
-        name = _name(node)
+        name = operation_name(node)
         with self.graph.inserting_before(node):
             # From the special cases to the general one; the last gathers, which is right for any
             # operation.
@@ -182,22 +189,22 @@ class _Division:
         """
         given = {n: self.divided[n] for n in node.all_input_nodes if n in self.divided}
         first: Any = node.args[0] if node.args else None
-        out = _first(_value(node))
+        out = first_tensor(value_of(node))
         if out is None or name not in _BY_ELEMENT | _MOVES | _BY_ROW | _ALONG_DIM:
             return None
         # By shape: exactly one dimension of the result has the sequence in its size.
         found = [d for d, size in enumerate(out.shape) if self._count(size)]
         if len(found) != 1:
             return None
-        counts = {self._count(_first(_value(n)).shape[d]) for n, d in given.items()}
+        counts = {self._count(first_tensor(value_of(n)).shape[d]) for n, d in given.items()}
         if name not in _RESHAPES and counts != {self._count(out.shape[found[0]])}:
             # Concatenation along the sequence, say: its parts would be interleaved rank by rank.
             return None
         if name in _BY_ROW and not self._by_row(node, name, given):
             return None
         if name in _ALONG_DIM:
-            value = _first(_value(first))
-            wanted = _argument(node, 1 if name not in ("norm", "normalize") else 2, "dim", "axis")
+            value = first_tensor(value_of(first))
+            wanted = argument(node, 1 if name not in ("norm", "normalize") else 2, "dim", "axis")
             dims = [wanted] if isinstance(wanted, int) else list(wanted or range(value.dim()))
             # A reduction or softmax over the sequence itself mixes positions.
             if given.get(first) in [d % value.dim() for d in dims]:
@@ -210,12 +217,12 @@ class _Division:
         # A weight that depends on the sequence is another operation: attention written by hand.
         if set(given) != {rows}:
             return False
-        value = _first(_value(rows))
+        value = first_tensor(value_of(rows))
         dim = given[rows]
         if name == "embedding":
             return True
         if name in ("layer_norm", "rms_norm"):
-            shape = _argument(node, 1, "normalized_shape")
+            shape = argument(node, 1, "normalized_shape")
             return bool(dim < value.dim() - len(shape))
         return bool(dim < value.dim() - 1)
 
@@ -229,7 +236,7 @@ class _Division:
 
     def _local(self, arg: Node) -> Node:
         """What stands for the whole value or number `arg` among divided ones."""
-        value = _value(arg)
+        value = value_of(arg)
         if isinstance(value, Tensor):
             dims = [d for d, size in enumerate(value.shape) if self._count(size)]
             if not dims:
@@ -237,7 +244,7 @@ class _Division:
             # Two dimensions of the sequence are scores or a mask, which only attention reads.
             if len(dims) > 1:
                 raise RuntimeError(
-                    f"autosp: {_where(arg)} has the sequence in dimensions {dims}, outside of "
+                    f"autosp: {where(arg)} has the sequence in dimensions {dims}, outside of "
                     "attention"
                 )
             if arg not in self.twins:
@@ -249,7 +256,7 @@ class _Division:
                 if not pure:
                     self.twins[arg] = self._copy(arg)
             return self.twins[arg]
-        if isinstance(value, torch.SymInt) and self.symbol in _expr(value).free_symbols:
+        if isinstance(value, torch.SymInt) and self.symbol in expression(value).free_symbols:
             if arg not in self.twins:
                 # A length that is an input of the graph is divided; one that is computed is
                 # computed again from local lengths.
@@ -273,7 +280,7 @@ class _Division:
     def _part_of(self, node: Node, dim: int) -> Node:
         """The stretch of a whole tensor."""
         part = self.graph.call_function(_part, (node, dim, self.rank, self.ranks))
-        part.meta["example_value"] = _value(node)
+        part.meta["example_value"] = value_of(node)
         return part
 
     def _use_instead(self, node: Node, new: Node) -> None:
@@ -281,7 +288,7 @@ class _Division:
 
     def _whole_sizes(self, node: Node) -> None:
         """Nodes that compute whole values from the size of a divided tensor get the full size."""
-        value = _value(node)
+        value = value_of(node)
         if not isinstance(value, torch.SymInt) or not self._count(value):
             return
         with self.graph.inserting_after(node):
@@ -308,7 +315,7 @@ class _Division:
         query, key, value = (options.pop(name) for name in names[:3])
         # Ulysses needs all three divided along the sequence; anything else (cross attention) is
         # gathered.
-        if any(self.divided.get(n) != _value(n).dim() - 2 for n in (query, key, value)):
+        if any(self.divided.get(n) != value_of(n).dim() - 2 for n in (query, key, value)):
             self._gathered(node, "scaled_dot_product_attention")
             return
         mask = options.get("attn_mask")
@@ -319,21 +326,21 @@ class _Division:
         node.kwargs = {}
         node.op = "call_function"
         node.target = attention
-        self.divided[node] = _value(node).dim() - 2
+        self.divided[node] = value_of(node).dim() - 2
         self.attentions += 1
 
     def _loss(self, node: Node, name: str) -> None:
-        reduction = _argument(node, 99, "reduction") or "mean"
+        reduction = argument(node, 99, "reduction") or "mean"
         scores: Any = node.args[0] if node.args else node.kwargs["input"]
         # torch's cross entropy has classes in dimension 1; the elementwise losses have none.
-        classes = 1 if name == "cross_entropy" and _value(scores).dim() > 1 else -1
+        classes = 1 if name == "cross_entropy" and value_of(scores).dim() > 1 else -1
         if self.divided.get(scores, classes) == classes:
             self._gathered(node, name)
             return
         self._localize(node)
         # Not reduced: divided like the scores. Reduced: over the tokens of all ranks.
         if reduction == "none":
-            out = _value(node)
+            out = value_of(node)
             self.divided[node] = next(d for d, size in enumerate(out.shape) if self._count(size))
         elif name == "cross_entropy":
             node.kwargs = {**node.kwargs, "ranks_of": self.group}
@@ -347,7 +354,7 @@ class _Division:
         if name not in ("mean", "sum") or node.all_input_nodes[:1] != [node.args[0]]:
             return False
         # The result still has the sequence: not a reduction over it.
-        if any(self._count(size) for size in _value(node).shape):
+        if any(self._count(size) for size in value_of(node).shape):
             return False
         self._localize(node)
         self._mean_of(node, name)
@@ -365,18 +372,18 @@ class _Division:
             log,
             logging.WARNING,
             f"autosp: {name} is not known to treat each position by itself, so its inputs are "
-            f"gathered; {_where(node)}",
+            f"gathered; {where(node)}",
         )
         divided = [n for n in node.all_input_nodes if n in self.divided]
         for one in divided:
             node.replace_input_with(one, self._gather(one))
 
     def _gather(self, node: Node) -> Node:
-        value = _value(node)
+        value = value_of(node)
         dim = self.divided[node]
         if not isinstance(value, Tensor) or self._count(value.shape[dim]) != 1:
             raise RuntimeError(
-                f"autosp: {_where(node)} has the sequence and other dimensions in one, and what "
+                f"autosp: {where(node)} has the sequence and other dimensions in one, and what "
                 "uses it mixes positions"
             )
         whole = self.graph.call_function(_whole, (node, dim, self.group))
@@ -385,7 +392,7 @@ class _Division:
 
     def _count(self, size: Any) -> int:
         """How often a dimension of this size has the sequence; 0: it has not."""
-        times, rest = divmod(_expr(size), self.symbol) if not isinstance(size, int) else (0, 1)
+        times, rest = divmod(expression(size), self.symbol) if not isinstance(size, int) else (0, 1)
         return 0 if rest != 0 or getattr(times, "has", lambda _: False)(self.symbol) else times
 
 
@@ -465,40 +472,3 @@ def cross_entropy(
         weight = options.get("weight")
         count = (valid if weight is None else weight[target.clamp_min(0)] * valid).sum().double()
     return _over_ranks(total / reduce_from(count, group).to(total.dtype), ranks_of, True)
-
-
-# -- reading the graph -----------------------------------------------------------------------------
-
-
-def _value(node: Any) -> Any:
-    return node.meta.get("example_value") if isinstance(node, Node) else node
-
-
-def _first(value: Any) -> Tensor | Any:
-    return (
-        next((v for v in value if isinstance(v, Tensor)), None)
-        if isinstance(value, (tuple, list))
-        else value
-    )
-
-
-def _expr(size: Any) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt) else size
-
-
-def _name(node: Node) -> str:
-    return (
-        node.target
-        if isinstance(node.target, str)
-        else getattr(node.target, "__name__", str(node.target))
-    )
-
-
-def _argument(node: Node, index: int, *names: str) -> Any:
-    found: Iterator[Any] = (node.kwargs[name] for name in names if name in node.kwargs)
-    return next(found, node.args[index] if len(node.args) > index else None)
-
-
-def _where(node: Node) -> str:
-    stack = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip()]
-    return f"{node.name} ({' '.join(stack[-2:])})" if stack else node.name

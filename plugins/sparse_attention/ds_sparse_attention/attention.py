@@ -21,14 +21,13 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 KEPT = 16
-"""Layouts and patterns that are kept, of the lengths that came last: every layer of a step asks for
-the same.
-"""
+"""Layouts and patterns that are kept, of the lengths that were used last."""
 
 
 class SparseAttention:
-    """Attends by the patterns of `config`. first_head, heads: of different_layout_per_head, where a
-    rank has a part.
+    """Attends by the patterns of `config`.
+
+    first_head, heads: for different_layout_per_head, where a rank has some of the heads.
     """
 
     def __init__(
@@ -37,6 +36,7 @@ class SparseAttention:
         self.config = config
         self._first = first_head
         self._heads = heads
+        # By heads and length: every layer of a step asks for the same ones.
         self._layouts: dict[tuple[int, int], Tensor] = {}
         self._patterns: dict[tuple[int, int, torch.device], Pattern] = {}
 
@@ -54,6 +54,8 @@ class SparseAttention:
         return make_pattern(self.layout(heads, rows), self.config.block, device)
 
     def _make_layout(self, heads: int, rows: int) -> Tensor:
+        # Of all heads of the model, as random blocks are drawn head by head; then those of this
+        # rank.
         whole = make_layout(self.config, self._heads or heads, rows)
         return whole if len(whole) == 1 else whole[self._first : self._first + heads]
 
@@ -71,13 +73,16 @@ class SparseAttention:
     ) -> Tensor:
         """The attention of whole sequences, or of some queries of one; see `attend_blocks`.
 
-        query: [batch, heads, tokens, size]; key and value may have more tokens (generation with a
-            cache). Such queries are few, and see all keys under a mask of the pattern. first: the
-            position of the first query among the keys;
-        None: the queries are the last. Raises UsageError where there are fewer keys than queries,
-            or heads is no multiple of the keys' heads.
+        query: [batch, heads, tokens, size].
+        key, value: may have more tokens (generation with a cache). Then queries are few, and see all
+            keys under a mask of the pattern.
+        first: the position of the first query among the keys; None: the queries are the last.
+
+        Raises UsageError where there are fewer keys than queries, or heads is no multiple of the
+        keys' heads.
         """
-        (_, heads, tokens, _), (_, key_heads, keys, _) = query.shape, key.shape
+        _, heads, tokens, _ = query.shape
+        _, key_heads, keys, _ = key.shape
         if heads % key_heads:
             raise UsageError(
                 f"sparse attention: {heads} heads of queries share {key_heads} heads of keys "
@@ -91,6 +96,8 @@ class SparseAttention:
                 "sequence to itself"
             )
         first = keys - tokens if first is None else first
+        # A full sequence: block by block. Some queries (a step of generation): one masked
+        # attention, as blocks of queries would be nearly empty.
         if keys == tokens:
             pattern = self.pattern(heads, tokens, query.device)
             return attend_blocks(

@@ -1,5 +1,4 @@
-"""Attention over some blocks of keys, in torch's own operations: work and memory follow the number
-of blocks.
+"""Attention over some blocks of keys, in torch's own operations; work grows with the number of blocks.
 
 Neighbouring rows of blocks form a tile where they look at much the same blocks, so that these are
 gathered once. Tiles that look at about equally many blocks form a group, which torch's
@@ -38,33 +37,31 @@ LARGEST = 128
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Tiles that are attended together.
-
-    tiles: [g]. columns: the blocks that rows of a tile look at, [g, m]. used: which row of the tile
-    looks at which of them, [g, rows of a tile, m]; None: each at all.
-    """
+    """Tiles that are attended together."""
 
     tiles: Tensor
+    """Their numbers, [g]."""
     columns: Tensor
+    """The blocks that rows of a tile look at, [g, m]."""
     used: Tensor | None
+    """Which row of the tile looks at which of them, [g, rows of a tile, m]; None: each at all."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """A layout, as `attend_blocks` takes it.
-
-    block: tokens along an edge. length: blocks of a sequence. tile: rows of blocks that share their
-        gathered keys.
-    per_head: tiles of all heads are one sequence of tiles; else all heads have the same. density:
-        the part of the blocks that is looked at.
-    """
+    """A layout in the form that `attend_blocks` reads."""
 
     block: int
+    """Tokens along an edge."""
     length: int
+    """Blocks of a sequence."""
     tile: int
+    """Rows of blocks that share their gathered keys."""
     per_head: bool
+    """Tiles of all heads are one sequence of tiles; else all heads have the same."""
     groups: tuple[_Group, ...]
     density: float
+    """The part of the blocks that is looked at."""
 
     @property
     def tiles(self) -> int:
@@ -80,13 +77,18 @@ class Pattern:
 def make_pattern(layout: Tensor, block: int, device: torch.device) -> Pattern:
     """From a layout (bool [heads or 1, rows, rows]), each of whose rows has a block."""
     heads, length, _ = layout.shape
+    # 1. Larger tiles gather blocks once for more rows, and compute more pairs that only some rows
+    # use: the cheapest, by `_cost`.
     tile = min(
         (t for t in TILES if t == 1 or t * block <= LARGEST), key=lambda t: _cost(layout, t, block)
     )
     split = _split(layout, tile)
     flat = split.flatten(0, 1)  # [heads x tiles, rows of a tile, blocks]
+    # 2. The blocks of each tile: all that one of its rows looks at.
     union = flat.any(1)
     counts = union.sum(1).tolist()
+    # 3. Groups of tiles with about equally many blocks, the largest first: all of a group are
+    # padded to its first.
     order = sorted(range(len(counts)), key=lambda i: -counts[i])
     groups = []
     start = 0
@@ -98,6 +100,7 @@ def make_pattern(layout: Tensor, block: int, device: torch.device) -> Pattern:
         tiles = torch.tensor(sorted(order[start:end]))
         # A stable sort puts the blocks that are seen first, in their order.
         columns = (~union[tiles]).to(torch.uint8).sort(dim=1, stable=True).indices[:, :most]
+        # Where rows of a tile, or the padding, differ, a mask says which pairs count.
         used = flat[tiles].gather(2, columns[:, None].expand(-1, tile, -1))
         groups.append(
             _Group(tiles.to(device), columns.to(device), None if used.all() else used.to(device))
@@ -135,22 +138,28 @@ def attend_blocks(
     """softmax(q k^T x scale) v over the blocks of `pattern`: [batch, heads, tokens, size], as
     `query`.
 
+    tokens: at most ``pattern.length x block``, and more than a block less. A token that may look at
+    nothing gives zeros.
+
     key, value: [batch, key heads, tokens, size]; several heads of queries may share one (heads is a
-        multiple). tokens: at most ``pattern.length x block``, and more than a block less. causal:
-        no token looks at a later one. allowed: further limits. A token that may look at nothing
-        gives zeros. dropout: of the weights; 0 outside training.
+        multiple).
+    causal: no token looks at a later one.
+    allowed: further limits.
+    dropout: of the weights; 0 outside training.
     scale: 1/sqrt(size) by default.
     """
     batch, heads, tokens, _ = query.shape
     key_heads = key.shape[1]
     edge = pattern.block
     rows = pattern.block * pattern.tile
+    # Padded to full tiles of queries and full blocks of keys; `_mask` keeps the padding out.
     missing = pattern.tiles * rows - tokens
     query = functional.pad(query, (0, 0, 0, missing)) if missing else query
     if missing := pattern.length * edge - tokens:
         key, value = (functional.pad(x, (0, 0, 0, missing)) for x in (key, value))
     share = heads // key_heads
-    # what is attended alike; queries that share keys lie together
+    # A lane is attended as one; queries that share keys lie together in it, so that these are
+    # gathered once. With patterns per head all heads are one lane of heads x tiles.
     lanes = 1 if pattern.per_head else key_heads
     if pattern.per_head:
         q = query.reshape(batch, 1, heads * pattern.tiles, 1, rows, -1)
@@ -159,6 +168,7 @@ def attend_blocks(
     k, v = (x.reshape(batch, lanes, -1, edge, x.shape[-1]) for x in (key, value))
     out = q.new_empty(*q.shape[:-1], value.shape[-1])
     for group in pattern.groups:
+        # In that lane the blocks of keys of a tile begin behind those of the heads before.
         first = (
             (group.tiles // pattern.tiles // share * pattern.length)[:, None]
             if pattern.per_head
@@ -193,7 +203,8 @@ def _attend_group(
     )
     nothing = None
     if mask is not None:
-        # such a row of scores would be all -inf, and its softmax NaN
+        # A row that sees nothing would be all -inf, and its softmax NaN: it sees all instead, and its
+        # result is set to zero.
         nothing = ~mask.any(-1, keepdim=True)
         mask = mask | nothing
         if share > 1:
@@ -218,6 +229,7 @@ def _mask(
     if group.used is None and not causal and allowed is None and not padded:
         return None
     rows = edge * pattern.tile
+    # Positions of queries and keys in the sequence.
     q = ((group.tiles % pattern.tiles)[:, None] * rows + torch.arange(rows, device=device))[
         :, :, None
     ]
@@ -234,6 +246,7 @@ def _mask(
     mask = mask.expand(len(group.tiles), rows, k.shape[-1])[None]
     if allowed is not None:
         sample = torch.arange(batch, device=device)[:, None, None, None]
-        last = tokens - 1  # what is asked about lies inside the sequence; the rest is masked above
+        # `allowed` may index tensors of the sequence; positions of the padding are masked above.
+        last = tokens - 1
         mask = mask & allowed(sample, q.clamp(max=last)[None], k.clamp(max=last)[None])
     return mask

@@ -111,8 +111,7 @@ class SparseAttentionConfig(Section):
             if len(ends) != len(starts):
                 yield (
                     f"global_block_end_indices has {len(ends)} numbers, and global_block_indices "
-                    f"{len(starts)}; each "
-                    "range needs both"
+                    f"{len(starts)}; each range needs both"
                 )
             elif any(start >= end for start, end in zip(starts, ends, strict=True)):
                 yield (
@@ -129,8 +128,7 @@ class SparseAttentionConfig(Section):
         if self.num_different_global_patterns > local // count:
             yield (
                 f"num_different_global_patterns is {self.num_different_global_patterns}, but a "
-                "window has "
-                f"{local // count} places for global blocks; give at most that"
+                f"window has {local // count} places for global blocks; give at most that"
             )
 
     def remarks(self, given: Any) -> Iterable[tuple[str, str]]:

@@ -109,7 +109,7 @@ class SparseSelfAttention(nn.Module):
         self.sparsity_config = sparsity_config or FixedSparsityConfig(num_heads=4)
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode
-        # layouts are made for each length, so nothing depends on it
+        # Without effect: layouts are made for each length.
         self.max_seq_length = max_seq_length
         self.attention = SparseAttention(self.sparsity_config.config)
 
@@ -132,10 +132,11 @@ class SparseSelfAttention(nn.Module):
         keys = (
             None
             if key_padding_mask is None
-            else _shown(key_padding_mask, self.key_padding_mask_mode)
+            else _to_bool(key_padding_mask, self.key_padding_mask_mode)
         )
-        pairs = None if attn_mask is None else _shown(attn_mask, self.attn_mask_mode)
+        pairs = None if attn_mask is None else _to_bool(attn_mask, self.attn_mask_mode)
 
+        # DeepSpeed's masks as rules over positions, of which only blocks of the pattern are read.
         def allowed(sample: Tensor, q: Tensor, k: Tensor) -> Tensor:
             shown = torch.ones_like(k, dtype=torch.bool) if pairs is None else pairs[q, k]
             return shown if keys is None else shown & keys[sample, k]
@@ -144,8 +145,8 @@ class SparseSelfAttention(nn.Module):
         return self.attention(query, key, value, allowed=limits)
 
 
-def _shown(mask: Tensor, mode: str) -> Tensor:
-    """A mask of either mode as a bool tensor; one that is bool already is taken as true for what is
+def _to_bool(mask: Tensor, mode: str) -> Tensor:
+    """A mask of either mode as a bool tensor; one that is bool already is true for what is
     seen.
     """
     if mask.dtype == torch.bool:

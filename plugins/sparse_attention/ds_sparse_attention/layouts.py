@@ -52,11 +52,13 @@ def _fixed(
     local = config.num_local_blocks
     size = config.num_global_blocks
     _windows(layout, [local])
-    # its last blocks, then those before them
+    # The last blocks of each window, as they summarize it (Child et al.); with several patterns the
+    # next head has those before them.
     first = local - (1 + head % config.num_different_global_patterns) * size
     whole = rows - rows % local
     starts = list(range(first, whole, local))
-    if whole < rows:  # the last window is shorter
+    # The last window may be shorter.
+    if whole < rows:
         starts.append(min(whole + first, rows - size))
     for start in starts:
         start = max(start, 0)
@@ -128,6 +130,7 @@ def _sliding(layout: Tensor, config: SparseAttentionConfig) -> None:
 def _random(layout: Tensor, config: SparseAttentionConfig, generator: torch.Generator) -> None:
     """For each row as many blocks as asked; of a causal pattern among those that are not later."""
     for row in range(len(layout)):
+        # Blocks above the diagonal would be cut off, and the row would have fewer than asked.
         among = row + 1 if config.causal else len(layout)
         layout[row, torch.randperm(among, generator=generator)[: config.num_random_blocks]] = True
 
@@ -145,6 +148,5 @@ def _ranges(config: SparseAttentionConfig, rows: int) -> Iterator[tuple[int, int
     if starts and min(starts) >= rows:
         raise UsageError(
             f"sparse_attention.global_block_indices: all global blocks lie behind the {rows} "
-            "blocks of the sequence; "
-            "lower them, or give longer sequences"
+            "blocks of the sequence; lower them, or give longer sequences"
         )

@@ -1,6 +1,4 @@
-"""A model's attention becomes sparse: transformers models by their attention functions, others by
-their own modules.
-"""
+"""The transform: transformers models get another attention function, others have modules of ours."""
 
 from __future__ import annotations
 
@@ -37,10 +35,10 @@ def make_sparse(model: nn.Module, ctx: Context) -> nn.Module:
     ):
         raise UsageError(
             "sparse_attention.different_layout_per_head: heads are divided over ranks "
-            "(tensor_parallel, "
-            "sequence_parallel), and would get patterns of other heads; leave it out"
+            "(tensor_parallel, sequence_parallel), and would get patterns of other heads; leave it out"
         )
-    if not any(comm.all_gather_json(bool(mine or theirs))):  # a stage of a pipeline may have none
+    # A stage of a pipeline may have none; an error is raised on all ranks, or none.
+    if not any(comm.all_gather_json(bool(mine or theirs))):
         raise UsageError(
             f"sparse_attention: {type(model).__name__} is no transformers model and has no "
             "ds_sparse_attention.SparseSelfAttention; use that module in its attention, or leave "
@@ -74,8 +72,7 @@ class Registered:
         if getattr(model.config, "is_encoder_decoder", False):
             raise UsageError(
                 f"sparse_attention: the decoder of {name} looks at another sequence, too; only "
-                "models whose attention "
-                "is that of a sequence to itself can be sparse"
+                "models whose attention is that of a sequence to itself can be sparse"
             )
         self.model = model
         self.attend = attention
@@ -108,6 +105,7 @@ class Registered:
         """An attention function of transformers: [batch, heads, tokens, size] -> [batch, tokens,
         heads, size].
         """
+        # Changes of the scores that torch's attention cannot make.
         for option in ("softcap", "s_aux", "position_bias", "head_mask"):
             if options.get(option) is not None:
                 raise UsageError(
@@ -124,18 +122,15 @@ class Registered:
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Stands for the mask of a micro-batch: rules over positions, of which only blocks that are
-    seen are asked.
-
-    first: the position of the first query among the keys; None: the queries are the last. To
-    transformers, which makes masks of static caches before it calls the model, it is like a mask of
-    four dimensions.
-    """
+    """Stands for the mask of a micro-batch: rules over positions, read for blocks that are seen."""
 
     causal: bool
     allowed: Allowed | None = None
     first: int | None = None
+    """The position of the first query among the keys; None: the queries are the last."""
     ndim: ClassVar[int] = 4
+    """To transformers, which makes masks of static caches before it calls the model, it is like a
+    mask of four dimensions."""
 
     def contiguous(self) -> Mask:
         """Itself."""
@@ -165,8 +160,10 @@ def make_mask(
     function: Any = causal_mask_function if mask_function is None else mask_function
     plain = function is causal_mask_function or function is bidirectional_mask_function
     padding = None if attention_mask is None else attention_mask.bool()
+    # A static cache has more keys than there are tokens yet.
     if padding is not None and padding.ndim == 2 and padding.shape[1] < kv_length:
         padding = nn.functional.pad(padding, (0, kv_length - padding.shape[1]), value=False)
+    # Nothing is padded: no mask at all. Inside a graph the values are not known.
     if padding is not None and not torch.compiler.is_compiling() and bool(padding.all()):
         padding = None
     if plain and padding is None:

@@ -35,6 +35,7 @@ class RowBucket(Bucket):
         about: str,
     ):
         super().__init__([param], dtype, group, *factors, about)
+        # Rows of each rank, exchanged while backward goes on; then the gradient and its rows.
         self._counts = torch.zeros(comm.world_size(group), dtype=torch.int64, device=param.device)
         self._grad: Tensor | None = None
         self._used: tuple[Tensor, Tensor] | None = None
@@ -65,6 +66,7 @@ class RowBucket(Bucket):
         self._grad = self._used = None
         if max(counts) == _NO_GRADIENT:
             return iter(())
+        # As many rows as the matrix has, or more: an ordinary all-reduce sends less.
         if max(counts) * len(counts) >= param.shape[0]:
             super().launch([grad])
             return super().collect()
@@ -72,6 +74,7 @@ class RowBucket(Bucket):
             nothing = torch.zeros(0, dtype=torch.int64, device=param.device)
             used = nothing, total.new_zeros(0, *param.shape[1:])
         numbers, rows = used
+        # The dtype and factors of the collective, as `Bucket` applies them to a full gradient.
         rows = rows.to(total.dtype) * self._before
         total.zero_()
         comm.label(self._about)

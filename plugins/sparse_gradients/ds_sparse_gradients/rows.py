@@ -1,4 +1,4 @@
-"""Rows of a matrix, and how ranks bring theirs together."""
+"""Rows of a matrix, and the exchange of rows between ranks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 def used_rows(grad: Tensor) -> tuple[Tensor, Tensor]:
     """The numbers of the rows of `grad` that are not zero, each once, and the rows."""
+    # coalesce adds up rows that occur several times: each number once.
     if grad.is_sparse:
         grad = grad.coalesce()
         return grad.indices()[0], grad.values()
@@ -25,10 +26,7 @@ def used_rows(grad: Tensor) -> tuple[Tensor, Tensor]:
 def gather_rows(
     numbers: Tensor, rows: Tensor, counts: list[int], group: ProcessGroup | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """What `used_rows` gave on each rank of `group`, which has ``counts[rank]`` rows.
-
-    Collective.
-    """
+    """The (numbers, rows) of each rank of `group`, which has ``counts[rank]`` rows. Collective."""
     most = max(counts)
     ranks = len(counts)
     own = numbers.shape[0]
@@ -47,8 +45,7 @@ def gather_rows(
 
 
 class RowTensor:
-    """A gradient of an embedding as numbers of rows and rows, as DeepSpeed's ``SparseTensor`` holds
-    it.
+    """A gradient of an embedding as numbers of rows and rows, as DeepSpeed's ``SparseTensor``.
 
     dense: a gradient, sparse (``nn.Embedding(sparse=True)``) or dense; None makes an empty one to
     be filled in.

@@ -20,93 +20,49 @@ latent attention.
 """
 
 
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "use_cache": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+_LLAMA = _COMMON | {
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 32,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "pad_token_id": None,
+}
+# 4 key heads; others have 3, uneven for 2 ranks.
+_GROUPED = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4}
+
+_LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 12,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 6,
+    "topk_method": "greedy",
+}
+
+
 def hugging_face(kind: str, **more: Any) -> Any:
     """A causal language model in fp64, with random weights that are the same in every process."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers as hf
 
-    common: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "use_cache": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    }
-    llama = common | {
-        "hidden_size": 24,
-        "intermediate_size": 20,
-        "num_hidden_layers": 2,
-        "max_position_embeddings": 32,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-        "pad_token_id": None,
-    }
-    # others: 3, uneven for 2 ranks
-    grouped = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4}
     torch.manual_seed(5)
-    config: Any
-    if kind == "gpt2":
-        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
-        drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        config = hf.GPT2Config(**common | sizes | drop | more)
-    elif kind == "bloom":
-        config = hf.BloomConfig(**common | {"hidden_size": 24, "n_layer": 2, "n_head": 6} | more)
-    elif kind == "qwen2":
-        config = hf.Qwen2Config(**llama | {"tie_word_embeddings": True} | more)
-    elif kind == "phi3":
-        config = hf.Phi3Config(**llama | grouped | more)
-    elif kind == "mixtral":
-        experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-        config = hf.MixtralConfig(**llama | experts | {"output_router_logits": True} | more)
-    elif kind == "deepseek_v2":
-        latent = {
-            "kv_lora_rank": 8,
-            "q_lora_rank": 8,
-            "qk_nope_head_dim": 4,
-            "qk_rope_head_dim": 4,
-            "v_head_dim": 8,
-        }
-        experts = {
-            "n_routed_experts": 4,
-            "n_group": 2,
-            "topk_group": 1,
-            "moe_intermediate_size": 12,
-        }
-        rest = {
-            "num_experts_per_tok": 2,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "num_key_value_heads": 6,
-        }
-        config = hf.DeepseekV2Config(
-            **llama | latent | experts | rest | {"topk_method": "greedy"} | more
-        )
-    elif kind == "qwen3":
-        config = hf.Qwen3Config(**llama | FEW | more)
-    elif kind == "t5":
-        sizes = {
-            "d_model": 16,
-            "d_kv": 4,
-            "d_ff": 20,
-            "num_layers": 2,
-            "num_heads": 6,
-            "dropout_rate": 0.0,
-        }
-        config = hf.T5Config(
-            **common | sizes | {"decoder_start_token_id": 0, "tie_word_embeddings": True} | more
-        )
-    elif kind == "mpt":
-        sizes = {
-            "d_model": 24,
-            "n_heads": 6,
-            "n_layers": 2,
-            "expansion_ratio": 2,
-            "max_seq_len": 16,
-        }
-        config = hf.MptConfig(**common | sizes | more)
-    elif kind == "few":
-        config = hf.LlamaConfig(**llama | FEW | more)
-    else:
-        config = hf.LlamaConfig(**llama | grouped | more)
+    config = _config(kind, more)
     config._experts_implementation = "eager"  # the library's fast kernel takes no fp64
     auto: Any = hf.AutoModelForSeq2SeqLM if kind == "t5" else hf.AutoModelForCausalLM
     model: Any = auto.from_config(config).double().train()
@@ -116,6 +72,52 @@ def hugging_face(kind: str, **more: Any) -> Any:
         elif "gate.weight" in name:
             param.data.normal_(std=0.5)  # some are made as zeros, with which all experts would tie
     return model
+
+
+def _config(kind: str, more: dict[str, Any]) -> Any:
+    import transformers as hf
+
+    if kind == "gpt2":
+        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
+        drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        return hf.GPT2Config(**_COMMON | sizes | drop | more)
+    if kind == "bloom":
+        return hf.BloomConfig(**_COMMON | {"hidden_size": 24, "n_layer": 2, "n_head": 6} | more)
+    if kind == "qwen2":
+        return hf.Qwen2Config(**_LLAMA | {"tie_word_embeddings": True} | more)
+    if kind == "phi3":
+        return hf.Phi3Config(**_LLAMA | _GROUPED | more)
+    if kind == "mixtral":
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+        return hf.MixtralConfig(**_LLAMA | experts | {"output_router_logits": True} | more)
+    if kind == "deepseek_v2":
+        return hf.DeepseekV2Config(**_LLAMA | _LATENT | more)
+    if kind == "qwen3":
+        return hf.Qwen3Config(**_LLAMA | FEW | more)
+    if kind == "t5":
+        sizes = {
+            "d_model": 16,
+            "d_kv": 4,
+            "d_ff": 20,
+            "num_layers": 2,
+            "num_heads": 6,
+            "dropout_rate": 0.0,
+        }
+        return hf.T5Config(
+            **_COMMON | sizes | {"decoder_start_token_id": 0, "tie_word_embeddings": True} | more
+        )
+    if kind == "mpt":
+        sizes = {
+            "d_model": 24,
+            "n_heads": 6,
+            "n_layers": 2,
+            "expansion_ratio": 2,
+            "max_seq_len": 16,
+        }
+        return hf.MptConfig(**_COMMON | sizes | more)
+    if kind == "few":
+        return hf.LlamaConfig(**_LLAMA | FEW | more)
+    return hf.LlamaConfig(**_LLAMA | _GROUPED | more)
 
 
 def ids(step: int, rank: int) -> Tensor:

@@ -90,12 +90,11 @@ class _By(Enum):
 
 
 class _Present:
-    """The settings of this process. mpu, values: what `configure` was given, and the section that
-    came of it.
-    """
+    """The settings of this process."""
 
     settings = Settings()
     by = _By.NOBODY
+    # The arguments of `configure`: its mpu, and the others as keys of the section.
     mpu: Any = None
     values: Mapping[str, Any] = {}
 
@@ -178,8 +177,7 @@ def _change(**changes: Any) -> None:
     if _Present.by is _By.RUN:
         raise UsageError(
             f"{', '.join(changes)}: the section activation_checkpointing of the run says it; "
-            "change it there, or call "
-            "configure first"
+            "change it there, or call configure first"
         )
     values = _Present.values if _Present.by is _By.PROGRAM else {}
     configure(_Present.mpu, {"activation_checkpointing": {**values, **changes}})

@@ -31,56 +31,63 @@ GROUP = "ds_moe.autoep.presets"
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A family of models whose MoE blocks look alike.
-
-    model_types: ``model_type`` of the model configs it is for. layers: a regular expression that
-    matches the full name of a MoE block (layers without router and experts are passed over).
-    router, experts, shared, shared_gate: names of the block's children; the last two count where
-    the block has them.
-
-    Experts in one module are 3-d parameters of shape [experts, ...]: w1 (gate, or gate and up
-    stacked), w2 (down), w3 (up; None: w1 holds both). Experts in a list of modules have linear
-    children: listed, as (gate, down, up; None: the first is gate and up in one).
-    arithmetic: what an expert computes, see `ds_moe.autoep.expert_fn`.
-
-    num_experts, top_k, scale: attributes of the model config (scale: what combined scores are
-        multiplied by). score: of router logits. normalise: divide the chosen scores by their sum:
-        yes, no, or an attribute that says. groups: attributes for (number of groups, groups kept)
-        in group-limited routing; groups_if: (attribute, value) without which there are none;
-        group_score: how a group is rated: its best expert, or its two best together.
-    apply: whether scores multiply the experts' output ("post") or input ("pre"). activation:
-        attribute of the experts.
-    bias: attribute of the router, or the block, that is added to scores for the choice alone, where
-        there is one.
-    returns_logits: the block returns (output, router logits) and not just the output. These two,
-        score, normalise, scale and groups matter where AutoEP replaces the block, see
-        `ds_moe.autoep.transform`.
-    """
+    """A family of models whose MoE blocks look alike."""
 
     name: str
     model_types: tuple[str, ...] = ()
+    """``model_type`` of the model configs it is for."""
+
+    # The block and its children.
     layers: str = r"(?:.*\.)?layers\.\d+\.mlp"
+    """A regular expression that matches the full name of a MoE block; layers without router and
+    experts are passed over."""
     router: str = "gate"
     experts: str = "experts"
     shared: str | None = None
+    """Shared experts, which count where the block has them."""
     shared_gate: str | None = None
+    """Their gate, likewise."""
+
+    # Experts in one module are 3-d parameters of shape [experts, ...].
     w1: str = "gate_up_proj"
+    """Gate, or gate and up stacked."""
     w2: str = "down_proj"
+    """Down."""
     w3: str | None = None
+    """Up; None: `w1` has both."""
+    # Experts in a list of modules have linear children.
     listed: tuple[str, str, str | None] = ("gate_proj", "down_proj", "up_proj")
+    """(gate, down, up; None: the first is gate and up in one)."""
     arithmetic: Ref = "ds_moe.autoep.expert_fn:gated"
+    """The function that an expert computes, see `ds_moe.autoep.expert_fn`."""
+
+    # Attributes of the model config.
     num_experts: str = "num_experts"
     top_k: str = "num_experts_per_tok"
+
+    # Routing: matters where AutoEP replaces the block, see `ds_moe.autoep.transform`.
     score: Literal["softmax", "sigmoid"] = "softmax"
+    """Of router logits."""
     normalise: bool | str = True
+    """Divide the chosen scores by their sum: yes, no, or an attribute of the config that says."""
     scale: str | None = None
+    """An attribute of the config by which combined scores are multiplied."""
     groups: tuple[str, str] | None = None
+    """Attributes for (number of groups, groups kept) in group-limited routing."""
     groups_if: tuple[str, str] | None = None
+    """(attribute, value) without which there are no groups."""
     group_score: Literal["max", "top2"] = "max"
+    """How a group is rated: by its best expert, or its two best together."""
+
+    # What the block does with scores and results.
     apply: Literal["pre", "post"] = "post"
+    """Whether scores multiply the experts' output ("post") or input ("pre")."""
     activation: str = "act_fn"
+    """Attribute of the experts."""
     bias: str = "e_score_correction_bias"
+    """Attribute of the router, or the block, that is added to scores for the choice alone."""
     returns_logits: bool = False
+    """The block returns (output, router logits) and not just the output."""
 
 
 BUILT_IN: Mapping[str, Preset] = {

@@ -15,12 +15,14 @@ from ds_optimizers.onebit.base import OneBit, check_arguments, denominator, log
 class OneBitAdam(OneBit):
     """1-bit Adam (Tang et al. 2021), without bias correction.
 
-    params: parameters or group dicts. A group may hold ``exp_avg_mask`` (see `base`) and
+    params: parameters or group dicts. A group may have ``exp_avg_mask`` (see `base`) and
         ``non_freeze``: true for parameters that stay uncompressed, with a variance that goes on.
-        freeze_step: updates of the warm-up, in which gradients are averaged in full. As in
-        DeepSpeed the very first step counts, but changes no weights.
-    eps_inside_sqrt: divide by √(v + eps) instead of √v + eps. bias_correction and deepspeed have no
-        effect, as documented for the former; the rest can only say what it says by default.
+    freeze_step: updates of the warm-up, in which gradients are averaged in full. As in DeepSpeed
+        the very first step counts, but changes no weights.
+    eps_inside_sqrt: divide by √(v + eps) instead of √v + eps.
+    bias_correction, deepspeed: without effect.
+
+    The other arguments accept their defaults only.
     """
 
     def __init__(
@@ -47,6 +49,8 @@ class OneBitAdam(OneBit):
             comm_backend_name=comm_backend_name,
         )
         self.freeze_step = freeze_step
+        # The largest count of a parameter, which is the optimizer's; None: to be read from the
+        # states.
         self._steps: int | None = None
         keys = {"lr": lr, "betas": tuple(betas), "eps": eps, "eps_inside_sqrt": eps_inside_sqrt}
         super().__init__(params, {**keys, "weight_decay": weight_decay})
@@ -70,8 +74,11 @@ class OneBitAdam(OneBit):
         warm = self.takes_averages
         first = not any(self.state.values())
         rows = [(group, pair) for group, pairs in self.work() for pair in pairs]
+        # Parameters that are never compressed still need their average.
         if not warm:
             self.mean([pair for group, pair in rows if group.get("non_freeze")])
+        # 1. Moments. After the warm-up the variance is a constant, and the momentum is of this rank's
+        # own gradient.
         momenta = []
         for group, (param, grad) in rows:
             state = self.begin_state(param)
@@ -84,9 +91,11 @@ class OneBitAdam(OneBit):
                 state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
             else:
                 momenta.append((param, state["exp_avg"]))
+        # 2. The average of momenta, which differ by each rank's last gradient only.
         if momenta:
             self.compress(momenta)
             self.mask(momenta)
+        # 3. The update, the same on every rank.
         if not first:
             for group, (param, _) in rows:
                 _apply(param, self.state[param], group)

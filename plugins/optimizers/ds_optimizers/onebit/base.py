@@ -1,5 +1,4 @@
-"""What the 1-bit optimizers share: which gradients a step takes, who averages them, masks, and lost
-errors.
+"""The base of the 1-bit optimizers: which gradients a step uses, who averages them, masks, errors.
 
 With an engine, its partitioner asks `takes_averages` and averages beforehand, overlapped with
 backward. Without one (plain torch), give each rank's own gradients always: the optimizer then
@@ -36,8 +35,8 @@ log = logging.getLogger("ds_optimizers")
 
 BACKENDS = ("nccl", "hccl", "compressed")
 Work = list[tuple[Tensor, Tensor]]
-"""Parameters of one group, each with the gradient that its step takes."""
-# errors of one parameter's exchange, and of all's that begin with that parameter
+"""Parameters of one group, each with the gradient that its step uses."""
+# Kinds of errors: of the exchange of one parameter, and of a fused one that begins with it.
 _EACH = "each"
 _FUSED = "fused"
 Kind = tuple[ProcessGroup | None, torch.dtype, torch.device]
@@ -46,9 +45,7 @@ Kind = tuple[ProcessGroup | None, torch.dtype, torch.device]
 def check_arguments(
     *, amsgrad: bool, max_grad_norm: float, deepspeed: Any, cuda_aware: bool, comm_backend_name: str
 ) -> None:
-    """What the documents list for the whole family, and what of it this family does not have
-    (ValueError).
-    """
+    """Check the arguments that all of the family accept and do not support (ValueError)."""
     if deepspeed is not None:
         log_once(
             log,
@@ -66,9 +63,8 @@ def check_arguments(
     if comm_backend_name not in BACKENDS:
         raise ValueError(
             f"comm_backend_name {comm_backend_name!r}: messages go over the run's own process "
-            "groups, whatever "
-            f"their backend is; leave it out ({', '.join(BACKENDS)} are accepted and mean just "
-            "that)"
+            f"groups, whatever their backend is; leave it out ({', '.join(BACKENDS)} are accepted "
+            "and mean just that)"
         )
 
 
@@ -79,10 +75,14 @@ class OneBit(Optimizer):
     """
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        # ``exp_avg_mask`` of the user's, by parameter.
         self._masks: dict[Tensor, Tensor] = {}
+        # Which elements have a variance; None: all. See [Note: elements without variance].
         self._alive: dict[Tensor, Tensor | None] = {}
+        # Errors of compression, by kind and parameter.
         self._errors: dict[tuple[str, Tensor], Errors] = {}
         self._exchanges: dict[ProcessGroup | None, Exchange] = {}
+        # Set by an engine: the ranks that share a parameter. None: plain torch, all ranks.
         self._group_of: Callable[[Tensor], ProcessGroup | None] | None = None
         super().__init__(params, defaults)
 
@@ -90,8 +90,7 @@ class OneBit(Optimizer):
         """UsageError: what it exchanges with other ranks cannot be copied."""
         raise UsageError(
             f"{type(self).__name__} cannot be copied or pickled; make a new one and give it "
-            "state_dict() and "
-            "rank_state_dict()"
+            "state_dict() and rank_state_dict()"
         )
 
     # -- with the engine ---------------------------------------------------------------------------
@@ -124,8 +123,8 @@ class OneBit(Optimizer):
         self._alive.clear()
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """What compression has lost on this rank so far, for a checkpoint:
-        "<kind>.<group>.<position>" -> errors.
+        """The errors of compression on this rank, for a checkpoint: "<kind>.<group>.<position>" ->
+        errors.
         """
         return {
             f"{kind}.{place}": {"worker": errors.worker, "server": errors.server}
@@ -207,18 +206,18 @@ class OneBit(Optimizer):
                 if grad is not None and grad.is_sparse:
                     raise UsageError(
                         f"{type(self).__name__}: a parameter of shape {tuple(param.shape)} has a "
-                        "sparse gradient, "
-                        "which the 1-bit family cannot compress; use nn.Embedding(sparse=False)"
+                        "sparse gradient, which the 1-bit family cannot compress; use nn.Embedding(sparse=False)"
                     )
                 if param.is_complex():
                     raise UsageError(
                         f"{type(self).__name__}: a parameter of shape {tuple(param.shape)} is "
-                        f"{param.dtype}; complex "
-                        "numbers have no sign to send"
+                        f"{param.dtype}; complex numbers have no sign to send"
                     )
+                # The engine has averaged: a gradient is there on all ranks or on none.
                 if averaged and self._group_of is not None:
                     if grad is not None:
                         rows.append((param, grad))
+                # Each rank's own: see [Note: parameters without a gradient].
                 elif averaged or self.state.get(param):
                     if param.requires_grad or grad is not None:
                         rows.append((param, torch.zeros_like(param) if grad is None else grad))
@@ -291,12 +290,13 @@ class OneBit(Optimizer):
             comm.broadcast(flat, get_process_group_ranks(group)[0], group)
 
     def _together(self, pairs: Work) -> Iterator[tuple[ProcessGroup | None, Tensor, Tensor]]:
-        """Where there are other ranks: group, first parameter, the tensors as one; they take its
-        values after.
+        """Where there are other ranks: group, first parameter, and the tensors as one, whose values
+        are copied back afterwards.
         """
         for (group, _, _), members in self._kinds(pairs).items():
             if comm.world_size(group) > 1:
                 tensors = [t for _, t in members]
+                # One collective per kind of tensors instead of one per tensor.
                 flat = torch.cat([t.reshape(-1) for t in tensors])
                 yield group, members[0][0], flat
                 for tensor, piece in zip(
@@ -324,6 +324,6 @@ class OneBit(Optimizer):
 
 
 def denominator(variance: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """What momentum is divided by: √v + eps, or √(v + eps)."""
+    """The divisor of momentum: √v + eps, or √(v + eps)."""
     eps: float = group["eps"]
     return (variance + eps).sqrt_() if group["eps_inside_sqrt"] else variance.sqrt().add_(eps)

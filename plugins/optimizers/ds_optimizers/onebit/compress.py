@@ -1,11 +1,13 @@
-"""Averaging tensors over ranks by their signs: one bit per element and a scale per tensor, each
-way.
+"""Averaging tensors over ranks by their signs: one bit per element and a scale per tensor, each way.
+
+The compressed all-reduce with error feedback of 1-bit Adam (Tang et al. 2021, algorithm 1).
+
+Dimensions: ``ranks`` of the group, ``bytes`` of packed signs, ``tensors``, ``elements``.
 
 [Note: the exchange] Every rank adds to its tensor the error it made last time, and sends the signs,
 packed eight to a byte, and one scale: the root mean square. Rank j receives everybody's chunk j,
-averages, adds its own last error, and sends the signs and the scale of that to all. What
-compression loses is kept (worker and server error) and added next time, so that nothing is lost for
-good.
+averages, adds its own last error, and sends the signs and the scale of that to all. The error of
+compression is kept (worker and server error) and added next time, so that nothing is lost for good.
 
 [Note: one message for many tensors] Each tensor has scales and errors of its own, as if it were
 exchanged alone; but chunk j of all tensors travels in one message, so a step costs two collectives
@@ -25,6 +27,7 @@ from torch import Tensor
 from ds_core import comm
 
 if TYPE_CHECKING:
+    from jaxtyping import Float, UInt8
     from torch.distributed import ProcessGroup
 
 _BITS = (128, 64, 32, 16, 8, 4, 2, 1)
@@ -37,17 +40,20 @@ def padded(numel: int, ranks: int) -> int:
     return -(-numel // unit) * unit
 
 
-def pack_signs(values: Tensor) -> Tensor:
-    """The signs of `values` (..., 8n; a float dtype) as uint8 (..., n): the first is the highest
-    bit, 0 counts as +.
+def pack_signs(values: Float[Tensor, "*batch elements"]) -> UInt8[Tensor, "*batch bytes"]:
+    """The signs of `values`, eight to a byte: the first is the highest bit, 0 counts as +.
+
+    elements: a multiple of 8.
     """
     bits: Tensor = (values >= 0).unflatten(-1, (-1, 8))
     weights = torch.tensor(_BITS, dtype=torch.uint8, device=values.device)
     return (bits * weights).sum(-1, dtype=torch.uint8)
 
 
-def unpack_signs(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """The reverse of `pack_signs`: (..., n) uint8 to (..., 8n) of +1 and -1."""
+def unpack_signs(
+    packed: UInt8[Tensor, "*batch bytes"], dtype: torch.dtype
+) -> Float[Tensor, "*batch elements"]:
+    """The reverse of `pack_signs`: +1 and -1, eight for each byte."""
     weights = torch.tensor(_BITS, dtype=torch.uint8, device=packed.device)
     bits = (packed.unsqueeze(-1) & weights) != 0
     return bits.flatten(-2).to(dtype).mul_(2).sub_(1)
@@ -55,14 +61,12 @@ def unpack_signs(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(slots=True)
 class Errors:
-    """What compression has lost of one tensor.
+    """The errors of compression of one tensor, to be added next time."""
 
-    worker: (ranks, chunk), of what this rank sent. server: (chunk,), of what it sent of its chunk's
-    average.
-    """
-
-    worker: Tensor
-    server: Tensor
+    worker: Float[Tensor, "ranks chunk"]
+    """Of the tensor that this rank sent."""
+    server: Float[Tensor, " chunk"]
+    """Of the average of its chunk that it sent."""
 
     @classmethod
     def of(cls, tensor: Tensor, ranks: int) -> Errors:
@@ -73,14 +77,13 @@ class Errors:
 
 @dataclass(slots=True)
 class Exchange:
-    """The ranks of one process group, and how many bytes this rank has sent to others.
-
-    sent: over all calls. full: what a ring all-reduce of the same tensors would have sent.
-    """
+    """The ranks of one process group, and how many bytes this rank has sent to others."""
 
     group: ProcessGroup | None = None
     sent: int = 0
+    """Bytes, over all calls."""
     full: int = 0
+    """Bytes that a ring all-reduce of the same tensors would have sent."""
     ranks: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -93,6 +96,8 @@ class Exchange:
         """
         if not tensors:
             return
+        # 1. All tensors in one (ranks, elements): row j is what rank j averages. Last errors are
+        # added.
         chunks = [e.server.numel() for e in errors]
         values = tensors[0].new_zeros(self.ranks, sum(chunks))
         views = list(values.split(chunks, dim=1))
@@ -101,9 +106,11 @@ class Exchange:
         counts = torch.tensor(chunks, device=values.device)
         signs = pack_signs(values)
         scales = _scales(views)
-        values -= _values(signs, scales, counts)  # what is lost
+        # 2. Signs and scales stand for the values; the difference is the new worker error.
+        values -= _values(signs, scales, counts)
         torch._foreach_copy_([e.worker for e in errors], views)
 
+        # 3. This rank's chunk of all ranks' tensors, averaged, and compressed in the same way.
         averages = self._to_servers(signs, scales, counts)
         parts = list(averages.split(chunks))
         torch._foreach_add_(parts, [e.server for e in errors])
@@ -112,16 +119,20 @@ class Exchange:
         averages -= _values(signs, scales, counts)
         torch._foreach_copy_([e.server for e in errors], parts)
 
+        # 4. Every chunk from the rank that averaged it.
         _empty(tensors, list(self._to_all(signs, scales, counts).split(chunks, dim=1)))
         sizes = sum(t.numel() * t.element_size() for t in tensors)
         self.full += 2 * sizes * (self.ranks - 1) // self.ranks
 
     def _to_servers(self, signs: Tensor, scales: Tensor, counts: Tensor) -> Tensor:
         """Everybody's chunk of mine, averaged. signs: (ranks, bytes); scales: (tensors,)."""
+        # Scales as bytes behind the signs: one message.
         message = torch.cat([signs, _bytes(scales).expand(self.ranks, -1)], dim=1).contiguous()
         received = torch.empty_like(message)
         comm.all_to_all_single(received, message, group=self.group)
         self.sent += message.numel() * (self.ranks - 1) // self.ranks
+        # Row by row, so that only one row is unpacked at a time; in the order of ranks, the same
+        # everywhere.
         total = scales.new_zeros(8 * signs.shape[1])
         for row in received:
             total += _values(
@@ -147,8 +158,7 @@ class Exchange:
 def compressed_allreduce(
     tensor: Tensor, errors: Errors, group: ProcessGroup | None = None
 ) -> Tensor:
-    """The average of `tensor` over the ranks of `group` as signs and scales tell it; `errors` are
-    updated. Collective.
+    """The compressed average of `tensor` over the ranks of `group`; `errors` are updated. Collective.
 
     Returns a new tensor of the same shape; see [Note: the exchange].
     """
@@ -175,10 +185,11 @@ def _bytes(scales: Tensor) -> Tensor:
 
 
 def _scalars(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    return raw.clone().view(dtype)  # a copy, since what is read must be aligned
+    # A copy: a view as another dtype must be aligned.
+    return raw.clone().view(dtype)
 
 
-def _pieces(view: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _match_parts(view: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Matching parts of a padded (ranks, chunk) view and of a tensor: its whole rows, and the rest
     of one.
     """
@@ -191,17 +202,19 @@ def _pieces(view: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 def _fill(views: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     pairs = [
-        pair for v, t in zip(views, tensors, strict=True) for pair in _pieces(v, t.contiguous())
+        pair
+        for v, t in zip(views, tensors, strict=True)
+        for pair in _match_parts(v, t.contiguous())
     ]
     if pairs:
         torch._foreach_copy_([v for v, _ in pairs], [t for _, t in pairs])
 
 
 def _empty(tensors: Sequence[Tensor], views: Sequence[Tensor]) -> None:
-    """Write what `views` hold into `tensors`, without the padding."""
+    """Write the values of `views` into `tensors`, without the padding."""
     for tensor, view in zip(tensors, views, strict=True):
         if tensor.is_contiguous():
-            for inside, piece in _pieces(view, tensor):
+            for inside, piece in _match_parts(view, tensor):
                 piece.copy_(inside)
         else:
             tensor.copy_(view.reshape(-1)[: tensor.numel()].view_as(tensor))

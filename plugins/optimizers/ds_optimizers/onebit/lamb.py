@@ -16,11 +16,16 @@ from ds_optimizers.onebit.base import OneBit, Work, check_arguments, denominator
 class OneBitLamb(OneBit):
     """1-bit LAMB (Li et al. 2021), without bias correction.
 
-    freeze_step: updates of the warm-up, which is LAMB with trust ratios clamped to [min_coeff,
-    max_coeff] and gradients averaged in full. Their running mean (decay coeff_beta) is frozen then,
-    and multiplied by a factor in [factor_min, factor_max] that changes by at most factor_threshold
-    (a share) per step. Groups may hold ``exp_avg_mask``. The other arguments are those of
-    `OneBitAdam`.
+    After the warm-up the running mean of trust ratios stays as it is, and is multiplied by a factor
+    that follows from how the variance has changed. Groups may have ``exp_avg_mask``.
+
+    freeze_step: updates of the warm-up, which is LAMB with gradients averaged in full.
+    min_coeff, max_coeff: bounds of trust ratios in the warm-up.
+    coeff_beta: decay of their running mean.
+    factor_min, factor_max: bounds of the factor.
+    factor_threshold: the share by which the factor changes per step, at most.
+
+    The other arguments are those of `OneBitAdam`.
     """
 
     def __init__(
@@ -57,6 +62,8 @@ class OneBitLamb(OneBit):
         self.factor_max = factor_max
         self.factor_min = factor_min
         self.factor_threshold = factor_threshold
+        # The largest count of a parameter, which is the optimizer's; None: to be read from the
+        # states.
         self._steps: int | None = None
         self._coeffs: dict[Tensor, float] = {}
         keys = {"lr": lr, "betas": tuple(betas), "eps": eps, "eps_inside_sqrt": eps_inside_sqrt}
@@ -114,22 +121,27 @@ class OneBitLamb(OneBit):
         update = state["exp_avg"] / denominator(state["exp_avg_sq"], group)
         if group["weight_decay"]:
             update.add_(param, alpha=group["weight_decay"])
+        # LAMB: the update is scaled to the size of the weight. Both norms in one read from the
+        # device.
         norms = torch.stack([param.norm(), update.norm()]).double().tolist()
         coeff = (
             min(max(norms[0] / norms[1], group["min_coeff"]), group["max_coeff"])
             if all(norms)
             else 1.0
         )
+        # A ratio of 1 stands for a norm of 0, or a tensor that is not adapted: not part of the
+        # mean.
         if coeff != 1.0:
             state["lamb_coeff_freeze"].mul_(self.coeff_beta).add_((1 - self.coeff_beta) * coeff)
         self._coeffs[param] = coeff
         param.add_(update, alpha=-group["lr"] * coeff)
+        # The variance that goes on changing, by which the ratio is corrected later.
         if int(state["step"]) == self.freeze_step:
             state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
 
     def _measure(self, params: list[Tensor]) -> None:
-        """At the switch: a factor per tensor that makes all momenta alike in size, since they will
-        share one scale.
+        """At the end of the warm-up: a factor per tensor that makes all momenta alike in size, since
+        they will share one scale.
         """
         sizes = []
         for param in params:
@@ -142,10 +154,12 @@ class OneBitLamb(OneBit):
                 mean / size if size and mean else 1.0, dtype=torch.float64
             )
             state["last_factor"] = torch.ones((), dtype=torch.float64)
-            if "exp_avg_sq_fresh" not in state:  # its own count had not got so far
+            # A parameter that missed steps had not counted to freeze_step itself.
+            if "exp_avg_sq_fresh" not in state:
                 state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
 
     def _compressed(self, rows: list[tuple[dict[str, Any], tuple[Tensor, Tensor]]]) -> None:
+        # 1. Momenta of this rank's gradients, scaled to one size; 2. their compressed average.
         before: list[Tensor] = []
         momenta: Work = []
         for group, (param, grad) in rows:
@@ -167,20 +181,25 @@ class OneBitLamb(OneBit):
     def _apply(self, param: Tensor, last: Tensor, group: Mapping[str, Any]) -> None:
         state = self.state[param]
         beta1, beta2 = group["betas"]
-        # the gradient, as the compressed momentum tells it
+        # The average gradient, from the change of the averaged momentum: m' = β1 m + (1 - β1) g.
         seen = (state["exp_avg"] - beta1 * last).div_(1 - beta1)
         state["exp_avg_sq_fresh"].mul_(beta2).addcmul_(seen, seen, value=1 - beta2)
         divisor = denominator(state["exp_avg_sq"], group)
         update = state["exp_avg"] / divisor
+        # Where the variance has shrunk since, LAMB would step further: the largest ratio is the
+        # factor.
         ratios = divisor / denominator(state["exp_avg_sq_fresh"], group)
         factor = float(ratios.max()) if ratios.numel() else 1.0
         if group["weight_decay"]:
+            # Weight decay is no part of the adapted update: the factor counts by the share of the
+            # rest.
             plain = float(update.norm())
             update.add_(param, alpha=group["weight_decay"])
             whole = float(update.norm())
             share = min(1.0, plain / whole) if whole else 1.0
             factor = factor * share + 1.0 - share
         factor = min(max(factor, self.factor_min), self.factor_max)
+        # No jumps: the compressed gradient is noisy.
         previous = state["last_factor"].item()
         factor = min(
             max(factor, previous * (1 - self.factor_threshold)),

@@ -67,8 +67,7 @@ class OptimizerReduced(Replicated):
         if not isinstance(optimizer, ReducingOptimizer):
             raise UsageError(
                 f"{type(optimizer).__name__} is declared to reduce gradients by itself, but lacks "
-                "one of "
-                "takes_averages, connect, synchronize and loaded "
+                "one of takes_averages, connect, synchronize and loaded "
                 "(ds_optimizers.onebit.partitioner.ReducingOptimizer)"
             )
         groups = {master: self.ctx.mesh.group(*info.replicas) for info, master in self._masters()}
@@ -78,7 +77,7 @@ class OptimizerReduced(Replicated):
     def _masters(self) -> Iterator[tuple[ParamInfo, Tensor]]:
         return ((slot.info, slot.master) for slot in self.slots.values())
 
-    # what a rank has may be its own gradients, not reduced ones
+    # The gradients of a rank may be its own, not reduced ones: none to be shown as shards.
     gradient_shards = Partitioner.gradient_shards
 
     @property
@@ -92,6 +91,8 @@ class OptimizerReduced(Replicated):
         world = self.ctx.mesh.size("dp")
         if self.averages or world == 1:
             return groups
+        # Gradients that differ among replicas: squares are summed over them too, and divided by
+        # their number.
         by_layout: dict[tuple[tuple[str, ...], int], list[Tensor]] = {}
         for grad, (info, _) in zip(self.given, self._masters(), strict=True):
             if grad is None:

@@ -1,6 +1,4 @@
-"""0/1 Adam: variances that are updated ever more rarely, then local steps that are averaged ever
-more rarely.
-"""
+"""0/1 Adam: variances are updated ever more rarely, then local steps averaged ever more rarely."""
 
 from __future__ import annotations
 
@@ -15,13 +13,16 @@ from ds_optimizers.onebit.base import OneBit, Work, check_arguments, denominator
 class ZeroOneAdam(OneBit):
     """0/1 Adam (Lu et al. 2022), without bias correction.
 
-    var_freeze_step: steps before the variance is frozen. Until then it is updated from gradients
-    averaged in full every ``var_interval`` steps, which starts at 1 and doubles after each
-    `var_update_scaler` updates; gradients of the other steps are averaged by sign bits, and change
-    the momentum only. Afterwards each rank steps by itself, and every ``local_step_interval`` steps
-    (1, doubled after each `local_step_scaler` steps, at most `local_step_clipper`) the sums of
+    First phase: every ``var_interval`` steps the variance is updated, from gradients averaged in
+    full; gradients of the other steps are averaged by sign bits, and change the momentum only.
+    Second phase: each rank steps by itself, and every ``local_step_interval`` steps the sums of
     their updates are averaged by sign bits. In between ranks have different weights; saving a
-    checkpoint brings them together in full precision, and so does `synchronize`.
+    checkpoint averages them in full precision, and so does `synchronize`.
+
+    var_freeze_step: steps of the first phase.
+    var_update_scaler: ``var_interval`` starts at 1 and doubles after so many updates.
+    local_step_scaler: ``local_step_interval`` starts at 1 and doubles after so many steps.
+    local_step_clipper: its largest value.
 
     The other arguments are those of `OneBitAdam`; ``non_freeze`` is not offered.
     """
@@ -83,10 +84,12 @@ class ZeroOneAdam(OneBit):
         full = self.takes_averages
         frozen = self._frozen
         rows = [(group, pair) for group, pairs in self.work() for pair in pairs]
+        # 1. Gradients: averaged in full by `work`, by sign bits, or each rank's own.
         if not full and not frozen:
             grads = [(p, g) for _, (p, g) in rows]
             self.compress(grads)
             self.mask(grads)
+        # 2. The update. In the second phase its sum is kept, for the ranks to average.
         for group, (param, grad) in rows:
             state = self.begin_state(param)
             state["step"] += 1
@@ -130,6 +133,7 @@ class ZeroOneAdam(OneBit):
                 if group["var_counter"] == self.var_update_scaler:
                     group["var_counter"] = 0
                     group["var_interval"] *= 2
+        # Errors were of gradients; from now on sums of updates are exchanged.
         if not frozen and self._frozen:
             self._errors.clear()
             log.info(
@@ -167,6 +171,8 @@ class ZeroOneAdam(OneBit):
                 state = self.state.get(param)
                 if not state or "momentum_accumulator" not in state:
                     continue
+                # Back to the weights that all ranks have. Multiplied by its divisor the sum of updates is
+                # a sum of momenta, whose elements are alike in size, as sign bits need it.
                 total = state["momentum_accumulator"]
                 param.sub_(total)
                 divisor = denominator(state["exp_avg_sq"], group)
@@ -180,9 +186,11 @@ class ZeroOneAdam(OneBit):
         still = []
         for (group, param, divisor), (_, total) in zip(places, sums, strict=True):
             momentum = self.state[param]["exp_avg"]
+            # The mean momentum of the steps since, each of which moved by -lr * momentum.
             if group["lrs"]:
                 momentum.copy_(total).div_(-group["lrs"])
-            else:  # no rate, no movement: ranks' momenta are averaged as they are
+            # Learning rates of 0 moved nothing: momenta are averaged as they are.
+            else:
                 still.append((param, momentum))
             param.add_(total.div_(divisor))
             total.zero_()

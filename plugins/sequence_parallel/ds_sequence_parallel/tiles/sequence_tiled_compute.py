@@ -32,24 +32,9 @@ def sequence_tiled_compute(
     output_reduction: then "mean", in which a tile counts by its length, or "sum".
     """
     key = grad_requiring_tensor_key
-    if (
-        not isinstance(first := kwargs_to_shard.get(key), Tensor)
-        or first.dim() != 3
-        or first.shape[1] != seqlen
-    ):
-        shown = tuple(first.shape) if isinstance(first, Tensor) else first
-        raise UsageError(
-            f"sequence_tiled_compute: grad_requiring_tensor_key is {key!r}, which must be a tensor "
-            f"[batch, {seqlen}, width] of kwargs_to_shard, and is {shown}"
-        )
+    _check_arguments(seqlen, kwargs_to_shard, key, output_unshard_dimension, output_reduction)
     scalar = output_unshard_dimension == 0
-    if output_unshard_dimension not in (0, 1) or (
-        scalar and output_reduction not in ("mean", "sum")
-    ):
-        raise UsageError(
-            "sequence_tiled_compute: output_unshard_dimension is 1, or 0 with an output_reduction "
-            f"of 'mean' or 'sum'; it is {output_unshard_dimension} with {output_reduction!r}"
-        )
+    # `tiled` cuts along the sequence of its first input, so the one with a gradient comes first.
     names = [
         key,
         *(
@@ -73,6 +58,33 @@ def sequence_tiled_compute(
 
     inputs: list[Tensor] = [kwargs_to_shard[name] for name in names]
     return tiled(run, inputs, shards, compute_params, loss=scalar)
+
+
+def _check_arguments(
+    seqlen: int,
+    kwargs_to_shard: Mapping[str, Any],
+    key: str,
+    output_unshard_dimension: int,
+    output_reduction: str | None,
+) -> None:
+    """Raise UsageError for a first tensor or an output that cannot be tiled."""
+    if (
+        not isinstance(first := kwargs_to_shard.get(key), Tensor)
+        or first.dim() != 3
+        or first.shape[1] != seqlen
+    ):
+        shown = tuple(first.shape) if isinstance(first, Tensor) else first
+        raise UsageError(
+            f"sequence_tiled_compute: grad_requiring_tensor_key is {key!r}, which must be a tensor "
+            f"[batch, {seqlen}, width] of kwargs_to_shard, and is {shown}"
+        )
+    if output_unshard_dimension not in (0, 1) or (
+        output_unshard_dimension == 0 and output_reduction not in ("mean", "sum")
+    ):
+        raise UsageError(
+            "sequence_tiled_compute: output_unshard_dimension is 1, or 0 with an output_reduction "
+            f"of 'mean' or 'sum'; it is {output_unshard_dimension} with {output_reduction!r}"
+        )
 
 
 class SequenceTiledCompute:

@@ -23,7 +23,8 @@ from ds_core import comm
 from ds_core.errors import UsageError
 from ds_core.process import log_once
 from ds_sequence_parallel.config import TileConfig, TiledMLPConfig
-from ds_sequence_parallel.tiles.tiled import TileBytes, tiled, weights_of
+from ds_sequence_parallel.tiles.budget import TileBytes
+from ds_sequence_parallel.tiles.tiled import tiled, weights_of
 
 if TYPE_CHECKING:
     from ds_sequence_parallel.hf import ShardedModel
