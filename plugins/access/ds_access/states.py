@@ -119,6 +119,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     if kind.whole:  # not one value per element: who has all of the parameter has it
         first = owner(held)
         out = torch.empty(kind.shape, dtype=kind.dtype, device=held.device)
+        # Where every rank has a copy there is nothing to send.
         copied = held.copied(held.updated_ranges)
         if held.index == first or copied:
             assert isinstance(mine, Tensor)
@@ -126,6 +127,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
         if not copied:
             comm.broadcast(out, src=held.ranks[first], group=held.group)
         return out
+    # A rank may own no element; it takes part with an empty piece.
     piece = (
         held.read(mine).reshape(-1)
         if isinstance(mine, Tensor) and stop > start
@@ -144,6 +146,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """
     held, _ = _found(param, "safe_set_full_fp32_param")
     _check_shape("safe_set_full_fp32_param", held, value, held.shape)
+    # First the master, which the optimizer updates; then the weight, rounded from it on all ranks.
     held.write(held.updated, _mine(held, value, held.updated_ranges).to(held.updated.dtype))
     _refuse_old_graphs(held)
     held.set_weight(_master(held))
@@ -181,6 +184,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
         value,
         () if single else kind.shape if kind.whole else held.shape,
     )
+    # After the collective above, so that all ranks have taken part in it.
     if optim_state_key not in (states := states_of(held, optimizer)):
         return  # it is another rank's
     if single or kind.whole:
@@ -202,6 +206,7 @@ def safe_update_full_grad_vectorized(
     """
     chosen = [_found(p, "safe_update_full_grad_vectorized") for p in dict.fromkeys(param_list)]
     run: list[_Found] = []
+    # Few collectives, and no more full gradients in memory than AT_ONCE.
     for found in chosen:
         if run and sum(held.numel for held, _ in run) + found[0].numel > AT_ONCE:
             _update(run, update_func)

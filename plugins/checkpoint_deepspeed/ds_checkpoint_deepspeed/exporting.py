@@ -60,6 +60,7 @@ def export_deepspeed(
             _write_stage0(folder, model)
         else:
             _write_stages_1_2(folder, model, stage, world_size)
+    # Last, so that it never names a checkpoint that is not whole.
     (Path(output_dir) / "latest").write_text(folder.name)
     return folder
 
@@ -77,6 +78,7 @@ def export_universal(
         model = read_model(saved)
         folder = _new_folder(output.parent, check_tag(output.name))
         homes = _homes(folder / "zero", model)
+        # A folder for each parameter, with a file for each of its states.
         for name in model.trained:
             step = model.step(name)
             if step is not None:
@@ -86,6 +88,7 @@ def export_universal(
                 save({"param": model.moment(key, name), "cat_dim": 0}, homes[name] / f"{key}.pt")
         for name in model.frozen:
             save({"param": model.fp32(name)}, homes[name] / "fp32.pt")
+        # At stage 3 DeepSpeed reads one counter for all parameters.
         step = next(
             (s for n in model.trained if (s := model.step(n)) is not None), torch.tensor(0.0)
         )
@@ -205,6 +208,7 @@ def _write_stage0(folder: Path, model: Model) -> None:
     if model.low is not None:
         raise CheckpointError("stage 0 has another form for each 16-bit mode; export for stage 1")
     state = _model_state(model, model.module(), world_size=1, shapes=None)
+    # Stage 0 knows parameters by number, in the order of the groups.
     numbers = {name: i for i, name in enumerate(model.trained)}
     state["optimizer"] = {
         "state": {numbers[n]: _states_of(model, n) for n in model.trained},
@@ -265,6 +269,7 @@ def _write_stages_1_2(folder: Path, model: Model, stage: int, world_size: int) -
     for index, names in enumerate(model.order):
         total = sum(math.prod(model.shape(n)) for n in names)
         part = -(-total // (2 * world_size)) * 2  # DeepSpeed aligns to two elements per rank
+        # The group as one flat tensor of each kind, of which each rank gets an equal part.
         flats = {"fp32": torch.zeros(part * world_size)} | {
             k: torch.zeros(part * world_size) for k in model.moments
         }
@@ -281,6 +286,7 @@ def _write_stages_1_2(folder: Path, model: Model, stage: int, world_size: int) -
         for rank, shard in enumerate(shards):
             low = rank * part
             high = (rank + 1) * part
+            # Weights are stored without the padding, the optimizer's states with it.
             held = max(min(high, total) - low, 0)
             shard["fp32"].append(flats["fp32"][low : low + held].clone())
             shard["paddings"].append(part - held)

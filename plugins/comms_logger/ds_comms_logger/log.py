@@ -99,6 +99,7 @@ class CommsLog(Interceptor):
             return call()
         device, size = _message(collective)
         site = _call_site() if self.debug else ""
+        # The device may still be busy with what came before: that must not count.
         _synchronize(device)
         begin = time.perf_counter()
         result = call()
@@ -107,6 +108,7 @@ class CommsLog(Interceptor):
             return _TimedWork(
                 result, lambda: self.record(op, site, size, ranks, time.perf_counter() - begin)
             )
+        # Its time is known when it is done, so it is waited for; the caller gets a finished work.
         if collective.arguments.get("async_op"):
             result.wait()
             result = _Finished()

@@ -65,6 +65,7 @@ def _show(rows: Sequence[CommsRow], straggler: bool) -> None:
         )
     if straggler:
         heads.append("straggler ms")
+    # Without `debug` there are no call sites to show.
     if not any(row.site for row in rows):
         heads.pop(1)
         for line in cells:

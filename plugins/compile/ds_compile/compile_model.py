@@ -50,6 +50,9 @@ class CompiledCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The compiled forward, called in the place of the module's own."""
+        # torch calls this in the place of the module's call, so the hooks are ours to run; inside,
+        # `forward` is the compiled one. What stood there, such as another plugin's stand-in, comes
+        # back.
         own = self._module.__dict__
         outer = own.get("forward")
         own["forward"] = self._forward
@@ -87,6 +90,7 @@ class Compiled:
         if passes.whole:
             options["fullgraph"] = True
         for module in self.modules.values():
+            # The compiled forward must be made of the module's own, not of a compiled call.
             module._compiled_call_impl = None
             module._compiled_call_impl = CompiledCall(module, options)
 
@@ -116,6 +120,7 @@ def compile_model(
         raise UsageError(
             'compile(schedule=...) needs "compile": {"deepcompile": true} in the config'
         )
+    # The entry of step 0 is what is compiled now; later ones wait in `after_step`.
     steps = {int(step): tuple(passes) for step, passes in schedule} if schedule is not None else {}
     wanted = steps.pop(0, section.passes or ())
     passes = make_passes(ctx, wanted, shown := section.debug_log and ctx.rank == 0)
@@ -126,6 +131,7 @@ def compile_model(
     if gathers:
         _refuse_graphs_of_the_device(options)
     modules = _modules(ctx, engine.module, section, bool(passes.whole), gathers)
+    # Inside a compiled graph no hook could gather the weights of a module.
     if gathers and isinstance(partitioner, GathersWhole):
         for module in modules.values():
             partitioner.gather_whole(module)

@@ -47,6 +47,7 @@ class Passes:
         self._show("as captured", graph)
         for name, change in self.passes.items():
             graph = change(graph, inputs)
+            # After each pass, so that an error names the pass that has made it.
             graph.graph.lint()
             graph.recompile()
             self._show(f"after {name}", graph)
@@ -121,6 +122,8 @@ def _backend(backend: str | Callable[..., Any]) -> Callable[..., Any]:
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx
 
+        # As torch.compile does for its own default backend; what the user gives goes before the
+        # mode's.
         patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
         return compile_fx(graph, inputs, config_patches=patches or None)
 

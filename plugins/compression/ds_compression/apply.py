@@ -65,6 +65,7 @@ def init_compression(
                 "config, teacher)"
             )
         copy_layers(target, inner(teacher_model), section.layer_reduction)
+    # A pattern without a match is an error, unless another rank may have the layers.
     missing = apply_section(target, section)
     alone = (
         comm.world_size() == 1

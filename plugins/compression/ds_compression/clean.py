@@ -81,6 +81,7 @@ def redundancy_clean(
     if clock.progress_of(target) is None:
         apply_section(target, section)
     clock.read_buffers(target)
+    # Everything is checked before the first weight changes.
     cuts = list(_cuts(target, section))
     for cut in cuts:
         _check(cut)

@@ -49,6 +49,7 @@ def copy_layers(student: nn.Module, teacher: nn.Module, section: LayerReduction)
             continue
         mine, theirs = (m.state_dict() for m in found if m is not None)
         _check_whole(found)
+        # All that does not fit is reported together, before anything is copied.
         other = [k for k in mine.keys() | theirs.keys() if _shape(mine, k) != _shape(theirs, k)]
         if other:
             problems.append(

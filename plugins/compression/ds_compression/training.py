@@ -73,6 +73,7 @@ def prepare(model: nn.Module, section: CompressionConfig, ctx: Context) -> nn.Mo
     ctx.stash[_SCORES] = _Scores(ctx)
     for hook in progress.hooks[1:]:
         hook.remove()  # of an engine before this one
+    # A compiled model would be compiled anew for each step's numbers.
     follow = torch.compiler.disable(_Follow(ctx, progress))
     progress.hooks[1:] = [model.register_forward_pre_hook(follow)]
     # Layers stay compressed when the engine ends: their masks are what was trained.
@@ -170,6 +171,7 @@ def _update_ranges(ctx: Context, layers: list[tuple[str, Compressed, Compression
             axes = ctx.buffers[f"{name}.activation_range"].replicas
             groups.setdefault(axes, []).append((module, compression))
     for axes, members in sorted(groups.items()):
+        # A rank whose batch did not reach the layer takes part with the empty range.
         unused = torch.full((2,), -torch.inf, device=ctx.accelerator.current_device())
         seen = torch.stack(
             [c.inputs.seen[0] if c.inputs and c.inputs.seen else unused for _, c in members]
@@ -222,6 +224,7 @@ class _Scores:
         assert section is not None
         shared = section.sparse_pruning.shared_parameters
         coming = gradients.step + 1  # the step that the masks are for
+        # The last masks have been made.
         if coming > max(shared.end, 1):
             return
         for shard in gradients.shards:
@@ -233,6 +236,7 @@ class _Scores:
         end = max(1, shared.end)
         if not changes(coming, first, end, shared.schedule_offset_stride):
             return
+        # A pattern compares elements of a whole block or row, which may lie on several ranks.
         whole = self._whole(list(pruned))
         for name, (module, mask) in pruned.items():
             assert mask.pattern is not None
@@ -247,6 +251,7 @@ class _Scores:
         held = locate(self.ctx.engine, self._param(shard.name))
         assert held is not None
         begin = held.updated_ranges[held.index][0]
+        # The weight's elements that belong to this shard of the gradient.
         weight = held.read(held.updated).reshape(-1)[shard.start - begin : shard.stop - begin]
         grad = shard.tensor.reshape(-1).to(weight.device)
         product = (widened(weight) * widened(grad) * factor).abs()
@@ -277,6 +282,8 @@ class _Scores:
             flat = torch.zeros(shape.numel(), device=ctx.accelerator.current_device(), dtype=dtype)
             loaded = self._loaded.get(name)
             part = self._parts.get(name)
+            # Elements of other ranks are 0 here, and scores are never negative: the maximum over
+            # ranks puts them together.
             if part is not None:
                 flat[part.start : part.stop] = part.values.to(flat)
             elif loaded is not None:

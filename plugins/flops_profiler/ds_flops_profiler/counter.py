@@ -57,11 +57,8 @@ class Tally:
 class Counter:
     """Counts operations and time of modules while it is attached, in ``with counter.measuring()``.
 
-    ignore: classes of modules that are not told apart: what they do counts at the module that calls
-        them. runs: how many forwards of the model all that is told is the mean of. formulas: of the
-        operations that were seen. parts: those of them that are run as their parts. unknown:
-        operations that ran and are none of torch's plain ones, and have no
-    formula: they count 0.
+    ignore: classes of modules that are not counted apart: what they do counts at the module that
+        calls them.
     """
 
     def __init__(
@@ -75,15 +72,18 @@ class Counter:
         self._synchronize = synchronize
         self._hooks: list[RemovableHandle] = []
         self._measures = False
+        # Of the operations that were seen; None: they count 0, or are run as their parts.
         self.formulas: dict[Any, Formula | None] = {}
         self.parts: set[Any] = set()
         self.reset()
 
     def reset(self) -> None:
         """All counts are zero again."""
+        # How many forwards of the model all figures are the mean of.
         self.runs = 1
         self._backward = Tally()
         self._recomputed = Tally()
+        # Operations that ran, are none of torch's own, and have no formula: they count 0.
         self.unknown: set[str] = set()
         self._tallies: dict[int, Tally] = {id(module): Tally() for module in self.model.modules()}
         self._running: list[_Call] = []
@@ -125,8 +125,11 @@ class Counter:
         while (call := self._running.pop()).module is not module:
             pass
         elapsed = now - call.start
+        # What the caller has of its own is its time without that of the modules it called.
         if self._running:
             self._running[-1].inner += elapsed
+        # A forward in the backward is done again by activation checkpointing; the module's own
+        # forward has its time already.
         if not _in_backward():
             tally = self._tallies[id(module)]
             tally.seconds += elapsed - call.inner
@@ -161,6 +164,7 @@ class Counter:
 
         operations: count them too, which takes time for each.
         """
+        # Compiled graphs and fused layers run no modules and no operations that could be counted.
         fused = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         # Without this module nothing has been compiled, and importing it takes seconds.
@@ -226,6 +230,7 @@ class _Mode(TorchDispatchMode):
             out = func(*args, **kwargs)
             self._counter.count(*formula(args, kwargs, out))
             return out
+        # An operation without a formula may be made of others that have one.
         if func in self._parts:
             with self:
                 return func.decompose(*args, **kwargs)

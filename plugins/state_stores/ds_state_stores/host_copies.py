@@ -109,13 +109,17 @@ class HostCopies:
                     "tensors of the host stay where they are: offloading them frees no memory",
                 )
             return copy
+        # The device's memory is used again when a copy is done. Too many on their way: the oldest
+        # is waited for.
         while self._leaving and (
             len(self._leaving) >= self._in_flight or self._leaving[0][0].query()
         ):
             self._leaving.popleft()[0].wait()
         copy._host = buffer = self._take(tensor.numel() * tensor.itemsize)
+        # The copy begins after the work that makes the tensor, and runs beside what follows.
         self._follow(self._out)
         with self._accelerator.stream(self._out):
+            # Its last content may still be on its way to the device.
             if buffer.busy is not None:
                 buffer.busy.wait()
             copy._on_host().copy_(tensor, non_blocking=self._pin)
@@ -132,6 +136,7 @@ class HostCopies:
         copy._back = torch.empty_strided(
             copy.shape, copy.stride, dtype=copy.dtype, device=copy.device
         )
+        # The memory that was just given may still be in use by earlier work.
         self._follow(self._in)
         with self._accelerator.stream(self._in):
             copy._made.wait()
@@ -175,6 +180,8 @@ class HostCopies:
             buffer = min(fitting, key=lambda b: b.data.numel())
             self._free.remove(buffer)
         else:
+            # Free buffers of other sizes go first, so that the host's memory does not grow beyond
+            # its peak.
             while self._free and self.held + nbytes > max(self.peak, self.used + nbytes):
                 self.held -= self._free.pop(0).data.numel()
             host = torch.empty(nbytes, dtype=torch.uint8)

@@ -40,17 +40,20 @@ class Later:
 class StepTimes:
     """The marks of one optimizer step, or of several that were not looked at one by one.
 
-    spans: (phase, begin, end); pauses: (begin, end), of evaluations. samples, tokens: of all ranks
-    and steps; tokens is None when it is not known.
+    Begins and ends are events.
     """
 
     began: Any
     ended: Any = None
+    # (phase, begin, end).
     spans: list[tuple[str, Any, Any]] = field(default_factory=list)
+    # (begin, end) of evaluations, and milliseconds of those that are no longer in the list.
     pauses: list[tuple[Any, Any]] = field(default_factory=list)
-    paused: float = 0.0  # milliseconds of pauses that are no longer in the list
+    paused: float = 0.0
+    # How many steps these are, and the samples and tokens of all ranks in them.
     steps: int = 1
     samples: int = 0
+    # None: not known.
     tokens: int | None = None
 
     def fold_pauses(self) -> None:
@@ -154,6 +157,8 @@ class Totals:
     def add(self, step: StepTimes) -> None:
         """Take a step; those that the device has finished are read."""
         self._pending.append(step)
+        # Steps the device has finished are read without waiting; a very old one is waited for, so
+        # that events do not pile up.
         while self._pending and (self._pending[0].is_over or len(self._pending) > PENDING):
             self._fold(self._pending.popleft())
 
@@ -183,10 +188,10 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """samples, tokens: per second, tokens None when not known. phases: milliseconds of an average
-    step.
-    """
+    """What was measured since the last reading."""
 
+    # Per second; tokens are None where their number is not known.
     samples: float
     tokens: float | None
+    # Milliseconds of an average step.
     phases: dict[str, float]

@@ -33,6 +33,7 @@ def held_by_kind(engine: RunningEngine) -> dict[str, dict[str, int]]:
     seen: set[int] = set()
     for kind, tensors in _by_kind(engine):
         for key, (where, size) in _storages(tensors).items():
+            # A storage counts once, for the first kind that has it: the kinds come in that order.
             if key not in seen and where in (device, "cpu"):
                 seen.add(key)
                 found["device" if where == device else "host"][kind] += size

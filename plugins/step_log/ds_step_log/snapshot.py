@@ -65,6 +65,7 @@ class Snapshot:
 
     def failed(self, error: BaseException) -> None:
         """Out of memory: keep what the allocator remembers."""
+        # Other errors say nothing about memory.
         if isinstance(error, torch.OutOfMemoryError):
             self._write("-oom", {"error": str(error)})
             log.error(

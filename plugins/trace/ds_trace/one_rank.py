@@ -28,32 +28,34 @@ TOP_PHASES = ("forward", "backward", "step")
 
 @dataclass(slots=True)
 class Made:
-    """One collective of this rank. begin: in milliseconds from the first traced step. cost:
-    milliseconds that the rank computed nothing for it. taken: milliseconds from its begin to its
-    end, where that is known; else as `cost`.
-    """
+    """One collective of this rank; all times in milliseconds."""
 
     named: Named
+    # From the first traced step.
     begin: float
+    # The time in which the rank computed nothing for it.
     cost: float = 0.0
+    # From its begin to its end, where that is known; else as `cost`.
     taken: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
-    """Milliseconds of all traced steps. phases: own time of each top-level phase, without
-    collectives; "between" is the time in none: loading data, logging, evaluation. made: collectives
-    by key.
-    """
+    """Where the traced steps of one rank went, in milliseconds of all of them."""
 
     rank: int
     world: int
     device: str
+    # How many steps were traced.
     steps: int
     total: float
+    # Operations ran, or for collectives nothing did.
     compute: float
     stalled: float
+    # Own time of each top-level phase, without collectives; "between" is the time in none:
+    # loading data, logging, evaluation.
     phases: dict[str, float]
+    # Collectives by key.
     made: dict[str, Made]
 
     @property
@@ -123,6 +125,7 @@ def read_rank(path: Path) -> RankTrace:
     about = seen.head.get("ds_core")
     if not isinstance(about, dict) or not {"rank", "world"} <= about.keys():
         raise UsageError(f"{path}: was not written by the section torch_profiler of ds-trace")
+    # The profiler may write a step that was cut off by the run's end.
     whole = sorted(seen.steps)[: int(about.get("steps", len(seen.steps)))]
     if not whole:
         raise UsageError(
@@ -160,6 +163,7 @@ def _on_host(seen: _Seen, begin: float, end: float) -> tuple[list[Stall], Iterab
     """Of the thread that trains: its collectives, outermost where one is made in another; and all
     operations.
     """
+    # Of two that begin together the longer comes first: the outer one.
     mine = sorted((b, -e, n) for n, b, e, thread in seen.comms[False] if thread in seen.threads)
     stalls: list[Stall] = []
     for b, negative, name in mine:
@@ -175,10 +179,12 @@ def _on_device(seen: _Seen, begin: float, end: float) -> tuple[float, list[Stall
     queued before does not count.
     """
     kernels = list(_pairs(seen.kernels))
+    # The device may finish after the program has left the last step.
     end = max([end, *(e for _, e in kernels), *(e for _, _, e in seen.comm_kernels)])
     computing = merge(clip(kernels, begin, end))
     named = [(name, b, e) for name, b, e, _ in seen.comms[True]]
     covered = merge((b, e) for _, b, e in named)
+    # Kernels outside of named ranges are those of collectives that others than ds_core have made.
     unnamed = [(n, b, e) for n, b, e in seen.comm_kernels if not overlap((b, e), covered)]
     stalls = []
     for name, b, e in named + unnamed:

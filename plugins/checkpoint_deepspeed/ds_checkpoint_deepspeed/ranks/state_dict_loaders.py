@@ -113,6 +113,8 @@ class SDLoaderBase(ABC):
             first = 0
         path = self.ckpt_list[first]
         merged = 1
+        # As many ranks as files: nothing is changed. Fewer: files are put together. More: one is
+        # cut.
         if count == mp_world_size:
             state = self._read(path)
         elif count > mp_world_size:
@@ -233,6 +235,7 @@ class MegatronSDLoader(SDLoaderBase):
         states = self.get_merge_state_dicts(mp_world_size, mp_rank)
         modules = [self.get_module(state) for state in states]
         version = self.get_checkpoint_version(states[0])
+        # Files of different models have no common state.
         for path, module in zip(self.ckpt_list[len(states) * mp_rank :], modules, strict=False):
             if odd := sorted(module.keys() ^ modules[0].keys()):
                 raise CheckpointError(
@@ -318,6 +321,7 @@ def _by_version(
         raise CheckpointError(
             f"checkpoints of Megatron's have version 0, 1.0 or 2.0, not {version}"
         )
+    # Version 0: queries, keys and values are three blocks, which ranks divide one by one.
     thirds = [
         tensor.split(_quotient(len(tensor), 3, f"{len(tensor)} rows of queries, keys and values"))
         for tensor in tensors

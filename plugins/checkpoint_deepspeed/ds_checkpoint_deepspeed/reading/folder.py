@@ -116,6 +116,7 @@ def list_files(folder: Path) -> Files:
         raise CheckpointError(
             f"{folder} has states on NVMe (offloaded_tensors), which cannot be imported"
         )
+    # A rank that is missing would leave a gap that nothing else shows.
     for rows in (models, parts):
         _refuse_missing(folder, rows)
     if parts and {mp for mp, _ in parts} != {mp for mp, _ in models}:

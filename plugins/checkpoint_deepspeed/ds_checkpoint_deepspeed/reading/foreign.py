@@ -16,37 +16,32 @@ from torch import Tensor
 from ds_core.errors import CheckpointError
 
 _OWN_KEYS = {
-    *(
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-    ),
-    *(
-        "frozen_param_fragments",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "sparse_tensor_module_names",
-    ),
-    *(
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "ds_config",
-        "ds_version",
-    ),
-    *(
-        "checkpoint_parallel_dimensions",
-        "csr_tensor_module_names",
-        "ds_checkpoint_info",
-        "universal_checkpoint_info",
-    ),
-    *("num_experts", "ds_autoep_layers", "autoep_layers", "args"),
+    "module",
+    "buffer_names",
+    "optimizer",
+    "param_shapes",
+    "frozen_param_shapes",
+    "shared_params",
+    "frozen_param_fragments",
+    "lr_scheduler",
+    "data_sampler",
+    "random_ltd",
+    "sparse_tensor_module_names",
+    "skipped_steps",
+    "global_steps",
+    "global_samples",
+    "dp_world_size",
+    "mp_world_size",
+    "ds_config",
+    "ds_version",
+    "checkpoint_parallel_dimensions",
+    "csr_tensor_module_names",
+    "ds_checkpoint_info",
+    "universal_checkpoint_info",
+    "num_experts",
+    "ds_autoep_layers",
+    "autoep_layers",
+    "args",
 }
 _GROUP_KEYS = (
     "lr",
@@ -63,42 +58,43 @@ _GROUP_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one model-parallel rank holds. frozen: weights that are not trained. missing: what was
-    left out, and why.
-
-    groups: of the optimizer. order: the trained parameters of each group, as they come.
-    """
+    """What one model-parallel rank has."""
 
     pieces: list[StateTensor]
+    # Further name -> first name, of shared weights.
     shared: dict[str, str] = field(default_factory=dict)
+    # Weights that are not trained.
     frozen: list[str] = field(default_factory=list)
+    # The optimizer's groups, and the trained parameters of each, in their order.
     groups: Sequence[Mapping[str, Any]] = ()
     order: list[list[str]] = field(default_factory=list)
+    # The loss scaler's state.
     scaler: dict[str, Any] | None = None
+    # What was left out, and why.
     missing: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """What a foreign checkpoint holds: pieces of states, further names of shared weights, and the
-    run's values.
-
-    optimizer: the class of the optimizer as that program called it. missing: what could not be
-        taken over, and why.
-    cut: per tensor-parallel rank, the pieces of states of which each has another part and nothing
-        says how they were cut; empty without any. pipeline: whether its names begin with the number
-        of a layer.
-    """
+    """What a foreign checkpoint holds."""
 
     tag: str
     pieces: list[StateTensor]
+    # Further name -> first name, of shared weights.
     shared: dict[str, str]
+    # Weights that are not trained.
     frozen: list[str]
+    # The run's values and the program's.
     run: dict[str, Any]
     client: dict[str, Any]
+    # The class of the optimizer as that program called it.
     optimizer: str | None
+    # What could not be read, and why.
     missing: list[str]
+    # Per tensor-parallel rank, the pieces of states of which each has another part and nothing
+    # says how they were cut; empty without any.
     cut: list[list[StateTensor]] = field(default_factory=list)
+    # Whether its names begin with the number of a layer.
     pipeline: bool = False
 
 

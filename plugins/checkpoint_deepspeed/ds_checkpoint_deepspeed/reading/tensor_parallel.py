@@ -39,6 +39,8 @@ def join(
         raise CheckpointError(
             f"tensor-parallel ranks have different states ({', '.join(odd[:3])}); copy all files"
         )
+    # A parameter is replicated where all of its states are equal: its weight alone may be so by
+    # chance, before the first step.
     equal = _equal_params(by_rank)
     pieces = []
     cut = [list[StateTensor]() for _ in parts]
@@ -128,6 +130,7 @@ def _join_sub_params(
     sizes = shape[dim]
     sizes = list(sizes) if isinstance(sizes, (tuple, list)) else [total // sizes] * int(sizes)
     said = (info.get("sub_param_shard_widths") or {}).get(pattern)
+    # Without widths, every rank has an equal part of each sub-parameter.
     widths = said if said is not None else [[size // count] * count for size in sizes]
     if sum(map(sum, widths)) != total:
         raise CheckpointError(
@@ -135,6 +138,7 @@ def _join_sub_params(
         )
     pieces = []
     places = [0] * count
+    # One sub-parameter after the other, each out of the parts of all ranks.
     for row in widths:
         for rank, width in enumerate(row):
             pieces.append(slices[rank].narrow(dim, places[rank], width))

@@ -83,11 +83,13 @@ def read_stages_1_2(folder: Path, model: dict[str, Any], shards: list[dict[str, 
     experts = _experts_per_rank(model["param_shapes"])
     for index, shapes in enumerate(model["param_shapes"]):
         order.append([])
+        # A group of experts has a set of ranks for each expert rank; any other has all ranks.
         for ranks, rename in _partitions(folder, model, shards, index, experts):
             named = {rename(n): s for n, s in shapes.items()}
             order[-1] += named
             begin = 0
             paddings = _paddings(ranks[0], index, len(named))
+            # The ranks' flat tensors lie one after the other, with paddings between parameters.
             for shard in ranks:
                 flat = shard["single_partition_of_fp32_groups"][index]
                 stretches = list(_stretches(named, paddings, begin, flat.numel()))
@@ -98,6 +100,7 @@ def read_stages_1_2(folder: Path, model: dict[str, Any], shards: list[dict[str, 
                     pieces += [s.piece("master", flat) for s in held]
                 pieces += _state_pieces(_state_of(shard, index), flat, stretches)
             total = sum(map(math.prod, named.values())) + sum(paddings[:-1])
+            # A file that is missing at the end would leave the last parameters short.
             if begin < total:
                 raise CheckpointError(
                     f"{folder}: group {index} has {total} elements, the files hold {begin}"
@@ -142,6 +145,7 @@ def _partitions(
         raise CheckpointError(
             f"{folder}: group {index} has {count} parts on {len(shards)} ranks; copy all files"
         )
+    # Expert ranks lie in blocks, or alternate, by the mesh that DeepSpeed was given.
     size = len(shards) // count
     data_first = bool((model.get("ds_config") or {}).get("use_data_before_expert_parallelism"))
     for rank in range(size):
@@ -239,6 +243,7 @@ def _trained(
     for index, flat in enumerate(shard["fp32_flat_groups"]):
         stretches = []
         place = 0
+        # Flat tensors hold parameters in their order, as many as were in a sub-group.
         while place < flat.numel() and (row := next(names, None)) is not None:
             stretches.append(_part(*row, rank, world, place))
             place += -(-math.prod(row[1]) // world)

@@ -58,6 +58,8 @@ def largest_eigenvalue(
     found = 1.0
     before = 0.0
     iterations = 0
+    # Until two estimates in a row differ by less than `tol`. An eigenvalue of 0 means that there is
+    # no curvature to follow.
     while iterations < max_iter and found != 0.0 and abs((found - before) / found) >= tol:
         before = found
         product = _hessian_times(grads, params, vector)

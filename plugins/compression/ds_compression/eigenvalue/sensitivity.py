@@ -111,6 +111,7 @@ class Sensitivity:
         if not self._is_due():
             return
         self._running = contextlib.ExitStack()
+        # Fused attention has no second derivative.
         self._running.enter_context(sdpa_kernel(SDPBackend.MATH))
         for layer in self._layers:
             layer.twice = True
@@ -133,6 +134,7 @@ class Sensitivity:
                 f"eigenvalue: ranks have different parts of {divided[0]}; switch "
                 "eigenvalue.enabled off"
             )
+        # One graph for all blocks; its gradients can be derived again.
         with torch.enable_grad():
             made = torch.autograd.grad(loss.float(), flat, create_graph=True, allow_unused=True)
         grads = dict(zip(flat, made, strict=True))

@@ -42,25 +42,30 @@ UNSET = 2
 
 @dataclass(slots=True)
 class WeightQuantiser:
-    """How the weight is quantised. bits: now; 0: not yet. share: of the quantised value in the
-    weight that is used.
+    """How the weight is quantised."""
 
-    seed: of the noise of stochastic rounding at this step; None: to the nearest level. pace: when
-    bits go, where eigenvalues decide it.
-    """
-
+    # -- as the config says
     group: str
+    # The step at which quantisation begins.
     offset: int
+    # Bits at first and in the end; one less after every `period` steps.
     start: int
     target: int
     period: int
+    # Ranges of one weight, each with a scale of its own.
     groups: int
     symmetric: bool
     stochastic: bool
+    # By how much the quantised value's share grows each step; None: it is used alone.
     mix: float | None
+    # When bits go, where eigenvalues decide it.
     pace: Pace | None = None
+    # -- at this step
+    # 0: not quantised yet.
     bits: int = 0
+    # Of the quantised value in the weight that is used.
     share: float = 1.0
+    # Of the noise of stochastic rounding; None: to the nearest level.
     seed: int | None = None
 
     def __call__(self, weight: Tensor) -> Tensor:
@@ -75,20 +80,23 @@ class WeightQuantiser:
 
 @dataclass(slots=True)
 class InputQuantiser:
-    """How inputs are quantised. images: one range per image instead of per token. active: now.
+    """How inputs are quantised."""
 
-    static: by the range in the layer's buffer ``activation_range``; seen: the range of the inputs
-    of this step.
-    """
-
+    # -- as the config says
     group: str
+    # The step at which quantisation begins.
     offset: int
     bits: int
     symmetric: bool
+    # By the running range in the layer's buffer ``activation_range``, not by the inputs' own.
     static: bool
+    # One range per image, instead of per token.
     images: bool
+    # -- at this step
     active: bool = False
+    # Whether the buffer has a range.
     known: bool = False
+    # The range of the inputs of this step, as one tensor; empty before the first.
     seen: list[Tensor] = field(default_factory=list)
 
     def __call__(self, inputs: Tensor, given: Tensor | None) -> Tensor:
@@ -102,24 +110,27 @@ class InputQuantiser:
 
 @dataclass(slots=True)
 class Mask:
-    """Which weights are kept.
+    """Which weights are kept."""
 
-    kind: sparse, row, channel or head. learned: by scores, which are a parameter.
-
-    tensor: the name of the scores, or of the buffer with the mask. parts: heads, or 0. pattern: of
-    snip_momentum, whose masks come from outside. active: it is used now. made: the buffer has the
-    mask.
-    """
-
+    # -- as the config says
     group: str
+    # sparse, row, channel or head.
     kind: str
+    # The step at which pruning begins.
     offset: int
+    # The part that is kept.
     ratio: float
+    # By scores, which are a parameter.
     learned: bool
+    # The name of the scores, or of the buffer with the mask.
     tensor: str
+    # Heads; 0 for other kinds.
     parts: int = 0
+    # Of snip_momentum, whose masks come from `ds_compression.training`.
     pattern: Pattern | None = None
+    # -- at this step
     active: bool = False
+    # Whether the buffer has the mask.
     made: bool = False
 
     def calculate(self, source: Tensor) -> Tensor:
@@ -148,20 +159,19 @@ class Mask:
 
 @dataclass(slots=True)
 class Compression:
-    """What is done to one layer.
+    """What is done to one layer."""
 
-    name: in its model. transposed: its weight has inputs first (transformers' Conv1D). running: its
-    forward runs, and remembers the weight that it uses. twice: second derivatives will be asked
-    for.
-    """
-
+    # In its model.
     name: str
+    # Its weight has inputs first, as transformers' Conv1D.
     transposed: bool
     quantiser: WeightQuantiser | None = None
     inputs: InputQuantiser | None = None
     masks: list[Mask] = field(default_factory=list)
+    # Its forward runs, and remembers in `used` the weight that it uses; see [Note: memory].
     running: bool = False
     used: Tensor | None = None
+    # Second derivatives will be needed.
     twice: bool = False
 
     @property
@@ -304,6 +314,7 @@ def _used_weight(module: nn.Module) -> Tensor:
     sources = [_source(module, mask) for mask in active]
     if compression.by_operations:
         return _by_operations(module, weight, active, sources)
+    # One operation of autograd's: it keeps the parameter, not the steps in between.
     used = _apply(_Use, weight, module, tuple(active), *sources)
     if compression.running:
         compression.used = used.detach()
@@ -382,6 +393,7 @@ class _Use(torch.autograd.Function):
             if not mask.learned:
                 grads.append(None)
                 continue
+            # The derivative by one mask: the weight, the gradient and all other masks.
             product = rows * _quantised(module, weight)
             for other, factor in enumerate(kept):
                 product = product if other == index else product * factor
@@ -439,6 +451,7 @@ def _made_again(module: nn.Module, compression: Compression) -> Iterator[None]:
     """
 
     def pack(kept: Tensor) -> Any:
+        # Only the used weight is made again; other tensors are kept as ever.
         used = compression.used
         if used is None or kept.untyped_storage().data_ptr() != used.untyped_storage().data_ptr():
             return kept

@@ -73,6 +73,7 @@ def in_range(
     else:
         scale = (high - low) / levels
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+        # One level is exactly zero, so that pruned weights stay pruned.
         zero = (low / scale).round() * scale
         least = 0
         greatest = levels - 1

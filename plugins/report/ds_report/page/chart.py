@@ -81,7 +81,8 @@ class Chart:
         course.
         """
         xs, ys = (line.mean_x, line.mean_y) if mean else (line.x, line.y)
-        (x0, x1), (y0, y1) = self.x_range, self.y_range
+        x0, x1 = self.x_range
+        y0, y1 = self.y_range
         parts = []
         pen = "M"
         for x, y in zip(xs, ys, strict=True):
