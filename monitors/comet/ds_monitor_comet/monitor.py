@@ -47,6 +47,7 @@ class CometMonitor:
         """Hand over the events that are due, each metric's first one included."""
         with hiding("comet", self._secrets):
             for name, value, step in events:
+                # A step below the last one is of a run that went back to a checkpoint: it is due.
                 last = self._last.get(name)
                 if last is None or not 0 <= step - last < self._every:
                     self._last[name] = step

@@ -73,6 +73,7 @@ class CSVFiles:
         for name in list(self._rows):
             path = self._paths.get(name)
             block = "".join(self._rows[name]).encode()
+            # The first rows of this metric here, or somebody has removed the file meanwhile.
             if path is None or not path.exists():
                 path, is_new = self._claim(name)
                 block = header(name) + block if is_new else block
@@ -99,6 +100,7 @@ class CSVFiles:
             self.directory / f"{stem}.csv",
             self.directory / f"{stem}-{_digest(name)}.csv",
         ):
+            # A file is this metric's when its header is.
             size = _usable_size(path, header(name))
             if path not in taken and size is not None:
                 return path, size == 0
@@ -118,6 +120,7 @@ def _usable_size(path: Path, first_line: bytes) -> int | None:
         return 0
     with path.open("r+b") as file:
         found = file.readline(LONGEST_LINE)
+        # A run that was killed may have left half a header.
         if not found.endswith(b"\n"):
             size = 0 if first_line.startswith(found) else None
         else:

@@ -64,6 +64,7 @@ class MLflowRun:
         import mlflow
         from mlflow.tracking import MlflowClient
 
+        # A run that the program has started knows its server; the section's is for a new one.
         active = mlflow.active_run()
         uri = mlflow.get_tracking_uri() if active is not None else _tracking_uri(section)
         self.directory = Path(_path(uri) or ".")
@@ -95,6 +96,7 @@ class MLflowRun:
             Param(metric_name(key), str(value)[:LONGEST_VALUE])
             for key, value in flat(config).items()
         ]
+        # MLflow accepts only so many in one call.
         for start in range(0, len(params), PER_CALL // 10):
             self._client.log_batch(run_id, params=params[start : start + PER_CALL // 10])
         return run_id
@@ -120,6 +122,7 @@ class MLflowRun:
         """
         if (known := self._names.get(name)) is None:
             known = metric_name(name)
+            # MLflow keeps metrics as files: `a` and `a/b` cannot both be there.
             taken = self._names.values()
             if any(
                 known == other
@@ -127,7 +130,8 @@ class MLflowRun:
                 or f"{other}/".startswith(f"{known}/")
                 for other in taken
             ):
-                known = f"{known.replace('/', '_')}-{zlib.crc32(name.encode(errors='surrogatepass')):08x}"
+                digest = zlib.crc32(name.encode(errors="surrogatepass"))
+                known = f"{known.replace('/', '_')}-{digest:08x}"
             self._names[name] = known
         return known
 
@@ -137,6 +141,7 @@ class MLflowRun:
         Raises OSError, whatever MLflow raises.
         """
         while self._waiting:
+            # What MLflow has accepted is dropped at once, so that a failure repeats no metric.
             batch = self._waiting[:PER_CALL]
             try:
                 with hiding("mlflow", self._secrets):

@@ -24,6 +24,7 @@ class TrackioMonitor:
         import trackio
         from trackio import context_vars
 
+        # A run that the program has started is also for the program to finish.
         current = context_vars.current_run.get()
         self._owned = current is None
         self._run: Any = current or trackio.init(

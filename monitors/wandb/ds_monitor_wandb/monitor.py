@@ -34,6 +34,8 @@ class WandbMonitor:
         self._run: Any = wandb.run or wandb.init(
             project=section.project, group=section.group, entity=section.team, config=dict(config)
         )
+        # wandb's own step must grow with each row; samples are an axis of ours, since metrics of
+        # one step may come in several rows.
         self._run.define_metric(AXIS, hidden=True)
         self._run.define_metric("*", step_metric=AXIS)
         self._closed = False

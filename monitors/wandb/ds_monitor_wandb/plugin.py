@@ -1,4 +1,4 @@
-"""What this distribution offers to ds_core: the section ``wandb`` and its monitor (torch-free)."""
+"""The section ``wandb`` and its monitor, as they are offered to ds_core (torch-free)."""
 
 from ds_monitor_kit import ServicePlugin
 

@@ -1,4 +1,4 @@
-"""What is loaded of a checkpoint, and by whom: arguments of load_checkpoint, other models, 16-bit exports."""
+"""What is loaded of a checkpoint: arguments of load_checkpoint, other models, 16-bit exports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States that only some ranks have, states of plugins and of other optimizers, and what reading costs."""
+"""States that only some ranks have, states of plugins, and what reading costs."""
 
 from __future__ import annotations
 

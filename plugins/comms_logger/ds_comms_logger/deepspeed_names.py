@@ -189,6 +189,7 @@ class CommsLogger:
     def _choose(self, **settings: Any) -> None:
         """Put settings into effect; a name in ``prof_ops`` that is no operation raises
         ConfigError."""
+        # A whole section, so that what is chosen is checked as in a config.
         chosen = Section(**{**self._section().model_dump(), **settings})
         put_into_effect(chosen)
         self._off = chosen.model_copy(update={"enabled": False})

@@ -241,6 +241,7 @@ def _message(collective: Collective) -> tuple[str, int]:
 
 def _call_site() -> str:
     """``file.py:line in function`` of the nearest frame outside ds_core.comm and this package."""
+    # Frames of the core's collectives and of this package say nothing about who communicates.
     frame = sys._getframe(1)
     while (
         frame.f_globals.get("__name__", "").startswith(("ds_core.comm", "ds_comms_logger."))

@@ -29,8 +29,8 @@ def truncate(batch: Any, length: int) -> Any:
 
     batch: a tensor, or lists, tuples and mappings of tensors. The length of the sequences is that
     of ``input_ids``, or else of the first tensor with two or more dimensions:
-    [batch, positions, ...]. In the others that many positions are cut in dimension 1, and in the last two of masks with
-    three (integers or booleans) or four dimensions.
+    [batch, positions, ...]. In the others that many positions are cut in dimension 1, and in the
+    last two of masks with three (integers or booleans) or four dimensions.
     """
     found: list[Tensor] = []
     map_leaves(

@@ -61,7 +61,8 @@ class DataAnalyzer:
         }
         if given := [name for name, value in own.items() if value is not None]:
             raise UsageError(
-                f"DataAnalyzer has no {', '.join(given)}; use ds_data_sampling.curricula.analysis.measure "
+                f"DataAnalyzer has no {', '.join(given)}; "
+                "use ds_data_sampling.curricula.analysis.measure "
                 "and combine"
             )
         dtypes = [_name(dtype) for dtype in metric_dtypes] or [""] * len(metric_names)

@@ -1,7 +1,8 @@
 """Objects and dicts by which DeepSpeed's config shows some of its sections, with the documented
 defaults: to be read.
 
-The others are models of the packages that serve them, see `ds_deepspeed_compat.configs.config_models`.
+The others are models of the packages that serve them, see
+`ds_deepspeed_compat.configs.config_models`.
 """
 
 from __future__ import annotations

@@ -183,6 +183,7 @@ def CreateLossScaler(
     dynamic_loss_args: those of `DynamicLossScaler`. Raises UsageError where a scale is to change
     and they are None.
     """
+    # Only fp16 has a range so small that gradients need a scale.
     if dtype != torch.half:
         return LossScaler(1.0)
     if not dynamic_scaling:
@@ -197,6 +198,7 @@ def CreateLossScaler(
 def view_of(engine: Engine, *, dynamic: bool) -> LossScalerBase:
     """The loss scale of an engine as one of these objects."""
     kind: type[LossScalerBase] = DynamicLossScaler if dynamic else LossScaler
+    # Without its constructor, which would make a scale of its own.
     view = kind.__new__(kind)
     view._own = _EngineScale(engine)
     return view

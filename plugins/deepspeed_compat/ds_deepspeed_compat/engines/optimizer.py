@@ -196,6 +196,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         locate = getattr(self._engine.partitioner, "locate", None) if self.cpu_offload else None
         if locate is None:
             return {}
+        # The partitioner knows which range of each parameter this rank updates.
         shards = (locate(param) for group in self._groups for param in group)
         grads = {i: shard.reduced() for i, shard in enumerate(shards) if shard is not None}
         return {i: grad.detach() for i, grad in grads.items() if grad is not None}
@@ -228,6 +229,7 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
         trained = {param for group in self._groups for param in group}
         found: dict[nn.Module, list[nn.Parameter]] = {}
         for leaf in importlib.import_module("ds_zero").get_z3_leaf_modules(self.module):
+            # A parameter that two leaves share belongs to the first.
             found[leaf] = [p for p in leaf.parameters() if p in trained]
             trained.difference_update(found[leaf])
         return {leaf: params for leaf, params in found.items() if params}
@@ -269,6 +271,8 @@ def wrapped(engine: Engine, groups: list[list[nn.Parameter]]) -> Optimizer | Non
     """
     if engine.optimizer is None:
         return None
+    # Scripts ask by isinstance what holds the states: the classes are DeepSpeed's, by stage and
+    # precision.
     stage = engine_methods.zero_optimization_stage(engine)
     core = engine.config.core
     kinds: dict[int, type[DeepSpeedOptimizer]] = {

@@ -231,8 +231,9 @@ def _phase_bars(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """(key, its value in each run) of all that is not the same in all runs with a record; "—" where
-    it is missing.
+    """(key, its value in each run) of all that differs between runs with a record.
+
+    A value that is missing is "—".
     """
     known = [run for run in runs if run.facts]
     if len(known) < 2:
