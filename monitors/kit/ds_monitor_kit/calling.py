@@ -1,5 +1,5 @@
-"""How a monitor calls a service: its secrets are not shown, it does not end the program, and a long
-wait is told.
+"""How a monitor calls a service: its secrets are hidden, it does not end the program, and a long
+wait is reported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ds_core.errors import PluginError
 log = logging.getLogger("ds_monitor_kit")
 
 LONG = 10.0
-"""Seconds after which a call that training waits for is told."""
+"""Seconds after which a call that training waits for is reported."""
 SHORTEST = 8
 """Characters of a secret in the environment; shorter ones would blot out ordinary words."""
 
@@ -31,17 +31,17 @@ def hiding(section: str, secrets: Collection[str] = ()) -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        told = scrub(f"it called sys.exit({error.code!r})", {*secrets, *_of_environment()})
-        raise PluginError(f"{section}: {told}; a service must not end a run") from None
+        text = scrub(f"it called sys.exit({error.code!r})", {*secrets, *_of_environment()})
+        raise PluginError(f"{section}: {text}; a service must not end a run") from None
     except Exception as error:
         known = {*secrets, *_of_environment()}
-        told = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}"
         chain = [error.__cause__, error.__context__]
         if not any(
-            secret in f"{told} {' '.join(map(repr, chain))}" for secret in known if len(secret) > 2
+            secret in f"{text} {' '.join(map(repr, chain))}" for secret in known if len(secret) > 2
         ):
             raise
-        raise PluginError(f"{section}: {scrub(told, known)}") from None
+        raise PluginError(f"{section}: {scrub(text, known)}") from None
 
 
 def _of_environment() -> set[str]:

@@ -70,8 +70,8 @@ def tune(
     best = outcome.best
     if best is None:
         why = {row.result.reason: row.name for row in reversed(outcome.rows)}
-        told = "; ".join(f"{name}: {reason}" for reason, name in list(why.items())[-3:])
-        raise CommandError(f"no trial was measured: {told or 'there is nothing to try'}")
+        reasons = "; ".join(f"{name}: {reason}" for reason, name in list(why.items())[-3:])
+        raise CommandError(f"no trial was measured: {reasons or 'there is nothing to try'}")
     optimal = folder / "ds_config_optimal.json"
     command = outcome.launch.final(optimal)
     write_results(

@@ -78,7 +78,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Bytes of the rank that needs most, told before a trial.
+    """Bytes of the rank that needs most, forecast before a trial.
 
     device: all of it: `states` of the model, `activations` of its micro-batch, and what is `fixed`
     for all settings. On the CPU the host is the device. host: model states there, and what a

@@ -105,11 +105,11 @@ def _headline(rows: Sequence[Row], best: Row | None, section: Autotuning) -> str
 
 
 def _reason(key: Key) -> str:
-    told = []
+    others = []
     for other in sorted(key.others, key=lambda o: -(o.part or 0.0)):
         at = f"{100 * other.part:.0f} % of the best" if other.part is not None else other.note
-        told.append(f"{other.value}: {at}")
-    return f"{key.name} = {key.value} (instead of it, {'; '.join(told)})"
+        others.append(f"{other.value}: {at}")
+    return f"{key.name} = {key.value} (instead of it, {'; '.join(others)})"
 
 
 def _ranked(rows: Sequence[Row], section: Autotuning) -> list[Row]:
@@ -128,7 +128,7 @@ def _header(metric: str) -> tuple[str, ...]:
 
 def _cells(row: Row, metric: str) -> tuple[str, ...]:
     result = row.result
-    told = "" if row.forecast is None else _gib(row.forecast.device)
+    forecast = "" if row.forecast is None else _gib(row.forecast.device)
     setting = ", ".join(
         f"{key.rpartition('.')[2]}={shown(value)}" for key, value in row.setting.items()
     )
@@ -138,7 +138,7 @@ def _cells(row: Row, metric: str) -> tuple[str, ...]:
         number(value_of(row, metric)),
         number(result.latency),
         _gib(result.peak_device),
-        told,
+        forecast,
         setting,
         said,
     )

@@ -72,10 +72,13 @@ def tune_script(
 ) -> Outcome:
     """Tune the script that `launch` starts.
 
-    config: a file, where the script's arguments name none. anew: forget the trials of before.
-    changed: keys of the section ``autotuning`` to replace. say: hears what is done. heard: each row
-    as it comes, the best, and the section. Raises DSError for a config that is refused, and where
-    the script does not run as it is.
+    config: a file, where the script's arguments name none.
+    anew: forget the trials of before.
+    changed: keys of the section ``autotuning`` to replace.
+    say: called with what is done.
+    heard: called with each row as it comes, the best, and the section.
+
+    Raises DSError for a config that is refused, and where the script does not run as it is.
     """
     path = config or launch.config
     base = dict(read_config(path).raw) if path else {}
@@ -275,7 +278,7 @@ class _Session:
 
     def _sizes(self, judge: Judge, profile: Profile, room: Room, setting: Setting) -> Sequence[int]:
         """Micro-batches worth a trial in a stage; the least alone where that is ruled out, so that
-        it is told why.
+        the reason is reported.
         """
         section = self.section
         own = self.section.space.get(MICRO, ())

@@ -180,8 +180,7 @@ def _leave_report(folder: Path, rank: int, report: Any) -> None:
 
 
 def _reports(folder: Path, world_size: int) -> list[Any]:
-    """Wait for every rank's report and take them away; CheckpointError when one tells of an
-    error."""
+    """Wait for every rank's report and remove them; CheckpointError when one has an error."""
     reports: dict[int, Any] = {}
     ended: float | None = None
     while len(reports) < world_size:

@@ -120,7 +120,7 @@ def _prepared(
 
 
 def _encodable(client: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What of a client state a checkpoint can hold; and what not, which the user is told."""
+    """What of a client state a checkpoint can hold; and what not, to be reported."""
     kept = {}
     left = []
     for key, value in client.items():

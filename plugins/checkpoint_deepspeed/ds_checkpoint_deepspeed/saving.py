@@ -67,7 +67,7 @@ def loss_scaler(state: dict[str, Any] | None) -> Any:
     )
 
 
-_InPython: Any = pickle._Pickler  # which can be told how to name a class
+_InPython: Any = pickle._Pickler  # which can be given how to name a class
 
 
 class _Pickler(_InPython):  # type: ignore[misc]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ds_comms_guard.processes import Home, State
 from ds_comms_guard.verdict import Position
-from ds_comms_guard.whereabouts import Home, State
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from ds_core.config import Section, option
 
 
 class CommsGuard(Section):
-    """The guard against ranks that disagree on the next collective; waits are told of without it
-    too.
+    """The guard against ranks that disagree on the next collective; waits are reported without
+    it too.
     """
 
     enabled: bool = option(

@@ -3,8 +3,8 @@
 [Note: how it is known] The core counts the calls of each group. A thread sees when this rank waits:
 in the host, or, where the host goes on (NCCL), by events of the device. After half of `patience` it
 publishes this rank's position (counts, place in the program) in the job's store and asks the others
-for theirs; one of those who wait, the judge, tells who has not come. A collective pays for a count
-alone, and the store hears once which process a rank is, and no more until somebody stands still.
+for theirs; one of those who wait, the judge, reports who has not come. A collective pays for a count
+alone, and the store gets once which process a rank is, and no more until somebody stands still.
 
 [Note: how a difference is proved] With ``enabled``, `HangGuard` is called around every collective,
 and folds it into its group's digest: operation, size, dtype, and what the caller said of it

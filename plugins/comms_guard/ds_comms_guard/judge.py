@@ -10,10 +10,10 @@ import time
 from collections.abc import Mapping
 
 from ds_comms_guard.board import Board, Question
+from ds_comms_guard.processes import Home, State
 from ds_comms_guard.report import describe_waits
 from ds_comms_guard.verdict import SHOWN, Position, prove
 from ds_comms_guard.waits import Wait
-from ds_comms_guard.whereabouts import Home, State
 
 log = logging.getLogger("ds_core.comm")
 
@@ -45,8 +45,8 @@ class Judge:
         self._proven = math.inf  # since when there has been a proof
         self._questions = 0
         self._wait: Wait | None = None
-        self._due = 0.0  # seconds of the wait after which it is told
-        self._question = Question()  # asked before it is told, about the silent too
+        self._due = 0.0  # seconds of the wait after which it is reported
+        self._question = Question()  # asked before it is reported, about the silent too
         self._asked = self._searched = math.inf  # when that was, and when it was asked about them
         self._home = Home.here()
 
@@ -146,8 +146,8 @@ class Judge:
         # they are stopped or have ended: nothing more can be learnt
         sure = settled and bool(silent)
         if sure or waited >= self._due + (0 if settled else self._patience / 4):
-            told = {rank: self._silence(rank, states) for rank in silent}
-            log.warning("%s", describe_waits(heard, told, self._size, waited))
+            unanswered = {rank: self._silence(rank, states) for rank in silent}
+            log.warning("%s", describe_waits(heard, unanswered, self._size, waited))
             self._due = 2 * waited
             self._asked = math.inf
 

@@ -1,5 +1,6 @@
-"""What is told of a wait that has lasted: who waits for what, who has not come, and where those are
-(no processes).
+"""The report of a long wait: who waits for what, who has not come, and where those are.
+
+Arithmetic only: no process is looked at here.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ from ds_comms_guard.board import Board, Question
 from ds_comms_guard.counts import Counts
 from ds_comms_guard.judge import Judge
 from ds_comms_guard.ledger import Ledger
+from ds_comms_guard.processes import Home, torch_call, user_line
 from ds_comms_guard.verdict import Activity, Position
 from ds_comms_guard.waits import Wait, Waits
-from ds_comms_guard.whereabouts import Home, torch_call, user_line
 from ds_core.process import STATE
 
 log = logging.getLogger("ds_core.comm")
@@ -195,7 +195,7 @@ class Watcher:
         """What this rank knows by itself."""
         waited = time.monotonic() - wait.since if wait is not None else 0.0
         here = self._keeper.machine == self._home.machine
-        # Of a keeper that is stopped or has ended nothing more can be learnt, so it is told in half
+        # Of a keeper that is stopped or has ended nothing more can be learnt, so it is reported in half
         # the time.
         share = 0.5 if here and self._keeper.state().settled else 1.0
         if wait is None or waited < share * self._alone_due:

@@ -20,9 +20,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ds_comms_guard import guard, plugin
+from ds_comms_guard.processes import Home
 from ds_comms_guard.report import describe_waits
 from ds_comms_guard.verdict import GroupHistory, Position
-from ds_comms_guard.whereabouts import Home
 from ds_testing import RemoteError, run_ranks
 
 import ds_core

@@ -26,10 +26,11 @@ PostProcess = Callable[[Any, Mapping[str, Any]], Any]
 class Callbacks:
     """The functions of one run.
 
-    schedules: by metric, (step from 1) -> difficulty. post_process: (batch, state) -> batch, where
-    state has ``curriculum_step`` (the step of the batch, from 1) and ``current_difficulties`` (by
-    metric). difficulties: those of the last batch. loads: whether a loader was made, or its absence
-    was told.
+    schedules: by metric, (step from 1) -> difficulty.
+    post_process: (batch, state) -> batch, where state has ``curriculum_step`` (the step of the
+        batch, from 1) and ``current_difficulties`` (by metric).
+    difficulties: those of the last batch.
+    loads: whether a loader was made, or its absence was reported.
     """
 
     schedules: dict[str, Callable[[int], int]] = field(default_factory=dict)

@@ -36,7 +36,7 @@ def scale(method: str, samples: int, usual: int) -> float:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise UsageError for an optimizer whose updates cannot be told."""
+    """Raise UsageError for an optimizer whose updates are not known."""
     if optimizer is not None and not hasattr(optimizer, "register_step_pre_hook"):
         raise UsageError(
             "dynamic_batching.lr_scaling_method needs an optimizer that is a "

@@ -1,4 +1,4 @@
-"""How much memory a setting will take per rank, told before it is run.
+"""How much memory a setting will take per rank, forecast before it is run.
 
 Model states are those of `ds_memory` (ds-zero: the arithmetic of ``dscore plan``) for what one rank
 computes with. The rest (activations, temporaries, what the process takes by itself) was measured: a
@@ -92,17 +92,17 @@ def states_of(profile: Profile, chosen: Composition, world: int) -> Mapping[str,
     mesh = chosen.mesh(world)
     module = build(profile, _share(profile, mesh), _elsewhere(profile, mesh))
     cast_module(module, make_precision(chosen.config, chosen.plugins))
-    told, complete = memory_of(chosen, module, mesh.size("dp"))
+    found, complete = memory_of(chosen, module, mesh.size("dp"))
     if complete:
-        return told
+        return found
     count = sum(p.numel() for p in module.parameters())
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     weights = sum(p.numel() * p.element_size() for p in module.parameters())
     half = weights < 4 * count
     # Weights, gradients, and in 16-bit modes fp32 masters with their gradients; Adam's moments in
     # fp32.
-    told["device"] += weights + trained * ((2 + 8 if half else 4) + 4 * ADAM)
-    return told
+    found["device"] += weights + trained * ((2 + 8 if half else 4) + 4 * ADAM)
+    return found
 
 
 def _size(mesh: Mesh, axis: str) -> int:
@@ -132,18 +132,18 @@ def _elsewhere(profile: Profile, mesh: Mesh) -> list[str]:
     """Paths of modules that other ranks have: blocks of other stages, experts of other ranks that
     stand in a list.
     """
-    away = []
+    absent = []
     pp = _size(mesh, "pp")
     ep = _size(mesh, "ep")
     if pp > 1:
         blocks = _block_paths(profile)
-        away += blocks[-(-len(blocks) // pp) :]
+        absent += blocks[-(-len(blocks) // pp) :]
     if ep > 1:
         lists = [row.path for row in profile.modules if row.path.rpartition(".")[2] == "experts"]
         for path in lists:
             each = [r.path for r in profile.modules if r.path.rpartition(".")[0] == path]
-            away += each[-(-len(each) // ep) :] if len(each) > 1 else []
-    return away
+            absent += each[-(-len(each) // ep) :] if len(each) > 1 else []
+    return absent
 
 
 def _block_paths(profile: Profile) -> list[str]:
@@ -210,8 +210,8 @@ def largest_micro_batch(
 def make_profile(files: Sequence[Path]) -> Profile:
     """One profile of what several profile runs wrote, with micro-batches of different sizes.
 
-    Model states are told by the config of each run, and taken off its peak. Raises UsageError where
-    no file can be read.
+    Model states follow from the config of each run, and are subtracted from its peak. Raises
+    UsageError where no file can be read.
     """
     read = [(path, data) for path in files if (data := read_json(path)) is not None]
     if not read:

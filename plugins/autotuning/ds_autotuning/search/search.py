@@ -2,7 +2,7 @@
 so far expects most.
 
 optuna keeps the trials (ask and tell, in memory; the files of `experiments` are the only record).
-The order depends only on the seed and on what was told, so a tuner that was killed asks for the
+The order depends only on the seed and on the results, so a tuner that was killed asks for the
 same settings again.
 
 [Note: the model] Throughput is close to a product of effects: ZeRO's stage costs a factor, a larger

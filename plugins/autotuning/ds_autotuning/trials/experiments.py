@@ -156,8 +156,8 @@ class Experiments:
 def _is_trial(folder: Path) -> bool:
     """Whether a tuner made this folder: a user's own may have such a name, and a config of its
     own."""
-    told = read_json(folder / "config.json") or {}
-    return "overrides" in told and told.keys() <= {"setting", "overrides", "words", "ended"}
+    saved = read_json(folder / "config.json") or {}
+    return "overrides" in saved and saved.keys() <= {"setting", "overrides", "words", "ended"}
 
 
 def why_it_failed(code: int, in_time: bool, seconds: float, said: str) -> tuple[Status, str]:

@@ -72,7 +72,7 @@ LOOK: StashKey[Look] = StashKey("the profile run's description of the model")
 
 
 def describe(module: nn.Module) -> Profile:
-    """Its parameters, module by module, and what can be told from classes and shapes.
+    """Its parameters, module by module, and what can be said from classes and shapes.
 
     It may be on the meta device.
     """
@@ -122,8 +122,8 @@ def _experts(module: nn.Module) -> int:
     """The most experts of a layer: what it says, or modules in a list of that name; 0 without."""
     most = 0
     for path, each in module.named_modules():
-        told = getattr(each, "num_experts", 0)
-        most = max(most, told if isinstance(told, int) else 0)
+        given = getattr(each, "num_experts", 0)
+        most = max(most, given if isinstance(given, int) else 0)
         if isinstance(each, nn.ModuleList) and path.rpartition(".")[2] == "experts":
             most = max(most, len(each))
     return most
@@ -132,8 +132,8 @@ def _experts(module: nn.Module) -> int:
 def _hidden_size(module: nn.Module) -> int | None:
     config = getattr(module, "config", None)
     for name in ("hidden_size", "n_embd", "d_model"):
-        if isinstance(told := getattr(config, name, None), int):
-            return told
+        if isinstance(given := getattr(config, name, None), int):
+            return given
     lengths = Counter(
         int(p.shape[0]) for p in module.parameters() if p.dim() == 1 and p.numel() > 1
     )

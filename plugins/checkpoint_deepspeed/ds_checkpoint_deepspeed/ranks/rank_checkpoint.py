@@ -109,8 +109,8 @@ class ZeROCheckpoint:
         keys_to_ignore: Sequence[str] = (),
         strip_tensor_paddings: bool = True,
     ) -> State:
-        """The states of a rank: those of its files one after the other, without padding unless
-        told.
+        """The states of a rank: those of its files one after the other, without padding by
+        default.
         """
         merged: State | None = None
         for path in self.get_files_for_rank(pp_index, tp_index, dp_index):

@@ -84,7 +84,7 @@ def _names(
     names = {}
     for number, kind in kinds.items():
         of_experts, shape = kind
-        # Groups of experts say so: then experts and other weights of a shape are told apart.
+        # Groups of experts say so: then experts and other weights of a shape are distinguished.
         there = [n for n in free if not has_experts or (expert_place(n) is not None) == of_experts]
         if values:
             # 16-bit modes: the fp32 master rounds to exactly one weight.

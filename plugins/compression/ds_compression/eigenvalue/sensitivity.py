@@ -210,7 +210,7 @@ def _loss_in(outputs: Any) -> Tensor:
 
 
 def metrics(ctx: Context) -> Mapping[str, float]:
-    """What monitors are told."""
+    """What monitors are given."""
     found = ctx.stash.get(_SENSITIVITY)
     if found is None or not found.new:
         return {}

@@ -186,7 +186,7 @@ def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., Tensor], target_fp_dtype: torch.dtype, target_device: Any = None
 ) -> Callable[..., Tensor]:
     """`fn`, whose floating-point results have `target_fp_dtype` and are made on `target_device`
-    unless told.
+    by default.
     """
 
     @functools.wraps(fn)

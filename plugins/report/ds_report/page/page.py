@@ -130,9 +130,9 @@ def _memory_lines(runs: Sequence[Run], base: str) -> list[Line]:
             found.append(
                 _line(run, index, f"{run.name}, rank {rank}", points, base, faint=rank > 0)
             )
-        told = run.curves.get("memory_allocated_gib")
-        if not run.memory and told is not None:
-            found.append(_line(run, index, run.name, told, base))
+        measured = run.curves.get("memory_allocated_gib")
+        if not run.memory and measured is not None:
+            found.append(_line(run, index, run.name, measured, base))
     return found
 
 

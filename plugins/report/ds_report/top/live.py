@@ -168,8 +168,8 @@ def _recent(record: RankRecord, metric: str, count: int = 2000) -> list[float]:
 
 
 def _rates(record: RankRecord, count: int = 2000) -> list[float]:
-    if told := _recent(record, "samples_per_second", count):
-        return told
+    if measured := _recent(record, "samples_per_second", count):
+        return measured
     columns = record.columns
     samples = columns.column("samples")
     rows = [

@@ -1,4 +1,4 @@
-"""Where a process is: its machine and number, what the system says of it, and the line that its
+"""A process from outside: its host and number, what the system says of it, and the line that its
 program is at.
 """
 
