@@ -237,7 +237,8 @@ def measure(
 
 
 def work(arguments: argparse.Namespace) -> None:
-    from ds_core.plugins import Plugins, PluginSettings
+    from ds_core.plugins import Plugins
+    from ds_core.plugins.registry import PluginSettings
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -12,11 +12,11 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any
 
 from ds_core.errors import UsageError
+from ds_core.partition import KEEP, LATER, REDUCE, BackwardPlan
 
 if TYPE_CHECKING:
     from ds_core.config.core import Batch
@@ -45,67 +45,49 @@ UNSCALED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class BackwardPlan:
-    """What becomes of the gradients of one backward.
-
-    The core decides it; a partitioner follows it.
-    """
-
-    changed: bool = False
-    """Whether parameters were frozen or unfrozen since the last backward; true in the first."""
-
-    reduce: bool = False
-    """Whether gradients are to be reduced, each as soon as it is ready; else a later backward, or
-    the step, does it.
-    """
-
-    keep_local: bool = False
-    """Whether gradients must stay with this rank for now, even partitioned ones (`reduce` is off
-    then).
-    """
-
-    may_wait: bool = True
-    """Whether `on_gradient` may wait for other ranks. False where a backward may reach the models
-    of several engines, in an order that differs between ranks."""
-
-
-REDUCE = BackwardPlan(reduce=True)
-LATER = BackwardPlan(reduce=False)
-KEEP = BackwardPlan(reduce=False, keep_local=True)
-
-
 class Origin(IntEnum):
     """Whose backward gradients of one engine come from; several are or-ed together as bits of an
     int.
-
-    NONE: no backward. ENGINE: the engine's own ``backward``. PLAIN: a ``loss.backward()``. JOINT:
-    another engine's ``backward``, of a loss that both engines contributed to.
     """
 
     NONE = 0
+    """No backward."""
     ENGINE = 1
+    """The engine's own ``backward``."""
     PLAIN = 2
+    """A ``loss.backward()``."""
     JOINT = 4
+    """Another engine's ``backward``, of a loss that both engines contributed to."""
 
 
-# a member's ``|`` costs 0.1 us
+# As plain integers: ``|`` and ``&`` of an enum's members cost 0.1 us each, several times a step.
 ENGINE = int(Origin.ENGINE)
 PLAIN = int(Origin.PLAIN)
 JOINT = int(Origin.JOINT)
 
 
 class Window:
-    """The gradients of one engine between two updates; `restart` makes it the next window.
+    """The gradients of one engine between two updates; `restart` makes it the next window."""
 
-    gas: accumulation steps of this window. micros: micro-batches that `step` has ended. seen,
-    micro: the origins, as bits, of the gradients of the window and of the running micro-batch.
-    scaled: whether the running micro-batch's loss went through ``engine.scale``. backwards: how
-    many there were, as far as hooks on gradients saw them. data: the position of the engine's
-    loader when the window began.
-    """
+    # -- sizes
+    gas: int
+    """Accumulation steps of this window."""
+    micros: int
+    """Micro-batches that `step` has ended."""
 
+    # -- where gradients came from
+    seen: int
+    """The origins, as bits, of the window's gradients."""
+    micro: int
+    """The origins, as bits, of the running micro-batch's gradients."""
+    backwards: int
+    """How many there were, as far as hooks on gradients saw them."""
+    scaled: bool
+    """Whether the running micro-batch's loss went through ``engine.scale``."""
+
+    # -- for resuming
     data: Any = None
+    """The position of the engine's loader when the window began."""
 
     def __init__(self, gas: int) -> None:
         self.restart(gas)
@@ -120,6 +102,7 @@ class Window:
         """Forget where the gradients so far came from; they were dropped."""
         self.seen = self.micro = self.backwards = 0
         self.scaled = False
+        # What other engines multiplied joint losses by; NaN, which equals nothing, where they differ.
         self._joint_factor: float | None = None
 
     @property
@@ -139,6 +122,7 @@ class Window:
 
     def add(self, origin: Origin, factor: float = 1.0) -> None:
         """A backward gives gradients. factor: what another engine multiplied a joint loss by."""
+        # Here, not only in `check`: the backward that follows may reduce the sum.
         if self.seen & PLAIN and origin == ENGINE and self.gas > 1:
             raise UsageError(MIXED)
         if origin == JOINT and factor != self._joint_factor:
@@ -158,6 +142,7 @@ class Window:
 
         factor: what this engine multiplies losses by. scales: whether it has a loss scaler.
         """
+        # With one micro-batch all backwards are divided by 1, so any mixture is right.
         several = self.gas > 1
         driven = self.micro & ENGINE
         joint = self.seen & JOINT
@@ -177,7 +162,7 @@ class Window:
             raise UsageError(UNSCALED)
         if several and not driven and not joint and self.seen & ENGINE:
             raise UsageError(NO_BACKWARD)
-        # without hooks a plain backward is not seen, and there may have been none
+        # Without hooks a plain backward is not seen, and there may have been none.
         if not driven and not joint:
             self.seen |= PLAIN
 
@@ -199,9 +184,10 @@ class Reduction(Enum):
 class Accumulation:
     """Decides which backward reduces gradients and which `step` updates, and changes the batch
     sizes.
-
-    plan: of the next backward, unless a runner has one of its own.
     """
+
+    plan: BackwardPlan
+    """Of the next backward, unless a runner has one of its own."""
 
     def __init__(
         self, ctx: Context, partitioner: Partitioner, hooks: GradientHooks, batches: Batches
@@ -211,8 +197,10 @@ class Accumulation:
         self._hooks = hooks
         self._batches = batches
         self._managed = ctx.config.core.managed_gradient_accumulation
-        self._forced: bool | None = None  # the boundary, where the user decides
-        self._next_batch: Batch | None = None  # set in the middle of a window, for the next one
+        # Whether the next `step` updates, where the user decides.
+        self._forced: bool | None = None
+        # Sizes that were set in the middle of a window, for the next one.
+        self._next_batch: Batch | None = None
         self._reduction = Reduction.AT_BOUNDARY
         self._window = hooks.window
         self._window.data = batches.position()
@@ -236,6 +224,7 @@ class Accumulation:
         # Without managed accumulation any backward may be followed by another, so the step reduces.
         counted = self._managed or self._forced is not None
         if self._reduction is not Reduction.AT_BOUNDARY:
+            # Several backwards go into one reduction, so no rank may give its part away before.
             self.plan = KEEP
         else:
             self.plan = REDUCE if counted and self.at_boundary else LATER
@@ -259,6 +248,7 @@ class Accumulation:
             raise UsageError(f"coalesce_grad_reduction cannot be nested in {self._reduction.value}")
         with self._reducing(Reduction.COALESCED):
             yield
+        # Only after a block that succeeded: this is collective, and an error may pass on one rank.
         self._partitioner.finish(self.plan)
 
     @contextlib.contextmanager
@@ -284,6 +274,7 @@ class Accumulation:
     def samples(self) -> int:
         """Samples over all ranks that the window's gradients came from. Called once per window."""
         batch = self._ctx.batch
+        # Where the user decides on boundaries, the window may have had any number of backwards.
         return self._batches.take_samples(
             batch.train if self._managed else batch.train // batch.gas * self._window.backwards
         )
@@ -306,6 +297,7 @@ class Accumulation:
                 self._batches.set_batch_size(batch.micro)
             self._ctx.batch = batch
             self._next_batch = None
+            # Whose backward a gradient comes from matters only with several micro-batches.
             self._hooks.install()
         self._window.restart(self._ctx.batch.gas)
         self._window.data = self._batches.position()

@@ -48,15 +48,20 @@ class Bucket:
         about: str,
     ) -> None:
         self.params = list(params)
-        self._about = about
+        # The parameters whose gradients have arrived in the running backward.
         self.arrived: set[Tensor] = set()
         self._group = group
+        # What its reductions are for, as interceptors are told.
+        self._about = about
+        # Factors before and after the sum over ranks.
         self._before = before
         self._after = after
+        # Gradients, then one flag for each of them.
         sizes = [p.numel() for p in params]
         self._flat = torch.zeros(sum(sizes) + len(sizes), dtype=dtype, device=params[0].device)
         *pieces, self._flags = self._flat.split([*sizes, len(sizes)])
         self._views = [_shaped_like(p, v) for p, v in zip(params, pieces, strict=True)]
+        # Whether this rank had a gradient for it, by parameter.
         self._have: list[bool] = []
         self._work: Any = None
 
@@ -87,6 +92,7 @@ class Bucket:
                 self._flags[i] = 0.0
             elif grad.is_sparse:
                 view.copy_(grad.to_dense())
+            # After the last reduction ``param.grad`` may be this very view.
             elif grad.data_ptr() != view.data_ptr():
                 into.append(view)
                 given.append(grad)
@@ -103,6 +109,7 @@ class Bucket:
         """
         self.settle()
         used = [True] * len(self.params)
+        # Reading flags waits for the device; a gradient of this rank's answers without them.
         if not all(self._have):
             used = [
                 have or flag > 0
@@ -132,6 +139,7 @@ def make_buckets(params: Sequence[nn.Parameter], ctx: Context) -> list[Bucket]:
     """
     place = {p: i for i, p in enumerate(params)}
 
+    # What must be equal in one buffer.
     def kind(param: nn.Parameter) -> tuple[tuple[str, ...], torch.dtype, torch.device]:
         return ctx.params[param].replicas, wire_dtype(param, ctx), param.device
 
@@ -152,6 +160,7 @@ def make_buckets(params: Sequence[nn.Parameter], ctx: Context) -> list[Bucket]:
 
     shared = [p for p in params if ctx.params[p].replicas]
     runs = arrange(shared, kind, full)
+    # A bucket is complete when its earliest parameter is, which backward finishes last.
     return [bucket(run) for run in sorted(runs, key=lambda run: -place[run[-1]])]
 
 

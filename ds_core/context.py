@@ -67,18 +67,9 @@ class Stash:
 
 @dataclass(slots=True)
 class Context:
-    """One run, as plugins see it. Filled from top to bottom while the engine is built.
+    """One run, as plugins see it. Filled from top to bottom while the engine is built."""
 
-    batch: the resolved batch triple. grain: what the optimizer's arithmetic needs whole (see
-    OptimizerEntry); None when it is an object or function of the user's that no plugin has
-    declared. own_optimizer: whether it was given to `initialize` and is of no installed package.
-    collate_fn: what `initialize` was given. params: per parameter of the transformed model, its
-    name and axes; empty until the transforms have run. trained: the parameters that the optimizer
-    was given, frozen ones too. buffers: as params, of buffers, by name. module: the transformed
-    model, None before. stash: typed plugin state. undo: takes a step that gives the model back as
-    it was (`ds_core.undo`).
-    """
-
+    # -- what the run was started with
     config: RunConfig
     plugins: Plugins
     mesh: Mesh
@@ -86,15 +77,32 @@ class Context:
     kernels: Kernels
     precision: Precision
     batch: Batch
+    """The resolved batch sizes; they may change between two windows."""
+
+    # -- what was given to `initialize`
     grain: Grain | None = None
+    """What the optimizer's arithmetic needs whole (see `OptimizerEntry`); None when it is an object
+    or function of the user's that no plugin has declared."""
     own_optimizer: bool = False
+    """Whether the optimizer was given to `initialize` and is of no installed package."""
     collate_fn: Callable[[list[Any]], Any] | None = None
+
+    # -- the model
     module: nn.Module | None = None
+    """The transformed model; None before the transforms have run."""
     params: dict[nn.Parameter, ParamInfo] = field(default_factory=dict)
+    """The name and axes of each parameter of `module`; empty before."""
     trained: list[nn.Parameter] = field(default_factory=list)
+    """The parameters that the optimizer was given, frozen ones too."""
     buffers: dict[str, ParamInfo] = field(default_factory=dict)
+    """As `params`, of buffers, by name."""
+
+    # -- for plugins
     stash: Stash = field(default_factory=Stash)
+    """Typed state of plugins."""
     undo: Undo = field(default_factory=Undo)
+    """Takes steps that give the model back as it was (`ds_core.undo`)."""
+    # Weak, since the engine has this context: a cycle would keep both until a collection.
     engine_ref: Callable[[], RunningEngine | None] = lambda: None
 
     @property

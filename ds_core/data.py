@@ -55,25 +55,28 @@ class Loader(Protocol):
 
 @dataclass(frozen=True)
 class LoaderRequest:
-    """What a loader is to be made of; see the arguments of torch's DataLoader.
-
-    batch_size: samples per micro-batch and rank. replicas, index: data-parallel ranks, and which of
-        them this is; a loader depends on these, never on the global rank, so that ranks with one
-        index get the same batches.
-    route: "train", or what else the user says. sampler: of indices, for this rank.
-    """
+    """What a loader is to be made of; see the arguments of torch's DataLoader."""
 
     dataset: Any
     batch_size: int
+    """Samples per micro-batch and rank."""
+
+    # A loader depends on these two, never on the global rank, so that ranks with one index get the
+    # same batches.
     replicas: int = 1
+    """Data-parallel ranks."""
     index: int = 0
+    """Which of them this is."""
+
     route: str = "train"
+    """"train", or what else the user says."""
     seed: int = 0
     drop_last: bool = False
     collate_fn: Callable[[list[Any]], Any] | None = None
     num_workers: int = 0
     pin_memory: bool = False
     sampler: Sampler[Any] | None = None
+    """Of indices, for this rank."""
 
 
 class DistributedLoader:
@@ -91,7 +94,9 @@ class DistributedLoader:
             raise UsageError(f"batch_size is {batch_size}; it must be at least 1")
         self.batch_size = batch_size
         self._request = request
-        self.epoch = self.position = self._skip = 0
+        self.epoch = 0
+        # Batches that the running pass has yielded, and that the next one is to leave out.
+        self.position = self._skip = 0
         self._generator = torch.Generator()
         self._sampler: Sampler[Any] | None = None
         if not isinstance(dataset, IterableDataset):
@@ -175,6 +180,7 @@ class DistributedLoader:
         """The position: epoch, batches yielded in it on each rank, and their samples over all
         ranks.
         """
+        # Samples hold at any batch size and world size; batches are for whoever reads the state.
         samples = self.position * self.batch_size * self._request.replicas
         return {"epoch": self.epoch, "batches": self.position, "samples": samples}
 
@@ -184,7 +190,7 @@ class DistributedLoader:
         """
         self.epoch = int(state["epoch"])
         self._skip = int(state["samples"]) // (self.batch_size * self._request.replicas)
-        # saved after the last batch of an epoch
+        # Saved after the last batch of an epoch.
         if self._batches is not None and self._skip >= len(self._batches):
             self.epoch = self.epoch + 1
             self._skip = 0

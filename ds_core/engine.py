@@ -19,11 +19,11 @@ from torch import Tensor
 
 from ds_core.accumulation import Accumulation, Origin
 from ds_core.config.core import with_micro_batch_size, with_train_batch_size
-from ds_core.discovery import Answer
 from ds_core.errors import PluginError, UsageError
 from ds_core.gradient_hooks import GradientHooks, unwatch_zero_grad, watch_zero_grad
 from ds_core.moved import names_of
 from ds_core.partition import KEEP, LATER, REDUCE
+from ds_core.plugins.calls import Answer
 from ds_core.precision import cast_floats, forward_context
 from ds_core.process import STATE
 from ds_core.runner import Batches, check_loss, eval_mode, mean_over_dp
@@ -61,8 +61,10 @@ class Engine(RunningEngine):
         lr_scheduler: Any,
         loader: Loader | None = None,
     ) -> None:
+        # -- the parts that were made for it
         assert ctx.module is not None
         self.ctx = ctx
+        self.config = ctx.config
         self.module = ctx.module
         self.partitioner = partitioner
         self.runner = runner
@@ -71,12 +73,15 @@ class Engine(RunningEngine):
         self.scaler = ctx.precision.scaler() if ctx.precision.scaler is not None else None
         self.training_dataloader = loader
         ctx.engine_ref = weakref.ref(self)
-        self.config = ctx.config
-        self.telemetry = telemetry = Telemetry(ctx)
-        self.monitor = telemetry.monitor
-        # What plugins give the engine: answers until they are first asked for, then functions.
+
+        # -- what plugins are told, and what they give
+        self.telemetry = Telemetry(ctx)
+        self.monitor = self.telemetry.monitor
+        # Answers until they are first asked for, then functions.
         self._methods: dict[str, Any] = {}
         self.add_methods(ctx.plugins.merged("ds_engine_methods"))
+
+        # -- the way of a gradient: from a backward, through a window, to an update
         self._batches = Batches(loader)
         self._hooks = GradientHooks(self)
         self._window = self._hooks.window
@@ -84,6 +89,7 @@ class Engine(RunningEngine):
         self._weight_update = WeightUpdate(self)
         self._follow_phases()
         self.serial = self._hooks.serial
+        # Their own `zero_grad` would leave gradients in buckets, shards and accumulators.
         watch_zero_grad(self.optimizer, self.module)
 
     def begin(self) -> None:
@@ -97,6 +103,7 @@ class Engine(RunningEngine):
         self._follow_phases()
 
     def __getattr__(self, name: str) -> Any:
+        # The next lines read these two: before they are set that would never end.
         if name.startswith("__") or name in ("module", "_methods"):
             raise AttributeError(name)
         if (method := self._methods.get(name)) is not None:
@@ -205,8 +212,10 @@ class Engine(RunningEngine):
         self, loss: Tensor, gas: int, retain_graph: bool, plan: BackwardPlan | None = None
     ) -> None:
         self._window.add(Origin.ENGINE)
+        # One multiplication for the loss scale and the division by gas, and none for a factor of 1.
         factor = self.loss_factor(gas)
         root = loss * factor if factor != 1.0 else loss
+        # Telemetry divides by the window's gas, also where the caller has divided already.
         wanted = self.ctx.batch.gas
         self.telemetry.loss(loss if gas == wanted else loss.detach() * wanted)
         self._hooks.run(
@@ -313,6 +322,7 @@ class Engine(RunningEngine):
         self.global_steps += 1
         self.global_samples += self._accumulation.samples()
         request = self.telemetry.step_end(self)
+        # Other observers may listen to the phases of the next step.
         if self.telemetry.follows_phases is not (self._phase is not None):
             self._follow_phases()
         self._accumulation.begin_window()
@@ -325,6 +335,7 @@ class Engine(RunningEngine):
             self.should_stop |= request.stop
             if request.save is not None:
                 self.save_checkpoint(request.save)
+            # A program that ends now would lose a checkpoint that is not durable yet.
             if request.exit_code:
                 self.wait_for_checkpoint()
                 raise SystemExit(request.exit_code)
@@ -462,7 +473,7 @@ class Engine(RunningEngine):
         (`Undo`) waits for the next `initialize` on the module.
         """
         if self.serial in STATE.members:
-            # destroyed by a ``finally`` while an exception ends training?
+            # Destroyed by a ``finally`` while an exception ends training?
             error = sys.exc_info()[1]
             self._hooks.close()
             self.close_checkpointer()
@@ -484,7 +495,7 @@ class DestroyedEngine(Engine):
     _left = frozenset(
         {"module", "destroy", "config", "ctx", "serial", "global_rank", "world_size", "should_stop"}
     )
-    # programs that end report them
+    # Programs that end report them.
     _left |= {"micro_steps", "global_steps", "global_samples", "skipped_steps"}
 
     def __getattribute__(self, name: str) -> Any:

@@ -11,24 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "AcceleratorError",
-    "CheckpointError",
-    "CommError",
-    "ConfigError",
-    "did_you_mean",
-    "DSError",
-    "join",
-    "KernelError",
-    "LossScaleError",
-    "nearest",
-    "path_text",
-    "PluginError",
-    "Problem",
-    "RankMismatchError",
-    "UsageError",
-]
-
 
 class DSError(Exception):
     """The base of every error that ds_core raises on purpose."""

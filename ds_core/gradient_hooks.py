@@ -19,12 +19,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ds_core.accumulation import LATER, Origin, Window
+from ds_core.accumulation import Origin, Window
+from ds_core.partition import LATER
 from ds_core.process import STATE, log_once
 
 if TYPE_CHECKING:
-    from ds_core.accumulation import Accumulation, BackwardPlan
+    from torch import nn
+
+    from ds_core.accumulation import Accumulation
     from ds_core.multi_engine import JointBackwards
+    from ds_core.partition import BackwardPlan, Partitioner
     from ds_core.running import RunningEngine
 
 log = logging.getLogger("ds_core.engine")
@@ -34,16 +38,31 @@ Phase = Callable[[str], contextlib.AbstractContextManager[None]]
 
 
 class GradientHooks:
-    """The gradients of one engine. A partitioner has it as `Partitioner.gradient_hooks`.
+    """The gradients of one engine. A partitioner has it as `Partitioner.gradient_hooks`."""
 
-    engine: a weak reference, since hooks on a model may outlive a forgotten engine.
-    window: where the gradients since the last update came from. origin: whose backward gives
-        gradients now.
-    accumulation: plans backwards; set by itself. plan: of the backward that runs, or ran last.
-    """
+    # -- whose gradients
+    module: nn.Module
+    """The model, as it is trained."""
+    partitioner: Partitioner
+    """Gets the gradients."""
+    engine: weakref.ref[RunningEngine]
+    """Weak, since hooks on a model may outlive a forgotten engine."""
+    serial: int
+    """Numbers the engines of the process, alike on all ranks."""
 
+    # -- where they come from
+    window: Window
+    """Where the gradients since the last update came from."""
+    origin: Origin = Origin.NONE
+    """Whose backward gives gradients now."""
+    joint: JointBackwards | None = None
+    """Backwards through several engines; None while there is one engine."""
+
+    # -- what becomes of them
     accumulation: Accumulation
+    """Plans backwards; set by itself."""
     plan: BackwardPlan = LATER
+    """Of the backward that runs, or ran last."""
 
     def __init__(self, engine: RunningEngine) -> None:
         self._ctx = engine.ctx
@@ -51,18 +70,19 @@ class GradientHooks:
         self.partitioner = engine.partitioner
         self.engine = weakref.ref(engine)
         self.window = Window(engine.ctx.batch.gas)
-        self.origin = Origin.NONE
-        # in a backward that the engine did not start, and after which `leave` will be called
+        # In a backward that the engine did not start, and after which `leave` will be called.
         self._entered = False
         self._handles: list[Any] = []
-        # also where all parameters are frozen, so that there is none to hook
+        # Also where all parameters are frozen, so that there is none to hook.
         self._installed = False
+        # By parameter, as it was when hooks were installed: frozen ones cannot have one.
         self._trainable: list[bool] = []
+        # Whether the next backward's plan has to say that it changed.
         self._changed = True
-        self.joint: JointBackwards | None = None
         engine.partitioner.gradient_hooks = self
         self.serial = STATE.enter(self)
         if len(STATE.present()) > 1:
+            # The engines before this one need hooks too: they may now take part in its backward.
             from ds_core.multi_engine import JOINT
 
             JOINT.enter(engine.ctx)
@@ -218,8 +238,11 @@ class GradientHooks:
         if self._installed and self._trainable != [p.requires_grad for p in self._ctx.trained]:
             self.install()
         plan = plan if plan is not None else self.accumulation.plan
+        # Of several engines only the one whose backward it is may wait for other ranks in it: they
+        # may reach another one first.
         several = self.joint is not None and self.joint.group is not None
         may_wait = not several or self.origin is Origin.ENGINE
+        # The plans of nearly all backwards are one of three constants, so nothing is made anew.
         if self._changed or not may_wait:
             plan = dataclasses.replace(plan, changed=self._changed, may_wait=may_wait)
         self.plan = plan

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from ds_core.entries import (
+from ds_core.checks import (
     gives,
     many,
     model_class,

@@ -28,10 +28,18 @@ __getattr__ = names_of(__name__)
 class Mesh:
     """Where this rank stands on each axis, and the groups along any set of axes.
 
-    names, shape: the axes of the grid. ``dp`` is an alias of all its parts, ``batch`` of those
-    whose ranks get other samples (`Axis.same_batch`). A group over axes of size 1 is `ALONE`, over
-    which collectives do nothing.
+    ``dp`` is an alias of all its parts, ``batch`` of those whose ranks get other samples
+    (`Axis.same_batch`). A group over axes of size 1 is `ALONE`, over which collectives do nothing.
     """
+
+    names: tuple[str, ...]
+    """The axes of the grid, the outermost first."""
+    shape: tuple[int, ...]
+    """Their sizes; the product is the world size."""
+    alias: dict[str, tuple[str, ...]]
+    """Name -> the axes of the grid that it stands for."""
+    coord: dict[str, int]
+    """This rank's position on each axis."""
 
     def __init__(
         self,
@@ -45,8 +53,9 @@ class Mesh:
         self.rank = rank
         self.world_size = math.prod(self.shape)
         self.alias = dict.fromkeys(("dp", "batch"), alias.get("dp", ("dp",))) | alias
-        self.coord = dict(zip(self.names, self._unravel(rank), strict=True))
+        self.coord = dict(zip(self.names, self._places()[rank], strict=True))
         self._groups: dict[tuple[str, ...], ProcessGroup] = {}
+        self._ranks: dict[tuple[str, ...], list[int]] = {}  # along those axes
 
     def expand(self, axes: Iterable[str]) -> tuple[str, ...]:
         """`axes` with aliases replaced by their parts, in grid order, without those of size 1."""
@@ -56,9 +65,7 @@ class Mesh:
                 f"no mesh axis {sorted(unknown)}; this mesh has "
                 f"{list(self.names) + list(self.alias)}"
             )
-        return tuple(
-            n for n, s in zip(self.names, self.shape, strict=True) if n in wanted and s > 1
-        )
+        return tuple(n for n, size in self.describe().items() if n in wanted and size > 1)
 
     def has(self, axis: str) -> bool:
         """Whether the mesh knows `axis` (possibly with size 1)."""
@@ -74,12 +81,10 @@ class Mesh:
 
     def ranks(self, *axes: str) -> list[int]:
         """The global ranks that differ from this one only along `axes`, in grid order."""
-        free = set(self.expand(axes))
-        choices = [
-            range(s) if n in free else (self.coord[n],)
-            for n, s in zip(self.names, self.shape, strict=True)
-        ]
-        return [self._ravel(c) for c in itertools.product(*choices)]
+        key = self.expand(axes)
+        if key not in self._ranks:
+            self._ranks[key] = next(row for row in self._rows(key) if self.rank in row)
+        return list(self._ranks[key])
 
     def group(self, *axes: str) -> ProcessGroup:
         """The process group along `axes`; `ALONE` when it would hold this rank alone."""
@@ -103,7 +108,7 @@ class Mesh:
         """
         import torch.distributed as dist
 
-        live = [n for n, s in zip(self.names, self.shape, strict=True) if s > 1]
+        live = self.expand(self.names)
         for count in range(1, len(live) + 1):
             for combo in itertools.combinations(live, count):
                 if len(combo) == len(live) and not own:
@@ -148,31 +153,16 @@ class Mesh:
 
     def _rows(self, combo: tuple[str, ...]) -> list[list[int]]:
         """The ranks of every group along `combo`, in the same order on all ranks."""
-        fixed = [
-            range(s) if n not in combo else (0,)
-            for n, s in zip(self.names, self.shape, strict=True)
-        ]
-        rows = []
-        for base in itertools.product(*fixed):
-            free = [
-                range(s) if n in combo else (b,)
-                for n, s, b in zip(self.names, self.shape, base, strict=True)
-            ]
-            rows.append([self._ravel(c) for c in itertools.product(*free)])
-        return rows
+        rows: dict[tuple[int, ...], list[int]] = {}
+        for rank, place in enumerate(self._places()):
+            # Ranks of one group differ along `combo` only.
+            rest = tuple(c for n, c in zip(self.names, place, strict=True) if n not in combo)
+            rows.setdefault(rest, []).append(rank)
+        return list(rows.values())
 
-    def _ravel(self, coord: Sequence[int]) -> int:
-        rank = 0
-        for c, s in zip(coord, self.shape, strict=True):
-            rank = rank * s + c
-        return rank
-
-    def _unravel(self, rank: int) -> list[int]:
-        coord = []
-        for s in reversed(self.shape):
-            rank, c = divmod(rank, s)
-            coord.append(c)
-        return coord[::-1]
+    def _places(self) -> list[tuple[int, ...]]:
+        """The position of each rank on all axes."""
+        return list(itertools.product(*map(range, self.shape)))
 
 
 def plan_mesh(axes: Iterable[Axis], world_size: int, rank: int) -> Mesh:

@@ -9,123 +9,28 @@ moved (docs/stability.md).
 from __future__ import annotations
 
 import importlib
+import json
+import pkgutil
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-_SUITES = {
-    "devices": "accelerator compile_pass kernels late_device memory store",
-    "parallel": "collectives fake_axes given_back interceptor mesh runner sharded_steps sharding",
-    "tools": "command config_hooks engine_methods formats launcher monitor plugin rendezvous",
-    "train": "checkpointer fake_gradients gradients kept_state loader observer optimizer partitioner "
-    "precision scheduler transform",
-}
-"""Folder below ``ds_testing.kits`` -> its modules, which lay in ``ds_testing`` itself."""
+_TABLES = json.loads(pkgutil.get_data("ds_core", "moved.json") or b"{}")
 
-MODULES = {
-    **{
-        f"ds_testing.{name}": f"ds_testing.kits.{room}.{name}"
-        for room, names in _SUITES.items()
-        for name in names.split()
-    },
-    "ds_cli.app": "ds_command_kit.app",
-    "ds_cli.config_code": "ds_command_kit.config_code",
-    "ds_cli.explanation": "ds_cli.config.explanation",
-    "ds_cli.hookspecs": "ds_command_kit.hookspecs",
-    "ds_cli.hosts": "ds_command_kit.hosts",
-    "ds_cli.hosts.elastic_store": "ds_launcher_ssh.elastic_store",
-    "ds_cli.launch": "ds_command_kit.launch",
-    "ds_cli.memory": "ds_command_kit.memory",
-    "ds_cli.progress": "ds_command_kit.progress",
-    "ds_cli.run_options": "ds_command_kit.run_options",
-    "ds_cli.schema": "ds_cli.config.schema",
-    "ds_cli.show": "ds_command_kit.show",
-    "ds_core.access": "ds_access.states",
-    "ds_core.accelerator.contract": "ds_core.accelerator",
-    "ds_core.accelerator.entries": "ds_core.entries",
-    "ds_core.accelerator.select": "ds_core.accelerator",
-    "ds_core.answers": "ds_core.entries",
-    "ds_core.batches": "ds_core.data",
-    "ds_core.boxes": "ds_checkpoint.folder.boxes",
-    "ds_core.checkpoint": "ds_checkpoint",
-    "ds_core.checkpoint.importing": "ds_checkpoint_deepspeed.importing",
-    "ds_core.checkpoint.opening": "ds_run_state.opening",
-    "ds_core.checkpoint.rng": "ds_run_state.rng",
-    "ds_core.cli": "ds_cli",
-    "ds_core.cli.checkpoint": "ds_checkpoint.command",
-    "ds_core.cli.ops": "ds_kernel_kit.command",
-    "ds_core.comm.fingerprint": "ds_core.comm.agreement",
-    "ds_core.comm.gloo": "ds_comm_gloo.gloo",
-    "ds_core.comm.guard": "ds_comms_guard",
-    "ds_core.comm.log": "ds_comms_logger",
-    "ds_core.comm.meeting": "ds_rendezvous.meeting",
-    "ds_core.config.batch": "ds_core.config.core",
-    "ds_core.config.explanation": "ds_cli.config.explanation",
-    "ds_core.config.run": "ds_core.config.build",
-    "ds_core.config.schema": "ds_cli.config.schema",
-    "ds_core.config.structs": "ds_deepspeed_compat.configs.config",
-    "ds_core.filemonitor": "ds_monitor_kit.buffered",
-    "ds_core.kernels.build": "ds_kernel_kit.build",
-    "ds_core.kernels.compiled": "ds_kernel_kit.marshal",
-    "ds_core.kernels.references": "ds_kernel_kit.references",
-    "ds_core.monitor": "ds_core.telemetry",
-    "ds_core.mpu": "ds_deepspeed_compat.engines.mpu",
-    "ds_core.offers": "ds_core.discovery",
-    "ds_core.param_shard": "ds_access.param_shard",
-    "ds_core.progress": "ds_command_kit.progress",
-    "ds_core.requests": "ds_core.entries",
-    "ds_core.runstate": "ds_run_state.run_state",
-    "ds_core.slices": "ds_run_state.slices",
-    "ds_core.stash": "ds_core.context",
-    "ds_core.stores": "ds_state_stores",
-    "ds_core.testing": "ds_testing",
-    "ds_core.testing.kernels": "ds_kernel_kit.comparisons",
-    "ds_core.whole": "ds_access.unshard",
-    "ds_core.window": "ds_core.accumulation",
-    "ds_core.zerograd": "ds_core.gradient_hooks",
-    "ds_testing.clusters": "ds_testing_hosts.clusters",
-    "ds_testing.hosts": "ds_testing_hosts.lab",
-    "ds_testing.hosts_ray": "ds_testing_hosts.ray_hosts",
-    "ds_testing.launched_hosts": "ds_testing_hosts.launched_hosts",
-}
+MODULES: Mapping[str, str] = _TABLES["modules"]
 """Old module -> where its names are now. What lies below an old module lies below the new one."""
 
-NAMES = {
-    "ds_core.discovery": {"OFFERS": "ds_core.discovery:offers()"},
-    "ds_core.engine": {"required": "ds_core.stepping:required"},
-    "ds_core.hookspecs": {
-        "ds_charts": "ds_command_kit.hookspecs:ds_charts",
-        "ds_checkpointables": "ds_run_state.hookspecs:ds_checkpointables",
-        "ds_commands": "ds_command_kit.hookspecs:ds_commands",
-        "ds_compile_passes": "ds_compile.hookspecs:ds_compile_passes",
-        "ds_launchers": "ds_command_kit.hookspecs:ds_launchers",
-        "ds_memory": "ds_command_kit.hookspecs:ds_memory",
-        "ds_state_stores": "ds_state_stores.hookspecs:ds_state_stores",
-    },
-    "ds_core.kernels": {"portion_sizes": "ds_kernel_kit.portions:portion_sizes"},
-    "ds_core.mesh": {"MpuMesh": "ds_deepspeed_compat.engines.mpu:MpuMesh"},
-    "ds_core.partition": {
-        "StateSource": "ds_run_state.states:StateSource",
-        "StateTensor": "ds_run_state.states:StateTensor",
-        "buffer_states": "ds_run_state.states:buffer_states",
-        "read_state": "ds_run_state.states:read_state",
-        "saved_optimizer_states": "ds_run_state.states:saved_optimizer_states",
-        "set_optimizer_state": "ds_run_state.states:set_optimizer_state",
-    },
-    "ds_core.slices": {"as_wholes": "ds_run_state.slices:unslice"},
-    "ds_core.stores": {"away": "ds_state_stores:is_evicted"},
-}
+NAMES: Mapping[str, Mapping[str, str]] = _TABLES["names"]
 """Module -> its names that are elsewhere now: old name -> ``module:name``, or ``module:name()`` for
 what it gives.
 """
 
+HOOKS_BEFORE = frozenset(_TABLES["hooks"])
+"""Hooks that had another form or name, see `ds_core.plugins.old_forms`."""
 
-HOOKS_BEFORE = frozenset(("ds_engine_methods", "ds_eval_begin", "ds_eval_end", "ds_exception"))
-"""Hooks that had another form or name, see `ds_core.old_forms`."""
-
-METHODS = {"StateStore": {"drop": "discard", "place": "copy_in", "ready": "wait", "stow": "evict"}}
+METHODS: Mapping[str, Mapping[str, str]] = _TABLES["methods"]
 """Class of a contract -> its methods that have another name now."""
 
 

@@ -41,18 +41,20 @@ log = logging.getLogger("ds_core")
 class JointBackwards:
     """The backward that runs while there are several engines, each of which has this as
     `GradientHooks.joint`.
-
-    driver: the engine whose ``backward`` runs, with what it multiplies losses by; None in a plain
-        ``loss.backward()``.
-    group: of all ranks, for agreeing on engines after each backward; None in one process.
     """
 
+    driver: tuple[GradientHooks, float] | None = None
+    """The engine whose ``backward`` runs, with what it multiplies losses by; None in a plain
+    ``loss.backward()``."""
+    group: Any = None
+    """Of all ranks, for agreeing on engines after each backward; None in one process."""
+
     def __init__(self) -> None:
-        self.driver: tuple[GradientHooks, float] | None = None
-        self.group: Any = None
-        self._first = 0  # of the engines that `group` serves
+        # The number of the first engine that `group` serves.
+        self._first = 0
         self._touched: set[GradientHooks] = set()
-        self._queued = False  # `finish` is called when the running backward ends
+        # Whether `finish` will be called when the running backward ends.
+        self._queued = False
         self._device = torch.device("cpu")
 
     def enter(self, ctx: Context) -> None:

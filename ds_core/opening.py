@@ -20,6 +20,7 @@ from torch import nn
 
 from ds_core import __version__, comm
 from ds_core.accelerator import get_accelerator
+from ds_core.checks import blaming
 from ds_core.comm.start import add_interceptors_of
 from ds_core.config import check_rules
 from ds_core.context import Context
@@ -27,7 +28,7 @@ from ds_core.entries import Phase, Transform
 from ds_core.errors import DSError
 from ds_core.kernels import Kernels
 from ds_core.multi_engine import release_model
-from ds_core.plugins import Plugins, blaming
+from ds_core.plugins import Plugins
 from ds_core.precision import make_precision
 from ds_core.process import STATE
 

@@ -15,16 +15,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
+from ds_core.checks import blaming
 from ds_core.config import Section
 from ds_core.entries import Grain, OptimizerEntry, SchedulerEntry, resolve
 from ds_core.errors import ConfigError, PluginError, Problem, did_you_mean
-from ds_core.plugins import blaming
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ds_core.config import RunConfig
-    from ds_core.plugins import Found, Plugins
+    from ds_core.plugins import Plugins
+    from ds_core.plugins.discovery import Found
 
 Kind = Literal["optimizer", "scheduler"]
 

@@ -69,41 +69,27 @@ def collect_params(module: nn.Module, ctx: Context) -> dict[nn.Parameter, ParamI
     """Ask all plugins about every parameter of `module`; a shared weight is asked about once, under
     its first name.
     """
-    found: dict[nn.Parameter, ParamInfo] = {}
-    elsewhere = ctx.stash.get(COUNTED_ELSEWHERE) or ()
-    for name, param in module.named_parameters():
-        held = _asked(name, param, ctx)
-        found[param] = ParamInfo(
-            name, ctx.mesh.expand(held), ctx.mesh.replicas(held), name not in elsewhere
-        )
-    return found
+    return {param: _info(name, param, ctx) for name, param in module.named_parameters()}
 
 
 def collect_buffers(module: nn.Module, ctx: Context) -> dict[str, ParamInfo]:
     """Ask the same of every buffer of `module`."""
-    elsewhere = ctx.stash.get(COUNTED_ELSEWHERE) or ()
-    found = {}
-    for name, buffer in module.named_buffers():
-        held = _asked(name, buffer, ctx)
-        found[name] = ParamInfo(
-            name, ctx.mesh.expand(held), ctx.mesh.replicas(held), name not in elsewhere
-        )
-    return found
+    return {name: _info(name, buffer, ctx) for name, buffer in module.named_buffers()}
 
 
-def _asked(name: str, tensor: Tensor, ctx: Context) -> set[str]:
-    """The union of the plugins' answers."""
+def _info(name: str, tensor: Tensor, ctx: Context) -> ParamInfo:
+    """What follows from the union of the plugins' answers."""
     held: set[str] = set()
     for answer in ctx.plugins.ask("ds_param_axes", name=name, param=tensor, ctx=ctx):
         unknown = [a for a in answer.value if not ctx.mesh.has(a)]
         if unknown:
             raise PluginError(
                 f"plugin {answer.plugin} puts parameter {name!r} on axes {unknown}, which this "
-                "mesh "
-                f"({ctx.mesh.describe()}) does not have; declare them with ds_mesh_axes"
+                f"mesh ({ctx.mesh.describe()}) does not have; declare them with ds_mesh_axes"
             )
         held.update(answer.value)
-    return held
+    counted = name not in (ctx.stash.get(COUNTED_ELSEWHERE) or ())
+    return ParamInfo(name, ctx.mesh.expand(held), ctx.mesh.replicas(held), counted)
 
 
 def check_grain(ctx: Context, grain: Grain | None, path: str, what: str) -> None:

@@ -5,24 +5,13 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ds_core import comm
-from ds_core.accumulation import (
-    KEEP as KEEP,
-)
-from ds_core.accumulation import (
-    LATER as LATER,
-)
-from ds_core.accumulation import (
-    REDUCE as REDUCE,
-)
-from ds_core.accumulation import (
-    BackwardPlan as BackwardPlan,
-)
 from ds_core.moved import names_of
 from ds_core.params import GradGroup
 
@@ -38,22 +27,52 @@ __getattr__ = names_of(__name__)
 ParamGroups = list[dict[str, Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class BackwardPlan:
+    """What becomes of the gradients of one backward.
+
+    The core decides it; a partitioner follows it.
+    """
+
+    changed: bool = False
+    """Whether parameters were frozen or unfrozen since the last backward; true in the first."""
+
+    reduce: bool = False
+    """Whether gradients are to be reduced, each as soon as it is ready; else a later backward, or
+    the step, does it.
+    """
+
+    keep_local: bool = False
+    """Whether gradients must stay with this rank for now, even partitioned ones (`reduce` is off
+    then).
+    """
+
+    may_wait: bool = True
+    """Whether `on_gradient` may wait for other ranks. False where a backward may reach the models
+    of several engines, in an order that differs between ranks."""
+
+
+REDUCE = BackwardPlan(reduce=True)
+LATER = BackwardPlan(reduce=False)
+KEEP = BackwardPlan(reduce=False, keep_local=True)
+
+
 class GradState(enum.Enum):
     """How far a partitioner's gradients are reduced: LOCAL -> RUNNING -> REDUCED, and back to LOCAL
     when others come.
-
-    LOCAL: this rank's own. RUNNING: a backward that reduces them is under way. REDUCED: final,
-    unless others come.
     """
 
     LOCAL = "local"
+    """This rank's own."""
     RUNNING = "running"
+    """A backward that reduces them is under way."""
     REDUCED = "reduced"
+    """Final, unless others come."""
 
 
 class Partitioner(ABC):
-    """Owns how parameters, gradients and optimizer states lie over the ranks that would hold the
-    same ones.
+    """Owns how parameters, gradients and optimizer states are spread over the ranks that would
+    otherwise have the same ones.
 
     The core calls `attach` once. Around every backward that reaches its parameters, from the engine
     or not, it calls `begin`, `on_gradient` for each gradient, and `finish`; for an optimizer step
@@ -64,7 +83,7 @@ class Partitioner(ABC):
     """True when gradients are spread over ranks during backward, which rules out `no_sync`."""
 
     releases_weights = False
-    """True when weights may be away between a forward and its backward."""
+    """True when weights may be sharded again between a forward and its backward."""
 
     takes_gradients = True
     """Whether `on_gradient` is called. False where gradients just accumulate in ``param.grad``:
@@ -84,7 +103,7 @@ class Partitioner(ABC):
         them.
 
         groups: optimizer parameter groups over the module's parameters. updated: whether there will
-        be an optimizer; without one weights rest as they are. Returns the same groups with the
+        be an optimizer; without one weights stay as they are. Returns the same groups with the
         tensors that the optimizer is to update in the place of the parameters. Collective.
         """
 
@@ -189,8 +208,9 @@ def broadcast_from_first(mesh: Mesh, tensors: Iterable[tuple[tuple[str, ...], Te
     for axes, tensor in tensors:
         if axes and tensor.numel():
             batches.setdefault((axes, tensor.dtype, tensor.device), []).append(tensor)
-    for (axes, _, _), members in batches.items():  # one call for all of a kind
+    # One broadcast for all of a kind: a model has hundreds of small tensors.
+    for (axes, _, _), members in batches.items():
         flat = torch.cat([t.reshape(-1) for t in members])
         comm.broadcast(flat, src=mesh.ranks(*axes)[0], group=mesh.group(*axes))
-        for tensor, piece in zip(members, flat.split([t.numel() for t in members]), strict=True):
-            tensor.copy_(piece.view_as(tensor))
+        for tensor, part in zip(members, flat.split([t.numel() for t in members]), strict=True):
+            tensor.copy_(part.view_as(tensor))

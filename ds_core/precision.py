@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from ds_core.accelerator import Accelerator
     from ds_core.config import RunConfig
     from ds_core.config.core import FP16
-    from ds_core.plugins import Found, Plugins
+    from ds_core.plugins import Plugins
+    from ds_core.plugins.discovery import Found
 
 log = logging.getLogger("ds_core.precision")
 

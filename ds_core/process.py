@@ -20,18 +20,23 @@ log = logging.getLogger("ds_core")
 
 @dataclass
 class ProcessState:
-    """told: messages that are logged only once.
-
-    members: the hooks on gradients of the engines that were not destroyed, by serial number; one
-    that was garbage-collected stays, since that happens on each rank by itself. world: the process
-    group of those from the number `first` on; nothing of the others can be reduced any more.
-    """
+    """The engines of this process, and what it has logged."""
 
     told: set[str] = field(default_factory=set)
+    """Messages that are logged only once."""
+
+    # -- engines, by serial number
     members: dict[int, weakref.ref[GradientHooks]] = field(default_factory=dict)
-    world: weakref.ref[Any] | None = None
-    first: int = 1
+    """The hooks on gradients of those that were not destroyed. One that was garbage-collected
+    stays, since that happens on each rank by itself."""
     made: int = 0
+    """The last number that was given."""
+
+    # -- their process group
+    world: weakref.ref[Any] | None = None
+    """That of the engines from the number `first` on."""
+    first: int = 1
+    """Nothing of earlier engines can be reduced any more: their process group is gone."""
 
     @property
     def engines(self) -> list[RunningEngine]:
@@ -65,7 +70,7 @@ _ELSEWHERE = (
     ("ds_core.comm.collectives", "reset"),
     ("ds_core.comm.start", "reset"),
     ("ds_core.accelerator", "reset_accelerator"),
-    ("ds_core.plugins", "reset_discovery"),
+    ("ds_core.plugins.discovery", "reset_discovery"),
 )
 
 

@@ -3,11 +3,10 @@
 [Note: one reduction per boundary] Micro-batches accumulate into ``param.grad``. In a backward whose
 plan is to `reduce`, a gradient that is ready goes into its bucket, and a full bucket is reduced
 while backward goes on; `finish` waits. Buckets are reduced in one fixed order on all ranks. A
-second backward at the same boundary needs no special
-case: what is already averaged is the same on a parameter's replicas, so averaging it over them
-    again together with the new local part changes nothing. That holds for an average over the
-    replicas only. Where those are fewer than dp has ranks, the step multiplies by what is left of
-    the average over dp (`Slot.weight`).
+second backward at the same boundary needs no special case: what is already averaged is the same on
+a parameter's replicas, so averaging it over them again together with the new local part changes
+nothing. That holds for an average over the replicas only. Where those are fewer than dp has ranks,
+the step multiplies by what is left of the average over dp (`Slot.weight`).
 """
 
 from __future__ import annotations
@@ -43,18 +42,17 @@ if TYPE_CHECKING:
 class Slot:
     """A parameter of the optimizer's groups: what the optimizer updates for it, and where its
     gradient accumulates.
-
-    master: the parameter itself when no other dtype is wanted. total: the accumulator when
-    gradients accumulate in another dtype than the parameter's, else None (then ``param.grad``
-    accumulates). weight: replicas / ranks of dp, by which the average over replicas becomes the one
-    over dp.
     """
 
     param: nn.Parameter
     info: ParamInfo
     master: nn.Parameter
+    """What the optimizer updates: the parameter itself where no other dtype is wanted."""
     weight: float
+    """Replicas / ranks of dp, by which the average over replicas becomes the one over dp."""
     total: Tensor | None = None
+    """The accumulator where gradients accumulate in another dtype than the parameter's; None:
+    ``param.grad`` accumulates."""
 
     @property
     def gradient(self) -> Tensor | None:
@@ -69,18 +67,28 @@ class Replicated(Partitioner):
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
-        self._plan = LATER
+        # -- parameters
         self.slots: dict[nn.Parameter, Slot] = {}
-        self._shares = False  # some parameter has replicas
-        self._buckets: list[Bucket] | None = None  # None: to be made before the next reduction
-        self._bucket_of: dict[nn.Parameter, Bucket] = {}
-        self._next = 0  # the bucket that is reduced next
-        # a gradient has arrived in parts, so nothing is reduced before backward ends
-        self._twice = False
-        self.grad_state = GradState.LOCAL
+        # Whether some parameter has replicas.
+        self._shares = False
+        # Whether the optimizer updates the module's own parameters.
+        self._plain = True
         self._load_hook: Any = None
-        self._plain = True  # the optimizer updates the module's own parameters
-        self.given: list[Tensor | None] = []  # per master, from `gradients` to the step
+
+        # -- reductions
+        self._plan = LATER
+        self.grad_state = GradState.LOCAL
+        # None: to be made before the next reduction.
+        self._buckets: list[Bucket] | None = None
+        self._bucket_of: dict[nn.Parameter, Bucket] = {}
+        # The bucket that is reduced next; all ranks reduce them in one order.
+        self._next = 0
+        # Whether a gradient has arrived in parts, so that nothing is reduced before backward ends.
+        self._twice = False
+
+        # -- the step
+        # Per master, from `gradients` to the step.
+        self.given: list[Tensor | None] = []
         self._stepper = Stepper([], [])
 
     @property
@@ -241,7 +249,8 @@ class Replicated(Partitioner):
                     grad = slot.param.grad = grad.to_dense()
                 if slot.weight != 1.0:
                     # The average is over all of dp. Not before the step: a later backward adds.
-                    grad = self._weighted(slot.master, grad, slot.weight)
+                    # A new tensor where 16 bits would round the product.
+                    grad = grad.to(slot.master.dtype).mul_(slot.weight)
                 if slot.info.counted:
                     by_axes.setdefault(slot.info.held, []).append(grad)
             self.given.append(grad)
@@ -260,12 +269,6 @@ class Replicated(Partitioner):
                 yield GradientShard(
                     info.name, grad, shape, 0, grad.numel(), info.held, info.held, info.counted
                 )
-
-    def _weighted(self, master: Tensor, grad: Tensor, weight: float) -> Tensor:
-        """The gradient times `weight`: a new tensor where 16 bits would round the product."""
-        return (
-            grad.mul_(weight) if grad.dtype == master.dtype else grad.to(master.dtype).mul_(weight)
-        )
 
     def step(self, optimizer: Optimizer, factor: float) -> None:
         """See `Partitioner.step`."""

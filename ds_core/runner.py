@@ -23,15 +23,14 @@ if TYPE_CHECKING:
 
 
 class Runner(ABC):
-    """Runs one batch of micro-batches through the engine's module.
+    """Runs one batch of micro-batches through the engine's module."""
 
-    manual: whether a user may drive the engine with forward / backward / step. When False, those
-        say why.
-    makes_loss: whether this rank makes the loss that `evaluate` returns, or has it from another.
-    """
-
-    manual = makes_loss = True
+    manual = True
+    """Whether a user may drive the engine with forward, backward and step."""
     manual_reason = ""
+    """Why not."""
+    makes_loss = True
+    """Whether this rank makes the loss that `evaluate` returns, or has it from another."""
 
     @abstractmethod
     def train(self, engine: RunningEngine, batches: Iterator[Any], count: int) -> Tensor:
@@ -106,11 +105,13 @@ class Batches:
     """
 
     given: Iterator[Any] | None = None
+    """What the user has set."""
+    # Endless, over the engine's own loader; None: to be begun.
     _own: Iterator[Any] | None = None
 
     def __init__(self, loader: Loader | None) -> None:
         self.loader: Any = loader
-        # None: the loader does not count
+        # None: the loader does not count.
         self._seen: int | None = getattr(loader, "samples_seen", None)
 
     def check_resizable(self) -> None:
@@ -135,7 +136,7 @@ class Batches:
         if self._seen is None:
             return usual
         before, self._seen = self._seen, self.loader.samples_seen
-        # other batches than the loader's were used, or another rank reads it
+        # 0: other batches than the loader's were used, or another rank reads it.
         return self._seen - before or usual
 
     def position(self) -> Any:
@@ -229,6 +230,7 @@ def check_loss(loss: Any) -> None:
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """All modules in eval mode inside; afterwards each in the mode that it was in."""
+    # Each by itself: a user may keep some modules, such as frozen ones, in eval mode.
     modes = [(m, m.training) for m in model.modules()]
     model.eval()
     try:

@@ -38,31 +38,39 @@ UNFINISHED = (
 
 
 class RunningEngine(ABC):
-    """module: the (transformed) model, its parameter names as they were. optimizer: the torch
-    optimizer; under 16-bit modes it holds the fp32 master weights. scaler: the loss scaler, if any.
-    serial: numbers the process's engines.
-    should_stop: whether a plugin has asked all ranks to end training (`ds_request`), for the
-        training loop to read.
-    """
+    """The parts and counters of an engine."""
 
+    # -- parts
     ctx: Context
     config: RunConfig
     module: nn.Module
+    """The (transformed) model, its parameter names as they were."""
     partitioner: Partitioner
     runner: Runner
     optimizer: Optimizer | None
+    """torch's optimizer; under 16-bit modes it has the fp32 master weights."""
     lr_scheduler: Any
     scaler: LossScaler | None
+    """The loss scaler, if any."""
     training_dataloader: Loader | None
     telemetry: Telemetry
     monitor: MonitorMaster
     serial: int
+    """Numbers the process's engines."""
+
+    # -- counters
     micro_steps = global_steps = global_samples = skipped_steps = 0
     should_stop = False
+    """Whether a plugin has asked all ranks to end training (`ds_request`), for the training loop to
+    read."""
+
+    # -- the last step
     _norm: float | None = None
     _applied = False
+
+    # -- checkpoints
     _checkpointer: Checkpointer | None = None
-    # folder and tag of a checkpoint that observers have not heard of
+    # Folder and tag of a checkpoint that observers have not heard of.
     _unannounced: tuple[str, str] | None = None
 
     # -- what runners call -------------------------------------------------------------------------
@@ -190,6 +198,7 @@ class RunningEngine(ABC):
         """
         from ds_core.checkpointer import SaveOptions
 
+        # Observers hear of the last checkpoint, once it is durable, before the next one begins.
         self._announce_saved()
         if self.partitioner.gradient_hooks.unfinished and self.ctx.rank == 0:
             log.warning(UNFINISHED)
@@ -199,6 +208,7 @@ class RunningEngine(ABC):
         checkpointer.save(self, save_dir, options)
         if self.telemetry.observes("ds_checkpoint_saved"):
             self._unannounced = str(save_dir), name
+            # Else with the next save, or at the end: what observers hear of is durable.
             if not checkpointer.saving:
                 self._announce_saved()
         return True

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 
 class WeightUpdate:
-    """One engine's optimizer steps. norm: of gradients that are sharded in any way."""
+    """One engine's optimizer steps."""
+
+    norm: GradNorm
+    """Of gradients that are sharded in any way."""
 
     def __init__(self, engine: RunningEngine) -> None:
         ctx = engine.ctx
@@ -40,6 +43,7 @@ class WeightUpdate:
         self._schedule_needs = (
             required(engine.lr_scheduler.step) if engine.lr_scheduler is not None else ()
         )
+        # Parameters that are added later would be updated, but neither reduced nor clipped.
         self._num_params = sum(len(g["params"]) for g in groups)
         self._changes_gradients = _takes_gradients(engine)
         self.norm = GradNorm(
@@ -74,10 +78,14 @@ class WeightUpdate:
         """
         partitioner = engine.partitioner
         scaler = engine.scaler
+        # For gradients that no backward has reduced; else this does nothing.
         partitioner.finish(REDUCE)
+        # The norm is taken before unscaling, so that gradients are read once and written never:
+        # the optimizer multiplies by one factor as it reads them.
         unscale = partitioner.gradient_hooks.unscaling()
         raw = self._norm(engine, unscale)
         norm = raw * unscale
+        # All ranks have the same norm, so all decide alike without talking.
         overflow = not math.isfinite(raw)
         applied = (
             not (overflow and engine.ctx.precision.skip_nonfinite) and engine.optimizer is not None
@@ -85,6 +93,7 @@ class WeightUpdate:
         if overflow:
             engine.telemetry.nonfinite(engine)
         if applied:
+            # 1e-6 as torch.nn.utils.clip_grad_norm_ has it, so that both clip alike.
             clip = self._clip / (norm + 1e-6) if self._clip and not overflow else 1.0
             partitioner.step(engine.optimizer, unscale * min(1.0, clip))  # type: ignore[arg-type]
             partitioner.publish()
@@ -102,6 +111,7 @@ class WeightUpdate:
         norm = self.norm(groups, device)
         if not self._changes_gradients or not math.isfinite(norm):
             return norm
+        # Plugins change the same tensors that `groups` holds, so their norm is taken again.
         shards = tuple(engine.partitioner.gradient_shards())
         from ds_core.gradients import Gradients
 
@@ -148,25 +158,26 @@ def required(function: Callable[..., Any]) -> tuple[str, ...]:
 class StepInputs:
     """What ``optimizer.step(inputs=...)`` is given. Lists are in the order of the parameters of all
     groups.
-
-    scale: gradients are multiplied by it as they are read. grads: of the parameters' shapes, in the
-    dtypes in which they arrived; None for a parameter that has none; the list itself None: in
-    ``.grad``. copies: get the new values, cast to their dtypes, in the parameters' shapes; None for
-    a parameter that has none (the list itself: none has).
     """
 
     scale: float = 1.0
+    """Gradients are multiplied by it as they are read."""
     grads: Sequence[Tensor | None] | None = None
+    """Of the parameters' shapes, in the dtypes in which they arrived; None for a parameter that has
+    none. The list itself None: in ``.grad``."""
     copies: Sequence[Tensor | None] | None = None
+    """They get the new values, cast to their dtypes, in the parameters' shapes; None for a parameter
+    that has none. The list itself None: none has."""
 
 
 class Stepper:
     """Carries out `Partitioner.step` for tensors that are in memory.
 
-    masters: what the optimizer updates. copies: at each place, where the new value is written in
-    another dtype (the weight of which this is the master); None: nowhere. Of the same shapes.
+    masters: what the optimizer updates.
+    copies: for each master, where the new value is written in another dtype (the weight of which
+        this is the master), of the same shape; None: nowhere.
     every: whether copies are written of masters without a gradient too, since an optimizer that
-    takes no inputs may have changed them.
+        accepts no inputs may have changed them.
     """
 
     def __init__(
@@ -176,7 +187,9 @@ class Stepper:
         self._every = every
         self._copies = list(copies)
         self._any_copy = any(c is not None for c in copies)
+        # Place of a master -> the buffer in which its gradient is cast.
         self._cast: dict[int, Tensor] = {}
+        # The optimizer's parameters when `_places` was worked out.
         self._order: list[Tensor] = []
         self._places: list[int | None] = []
 
@@ -204,6 +217,7 @@ class Stepper:
     def _places_in(self, optimizer: Optimizer) -> list[int | None]:
         """Where each parameter of the optimizer stands among the masters."""
         order = [p for g in optimizer.param_groups for p in g["params"]]
+        # By identity: comparing tensors with == would compare their elements.
         if len(order) != len(self._order) or not all(map(is_, order, self._order)):
             known = {id(m): i for i, m in enumerate(self.masters)}
             self._order = order
@@ -226,6 +240,7 @@ class Stepper:
     def _write_copies(self) -> None:
         pairs = [(c, m) for c, m in zip(self._copies, self.masters, strict=True) if c is not None]
         pairs = [(c, m) for c, m in pairs if self._every or m.grad is not None]
+        # One kernel for all, where the device has such.
         if pairs:
             torch._foreach_copy_([c for c, _ in pairs], [m for _, m in pairs])
 

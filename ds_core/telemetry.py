@@ -14,18 +14,19 @@ import torch
 from torch import Tensor
 
 from ds_core import comm
-from ds_core.discovery import OBSERVERS
 from ds_core.entries import Event, Request
 from ds_core.errors import PluginError, UsageError
+from ds_core.plugins.discovery import OBSERVERS
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from ds_core.context import Context
-    from ds_core.plugins import Observer
+    from ds_core.plugins.calls import Observer
     from ds_core.running import RunningEngine
 
 log = logging.getLogger("ds_core.engine")
+# One for all: making one for every phase of a step costs more than entering it.
 _NOTHING = contextlib.nullcontext()
 LATE = "late"
 EVENTS = {
@@ -94,6 +95,7 @@ class MonitorMaster:
                     *(a if takes else [Event(n, float(v), s) for n, v, s in a] for a in arguments)
                 )
             except Exception as error:
+                # Training does not end because somebody's server is down.
                 self.monitors.remove(monitor)
                 what = f"{method} ({type(error).__name__}: {error})"
                 log.warning(
@@ -108,6 +110,7 @@ class MonitorMaster:
 
 def _event(name: str, value: Any, step: int) -> Event:
     try:
+        # A tensor of a device is read later, or training would wait for the device here.
         late = (
             value.device.type != "cpu" and value.numel() == 1
             if isinstance(value, Tensor)
@@ -171,11 +174,13 @@ class Telemetry:
         # Periods at which anybody on any rank reads what a step was like; None until ranks have
         # told each other.
         self._read_at: frozenset[int] | None = None
-        # Whether phases are observed in this step; whether observers read it; whether `ds_metrics`
-        # is called after it, on all ranks alike (None: not known before the end of the first step).
+        # Whether phases are observed in this step.
         self.follows_phases = False
+        # Whether observers read what it is like.
         self._is_read = False
-        self.collects: bool | None = False
+        # Whether `ds_metrics` is called after it, on all ranks alike. In the first step, at whose
+        # end ranks agree on it: whether it may be.
+        self.collects = False
         self._losses: list[Tensor] = []
         # Whether observers have yet to hear of the end; and what gives the program its own handling
         # of errors back.
@@ -213,7 +218,7 @@ class Telemetry:
             sorted({every for rows in self._observers.values() for every, _ in rows} - {1})
         )
         self._due = None
-        self.collects = None if "ds_metrics" in self._observers else False
+        self.collects = "ds_metrics" in self._observers
         self.turn(step)
 
     def turn(self, step: int) -> None:
@@ -221,6 +226,7 @@ class Telemetry:
         listens then?
         """
         due = tuple(every for every in self._periods if step % every == 0)
+        # Most steps have the same listeners as the one before.
         if due != self._due:
             self._due = due
             listening = {
@@ -308,6 +314,7 @@ class Telemetry:
     def set_loss(self, loss: Tensor) -> None:
         """Record the whole batch's mean loss (train_batch), in place of the micro-batches'
         losses."""
+        # Times gas, by which `_metrics` divides the sum of the micro-batches' losses.
         self._losses = [loss * self.ctx.batch.gas] if self.has_readers else []
 
     def drop_loss(self) -> None:
@@ -337,6 +344,7 @@ class Telemetry:
             )
             self.notify("ds_step_end", step=step, metrics=metrics)
             if self.monitor.enabled:
+                # Without a scaler the loss scale is always 1. Names without a slash are observers'.
                 names = EVENTS if engine.scaler is not None else {**EVENTS, "loss_scale": ""}
                 events = {names.get(name, name): value for name, value in metrics.data.items()}
                 self.monitor.write_events(
@@ -373,6 +381,7 @@ class Telemetry:
         scaler = engine.scaler
         # a loss scaler expects it now and then
         level = logging.INFO if scaler is not None else logging.WARNING
+        # Looking for the parameters reads every gradient once more.
         if ctx.rank != 0 or not log.isEnabledFor(level):
             return
         bad = [
@@ -395,6 +404,7 @@ class Telemetry:
             self._restore = None
         if self._open:
             self._open = False
+            # Training that runs out of data, or asks to exit with 0, has not failed.
             ends_well = isinstance(error, StopIteration) or (
                 isinstance(error, SystemExit) and not error.code
             )
@@ -423,6 +433,7 @@ def _agreed(mine: Sequence[Request], ctx: Context) -> Request | None:
         comm.label("what plugins ask for after this step")
         comm.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
         stop, saves, code = flags.tolist()
+        # The folder is text, so it is sent only where any rank has one.
         if saves:
             save = next(folder for folder in comm.all_gather_json(save) if folder)
     return Request(bool(stop), save, code) if stop or save or code else None

@@ -16,31 +16,27 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ds_core import names_on_first_use
+from ds_core.checks import blaming
 from ds_core.entries import AcceleratorEntry, ask, resolve
 from ds_core.errors import AcceleratorError, PluginError, did_you_mean
-from ds_core.plugins import BACKENDS, BUILTIN, Answer, Plugins, PluginState, blaming
+from ds_core.plugins import Plugins
+from ds_core.plugins.calls import Answer
+from ds_core.plugins.discovery import BACKENDS, PluginState
+from ds_core.plugins.registry import BUILTIN
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ds_core.accelerator.cpu import CpuAccelerator
-    from ds_core.accelerator.generic import TorchAccelerator
-
-__all__ = [
-    "Accelerator",
-    "CpuAccelerator",
-    "HostEvent",
-    "TorchAccelerator",
-    "candidates",
-    "get_accelerator",
-    "reset_accelerator",
-    "select_accelerator",
-    "set_accelerator",
-]
+    from ds_core.accelerator.cpu import CpuAccelerator as CpuAccelerator
+    from ds_core.accelerator.generic import TorchAccelerator as TorchAccelerator
 
 __getattr__, __dir__ = names_on_first_use(
-    __name__, {"cpu": "CpuAccelerator", "generic": "TorchAccelerator"}
+    __name__,
+    {
+        "CpuAccelerator": "ds_core.accelerator.cpu",
+        "TorchAccelerator": "ds_core.accelerator.generic",
+    },
 )
 
 VARIABLE = "DS_ACCELERATOR"

@@ -25,25 +25,6 @@ from ds_core.comm.groups import ALONE
 from ds_core.comm.providers import AfterWork, GroupCollectives, Work
 from ds_core.errors import CommError
 
-__all__ = [
-    "all_gather_into_tensor",
-    "all_reduce",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "called",
-    "irecv",
-    "isend",
-    "open_transport",
-    "rank",
-    "recv",
-    "reduce",
-    "reduce_scatter_tensor",
-    "send",
-    "use_providers",
-    "world_size",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 Maker = Callable[[ProcessGroup, bool], GroupCollectives]

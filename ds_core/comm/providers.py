@@ -17,14 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from ds_core.discovery import Answer, blaming
+from ds_core.checks import blaming
 from ds_core.entries import CollectivesEntry, ask
 from ds_core.errors import CommError, ConfigError, PluginError
+from ds_core.plugins.calls import Answer
 
 if TYPE_CHECKING:
     from ds_core.config import RunConfig
-    from ds_core.discovery import Found
     from ds_core.plugins import Plugins
+    from ds_core.plugins.discovery import Found
 
 log = logging.getLogger("ds_core.comm")
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
     from ds_core.config import RunConfig
-    from ds_core.discovery import Answer
     from ds_core.plugins import Plugins
+    from ds_core.plugins.calls import Answer
 
 log = logging.getLogger("ds_core.comm")
 

@@ -18,7 +18,8 @@ from ds_core.config.source import ConfigSource, read_config
 from ds_core.errors import ConfigError, Problem, join
 
 if TYPE_CHECKING:
-    from ds_core.plugins import Plugins, PluginSettings
+    from ds_core.plugins import Plugins
+    from ds_core.plugins.registry import PluginSettings
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -176,7 +177,7 @@ def plugin_settings(source: ConfigSource) -> PluginSettings:
 
     ConfigError if it is wrong.
     """
-    from ds_core.plugins import PluginSettings
+    from ds_core.plugins.registry import PluginSettings
 
     problems: list[Problem] = []
     parsed = _parsed(

@@ -6,77 +6,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ds_core.errors import nearest
 
 REDACTED = "***"
 
-_ALONE = {
-    "token",
-    "password",
-    "passwd",
-    "pwd",
-    "passphrase",
-    "secret",
-    "secrets",
-    "apikey",
-    "authorization",
-    "auth",
-}
-_ALONE |= {"credential", "credentials", "bearer", "cookie"}
-_ANYWHERE = {
-    "secret",
-    "password",
-    "passwd",
-    "passphrase",
-    "credential",
-    "credentials",
-    "authorization",
-    "apikey",
-}
-_KEY_OF = {
-    "api",
-    "private",
-    "access",
-    "secret",
-    "account",
-    "signing",
-    "encryption",
-    "ssh",
-    "auth",
-    "license",
-}
-_TOKEN_OF = {"api", "access", "auth", "hf", "refresh", "session", "bearer", "id", "security"}
-# Words of language models, not of log-ins: max_token, pad_token, ...
-_TEXT_TOKEN = {
-    "max",
-    "min",
-    "num",
-    "pad",
-    "eos",
-    "bos",
-    "unk",
-    "sep",
-    "mask",
-    "cls",
-    "per",
-    "special",
-    "image",
-    "new",
-}
-# What an unknown key is compared with.
-_SECRETS = (
-    "api_key",
-    "access_key",
-    "private_key",
-    "password",
-    "secret",
-    "authorization",
-    "credential",
-    "auth_token",
+_WORDS: Mapping[str, Sequence[str]] = json.loads(
+    Path(__file__).with_suffix(".json").read_text("utf-8")
 )
+"""What names of secrets are made of: words that are secret ``alone``, as the last of a name, or
+``anywhere`` in it; whose ``key`` or ``token`` is one. Those of ``text_token`` are words of language
+models, not of log-ins (max_token, pad_token). An unknown key is compared with ``likely`` ones."""
 _URL_LOGIN = re.compile(r"(\w+://)[^/\s@\"']+@")
 
 
@@ -93,12 +36,15 @@ def is_secret_name(name: str) -> bool:
     last = parts[-1]
     before = parts[-2] if len(parts) > 1 else ""
     if last in ("token", "tokens"):
-        return before not in _TEXT_TOKEN if last == "token" else before in _TOKEN_OF
+        # One token is a secret unless a tokenizer's; several are a count unless said to be secret.
+        if last == "token":
+            return before not in _WORDS["text_token"]
+        return before in _WORDS["token_of"]
     if last in ("key", "keys"):
-        return before in _KEY_OF
-    return last in _ALONE or bool(
-        _ANYWHERE & set(parts[:-1]) and last not in ("enabled", "type", "required")
-    )
+        return before in _WORDS["key_of"]
+    if last in ("enabled", "type", "required"):  # of a secret, and none itself
+        return False
+    return last in _WORDS["alone"] or not set(parts[:-1]).isdisjoint(_WORDS["anywhere"])
 
 
 def redact(
@@ -170,6 +116,6 @@ def show_unknown(key: str, value: Any, close: str | None = None) -> str:
     secret = (
         is_secret_name(key)
         or (close is not None and is_secret_name(close))
-        or nearest(key, _SECRETS) is not None
+        or nearest(key, _WORDS["likely"]) is not None
     )
     return REDACTED if secret and value is not None else show(value)

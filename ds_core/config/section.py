@@ -54,17 +54,17 @@ def option(
         says it.
     per_rank: ranks may have different values, since it only says what this one writes to its log.
     """
-    extra: dict[str, Any] = {**field.pop("json_schema_extra", {})}
-    if old:
-        extra[OLD_NAMES] = list(old)
-    if secret:
-        extra |= {SECRET: True, "writeOnly": True}
-    if not_offered:
-        extra[NOT_OFFERED] = not_offered
-    if without_effect:
-        extra[WITHOUT_EFFECT] = without_effect
-    if per_rank:
-        extra[PER_RANK] = True
+    said = {
+        OLD_NAMES: list(old),
+        SECRET: secret,
+        "writeOnly": secret,
+        NOT_OFFERED: not_offered,
+        WITHOUT_EFFECT: without_effect,
+        PER_RANK: per_rank,
+    }
+    extra = field.pop("json_schema_extra", {}) | {
+        mark: value for mark, value in said.items() if value
+    }
     return Field(default, description=description, json_schema_extra=extra or None, **field)
 
 

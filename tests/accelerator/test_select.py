@@ -23,7 +23,8 @@ from ds_core.accelerator import (
 from ds_core.builtin import ds_accelerators
 from ds_core.entries import AcceleratorEntry, ask
 from ds_core.errors import AcceleratorError, PluginError
-from ds_core.plugins import BACKENDS, Found, Plugins
+from ds_core.plugins import Plugins
+from ds_core.plugins.discovery import BACKENDS, Found
 
 
 class Vendor(CpuAccelerator):

@@ -72,8 +72,8 @@ def described(name: str, row: dict[str, Any], sections: dict[str, str]) -> dict[
 
 def made() -> str:
     """The file as it should be."""
-    from ds_core.discovery import KIT_HOOKS
-    from ds_core.plugins import BACKENDS, SECTIONS, Found, Plugins
+    from ds_core.plugins import Plugins
+    from ds_core.plugins.discovery import BACKENDS, KIT_HOOKS, SECTIONS, Found
 
     found: list[Found] = []
     folders: dict[str, str] = {}

@@ -33,7 +33,7 @@ def test_the_catalogue_is_current() -> None:
 
 def refusal(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> str:
     """What a config is told where nothing but the core is installed."""
-    monkeypatch.setattr("ds_core.plugins.discover", lambda: ())
+    monkeypatch.setattr("ds_core.plugins.registry.discover", lambda: ())
     with pytest.raises(ConfigError) as caught:
         compose({"train_batch_size": 1} | config)
     return str(caught.value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from ds_testing.grade import RULES, Subject, examine, level_of
 
-from ds_core.plugins import discover
+from ds_core.plugins.discovery import discover
 
 RUN_ELSEWHERE = frozenset(("tests", "parallel", "resumes", "given-back"))
 """By `make test`: the tests of each package, its combinations, and

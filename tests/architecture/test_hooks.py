@@ -48,7 +48,7 @@ def test_every_hook_has_its_heading_and_no_heading_lacks_its_hook() -> None:
 
 
 def test_every_hook_is_documented_where_it_is_specified() -> None:
-    from ds_core.discovery import CORE_HOOKS, HOOKS
+    from ds_core.plugins.discovery import CORE_HOOKS, HOOKS
 
     assert set(HOOKS) >= set(signatures())
     assert len(CORE_HOOKS) <= MOST
@@ -79,7 +79,7 @@ def test_help_shows_every_hook() -> None:
     import pydoc
 
     import ds_core
-    from ds_core.discovery import CORE_HOOKS
+    from ds_core.plugins.discovery import CORE_HOOKS
 
     shown = pydoc.plain(pydoc.render_doc(ds_core.hookspecs))
     assert [name for name in CORE_HOOKS if f"    {name}(" not in shown] == []

@@ -13,7 +13,8 @@ from ds_core import comm
 from ds_core.comm import ALONE
 from ds_core.entries import CollectivesEntry
 from ds_core.errors import ConfigError, PluginError
-from ds_core.plugins import BACKENDS, Found, Plugins
+from ds_core.plugins import Plugins
+from ds_core.plugins.discovery import BACKENDS, Found
 
 
 class TestPlain(CollectivesConformance):

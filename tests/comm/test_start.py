@@ -22,7 +22,8 @@ from ds_core.comm import start
 from ds_core.comm.start import Job, Rendezvous, _default_timeout, find_rendezvous, local_rank
 from ds_core.entries import RendezvousEntry
 from ds_core.errors import CommError, PluginError
-from ds_core.plugins import BACKENDS, Found, Plugins
+from ds_core.plugins import Plugins
+from ds_core.plugins.discovery import BACKENDS, Found
 
 ENV = {
     "RANK": "3",

@@ -85,7 +85,7 @@ def test_hjson_is_read_from_a_json_file_too(tmp_path: Path) -> None:
 def test_a_format_that_is_not_installed_names_its_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ds_core.plugins.discover", lambda: ())
+    monkeypatch.setattr("ds_core.plugins.registry.discover", lambda: ())
     with pytest.raises(
         ConfigError, match=r"'\.yaml' is served by ds-config-formats, which is not installed"
     ):

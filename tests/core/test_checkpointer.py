@@ -105,7 +105,7 @@ def test_something_else_is_an_error_of_the_plugin(engine: Any) -> None:
 def test_without_any_the_error_names_what_to_install(
     engine: Any, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setattr("ds_core.plugins.discover", lambda: ())
+    monkeypatch.setattr("ds_core.plugins.registry.discover", lambda: ())
     dist = offered_by("drivers", "ds_checkpointer")
     assert dist is not None
     made = engine()

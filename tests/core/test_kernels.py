@@ -13,7 +13,8 @@ import ds_core
 from ds_core.entries import KernelEntry
 from ds_core.errors import KernelError
 from ds_core.kernels import Kernels
-from ds_core.plugins import BACKENDS, Found, Plugins
+from ds_core.plugins import Plugins
+from ds_core.plugins.discovery import BACKENDS, Found
 
 Make = Callable[..., Kernels]
 

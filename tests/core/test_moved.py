@@ -13,7 +13,8 @@ import pytest
 import ds_core
 from ds_core.errors import PluginError
 from ds_core.moved import MODULES, NAMES, now
-from ds_core.plugins import Plugins, PluginSettings
+from ds_core.plugins import Plugins
+from ds_core.plugins.registry import PluginSettings
 
 
 @pytest.mark.parametrize("old", sorted(MODULES))

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from ds_core import plugins as P
 from ds_core.config import Section, build_config
 from ds_core.entries import OptimizerEntry
 from ds_core.errors import PluginError, Problem
 from ds_core.optim import choose
-from ds_core.plugins import BACKENDS, SECTIONS, Found, Plugins, PluginSettings, PluginState
+from ds_core.plugins import Plugins, discovery
+from ds_core.plugins.discovery import BACKENDS, SECTIONS, Found, PluginState
+from ds_core.plugins.registry import PluginSettings
 from ds_core.runner import Sequential
 
 ONE = Problem("a", "one")
@@ -43,8 +44,8 @@ def backend(name, module, dist="ds-y", version="2.0"):
 
 
 def test_installed_plugins_are_discovered_by_name_only():
-    P.reset_discovery()
-    found = P.discover()
+    discovery.reset_discovery()
+    found = discovery.discover()
     assert list(found) == sorted(found)
 
 

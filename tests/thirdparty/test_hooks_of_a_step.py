@@ -30,7 +30,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("file", ["gradient_noise.py", "stop_on_plateau.py", "flight_recorder.py"])
 def test_they_are_small(file: str) -> None:
-    assert len((HERE / file).read_text().splitlines()) <= 75
+    assert len((HERE / file).read_text().splitlines()) <= 80
 
 
 class TestNoise(GradientsConformance):

@@ -13,9 +13,10 @@ import pytest
 from torch import nn
 
 import ds_core
-from ds_core.discovery import HOOKS, offers
 from ds_core.errors import PluginError
-from ds_core.plugins import Plugins, PluginSettings
+from ds_core.plugins import Plugins
+from ds_core.plugins.discovery import HOOKS, offers
+from ds_core.plugins.registry import PluginSettings
 
 HERE = Path(__file__).parent
 Install = Callable[..., None]
@@ -115,7 +116,7 @@ def test_without_the_kit_only_an_optional_hook_is_passed_over(install: Install) 
             "'ds_weather'.*cannot specify ds_weather: ModuleNotFoundError",
         ),
         ("ds_weather = json", "cannot specify ds_weather: AttributeError"),
-        ("ds_weather = unmarked", "not marked by ds_core.entries.gives"),
+        ("ds_weather = unmarked", "not marked by ds_core.checks.gives"),
     ],
 )
 def test_a_kit_that_defines_no_hook(install: Install, hooks: str, said: str) -> None:

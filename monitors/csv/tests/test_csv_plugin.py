@@ -13,7 +13,8 @@ from ds_testing import PluginConformance
 
 from ds_core.config import build_config
 from ds_core.entries import Event
-from ds_core.plugins import Plugins, PluginSettings
+from ds_core.plugins import Plugins
+from ds_core.plugins.registry import PluginSettings
 
 
 class TestPlugin(PluginConformance):

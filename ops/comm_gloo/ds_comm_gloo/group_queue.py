@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ds_core.comm import interceptor
+from ds_core import comm
 from ds_core.errors import CommError
 
 _TAG_EXCHANGE = 7
@@ -142,11 +142,11 @@ class GroupQueue:
         """Whether messages of the collective that this thread starts need tags, which gloo's own do
         not have.
         """
-        return interceptor.tag() is not None
+        return comm.tag() is not None
 
     def tag(self, kind: int) -> int:
         """The tag of messages of one kind, in the collective that this thread starts."""
-        number = interceptor.tag()
+        number = comm.tag()
         return kind if number is None else 0x40000000 | number << 3 | kind & 7
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Any:

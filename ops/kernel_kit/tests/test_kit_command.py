@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 from ds_core.entries import KernelEntry
 from ds_core.kernels import Kernels
-from ds_core.plugins import BACKENDS, Found, Plugins
+from ds_core.plugins import Plugins
+from ds_core.plugins.discovery import BACKENDS, Found
 
 ENTRIES = (
     KernelEntry("accumulate", "right", "ops_cli:right", 10, build="ops_cli:EXTENSION"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ds_core import plugins as P
+from ds_core.plugins import registry as P
 from ds_core.plugins import BACKENDS, Found
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -7,7 +7,7 @@ from typing import Any
 
 from cli_runs import dscore, missing
 
-from ds_core import plugins as P
+from ds_core.plugins import registry as P
 from ds_core.entries import CommandEntry
 from ds_core.plugins import SECTIONS
 

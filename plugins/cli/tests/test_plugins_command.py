@@ -13,7 +13,7 @@ import pytest
 from cli_runs import dscore, missing
 from pydantic import Field
 
-from ds_core import plugins as P
+from ds_core.plugins import registry as P
 from ds_core.config import Section
 from ds_core.entries import OptimizerEntry, SchedulerEntry
 from ds_core.plugins import SECTIONS
@@ -92,7 +92,7 @@ def test_one_plugin_in_detail(install: Any, monkeypatch: Any) -> None:
 def test_every_hook_has_a_word_in_the_list() -> None:
     from ds_cli.plugins.command import KINDS
 
-    from ds_core.discovery import HOOKS, OBSERVERS
+    from ds_core.plugins.discovery import HOOKS, OBSERVERS
 
     assert set(KINDS) - {"ds_metrics"} == set(HOOKS) - {"ds_config"} - set(OBSERVERS)
 

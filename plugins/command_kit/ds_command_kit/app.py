@@ -17,7 +17,7 @@ from ds_core.errors import DSError
 
 if TYPE_CHECKING:
     from ds_core.entries import CommandEntry
-    from ds_core.plugins import Answer
+    from ds_core.plugins.calls import Answer
 
 # click's, or that of the copy which newer typers bring
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -156,7 +156,8 @@ def _offers() -> dict[str, list[Answer]]:
 
     A plugin that cannot say what it offers takes only itself down.
     """
-    from ds_core.plugins import Answer, Plugins
+    from ds_core.plugins import Plugins
+    from ds_core.plugins.calls import Answer
 
     offers: dict[str, list[Answer]] = {}
     with other_output_to_stderr():

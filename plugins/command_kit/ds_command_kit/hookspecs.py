@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from ds_core import entries
+from ds_core import checks, entries
 
 if TYPE_CHECKING:
     from torch import nn
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from ds_core.plugins import Plugins
 
 
-@entries.gives(entries.named("ds_core.entries:LauncherEntry"))
+@checks.gives(checks.named("ds_core.entries:LauncherEntry"))
 def ds_launchers() -> Mapping[str, entries.LauncherEntry]:  # type: ignore[empty-body]
     """Driver, by name: ways to start processes for ``dscore run --launcher NAME``."""
 
 
-@entries.gives(entries.named("ds_command_kit.run_options:RunOption"))
+@checks.gives(checks.named("ds_command_kit.run_options:RunOption"))
 def ds_run_options() -> Mapping[str, RunOption]:  # type: ignore[empty-body]
     """Hook: options for ``dscore run``, by name ("--record").
 
@@ -28,7 +28,7 @@ def ds_run_options() -> Mapping[str, RunOption]:  # type: ignore[empty-body]
     """
 
 
-@entries.gives(entries.named("ds_core.entries:CommandEntry"))
+@checks.gives(checks.named("ds_core.entries:CommandEntry"))
 def ds_commands() -> Mapping[str, entries.CommandEntry]:  # type: ignore[empty-body]
     """Hook: sub-commands for ``dscore``, by name ("config migrate" in a group).
 
@@ -36,7 +36,7 @@ def ds_commands() -> Mapping[str, entries.CommandEntry]:  # type: ignore[empty-b
     """
 
 
-@entries.gives(entries.many("ds_core.entries:Chart"))
+@checks.gives(checks.many("ds_core.entries:Chart"))
 def ds_charts(config: RunConfig, plugins: Plugins) -> Iterable[entries.Chart]:  # type: ignore[empty-body]
     """Hook: what ``dscore plan`` shows of a config besides memory and messages, such as a timeline.
     Nothing runs.
@@ -45,7 +45,7 @@ def ds_charts(config: RunConfig, plugins: Plugins) -> Iterable[entries.Chart]:  
     """
 
 
-@entries.gives(entries.numbers)
+@checks.gives(checks.numbers)
 def ds_memory(  # type: ignore[empty-body]
     config: RunConfig, plugins: Plugins, module: nn.Module, world: int
 ) -> Mapping[str, float]:

@@ -35,7 +35,7 @@ from ds_comms_guard.watcher import Watcher, first_line
 from ds_core import comm
 from ds_core.accelerator import get_accelerator
 from ds_core.errors import CommError, LostRankError
-from ds_core.plugins import discover
+from ds_core.plugins.discovery import discover
 
 
 class GuardedWork:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ds_core import entries
+from ds_core import checks, entries
 
 
-@entries.gives(entries.named("builtins:str"))
+@checks.gives(checks.named("builtins:str"))
 def ds_compile_passes() -> Mapping[str, entries.Ref]:  # type: ignore[empty-body]
     """Driver, by the name in ``compile.passes``: reference to a function ``ctx -> pass``; see
     `ds_compile.passes`.

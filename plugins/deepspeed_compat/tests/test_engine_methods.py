@@ -55,7 +55,7 @@ def test_the_modules_own_names_come_first() -> None:
 
 
 def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds_core.plugins.discover", lambda: ())
+    monkeypatch.setattr("ds_core.plugins.registry.discover", lambda: ())
     engine = start()
     with pytest.raises(
         AttributeError, match="an attribute 'deepspeed_io': .* by ds-deepspeed-compat.*pip install"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from ds_command_kit.show import CommandError
 
 from ds_core.catalogue import documented, offered_by
-from ds_core.discovery import HOOKS
-from ds_core.plugins import Plugins, discover
+from ds_core.plugins import Plugins
+from ds_core.plugins.discovery import HOOKS, discover
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from ds_new.naming import names_of
 from ds_new.rendering import TEMPLATES, modules, render
 from ds_testing.processes import clean_environment, run
 
-from ds_core.discovery import HOOKS
+from ds_core.plugins.discovery import HOOKS
 
 NAMES = ("ab", "a-name-as-long-as-they-come")
 """What is written must be formatted whatever the length of the name."""
@@ -65,7 +65,9 @@ def test_the_declarations_load(tmp_path: Path) -> None:
         written(tmp_path, kind, f"kind-{kind}")
     code = """
 import sys
-from ds_core.plugins import PluginSettings, Plugins, PluginState
+from ds_core.plugins import Plugins
+from ds_core.plugins.discovery import PluginState
+from ds_core.plugins.registry import PluginSettings
 plugins = Plugins(PluginSettings(load=sys.argv[1:]), found=())
 wrong = [r.why for r in plugins.examine() if r.state is not PluginState.LOADED]
 assert not wrong and "torch" not in sys.modules, wrong

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ds_core.errors import UsageError
 from ds_core.kernels import Kernels
-from ds_core.plugins import Plugins, PluginSettings
+from ds_core.plugins import Plugins
+from ds_core.plugins.registry import PluginSettings
 
 SHAPES = ((5, 3), (7,), (), (4, 6), (2, 3, 2, 2), (9, 2), (0, 3))
 RATES = (0.02, 0.01)  # of two groups

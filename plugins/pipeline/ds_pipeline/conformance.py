@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ds_testing.pool import run_ranks
 
-from ds_core.plugins import Plugins, PluginSettings
+from ds_core.plugins import Plugins
+from ds_core.plugins.registry import PluginSettings
 from ds_pipeline.schedules.choose import find_schedule
 from ds_pipeline.schedules.validate import ScheduleError, check
 

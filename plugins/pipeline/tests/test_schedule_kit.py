@@ -13,7 +13,8 @@ from ds_pipeline.conformance import PipelineScheduleConformance
 from ds_pipeline.schedules.choose import find_schedule
 
 from ds_core.errors import UsageError
-from ds_core.plugins import Plugins, PluginSettings
+from ds_core.plugins import Plugins
+from ds_core.plugins.registry import PluginSettings
 
 sys.path.insert(0, str(Path(__file__).parent))
 OFFERS = {"waves": "own_schedule:GPipe", "forgetful": "own_schedule:Forgetful"}

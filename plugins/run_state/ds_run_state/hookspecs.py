@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ds_core import entries
+from ds_core import checks
 
 if TYPE_CHECKING:
     from ds_core.context import Context
 
 
-@entries.gives(entries.named(("state_dict", "load_state_dict")))
+@checks.gives(checks.named(("state_dict", "load_state_dict")))
 def ds_checkpointables(ctx: Context) -> Mapping[str, Any]:  # type: ignore[empty-body]
     """Hook: objects with ``state_dict()`` and ``load_state_dict()`` to keep in every checkpoint, by
     name.

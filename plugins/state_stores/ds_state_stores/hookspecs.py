@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ds_core import entries
+from ds_core import checks, entries
 
 
-@entries.gives(entries.named("ds_core.entries:StateStoreEntry"))
+@checks.gives(checks.named("ds_core.entries:StateStoreEntry"))
 def ds_state_stores() -> Mapping[str, entries.StateStoreEntry]:  # type: ignore[empty-body]
     """Driver, by the name in the ``device`` of an offload section (case-insensitive): where states
     can rest.

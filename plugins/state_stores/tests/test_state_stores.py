@@ -14,7 +14,8 @@ from ds_state_stores import HostStore, StateStore, check_store, is_evicted, open
 from torch import Tensor
 
 from ds_core.errors import PluginError, UsageError
-from ds_core.plugins import Plugins, PluginSettings
+from ds_core.plugins import Plugins
+from ds_core.plugins.registry import PluginSettings
 
 THEIRS = """
 from ds_core.entries import StateStoreEntry

@@ -213,7 +213,7 @@ def test_kit_finds_configs_without_a_model(tmp_path: Path, monkeypatch: pytest.M
 def test_kit_finds_another_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ds_testing.kits.tools import plugin
 
-    from ds_core.plugins import Found
+    from ds_core.plugins.discovery import Found
 
     (tmp_path / "kit_neighbour.py").write_text("")
     kit = _kit(tmp_path, monkeypatch, "import kit_neighbour")

@@ -21,7 +21,8 @@ from typing import Literal
 from ds_cli.plugin import ds_commands
 from ds_core.entries import resolve
 from ds_core.errors import DSError, PluginError
-from ds_core.plugins import Found, Plugins, PluginState
+from ds_core.plugins import Plugins
+from ds_core.plugins.discovery import Found, PluginState
 
 MIN_PYTHON = (3, 10)
 MIN_TORCH = "2.6"

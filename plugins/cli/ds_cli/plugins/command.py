@@ -14,7 +14,8 @@ from ds_command_kit.show import CommandError, other_output_to_stderr, show_json,
 from ds_cli.plugins.upgrade import upgrade
 
 if TYPE_CHECKING:
-    from ds_core.plugins import Plugins, Report
+    from ds_core.plugins import Plugins
+    from ds_core.plugins.discovery import Report
 
 KINDS = {
     "ds_config_formats": "config format",
@@ -116,7 +117,7 @@ def _offers(known: Plugins, report: Report) -> dict[str, list[str]]:
     """Kind -> the names that the plugin offers; none where names depend on a config, or it has
     none.
     """
-    from ds_core.plugins import PluginState
+    from ds_core.plugins.discovery import PluginState
 
     found: dict[str, list[str]] = (
         {"section": [report.found.name]} if report.found.owns_section else {}
@@ -125,7 +126,7 @@ def _offers(known: Plugins, report: Report) -> dict[str, list[str]]:
         if hook != "ds_config":
             found.setdefault(KINDS.get(hook, "observer"), [])
     if report.state is PluginState.LOADED:
-        from ds_core.discovery import offers
+        from ds_core.plugins.discovery import offers
 
         asked = offers()
 
@@ -174,7 +175,7 @@ def _row(known: Plugins, report: Report) -> dict[str, Any]:
 
 def _details(known: Plugins, report: Report) -> dict[str, Any]:
     """`_row`, and the file, the requirements and the keys of the section."""
-    from ds_core.plugins import PluginState
+    from ds_core.plugins.discovery import PluginState
 
     row = _row(known, report)
     row["file"] = _file(report.found.module)

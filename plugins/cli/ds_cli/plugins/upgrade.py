@@ -15,7 +15,8 @@ from typing import Annotated
 import typer
 from ds_command_kit.show import CommandError, say_error
 
-from ds_core import moved, old_forms
+from ds_core import moved
+from ds_core.plugins import old_forms
 
 TEXTS = (".py", ".toml", ".cfg", ".json", ".yaml", ".yml", ".md", ".jinja")
 SKIPPED = {".git", ".venv", "build", "dist", "__pycache__", "node_modules"}

@@ -23,13 +23,13 @@ from pydantic import BaseModel, RootModel, ValidationError
 from pydantic_core import to_jsonable_python
 
 from ds_core import entries as offered
-from ds_core import old_forms
 from ds_core.catalogue import offered_by
 from ds_core.config.section import is_class
-from ds_core.discovery import HOOKS
 from ds_core.entries import resolve
 from ds_core.errors import ConfigError
-from ds_core.plugins import Plugins, PluginSettings, PluginState, Report, discover
+from ds_core.plugins import Plugins, old_forms
+from ds_core.plugins.discovery import HOOKS, PluginState, Report, discover
+from ds_core.plugins.registry import PluginSettings
 
 HEAVY = (
     "torch",

@@ -49,7 +49,8 @@ def _give_methods_at_open(hooks: Hooks) -> None:
     opened = hooks.get("ds_open")
 
     def ds_open(ctx: Context) -> None:
-        from ds_core.discovery import BACKENDS, Answer, Found
+        from ds_core.plugins.calls import Answer
+        from ds_core.plugins.discovery import BACKENDS, Found
 
         giver = Found(given.__module__, BACKENDS, given.__module__, given.__module__, "")
         engine: Any = ctx.engine

@@ -1,4 +1,4 @@
-"""Finding, loading and asking plugins (torch-free).
+"""Finding and loading plugins, and who of them takes part in a run (torch-free).
 
 Entry-point *names* are read first and nothing is imported. A section's plugin is imported when the
 config names the section; backends (things chosen by name or hardware) when a choice is to be made.
@@ -9,11 +9,6 @@ order.
 config names it (its section, ``plugins.load``, ``plugins.require``) or when something that it
 offers was chosen. Hooks with arguments are called only of those; hooks without arguments, which say
 what a plugin offers, of all that are loaded.
-
-[Note: three tiers of failure] A broken plugin that does not take part is quarantined and shown by
-``dscore doctor``. One that takes part is fatal. At run time an observer or monitor that fails is
-switched off after one warning; anything on the data path is always fatal, since a silent fallback
-makes ranks diverge.
 """
 
 from __future__ import annotations
@@ -24,79 +19,34 @@ import logging
 import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pluggy
 
 from ds_core import __version__, hookspecs
-from ds_core.discovery import (
-    BACKENDS as BACKENDS,
-)
-from ds_core.discovery import (
+from ds_core.checks import blaming
+from ds_core.errors import PluginError
+from ds_core.moved import HOOKS_BEFORE, check_contract
+from ds_core.plugins.calls import Implementation
+from ds_core.plugins.discovery import (
+    BACKENDS,
     HOOKS,
-    blame,
+    SECTIONS,
+    Found,
+    PluginState,
+    Report,
     check_required,
+    discover,
     hooks_of,
     kit_hooks,
-    offers,
     unmet,
 )
-from ds_core.discovery import (
-    SECTIONS as SECTIONS,
-)
-from ds_core.discovery import (
-    Answer as Answer,
-)
-from ds_core.discovery import (
-    Found as Found,
-)
-from ds_core.discovery import (
-    Offers as Offers,
-)
-from ds_core.discovery import (
-    blaming as blaming,
-)
-from ds_core.discovery import (
-    discover as discover,
-)
-from ds_core.discovery import (
-    reset_discovery as reset_discovery,
-)
-from ds_core.errors import ConfigError, PluginError, UsageError
-from ds_core.moved import HOOKS_BEFORE, check_contract
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from ds_core.config import RunConfig
-    from ds_core.entries import Axis
 
 AUTOLOAD_OFF = "DS_PLUGINS_DISABLE_AUTOLOAD"
 BUILTIN = "ds_core.builtin"
 LOADED = "plugins.load"  # in place of a distribution, for modules that the config loads
 
 log = logging.getLogger("ds_core.plugins")
-
-
-class PluginState(Enum):
-    """Where a plugin stands in this process."""
-
-    AVAILABLE = "available"
-    LOADED = "loaded"
-    DISABLED = "disabled"
-    QUARANTINED = "quarantined"
-    SWITCHED_OFF = "switched off"
-
-
-@dataclass(slots=True)
-class Report:
-    """One row of ``dscore plugins``."""
-
-    found: Found
-    state: PluginState
-    why: str = ""
-    hooks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +75,8 @@ class _Manager(pluggy.PluginManager):
         )
 
 
-class Plugins:
-    """The plugins of one run: what is installed, what is loaded, and the one way to ask them.
+class Registry:
+    """The plugins of one run: what is installed, what is loaded, and who takes part.
 
     found: entry points to use instead of the installed ones (tests).
     """
@@ -183,24 +133,6 @@ class Plugins:
             self._load(chosen[name])
             self.join(chosen[name])
         return chosen
-
-    def probe_all(self) -> list[Report]:
-        """Import everything installed, quarantining what breaks."""
-        self._try_all(SECTIONS)
-        self._try_all(BACKENDS)
-        return self.reports()
-
-    def examine(self) -> list[Report]:
-        """`probe_all`, and ask everybody what they offer; for ``dscore plugins`` and ``doctor``."""
-        for report in self.probe_all():
-            if report.found.group == SECTIONS and report.state is PluginState.LOADED:
-                try:
-                    self.model(report.found)
-                except PluginError as error:
-                    self._set_aside(report.found, error)
-        for hook in offers():
-            self.offers(hook)
-        return self.reports()
 
     def reports(self) -> list[Report]:
         """Every known plugin in name order."""
@@ -336,7 +268,7 @@ class Plugins:
         if hasattr(module, "DS_CONTRACT"):
             check_contract(found, module.DS_CONTRACT)
         if HOOKS_BEFORE & vars(module).keys():
-            from ds_core.old_forms import adapted
+            from ds_core.plugins.old_forms import adapted
 
             hooks = adapted(module)
         try:
@@ -370,158 +302,13 @@ class Plugins:
         """The modules of the plugins that take part."""
         return frozenset(self._members)
 
-    # -- asking ------------------------------------------------------------------------------------
-
-    def ask(
-        self,
-        hook: str,
-        *,
-        newer_than: frozenset[str] = frozenset(),
-        installed: bool = False,
-        **arguments: Any,
-    ) -> list[Answer]:
-        """What those who take part answer to `hook`, in plugin order; None is left out. Errors are
-        fatal.
-
-        newer_than: leave out those who took part by then. installed: ask every backend, also one
-        that takes no part.
-        """
-        among = self._members
-        if installed:
-            self._try_all(BACKENDS)
-            among = among | {found.module for found in self._reports if found.group == BACKENDS}
-        answers = [
-            Answer(i.plugin, i.answer(arguments))
-            for i in self._implementations(hook, among - newer_than)
-        ]
-        return [a for a in answers if a.value is not None]
-
-    def offers(self, hook: str) -> list[Answer]:
-        """What every loaded plugin offers through `hook`, in plugin order.
-
-        One whose answer fails is quarantined, or fatal when it takes part.
-        """
-        self._try_all(BACKENDS)
-        answers = []
-        for implementation in self._implementations(hook, self._by_module):
-            try:
-                answers.append(Answer(implementation.plugin, implementation.answer({})))
-            except PluginError as error:
-                self._set_aside(implementation.plugin, error, logging.WARNING)
-        return answers
-
-    def ask_one(self, hook: str, plugin: Found) -> Any:
-        """What one loaded plugin offers through `hook`; None when it does not implement it."""
-        return next((i.answer({}) for i in self._implementations(hook, {plugin.module})), None)
-
-    def model(self, owner: Found) -> type[BaseModel]:
-        """The model of the section that a loaded plugin owns; PluginError when it does not describe
-        it.
-        """
-        found: Any = self.ask_one("ds_config", owner)
-        if isinstance(found, Mapping):
-            found = found.get(owner.name)
-        if found is None:
-            raise PluginError(
-                f"plugin {owner} claims section {owner.name!r} but has no ds_config hook to "
-                "describe it"
-            )
-        return cast("type[BaseModel]", found)
-
-    def models(self, names: Iterable[str]) -> dict[str, tuple[type[BaseModel], str]]:
-        """Load the owners of the sections `names`; per owned section its model, and its owner's
-        name and version.
-        """
-        return {
-            name: (self.model(f), f"{f.dist} {f.version}")
-            for name, f in self.load_sections(names).items()
-        }
-
-    def driver(self, hook: str, *, installed: bool = False, **arguments: Any) -> Answer | None:
-        """The one answer to a driver hook, or None. Two answers are an error that names both.
-
-        installed: ask every backend, also one that takes no part; the one that answers takes part.
-        """
-        answers = self.ask(hook, installed=installed, **arguments)
-        if len(answers) > 1:
-            both = " and ".join(str(a.plugin) for a in answers)
-            raise PluginError(
-                f"{hook} is answered by {both}; only one can drive: disable one with "
-                "plugins.disable"
-            )
-        if not answers:
-            return None
-        self.join(answers[0].plugin)
-        return answers[0]
-
-    def installed_driver(self, hook: str, needed: str, **arguments: Any) -> Any:
-        """What answers a driver hook; where none of those who take part does, a backend may.
-
-        Raises UsageError where there is none: the text `needed`, and a package to install.
-        """
-        others = {"installed": True, "newer_than": self.members(), **arguments}
-        answer = self.driver(hook, **arguments) or self.driver(hook, **others)
-        if answer is not None:
-            return answer.value
-        from ds_core.catalogue import missing
-
-        asked = ", ".join(str(i.plugin) for i in self._implementations(hook, self._by_module))
-        why = f"{asked} does not" if asked else missing("drivers", hook, more=self.quarantined())
-        raise UsageError(f"{needed}: {why}")
-
-    def named(self, hook: str, kind: str) -> Offers:
-        """Merge the name -> entry mappings of a by-name driver hook; keys are lower-case.
-
-        Two plugins that offer one name are an error when it is looked up, unless
-        ``plugins.prefer["<kind>/<name>"]`` chooses. The core's own entries give way to a plugin's,
-        and an installed plugin's to one that ``plugins.load`` names.
-        """
-        rows: dict[str, dict[Found, Any]] = {}
-        for answer in self.offers(hook):
-            for name, entry in answer.value.items():
-                rows.setdefault(name.lower(), {})[answer.plugin] = entry
-        return Offers(
-            rows, lambda name: self._choose(f"{kind}/{name}", f"{kind} {name!r}", list(rows[name]))
-        )
-
-    def mesh_axes(self, config: RunConfig) -> list[Axis]:
-        """The axes that those who take part add to a run's mesh."""
-        return [axis for answer in self.ask("ds_mesh_axes", config=config) for axis in answer.value]
-
-    def implementing(self, hook: str) -> list[Found]:
-        """Those who take part and implement `hook`, in plugin order."""
-        return [i.plugin for i in self._implementations(hook, self._members)]
-
-    def merged(self, hook: str, *, installed: bool = False, **arguments: Any) -> dict[str, Answer]:
-        """Merge the mappings that `hook` gives; two values of one name are an error that names
-        both.
-
-        installed: see `ask`.
-        """
-        merged: dict[str, Answer] = {}
-        for answer in self.ask(hook, installed=installed, **arguments):
-            for name, value in answer.value.items():
-                if name in merged and merged[name].value != value:
-                    raise PluginError(
-                        f"{hook}: {name!r} is given by plugins {merged[name].plugin} and "
-                        f"{answer.plugin}"
-                    )
-                merged[name] = Answer(answer.plugin, value)
-        return merged
-
-    def observers(self, hook: str) -> list[Observer]:
-        """The observers of those who take part, each to be called through `Observer.__call__`."""
-        return [
-            Observer(i, self._reports[i.plugin]) for i in self._implementations(hook, self._members)
-        ]
-
     def loaded_versions(self) -> dict[str, str]:
         """Module -> distribution and version of all that is loaded: part of the cross-rank
         fingerprint.
         """
         return {m: f"{f.dist} {f.version}" for m, f in sorted(self._by_module.items())}
 
-    def _implementations(self, hook: str, among: Container[str]) -> Iterator[_Implementation]:
+    def _implementations(self, hook: str, among: Container[str]) -> Iterator[Implementation]:
         """What the modules `among` implement of `hook`, in plugin order; not of those that are
         quarantined.
         """
@@ -534,54 +321,4 @@ class Plugins:
         for impl in reversed(caller.get_hookimpls()):
             found = self._by_module[impl.plugin_name]
             if found.module in among and self._reports[found].state is not PluginState.QUARANTINED:
-                yield _Implementation(hook, found, impl)
-
-
-@dataclass(frozen=True, slots=True)
-class _Implementation:
-    """One plugin's function for one hook."""
-
-    hook: str
-    plugin: Found
-    impl: pluggy.HookImpl
-
-    def __call__(self, arguments: Mapping[str, Any]) -> Any:
-        """Call it with those of `arguments` that it takes, and check what it returns."""
-        return HOOKS[self.hook].ds_answer(
-            self.impl.function(*[arguments[a] for a in self.impl.argnames])
-        )
-
-    def answer(self, arguments: Mapping[str, Any]) -> Any:
-        """Call it; any failure is a PluginError, but for a ConfigError about what it was given."""
-        with blaming(
-            self.plugin, f"failed in {self.hook}", passing=(ConfigError,) if arguments else ()
-        ):
-            return self(arguments)
-
-
-class Observer:
-    """One plugin's observer; a failure in it is one warning, and then silence."""
-
-    __slots__ = ("_arguments", "_check", "_function", "_hook", "_report", "plugin")
-
-    def __init__(self, call: _Implementation, report: Report) -> None:
-        self.plugin = call.plugin
-        self._hook = call.hook
-        self._report = report
-        # Looked up once: it is called several times a step.
-        self._check = HOOKS[call.hook].ds_answer
-        self._function = call.impl.function
-        self._arguments = call.impl.argnames
-
-    def __call__(self, arguments: Mapping[str, Any]) -> Any:
-        """What the plugin answers; None when it has failed, now or before."""
-        if self._report.state is PluginState.SWITCHED_OFF:
-            return None
-        try:
-            return self._check(self._function(*[arguments[name] for name in self._arguments]))
-        except BaseException as error:
-            why = blame(self.plugin, f"failed in {self._hook}", error)
-            self._report.state = PluginState.SWITCHED_OFF
-            self._report.why = str(why)
-            log.warning("%s; the plugin is switched off and training goes on", why)
-            return None
+                yield Implementation(hook, found, impl)

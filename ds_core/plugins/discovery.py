@@ -3,28 +3,26 @@ requirements are met (torch-free; imports no plugin)."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from email import message_from_string
 from email.message import Message
+from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import importlib_metadata
 
 from ds_core import hookspecs
-from ds_core.entries import Ref, WrongAnswer, nothing, resolve
+from ds_core.checks import WrongAnswer, blaming, nothing
 from ds_core.errors import PluginError, did_you_mean
-from ds_core.moved import names_of
 
-__getattr__ = names_of(__name__)
 SECTIONS = "ds_core.plugins"
 BACKENDS = "ds_core.backends"
 
@@ -54,7 +52,7 @@ class Hooks(Mapping[str, Any]):
             spec = getattr(importlib.import_module(found.module), name)
             if not hasattr(spec, "ds_answer"):
                 raise WrongAnswer(
-                    "it is not marked by ds_core.entries.gives, which says what it may return"
+                    "it is not marked by ds_core.checks.gives, which says what it may return"
                 )
         return spec
 
@@ -103,6 +101,26 @@ class Found:
 
     def __str__(self) -> str:
         return f"{self.name!r} ({self.dist} {self.version}, module {self.module})"
+
+
+class PluginState(Enum):
+    """Where a plugin stands in this process."""
+
+    AVAILABLE = "available"
+    LOADED = "loaded"
+    DISABLED = "disabled"
+    QUARANTINED = "quarantined"
+    SWITCHED_OFF = "switched off"
+
+
+@dataclass(slots=True)
+class Report:
+    """One row of ``dscore plugins``."""
+
+    found: Found
+    state: PluginState
+    why: str = ""
+    hooks: tuple[str, ...] = ()
 
 
 def discover() -> tuple[Found, ...]:
@@ -279,75 +297,3 @@ def _check_function(name: str, function: Any) -> None:
                 f"defines {name} with {parameter}; a hook names the plain arguments it takes: "
                 f"{offered}"
             )
-
-
-# -- what plugins answer, and whose fault it is when something that they brought fails -------------
-
-
-def blame(found: Found, what: str, error: BaseException) -> PluginError:
-    """The error ``plugin <found> <what>: <cause>``.
-
-    A KeyboardInterrupt is raised again as it is.
-    """
-    if isinstance(error, KeyboardInterrupt):
-        raise error
-    kind = "" if isinstance(error, (WrongAnswer, PluginError)) else f"{type(error).__name__}: "
-    return PluginError(f"plugin {found} {what}: {kind}{error}")
-
-
-@contextlib.contextmanager
-def blaming(
-    found: Found, what: str, *, passing: tuple[type[BaseException], ...] = ()
-) -> Iterator[None]:
-    """Whatever is raised inside, SystemExit included, is raised as `blame` tells it. passing:
-    errors left alone.
-    """
-    try:
-        yield
-    except passing:
-        raise
-    except BaseException as error:
-        raise blame(found, what, error) from error
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What one plugin answered to one hook."""
-
-    plugin: Found
-    value: Any
-
-    def resolve(self, ref: Ref | Callable[..., Any], what: str) -> Any:
-        """Import what a reference of the plugin's names; a failure is an error of the plugin's.
-        what: it is for.
-        """
-        with blaming(self.plugin, f"cannot serve {what}"):
-            return resolve(ref) if isinstance(ref, str) else ref
-
-
-class Offers(Mapping[str, Answer]):
-    """Lower-case name -> the offer that serves it. Two offers of one name are an error only when it
-    is looked up.
-
-    rows: name -> plugin -> what it offers. choose: which plugin serves a name.
-    """
-
-    def __init__(
-        self, rows: Mapping[str, Mapping[Found, Any]], choose: Callable[[str], Found]
-    ) -> None:
-        self._rows = rows
-        self._choose = choose
-
-    def __getitem__(self, name: str) -> Answer:
-        rows = self._rows[name]  # or KeyError
-        chosen = self._choose(name)
-        return Answer(chosen, rows[chosen])
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._rows
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)

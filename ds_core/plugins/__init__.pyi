@@ -1,0 +1,17 @@
+from ds_core.checks import blame as blame
+from ds_core.checks import blaming as blaming
+from ds_core.plugins.asking import Plugins as Plugins
+from ds_core.plugins.calls import Answer as Answer
+from ds_core.plugins.calls import Observer as Observer
+from ds_core.plugins.calls import Offers as Offers
+from ds_core.plugins.discovery import BACKENDS as BACKENDS
+from ds_core.plugins.discovery import SECTIONS as SECTIONS
+from ds_core.plugins.discovery import Found as Found
+from ds_core.plugins.discovery import PluginState as PluginState
+from ds_core.plugins.discovery import Report as Report
+from ds_core.plugins.discovery import discover as discover
+from ds_core.plugins.discovery import reset_discovery as reset_discovery
+from ds_core.plugins.registry import AUTOLOAD_OFF as AUTOLOAD_OFF
+from ds_core.plugins.registry import BUILTIN as BUILTIN
+from ds_core.plugins.registry import LOADED as LOADED
+from ds_core.plugins.registry import PluginSettings as PluginSettings
