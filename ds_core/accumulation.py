@@ -27,21 +27,18 @@ if TYPE_CHECKING:
 
 MIXED = (
     "gradients of one accumulation window came both from engine.backward(loss), which divides by "
-    "gradient_accumulation_steps, and from a plain loss.backward(), which does not; use one of the "
-    "two between two "
-    "steps, or add the losses up and call engine.backward once (engine.zero_grad() drops what has "
-    "come)"
+    "gradient_accumulation_steps, and from a plain loss.backward(), which does not; use one of "
+    "the two between two steps, or add the losses up and call engine.backward once "
+    "(engine.zero_grad() drops what has come)"
 )
 NO_BACKWARD = (
-    "step() found no engine.backward(loss) for this micro-batch, though earlier ones of the window "
-    "had one. A window "
-    "that mixes it with loss.backward() is divided wrongly; to skip a micro-batch, skip its "
-    "step() too"
+    "step() found no engine.backward(loss) for this micro-batch, though earlier ones of the "
+    "window had one. A window that mixes it with loss.backward() is divided wrongly; to skip a "
+    "micro-batch, skip its step() too"
 )
 UNSCALED = (
     "loss.backward() was called without the loss scale that fp16 needs; write "
-    "engine.scale(loss).backward(), or "
-    "engine.backward(loss)"
+    "engine.scale(loss).backward(), or engine.backward(loss)"
 )
 
 
@@ -151,12 +148,10 @@ class Window:
         if joint and self._joint_factor != factor:
             raise UsageError(
                 "gradients came from another engine's backward (a joint loss), which multiplied "
-                "the loss by "
-                f"{self._joint_factor:g}, and this engine multiplies by {factor:g} (loss scale "
-                "over "
-                "gradient_accumulation_steps); engines that share a loss need the same "
-                "gradient_accumulation_steps, "
-                "and bf16 or fp32, or the same fp16.loss_scale"
+                f"the loss by {self._joint_factor:g}, and this engine multiplies by {factor:g} "
+                "(loss scale over gradient_accumulation_steps); engines that share a loss need "
+                "the same gradient_accumulation_steps, and bf16 or fp32, or the same "
+                "fp16.loss_scale"
             )
         if scales and not self.scaled and (self.seen & PLAIN or not (driven or joint)):
             raise UsageError(UNSCALED)

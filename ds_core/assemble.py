@@ -192,8 +192,7 @@ def _partitioner(ctx: Context, optimizer: OptimizerEntry) -> Partitioner:
     if answer is not None:
         raise UsageError(
             f"this optimizer reduces gradients by itself, and so does plugin {answer.plugin}; "
-            "leave its section out "
-            "or use another optimizer"
+            "leave its section out or use another optimizer"
         )
     made = resolve(optimizer.partitioner)(ctx)
     if not isinstance(made, Partitioner):
@@ -291,8 +290,7 @@ def _check_arguments(args: Any, optimizer: Any, chosen: Composition) -> None:
     if told is not None and told >= 0 and local is not None and int(local) != told:
         raise UsageError(
             f"args.local_rank is {told}, but LOCAL_RANK is {local}; let the launcher set both "
-            "(dscore run "
-            "--local_rank passes the argument), or leave --local_rank out"
+            "(dscore run --local_rank passes the argument), or leave --local_rank out"
         )
     if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
         raise UsageError(
@@ -321,8 +319,7 @@ def _plan(
         if wanted not in (None, size):
             raise ConfigError(
                 f"{where}: {kind} parallel size {wanted}, but this run has {size} (world "
-                f"{world_size}, "
-                f"mesh {mesh.describe()})",
+                f"{world_size}, mesh {mesh.describe()})",
                 chosen.config.origin,
             )
     return mesh

@@ -55,8 +55,7 @@ def install(dist: str) -> str:
     if folders is None:
         return f"`pip install {dist}`"
     return (
-        f"`pip install {' '.join(f'./{folder}' for folder in folders.split())}` in a "
-        "checkout of "
+        f"`pip install {' '.join(f'./{folder}' for folder in folders.split())}` in a checkout of "
         "ds_core"
     )
 

@@ -140,8 +140,7 @@ def references(value: Any) -> Any:
         if not isinstance(element, str):
             where = f"{element.__module__}:{getattr(element, '__qualname__', name)}"
             text = (
-                f"{name!r} is given as a function; give the reference {where!r}, which is "
-                "imported "
+                f"{name!r} is given as a function; give the reference {where!r}, which is imported "
                 "when it is used"
             )
             warnings.warn(text, DeprecationWarning, stacklevel=2)

@@ -114,10 +114,8 @@ class DistributedLoader:
         if self._batches is not None and not len(self._batches):
             raise UsageError(
                 f"training_data has {len(dataset)} samples, fewer than one batch of {batch_size} "
-                "on each of "
-                f"{request.replicas} ranks, and dataloader_drop_last drops it; lower "
-                "train_micro_batch_size_per_gpu or "
-                "set dataloader_drop_last to false"
+                f"on each of {request.replicas} ranks, and dataloader_drop_last drops it; lower "
+                "train_micro_batch_size_per_gpu or set dataloader_drop_last to false"
             )
 
     def _build(self) -> None:

@@ -191,9 +191,8 @@ class Engine(RunningEngine):
         if not allreduce_gradients and self.ctx.mesh.size("dp") > 1:
             raise UsageError(
                 "backward(allreduce_gradients=False) would leave each rank to its own gradients, "
-                "and weights would "
-                "drift apart; to reduce several backwards once, put them into engine.no_sync() or "
-                "engine.coalesce_grad_reduction()"
+                "and weights would drift apart; to reduce several backwards once, put them into "
+                "engine.no_sync() or engine.coalesce_grad_reduction()"
             )
         self._refuse_by_hand("backward")
         check_loss(loss)
@@ -203,8 +202,7 @@ class Engine(RunningEngine):
         return shown.detach() if release_loss else shown
 
     def backward_micro(self, loss: Tensor, *, last: bool) -> None:
-        """For runners: backward of one micro-batch's loss; gradients are reduced after the
-        `last`."""
+        """See `RunningEngine.backward_micro`."""
         check_loss(loss)
         self._backward(loss, self.ctx.batch.gas, False, REDUCE if last else LATER)
 
@@ -226,12 +224,7 @@ class Engine(RunningEngine):
         )
 
     def run_backward(self, backward: Callable[[], object], *, keep_local: bool = False) -> None:
-        """For runners: run `backward`, whose losses are multiplied by `loss_factor`;
-        `reduce_gradients` ends the batch.
-
-        keep_local: partitioned gradients stay with this rank until then. Ranks may call it at
-        different times, and differently often.
-        """
+        """See `RunningEngine.run_backward`."""
         self._hooks.run(
             backward,
             self.loss_factor(),
@@ -241,10 +234,7 @@ class Engine(RunningEngine):
         )
 
     def reduce_gradients(self) -> None:
-        """For runners: reduce the gradients of `run_backward`; without it the step does.
-
-        Collective.
-        """
+        """See `RunningEngine.reduce_gradients`."""
         self.partitioner.finish(REDUCE)
 
     # -- accumulation ------------------------------------------------------------------------------
@@ -445,9 +435,7 @@ class Engine(RunningEngine):
         return self.train(False)
 
     def compile(self, *arguments: Any, **options: Any) -> None:
-        """Compile the model with torch.compile, in place: `compile_model` of the package
-        ds-compile.
-        """
+        """Compile the model in place: `compile_model` of the package ds-compile."""
         self.compile_model(*arguments, **options)
 
     # -- the end -----------------------------------------------------------------------------------
@@ -503,6 +491,5 @@ class DestroyedEngine(Engine):
             return object.__getattribute__(self, name)
         raise UsageError(
             f"engine.{name}: this engine was destroyed (by destroy(), or by a second initialize on "
-            "its model); use the "
-            "engine that initialize made last, or the plain engine.module"
+            "its model); use the engine that initialize made last, or the plain engine.module"
         )

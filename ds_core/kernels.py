@@ -227,8 +227,7 @@ class Kernels:
         if twin := next((c for c in rest if c.reason is None and c.claim == best.claim), None):
             raise KernelError(
                 f"kernel {op!r} provider {best.entry.provider!r} is offered by {best.dist} and "
-                f"{twin.dist}; "
-                "disable one with plugins.disable"
+                f"{twin.dist}; disable one with plugins.disable"
             )
         try:
             function: Function = resolve(best.entry.load)

@@ -56,10 +56,8 @@ def check_step(optimizer: Optimizer) -> None:
     if needs := required(type(optimizer).step.__get__(optimizer)):
         raise UsageError(
             f"{type(optimizer).__name__}.step needs {', '.join(needs)}, and engine.step() has "
-            "nothing to give: an "
-            "optimizer that computes the loss again by itself (LBFGS) cannot be driven by forward, "
-            "backward and step; "
-            "use one whose step() goes without arguments"
+            "nothing to give: an optimizer that computes the loss again by itself (LBFGS) cannot "
+            "be driven by forward, backward and step; use one whose step() goes without arguments"
         )
 
 
@@ -160,9 +158,8 @@ def _note_trained(ctx: Context, groups: ParamGroups) -> None:
         if param not in ctx.params:
             raise UsageError(
                 f"model_parameters holds a tensor of shape {tuple(param.shape)} that is not a "
-                "parameter of the model; "
-                "pass parameters of the model given to initialize (after any transform they must "
-                "still be in it)"
+                "parameter of the model; pass parameters of the model given to initialize (after "
+                "any transform they must still be in it)"
             )
 
 
@@ -189,8 +186,7 @@ def _param_groups(model: nn.Module, given: Iterable[Any] | None) -> ParamGroups:
             if param in seen:
                 raise UsageError(
                     f"model_parameters: a parameter of shape {tuple(param.shape)} stands in group "
-                    f"{index} and "
-                    "in an earlier place; list it once"
+                    f"{index} and in an earlier place; list it once"
                 )
             seen.add(param)
     return groups

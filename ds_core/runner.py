@@ -119,8 +119,7 @@ class Batches:
         if self.loader is not None and not hasattr(self.loader, "set_batch_size"):
             raise UsageError(
                 f"the micro-batch size cannot be changed: {type(self.loader).__name__}, which a "
-                "plugin made, has no "
-                "set_batch_size"
+                "plugin made, has no set_batch_size"
             )
 
     def set_batch_size(self, micro: int) -> None:
@@ -202,10 +201,8 @@ def loss_of(output: Any, required: bool = True) -> Any:
     )
     raise UsageError(
         "train_batch needs the module to return a scalar loss (alone, as .loss, ['loss'] or the "
-        "first item), "
-        f"got {shown}; "
-        "compute the loss inside the module's forward, or call the engine explicitly with "
-        "backward(loss) and step()"
+        f"first item), got {shown}; compute the loss inside the module's forward, or call the "
+        "engine explicitly with backward(loss) and step()"
     )
 
 

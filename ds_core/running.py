@@ -29,11 +29,9 @@ log = logging.getLogger("ds_core.engine")
 
 UNFINISHED = (
     "this checkpoint is saved in the middle of an accumulation window, whose gradients are not in "
-    "it. A run that "
-    "resumes from it begins the window again: the engine's own loader goes back to its first "
-    "micro-batch, an iterator "
-    "of your own has to; to save between windows, save when is_gradient_accumulation_boundary() "
-    "was true before step()"
+    "it. A run that resumes from it begins the window again: the engine's own loader goes back to "
+    "its first micro-batch, an iterator of your own has to; to save between windows, save when "
+    "is_gradient_accumulation_boundary() was true before step()"
 )
 
 
@@ -88,7 +86,8 @@ class RunningEngine(ABC):
         """Run `backward`, whose losses are multiplied by `loss_factor`; `reduce_gradients` ends the
         batch.
 
-        keep_local: partitioned gradients stay with this rank until then.
+        keep_local: partitioned gradients stay with this rank until then. Ranks may call it at
+        different times, and differently often.
         """
 
     @abstractmethod

@@ -119,8 +119,7 @@ def init_distributed(
     elif dist_init_required is False:
         raise CommError(
             "dist_init_required is False, but no process group is running; call "
-            "torch.distributed.init_process_group "
-            "first, or leave dist_init_required out"
+            "torch.distributed.init_process_group first, or leave dist_init_required out"
         )
     else:
         import torch.distributed as dist
@@ -209,8 +208,7 @@ def find_rendezvous(
         hint = "" if discover else " (auto_mpi_discovery is off)"
         if missing == ["MASTER_ADDR"]:
             hint += (
-                ", which do not tell where rank 0 is; set MASTER_ADDR to rank 0's host on "
-                "all of "
+                ", which do not tell where rank 0 is; set MASTER_ADDR to rank 0's host on all of "
                 "them"
             )
             hint += f", or {job.hint}" if job is not None and job.hint else ""
@@ -258,8 +256,7 @@ def _provider(plugins: Plugins | None = None) -> Answer | None:
         if len(answers) > 1 and answers[0].value.priority == answers[1].value.priority:
             raise PluginError(
                 f"ds_rendezvous is answered by {answers[0].plugin} and {answers[1].plugin} with "
-                "the same priority; "
-                "uninstall one, or disable it with plugins.disable"
+                "the same priority; uninstall one, or disable it with plugins.disable"
             )
         _choice = (answers[0] if answers else None,)
     return _choice[0]
@@ -348,9 +345,8 @@ def _start(where: Rendezvous | None, backend: str, timeout: timedelta) -> None:
     except (OSError, RuntimeError) as error:
         raise CommError(
             f"rank {where.rank} of {where.world_size} could not start {backend} at "
-            f"{where.address}:{where.port} "
-            f"(from {where.source}): {error}; are all ranks started, and is the port reachable and "
-            "free?"
+            f"{where.address}:{where.port} (from {where.source}): {error}; are all ranks started, "
+            "and is the port reachable and free?"
         ) from error
 
 

@@ -378,8 +378,7 @@ def with_train_batch_size(batch: Batch, train: int, dp_world: int) -> Batch:
     if isinstance(train, bool) or not isinstance(train, int) or train <= 0 or train % unit:
         raise ValueError(
             f"train batch size {train!r} must be a positive multiple of micro batch size "
-            f"{batch.micro}"
-            f" x {dp_world} data-parallel ranks = {unit}"
+            f"{batch.micro} x {dp_world} data-parallel ranks = {unit}"
         )
     return Batch(train, batch.micro, train // unit)
 
