@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ds_core.plugins import registry as P
 from ds_core.plugins import BACKENDS, Found
+from ds_core.plugins import registry as P
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from cli_runs import dscore, missing
 
-from ds_core.plugins import registry as P
 from ds_core.plugins import SECTIONS
+from ds_core.plugins import registry as P
 
 
 def test_config_check(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from cli_runs import dscore, missing
 
-from ds_core.plugins import registry as P
 from ds_core.entries import CommandEntry
 from ds_core.plugins import SECTIONS
+from ds_core.plugins import registry as P
 
 
 def test_doctor_finds_a_sound_installation_sound(install: Any) -> None:

@@ -13,10 +13,10 @@ import pytest
 from cli_runs import dscore, missing
 from pydantic import Field
 
-from ds_core.plugins import registry as P
 from ds_core.config import Section
 from ds_core.entries import OptimizerEntry, SchedulerEntry
 from ds_core.plugins import SECTIONS
+from ds_core.plugins import registry as P
 
 
 def test_plugins_shows_kinds_states_and_whole_reasons(install: Any, monkeypatch: Any) -> None:
