@@ -77,16 +77,14 @@ def step(engine: Any) -> float:
 
 def disk(engine: Any) -> float:
     """Seconds of the reads and writes of a step."""
-    from ds_zero.offload.tiled_step import states_of
-
     store = engine.partitioner.offload.optimizer
     reducer = engine.partitioner.reducer
-    tiles = [b for b in reducer.buckets if b.evictable]
+    tiles = [b for b in reducer.buckets if b.masters.evicts is not None]
     grads = [
         [g.host] if (g := reducer.grads(b)) is not None and g.host is not None else []
         for b in tiles
     ]
-    states = [states_of(b, engine.optimizer) for b in tiles]
+    states = [b.masters.states(engine.optimizer) for b in tiles]
     begin = time.perf_counter()
     store.fetch(grads[0] + states[0])
     for index in range(len(tiles)):
@@ -178,7 +176,9 @@ def main() -> None:
                 rounds.append(took)
         moved = away.partitioner.offload.optimizer.moved
         elements = sum(
-            b.layout.shard_numel for b in away.partitioner.reducer.buckets if b.evictable
+            b.layout.shard_numel
+            for b in away.partitioner.reducer.buckets
+            if b.masters.evicts is not None
         )
         for engine in (beside, away, unchecked):
             engine.destroy()

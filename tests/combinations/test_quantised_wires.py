@@ -112,8 +112,8 @@ def one_step(
     buckets = engine.partitioner.buckets
     if "zero_quantized_weights" not in zero:
         for bucket in buckets:
-            bucket.shard.copy_(rounded(bucket.shard))
-    before = [bucket.shard.clone() for bucket in buckets]
+            bucket.weights.shard.copy_(rounded(bucket.weights.shard))
+    before = [bucket.weights.shard.clone() for bucket in buckets]
     batch = torch.randn(2, 4, D, generator=torch.Generator().manual_seed(mesh.index("dp"))).unbind()
     with Unreduced() as traffic:
         if make is pipeline:
@@ -128,7 +128,7 @@ def one_step(
         found[bucket.about_gradients] = {
             "ranks": list(mesh.ranks(*bucket.axes)),
             "place": bucket.rank,
-            "taken": old - bucket.shard,
+            "taken": old - bucket.weights.shard,
             "sources": traffic.sources.get(bucket.about_gradients, []),
             "weights": bucket.about_weights,
         }

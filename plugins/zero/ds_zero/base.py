@@ -19,7 +19,8 @@ from ds_core.gradients import GradientShard
 from ds_core.params import GradGroup, check_grain
 from ds_core.partition import BackwardPlan, broadcast_module
 from ds_zero.buckets import states
-from ds_zero.buckets.flat import FlatBucket, needs_full_tensors
+from ds_zero.buckets.flat import FlatBucket
+from ds_zero.buckets.make import needs_full_tensors
 from ds_zero.buckets.owned_tensors import assign_owners
 from ds_zero.buckets.piece_shard import LocalPieceShard, PieceShard
 from ds_zero.buckets.records import Piece
@@ -90,7 +91,7 @@ class ZeroPartitioner(WeightOwner):
         if needs_full_tensors(self.ctx):
             trained = set(mine)
             assign_owners(self.ctx, [b for b in self.buckets if b.params[0] in trained])
-        self.pieces = {p.param: p for b in self.buckets for p in b.optimized}
+        self.pieces = {p.param: p for b in self.buckets for p in b.masters.pieces}
         self.bucket_of = {p: b for b in self.buckets for p in b.params}
         self.param_index = {p: i for i, p in enumerate(self.ctx.params)}
         unshard_module(module)
@@ -162,8 +163,10 @@ class ZeroPartitioner(WeightOwner):
         """
         for param in module._parameters.values():
             if param is not None and (bucket := self.bucket_of.get(param)) is not None:
-                self.settle()
-                bucket.refresh_master(param)
+                if not bucket.weights.sharded:  # else the weight is empty now
+                    self.settle()
+                    index = self.pieces[param].index
+                    bucket.masters.refresh_one(index, bucket.view(bucket.full, index))
 
     def release_idle(self) -> None:
         """Release weights that were prefetched or kept for reuse."""
@@ -246,7 +249,9 @@ class ZeroPartitioner(WeightOwner):
 
     def gradient_shards(self) -> Iterator[GradientShard]:
         """See `Partitioner.gradient_shards`."""
-        pieces = [(bucket, piece) for bucket in self.reducer.buckets for piece in bucket.optimized]
+        pieces = [
+            (bucket, piece) for bucket in self.reducer.buckets for piece in bucket.masters.pieces
+        ]
         for (bucket, piece), grad in zip(pieces, self.reducer.given, strict=True):
             if grad is not None:
                 axes = self.ctx.mesh.expand((*bucket.held, *bucket.axes))
@@ -269,12 +274,10 @@ class ZeroPartitioner(WeightOwner):
         return {self.ctx.mesh.expand((*b.held, *b.axes)) for b in self.buckets} | {()}
 
     def _update_shards(self, buckets: Iterable[FlatBucket]) -> None:
-        """Write what the step has made into the shards; evictable masters' are written in the
-        step."""
+        """Write what the step has made into the shards."""
         self.offload.synchronize()
         for bucket in buckets:
-            if not bucket.evictable and bucket.deferred is None:
-                bucket.update_shard(self.reducer.unused(bucket))
+            bucket.masters.publish(self.reducer.unused(bucket))
         self.offload.synchronize()
 
     def _gather_weights(self, buckets: Iterable[FlatBucket]) -> None:

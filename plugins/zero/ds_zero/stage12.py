@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from ds_zero.base import ZeroPartitioner
-from ds_zero.buckets.flat import FlatBucket, make_buckets
+from ds_zero.buckets.flat import FlatBucket
+from ds_zero.buckets.make import make_buckets
 
 
 class Stage12(ZeroPartitioner):

@@ -19,7 +19,8 @@ from ds_core.errors import DSError, UsageError
 from ds_core.precision import WIRE_DTYPES
 from ds_core.process import STATE
 from ds_zero.base import ZeroPartitioner
-from ds_zero.buckets.flat import FlatBucket, make_buckets
+from ds_zero.buckets.flat import FlatBucket
+from ds_zero.buckets.make import make_buckets
 from ds_zero.comm.hierarchy import AddedFar, second_copy, sharding_axes, two_steps, wanted_anywhere
 from ds_zero.comm.quantised import can_quantise, quantised_gather, quantised_reduce
 from ds_zero.comm.wires import AllGather, gradient_wire, weight_wire
@@ -160,7 +161,7 @@ class Stage3(ZeroPartitioner):
         self.unit_of = {p: u for u in self.units for p in u.bucket.params}
         mesh = self.ctx.mesh
         for unit in self.units:
-            unit.bucket.second = second_copy(unit.bucket, mesh)
+            unit.bucket.weights.second = second_copy(unit.bucket, mesh)
         if self.section.mics_hierarchical_params_gather:
             self._two_steps = two_steps(
                 mesh, {u.bucket.axes for u in self.units if u.bucket.world > 1}
@@ -197,10 +198,9 @@ class Stage3(ZeroPartitioner):
         """
         for bucket in self.buckets:
             for piece in bucket.pieces:
-                _describe(
-                    piece.param, piece.name, torch.Size(piece.shape), bucket.parts[piece.index]
-                )
-                if not bucket.sharded:
+                part = bucket.weights.parts[piece.index]
+                _describe(piece.param, piece.name, torch.Size(piece.shape), part)
+                if not bucket.weights.sharded:
                     _describe_unsharded(piece.param)
         for param in module.parameters():
             if param not in self.bucket_of:
@@ -215,7 +215,7 @@ class Stage3(ZeroPartitioner):
         config says.
         """
         wire = self._wire_over_ranks(unit)
-        second = unit.bucket.second
+        second = unit.bucket.weights.second
         return wire if second is None else second.around(wire or self.gathering.exact)
 
     def _wire_over_ranks(self, unit: BucketUnit) -> WeightWire | None:
@@ -324,7 +324,9 @@ class Stage3(ZeroPartitioner):
 
     def gradient_wire_of(self, bucket: FlatBucket) -> GradientWire | None:
         """See `ZeroPartitioner.gradient_wire_of`."""
-        quantised = self._reduce_4 if bucket.sharded and can_quantise(bucket.dtype) else None
+        quantised = (
+            self._reduce_4 if bucket.weights.sharded and can_quantise(bucket.dtype) else None
+        )
         if not bucket.far:
             return quantised
         return AddedFar(quantised or gradient_wire(self.section), self.ctx.mesh.group(*bucket.far))
@@ -333,7 +335,7 @@ class Stage3(ZeroPartitioner):
         """Units whose forward was last come first; replicated weights come last."""
         used = sorted(self.units, key=lambda u: -u.first_use)
         sharded = [u.bucket for u in used if u.bucket not in self._untrained]
-        replicated = [b for b in self.buckets if not b.sharded and b.trains]
+        replicated = [b for b in self.buckets if not b.weights.sharded and b.trains]
         return sharded + replicated
 
     # -- backward and step -------------------------------------------------------------------------
@@ -373,7 +375,7 @@ class Stage3(ZeroPartitioner):
         self.gathering.release_all()
         changed = [b for b in self.buckets if b not in self._untrained and self.updates.changed(b)]
         self._outdate(but=self._untrained)
-        replicated = [b for b in changed if not b.sharded]
+        replicated = [b for b in changed if not b.weights.sharded]
         self._update_shards(changed)
         self._gather_weights(replicated)
         self.gathering.refresh()
@@ -384,7 +386,7 @@ class Stage3(ZeroPartitioner):
     def _outdate(self, but: Collection[FlatBucket] = ()) -> None:
         for unit in self.units:
             if unit.bucket not in but:
-                unit.bucket.outdate()
+                unit.bucket.weights.outdate()
 
     def _check_released(self) -> None:
         for unit in self.units:
@@ -406,8 +408,8 @@ class Stage3(ZeroPartitioner):
         if not busy:
             self.gathering.release_all()
             for unit in self.units:
-                if unit.bucket.second is not None:
-                    unit.bucket.second.free(unit.bucket)
+                if unit.bucket.weights.second is not None:
+                    unit.bucket.weights.second.free(unit.bucket)
         if busy or any(u.state is not UnitState.SHARDED for u in self.units):
             raise UsageError(
                 "offload_states() inside a forward, a backward or GatheredParameters; call it "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ds_core.stepping import Stepper
-from ds_zero.offload.tiled_step import tiled_step
+from ds_zero.offload.tiled_step import step
 
 if TYPE_CHECKING:
     from ds_run_state.states import StateSource
@@ -46,31 +46,20 @@ class Updates:
         """Update from these gradients, one for each of what is `optimized` of all buckets; None:
         leave it.
         """
-        reducer = self.owner.reducer
         states = self.owner.section.offload_optimizer
-        buckets = reducer.buckets
-        if any(b.evictable for b in buckets):
-            ahead = states is not None and states.pipeline_read
-            tiled_step(
-                optimizer,
-                buckets,
-                self.stepper,
-                grads,
-                factor,
-                ahead=ahead,
-                reduced=reducer.evicted,
-            )
-        else:
-            self.stepper.step(optimizer, grads, factor)
+        ahead = states is not None and states.pipeline_read
+        step(optimizer, self.owner.reducer, self.stepper, grads, factor, ahead=ahead)
 
     @property
     def stepper(self) -> Stepper:
         """The stepper of this rank's masters, in the order of the reducer's buckets."""
         if self._stepper is None:
             buckets = self.owner.reducer.buckets
-            copies = [copy for b in buckets for copy in b.weight_targets()]
-            masters = [p.master for b in buckets for p in b.optimized]
-            self._stepper = Stepper(masters, copies, every=not any(b.evictable for b in buckets))
+            copies = [copy for b in buckets for copy in b.masters.targets()]
+            masters = [p.master for b in buckets for p in b.masters.pieces]
+            # A master whose memory is freed cannot be copied.
+            in_memory = all(b.masters.evicts is None for b in buckets)
+            self._stepper = Stepper(masters, copies, every=in_memory)
         return self._stepper
 
     def changed(self, bucket: FlatBucket) -> bool:

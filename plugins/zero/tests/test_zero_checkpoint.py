@@ -124,7 +124,9 @@ def check_masters(folder: Path) -> dict[str, float]:
         engine = start("bf16", 2, load_from_fp32_weights=from_fp32)
         engine.load_checkpoint(str(folder), tag="t")
         buckets = engine.partitioner.buckets
-        far[str(from_fp32)] = max(float((b.master - b.shard.float()).abs().max()) for b in buckets)
+        far[str(from_fp32)] = max(
+            float((b.masters.flat - b.weights.shard.float()).abs().max()) for b in buckets
+        )
         engine.destroy()
     return far
 

@@ -236,7 +236,7 @@ def bucket_bytes(stage: int, width: int) -> list[int]:
 @pytest.mark.parametrize(("stage", "count"), [(1, 1), (2, 2), (3, 2)])
 def test_buckets_whose_gradients_come_and_go_are_small_on_the_host(stage: int, count: int) -> None:
     """Four layers of 4 MiB and a bit: one to a bucket and its bias with the next, in 8 MiB."""
-    from ds_zero.buckets.flat import HOST_BYTES
+    from ds_zero.buckets.make import HOST_BYTES
 
     for sizes in run_ranks(2, bucket_bytes, stage, 1000):
         assert len(sizes) == count

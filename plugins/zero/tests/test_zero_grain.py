@@ -373,9 +373,9 @@ def traffic(stage: int, dtype: str, bucket: int) -> dict[str, Any]:
     extra = sum(
         p.master.numel()
         for b in engine.partitioner.buckets
-        for p in b.optimized
+        for p in b.masters.pieces
         if p.master.untyped_storage().data_ptr()
-        not in (b.shard.untyped_storage().data_ptr(), b.full.untyped_storage().data_ptr())
+        not in (b.weights.shard.untyped_storage().data_ptr(), b.full.untyped_storage().data_ptr())
     )
     engine.destroy()
     return {"sent": sent, "calls": calls, "masters": masters, "extra": extra}
@@ -489,7 +489,7 @@ def adamw(
         engine.save_checkpoint(str(folder), tag="two")
     steps(engine, dtype, range(2, 4))
     assert all(
-        (b.owned is not None) == whole_grain
+        b.masters.full_tensors == whole_grain
         for b in engine.partitioner.buckets
         if b.params[0].requires_grad
     )
@@ -559,7 +559,7 @@ def taken_over(cls_name: str, dtype: str, stage: int) -> float:
             "zero_allow_untested_optimizer": cls_name != "AdamW",
         },
     )
-    assert all((b.owned is not None) == (cls_name != "AdamW") for b in engine.partitioner.buckets)
+    assert all(b.masters.full_tensors == (cls_name != "AdamW") for b in engine.partitioner.buckets)
     steps(engine, dtype, range(2, 4))
     found = whole(engine)
     engine.destroy()

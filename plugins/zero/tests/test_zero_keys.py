@@ -216,7 +216,7 @@ def test_ignore_unused_parameters() -> None:
 
 def check_parts(section: dict[str, Any]) -> list[int]:
     engine = start(2, {**section, "reduce_bucket_size": 72})
-    parts = [b.shard.numel() for b in engine.partitioner.buckets]
+    parts = [b.weights.shard.numel() for b in engine.partitioner.buckets]
     engine.destroy()
     return parts
 

@@ -119,7 +119,7 @@ def placed(ratio: float) -> dict[str, Any]:
     engine = start(
         {"stage": 3, "offload_optimizer": {**CPU, "ratio": ratio}}, model, bf16={"enabled": True}
     )
-    there = {p for b in engine.partitioner.buckets if b.master_in_store for p in b.params}
+    there = {p for b in engine.partitioner.buckets if b.masters.movable == [] for p in b.params}
     order = [p in there for p in model.parameters()]
     counts = {p: math.prod(p.ds_shape) for p in model.parameters()}
     total = sum(counts.values())
@@ -164,8 +164,8 @@ def test_pin_memory(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.backward(engine(torch.ones(1, 3, dtype=torch.bfloat16)).sum())
     engine.step()
     held = {t.untyped_storage()._cdata for t in device.pinned}
-    wants = [b.shard for b in engine.partitioner.buckets] + [
-        b.master for b in engine.partitioner.buckets
+    wants = [b.weights.shard for b in engine.partitioner.buckets] + [
+        b.masters.flat for b in engine.partitioner.buckets
     ]
     wants += [g.host for g in engine.partitioner.reducer._all.values()]
     assert wants
@@ -325,7 +325,7 @@ def test_nothing_reads_what_a_copy_has_not_brought_yet(
         return len({t.untyped_storage()._cdata in device.host for t in tensors}) == 1
 
     kept: list[Tensor] = []
-    monkeypatch.setattr("ds_zero.buckets.flat._together", together)
+    monkeypatch.setattr("ds_zero.buckets.masters._together", together)
     monkeypatch.setattr(StateStore, "buffer", buffer)
     monkeypatch.setattr("ds_core.opening.get_accelerator", lambda plugins: Accelerator())
     with device:
@@ -356,11 +356,16 @@ def measured(zero: dict[str, Any]) -> dict[str, float]:
     for _ in range(2):
         engine.backward(engine(torch.ones(1, D, dtype=torch.bfloat16)).float().sum())
         everything = live_bytes() - before
-        host = [b.master for b in engine.partitioner.buckets if b.master_in_store]
-        host += [b.shard for b in engine.partitioner.buckets if b.shard_in_store]
+        host = [b.masters.flat for b in engine.partitioner.buckets if b.masters.movable == []]
+        host += [
+            b.weights.shard for b in engine.partitioner.buckets if b.weights.on_host is not None
+        ]
         host += [g.host for g in engine.partitioner.reducer._all.values() if g.host is not None]
         offloaded = {
-            p.master for b in engine.partitioner.buckets if b.master_in_store for p in b.pieces
+            p.master
+            for b in engine.partitioner.buckets
+            if b.masters.movable == []
+            for p in b.pieces
         }
         host += [v for p, s in engine.optimizer.state.items() if p in offloaded for v in s.values()]
         host += [
@@ -463,22 +468,22 @@ def unused_beside_a_device(monkeypatched: bool) -> float:
     """How far 16-bit weights that nobody used have moved where steps write theirs into host memory
     first.
     """
-    import ds_zero.buckets.flat as flat
+    import ds_zero.buckets.masters as masters
 
     from plugins.zero.tests.test_zero_offload_numbers import make, steps, whole
 
-    before, flat._together = flat._together, lambda shard, master: not monkeypatched
+    before, masters._together = masters._together, lambda shard, master: not monkeypatched
     try:
         engine = make({"stage": 2, "offload_optimizer": CPU}, dtype="bfloat16")
         for bucket in engine.partitioner.buckets if monkeypatched else ():
-            if bucket.staged is not None:
-                bucket.staged.fill_(torch.nan)  # fresh memory may hold anything
+            if bucket.masters.staged is not None:
+                bucket.masters.staged.fill_(torch.nan)  # fresh memory may hold anything
         start = whole(engine)
         steps(engine, range(2))
         end = whole(engine)
         engine.destroy()
     finally:
-        flat._together = before
+        masters._together = before
     assert not torch.equal(start["out.weight"], end["out.weight"])
     return sum(float((start[n] - end[n]).abs().max()) for n in start if "spare" in n)
 

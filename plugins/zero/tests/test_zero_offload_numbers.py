@@ -167,12 +167,12 @@ def undeclared(zero: dict[str, Any], dtype: str) -> tuple[bool, bool]:
         masters = [
             p.master
             for b in engine.partitioner.buckets
-            if b.owned
-            for p in b.owned.pieces
+            if b.masters.full_tensors
+            for p in b.masters.pieces
             if p.stop
         ]
         weights = {b.full.untyped_storage()._cdata for b in engine.partitioner.buckets}
-        weights |= {b.shard.untyped_storage()._cdata for b in engine.partitioner.buckets}
+        weights |= {b.weights.shard.untyped_storage()._cdata for b in engine.partitioner.buckets}
         apart = bool(masters) and all(m.untyped_storage()._cdata not in weights for m in masters)
         engine.destroy()
     return all(torch.equal(found[0][n], found[1][n]) for n in found[0]), apart
@@ -297,7 +297,7 @@ def watched(folder: Path) -> dict[str, Any]:
     """What of weights is in memory while steps and an evaluation run, whether reads ran ahead, and
     what was read.
     """
-    from ds_zero.offload.away import AwayShard
+    from ds_zero.buckets.weights import EvictedShard
 
     far = {"device": "disk", "max_in_cpu": 400, "buffer_count": 2, "buffer_size": 300}
     engine = make(
@@ -306,18 +306,18 @@ def watched(folder: Path) -> dict[str, Any]:
         dtype="bfloat16",
     )
     units = engine.partitioner.units
-    away = [u.bucket for u in units if u.bucket.away is not None]
-    kept = [u.bucket for u in units if u.bucket.away is None]
+    away = [u.bucket for u in units if u.bucket.weights.evicts is not None]
+    kept = [u.bucket for u in units if u.bucket.weights.evicts is None]
     found: dict[str, Any] = {"kept": sum(b.layout.shard_numel for b in kept), "most": 0, "ahead": 0}
-    read = AwayShard.read
+    read = EvictedShard.read_ahead
 
     def spy(self: Any) -> None:
         read(self)
         found["ahead"] += 1
-        there = sum(b.shard.untyped_storage().nbytes() // 2 for b in away)
+        there = sum(b.weights.shard.untyped_storage().nbytes() // 2 for b in away)
         found["most"] = max(found["most"], there)
 
-    AwayShard.read = spy  # type: ignore[method-assign]
+    EvictedShard.read_ahead = spy  # type: ignore[method-assign]
     try:
         steps(engine, range(1))
         found["first"] = found["ahead"]
@@ -325,8 +325,8 @@ def watched(folder: Path) -> dict[str, Any]:
         with torch.no_grad():
             engine(torch.ones(2, 7, dtype=torch.bfloat16))
     finally:
-        AwayShard.read = read  # type: ignore[method-assign]
-    found["between"] = sum(b.shard.untyped_storage().nbytes() for b in away)
+        EvictedShard.read_ahead = read  # type: ignore[method-assign]
+    found["between"] = sum(b.weights.shard.untyped_storage().nbytes() for b in away)
     found["away"] = len(away)
     engine.destroy()
     return found
@@ -344,13 +344,13 @@ def test_weights_on_disk_leave_the_memory_and_are_read_ahead(tmp_path: Path) -> 
 def emptied(folder: Path) -> dict[str, Any]:
     """What of masters and moments is in memory: between steps, and at most inside one."""
     engine = make({"stage": 3, "offload_optimizer": {"device": "disk"}}, folder, dtype="bfloat16")
-    buckets = [b for b in engine.partitioner.buckets if b.evictable]
+    buckets = [b for b in engine.partitioner.buckets if b.masters.evicts is not None]
     most = 0
 
     def states() -> list[Tensor]:
         moments = [v for s in engine.optimizer.state.values() for v in s.values() if v.dim()]
         hosts = [g.host for g in engine.partitioner.reducer._all.values() if g.host is not None]
-        return [b.master for b in buckets] + moments + hosts
+        return [b.masters.flat for b in buckets] + moments + hosts
 
     def resident(tensors: list[Tensor]) -> int:
         return sum(
@@ -361,7 +361,7 @@ def emptied(folder: Path) -> dict[str, Any]:
         nonlocal most
         most = max(most, resident(states()))
 
-    ids = [id(t) for t in (b.master for b in buckets)]
+    ids = [id(t) for t in (b.masters.flat for b in buckets)]
     engine.optimizer.register_step_post_hook(watch)
     found: dict[str, Any] = {"first": resident(states())}
     steps(engine, range(1))
@@ -371,7 +371,7 @@ def emptied(folder: Path) -> dict[str, Any]:
     found["total"] = sum(14 * b.layout.shard_numel for b in buckets)
     found["largest"] = max(14 * b.layout.shard_numel for b in buckets)
     found["most"] = most
-    found["same"] = ids == [id(b.master) for b in buckets] and kept == {
+    found["same"] = ids == [id(b.masters.flat) for b in buckets] and kept == {
         id(v) for s in engine.optimizer.state.values() for v in s.values()
     }
     found["moved"] = engine.partitioner.offload.optimizer.moved["read"]

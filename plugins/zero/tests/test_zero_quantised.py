@@ -135,7 +135,8 @@ def wire_against_reference(zero: dict[str, Any], block: int, dtype: torch.dtype)
     worst = 0.0
     loco = zero.get("zeropp_loco_param")
     bucket = max(
-        (b for b in stage.buckets if b.sharded and b.trainable), key=lambda b: b.layout.total
+        (b for b in stage.buckets if b.weights.sharded and b.trainable),
+        key=lambda b: b.layout.total,
     )
     wire = stage.gradient_wire_of(bucket)
     world = comm.world_size()
@@ -266,7 +267,7 @@ def frozen(zero: dict[str, Any]) -> tuple[float, float, bool, bool]:
     bound = bucket.view(bound, bucket.names.index("frozen.weight")).flatten()
     ratio = float(((found[0] - truth).abs() / bound.clamp_min(1e-20)).max())
     rest = bucket.placement.shards.kept_bytes() / (4 * bucket.layout.shard_numel)
-    away = bucket.shard.untyped_storage().nbytes() == 0
+    away = bucket.weights.shard.untyped_storage().nbytes() == 0
     engine.destroy()
     return ratio, rest, torch.equal(*found), away
 

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from ds_testing import Traffic
-from ds_zero.buckets import flat
+from ds_zero.buckets import make as make_module
 from ds_zero.config import ZeroConfig
 from ds_zero.planning.plan import PlannedRun, lay_out, predict
 from torch import Tensor, nn
@@ -180,7 +180,7 @@ def one_of(world: int, rank: int) -> Iterator[None]:
             mock.patch.object(comm, "all_gather_json", same, create=True),
             mock.patch.object(agreement, "all_gather_json", same),
             # the machines that are simulated have memory of their own
-            mock.patch.object(flat, "HOST_BYTES", 1 << 40),
+            mock.patch.object(make_module, "HOST_BYTES", 1 << 40),
             # it reads values, which fake tensors have none of
             mock.patch.object(Reducer, "_agree", return_value=[]),
             warnings.catch_warnings(),

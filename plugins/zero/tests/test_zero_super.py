@@ -423,7 +423,7 @@ def held(stage: int, dtype: str, zero: dict[str, Any]) -> tuple[int, int]:
     spares = engine.partitioner.updates._spares.values()
     saved = [t for s in spares for t in s._saved.values()]
     written = [
-        s.copies for s in spares if s.bucket.sharded and s.copies is not None
+        s.copies for s in spares if s.bucket.weights.sharded and s.copies is not None
     ]  # others are in plain offload's plan
     found = sum(t.nbytes for t in (*saved, *written))
     engine.destroy()

@@ -48,7 +48,7 @@ def infer() -> None:
             comm.broadcast(other, src=0)
             assert torch.equal(mine, other)
         else:
-            assert all(b.master is b.shard for b in engine.partitioner.buckets)
+            assert all(b.masters.flat is b.weights.shard for b in engine.partitioner.buckets)
             with pytest.raises(
                 UsageError,
                 match=f"backward under zero_optimization stage {stage} needs an optimizer",

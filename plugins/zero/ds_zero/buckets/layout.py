@@ -27,6 +27,11 @@ class Span(NamedTuple):
     stop: int
     at: int
 
+    @property
+    def within(self) -> slice:
+        """These elements as a range of the shard."""
+        return slice(self.at, self.at + self.stop - self.start)
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:

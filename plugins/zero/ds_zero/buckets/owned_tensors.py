@@ -18,7 +18,8 @@ a further copy.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,10 +27,13 @@ from torch import Tensor, nn
 
 from ds_core import comm
 from ds_zero.buckets.flat import FlatBucket
+from ds_zero.buckets.masters import Masters
 from ds_zero.buckets.records import Piece
+from ds_zero.reduce.bucket_grads import Grads
 
 if TYPE_CHECKING:
     from ds_core.context import Context
+    from ds_zero.reduce.bucket_grads import GradRules
 
 
 def choose_owners(sizes: Sequence[int], holders: Sequence[int | None], world: int) -> list[int]:
@@ -71,7 +75,8 @@ def assign_owners(ctx: Context, buckets: Sequence[FlatBucket]) -> None:
         for bucket in members:
             mine = owners[: len(bucket.params)]
             owners = owners[len(bucket.params) :]
-            bucket.owned = OwnedTensors(bucket, mine, _master_dtype(ctx, bucket))
+            bucket.masters = FullTensors(bucket, mine, _master_dtype(ctx, bucket))
+            bucket.masters.refresh()
 
 
 def _holder(bucket: FlatBucket, index: int) -> int | None:
@@ -85,15 +90,18 @@ def _master_dtype(ctx: Context, bucket: FlatBucket) -> torch.dtype:
     return wanted if wanted is not None and bucket.full.is_floating_point() else bucket.dtype
 
 
-class OwnedTensors:
-    """One bucket's parameters as the optimizer gets them.
+class FullTensors(Masters):
+    """One bucket's parameters as full tensors, each on the rank that owns it.
 
-    pieces: per parameter, [0, numel) with the full master if this rank owns it, else [0, 0) with an
-    empty one. owners: per parameter, the rank in the bucket's group.
+    Pieces have [0, numel) with the full master if this rank owns the parameter, else [0, 0) with an
+    empty one. owners: per parameter, the rank in the bucket's group. `refresh` fills them.
     """
 
+    copied = True
+    full_tensors = True
+
     def __init__(self, bucket: FlatBucket, owners: Sequence[int], dtype: torch.dtype) -> None:
-        self.bucket = bucket
+        self._dtype = dtype
         self.owners = list(owners)
         layout = bucket.layout
         rank = bucket.rank
@@ -114,47 +122,52 @@ class OwnedTensors:
                 self._receive_counts[source] += span.stop - span.start
         # of weights and exchanges; masters or shards may be on the host
         self._device = bucket.full.device
-        self._views = self._aliases(dtype)
-        self.pieces = [self._piece(i, dtype) for i in range(len(bucket.params))]
-        self.refresh()
+        self.bucket = bucket
+        self._views = self._aliases(bucket)
+        super().__init__(bucket, bucket.weights.shard, bucket.masters.store)
 
-    def _aliases(self, dtype: torch.dtype) -> dict[int, Tensor]:
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Masters.dtype`."""
+        return self._dtype
+
+    def _aliases(self, bucket: FlatBucket) -> dict[int, Tensor]:
         """Masters that need no memory of their own, because the full weight is on this rank in
         their dtype.
         """
-        if (
-            dtype != self.bucket.dtype
-            or self.bucket.placement.masters is not None
-            or self.bucket.shard_in_store
-        ):
+        offloaded = bucket.masters.store is not None or bucket.weights.on_host is not None
+        if offloaded or self.dtype != bucket.dtype:
             return {}
-        owned = [i for i, owner in enumerate(self.owners) if owner == self.bucket.rank]
-        if not self.bucket.sharded:
-            return {i: self.bucket.view(self.bucket.full, i) for i in owned}
-        return {i: self._in_shard(self.bucket.shard, i) for i in owned if i not in self._arriving}
+        owned = [i for i, owner in enumerate(self.owners) if owner == bucket.rank]
+        if not bucket.weights.sharded:
+            return {i: bucket.view(bucket.full, i) for i in owned}
+        shard = bucket.weights.shard
+        return {i: self._in_shard(shard, i) for i in owned if i not in self._arriving}
 
     def _in_shard(self, shard: Tensor, index: int) -> Tensor:
         """Parameter `index`, which is in this rank's shard, in its shape."""
         return shard[self.bucket.pieces[index].within].view(self.bucket.shapes[index])
 
-    def _piece(self, index: int, dtype: torch.dtype) -> Piece:
+    def _piece(self, index: int) -> Piece:
         bucket = self.bucket
         param = bucket.params[index]
         shape = bucket.shapes[index]
-        if self.owners[index] == bucket.rank:
-            values = self._views.get(index)
-            if values is None and bucket.placement.masters is not None:
-                values = bucket.placement.masters.buffer(bucket.layout.sizes[index], dtype).view(
-                    shape
-                )
-            elif values is None:
-                values = torch.empty(shape, dtype=dtype, device=self._device)
-        else:  # with as many dimensions, since some optimizers look
-            device = self._device if bucket.placement.masters is None else torch.device("cpu")
-            values = torch.empty((0, *shape[1:]), dtype=dtype, device=device)
-        count = bucket.layout.sizes[index] if self.owners[index] == bucket.rank else 0
+        mine = self.owners[index] == bucket.rank
+        values = self._views.get(index)
+        if values is None:
+            # With as many dimensions where it is empty, since some optimizers look.
+            values = self._new(shape if mine else (0, *shape[1:]))
+        count = bucket.layout.sizes[index] if mine else 0
         master = nn.Parameter(values, requires_grad=param.requires_grad)
         return Piece(bucket.names[index], param, shape, index, 0, count, 0, master)
+
+    def _new(self, shape: tuple[int, ...]) -> Tensor:
+        """Memory for a master, with any values."""
+        if self.store is None:
+            return torch.empty(shape, dtype=self.dtype, device=self._device)
+        if not math.prod(shape):
+            return torch.empty(shape, dtype=self.dtype)
+        return self.store.buffer(math.prod(shape), self.dtype).view(shape)
 
     @property
     def _owned(self) -> list[Piece]:
@@ -185,10 +198,10 @@ class OwnedTensors:
         """
         return index not in self._views and index not in self._arriving
 
-    def weight_targets(self) -> list[Tensor | None]:
-        """See `FlatBucket.weight_targets`."""
-        shard = self.bucket.shard
-        if self.bucket.away is not None:
+    def targets(self) -> list[Tensor | None]:
+        """See `Masters.targets`."""
+        shard = self.bucket.weights.shard
+        if self.bucket.weights.evicts is not None:
             return [None] * len(self.pieces)
         here = [
             p.stop > p.start and self._local(p.index) and p.master.device == shard.device
@@ -201,13 +214,13 @@ class OwnedTensors:
         ]
 
     @torch.no_grad()
-    def update_shard(self) -> None:
-        """Write the owners' masters into the shards of all ranks, except for `weight_targets`.
+    def write_back(self, unused: Iterable[Piece]) -> None:
+        """See `Masters.write_back`: from the owners into the shards of all ranks. Collective."""
+        with self.bucket.weights.in_memory(write=True):
+            self._write_back(self.bucket.weights.shard)
 
-        Collective.
-        """
-        shard = self.bucket.shard
-        for piece, copy in zip(self.pieces, self.weight_targets(), strict=True):
+    def _write_back(self, shard: Tensor) -> None:
+        for piece, copy in zip(self.pieces, self.targets(), strict=True):
             if piece.stop > piece.start and copy is None and self._local(piece.index):
                 self._in_shard(shard, piece.index).copy_(piece.master)
         if not self._moves:
@@ -225,14 +238,14 @@ class OwnedTensors:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Make masters from the weights. Collective if weights are sharded."""
-        with self.bucket.shard_here():
+        """See `Masters.refresh`. Collective if weights are sharded."""
+        with self.bucket.weights.in_memory():
             self._refresh()
 
     def _refresh(self) -> None:
         bucket = self.bucket
-        replicated = not bucket.sharded
-        found = {} if replicated else self._collect(bucket.shard)
+        replicated = not bucket.weights.sharded
+        found = {} if replicated else self._collect(bucket.weights.shard)
         for piece in self._owned:
             if piece.index in self._views:
                 continue
@@ -241,26 +254,34 @@ class OwnedTensors:
             elif piece.index in found:
                 weight = found[piece.index].view(piece.shape)
             else:
-                weight = self._in_shard(bucket.shard, piece.index)
+                weight = self._in_shard(bucket.weights.shard, piece.index)
             piece.master.copy_(weight)
 
-    @torch.no_grad()
-    def gradients(self, shard: Tensor, used: Sequence[bool]) -> list[Tensor | None]:
-        """The full gradient of each piece, on its master's device, from each rank's reduced shard.
-        Collective.
+    def new_grads(self, rules: GradRules) -> Grads:
+        """See `Masters.new_grads`: on the device, where owners get what they lack of them."""
+        return Grads(self.bucket, rules)
 
-        used: per parameter, whether any rank had a gradient for it; without one, the master gets
-        None.
-        """
+    def ranges(self, index: int) -> list[tuple[int, int]]:
+        """See `Masters.ranges`."""
+        everything = (0, self.bucket.layout.sizes[index])
+        owner = self.owners[index]
+        return [everything if rank == owner else (0, 0) for rank in range(self.bucket.world)]
+
+    @torch.no_grad()
+    def gradients(self, grads: Grads) -> list[Tensor | None]:
+        """See `Masters.gradients`: full ones, on their masters' device. Collective."""
+        shard = grads.shard
+        if shard is None or not any(grads.used):
+            return [None] * len(self.pieces)
         found = self._collect(shard)
-        grads: list[Tensor | None] = []
+        given: list[Tensor | None] = []
         for piece in self.pieces:
             grad = None
-            if piece.stop > piece.start and used[piece.index]:
+            if piece.stop > piece.start and grads.used[piece.index]:
                 flat = found.get(piece.index)
                 grad = (
                     self._in_shard(shard, piece.index) if flat is None else flat.view(piece.shape)
                 )
                 grad = grad.to(piece.master.device)
-            grads.append(grad)
-        return grads
+            given.append(grad)
+        return given

@@ -36,15 +36,14 @@ class PieceShard(ParamShard):
         self.group = mesh.group(*axes)
         self.ranks = mesh.ranks(*axes)
         self.index = mesh.index(*axes)
-        places = [rank % bucket.world for rank in range(len(self.ranks))]  # far ranks have the same
+        # Under MiCS each block of ranks has all of the parameter.
+        places = [rank % bucket.world for rank in range(len(self.ranks))]
         spans = (bucket.layout.span(piece.index, place) for place in places)
-        self.ranges = self.updated_ranges = [(s.start, s.stop) for s in spans]
-        if bucket.owned is not None:
-            owner = bucket.owned.owners[piece.index]
-            everything = (0, self.numel)
-            self.updated_ranges = [everything if rank == owner else (0, 0) for rank in places]
+        self.ranges = [(s.start, s.stop) for s in spans]
+        updated = bucket.masters.ranges(piece.index)
+        self.updated_ranges = [updated[place] for place in places]
         self.partitions_weights = partitioner.section.stage == 3
-        self.local = bucket.sharded
+        self.local = bucket.weights.sharded
         self.device = bucket.full.device
 
     def read(self, tensor: Tensor) -> Tensor:
@@ -60,8 +59,7 @@ class PieceShard(ParamShard):
             self._store.write(found, values)
         else:
             found.copy_(values)
-        if self._bucket.deferred is not None:
-            self._bucket.deferred.follow(self._piece)
+        self._bucket.masters.written(self._piece)
 
     def _here(self, tensor: Tensor) -> Tensor:
         """`tensor`, or its host copy while it is offloaded; no copy to or from it is running."""
@@ -70,7 +68,7 @@ class PieceShard(ParamShard):
 
     @property
     def _store(self) -> StateStore:
-        store = self._bucket.placement.masters
+        store = self._bucket.masters.evicts
         assert store is not None, self.name
         return store
 
@@ -78,12 +76,12 @@ class PieceShard(ParamShard):
 
     def round(self) -> None:
         """See `ParamShard.round`."""
-        if self._bucket.master is not self._bucket.shard or self._bucket.owned is not None:
+        if self._bucket.masters.copied:
             self._write_weight(self.read(self.updated).reshape(-1))
 
     def set_weight(self, master: Tensor) -> None:
         """See `ParamShard.set_weight`."""
-        self._bucket.outdate()
+        self._bucket.weights.outdate()
         self._write_weight(master.reshape(-1)[slice(*self.ranges[self.index])])
         full = self._partitioner.unsharded_now(self._bucket)
         if full is not None:
@@ -93,13 +91,13 @@ class PieceShard(ParamShard):
 
     def _write_weight(self, values: Tensor) -> None:
         """Write this rank's range of the weight, as it is between steps."""
-        part = self._here(self._bucket.parts[self._piece.index])
-        with self._bucket.shard_here(write=True):
+        part = self._here(self._bucket.weights.parts[self._piece.index])
+        with self._bucket.weights.in_memory(write=True):
             part.copy_(values)
 
     def check_local_write(self) -> None:
         """See `ParamShard.check_local_write`."""
-        if self._bucket.second is not None and self._bucket.second.valid:
+        if self._bucket.weights.has_second:
             raise UsageError(
                 f"parameter {self.name!r}: under hpZ other ranks do not see what one writes "
                 "between the first forward "
@@ -120,15 +118,7 @@ class PieceShard(ParamShard):
     @property
     def grad_dtype(self) -> torch.dtype:
         """See `ParamShard.grad_dtype`."""
-        accumulate = self._partitioner.ctx.precision.accumulate
-        if self._bucket.stepped_on_host:
-            part = self._grads.shard if self._grads is not None else None
-            return part.dtype if part is not None else accumulate or self._bucket.master.dtype
-        return (
-            accumulate
-            if accumulate is not None and self._bucket.full.is_floating_point()
-            else self._bucket.dtype
-        )
+        return self._bucket.dtype if self._grads is None else self._grads.dtype
 
     def reduced(self) -> Tensor | None:
         """See `ParamShard.reduced`."""
@@ -163,12 +153,12 @@ class PieceShard(ParamShard):
         index = self._piece.index
         assert grads is not None, self.name
         if grads.shard is None:  # nothing was reduced yet; what will be is added to it
-            grads.begin_shard(self.grad_dtype, self._partitioner.ctx.precision.accumulate)
+            grads.begin_shard()
         grads.used[index] = True
         grads.filled[index] = False
         self.param.grad = None
         assert grads.shard is not None
-        with grads.here():
+        with grads.in_memory():
             self.read(grads.shard)[self._piece.within].copy_(values)
 
 

@@ -1,14 +1,12 @@
-"""What a flat bucket and the code around it share: pieces, and the tensors of optimizers that need
-full ones.
-"""
+"""What buckets, masters and the code around them share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 if TYPE_CHECKING:
     from ds_run_state.states import StateTensor
@@ -38,28 +36,7 @@ class Piece:
         return slice(self.at, self.at + self.stop - self.start)
 
 
-class OptimizerTensors(Protocol):
-    """A bucket's parameters as an optimizer that needs full tensors gets them: see
-    `ds_zero.buckets.owned_tensors`.
-    """
-
-    pieces: list[Piece]
-    owners: list[int]
-
-    def weight_targets(self) -> list[Tensor | None]:
-        """See `FlatBucket.weight_targets`."""
-
-    def update_shard(self) -> None:
-        """See `FlatBucket.update_shard`."""
-
-    def refresh(self) -> None:
-        """See `FlatBucket.refresh`."""
-
-    def gradients(self, shard: Tensor, used: Sequence[bool]) -> list[Tensor | None]:
-        """The full gradient of each piece."""
-
-
-class DeferredMasters(Protocol):
+class DeferredUpdates(Protocol):
     """Who updates a bucket's masters and weights at times of its own: see `ds_zero.zenflow`."""
 
     def follow(self, piece: Piece) -> None:

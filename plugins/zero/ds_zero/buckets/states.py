@@ -4,7 +4,6 @@ unsharded state.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ from ds_run_state.states import (
     check_shape,
     read_state,
     saved_optimizer_states,
-    set_optimizer_state,
 )
 from ds_state_stores import is_evicted
 from torch import Tensor, nn
@@ -48,7 +46,7 @@ def states(
         writing."""
         return tuple(a for a in ctx.mesh.expand(ctx.mesh.names) if a not in but)
 
-    partitioned = {p for b in buckets if b.sharded for p in b.params}
+    partitioned = {p for b in buckets if b.weights.sharded for p in b.params}
     reader = _Reader()
     for name, param in module.named_parameters():
         if param not in partitioned:
@@ -63,20 +61,17 @@ def states(
     for bucket in buckets:
         store = bucket.counted and first(*bucket.held, *bucket.axes)
         for piece in bucket.pieces:
-            if bucket.sharded and (piece.stop > piece.start or 0 in piece.shape):
+            if bucket.weights.sharded and (piece.stop > piece.start or 0 in piece.shape):
                 keep = store and (piece.stop > piece.start or bucket.rank == 0)
                 place = (piece.shape, piece.start, piece.stop, bucket.held)
-                read = reader.of(
-                    bucket, bucket.placement.shards if bucket.away is not None else None
-                )
-                yield StateTensor(
-                    f"module/{piece.name}", bucket.parts[piece.index], *place, keep, read=read
-                )
-        for piece in bucket.optimized:
+                read = reader.of(bucket, bucket.weights.evicts)
+                part = bucket.weights.parts[piece.index]
+                yield StateTensor(f"module/{piece.name}", part, *place, keep, read=read)
+        for piece in bucket.masters.pieces:
             if piece.stop > piece.start:
                 yield from _updated(bucket, piece, optimizer, store, reader)
-                if bucket.deferred is not None and optimizer is not None:
-                    yield from bucket.deferred.saved(piece, store)
+                if optimizer is not None:
+                    yield from bucket.masters.saved(piece, store)
 
 
 def _updated(
@@ -86,7 +81,7 @@ def _updated(
     one piece.
     """
     place = (piece.shape, piece.start, piece.stop, bucket.held)
-    read = reader.of(bucket, bucket.placement.masters if bucket.evictable else None)
+    read = reader.of(bucket, bucket.masters.evicts)
     if piece.master.dtype != bucket.dtype:
         yield StateTensor(f"master/{piece.name}", piece.master.data, *place, store, read=read)
     state = optimizer.state.get(piece.master, {}) if optimizer is not None else {}
@@ -98,7 +93,7 @@ def _updated(
             yield StateTensor(name, value, *place, store, read=read)
         elif value.dim() == 0:  # a counter, the same for all pieces of the parameter
             yield StateTensor(name, value, (), 0, 1, bucket.held, store and piece.start == 0)
-        elif bucket.owned is not None:
+        elif bucket.masters.full_tensors:
             yield StateTensor(name, value, tuple(value.shape), 0, value.numel(), bucket.held, store)
         else:
             raise UsageError(
@@ -155,7 +150,7 @@ def load(
     weights.
     """
     known = set(source.names())
-    partitioned = {p for b in buckets if b.sharded for p in b.params}
+    partitioned = {p for b in buckets if b.weights.sharded for p in b.params}
     unsharded = [(n, p.data) for n, p in module.named_parameters() if p not in partitioned] + list(
         _persistent_buffers(module)
     )
@@ -164,14 +159,13 @@ def load(
             check_shape(source, f"module/{name}", tuple(tensor.shape))
             tensor.copy_(read_state(source, f"module/{name}", tensor))
     for bucket in buckets:
-        given = [
-            p for p in bucket.pieces if bucket.sharded and (strict or f"module/{p.name}" in known)
-        ]
-        with bucket.shard_here(write=True) if given else contextlib.nullcontext():
-            for piece in given:
-                part = bucket.parts[piece.index]
-                part.copy_(_range(source, f"module/{piece.name}", piece, part))
-        with bucket.in_memory():
+        given = [p for p in bucket.pieces if strict or f"module/{p.name}" in known]
+        if bucket.weights.sharded and given:
+            with bucket.weights.in_memory(write=True):
+                for piece in given:
+                    part = bucket.weights.parts[piece.index]
+                    part.copy_(_range(source, f"module/{piece.name}", piece, part))
+        with bucket.masters.in_memory():
             _load_masters(bucket, source, known, from_fp32=from_fp32)
     if optimizer is not None:
         _load_optimizer(buckets, source, optimizer)
@@ -184,11 +178,12 @@ def _load_masters(
 
     No collectives: another rank may fail to read.
     """
-    owned = bucket.owned is not None and bucket.sharded  # an unsharded master of a sharded weight
-    if not owned:
-        bucket.refresh()
-    for piece in bucket.optimized:
-        if owned and f"module/{piece.name}" in known:
+    # Full masters of sharded weights could only be made from them by a collective.
+    full = bucket.masters.full_tensors and bucket.weights.sharded
+    if not full:
+        bucket.masters.refresh()
+    for piece in bucket.masters.pieces:
+        if full and f"module/{piece.name}" in known:
             weight = _range(source, f"module/{piece.name}", piece).to(bucket.dtype)
             piece.master.data.copy_(weight.view(piece.master.shape))
         if piece.master.dtype != bucket.dtype and from_fp32 and f"master/{piece.name}" in known:
@@ -203,32 +198,19 @@ def _load_optimizer(
     counters = _counters(saved, source)
     mine = {p for g in optimizer.param_groups for p in g["params"]}
     for bucket in buckets:
-        for piece in bucket.optimized:
+        for piece in bucket.masters.pieces:
             if piece.master not in mine:
                 continue
             values = {}
-            bucket.joined.clear()
-            store = bucket.placement.masters if bucket.evictable else None
             replaced = optimizer.state.get(piece.master, {})
             for key, name in saved.get(piece.name, {}).items() if piece.stop > piece.start else ():
-                old = replaced.get(key) if store is None else None
-                if bucket.owned is not None or key in counters:
+                # Evicted states have no memory to read into.
+                old = replaced.get(key) if bucket.masters.evicts is None else None
+                if bucket.masters.full_tensors or key in counters:
                     values[key] = read_state(source, name, old)
                 else:
                     values[key] = _range(source, name, piece, old)
-            if store is not None:
-                store.discard(
-                    [
-                        v
-                        for k, v in replaced.items()
-                        if isinstance(v, Tensor) and (k in values or not values)
-                    ]
-                )
-                # own storages, which the store can free
-                values = {k: v.clone() for k, v in values.items()}
-            set_optimizer_state(optimizer, piece.master, values)
-            if store is not None:
-                store.evict([v for k, v in values.items() if v.dim()])
+            bucket.masters.set_state(optimizer, piece, values)
 
 
 def adopt(piece: Piece, state: Mapping[str, Any], *, full: bool) -> dict[str, Any]:

@@ -317,7 +317,7 @@ def quantised_reduce(
 
 
 def _serves(bucket: FlatBucket) -> bool:
-    return bucket.sharded and bucket.world > 1 and can_quantise(bucket.dtype)
+    return bucket.weights.sharded and bucket.world > 1 and can_quantise(bucket.dtype)
 
 
 def _log_others(ctx: Context, key: str, buckets: Sequence[FlatBucket], verb: str) -> None:

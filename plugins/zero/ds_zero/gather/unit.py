@@ -160,18 +160,15 @@ class BucketUnit(GatherUnit):
         self._bytes = bucket.full.untyped_storage().nbytes()
         self._empty = [p.data.new_empty(0) for p in bucket.params]
         self._free()
-        self.away = 0 if bucket.away is None else bucket.away.numel
+        self.away = 0 if bucket.weights.evicts is None else bucket.layout.shard_numel
 
     def read(self) -> None:
         """See `GatherUnit.read`."""
-        second = self.bucket.second
-        if self.bucket.away is not None and (second is None or not second.valid):
-            self.bucket.away.read()
+        self.bucket.weights.read_ahead()
 
     def forget(self) -> None:
         """See `GatherUnit.forget`."""
-        if self.bucket.away is not None:
-            self.bucket.away.forget()
+        self.bucket.weights.forget()
 
     def _begin(self, wire: WeightWire) -> None:
         bucket = self.bucket

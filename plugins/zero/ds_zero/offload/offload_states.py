@@ -56,7 +56,7 @@ def offload_states(
             tensors = [t for t in tensors if t.untyped_storage()._cdata not in weights]
         offloaded.offload(kind, tensors, pin=pin_memory, non_blocking=non_blocking)
     if offloaded.kinds & FORWARD:
-        sharded = {p for b in partitioner.buckets if b.sharded for p in b.params}
+        sharded = {p for b in partitioner.buckets if b.weights.sharded for p in b.params}
         offloaded.hide(p for p in engine.module.parameters() if p not in sharded)
     if offloaded.kinds & BACKWARD:
         for param in engine.module.parameters():
@@ -109,10 +109,10 @@ def _stage3(engine: Engine) -> Any:
 
 def _weights(partitioner: ZeroPartitioner) -> Iterator[Tensor]:
     """Weights between steps: shards, and replicated parameters."""
-    sharded = {p for b in partitioner.buckets if b.sharded for p in b.params}
+    sharded = {p for b in partitioner.buckets if b.weights.sharded for p in b.params}
     for bucket in partitioner.buckets:
-        if bucket.away is None:  # else it is away already
-            yield bucket.shard
+        if bucket.weights.evicts is None:  # else a store frees its memory already
+            yield bucket.weights.shard
     for param in partitioner.module.parameters():
         if param not in sharded:
             yield partitioner.offloaded.data_of(param)
@@ -127,22 +127,17 @@ def _tensors(
     if kind is OffloadStateTypeEnum.optim_states:
         by_param = optimizer.state if optimizer is not None else {}
         states = (
-            by_param.get(p.master, {})
-            for b in partitioner.buckets
-            if not b.master_in_store
-            for p in b.optimized
+            by_param.get(p.master, {}) for b in partitioner.buckets for p in b.masters.movable
         )
         found: Iterable[Tensor | None] = (
             v for s in states for v in s.values() if isinstance(v, Tensor)
         )
     elif kind is OffloadStateTypeEnum.hp_params:
-        found = (
-            p.master for b in partitioner.buckets if not b.master_in_store for p in b.optimized
-        )
+        found = (p.master for b in partitioner.buckets for p in b.masters.movable)
     elif kind is OffloadStateTypeEnum.lp_params:
         found = _weights(partitioner)
     else:
-        here = (b for b in partitioner.buckets if not b.stepped_on_host)
         reduced = kind is OffloadStateTypeEnum.lp_grads
-        found = (t for b in here for t in partitioner.reducer.tensors(b, reduced=reduced))
+        source = partitioner.reducer
+        found = (t for b in partitioner.buckets for t in source.tensors(b, reduced=reduced))
     return (t for t in found if t is not None and t.numel())

@@ -86,7 +86,7 @@ class SuperOffload(Updates):
                 "SGD or Adagrad of ds-optimizers, by its name in the config's optimizer section, "
                 "or set it to false"
             )
-        if any(b.evictable for b in reducer.buckets):
+        if any(b.masters.evicts is not None for b in reducer.buckets):
             raise UsageError(
                 f"{KEY}: needs states that stay in memory; set device cpu, or leave it out"
             )
@@ -97,7 +97,7 @@ class SuperOffload(Updates):
                 takers[0],
             )
             return
-        buckets = [b for b in reducer.buckets if b.stepped_on_host and b.master is not b.shard]
+        buckets = [b for b in reducer.buckets if b.masters.copied and b.masters.store is not None]
         if not isinstance(reducer, Reducer) or not buckets:
             log.info(
                 "SuperOffload: no update begins in backward: no bucket has masters of its own on "
@@ -157,7 +157,7 @@ class SuperOffload(Updates):
             elif attempt is not None:
                 attempt.undo()
                 self.undone += 1
-            place += len(bucket.optimized)
+            place += len(bucket.masters.pieces)
         self._likely = factor == self.owner.gradient_hooks.unscaling()
         if any(g is not None for g in given):
             self.update(optimizer, given, factor)
@@ -240,8 +240,8 @@ class _Spare:
     def __init__(self, bucket: FlatBucket) -> None:
         self.bucket = bucket
         self._saved: dict[str, Tensor] = {}
-        staged = bucket.staged
-        self.steps = staged is not bucket.shard
+        staged = bucket.masters.staged
+        self.steps = staged is not bucket.weights.shard
         self.copies = staged
         if staged is not None and not self.steps:
             self.copies = torch.empty_like(staged)
@@ -303,8 +303,7 @@ class _Attempt:
 
     def make(self) -> None:
         """Update; on the worker's thread."""
-        if self.source.copied is not None:
-            self.source.copied.finish()
+        self.source.wait()
         if not self.optimizer.takes_inputs or _settings(self.optimizer) != self.settings:
             return
         self._save()
@@ -356,7 +355,7 @@ class _Attempt:
         """The attempt was right: make its 16-bit weights the bucket's, as the step does."""
         if self.spare.copies is not None and not self.spare.steps:
             pieces = [self.bucket.pieces[i] for i in self.places]
-            parts = [self.bucket.parts[i] for i in self.places]
+            parts = [self.bucket.weights.parts[i] for i in self.places]
             if parts:
                 torch._foreach_copy_(parts, [self.spare.copies[p.within] for p in pieces])
 

@@ -1,137 +1,373 @@
-"""The gradients of one bucket: this rank's own, and its shard of the reduced ones."""
+"""The gradients of one bucket: this rank's own, and its shard of the reduced ones.
+
+One class per place where the reduced shard waits for the step: on the device, in host memory, or
+in a store that frees memory.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-from ds_state_stores import is_evicted
+from ds_state_stores import StateStore, is_evicted
 from torch import Tensor
+
+from ds_core.partition import GradState
 
 if TYPE_CHECKING:
     from ds_zero.buckets.flat import FlatBucket
     from ds_zero.offload.placement import Copy
 
+_NEXT = {
+    GradState.LOCAL: {GradState.LOCAL, GradState.RUNNING},
+    # Late gradients are reduced behind those of the same bucket that are under way.
+    GradState.RUNNING: {GradState.RUNNING, GradState.REDUCED},
+    # A bucket without new gradients is reduced again where other ranks may have some.
+    GradState.REDUCED: {GradState.LOCAL, GradState.RUNNING},
+}
 
-class Grads:
-    """The gradients of one bucket.
 
-    local: this rank's, not reduced yet, in the layout of the bucket; filled: which parameters it
-    has. shard: this rank's shard of the reduced gradients; None: nothing was reduced yet. buffer:
-    the buffer of which `shard` is a view, if any. host: memory for the shard if the host does the
-    optimizer's step. used: which parameters had a gradient since the last step. norm: of the shard,
-    where a store frees its memory; parts: its views by piece. copied: the last copy to `host`, if
-    any; any thread may wait for it.
+class BufferPool:
+    """Flat buffers for reuse, since fresh memory costs more than the copy into it.
+
+    most: how many free ones are kept, the oldest are freed first; None: any number.
     """
 
-    def __init__(self, bucket: FlatBucket, squares: Callable[[list[Tensor]], Tensor]) -> None:
+    def __init__(self, most: int | None) -> None:
+        self._free: list[Tensor] = []
+        self._most = most
+
+    def get(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer with any values."""
+        for index, tensor in enumerate(self._free):
+            if (tensor.numel(), tensor.dtype, tensor.device) == (numel, dtype, device):
+                return self._free.pop(index)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def put(self, tensor: Tensor) -> None:
+        """Nobody uses `tensor` any more."""
+        self._free.append(tensor)
+        if self._most is not None and len(self._free) > self._most:
+            del self._free[0]
+
+    def clear(self) -> None:
+        """Free what is free."""
+        self._free.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class GradRules:
+    """How one reducer accumulates gradients."""
+
+    accumulate: torch.dtype | None
+    """The dtype that the config wants; None: that of the weights, or of masters on the host."""
+
+    once: bool
+    """Whether a step has one micro-batch, so that a reduced shard usually is the only one."""
+
+    keeps: bool
+    """Whether flat buffers are kept between steps, as in stage 1."""
+
+    pool: BufferPool
+    """Memory for flat buffers and shards."""
+
+    add: Callable[[Tensor, Tensor], Any]
+    """Adds the second tensor to the first."""
+
+    squares: Callable[[list[Tensor]], Tensor]
+    """The sum of squares of tensors."""
+
+
+class Grads:
+    """The gradients of one bucket; the reduced shard is on the device."""
+
+    def __init__(self, bucket: FlatBucket, rules: GradRules) -> None:
         self.bucket = bucket
-        self._squares = squares
-        self.norm: Tensor | None = None
-        self.parts: list[Tensor] = []
-        count = len(bucket.params)
+        self.rules = rules
+        # LOCAL -> RUNNING -> REDUCED, see `_NEXT`; how many reductions are under way.
+        self.state = GradState.LOCAL
+        self._running = 0
+
+        # -- this rank's own, not reduced yet --
+        # In the layout of the bucket; None: there is none.
         self.local: Tensor | None = None
-        self.filled = [False] * count
-        self.used = [False] * count
-        self.shard: Tensor | None = None
-        self.buffer: Tensor | None = None
-        self.host: Tensor | None = None
-        self.copied: Copy | None = None
+        # Which parameters `local` has.
+        self.filled = [False] * len(bucket.params)
+        # Of this backward: which gradients have arrived, and how many will.
         self.arrived: set[int] = set()
-        self.awaited = count
+        self.awaited = len(bucket.params)
 
-    def add_to_host(self, out: Tensor, accumulate: torch.dtype | None, *, once: bool) -> None:
-        """Start to add the device's `out` to the shard, which is on the host.
+        # -- reduced --
+        # This rank's shard; None: nothing was reduced yet.
+        self.shard: Tensor | None = None
+        # The buffer of which `shard` is a view, if any.
+        self.buffer: Tensor | None = None
+        # Which parameters any rank had a gradient for since the last step (at the end of backward).
+        self.used = [False] * len(bucket.params)
+        # The L2 norm of `shard`, where that is not in memory.
+        self.norm: Tensor | None = None
 
-        accumulate: the shard's dtype; None: that of masters, or of `out` if it is the only one
-        (`once`).
-        """
-        placement = self.bucket.placement
-        first = self.shard is None
-        assert placement.masters is not None and placement.transfers is not None
-        wide = accumulate or self.bucket.master.dtype
-        if first:
-            self._use_host(out.dtype if once and accumulate is None else wide)
+    # -- states ------------------------------------------------------------------------------------
+
+    def move(self, to: GradState) -> None:
+        """Enter state `to`."""
+        names = self.bucket.about_gradients
+        assert to in _NEXT[self.state], f"{names}: {self.state.value} to {to.value}"
+        self.state = to
+
+    def collect(self) -> Tensor:
+        """The buffer for this rank's gradients: those in it are not reduced yet."""
+        bucket = self.bucket
+        if self.local is None:
+            self.local = self.rules.pool.get(bucket.layout.total, self.wide, bucket.full.device)
+        # One that comes while the bucket is reduced waits for the next reduction.
+        if self.state is not GradState.RUNNING:
+            self.move(GradState.LOCAL)
+        return self.local
+
+    def launch(self) -> Tensor:
+        """Begin a reduction: the buffer to be reduced; parameters without a gradient are zeros."""
+        bucket = self.bucket
+        source = self.local
+        if source is None:
+            source = self.rules.pool.get(bucket.layout.total, self.wide, bucket.full.device)
+        for index, filled in enumerate(self.filled):
+            if filled:
+                self.used[index] = True
+            else:
+                bucket.view(source, index).zero_()
+        source[sum(bucket.layout.sizes) :].zero_()
+        self.local = None
+        self.filled = [False] * len(bucket.params)
+        self.move(GradState.RUNNING)
+        self._running += 1
+        return source
+
+    def complete(self, out: Tensor, source: Tensor) -> None:
+        """End a reduction: `out`, of which `source` was the buffer, is added to the shard."""
+        inside = out.data_ptr() == self.bucket.own_shard(source).data_ptr()
+        self._add(out, source, inside)
+        pool = self.rules.pool
+        if self.buffer is not source:
+            pool.put(source)
+        if not inside and self.shard is not out:
+            pool.put(out)
+        self._running -= 1
+        if not self._running:
+            self.move(GradState.REDUCED)
+            if self.local is not None:
+                self.move(GradState.LOCAL)
+
+    def _pooled(self) -> list[Tensor | None]:
+        """What the pool gets back when gradients are dropped."""
+        return [self.local, self.shard if self.buffer is None else self.buffer]
+
+    def drop(self) -> None:
+        """Forget all gradients, and which parameters had one; no reduction is running."""
+        for tensor in self._pooled():
+            if tensor is not None and self.rules.keeps:
+                self.rules.pool.put(tensor)
+        self.forget()
+        self.filled = [False] * len(self.bucket.params)
+        self.used = [False] * len(self.bucket.params)
+
+    def forget(self) -> None:
+        """Free what has gradients."""
+        assert not self._running, self.bucket.about_gradients
+        self.local = self.shard = self.buffer = self.norm = None
+        self.state = GradState.LOCAL
+
+    # -- dtypes ------------------------------------------------------------------------------------
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype in which gradients accumulate on the device."""
+        wanted = self.rules.accumulate if self.bucket.full.is_floating_point() else None
+        return wanted or self.bucket.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the reduced shard, as it is or would begin."""
+        return self.wide
+
+    # -- the reduced shard -------------------------------------------------------------------------
+
+    def _add(self, out: Tensor, source: Tensor, inside: bool) -> None:
+        """Add a reduced shard. inside: it is a view of `source`."""
+        rules = self.rules
+        if self.shard is not None:
+            rules.add(self.shard, out)
+        elif out.dtype == self.wide and (not inside or rules.keeps or self.bucket.world == 1):
+            # It becomes the shard without a copy. A view would keep all of a large buffer alive.
+            self.shard = out
+            self.buffer = source if inside else None
         else:
-            self.bring()
-        if not first and self.shard is not None and self.shard.dtype != wide:
-            placement.transfers.synchronize()
-            narrow = self.shard
-            self._use_host(wide)
-            self.shard.copy_(narrow)
+            self.shard = rules.pool.get(out.numel(), self.wide, out.device).copy_(out)
+
+    def begin_shard(self) -> None:
+        """Begin the shard with zeros, before anything was reduced."""
+        numel = self.bucket.layout.shard_numel
+        self.shard = torch.zeros(numel, dtype=self.dtype, device=self.bucket.full.device)
+
+    def views(self) -> list[Tensor]:
+        """The shard's range of each parameter."""
         assert self.shard is not None
-        then = self.leave if self.bucket.evictable else None
-        self.copied = placement.transfers.to_host(self.shard, out, add=not first, then=then)
+        return [self.shard[p.within] for p in self.bucket.pieces]
 
-    def _use_host(self, dtype: torch.dtype) -> None:
-        """Make `host` the shard, with any values; memory of a wider dtype is reused."""
-        store = self.bucket.placement.masters
-        assert store is not None
-        if self.host is None or self.host.dtype.itemsize < dtype.itemsize:
-            self.host = store.buffer(self.bucket.layout.shard_numel, dtype)
-            self.parts = [self.host[p.within] for p in self.bucket.pieces]
-        elif is_evicted(self.host):
-            store.allocate([self.host])
-        self.shard = self.host
+    def tensors(self, *, reduced: bool) -> Iterable[Tensor | None]:
+        """The tensors on the device that have gradients: reduced, or not yet."""
+        if not reduced:
+            return [self.local]
+        return [self.shard, self.buffer, *(p.grad for p in self.bucket.params)]
 
-    # -- in a store that frees memory --------------------------------------------------------------
+    # -- in a store that frees memory: see `EvictedGrads` ------------------------------------------
 
     def expect(self) -> None:
-        """Start to read the shard, if it is evicted, since something will be added to it."""
-        if self.evicted is not None:
-            assert self.bucket.placement.masters is not None
-            self.bucket.placement.masters.fetch([self.evicted])
+        """Start to read the shard, since something will be added to it."""
 
     def bring(self) -> None:
         """Have the shard in memory."""
-        if self.bucket.evictable and self.copied is not None:
-            self.copied.finish()
-        if (shard := self.evicted) is not None:
-            assert self.bucket.placement.masters is not None
-            self.bucket.placement.masters.fetch([shard])
-            self.bucket.placement.masters.wait([shard])
-
-    @torch.no_grad()
-    def leave(self) -> None:
-        """Evict the shard, which is complete for now; its norm is taken before, so that nobody
-        reads it for that.
-        """
-        assert self.shard is not None and self.bucket.placement.masters is not None
-        self.norm = self._squares([self.shard]).double().sqrt().view(1)
-        self.bucket.placement.masters.evict([self.shard])
 
     @contextlib.contextmanager
-    def here(self) -> Iterator[None]:
+    def in_memory(self) -> Iterator[None]:
         """Inside, the shard is in memory and may be changed."""
-        self.bring()
         yield
-        if self.bucket.evictable:
-            self.leave()
+
+    def wait(self) -> None:
+        """Wait for the last copy to the host; any thread may call it."""
+
+
+class HostGrads(Grads):
+    """The reduced shard waits in host memory, where the optimizer's step is done."""
+
+    def __init__(self, bucket: FlatBucket, rules: GradRules, store: StateStore) -> None:
+        super().__init__(bucket, rules)
+        self.store = store
+        # Memory for the shard, kept between steps.
+        self.host: Tensor | None = None
+        # The last copy to it, which may be running.
+        self._copy: Copy | None = None
 
     @property
-    def evicted(self) -> Tensor | None:
-        """The shard, if a store has freed its memory; `offload_states` does so too, and that is not
-        meant.
-        """
-        gone = self.bucket.evictable and self.shard is not None and is_evicted(self.shard)
-        return self.shard if gone else None
+    def _sum_dtype(self) -> torch.dtype:
+        """The dtype in which gradients are added up on the host."""
+        return self.rules.accumulate or self.bucket.masters.dtype
 
-    def begin_shard(self, dtype: torch.dtype, accumulate: torch.dtype | None) -> None:
-        """Begin the shard with zeros, before anything was reduced."""
-        if self.bucket.stepped_on_host:
-            self._use_host(accumulate or self.bucket.master.dtype)
-            assert self.shard is not None
-            self.shard.zero_()
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Grads.dtype`."""
+        return self.shard.dtype if self.shard is not None else self._sum_dtype
+
+    def _add(self, out: Tensor, source: Tensor, inside: bool) -> None:
+        """Start to add the device's `out` to the shard on the host."""
+        transfers = self.bucket.placement.transfers
+        assert transfers is not None
+        wide = self._sum_dtype
+        first = self.shard is None
+        if first:
+            # The only one of a step needs no wide sum: half the memory, and no cast.
+            narrow_will_do = self.rules.once and self.rules.accumulate is None
+            self._use_host(out.dtype if narrow_will_do else wide)
         else:
-            self.shard = torch.zeros(
-                self.bucket.layout.shard_numel, dtype=dtype, device=self.bucket.full.device
-            )
+            self.bring()
+        assert self.shard is not None
+        if not first and self.shard.dtype != wide:
+            transfers.synchronize()
+            narrow = self.shard
+            self._use_host(wide).copy_(narrow)
+        self._copy = transfers.to_host(self.shard, out, add=not first, then=self._after_copy)
 
-    def drop(self) -> None:
-        """Forget all gradients."""
-        if self.bucket.evictable and self.shard is not None and not is_evicted(self.shard):
-            assert self.bucket.placement.masters is not None
-            self.bucket.placement.masters.evict([self.shard], changed=False)
-        self.local = self.shard = self.buffer = self.copied = self.norm = None
+    _after_copy: Callable[[], None] | None = None
+    """What the host does when a copy has ended."""
+
+    def _use_host(self, dtype: torch.dtype) -> Tensor:
+        """Make `host` the shard, with any values; memory of a wider dtype is reused."""
+        if self.host is None or self.host.dtype.itemsize < dtype.itemsize:
+            self.host = self.store.buffer(self.bucket.layout.shard_numel, dtype)
+        self.shard = self.host
+        return self.host
+
+    def begin_shard(self) -> None:
+        """See `Grads.begin_shard`."""
+        self._use_host(self._sum_dtype).zero_()
+
+    def tensors(self, *, reduced: bool) -> Iterable[Tensor | None]:
+        """None is on the device for long."""
+        return []
+
+    def _pooled(self) -> list[Tensor | None]:
+        return [self.local]  # the shard's memory is `host`
+
+    def forget(self) -> None:
+        """See `Grads.forget`."""
+        super().forget()
+        self._copy = None
+
+    def wait(self) -> None:
+        """See `Grads.wait`."""
+        if self._copy is not None:
+            self._copy.finish()
+
+
+class EvictedGrads(HostGrads):
+    """The reduced shard waits in a store that frees its memory while nothing is added to it."""
+
+    def __init__(self, bucket: FlatBucket, rules: GradRules, store: StateStore) -> None:
+        super().__init__(bucket, rules, store)
+        self._parts: list[Tensor] = []
+        self._after_copy = self._evict
+
+    @property
+    def _evicted(self) -> bool:
+        return self.shard is not None and is_evicted(self.shard)
+
+    def _use_host(self, dtype: torch.dtype) -> Tensor:
+        before = self.host
+        if before is not None and before.dtype.itemsize >= dtype.itemsize and is_evicted(before):
+            self.store.allocate([before])
+        host = super()._use_host(dtype)
+        if host is not before:
+            # Torch makes no views of evicted memory.
+            self._parts = [host[p.within] for p in self.bucket.pieces]
+        return host
+
+    def views(self) -> list[Tensor]:
+        """See `Grads.views`."""
+        return self._parts
+
+    def expect(self) -> None:
+        """See `Grads.expect`."""
+        if self._evicted:
+            self.store.fetch([self.shard])  # type: ignore[list-item]
+
+    def bring(self) -> None:
+        """See `Grads.bring`."""
+        self.wait()
+        self.norm = None
+        if self._evicted:
+            self.store.fetch([self.shard])  # type: ignore[list-item]
+            self.store.wait([self.shard])  # type: ignore[list-item]
+
+    @torch.no_grad()
+    def _evict(self) -> None:
+        """Evict the shard, which is complete for now."""
+        assert self.shard is not None
+        # The norm is taken now, so that nobody reads the shard for that.
+        self.norm = self.rules.squares([self.shard]).double().sqrt().view(1)
+        self.store.evict([self.shard])
+
+    @contextlib.contextmanager
+    def in_memory(self) -> Iterator[None]:
+        """See `Grads.in_memory`."""
+        self.bring()
+        yield
+        self._evict()
+
+    def forget(self) -> None:
+        """See `Grads.forget`."""
+        if self.shard is not None and not self._evicted:
+            self.store.evict([self.shard], changed=False)
+        super().forget()

@@ -28,7 +28,7 @@ def serves(owner: ZeroPartitioner, buckets: Sequence[FlatBucket]) -> bool:
     return (
         ctx.mesh.size("dp") == 1
         and ctx.grain == "element"
-        and not any(b.shard_in_store or b.master_in_store or b.stepped_on_host for b in buckets)
+        and all(b.masters.store is None and b.weights.on_host is None for b in buckets)
         # A gradient can stay in param.grad only where it accumulates in the parameter's own dtype.
         and all(accumulate in (None, b.dtype) for b in buckets)
     )
@@ -72,7 +72,7 @@ class LocalGradients(GradientSource):
         """See `GradientSource.zero_grad`."""
         self.given = []
         for bucket in self.buckets:
-            for piece in bucket.optimized:
+            for piece in bucket.masters.pieces:
                 piece.master.grad = piece.param.grad = None
 
 

@@ -33,7 +33,7 @@ from ds_core.params import GradGroup, squared_norm
 from ds_core.partition import BackwardPlan, GradState
 from ds_core.process import log_once
 from ds_zero.comm.wires import Chain, gradient_wire
-from ds_zero.reduce.bucket_grads import Grads
+from ds_zero.reduce.bucket_grads import BufferPool, GradRules, Grads
 from ds_zero.reduce.source import GradientSource
 
 if TYPE_CHECKING:
@@ -59,31 +59,6 @@ def crowded(flying: Iterable[int]) -> bool:
     """
     sizes = list(flying)
     return len(sizes) >= IN_FLIGHT and sum(sizes) > FLYING
-
-
-class _Pool:
-    """Flat buffers for reuse, since fresh memory costs more than the copy into it.
-
-    most: how many free ones are kept, the oldest are freed first; None: any number.
-    """
-
-    def __init__(self, most: int | None) -> None:
-        self._free: list[Tensor] = []
-        self._most = most
-
-    def get(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        for index, tensor in enumerate(self._free):
-            if (tensor.numel(), tensor.dtype, tensor.device) == (numel, dtype, device):
-                return self._free.pop(index)
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def put(self, tensor: Tensor) -> None:
-        self._free.append(tensor)
-        if self._most is not None and len(self._free) > self._most:
-            del self._free[0]
-
-    def clear(self) -> None:
-        self._free.clear()
 
 
 @dataclass(slots=True)
@@ -124,7 +99,17 @@ class Reducer(GradientSource):
         self._order = order
         self._wire = wire
         self._plain = gradient_wire(self.section)
-        self._all = {b: Grads(b, self._squares) for b in buckets}
+        self._keeps = self.section.stage == 1
+        self._pool = BufferPool(None if self._keeps else 2 * IN_FLIGHT)
+        rules = GradRules(
+            self.ctx.precision.accumulate,
+            self.ctx.batch.gas == 1,
+            self._keeps,
+            self._pool,
+            self.ctx.kernels.accumulate,
+            self._squares,
+        )
+        self._all = {b: b.masters.new_grads(rules) for b in buckets}
         self._index_of = {p: (self._all[b], i) for b in buckets for i, p in enumerate(b.params)}
         self._queue: list[Grads] = []
         self._next = 0
@@ -133,8 +118,6 @@ class Reducer(GradientSource):
         self._state = GradState.LOCAL
         self._plan = BackwardPlan()
         self._before, self._after = averaging_factors(self.ctx, self.ctx.mesh.size("dp"))
-        self._keeps = self.section.stage == 1
-        self._pool = _Pool(None if self._keeps else 2 * IN_FLIGHT)
         self._shown = self.ctx.plugins.implementing("ds_gradients")
         # A gradient can stay in param.grad only where it accumulates in the parameter's own dtype.
         self._eager = self.section.contiguous_gradients or self.ctx.precision.accumulate is not None
@@ -186,10 +169,7 @@ class Reducer(GradientSource):
         if grads.local is None:
             while not self._keeps and crowded(r.source.nbytes for r in self._in_flight):
                 self._complete(self._in_flight.popleft())
-            grads.local = self._pool.get(
-                bucket.layout.total, self._dtype(bucket), bucket.full.device
-            )
-        view = bucket.view(grads.local, index)
+        view = bucket.view(grads.collect(), index)
         if grad.is_sparse:  # of nn.Embedding(sparse=True)
             grad = grad.to_dense()
         if grads.filled[index]:
@@ -242,17 +222,7 @@ class Reducer(GradientSource):
             if param.grad is not None:
                 self._copy_in(grads, index)
         grads.expect()
-        source = grads.local
-        if source is None:
-            source = self._pool.get(bucket.layout.total, self._dtype(bucket), bucket.full.device)
-        for index, filled in enumerate(grads.filled):
-            if filled:
-                grads.used[index] = True
-            else:
-                bucket.view(source, index).zero_()
-        source[sum(bucket.layout.sizes) :].zero_()
-        grads.local = None
-        grads.filled = [False] * len(bucket.params)
+        source = grads.launch()
         wire = self._wire_dtypes[bucket]
         if source.dtype != wire and bucket.reduces:
             cast = self._pool.get(source.numel(), wire, source.device).copy_(source)
@@ -302,42 +272,11 @@ class Reducer(GradientSource):
         bucket = done.grads.bucket
         if self._after != 1.0:
             out.mul_(self._after)
-        inside = out.data_ptr() == bucket.own_shard(done.source).data_ptr()
-        dtype = self._dtype(bucket)
         if self.on_late is not None and grads.shard is not None:
             self.on_late(bucket)
-        if bucket.stepped_on_host:
-            grads.add_to_host(out, self.ctx.precision.accumulate, once=self.ctx.batch.gas == 1)
-        elif (
-            grads.shard is None
-            and out.dtype == dtype
-            and (not inside or self._keeps or bucket.world == 1)
-        ):
-            grads.shard = out
-            grads.buffer = done.source if inside else None
-        elif grads.shard is None:
-            grads.shard = self._pool.get(out.numel(), dtype, out.device).copy_(out)
-        else:
-            self.ctx.kernels.accumulate(grads.shard, out)
-        if grads.buffer is not done.source:
-            self._pool.put(done.source)
-        if not inside and grads.shard is not out:
-            self._pool.put(out)
+        grads.complete(out, done.source)
         if self.on_reduced is not None and self._plan.reduce:
             self.on_reduced(bucket)
-
-    def _synchronize(self) -> None:
-        """Wait for copies to the host."""
-        for transfers in {
-            b.placement.transfers for b in self._all if b.placement.transfers is not None
-        }:
-            transfers.synchronize()
-
-    def _dtype(self, bucket: FlatBucket) -> torch.dtype:
-        """The dtype in which gradients accumulate."""
-        return (
-            self.ctx.precision.accumulate if bucket.full.is_floating_point() else None
-        ) or bucket.dtype
 
     def finish(self, plan: BackwardPlan) -> None:
         """See `Partitioner.finish`."""
@@ -351,7 +290,7 @@ class Reducer(GradientSource):
         for grads in self._agree():
             self._launch(grads)
         self._drain(0)
-        self._synchronize()
+        self.owner.offload.synchronize()
         self._state = GradState.REDUCED
         if not self._keeps:
             self._pool.clear()
@@ -401,7 +340,7 @@ class Reducer(GradientSource):
     def gradients(self) -> list[GradGroup]:
         """See `GradientSource.gradients`."""
         self.refuse_unused(g.used for g in self._all.values())
-        if self._shown and any(g.evicted is not None for g in self._all.values()):
+        if self._shown and any(b.masters.evicts is not None for b in self._all):
             if self.ctx.rank == 0:
                 log_once(
                     log,
@@ -410,37 +349,26 @@ class Reducer(GradientSource):
                 )
             for grads in self._all.values():
                 grads.bring()
-        mine = [self._mine(b, g) for b, g in self._all.items()]
-        away = (
-            g
-            for g, given in zip(self._all.values(), mine, strict=True)
-            if any(t is not None for t in given)
-        )
-        return self.grouped(
-            mine, {g.bucket: g.norm for g in away if g.evicted is not None and g.norm is not None}
-        )
+        mine: list[list[Tensor | None]] = []
+        norms: dict[FlatBucket, Tensor] = {}
+        for bucket, grads in self._all.items():
+            given = bucket.masters.gradients(grads)
+            mine.append(given)
+            if grads.norm is not None and any(g is not None for g in given):
+                norms[bucket] = grads.norm
+            # Full gradients are other tensors, or views that keep what they need of the shard.
+            if bucket.masters.full_tensors and not self._keeps:
+                grads.shard = None
+        return self.grouped(mine, norms)
 
-    def evicted(self, bucket: FlatBucket) -> Tensor | None:
-        """See `GradientSource.evicted`."""
-        return self._all[bucket].shard
+    def reduced(self, bucket: FlatBucket) -> list[Tensor]:
+        """See `GradientSource.reduced`."""
+        shard = self._all[bucket].shard
+        return [] if shard is None else [shard]
 
     def _squares(self, tensors: list[Tensor]) -> Tensor:
         kind = tensors[0].device.type, str(tensors[0].dtype).removeprefix("torch.")
         return self.ctx.kernels.get("squared_norm", *kind, squared_norm)(tensors)  # type: ignore[no-any-return]
-
-    def _mine(self, bucket: FlatBucket, grads: Grads) -> list[Tensor | None]:
-        """The gradients of what this rank updates of `bucket`."""
-        part = grads.shard
-        if bucket.owned is not None and not self._keeps:
-            grads.shard = None  # the optimizer's gradients keep what they need of it
-        if part is None or not any(grads.used):
-            return [None] * len(bucket.pieces)
-        if bucket.owned is not None:
-            return bucket.owned.gradients(part, grads.used)
-        used = (grads.used[p.index] and p.stop > p.start for p in bucket.pieces)
-        if bucket.evictable:
-            return [view if u else None for view, u in zip(grads.parts, used, strict=True)]
-        return [part[p.within] if u else None for p, u in zip(bucket.pieces, used, strict=True)]
 
     def grads(self, bucket: FlatBucket) -> Grads | None:
         """See `GradientSource.grads`."""
@@ -450,11 +378,7 @@ class Reducer(GradientSource):
         """See `GradientSource.tensors`."""
         if (grads := self._all.get(bucket)) is None:
             return []
-        return (
-            [grads.shard, grads.buffer, *(p.grad for p in bucket.params)]
-            if reduced
-            else [grads.local]
-        )
+        return grads.tensors(reduced=reduced)
 
     @property
     def any_gradient(self) -> bool:
@@ -474,24 +398,19 @@ class Reducer(GradientSource):
     def zero_grad(self) -> None:
         """See `GradientSource.zero_grad`."""
         self._drain(0)
-        self._synchronize()
+        self.owner.offload.synchronize()
         self._state = GradState.LOCAL
         self.given = []
         for bucket, grads in self._all.items():
-            for tensor in (grads.local, grads.shard if grads.buffer is None else grads.buffer):
-                if tensor is not None and tensor is not grads.host and self._keeps:
-                    self._pool.put(tensor)
             grads.drop()
-            grads.filled = [False] * len(bucket.params)
-            grads.used = [False] * len(bucket.params)
-            for piece in bucket.optimized:
+            for piece in bucket.masters.pieces:
                 piece.master.grad = None
                 piece.param.grad = None
 
     def detach(self) -> None:
         """See `GradientSource.detach`."""
         self._drain(0)
-        self._synchronize()
+        self.owner.offload.synchronize()
         self._pool.clear()
         for grads in self._all.values():
-            grads.drop()
+            grads.forget()

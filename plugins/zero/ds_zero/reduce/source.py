@@ -85,9 +85,9 @@ class GradientSource(ABC):
         """The gradients of `bucket` in its flat layout; None where there are none, now or ever."""
         return None
 
-    def evicted(self, bucket: FlatBucket) -> Tensor | None:
-        """The tensor of which `given` are views, where a store may have freed its memory."""
-        return None
+    def reduced(self, bucket: FlatBucket) -> list[Tensor]:
+        """The tensor of which `given` are views, which a store may have evicted; [] for none."""
+        return []
 
     @abstractmethod
     def zero_grad(self) -> None:

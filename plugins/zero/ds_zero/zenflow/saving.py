@@ -33,7 +33,7 @@ def states(flow: ZenFlow, weight: Weight, store: bool) -> Iterator[StateTensor]:
     piece = weight.piece
     held = weight.bucket.held
     first = store and piece.start == 0
-    if flow.pending and not weight.bucket.upcast:  # else masters are saved anyway
+    if flow.pending and not weight.bucket.masters.differ:  # else masters are saved anyway
         place = (piece.shape, piece.start, piece.stop, held)
         yield StateTensor(f"master/{piece.name}", piece.master.data, *place, store)
     run = (flow.steps, flow.since, flow.warm, flow.begun, bool(flow.pending))
@@ -74,7 +74,7 @@ def load(flow: ZenFlow, source: StateSource, optimizer: Optimizer | None) -> Non
             if f"zenflow/{weight.piece.name}" in known:
                 _load_weight(flow, weight, source, known)
         if tile.staged is not None:
-            tile.staged.copy_(tile.bucket.master)
+            tile.staged.copy_(tile.bucket.masters.flat)
     if flow.begun:
         flow.build(flow.weights)
 
@@ -93,7 +93,7 @@ def _load_weight(flow: ZenFlow, weight: Weight, source: StateSource, known: set[
     weight.most = found["most"]
     if found["pending"]:
         flow.pending = flow.tiles
-        if not weight.bucket.upcast and f"master/{piece.name}" in known:
+        if not weight.bucket.masters.differ and f"master/{piece.name}" in known:
             piece.master.data.copy_(source.read(f"master/{piece.name}", piece.start, piece.stop))
     columns = f"zenflow_columns/{piece.name}"
     if weight.deferred and columns in known and source.shape(columns)[-1] == weight.columns:

@@ -31,6 +31,7 @@ from torch import Tensor
 from ds_core import comm
 from ds_core.errors import UsageError
 from ds_core.stepping import Stepper
+from ds_zero.buckets.masters import Deferred
 from ds_zero.offload.host_worker import HostWorker, cores_for
 from ds_zero.offload.state_offload import OffloadedStates, OffloadStateTypeEnum
 from ds_zero.offload.tiled_step import settings_of
@@ -68,7 +69,8 @@ class ZenFlow(Updates):
         for bucket in owner.reducer.buckets:
             weights = [Weight.of(bucket, p, keys.topk_ratio) for p in bucket.pieces]
             self.tiles.append(Tile(bucket, weights, sum(len(t.weights) for t in self.tiles)))
-            bucket.deferred = self
+            assert isinstance(bucket.masters, Deferred)
+            bucket.masters.updates = self
         self.weights = [w for t in self.tiles for w in t.weights]
         self.of = {w.piece: w for w in self.weights}
         self.tile_of = {t.bucket: t for t in self.tiles}
@@ -252,10 +254,11 @@ class ZenFlow(Updates):
         for tile in self.tiles:
             found = [w for w in tile.weights if w.part is not None]
             if found and tile.changed:
-                with tile.bucket.shard_here(write=True):
+                with tile.bucket.weights.in_memory(write=True):
                     for weight in found:
                         assert weight.part is not None and weight.chosen is not None
-                        weight.chosen.put(tile.bucket.parts[weight.piece.index], weight.part.data)
+                        part = tile.bucket.weights.parts[weight.piece.index]
+                        weight.chosen.put(part, weight.part.data)
 
     def _host_state(self, weight: Weight) -> Mapping[str, Any]:
         return (
@@ -329,14 +332,9 @@ class ZenFlow(Updates):
         """Write the weights that the host has made into this rank's; the worker rests."""
         tiles, self.pending = self.pending, []
         for tile in tiles:
-            made = tile.bucket.master if tile.staged is None else tile.staged
-            transfers = tile.bucket.placement.transfers
             tile.changed = True
-            with tile.bucket.shard_here(write=True, fresh=True):
-                if transfers is None or tile.bucket.shard.device == made.device:
-                    tile.bucket.shard.copy_(made)
-                else:
-                    transfers.to_device(tile.bucket.shard, made)
+            made = tile.bucket.masters.flat if tile.staged is None else tile.staged
+            tile.bucket.weights.write(made)
         self.owner.offload.synchronize()
 
     def changed(self, bucket: FlatBucket) -> bool:
@@ -384,7 +382,7 @@ class ZenFlow(Updates):
                 )
 
     def follow(self, piece: Piece) -> None:
-        """See `DeferredMasters.follow`."""
+        """See `DeferredUpdates.follow`."""
         weight = self.of[piece]
         if weight.part is not None and weight.chosen is not None:
             weight.part.data.copy_(weight.chosen.take(piece.master.data))
@@ -408,10 +406,10 @@ class ZenFlow(Updates):
         master.
         """
         bucket = tile.bucket
-        if tile.staged is None and bucket.upcast:
-            assert bucket.placement.masters is not None
-            tile.staged = bucket.placement.masters.buffer(bucket.layout.shard_numel, bucket.dtype)
-            tile.staged.copy_(bucket.master)
+        if tile.staged is None and bucket.masters.differ:
+            assert bucket.masters.store is not None
+            tile.staged = bucket.masters.store.buffer(bucket.layout.shard_numel, bucket.dtype)
+            tile.staged.copy_(bucket.masters.flat)
         empty = tile.staged is None or weight.piece.stop == weight.piece.start
         return None if empty else tile.staged[weight.piece.within]  # type: ignore[index]
 
@@ -438,7 +436,7 @@ class ZenFlow(Updates):
         saving.load(self, source, optimizer)
 
     def saved(self, piece: Piece, store: bool) -> Iterator[StateTensor]:
-        """See `DeferredMasters.saved`."""
+        """See `DeferredUpdates.saved`."""
         return saving.states(self, self.of[piece], store)
 
     # -- states that rest on the host (key `offload`) ----------------------------------------------
@@ -472,7 +470,8 @@ class ZenFlow(Updates):
         if self._worker is not None:
             self._worker.close()
         for tile in self.tiles:
-            tile.bucket.deferred = None
+            assert isinstance(tile.bucket.masters, Deferred)
+            tile.bucket.masters.updates = None
 
 
 def _follow_settings(twin_: Optimizer, optimizer: Optimizer) -> None:

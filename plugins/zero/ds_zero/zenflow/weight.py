@@ -141,7 +141,7 @@ class Tile:
         """Start to copy a step's gradient to the host; the function that then adds it, times
         `factor`, to the sum.
         """
-        store = self.bucket.placement.masters
+        store = self.bucket.masters.store
         size = self.bucket.layout.shard_numel
         assert store is not None
         if self.arrived is None or self.arrived.dtype != shard.dtype:
@@ -182,8 +182,8 @@ class Tile:
         self.begun = False
 
     def _new_sum(self) -> Tensor:
-        store = self.bucket.placement.masters
-        dtype = self.bucket.master.dtype
+        store = self.bucket.masters.store
+        dtype = self.bucket.masters.dtype
         assert store is not None
         return store.buffer(
             self.bucket.layout.shard_numel, torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,416 @@
+"""What the optimizer updates of a bucket, and where it is kept: one class per resting place.
+
+`Masters` is the contract. To add a resting place, write a class here and choose it in
+`choose_masters`; nothing else asks where masters are. `ds_zero.buckets.owned_tensors` has the
+one for optimizers that need full tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from ds_run_state.states import set_optimizer_state
+from ds_state_stores import StateStore, is_evicted, owns_storage
+from torch import Tensor, nn
+
+from ds_zero.buckets.records import Piece
+from ds_zero.reduce.bucket_grads import EvictedGrads, Grads, HostGrads
+
+if TYPE_CHECKING:
+    from ds_run_state.states import StateTensor
+    from torch.optim import Optimizer
+
+    from ds_zero.buckets.flat import FlatBucket
+    from ds_zero.buckets.records import DeferredUpdates
+    from ds_zero.offload.placement import StatePlacement
+    from ds_zero.reduce.bucket_grads import GradRules
+
+
+class Masters:
+    """Masters that are this rank's shard of the weights itself.
+
+    This is the whole story for fp32 training, and for a bucket that no optimizer updates.
+    """
+
+    copied = False
+    """Whether masters have memory of their own, so that weights are made from them."""
+
+    full_tensors = False
+    """Whether pieces are full parameters in their shapes, not ranges of flattened ones."""
+
+    evicts: StateStore | None = None
+    """The store that frees the memory of masters and optimizer states; None: always in memory."""
+
+    pieces: list[Piece]
+    """One per parameter, whose `master` is what this rank's optimizer updates."""
+
+    def __init__(self, bucket: FlatBucket, flat: Tensor, store: StateStore | None) -> None:
+        self.bucket = bucket
+        # All masters of this rank, one after the other in the layout of the shard.
+        self.flat = flat
+        # Where the host keeps reduced gradients, and masters unless they are on the shard.
+        self.store = store
+        self.pieces = [self._piece(i) for i in range(len(bucket.params))]
+
+    def _piece(self, index: int) -> Piece:
+        bucket = self.bucket
+        span = bucket.layout.span(index, bucket.rank)
+        param = bucket.params[index]
+        master = nn.Parameter(self.flat[span.within], requires_grad=param.requires_grad)
+        return Piece(bucket.names[index], param, bucket.shapes[index], index, *span, master)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the optimizer updates."""
+        return self.flat.dtype
+
+    @property
+    def differ(self) -> bool:
+        """Whether masters have another dtype than the weights."""
+        return self.dtype != self.bucket.dtype
+
+    @property
+    def movable(self) -> list[Piece]:
+        """The pieces whose masters and states `offload_states` may move: no store has them."""
+        return self.pieces
+
+    def rest(self) -> None:
+        """Free what need not be in memory between steps; called once, when masters were made."""
+
+    def in_memory(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, masters are in memory and may be changed."""
+        return self.bucket.weights.in_memory(write=True)
+
+    def refresh(self) -> None:
+        """Make masters from the weights. Collective where the optimizer updates full tensors."""
+
+    @torch.no_grad()
+    def write(self, index: int, weight: Tensor) -> None:
+        """Make the full `weight` of parameter `index`, equal on all ranks, its master."""
+        piece = self.pieces[index]
+        with self.in_memory():
+            piece.master.data.view(-1).copy_(weight.reshape(-1)[piece.start : piece.stop])
+        self.written(piece)
+
+    @torch.no_grad()
+    def refresh_one(self, index: int, weight: Tensor) -> None:
+        """After a replicated `weight` may have been written: update its master where they differ.
+
+        A master that is the weight but for rounding keeps its bits.
+        """
+        piece = self.pieces[index]
+        with self.in_memory():
+            master = piece.master.data.view(-1)
+            now = weight.reshape(-1)[piece.start : piece.stop].to(master.device)
+            master.copy_(torch.where(master.to(now.dtype) == now, master, now))
+        self.written(piece)
+
+    # -- the step ----------------------------------------------------------------------------------
+
+    @property
+    def staged(self) -> Tensor | None:
+        """Where a step writes this rank's shard in the weights' dtype; None: `write_back` casts."""
+        return None
+
+    def targets(self) -> list[Tensor | None]:
+        """For each of `pieces`, where a step writes its value in the weights' dtype."""
+        staged = self.staged
+        if staged is None:
+            return [None] * len(self.pieces)
+        weights = self.bucket.weights
+        parts = (
+            weights.parts if staged is weights.shard else [staged[p.within] for p in self.pieces]
+        )
+        return [
+            part if p.stop > p.start else None for part, p in zip(parts, self.pieces, strict=True)
+        ]
+
+    def write_back(self, unused: Iterable[Piece]) -> None:
+        """After a step, which has written `targets`: write the remaining new weights.
+
+        unused: the pieces that the step has left as they were. Masters are in memory. The copies
+        to the device end with `Transfers.synchronize`.
+        """
+
+    def publish(self, unused: Iterable[Piece]) -> None:
+        """`write_back` when the step is over, unless this was done in the step."""
+        self.write_back(unused)
+
+    # -- gradients and states ----------------------------------------------------------------------
+
+    def new_grads(self, rules: GradRules) -> Grads:
+        """The gradients of the bucket: reduced ones are kept where the optimizer reads them."""
+        if self.store is None:
+            return Grads(self.bucket, rules)
+        return HostGrads(self.bucket, rules, self.store)
+
+    def gradients(self, grads: Grads) -> list[Tensor | None]:
+        """For each of `pieces`, its reduced gradient; None: no rank had one, or no element."""
+        if grads.shard is None:
+            return [None] * len(self.pieces)
+        used = (grads.used[p.index] and p.stop > p.start for p in self.pieces)
+        return [part if u else None for part, u in zip(grads.views(), used, strict=True)]
+
+    def ranges(self, index: int) -> list[tuple[int, int]]:
+        """The range of parameter `index` that each rank of the bucket updates."""
+        spans = (self.bucket.layout.span(index, rank) for rank in range(self.bucket.world))
+        return [(s.start, s.stop) for s in spans]
+
+    def set_state(self, optimizer: Optimizer, piece: Piece, values: Mapping[str, Any]) -> None:
+        """Replace the optimizer's state of `piece`."""
+        set_optimizer_state(optimizer, piece.master, dict(values))
+
+    def written(self, piece: Piece) -> None:
+        """The master of `piece`, or an optimizer state of it, was written by somebody else."""
+
+    def saved(self, piece: Piece, store: bool) -> Iterator[StateTensor]:
+        """What checkpoints keep of `piece` beside its weight and its optimizer states."""
+        return iter(())
+
+
+class DeviceCopy(Masters):
+    """Masters with memory of their own on the device, in any dtype."""
+
+    copied = True
+
+    def __init__(self, bucket: FlatBucket, flat: Tensor, store: StateStore | None = None) -> None:
+        super().__init__(bucket, flat, store)
+        self._staged: Tensor | None = None
+
+    def in_memory(self) -> contextlib.AbstractContextManager[None]:
+        """See `Masters.in_memory`."""
+        return contextlib.nullcontext()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """See `Masters.refresh`."""
+        weights = self.bucket.weights
+        with weights.in_memory():
+            self.flat.copy_(weights.shard)
+
+    @property
+    def _writes_evicted(self) -> bool:
+        """Whether a step brings an evicted shard into memory, so that it can write there."""
+        return False
+
+    @property
+    def staged(self) -> Tensor | None:
+        """See `Masters.staged`: the shard, or host memory that is copied to the device."""
+        weights = self.bucket.weights
+        if not self.differ or (weights.evicts is not None and not self._writes_evicted):
+            return None
+        if _together(weights.shard, self.flat):
+            return weights.shard
+        if self._staged is None and self.store is not None:
+            self._staged = self.store.buffer(self.bucket.layout.shard_numel, self.bucket.dtype)
+        return self._staged
+
+    @torch.no_grad()
+    def write_back(self, unused: Iterable[Piece]) -> None:
+        """See `Masters.write_back`."""
+        staged = self.staged
+        if staged is self.bucket.weights.shard:
+            return
+        if staged is not None:
+            # The buffer is new, or has the values of an earlier step.
+            for piece in unused:
+                staged[piece.within].copy_(piece.master)
+        self.bucket.weights.write(self.flat if staged is None else staged)
+
+
+class InStore(DeviceCopy):
+    """Masters in host memory, in a store that keeps them there: the host does the step."""
+
+    @property
+    def movable(self) -> list[Piece]:
+        """See `Masters.movable`."""
+        return []
+
+
+class Evicted(InStore):
+    """Masters and optimizer states in a store that frees memory: a step brings in one bucket.
+
+    [Note: joined] Optimizers make one tensor per state and parameter. Those of a bucket are joined
+    into one tensor per state, of which they become views, so that a store reads and writes few
+    large tensors.
+    """
+
+    def __init__(self, bucket: FlatBucket, flat: Tensor, store: StateStore) -> None:
+        super().__init__(bucket, flat, store)
+        self.evicts = self.store = store
+        # The joined optimizer states, by name.
+        self.joined: dict[str, Tensor] = {}
+
+    store: StateStore
+
+    def rest(self) -> None:
+        """See `Masters.rest`."""
+        self.store.evict([self.flat])
+
+    @contextlib.contextmanager
+    def in_memory(self) -> Iterator[None]:
+        """See `Masters.in_memory`."""
+        if not is_evicted(self.flat):
+            yield
+            return
+        self.store.fetch([self.flat])
+        self.store.wait([self.flat])
+        try:
+            yield
+        finally:
+            self.store.evict([self.flat])
+
+    @property
+    def _writes_evicted(self) -> bool:
+        return True
+
+    def publish(self, unused: Iterable[Piece]) -> None:
+        """Nothing: weights are written in the step, while masters are in memory."""
+
+    def new_grads(self, rules: GradRules) -> Grads:
+        """See `Masters.new_grads`."""
+        return EvictedGrads(self.bucket, rules, self.store)
+
+    def set_state(self, optimizer: Optimizer, piece: Piece, values: Mapping[str, Any]) -> None:
+        """See `Masters.set_state`; joined states are given up, and joined anew by the next step."""
+        self.joined.clear()
+        old = optimizer.state.get(piece.master, {})
+        self.store.discard(
+            [v for k, v in old.items() if isinstance(v, Tensor) and (k in values or not values)]
+        )
+        # Own storages, which the store can free.
+        own = {k: v.clone() for k, v in values.items()}
+        set_optimizer_state(optimizer, piece.master, own)
+        self.store.evict([v for v in own.values() if v.dim()])
+
+    # -- in a step ---------------------------------------------------------------------------------
+
+    def states(self, optimizer: Optimizer) -> list[Tensor]:
+        """Masters and the optimizer's states of one value per element: a tensor of each storage."""
+        found = {_storage(t): t for t in (self.flat, *self.joined.values())}
+        for piece in self.pieces:
+            for value in optimizer.state.get(piece.master, {}).values():
+                if _is_moment(value, piece.master) and _storage(value) not in found:
+                    if is_evicted(value) or owns_storage(value):
+                        found[_storage(value)] = value
+        return list(found.values())
+
+    @contextlib.contextmanager
+    def step(
+        self,
+        optimizer: Optimizer,
+        reduced: Sequence[Tensor],
+        following: Sequence[Tensor],
+        *,
+        all_used: bool,
+    ) -> Iterator[None]:
+        """Inside, states, masters and gradients are in memory, and `following` are fetched.
+
+        reduced: the shard of gradients. following: what the next bucket's step will need.
+        all_used: whether the step writes every element of the weights.
+        """
+        store = self.store
+        needed = [*reduced, *self.states(optimizer)]
+        store.fetch(needed)
+        shard: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.staged is self.bucket.weights.shard:
+            shard = self.bucket.weights.in_memory(write=True, fresh=all_used)
+        with shard:
+            store.wait(needed)
+            store.fetch(following)
+            yield
+            store.evict(reduced, changed=False)
+        self._join(optimizer)
+        store.evict(self.states(optimizer))
+
+    def _join(self, optimizer: Optimizer) -> None:
+        """Move states that have memory of their own into those of the bucket; see [Note: joined].
+
+        They are in memory.
+        """
+        made = {_storage(t) for t in self.joined.values()}
+        for piece in self.pieces:
+            state = optimizer.state.get(piece.master, {})
+            for key, value in state.items():
+                own = _is_moment(value, piece.master) and owns_storage(value)
+                if not own or _storage(value) in made:
+                    continue
+                joined = self.joined.get(key)
+                if joined is None:
+                    joined = self.store.buffer(self.flat.numel(), value.dtype).zero_()
+                    self.joined[key] = joined
+                    made.add(_storage(joined))
+                if joined.dtype == value.dtype:
+                    state[key] = joined[piece.within].view(value.shape).copy_(value)
+                    self.store.discard([value])
+
+
+class Deferred(InStore):
+    """Masters in host memory that somebody updates at times of its own, weights as well.
+
+    Reduced gradients stay on the device until the step: see `ds_zero.zenflow`.
+    """
+
+    updates: DeferredUpdates | None = None
+    """Who updates them; None before it is there, and when it has ended."""
+
+    def publish(self, unused: Iterable[Piece]) -> None:
+        """Nothing: `updates` writes weights."""
+
+    def new_grads(self, rules: GradRules) -> Grads:
+        """See `Masters.new_grads`."""
+        return Grads(self.bucket, rules)
+
+    def written(self, piece: Piece) -> None:
+        """See `Masters.written`."""
+        if self.updates is not None:
+            self.updates.follow(piece)
+
+    def saved(self, piece: Piece, store: bool) -> Iterator[StateTensor]:
+        """See `Masters.saved`."""
+        return iter(()) if self.updates is None else self.updates.saved(piece, store)
+
+
+@torch.no_grad()
+def choose_masters(
+    bucket: FlatBucket, placement: StatePlacement, wanted: torch.dtype | None, *, updated: bool
+) -> Masters:
+    """The masters of `bucket`, made from its weights, which are in memory.
+
+    wanted: the dtype of master weights; None: that of the weights. updated: whether an optimizer
+    gets them.
+    """
+    weights = bucket.weights
+    store = placement.masters if bucket.trains else None
+    dtype = wanted if wanted is not None and bucket.full.is_floating_point() else bucket.dtype
+    if not updated or not bucket.trains:
+        return Masters(bucket, weights.shard, store)
+    if store is None:
+        if weights.on_host is None and dtype == bucket.dtype:
+            return Masters(bucket, weights.shard, None)
+        mine = bucket.own_shard(bucket.full)
+        return DeviceCopy(bucket, mine.to(dtype, copy=True))
+    if placement.deferred:
+        return Deferred(bucket, store.copy_in(weights.shard, dtype), store)
+    if not store.resident:
+        return Evicted(bucket, store.copy_in(weights.shard, dtype), store)
+    # The host's step can update weights in place that stay in its memory in the masters' dtype.
+    if weights.on_host is not None and weights.evicts is None and dtype == bucket.dtype:
+        return Masters(bucket, weights.shard, store)
+    return InStore(bucket, store.copy_in(weights.shard, dtype), store)
+
+
+def _together(shard: Tensor, master: Tensor) -> bool:
+    """Whether the step that updates the master can write the shard."""
+    return shard.device == master.device
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _is_moment(value: Any, master: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == master.shape and value.numel() > 0
