@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,8 +31,7 @@ from ds_zero.gather.weights import WeightOwner
 from ds_zero.init.sharded_param import prepare_module, unshard_module
 from ds_zero.offload.placement import OffloadStores
 from ds_zero.offload.state_offload import BACKWARD, FORWARD, OffloadedStates
-from ds_zero.reduce.local_grads import LocalGradients, serves
-from ds_zero.reduce.reducer import Reducer
+from ds_zero.reduce.make import make_reducer
 from ds_zero.updates import Updates
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ds_core.context import Context
-    from ds_zero.comm.wires import GradientWire
     from ds_zero.config import ZeroConfig
     from ds_zero.gather.unit import BucketUnit
     from ds_zero.reduce.source import GradientSource
@@ -58,19 +56,32 @@ class ZeroPartitioner(WeightOwner):
         self.ctx = ctx
         self.section = section
         self.partitions_gradients = section.stage > 1
-        self.offload: OffloadStores
+
+        # -- the module --
+        self._module: nn.Module | None = None
+        # Whether an optimizer updates it.
+        self.updated = True
+        # Handles of the hooks that see weights being loaded into it.
+        self._load_hooks: list[Any] = []
+
+        # -- parameters: see `WeightOwner` --
         self.buckets: list[FlatBucket] = []
         self.pieces: dict[nn.Parameter, Piece] = {}
-        self.offloaded = OffloadedStates(ctx.accelerator)
-        self._shards: dict[nn.Parameter, PieceShard] = {}
         self.bucket_of: dict[nn.Parameter, FlatBucket] = {}
         self.unit_of: dict[nn.Parameter, BucketUnit] = {}
         self.param_index: dict[nn.Parameter, int] = {}
         self.in_context: set[nn.Parameter] = set()
-        self._module: nn.Module | None = None
-        self.updated = True  # there is an optimizer
-        self._load_hooks: list[Any] = []
+        # What `locate` returns, made when it is first called.
+        self._shards: dict[nn.Parameter, PieceShard] = {}
+
+        # -- who does what --
+        # The stores of the config's offload sections.
+        self.offload: OffloadStores
+        # What `engine.offload_states` has moved.
+        self.offloaded = OffloadedStates(ctx.accelerator)
+        # Where gradients go.
         self._reducer: GradientSource | None = None
+        # How and when the optimizer updates masters.
         self.updates = Updates(self)
 
     # -- set-up ------------------------------------------------------------------------------------
@@ -85,22 +96,25 @@ class ZeroPartitioner(WeightOwner):
         )
         self._module = module
         self.updated = updated
+        # Without an optimizer there are no masters: every bucket is kept as one that is not trained.
         mine = [p for group in groups for p in group["params"]] if updated else []
         prepare_module(module, self.ctx)
         self.buckets = self._lay_out(module, mine)
+        # Owners are chosen over all buckets, so that no rank gets more than its share of the model.
         if needs_full_tensors(self.ctx):
             trained = set(mine)
             assign_owners(self.ctx, [b for b in self.buckets if b.params[0] in trained])
         self.pieces = {p.param: p for b in self.buckets for p in b.masters.pieces}
         self.bucket_of = {p: b for b in self.buckets for p in b.params}
         self.param_index = {p: i for i, p in enumerate(self.ctx.params)}
+        # What is in no bucket: frozen parameters that stay replicated, and buffers.
         unshard_module(module)
         broadcast_module(self.ctx, module, but=self.pieces)
         self._reducer = self._make_reducer()
         self.takes_gradients = not (updated and self._reducer.local)
         self.updates = self._make_updates()
         self._install_hooks(module)
-        if not updated:  # weights rest as they are, for inference
+        if not updated:  # weights stay as they are, for inference
             return groups
         return [
             {**group, "params": [self.pieces[p].master for p in group["params"]]}
@@ -176,24 +190,8 @@ class ZeroPartitioner(WeightOwner):
         """The buckets of `params` (of the optimizer), and of any others that are sharded."""
 
     def _make_reducer(self) -> GradientSource:
-        return self._reducer_of([b for b in self.buckets if b.trains], lambda b: b.group)
-
-    def _reducer_of(
-        self,
-        buckets: Sequence[FlatBucket],
-        groups: Callable[[FlatBucket], Any],
-        order: Callable[[], Sequence[FlatBucket]] | None = None,
-    ) -> GradientSource:
-        """What takes the gradients of `buckets`; see `Reducer` for the arguments."""
-        return (
-            LocalGradients(self, buckets)
-            if serves(self, buckets)
-            else Reducer(self, buckets, groups, order, self.gradient_wire_of)
-        )
-
-    def gradient_wire_of(self, bucket: FlatBucket) -> GradientWire | None:
-        """How gradients of `bucket` are reduced; None: as the config says."""
-        return None
+        """What takes the gradients of the buckets that are trained."""
+        return make_reducer(self, [b for b in self.buckets if b.trains], lambda b: b.group)
 
     @property
     def module(self) -> nn.Module:
@@ -219,10 +217,9 @@ class ZeroPartitioner(WeightOwner):
         if not self.updated and self.trainable:
             raise UsageError(
                 f"backward under zero_optimization stage {self.section.stage} needs an optimizer, "
-                "which would be given "
-                "the reduced gradients; name one in the config or pass optimizer= to initialize, "
-                "or freeze the model "
-                "with requires_grad_(False) to pass through it only"
+                "which would be given the reduced gradients; name one in the config or pass "
+                "optimizer= to initialize, or freeze the model with requires_grad_(False) to pass "
+                "through it only"
             )
         self.offloaded.require("backward", BACKWARD)
         self.updates.begin(plan)
@@ -278,12 +275,14 @@ class ZeroPartitioner(WeightOwner):
         self.offload.synchronize()
         for bucket in buckets:
             bucket.masters.publish(self.reducer.unused(bucket))
+        # The next step changes the host memory from which weights are copied.
         self.offload.synchronize()
 
     def _gather_weights(self, buckets: Iterable[FlatBucket]) -> None:
         """Gather the weights that their owners have just written."""
         wire = AllGather() if self.section.allgather_partitions else Broadcasts()
         works = [work for bucket in buckets for work in bucket.start_gather(wire)]
+        # All are started first: small all-gathers overlap.
         for work in works:
             work.wait()
 
@@ -301,9 +300,8 @@ class ZeroPartitioner(WeightOwner):
             if not torch.equal(sums, mine.expand_as(sums)):
                 raise DSError(
                     f"rank {self.ctx.rank}: weights differ between ranks after the step, in the "
-                    "bucket from "
-                    f"{bucket.names[0]!r} to {bucket.names[-1]!r} (sums {sums.tolist()}); did a "
-                    "rank write to them?"
+                    f"bucket from {bucket.names[0]!r} to {bucket.names[-1]!r} (sums "
+                    f"{sums.tolist()}); did a rank write to them?"
                 )
 
     # -- checkpoints -------------------------------------------------------------------------------
@@ -349,17 +347,10 @@ class ZeroPartitioner(WeightOwner):
         if not self._shards:
             shard = LocalPieceShard if self.reducer.local else PieceShard
             self._shards = {
-                p.param: shard(self, b, p)
-                for b in self.buckets
-                for p in b.pieces
-                if self._updates(b)
+                p.param: shard(self, b, p) for b in self.reducer.buckets for p in b.pieces
             }
         self.settle()  # the optimizer has all states to look at
         return self._shards.get(param)
-
-    def _updates(self, bucket: FlatBucket) -> bool:
-        """Whether the optimizer updates the parameters of `bucket`."""
-        return True
 
     def unsharded_now(self, bucket: FlatBucket) -> Tensor | None:
         """The buffer with the unsharded weights of `bucket`; None while they are sharded."""
@@ -387,12 +378,9 @@ def _check_grain(ctx: Context) -> None:
     if ctx.grain is None and not switch(ctx.config, AllowUntestedOptimizer, False):
         raise UsageError(
             "zero_optimization: it is not known which elements this optimizer's arithmetic "
-            "combines. Set "
-            '"zero_allow_untested_optimizer": true, and one rank updates each parameter as a full '
-            "tensor, which suits "
-            "any optimizer that looks at one parameter at a time. Or use one that is known, by its "
-            "name in the "
-            "config or as an object of torch's class: Adam, AdamW, SGD and other element-wise ones "
-            "can be cheaper, "
-            "since every rank updates an equal shard of each parameter"
+            'combines. Set "zero_allow_untested_optimizer": true, and one rank updates each '
+            "parameter as a full tensor, which suits any optimizer that looks at one parameter at "
+            "a time. Or use one that is known, by its name in the config or as an object of "
+            "torch's class: Adam, AdamW, SGD and other element-wise ones can be cheaper, since "
+            "every rank updates an equal shard of each parameter"
         )

@@ -33,6 +33,5 @@ def _check(ctx: Context, name: str, stages: tuple[int, ...]) -> None:
         wanted = " or ".join(map(str, stages))
         raise UsageError(
             f"compile.passes: {name!r} is for zero_optimization.stage {wanted}, and the stage is "
-            f"{stage}; remove it or "
-            "leave passes out"
+            f"{stage}; remove it or leave passes out"
         )

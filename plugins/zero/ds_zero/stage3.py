@@ -35,6 +35,7 @@ from ds_zero.init.status import ZeroParamStatus
 from ds_zero.offload.frozen import QuantisedStore
 from ds_zero.offload.placement import StatePlacement, Transfers
 from ds_zero.offload.state_offload import BACKWARD
+from ds_zero.reduce.make import make_reducer
 
 if TYPE_CHECKING:
     from ds_run_state.states import StateSource
@@ -59,21 +60,35 @@ class Stage3(ZeroPartitioner):
         super().__init__(ctx, section)
         if section.gather_16bit_weights_on_model_save is False:
             self.not_exported = "zero_optimization.gather_16bit_weights_on_model_save is false"
+
+        # -- weights --
+        # The buckets that are gathered and released, in the order of the modules.
         self.units: list[BucketUnit] = []
+        # The modules that gather.
         self._gatherers: list[Gatherer] = []
-        self._untrained: set[FlatBucket] = set()
-        self._groups: dict[tuple[str, ...], Any] = {}
-        self._two_steps: dict[tuple[str, ...], TwoSteps] = {}
-        self._gather_8: QuantisedGather | None = None
-        self._reduce_4: QuantisedReduce | None = None
+        # The leaf modules that the config names, which get their mark here.
         self._leaves: set[nn.Module] = set()
+        # Buckets that no optimizer updates.
+        self._untrained: set[FlatBucket] = set()
+        # Decides when units are gathered; the hooks report what runs.
         self.gathering: GatherScheduler
         self.hooks: GatherHooks
+
+        # -- collectives --
+        # The process groups of reductions, by axes.
+        self._groups: dict[tuple[str, ...], Any] = {}
+        # MiCS's gathers in two steps, by axes.
+        self._two_steps: dict[tuple[str, ...], TwoSteps] = {}
+        # qwZ and qgZ.
+        self._gather_8: QuantisedGather | None = None
+        self._reduce_4: QuantisedReduce | None = None
 
     def _lay_out(self, module: nn.Module, params: Sequence[nn.Parameter]) -> list[FlatBucket]:
         trained = set(params)
         mesh = self.ctx.mesh
-        # then even a single rank gains from releasing weights
+
+        # Which parameters are sharded, and which modules gather them.
+        # Weights that are offloaded are worth releasing on a single rank, too.
         offloads = self.offload.param is not None
         sizes = {
             p: mesh.size(*sharding_axes(mesh, self.ctx.params[p].replicas))
@@ -91,12 +106,14 @@ class Stage3(ZeroPartitioner):
         }
         for leaf in self._leaves:  # of the config, also where no weight of theirs is sharded
             mark_leaf(leaf, True)
+
         elements = {
             p: p.numel() // self.ctx.mesh.size(*self.ctx.params[p].replicas)
             for p in shared_out
             if p in sharded
         }
         placement = self.offload.placements(params, elements)
+        # Small parameters share buckets, as in stage 2; the others have buckets by module.
         small_trained = [p for p in params if p not in sharded]
         replicated = make_buckets(
             small_trained,
@@ -160,6 +177,8 @@ class Stage3(ZeroPartitioner):
         out = super().attach(module, groups, updated=updated)
         self.unit_of = {p: u for u in self.units for p in u.bucket.params}
         mesh = self.ctx.mesh
+
+        # How weights are gathered, where not by one all-gather of what there is.
         for unit in self.units:
             unit.bucket.weights.second = second_copy(unit.bucket, mesh)
         if self.section.mics_hierarchical_params_gather:
@@ -178,6 +197,8 @@ class Stage3(ZeroPartitioner):
             or self._gather_8
             or mesh.has("hpz")
         )
+
+        # When they are gathered.
         self.gathering = GatherScheduler(
             self.section, self.units, *([self.wire_of] if special else [])
         )
@@ -260,8 +281,7 @@ class Stage3(ZeroPartitioner):
         if param not in self.ctx.params:
             raise UsageError(
                 f"register_external_parameter({type(module).__name__}, ...): the parameter of "
-                "shape "
-                f"{tuple(param.shape)} belongs to no module that was given to initialize"
+                f"shape {tuple(param.shape)} belongs to no module that was given to initialize"
             )
 
     def activity(self) -> tuple[str, int, tuple[str, ...], tuple[str, ...]]:
@@ -320,10 +340,12 @@ class Stage3(ZeroPartitioner):
         self._groups = _own_groups(self.ctx.mesh, {b.axes for b in self.buckets if b.world > 1})
         trained = [b for b in self.buckets if b.trains and b not in self._untrained]
         self._reduce_4 = quantised_reduce(self.ctx, self.section, trained)
-        return self._reducer_of(trained, lambda b: self._groups.get(b.axes), self._order)
+        return make_reducer(
+            self, trained, lambda b: self._groups.get(b.axes), self._order, self._gradient_wire
+        )
 
-    def gradient_wire_of(self, bucket: FlatBucket) -> GradientWire | None:
-        """See `ZeroPartitioner.gradient_wire_of`."""
+    def _gradient_wire(self, bucket: FlatBucket) -> GradientWire | None:
+        """How gradients of `bucket` are reduced; None: as the config says."""
         quantised = (
             self._reduce_4 if bucket.weights.sharded and can_quantise(bucket.dtype) else None
         )
@@ -375,6 +397,7 @@ class Stage3(ZeroPartitioner):
         self.gathering.release_all()
         changed = [b for b in self.buckets if b not in self._untrained and self.updates.changed(b)]
         self._outdate(but=self._untrained)
+        # Sharded ones are gathered when they are needed: each rank has written its own shard.
         replicated = [b for b in changed if not b.weights.sharded]
         self._update_shards(changed)
         self._gather_weights(replicated)
@@ -397,10 +420,6 @@ class Stage3(ZeroPartitioner):
                     f"rank {self.ctx.rank}: {unit.bucket.names[0]!r} is still gathered after the "
                     "step"
                 )
-
-    def _updates(self, bucket: FlatBucket) -> bool:
-        """See `ZeroPartitioner._updates`."""
-        return bucket not in self._untrained
 
     def release_for_offload(self) -> None:
         """Release every unit. Raises UsageError while modules run or parameters are gathered."""
@@ -429,6 +448,7 @@ class Stage3(ZeroPartitioner):
         """See `ZeroPartitioner._end`."""
         self.hooks.remove()
         self.unit_of = {}
+        # The module keeps all its weights, with their exact values.
         for unit in self.units:
             if unit.state is UnitState.SHARDED or not unit.exact:
                 unit.refresh(AllGather())
@@ -437,12 +457,12 @@ class Stage3(ZeroPartitioner):
         for part in self.module.modules():
             if part in self._leaves:
                 mark_leaf(part, False)
+        # Two engines may share a frozen module, which the other still describes.
         elsewhere = [
             e.module
             for e in STATE.engines
             if isinstance(e.partitioner, Stage3) and e.partitioner is not self
         ]
-        # two engines may share a frozen one
         described = {p for module in elsewhere for p in module.parameters()}
         for param in self.module.parameters():
             if param in self.pieces or param not in described:

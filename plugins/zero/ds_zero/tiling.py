@@ -67,8 +67,7 @@ class _Tiles(nn.Module):
         """Sizes of the layer, which its tiles do not show."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.use_bias}, "
-            f"in_splits={self.in_splits}, out_splits={self.out_splits}"
+            f"bias={self.use_bias}, in_splits={self.in_splits}, out_splits={self.out_splits}"
         )
 
     @torch.no_grad()
@@ -89,8 +88,7 @@ class _Tiles(nn.Module):
             mine, other = ("a", "no") if self.use_bias else ("no", "a")
             raise UsageError(
                 f"copy_params_from: the linear layer has {other} bias and the tiled one has {mine} "
-                "bias; make the "
-                f"tiled one with bias={not self.use_bias}"
+                f"bias; make the tiled one with bias={not self.use_bias}"
             )
         if self.use_bias:
             full.append(_param(linear, "bias", (self.out_features,)))
@@ -142,8 +140,7 @@ class _Tiles(nn.Module):
         if not isinstance(input_, (list, tuple)) or [_width(t) for t in input_] != self.in_sizes:
             raise UsageError(
                 f"the input is split already, so it must be a list of {self.in_splits} tensors "
-                "with last dimensions "
-                f"{self.in_sizes}, not {_described(input_)}"
+                f"with last dimensions {self.in_sizes}, not {_described(input_)}"
             )
         return list(input_)
 
@@ -208,8 +205,7 @@ class TiledLinearReturnBias(_Tiles):
         if self.use_bias and len(biases) < self.out_splits:
             raise UsageError(
                 "TiledLinearReturnBias: the tiles have a bias but do not return it; give a "
-                "linear_cls whose forward "
-                "returns (output, bias), or use TiledLinear"
+                "linear_cls whose forward returns (output, bias), or use TiledLinear"
             )
         if self.combine_out_splits:
             return _join(outputs), _join(biases) if biases else None
@@ -249,8 +245,7 @@ def _param(module: nn.Module, name: str, shape: Sequence[int]) -> Tensor:
     if not isinstance(param, Tensor) or found != tuple(shape):
         raise UsageError(
             f"copy_params_from: {name} of {type(module).__name__} must have shape {tuple(shape)}, "
-            "not "
-            f"{_described(param)}"
+            f"not {_described(param)}"
         )
     return param
 

@@ -105,11 +105,15 @@ class FullTensors(Masters):
         self.owners = list(owners)
         layout = bucket.layout
         rank = bucket.rank
+
+        # -- what is exchanged: see [Note: order] --
+        # Parameters that are not in their owner's shard, or not in full.
         moving = [
             i for i, owner in enumerate(owners) if layout.sizes[i] and owner != _holder(bucket, i)
         ]
         self._moves = bool(moving)  # equal on all ranks
         self._arriving = [i for i in moving if owners[i] == rank]
+        # What this rank has of others' parameters, in the order of their owners.
         leaving = [(owners[i], i) for i in moving if rank in layout.ranks(i)]
         self._leaving = [layout.span(i, rank) for _, i in sorted(leaving)]
         self._send_counts = [0] * bucket.world
@@ -120,9 +124,12 @@ class FullTensors(Masters):
             for source in layout.ranks(index):
                 span = layout.span(index, source)
                 self._receive_counts[source] += span.stop - span.start
-        # of weights and exchanges; masters or shards may be on the host
+
+        # -- memory --
+        # Of weights and exchanges; masters or shards may be on the host.
         self._device = bucket.full.device
         self.bucket = bucket
+        # Masters that are the weight itself, by index.
         self._views = self._aliases(bucket)
         super().__init__(bucket, bucket.weights.shard, bucket.masters.store)
 
@@ -201,6 +208,7 @@ class FullTensors(Masters):
     def targets(self) -> list[Tensor | None]:
         """See `Masters.targets`."""
         shard = self.bucket.weights.shard
+        # The step does not bring an evicted shard into memory.
         if self.bucket.weights.evicts is not None:
             return [None] * len(self.pieces)
         here = [
@@ -223,6 +231,7 @@ class FullTensors(Masters):
         for piece, copy in zip(self.pieces, self.targets(), strict=True):
             if piece.stop > piece.start and copy is None and self._local(piece.index):
                 self._in_shard(shard, piece.index).copy_(piece.master)
+        # The way back of what `_collect` brings: counts change places.
         if not self._moves:
             return
         mine = [self.pieces[i].master.reshape(-1).to(shard.dtype) for i in self._arriving]

@@ -48,6 +48,7 @@ def states(
 
     partitioned = {p for b in buckets if b.weights.sharded for p in b.params}
     reader = _Reader()
+    # Weights that every replica has, and buffers.
     for name, param in module.named_parameters():
         if param not in partitioned:
             # None: one that came after initialize
@@ -60,6 +61,7 @@ def states(
     yield from buffer_states(ctx, module)
     for bucket in buckets:
         store = bucket.counted and first(*bucket.held, *bucket.axes)
+        # Sharded weights: an empty one has no range, so the first rank names it.
         for piece in bucket.pieces:
             if bucket.weights.sharded and (piece.stop > piece.start or 0 in piece.shape):
                 keep = store and (piece.stop > piece.start or bucket.rank == 0)
@@ -67,6 +69,7 @@ def states(
                 read = reader.of(bucket, bucket.weights.evicts)
                 part = bucket.weights.parts[piece.index]
                 yield StateTensor(f"module/{piece.name}", part, *place, keep, read=read)
+        # What the optimizer updates, and its states.
         for piece in bucket.masters.pieces:
             if piece.stop > piece.start:
                 yield from _updated(bucket, piece, optimizer, store, reader)
@@ -98,10 +101,8 @@ def _updated(
         else:
             raise UsageError(
                 f"optimizer state {key!r} of parameter {piece.name!r} has shape "
-                f"{tuple(value.shape)}, its "
-                f"piece on this rank has {piece.master.numel()} elements; ZeRO can save states of "
-                "one "
-                "value per element, or one value in all"
+                f"{tuple(value.shape)}, its piece on this rank has {piece.master.numel()} "
+                "elements; ZeRO can save states of one value per element, or one value in all"
             )
 
 
@@ -120,6 +121,7 @@ class _Reader:
         return None if store is None else lambda tensor: self._read(tensor, bucket, store)
 
     def _read(self, tensor: Tensor, bucket: FlatBucket, store: StateStore) -> Tensor:
+        # One bucket at a time: states on disk may be larger than memory.
         if self._bucket is not bucket:
             for owner, opened in self._open:
                 if not is_evicted(opened):
@@ -236,9 +238,8 @@ def adopt(piece: Piece, state: Mapping[str, Any], *, full: bool) -> dict[str, An
         else:
             raise UsageError(
                 f"the optimizer's state {key!r} of parameter {piece.name!r} has shape "
-                f"{tuple(value.shape)}, the "
-                f"parameter {piece.shape}; ZeRO can take over states of one value per element, or "
-                "one value in all"
+                f"{tuple(value.shape)}, the parameter {piece.shape}; ZeRO can take over states of "
+                "one value per element, or one value in all"
             )
     return kept
 

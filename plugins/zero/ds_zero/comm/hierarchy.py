@@ -54,12 +54,13 @@ def far(mesh: Mesh, replicas: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """A group in blocks of `size` consecutive ranks. near: this rank's block; far: those at its
-    place in all blocks.
-    """
+    """The process groups of ranks in blocks of `size` consecutive ones."""
 
+    # This rank's block.
     near: Any
+    # The ranks at its place in all blocks.
     far: Any
+    # Ranks per block, and how many blocks.
     size: int
     count: int
 
@@ -211,18 +212,18 @@ def two_steps(mesh: Mesh, wanted: Iterable[tuple[str, ...]]) -> dict[tuple[str, 
 class SecondCopy(WeightWire):
     """hpZ: gathers over all ranks by another wire, and from then on over the near ranks, until the
     weights change.
-
-    group, size, place: the near ranks, how many they are, and this one's place. wire: see above;
-    its values are kept as they came. copy: this rank's share of them. valid: whether it is that of
-    the weights now; equal on all ranks.
     """
 
     def __init__(self, group: Any, size: int, place: int) -> None:
+        # The near ranks, how many they are, and this one's place.
         self.group = group
         self.size = size
         self.place = place
+        # How weights are gathered over all ranks; their values are kept as they came.
         self.wire: WeightWire = AllGather()
+        # This rank's share of them.
         self.copy: Tensor | None = None
+        # Whether it is that of the weights now; equal on all ranks.
         self.valid = False
 
     @property
@@ -244,7 +245,7 @@ class SecondCopy(WeightWire):
         if mine is None or mine.dtype != dtype or not self.valid:
             return [Chain(self.wire.start(bucket), lambda: self._keep(bucket, dtype))]
         if self.size == 1:
-            comm.label("")  # else it would go to the next collective, whoever's that is
+            comm.label("")  # else it would be the name of the next collective
             full.copy_(mine)
             return []
         low = full if dtype == full.dtype else torch.empty_like(full, dtype=dtype)

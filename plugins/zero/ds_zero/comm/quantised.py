@@ -58,12 +58,12 @@ def can_quantise(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Sizes of a message, in bytes. values: of the values. scales: where the scales begin. size: of
-    it all.
-    """
+    """What a message holds, and its sizes in bytes."""
 
+    # Bits of a value, and how many values.
     bits: int
     numel: int
+    # Bytes of the values, where the scales begin, and bytes of it all.
     values: int
     scales: int
     size: int
@@ -72,15 +72,15 @@ class Message:
     def of(cls, bits: int, numel: int) -> Message:
         """A message of `numel` values."""
         values = (numel * bits + 7) // 8
+        # fp32 numbers begin at multiples of 4 bytes.
         scales = -(-values // 4) * 4
         return cls(bits, numel, values, scales, scales + -(-numel // GROUP) * 4)
 
     def parts(self, messages: Tensor) -> tuple[Tensor, Tensor]:
         """Values and scales of ``messages[..., size]``, as the kernels have them."""
         values = messages[..., : self.values]
-        return values.view(torch.int8) if self.bits == 8 else values, messages[
-            ..., self.scales :
-        ].view(torch.float32)
+        scales = messages[..., self.scales :].view(torch.float32)
+        return values.view(torch.int8) if self.bits == 8 else values, scales
 
 
 class Coder:
@@ -200,6 +200,7 @@ class Feedback:
         coder.encode(kind, x, message)
         x -= coder.decode(kind, message, torch.empty_like(x))
         coder.encode(how, error.mul_(beta).add_(x, alpha=1 - beta), kept)
+        # A group that is not finite would stay so for ever.
         how.parts(kept)[1].nan_to_num_(0.0, 0.0, 0.0)
 
     def stepped(self) -> None:
@@ -227,6 +228,7 @@ class QuantisedReduce(GradientWire):
         size, count = (bucket.world, 1) if found is None else (found.size, found.count)
         kind = Message.of(GRADIENT_BITS, bucket.layout.shard_numel)
         messages = torch.empty((size, count, kind.size), dtype=torch.uint8, device=source.device)
+        # By place in a block, then by block: what a rank of this block passes on is consecutive.
         for rank, part in enumerate(bucket.shards(source)):
             self._encode(bucket, rank, kind, part, messages[rank % size, rank // size])
         out = room(bucket, source)
@@ -326,8 +328,7 @@ def _log_others(ctx: Context, key: str, buckets: Sequence[FlatBucket], verb: str
         share = sum(p.numel() for p in others) / sum(b.layout.total for b in buckets)
         log.info(
             "zero_optimization.%s: %d of %d parameters (%.2g %% of the elements) are %s as they "
-            "are, since they stay "
-            "unsharded (param_persistence_threshold) or have a dtype of one byte or of whole "
-            "numbers",
+            "are, since they stay unsharded (param_persistence_threshold) or have a dtype of one "
+            "byte or of whole numbers",
             *(key, len(others), sum(len(b.params) for b in buckets), 100 * share, verb),
         )

@@ -1,19 +1,22 @@
-"""One thread that works on the host beside training, on cores of its own.
+"""One thread that works on the host beside training, on cores or with threads of its own.
 
 Kernels and torch's operations release the interpreter's lock, so the thread computes while the main
-one does, and it shares its memory. What it raises ends its work: who waits for a job of it then
-gets `WorkerError`.
+one does, and it shares its memory. A job that raises ends its work: the later ones are not done.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
+import logging
 import math
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +24,10 @@ import torch
 
 from ds_core import comm
 from ds_core.errors import DSError
+from ds_core.process import log_once
 from ds_zero.comm.hierarchy import host_name
+
+log = logging.getLogger("ds_zero")
 
 
 class WorkerError(DSError, RuntimeError):
@@ -29,83 +35,118 @@ class WorkerError(DSError, RuntimeError):
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
-    """One job. what: in words, for messages."""
+class _Job:
+    """One job of a worker."""
 
     what: str
-    job: Callable[[], None]
-    done: threading.Event = field(default_factory=threading.Event)
+    """In words, for messages."""
+
+    run: Callable[[], None]
+    done: Future[None] = field(default_factory=Future)
+
+
+@dataclass(slots=True, eq=False)
+class _Shared:
+    """What a worker and its thread share. The thread has no reference to the worker itself."""
+
+    jobs: queue.PriorityQueue[tuple[int, int, _Job | None]] = field(
+        default_factory=queue.PriorityQueue
+    )
+    order: itertools.count[int] = field(default_factory=itertools.count)
+    failure: tuple[str, BaseException] | None = None
+
+    def put(self, priority: int, job: _Job | None) -> None:
+        self.jobs.put((priority, next(self.order), job))
 
 
 class HostWorker:
     """Does the jobs it is given, those with `first` before others, else in order.
 
     name: of the thread, and in messages. cores: where it runs; it uses as many threads. None:
-    anywhere.
+    anywhere. threads: how many it uses without cores; 0: as many as torch does. The thread ends
+    with `close`, or when nobody has the worker any more.
     """
 
-    def __init__(self, name: str, cores: Sequence[int] | None = None) -> None:
+    def __init__(self, name: str, cores: Sequence[int] | None = None, threads: int = 0) -> None:
         self.name = name
-        self.cores = list(cores) if cores else None
-        self._jobs: queue.PriorityQueue[tuple[int, int, Ticket | None]] = queue.PriorityQueue()
-        self._order = itertools.count()
-        self._open: list[Ticket] = []
-        self._failure: tuple[str, BaseException] | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._shared = _Shared()
+        self._open: list[Future[None]] = []
+        self._thread = threading.Thread(
+            target=_work,
+            args=(self._shared, name, list(cores or ()), threads),
+            name=name,
+            daemon=True,
+        )
         self._thread.start()
+        self._end = weakref.finalize(self, self._shared.put, 2, None)
 
-    def submit(self, what: str, job: Callable[[], None], *, first: bool = False) -> Ticket:
-        """Have `job` done; what: in words. Raises WorkerError where an earlier one has failed."""
+    @property
+    def failed(self) -> bool:
+        """Whether a job has raised, so that no later one is done."""
+        return self._shared.failure is not None
+
+    def submit(self, what: str, job: Callable[[], None], *, first: bool = False) -> Future[None]:
+        """Have `job` done, unless its future is cancelled before it begins. what: in words.
+
+        Raises WorkerError where an earlier one has failed.
+        """
         self._check()
-        ticket = Ticket(what, job)
-        self._open = [t for t in self._open if not t.done.is_set()]
-        self._open.append(ticket)
-        self._jobs.put((0 if first else 1, next(self._order), ticket))
-        return ticket
+        given = _Job(what, job)
+        self._open = [f for f in self._open if not f.done()]
+        self._open.append(given.done)
+        self._shared.put(0 if first else 1, given)
+        return given.done
 
-    def wait(self, ticket: Ticket | None) -> None:
+    def wait(self, job: Future[None] | None) -> None:
         """Wait until a job is done. Raises WorkerError where it, or one before it, has failed."""
-        while ticket is not None and not ticket.done.wait(1.0):
+        while job is not None and not wait_for([job], 1.0).done:
             if not self._thread.is_alive():
-                self._failure = self._failure or (ticket.what, RuntimeError("the thread has ended"))
+                ended = ("a job", RuntimeError("the thread has ended"))
+                self._shared.failure = self._shared.failure or ended
                 break
         self._check()
 
     def wait_all(self) -> None:
         """Wait until nothing is left to do."""
-        for ticket in self._open:
-            self.wait(ticket)
+        for job in self._open:
+            self.wait(job)
         self._open.clear()
         self._check()
 
     def close(self) -> None:
         """End the thread, when its jobs are done."""
-        if self._thread.is_alive():
-            self._jobs.put((2, next(self._order), None))
-            self._thread.join()
+        self._end()
+        self._thread.join()
 
     def _check(self) -> None:
-        if self._failure is not None:
-            what, error = self._failure
+        if self._shared.failure is not None:
+            what, error = self._shared.failure
             raise WorkerError(
                 f"rank {comm.rank()}: {self.name} died in {what}: {type(error).__name__}: {error}; "
-                "the weights on the "
-                "host may be half updated, so go on from the last checkpoint"
+                "the weights on the host may be half updated, so go on from the last checkpoint"
             ) from error
 
-    def _run(self) -> None:
-        if self.cores:
-            os.sched_setaffinity(0, self.cores)  # of this thread, and of those that it starts
-            use_threads(len(self.cores))
-        while (ticket := self._jobs.get()[2]) is not None:
+
+def _work(shared: _Shared, name: str, cores: Sequence[int], threads: int) -> None:
+    """What the thread does."""
+    if cores:
+        os.sched_setaffinity(0, cores)  # of this thread, and of those that it starts
+    if (cores or threads) and not use_threads(len(cores) or threads):
+        text = "%s: this build of torch cannot give one thread its own number of threads"
+        log_once(log, logging.INFO, text, name)
+    while (job := shared.jobs.get()[2]) is not None:
+        if shared.failure is not None:
+            job.done.cancel()
+        if job.done.set_running_or_notify_cancel():
             try:
-                if self._failure is None:
-                    with torch.no_grad():
-                        ticket.job()
-            except BaseException as error:  # told by `wait`, in the main thread
-                self._failure = (ticket.what, error)
-            finally:
-                ticket.done.set()
+                with torch.no_grad():
+                    job.run()
+            except BaseException as error:  # `wait` raises it, in the main thread
+                shared.failure = (job.what, error)
+                job.done.set_exception(error)
+            else:
+                job.done.set_result(None)
+        del job  # while it waits it keeps no engine alive
 
 
 def cores_for(kept: float) -> list[int] | None:

@@ -33,16 +33,20 @@ if TYPE_CHECKING:
 class StatePlacement:
     """Where a bucket's states are; None: on the device.
 
-    masters: the store of masters, optimizer states and reduced gradients. shards: the store of
-    weights that are sharded (see `FlatBucket.away`). transfers: the copies between device and host.
-    deferred: reduced gradients stay on the device until the step, and `ds_zero.zenflow` updates
-    masters and weights.
+    `choose_masters` and `place_weights` make the bucket's policies from it.
     """
 
     masters: StateStore | None = None
+    """The store of masters, optimizer states and reduced gradients."""
+
     shards: StateStore | None = None
+    """The store of weights, where they are sharded."""
+
     transfers: Transfers | None = None
+    """The copies between device and host."""
+
     deferred: bool = False
+    """Whether `ds_zero.zenflow` updates masters and weights, at times of its own."""
 
 
 ON_DEVICE = StatePlacement()
@@ -52,28 +56,32 @@ _NONE: Mapping[nn.Parameter, int] = {}
 class OffloadStores:
     """The stores of the config's offload sections.
 
-    optimizer, param: the stores; None if not offloaded. full_tensors: whether the optimizer gets
-    full tensors (see `ds_zero.buckets.owned_tensors`).
+    full_tensors: whether the optimizer gets full tensors, see `ds_zero.buckets.owned_tensors`.
     """
+
+    optimizer: StateStore | None = None
+    """The store of masters and optimizer states; None: not offloaded."""
+
+    param: StateStore | None = None
+    """The store of sharded weights; None: not offloaded."""
 
     def __init__(self, ctx: Context, section: ZeroConfig, *, full_tensors: bool) -> None:
         wanted = section.offload_optimizer
+        # The share of elements whose states are offloaded.
         self.ratio = wanted.ratio if wanted is not None else 1.0
-        self.optimizer = (
-            open_store(ctx, wanted.device, wanted.options)
-            if wanted is not None and wanted.on
-            else None
-        )
+        if wanted is not None and wanted.on:
+            self.optimizer = open_store(ctx, wanted.device, wanted.options)
         weights = section.weights_offload
-        self.param = None
-        if weights is not None and weights.on:  # the share that stays in memory is another store's
+        if weights is not None and weights.on:
+            # The share that stays in memory is kept by a store of its own.
             self.param = open_store(ctx, weights.device, {**weights.options, "max_in_cpu": 0})
-        self._near = self.param
-        self._near_elements = 0
+        self._in_memory = self.param
+        self._in_memory_elements = 0
         if self.param is not None and not self.param.resident:
             assert weights is not None
-            self._near = open_store(ctx, "cpu", {"pin_memory": weights.pin_memory})
-            self._near_elements = weights.max_in_cpu
+            self._in_memory = open_store(ctx, "cpu", {"pin_memory": weights.pin_memory})
+            self._in_memory_elements = weights.max_in_cpu
+        # A tile's step updates ranges of parameters, one bucket after the other.
         if self.optimizer is not None and not self.optimizer.resident and full_tensors:
             assert wanted is not None
             raise UsageError(
@@ -91,28 +99,28 @@ class OffloadStores:
         if self.optimizer is not None and refused:
             raise UsageError(
                 "zero_optimization.offload_optimizer moves what the optimizer updates to the host, "
-                "and initialize was "
-                "given an optimizer object, which may not support that; name one in the config's "
-                "optimizer "
-                'section, or set "zero_force_ds_cpu_optimizer": false'
+                "and initialize was given an optimizer object, which may not support that; name "
+                "one in the config's optimizer section, or set "
+                '"zero_force_ds_cpu_optimizer": false'
             )
 
     def placements(
         self, params: Sequence[nn.Parameter], shards: Mapping[nn.Parameter, int] = _NONE
     ) -> Callable[[nn.Parameter], StatePlacement]:
-        """The placement of each parameter's states. params: those of the optimizer, in the model's
-        order.
+        """The placement of each parameter's states.
 
+        params: those of the optimizer, in the model's order.
         shards: the elements of this rank's shard of each parameter that is sharded, in the model's
-            order. The first ``max_in_cpu`` stay in host memory: what is needed first cannot be read
-            behind anything. With ratio < 1 the last parameters are offloaded, up to half a
-            parameter more or less than `ratio` of all
-        elements: their gradients come first, so that copying them overlaps with the rest of
-            backward.
+            order.
         """
         if self.transfers is None:
             return lambda param: ON_DEVICE
-        near = self._near_params(shards)
+        # The first weights stay in host memory: a pass begins with them, so that nothing runs
+        # while they would be read.
+        sums = itertools.accumulate(shards.values())
+        kept = {p for p, upto in zip(shards, sums, strict=True) if upto <= self._in_memory_elements}
+        # With ratio < 1 the last parameters are offloaded: their gradients come first, so that
+        # copying them overlaps with the rest of backward. Half a parameter more or less than asked.
         trained = [p for p in reversed(params) if p.is_floating_point() or p.is_complex()]
         wanted = self.ratio * sum(p.numel() for p in trained)
         chosen: set[nn.Parameter] = set()
@@ -125,19 +133,14 @@ class OffloadStores:
         places = {
             (states, weights): StatePlacement(
                 self.optimizer if states else None,
-                self._near if weights else self.param,
+                self._in_memory if weights else self.param,
                 self.transfers,
                 self.deferred and states,
             )
             for states in (True, False)
             for weights in (True, False)
         }
-        return lambda param: places[param in chosen, param in near]
-
-    def _near_params(self, shards: Mapping[nn.Parameter, int]) -> set[nn.Parameter]:
-        """Those whose weights stay in memory although `param` frees it."""
-        sums = itertools.accumulate(shards.values())
-        return {p for p, upto in zip(shards, sums, strict=True) if upto <= self._near_elements}
+        return lambda param: places[param in chosen, param in kept]
 
     def close(self) -> None:
         """Close the stores; also called at exit."""
@@ -202,10 +205,12 @@ class Transfers:
 
     def __init__(self, ctx: Context, store: StateStore) -> None:
         self._new_event = ctx.accelerator.new_event
+        # Makes the staging buffers, page-locked where the config asks for that.
         self._store = store
         self._kernels = ctx.kernels
-        # the oldest copy's first
+        # The oldest copy's first. Two: the host uses one while the device fills the other.
         self._slots: deque[_StagingBuffer] = deque([_StagingBuffer(), _StagingBuffer()])
+        # Copies without a staging buffer, in order.
         self._direct: deque[Copy] = deque()
 
     def to_host(
@@ -216,6 +221,7 @@ class Transfers:
         `source` may be overwritten by later work of the device. Complete after `synchronize`, or
         the copy's `finish`.
         """
+        # Adding and casting is the host's work, after the copy.
         if not add and source.dtype == target.dtype:
             return self._straight(target, source, then)
         slot, memory = self._next(source)
@@ -257,6 +263,7 @@ class Transfers:
         target.copy_(source, non_blocking=True)
         copy = Copy(self._mark(), then)
         self._direct.append(copy)
+        # What is done after a copy must not wait for the next `synchronize`: it frees memory.
         while self._direct and self._direct[0].over:
             self._direct.popleft().finish()
         return copy

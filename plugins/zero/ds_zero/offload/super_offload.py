@@ -20,10 +20,6 @@ change gradients.
 from __future__ import annotations
 
 import logging
-import queue
-import threading
-import weakref
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -34,7 +30,7 @@ from torch import Tensor
 from ds_core.errors import DSError, UsageError
 from ds_core.process import log_once
 from ds_core.stepping import Stepper
-from ds_zero.offload.host_worker import use_threads
+from ds_zero.offload.host_worker import HostWorker
 from ds_zero.offload.tiled_step import settings_of
 from ds_zero.reduce.reducer import Reducer
 from ds_zero.updates import Updates
@@ -57,23 +53,33 @@ KEY = "zero_optimization.offload_optimizer.super_offload"
 
 
 class SuperOffload(Updates):
-    """Updates that begin during backward. share: of this rank's threads, which the worker uses.
+    """Updates that begin during backward.
 
-    kept, undone: how many attempts steps have kept, and how many were made in vain.
+    share: of this rank's threads, which the worker uses.
     """
 
     def __init__(self, owner: ZeroPartitioner, share: float) -> None:
         super().__init__(owner)
-        self.kept = self.undone = 0
-        self._share = share
-        self._worker = None
-        self._stuck = ""
-        self._open = self._likely = False
-        self._optimizer: Any = None
-        self._spares: dict[FlatBucket, _Spare] = {}
-        self._attempts: dict[FlatBucket, _Attempt] = {}
+        # How many attempts steps have kept, and how many were made in vain.
+        self.kept = 0
+        self.undone = 0
 
-    _worker: _Worker | None
+        # -- set-up --
+        self._share = share
+        self._optimizer: Any = None
+        # The buckets on which attempts are made.
+        self._spares: dict[FlatBucket, _Spare] = {}
+
+        # -- the worker --
+        self._worker: HostWorker | None = None
+        # What to say since an update did not end; "": all is well.
+        self._stuck = ""
+
+        # -- the running step --
+        # Whether attempts begin in this backward; [Note: likely].
+        self._open = False
+        self._likely = False
+        self._attempts: dict[FlatBucket, _Attempt] = {}
 
     def bind(self, optimizer: Optimizer) -> None:
         """See `Updates.bind`."""
@@ -82,14 +88,14 @@ class SuperOffload(Updates):
         if ctx.grain != "element" or not hasattr(optimizer, "takes_inputs"):
             raise UsageError(
                 f"{KEY}: {type(optimizer).__name__} cannot update one bucket after the other; use "
-                "Adam, AdamW, Lion, "
-                "SGD or Adagrad of ds-optimizers, by its name in the config's optimizer section, "
-                "or set it to false"
+                "Adam, AdamW, Lion, SGD or Adagrad of ds-optimizers, by its name in the config's "
+                "optimizer section, or set it to false"
             )
         if any(b.masters.evicts is not None for b in reducer.buckets):
             raise UsageError(
                 f"{KEY}: needs states that stay in memory; set device cpu, or leave it out"
             )
+        # Attempts would be made from gradients that are not final: [Note: likely].
         if takers := ctx.plugins.implementing("ds_gradients"):
             log.info(
                 "SuperOffload: no update begins in backward, since plugin %s changes gradients "
@@ -129,10 +135,13 @@ class SuperOffload(Updates):
         if not self._open or spare is None or grads is None or bucket in self._attempts:
             return
         if self._worker is None:
-            self._worker = _Worker(max(1, int(self._share * torch.get_num_threads())))
+            threads = max(1, int(self._share * torch.get_num_threads()))
+            self._worker = HostWorker("ds-zero SuperOffload", threads=threads)
+        if self._worker.failed:
+            return  # the step says so
         attempt = _Attempt(self._optimizer, spare, grads, self.owner.gradient_hooks.unscaling())
         self._attempts[bucket] = attempt
-        self._worker.do(attempt.future, attempt.make)
+        attempt.future = self._worker.submit(bucket.about_weights, attempt.make)
 
     def _late(self, bucket: FlatBucket) -> None:
         """See `Reducer.on_late`."""
@@ -146,12 +155,14 @@ class SuperOffload(Updates):
         given = list(self.owner.reducer.given)
         settings = _settings(optimizer)
         made = self._finish()
+        # Keep attempts that were made as the step would: the others are undone and made again.
         place = 0
         for bucket in self.owner.reducer.buckets:
             attempt = made.get(bucket)
             if attempt is not None and (attempt.factor, attempt.settings) == (factor, settings):
                 attempt.keep()
                 self.kept += 1
+                # These masters are updated: the stepper leaves them as they are.
                 for index in attempt.places:
                     given[place + index] = None
             elif attempt is not None:
@@ -203,19 +214,20 @@ class SuperOffload(Updates):
             raise DSError(self._stuck)
         attempts, self._attempts = self._attempts, {}
         failure: tuple[FlatBucket, BaseException] | None = None
+        # The step is faster than the worker's threads: what has not begun is left to it.
         for attempt in attempts.values():
-            attempt.future.cancel()  # unless it has begun
+            attempt.future.cancel()
         for bucket, attempt in attempts.items():
             if not wait([attempt.future], TIMEOUT).done:
                 self._stuck = (
                     f"{self._who} has not updated the {bucket.about_weights} within {TIMEOUT:g} s; "
-                    "it is stuck, and "
-                    "states are of no use: end the run, and load a checkpoint"
+                    "it is stuck, and states are of no use: end the run, and load a checkpoint"
                 )
                 raise DSError(self._stuck)
             if not attempt.future.cancelled() and (error := attempt.future.exception()) is not None:
                 failure = failure or (bucket, error)
         if failure is not None:
+            self._worker = None  # it does no more; another begins anew
             for attempt in attempts.values():
                 attempt.undo()
             bucket, error = failure
@@ -231,17 +243,16 @@ class SuperOffload(Updates):
 
 
 class _Spare:
-    """Memory for the attempts on one bucket, which is kept: fresh pages cost more than the copies.
-
-    copies: where 16-bit weights are written; None: nowhere. steps: whether that is where the step
-    expects them.
-    """
+    """Memory for the attempts on one bucket, which is kept: fresh pages cost more than the copies."""
 
     def __init__(self, bucket: FlatBucket) -> None:
         self.bucket = bucket
+        # What an attempt changes is copied here before it: by state, in the layout of the shard.
         self._saved: dict[str, Tensor] = {}
         staged = bucket.masters.staged
+        # Whether attempts write 16-bit weights where the step's copy to the device expects them.
         self.steps = staged is not bucket.weights.shard
+        # Where they write them; None: nowhere. Weights themselves must not change before the step.
         self.copies = staged
         if staged is not None and not self.steps:
             self.copies = torch.empty_like(staged)
@@ -261,21 +272,26 @@ class _Spare:
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
-    """The update of one bucket, before the step. grads: one per piece. places: the pieces that it
-    is of.
-
-    changed: what it changes, and the saved values of that, in order; states: the states of each
-    piece, None: none yet.
-    """
+    """The update of one bucket, before the step."""
 
     optimizer: Any
     spare: _Spare
     source: Grads
+
+    # The factor of gradients and the groups' settings with which it is made.
     factor: float
     settings: list[dict[str, Any]] = field(init=False)
+
+    # The gradient of each piece; None: it is left to the step.
     grads: list[Tensor | None] = field(init=False)
-    future: Future[None] = field(default_factory=Future)
+
+    # Done when it was made, or cancelled.
+    future: Future[None] = field(init=False)
+
+    # What it has changed, and the values of that from before, in the same order.
     changed: tuple[list[Tensor], list[Tensor]] | None = None
+
+    # The optimizer's states of each piece from before; None: it had none.
     states: list[tuple[Piece, dict[str, Any] | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -294,6 +310,7 @@ class _Attempt:
 
     @property
     def places(self) -> list[int]:
+        """The pieces that it updates."""
         return [i for i, grad in enumerate(self.grads) if grad is not None]
 
     @property
@@ -304,6 +321,7 @@ class _Attempt:
     def make(self) -> None:
         """Update; on the worker's thread."""
         self.source.wait()
+        # A scheduler or the user may have changed a setting meanwhile: leave it to the step.
         if not self.optimizer.takes_inputs or _settings(self.optimizer) != self.settings:
             return
         self._save()
@@ -342,6 +360,7 @@ class _Attempt:
         live, saved = self.changed
         if live:
             torch._foreach_copy_(live, saved)
+        # States that the attempt has made, or replaced by other tensors.
         for piece, state in self.states:
             if state is None:
                 self.optimizer.state.pop(piece.master, None)
@@ -367,45 +386,3 @@ def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
         return value.tolist() if isinstance(value, Tensor) else value
 
     return [{k: now(v) for k, v in group.items()} for group in settings_of(optimizer)]
-
-
-# -- the worker ------------------------------------------------------------------------------------
-
-
-class _Worker:
-    """A thread that does one job after the other, each with `threads` of torch's; it ends when
-    nobody has this.
-    """
-
-    def __init__(self, threads: int) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = (
-            queue.SimpleQueue()
-        )
-        name = "ds-zero SuperOffload"
-        threading.Thread(target=_work, args=(self._jobs, threads), name=name, daemon=True).start()
-        weakref.finalize(self, self._jobs.put, None)
-
-    def do(self, future: Future[None], job: Callable[[], None]) -> None:
-        """Do `job`, unless `future` is cancelled before it begins."""
-        self._jobs.put((future, job))
-
-
-def _work(
-    jobs: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None], threads: int
-) -> None:
-    if not use_threads(threads):
-        log_once(
-            log,
-            logging.INFO,
-            "SuperOffload: cpuadam_cores_perc has no effect with this build of torch",
-        )
-    while (work := jobs.get()) is not None:
-        future, job = work
-        if future.set_running_or_notify_cancel():
-            try:
-                job()
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-        del work, future, job  # while it waits it keeps no engine alive

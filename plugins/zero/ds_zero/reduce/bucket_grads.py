@@ -176,9 +176,10 @@ class Grads:
 
     def forget(self) -> None:
         """Free what has gradients."""
-        assert not self._running, self.bucket.about_gradients
         self.local = self.shard = self.buffer = self.norm = None
+        # Not by `move`: a backward may have failed half-way, with reductions under way.
         self.state = GradState.LOCAL
+        self._running = 0
 
     # -- dtypes ------------------------------------------------------------------------------------
 

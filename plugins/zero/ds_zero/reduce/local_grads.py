@@ -7,7 +7,7 @@ micro-batches, nested backwards and shared weights give.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,21 +17,7 @@ from ds_core.params import GradGroup
 from ds_zero.reduce.source import GradientSource
 
 if TYPE_CHECKING:
-    from ds_zero.base import ZeroPartitioner
     from ds_zero.buckets.flat import FlatBucket
-
-
-def serves(owner: ZeroPartitioner, buckets: Sequence[FlatBucket]) -> bool:
-    """Whether gradients of `buckets` can stay where autograd leaves them."""
-    ctx = owner.ctx
-    accumulate = owner.ctx.precision.accumulate
-    return (
-        ctx.mesh.size("dp") == 1
-        and ctx.grain == "element"
-        and all(b.masters.store is None and b.weights.on_host is None for b in buckets)
-        # A gradient can stay in param.grad only where it accumulates in the parameter's own dtype.
-        and all(accumulate in (None, b.dtype) for b in buckets)
-    )
 
 
 class LocalGradients(GradientSource):

@@ -74,17 +74,17 @@ class _Reduction:
 class Reducer(GradientSource):
     """Reduces gradients to the ranks that own them. See the module's docstring.
 
-    groups: the process group of each bucket's reduction. order: the order in which buckets are
-        reduced, asked for at the start of each backward; equal on all ranks. on_reduced: see [Note:
-        reduced]. wire: by which a bucket is reduced;
-    None: by that of the config.
-
-    [Note: chains] The later collectives of a `Chain` begin where the next bucket's first one does:
-    the same place on all ranks, and a bucket's backward later.
+    groups: the process group of each bucket's reduction.
+    order: the order in which buckets are reduced, called at the start of each backward; equal on
+        all ranks. None: that of `buckets`.
+    wire: by which a bucket is reduced; None: by that of the config.
     """
 
     on_reduced: Callable[[FlatBucket], None] | None = None
+    """Called when a bucket's shard has all that was accumulated. See [Note: reduced]."""
+
     on_late: Callable[[FlatBucket], None] | None = None
+    """Called before more gradients are added to a shard that is reduced already."""
 
     def __init__(
         self,
@@ -95,10 +95,23 @@ class Reducer(GradientSource):
         wire: Callable[[FlatBucket], GradientWire | None] = lambda bucket: None,
     ) -> None:
         super().__init__(owner, buckets)
+
+        # -- how buckets are reduced --
         self._group = groups
         self._order = order
         self._wire = wire
         self._plain = gradient_wire(self.section)
+        # Sums become means by these factors: one before the reduction, one after it.
+        self._before, self._after = averaging_factors(self.ctx, self.ctx.mesh.size("dp"))
+        # By bucket; made in the first backward, since autocast may list its parameters after `attach`.
+        self._wire_dtypes: dict[FlatBucket, torch.dtype] = {}
+        # A gradient can stay in param.grad only where it accumulates in the parameter's own dtype.
+        self._eager = self.section.contiguous_gradients or self.ctx.precision.accumulate is not None
+        # Plugins that change reduced gradients.
+        self._shown = self.ctx.plugins.implementing("ds_gradients")
+
+        # -- memory --
+        # Stage 1 reduces in place and has all buffers alive in the step, so it keeps them.
         self._keeps = self.section.stage == 1
         self._pool = BufferPool(None if self._keeps else 2 * IN_FLIGHT)
         rules = GradRules(
@@ -111,16 +124,16 @@ class Reducer(GradientSource):
         )
         self._all = {b: b.masters.new_grads(rules) for b in buckets}
         self._index_of = {p: (self._all[b], i) for b in buckets for i, p in enumerate(b.params)}
+
+        # -- the running backward --
+        self._plan = BackwardPlan()
+        # Of the backward as a whole; each bucket's `Grads` has its own.
+        self._state = GradState.LOCAL
+        # Buckets in the order in which they are reduced, and the place of the next one.
         self._queue: list[Grads] = []
         self._next = 0
+        # The oldest one first.
         self._in_flight: deque[_Reduction] = deque()
-        self._wire_dtypes: dict[FlatBucket, torch.dtype] = {}
-        self._state = GradState.LOCAL
-        self._plan = BackwardPlan()
-        self._before, self._after = averaging_factors(self.ctx, self.ctx.mesh.size("dp"))
-        self._shown = self.ctx.plugins.implementing("ds_gradients")
-        # A gradient can stay in param.grad only where it accumulates in the parameter's own dtype.
-        self._eager = self.section.contiguous_gradients or self.ctx.precision.accumulate is not None
 
     # -- backward ----------------------------------------------------------------------------------
 
@@ -134,6 +147,7 @@ class Reducer(GradientSource):
         """See `Partitioner.begin`."""
         self._plan = plan
         if plan.changed:
+            # Parameters were frozen or thawed: count those that will have a gradient.
             for grads in self._all.values():
                 grads.awaited = sum(p.requires_grad for p in grads.bucket.params)
         self._state = GradState.LOCAL
@@ -155,6 +169,7 @@ class Reducer(GradientSource):
     def add(self, param: nn.Parameter, grad: Tensor) -> None:
         """See `GradientSource.add`."""
         if param in self._index_of:
+            # What was reduced is not all any more: `finish` has work again.
             self._state = GradState.LOCAL if self._state is GradState.REDUCED else self._state
             self._copy_in(*self._index_of[param], grad)
 
@@ -167,6 +182,7 @@ class Reducer(GradientSource):
         grad = param.grad if grad is None else grad
         assert grad is not None
         if grads.local is None:
+            # A new buffer is needed: the oldest reduction gives one back.
             while not self._keeps and crowded(r.source.nbytes for r in self._in_flight):
                 self._complete(self._in_flight.popleft())
         view = bucket.view(grads.collect(), index)
@@ -177,6 +193,7 @@ class Reducer(GradientSource):
         else:
             view.copy_(grad)
         grads.filled[index] = True
+        # A gradient of the caller's is added to param.grad's, which still has to come here.
         if not given:
             param.grad = None
 
@@ -185,6 +202,7 @@ class Reducer(GradientSource):
         self._state = GradState.RUNNING
         self._wire_dtypes = self._wire_dtypes or {b: self._wire_dtype(b) for b in self._all}
         self._next = 0
+        # Frozen buckets, the same on all ranks, are not reduced.
         order = self._order() if self._order is not None else list(self._all)
         self._queue = [self._all[b] for b in order if self._all[b].awaited]
         for grads in self._queue:
@@ -218,9 +236,11 @@ class Reducer(GradientSource):
     def _launch(self, grads: Grads) -> None:
         """Start to reduce a bucket; parameters without a gradient count as zeros."""
         bucket = grads.bucket
+        # Those that were left in param.grad, see `contiguous_gradients`.
         for index, param in enumerate(bucket.params):
             if param.grad is not None:
                 self._copy_in(grads, index)
+        # The shard to which the result is added is read while the reduction runs.
         grads.expect()
         source = grads.launch()
         wire = self._wire_dtypes[bucket]
@@ -239,7 +259,9 @@ class Reducer(GradientSource):
         bucket = grads.bucket
         if not bucket.reduces:
             return _Reduction(grads, [], source, source)
-        for earlier in self._in_flight:  # [Note: chains]
+        # [Note: chains] The later collectives of a `Chain` begin where the next bucket's first one
+        # does: the same place on all ranks, and a bucket's backward later.
+        for earlier in self._in_flight:
             for work in earlier.works:
                 if isinstance(work, Chain):
                     work.advance()
@@ -250,12 +272,9 @@ class Reducer(GradientSource):
 
     def _room(self, bucket: FlatBucket, source: Tensor) -> Tensor:
         """Where the reduced shard of `source` goes."""
-        numel = bucket.layout.shard_numel
-        return (
-            bucket.own_shard(source)
-            if self._keeps
-            else self._pool.get(numel, source.dtype, source.device)
-        )
+        if self._keeps:
+            return bucket.own_shard(source)
+        return self._pool.get(bucket.layout.shard_numel, source.dtype, source.device)
 
     def _drain(self, left: int) -> None:
         """Complete reductions, the oldest first, until at most `left` are running."""
@@ -285,13 +304,16 @@ class Reducer(GradientSource):
             return
         if self._state is GradState.LOCAL:
             self._start()
+        # Buckets whose gradients have not all come: other ranks may have them.
         for grads in self._queue[self._next :]:
             self._launch(grads)
+        # Buckets that any rank had more gradients for since they were reduced.
         for grads in self._agree():
             self._launch(grads)
         self._drain(0)
         self.owner.offload.synchronize()
         self._state = GradState.REDUCED
+        # Forward and the step need the memory more than the next backward does.
         if not self._keeps:
             self._pool.clear()
 
@@ -315,15 +337,9 @@ class Reducer(GradientSource):
                     late + used, dtype=torch.uint8, device=members[0].bucket.full.device
                 )
                 comm.label("flags of gradients, at the end of backward")
-                # Gathers are on the group of `replicas` unless that has far ranks, too.
-                far = members[0].bucket.far
-                mesh = self.ctx.mesh
-                group = (
-                    mesh.group(*members[0].bucket.replicas)
-                    if far
-                    else self._group(members[0].bucket)
+                comm.all_reduce(
+                    flags, op=torch.distributed.ReduceOp.MAX, group=self._everyone(members[0])
                 )
-                comm.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=group)
                 agreed = [bool(f) for f in flags.tolist()]
                 late = agreed[: len(members)]
                 used = agreed[len(members) :]
@@ -333,6 +349,13 @@ class Reducer(GradientSource):
                 used = used[count:]
             again += [grads for grads, is_late in zip(members, late, strict=True) if is_late]
         return again
+
+    def _everyone(self, grads: Grads) -> Any:
+        """The group of all ranks that have the parameters."""
+        # The group of reductions, since weights may be gathered on that of `replicas` meanwhile;
+        # with ranks of other blocks those gathers are on another one.
+        bucket = grads.bucket
+        return self.ctx.mesh.group(*bucket.replicas) if bucket.far else self._group(bucket)
 
     # -- step --------------------------------------------------------------------------------------
 
@@ -350,6 +373,7 @@ class Reducer(GradientSource):
             for grads in self._all.values():
                 grads.bring()
         mine: list[list[Tensor | None]] = []
+        # Of shards that are not in memory: nobody reads them for the norm of all gradients.
         norms: dict[FlatBucket, Tensor] = {}
         for bucket, grads in self._all.items():
             given = bucket.masters.gradients(grads)

@@ -31,11 +31,12 @@ LONGEST = 16
 
 
 class Pace:
-    """The intervals of one run. watches: whether columns' norms are needed in every step."""
+    """The intervals of one run."""
 
     def __init__(self, ctx: Context, keys: ZenFlowConfig) -> None:
         self._ctx = ctx
         self._keys = keys
+        # Whether columns' norms are needed in every step.
         self.watches = keys.update_interval == "auto"
 
     @cached_property
@@ -51,9 +52,8 @@ class Pace:
             if epoch is None:
                 raise UsageError(
                     "zero_optimization.zenflow.select_strategy is 'epoch', and how many steps an "
-                    "epoch has is not "
-                    "known: pass training_data, of known length, to initialize, or use "
-                    "select_strategy 'step'"
+                    "epoch has is not known: pass training_data, of known length, to initialize, "
+                    "or use select_strategy 'step'"
                 )
             epoch *= int(keys.select_interval)
         if epoch is None:
@@ -68,9 +68,8 @@ class Pace:
         ):
             raise UsageError(
                 f"zero_optimization.zenflow.select_interval: {keys.select_interval} epochs are "
-                f"{epoch} steps, less "
-                f"than update_interval, {keys.update_interval}; columns are chosen at the "
-                "beginning of an interval"
+                f"{epoch} steps, less than update_interval, {keys.update_interval}; columns are "
+                "chosen at the beginning of an interval"
             )
         return epoch
 
@@ -84,6 +83,7 @@ class Pace:
 
     def watch(self, norms: Mapping[Weight, Tensor], factor: float) -> None:
         """Note the mean norms of a step's columns, where they say when an interval ends."""
+        # One synchronisation with the device for all weights.
         seen = [w for w in norms if self.watches and w.now and w.picked is not None]
         means = []
         for weight in seen:
@@ -107,6 +107,7 @@ class Pace:
         """
         if self._keys.update_interval != "auto":
             return steps >= self._keys.update_interval
+        # Each weight counts once, on the rank that has its first element.
         mine = [w for w in weights if w.tallied and w.used]
         ready = sum(w.rest > w.most / steps for w in mine)
         count = torch.tensor([ready, len(mine)], device=self._ctx.accelerator.current_device())

@@ -53,13 +53,7 @@ if TYPE_CHECKING:
 
 
 class ZenFlow(Updates):
-    """Carries out the steps of one partitioner. See the module's docstring.
-
-    steps: in this interval so far. begun: whether columns were chosen; since: steps since then.
-    warm: rounds of warm-up done. pending: the buckets whose new weights on the host are not taken
-    over yet. optimizer: whose arithmetic, states of masters and groups these are; device: its twin
-    with the parts' states.
-    """
+    """Carries out the steps of one partitioner. See the module's docstring."""
 
     def __init__(self, owner: ZeroPartitioner, keys: ZenFlowConfig) -> None:
         super().__init__(owner)
@@ -74,18 +68,34 @@ class ZenFlow(Updates):
         self.weights = [w for t in self.tiles for w in t.weights]
         self.of = {w.piece: w for w in self.weights}
         self.tile_of = {t.bucket: t for t in self.tiles}
-        self.steps = self.since = self.warm = 0
+
+        # -- the interval --
+        # Steps in it so far.
+        self.steps = 0
+        # Steps since columns were chosen, and whether they ever were.
+        self.since = 0
         self.begun = False
+        # Rounds of warm-up done.
+        self.warm = 0
+        # The buckets whose new weights on the host are not taken over yet.
         self.pending: list[Tile] = []
+        self._pace = Pace(self.ctx, keys)
+
+        # -- optimizers --
+        # The user's: its arithmetic, groups, and the states of masters.
         self.optimizer: Optimizer | None = None
+        # Its twins: with the states of the parts, and with the settings of the last interval.
         self.device: Optimizer | None = None
         self._host: Optimizer | None = None
-        self._worker: HostWorker | None = None
-        self._pace = Pace(self.ctx, keys)
-        self._away = OffloadedStates(self.ctx.accelerator)
-        self._folded = True
-        self._host_stepper: Stepper | None = None
         self._device_stepper: Stepper | None = None
+        self._host_stepper: Stepper | None = None
+
+        # -- what the host has --
+        self._worker: HostWorker | None = None
+        # Whether it has the newest values of what is chosen, too.
+        self._folded = True
+        # The parts and their states, where they are on the host between steps.
+        self._offloaded = OffloadedStates(self.ctx.accelerator)
 
     # -- one step ----------------------------------------------------------------------------------
 
@@ -96,6 +106,7 @@ class ZenFlow(Updates):
         self._begin(optimizer)
         self._take_gradients()
         if self.warm < self.keys.full_warm_up_rounds:
+            # An interval of one step that updates everything on the host.
             self.warm = self.warm + 1
             self.steps = 1
             self._accumulate(factor)
@@ -107,6 +118,8 @@ class ZenFlow(Updates):
             weight.now = False
 
     def _step(self, factor: float) -> None:
+        # At the beginning of an interval only: the host's sum has all gradients of it, so a column
+        # that is chosen no more would be updated again with some that it has had.
         choosing = self.steps == 0 and (self.since >= self._pace.choose_every or not self.begun)
         norms = self._norms() if choosing or self._pace.watches else {}
         if choosing:
@@ -114,6 +127,7 @@ class ZenFlow(Updates):
         self._update_parts(factor)
         for weight in self.weights:
             weight.updates += weight.now
+        # The host gets all of the gradient; what is chosen of it is overwritten by `fold`.
         self._accumulate(factor)
         self.steps = self.steps + 1
         self.since = self.since + 1
@@ -121,7 +135,7 @@ class ZenFlow(Updates):
         if self._pace.ends(self.weights, self.steps):
             self._apply()
         self._write_parts()
-        self._away_with_states()
+        self._offload_states()
 
     def _begin(self, optimizer: Optimizer) -> None:
         """Have everything at hand that a step needs."""
@@ -244,9 +258,8 @@ class ZenFlow(Updates):
         if settings_of(self.device) != kept:
             raise UsageError(
                 f"zero_optimization.zenflow: {type(self.optimizer).__name__} changes its parameter "
-                "groups in each "
-                "step, and ZenFlow updates parts of them at different times; use an optimizer that "
-                "counts per parameter"
+                "groups in each step, and ZenFlow updates parts of them at different times; use an "
+                "optimizer that counts per parameter"
             )
 
     def _write_parts(self) -> None:
@@ -275,6 +288,7 @@ class ZenFlow(Updates):
 
     def _accumulate(self, factor: float) -> None:
         """Add this step's gradients, times `factor`, to the interval's sums on the host."""
+        # All copies are started before any job: with no worker a job waits for its copy.
         jobs = []
         for tile in self.tiles:
             if not any(w.now for w in tile.weights):
@@ -282,13 +296,13 @@ class ZenFlow(Updates):
             grads = self.owner.reducer.grads(tile.bucket)
             if grads is not None and grads.shard is not None:
                 if self._worker is not None:
-                    self._worker.wait(tile.ticket)
+                    self._worker.wait(tile.adding)
                 jobs.append((tile, tile.receive(grads.shard, self.ctx.accelerator, factor)))
         for tile, job in jobs:
             if self._worker is None:
                 job()
             else:
-                tile.ticket = self._worker.submit(
+                tile.adding = self._worker.submit(
                     f"adding up {tile.bucket.about_gradients}", job, first=True
                 )
 
@@ -300,6 +314,8 @@ class ZenFlow(Updates):
         when the next ends.
         """
         assert self.optimizer is not None and self._host is not None
+        # What the last interval has made is taken over now, however long ago it was ready, so that
+        # results do not depend on time.
         self.wait()
         self.take_over()
         self._host.state = self.optimizer.state
@@ -312,6 +328,7 @@ class ZenFlow(Updates):
                 job()
             else:
                 self._worker.submit(f"the optimizer's step for {tile.bucket.about_weights}", job)
+            # The next interval adds up in another buffer while the worker reads this one.
             tile.turn(2 if self.keys.overlap_step else 1)
         for weight in self.weights:
             weight.used = False
@@ -443,9 +460,9 @@ class ZenFlow(Updates):
 
     def bring_states(self) -> None:
         """Have the parts and their states on the device."""
-        self._away.reload(non_blocking=True)
+        self._offloaded.reload(non_blocking=True)
 
-    def _away_with_states(self) -> None:
+    def _offload_states(self) -> None:
         if not self.keys.offload or self.device is None:
             return
         found = [
@@ -455,7 +472,7 @@ class ZenFlow(Updates):
             if isinstance(v, Tensor) and v.dim()
         ]
         found += [w.part.data for w in self.weights if w.part is not None]
-        self._away.offload(
+        self._offloaded.offload(
             OffloadStateTypeEnum.optim_states, found, pin=self._pinned, non_blocking=True
         )
 

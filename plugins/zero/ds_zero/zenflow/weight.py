@@ -14,36 +14,43 @@ from torch import Tensor, nn
 from ds_zero.zenflow.columns import Chosen, Rectangle, count_of, rectangles, squares
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from ds_core.accelerator import Accelerator
     from ds_zero.buckets.flat import FlatBucket
     from ds_zero.buckets.records import Piece
-    from ds_zero.offload.host_worker import Ticket
 
 
 @dataclass(slots=True, eq=False)
 class Weight:
-    """This rank's piece of one parameter.
-
-    columns: of the weight, as a matrix. wanted: how many of them are updated on the device. parts:
-        the piece as rectangles. picked: the columns that are; None: not chosen yet. chosen, part:
-        the piece's elements of them, and what the device's optimizer updates. now: whether any rank
-        had a gradient in this step; grad: this piece's. used: whether any had one in this interval.
-        updates: how often devices have updated it; a rank may have had no part then. rest,
-    most: the sums, over the interval, of the mean norms of other and of picked columns.
-    """
+    """This rank's piece of one parameter."""
 
     bucket: FlatBucket
     piece: Piece
+
+    # -- columns of the weight, as a matrix --
+    # How many there are, and how many of them are updated on the device.
     columns: int
     wanted: int
+    # The piece as rectangles of it.
     parts: list[Rectangle]
+    # The columns that are updated on the device; None: not chosen yet.
     picked: Tensor | None = None
+    # The piece's elements of them, and what the device's optimizer updates.
     chosen: Chosen | None = None
     part: nn.Parameter | None = None
+
+    # -- this step --
+    # Whether any rank had a gradient, and this piece's.
     now: bool = False
     grad: Tensor | None = None
+
+    # -- this interval, and the run --
+    # Whether any rank had a gradient in it.
     used: bool = False
+    # How often devices have updated it; a rank may have had no part then.
     updates: int = 0
+    # The sums of the mean norms of other and of picked columns.
     rest: float = 0.0
     most: float = 0.0
 
@@ -112,24 +119,25 @@ class Weight:
 
 @dataclass(slots=True, eq=False)
 class Tile:
-    """A bucket, as the host updates it.
-
-    sums: gradients, multiplied by the steps' factors, of this interval; and with overlap of the
-        last one, which the host applies meanwhile. begun: whether anything is in the sum. arrived:
-        the last step's gradient on its way into it,
-    ticket: of the worker's job with it. staged: the new weights in their dtype, where masters have
-        another. changed: whether this step changes weights, be it without a gradient: those of the
-        host may be taken over.
-    """
+    """A bucket, as the host updates it."""
 
     bucket: FlatBucket
     weights: list[Weight]
+    # The place of the first of `weights` among those of all buckets.
     place: int
+
+    # Sums of gradients, times the steps' factors: of this interval, and with overlap of the last
+    # one, which the host applies meanwhile. Whether anything is in the first.
     sums: list[Tensor] = field(default_factory=list)
-    arrived: Tensor | None = None
-    ticket: Ticket | None = None
-    staged: Tensor | None = None
     begun: bool = False
+
+    # The last step's gradient on its way into the sum, and the worker's job with it.
+    arrived: Tensor | None = None
+    adding: Future[None] | None = None
+
+    # The new weights in their dtype, where masters have another.
+    staged: Tensor | None = None
+    # Whether this step changes weights; also without a gradient, by what the host has made.
     changed: bool = False
 
     @property

@@ -1,0 +1,41 @@
+"""Where the gradients of a partitioner's buckets go: the choice of a `GradientSource`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ds_zero.reduce.local_grads import LocalGradients
+from ds_zero.reduce.reducer import Reducer
+
+if TYPE_CHECKING:
+    from ds_zero.base import ZeroPartitioner
+    from ds_zero.buckets.flat import FlatBucket
+    from ds_zero.comm.wires import GradientWire
+    from ds_zero.reduce.source import GradientSource
+
+
+def make_reducer(
+    owner: ZeroPartitioner,
+    buckets: Sequence[FlatBucket],
+    groups: Callable[[FlatBucket], Any],
+    order: Callable[[], Sequence[FlatBucket]] | None = None,
+    wire: Callable[[FlatBucket], GradientWire | None] = lambda bucket: None,
+) -> GradientSource:
+    """What takes the gradients of `buckets`; see `Reducer` for the arguments."""
+    if _stay_local(owner, buckets):
+        return LocalGradients(owner, buckets)
+    return Reducer(owner, buckets, groups, order, wire)
+
+
+def _stay_local(owner: ZeroPartitioner, buckets: Sequence[FlatBucket]) -> bool:
+    """Whether gradients of `buckets` can stay where autograd leaves them."""
+    ctx = owner.ctx
+    accumulate = ctx.precision.accumulate
+    return (
+        ctx.mesh.size("dp") == 1
+        and ctx.grain == "element"
+        and all(b.masters.store is None and b.weights.on_host is None for b in buckets)
+        # A gradient can stay in param.grad only where it accumulates in the parameter's own dtype.
+        and all(accumulate in (None, b.dtype) for b in buckets)
+    )
