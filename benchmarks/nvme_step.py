@@ -80,10 +80,8 @@ def disk(engine: Any) -> float:
     store = engine.partitioner.offload.optimizer
     reducer = engine.partitioner.reducer
     tiles = [b for b in reducer.buckets if b.masters.evicts is not None]
-    grads = [
-        [g.host] if (g := reducer.grads(b)) is not None and g.host is not None else []
-        for b in tiles
-    ]
+    hosts = [getattr(reducer.grads(b), "host", None) for b in tiles]
+    grads = [[] if host is None else [host] for host in hosts]
     states = [b.masters.states(engine.optimizer) for b in tiles]
     begin = time.perf_counter()
     store.fetch(grads[0] + states[0])

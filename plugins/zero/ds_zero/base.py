@@ -1,4 +1,4 @@
-"""What all stages share: set-up of a module, the optimizer's pieces, the step, and the contract
+"""What all stages share: set-up of a module, the optimizer's fragments, the step, and the contract
 with the engine.
 """
 
@@ -20,11 +20,11 @@ from ds_core.params import GradGroup, check_grain
 from ds_core.partition import BackwardPlan, broadcast_module
 from ds_zero.buckets import states
 from ds_zero.buckets.flat import FlatBucket
+from ds_zero.buckets.fragment_shard import FragmentShard, LocalFragmentShard
+from ds_zero.buckets.full_tensors import assign_owners
 from ds_zero.buckets.make import needs_full_tensors
-from ds_zero.buckets.owned_tensors import assign_owners
-from ds_zero.buckets.piece_shard import LocalPieceShard, PieceShard
-from ds_zero.buckets.records import Piece
-from ds_zero.comm.wires import AllGather, Broadcasts
+from ds_zero.buckets.records import Fragment
+from ds_zero.comm.collectives import AllGather, Broadcasts
 from ds_zero.config import AllowUntestedOptimizer, switch
 from ds_zero.gather.module_hooks import hooks_removed, install_hooks, remove_hooks
 from ds_zero.gather.weights import WeightOwner
@@ -66,13 +66,13 @@ class ZeroPartitioner(WeightOwner):
 
         # -- parameters: see `WeightOwner` --
         self.buckets: list[FlatBucket] = []
-        self.pieces: dict[nn.Parameter, Piece] = {}
+        self.fragments: dict[nn.Parameter, Fragment] = {}
         self.bucket_of: dict[nn.Parameter, FlatBucket] = {}
         self.unit_of: dict[nn.Parameter, BucketUnit] = {}
         self.param_index: dict[nn.Parameter, int] = {}
         self.in_context: set[nn.Parameter] = set()
         # What `locate` returns, made when it is first called.
-        self._shards: dict[nn.Parameter, PieceShard] = {}
+        self._shards: dict[nn.Parameter, FragmentShard] = {}
 
         # -- who does what --
         # The stores of the config's offload sections.
@@ -96,7 +96,7 @@ class ZeroPartitioner(WeightOwner):
         )
         self._module = module
         self.updated = updated
-        # Without an optimizer there are no masters: every bucket is kept as one that is not trained.
+        # Without an optimizer there are no masters: a bucket is kept as one that is not trained.
         mine = [p for group in groups for p in group["params"]] if updated else []
         prepare_module(module, self.ctx)
         self.buckets = self._lay_out(module, mine)
@@ -104,12 +104,12 @@ class ZeroPartitioner(WeightOwner):
         if needs_full_tensors(self.ctx):
             trained = set(mine)
             assign_owners(self.ctx, [b for b in self.buckets if b.params[0] in trained])
-        self.pieces = {p.param: p for b in self.buckets for p in b.masters.pieces}
+        self.fragments = {p.param: p for b in self.buckets for p in b.masters.fragments}
         self.bucket_of = {p: b for b in self.buckets for p in b.params}
         self.param_index = {p: i for i, p in enumerate(self.ctx.params)}
         # What is in no bucket: frozen parameters that stay replicated, and buffers.
         unshard_module(module)
-        broadcast_module(self.ctx, module, but=self.pieces)
+        broadcast_module(self.ctx, module, but=self.fragments)
         self._reducer = self._make_reducer()
         self.takes_gradients = not (updated and self._reducer.local)
         self.updates = self._make_updates()
@@ -117,7 +117,7 @@ class ZeroPartitioner(WeightOwner):
         if not updated:  # weights stay as they are, for inference
             return groups
         return [
-            {**group, "params": [self.pieces[p].master for p in group["params"]]}
+            {**group, "params": [self.fragments[p].master for p in group["params"]]}
             for group in groups
         ]
 
@@ -179,7 +179,7 @@ class ZeroPartitioner(WeightOwner):
             if param is not None and (bucket := self.bucket_of.get(param)) is not None:
                 if not bucket.weights.sharded:  # else the weight is empty now
                     self.settle()
-                    index = self.pieces[param].index
+                    index = self.fragments[param].index
                     bucket.masters.refresh_one(index, bucket.view(bucket.full, index))
 
     def release_idle(self) -> None:
@@ -246,15 +246,17 @@ class ZeroPartitioner(WeightOwner):
 
     def gradient_shards(self) -> Iterator[GradientShard]:
         """See `Partitioner.gradient_shards`."""
-        pieces = [
-            (bucket, piece) for bucket in self.reducer.buckets for piece in bucket.masters.pieces
+        fragments = [
+            (bucket, fragment)
+            for bucket in self.reducer.buckets
+            for fragment in bucket.masters.fragments
         ]
-        for (bucket, piece), grad in zip(pieces, self.reducer.given, strict=True):
+        for (bucket, fragment), grad in zip(fragments, self.reducer.given, strict=True):
             if grad is not None:
                 axes = self.ctx.mesh.expand((*bucket.held, *bucket.axes))
-                span = (piece.start, piece.stop)
+                span = (fragment.start, fragment.stop)
                 yield GradientShard(
-                    piece.name, grad, piece.shape, *span, bucket.held, axes, bucket.counted
+                    fragment.name, grad, fragment.shape, *span, bucket.held, axes, bucket.counted
                 )
 
     def zero_grad(self) -> None:
@@ -280,8 +282,8 @@ class ZeroPartitioner(WeightOwner):
 
     def _gather_weights(self, buckets: Iterable[FlatBucket]) -> None:
         """Gather the weights that their owners have just written."""
-        wire = AllGather() if self.section.allgather_partitions else Broadcasts()
-        works = [work for bucket in buckets for work in bucket.start_gather(wire)]
+        how = AllGather() if self.section.allgather_partitions else Broadcasts()
+        works = [work for bucket in buckets for work in bucket.start_gather(how)]
         # All are started first: small all-gathers overlap.
         for work in works:
             work.wait()
@@ -308,12 +310,12 @@ class ZeroPartitioner(WeightOwner):
 
     def adopt(self, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
         """See `Partitioner.adopt`."""
-        return states.adopt(self.pieces[param], state, full=needs_full_tensors(self.ctx))
+        return states.adopt(self.fragments[param], state, full=needs_full_tensors(self.ctx))
 
     def states(self, optimizer: Optimizer | None) -> Iterator[StateTensor]:
         """See `HasStates.states`.
 
-        Replicated weights are stored by the first rank, pieces by their owners.
+        Replicated weights are stored by the first rank, fragments by their owners.
         """
         assert self._module is not None
         self.offloaded.require("saving states")
@@ -345,9 +347,9 @@ class ZeroPartitioner(WeightOwner):
     def locate(self, param: nn.Parameter) -> ParamShard | None:
         """See `ds_access.param_shard.LocatesParams`."""
         if not self._shards:
-            shard = LocalPieceShard if self.reducer.local else PieceShard
+            shard = LocalFragmentShard if self.reducer.local else FragmentShard
             self._shards = {
-                p.param: shard(self, b, p) for b in self.reducer.buckets for p in b.pieces
+                p.param: shard(self, b, p) for b in self.reducer.buckets for p in b.fragments
             }
         self.settle()  # the optimizer has all states to look at
         return self._shards.get(param)

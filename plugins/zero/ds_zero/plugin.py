@@ -67,7 +67,7 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
 
 
 def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
-    """The blocks of a hierarchy of ranks, see `ds_zero.comm.hierarchy`; none unless the config asks."""
+    """The blocks of a hierarchy of ranks, where the config asks: see `ds_zero.comm.hierarchy`."""
     from ds_zero.config import ZeroConfig
 
     section = config.section(ZeroConfig)

@@ -21,9 +21,15 @@ from ds_core.process import STATE
 from ds_zero.base import ZeroPartitioner
 from ds_zero.buckets.flat import FlatBucket
 from ds_zero.buckets.make import make_buckets
-from ds_zero.comm.hierarchy import AddedFar, second_copy, sharding_axes, two_steps, wanted_anywhere
+from ds_zero.comm.collectives import AllGather, gradient_reduce, weight_gather
+from ds_zero.comm.hierarchy import (
+    AddedOuter,
+    second_copy,
+    sharding_axes,
+    two_steps,
+    wanted_anywhere,
+)
 from ds_zero.comm.quantised import can_quantise, quantised_gather, quantised_reduce
-from ds_zero.comm.wires import AllGather, gradient_wire, weight_wire
 from ds_zero.gather.external import externals
 from ds_zero.gather.grouping import Gatherer, find_leaves, gatherers, members, persistent
 from ds_zero.gather.hooks import GatherHooks
@@ -32,8 +38,8 @@ from ds_zero.gather.scheduler import GatherScheduler, narrower_dtype
 from ds_zero.gather.unit import BucketUnit, UnitState
 from ds_zero.init.sharded_param import mark_in_place, remove_attributes
 from ds_zero.init.status import ZeroParamStatus
-from ds_zero.offload.frozen import QuantisedStore
 from ds_zero.offload.placement import StatePlacement, Transfers
+from ds_zero.offload.quantised_store import QuantisedStore
 from ds_zero.offload.state_offload import BACKWARD
 from ds_zero.reduce.make import make_reducer
 
@@ -44,9 +50,9 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.mesh import Mesh
     from ds_core.partition import BackwardPlan
+    from ds_zero.comm.collectives import GradientReduce, WeightGather
     from ds_zero.comm.hierarchy import TwoSteps
     from ds_zero.comm.quantised import QuantisedGather, QuantisedReduce
-    from ds_zero.comm.wires import GradientWire, WeightWire
     from ds_zero.config import ZeroConfig
     from ds_zero.reduce.source import GradientSource
 
@@ -200,7 +206,7 @@ class Stage3(ZeroPartitioner):
 
         # When they are gathered.
         self.gathering = GatherScheduler(
-            self.section, self.units, *([self.wire_of] if special else [])
+            self.section, self.units, *([self.gather_of] if special else [])
         )
         self.hooks = GatherHooks(
             module, self._gatherers, self.gathering, self.unit_of, self._backward_began
@@ -218,11 +224,11 @@ class Stage3(ZeroPartitioner):
         Programs look for them at stage 3 without asking how a parameter is kept.
         """
         for bucket in self.buckets:
-            for piece in bucket.pieces:
-                part = bucket.weights.parts[piece.index]
-                _describe(piece.param, piece.name, torch.Size(piece.shape), part)
+            for fragment in bucket.fragments:
+                part = bucket.weights.parts[fragment.index]
+                _describe(fragment.param, fragment.name, torch.Size(fragment.shape), part)
                 if not bucket.weights.sharded:
-                    _describe_unsharded(piece.param)
+                    _describe_unsharded(fragment.param)
         for param in module.parameters():
             if param not in self.bucket_of:
                 axes = sharding_axes(self.ctx.mesh, self.ctx.params[param].replicas)
@@ -231,15 +237,15 @@ class Stage3(ZeroPartitioner):
                 _describe_unsharded(param)
                 mark_in_place(param)
 
-    def wire_of(self, unit: BucketUnit) -> WeightWire | None:
+    def gather_of(self, unit: BucketUnit) -> WeightGather | None:
         """How the weights of `unit` are gathered now for running modules; None: exactly, as the
         config says.
         """
-        wire = self._wire_over_ranks(unit)
+        how = self._gather_over_ranks(unit)
         second = unit.bucket.weights.second
-        return wire if second is None else second.around(wire or self.gathering.exact)
+        return how if second is None else second.around(how or self.gathering.exact)
 
-    def _wire_over_ranks(self, unit: BucketUnit) -> WeightWire | None:
+    def _gather_over_ranks(self, unit: BucketUnit) -> WeightGather | None:
         """How they come from their shards.
 
         Under autocast they are sent in the dtype to which it casts them anyway, if any.
@@ -251,7 +257,7 @@ class Stage3(ZeroPartitioner):
             return self._two_steps.get(unit.bucket.axes)
         listed = self.ctx.stash.get(WIRE_DTYPES)
         dtype = narrower_dtype(unit.bucket.params, unit.bucket.dtype, listed) if listed else None
-        return None if dtype is None else weight_wire(self.section, dtype)
+        return None if dtype is None else weight_gather(self.section, dtype)
 
     # -- access to weights, see `weights` ----------------------------------------------------------
 
@@ -341,17 +347,19 @@ class Stage3(ZeroPartitioner):
         trained = [b for b in self.buckets if b.trains and b not in self._untrained]
         self._reduce_4 = quantised_reduce(self.ctx, self.section, trained)
         return make_reducer(
-            self, trained, lambda b: self._groups.get(b.axes), self._order, self._gradient_wire
+            self, trained, lambda b: self._groups.get(b.axes), self._order, self._gradient_reduce
         )
 
-    def _gradient_wire(self, bucket: FlatBucket) -> GradientWire | None:
+    def _gradient_reduce(self, bucket: FlatBucket) -> GradientReduce | None:
         """How gradients of `bucket` are reduced; None: as the config says."""
         quantised = (
             self._reduce_4 if bucket.weights.sharded and can_quantise(bucket.dtype) else None
         )
-        if not bucket.far:
+        if not bucket.outer:
             return quantised
-        return AddedFar(quantised or gradient_wire(self.section), self.ctx.mesh.group(*bucket.far))
+        return AddedOuter(
+            quantised or gradient_reduce(self.section), self.ctx.mesh.group(*bucket.outer)
+        )
 
     def _order(self) -> list[FlatBucket]:
         """Units whose forward was last come first; replicated weights come last."""
@@ -465,13 +473,13 @@ class Stage3(ZeroPartitioner):
         ]
         described = {p for module in elsewhere for p in module.parameters()}
         for param in self.module.parameters():
-            if param in self.pieces or param not in described:
+            if param in self.fragments or param not in described:
                 remove_attributes(param)
         for group in self._groups.values():
             torch.distributed.destroy_process_group(group)
         self._groups.clear()
-        for wire in self._two_steps.values():
-            wire.hosts.destroy()
+        for gather in self._two_steps.values():
+            gather.hosts.destroy()
         self._two_steps.clear()
         if self._reduce_4 is not None:
             self._reduce_4.close()

@@ -56,7 +56,7 @@ class Updates:
         if self._stepper is None:
             buckets = self.owner.reducer.buckets
             copies = [copy for b in buckets for copy in b.masters.targets()]
-            masters = [p.master for b in buckets for p in b.masters.pieces]
+            masters = [p.master for b in buckets for p in b.masters.fragments]
             # A master whose memory is freed cannot be copied.
             in_memory = all(b.masters.evicts is None for b in buckets)
             self._stepper = Stepper(masters, copies, every=in_memory)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from ds_testing import Traffic, run_ranks
 from ds_testing.kits.train.partitioner import CASES, PartitionerConformance
+from ds_zero.buckets.full_tensors import choose_owners
 from ds_zero.buckets.layout import Layout
-from ds_zero.buckets.owned_tensors import choose_owners
 from torch import Tensor, nn
 
 SMALL = {"reduce_bucket_size": 150, "param_persistence_threshold": 15, "prefetch_bucket_size": 100}
@@ -245,13 +245,13 @@ def train(kind: str, dtype: str, clip: float, stage: int) -> dict[str, float]:
     engine = start(kind, dtype, stage, seed=comm.rank(), gradient_clipping=clip)
     losses = steps(engine, dtype, range(4))
     found = whole(engine)
-    held = {n for p in engine.partitioner.pieces.values() if p.stop > p.start for n in [p.name]}
+    held = {n for p in engine.partitioner.fragments.values() if p.stop > p.start for n in [p.name]}
     errors = {"loss": max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))}
     for name, weight in weights.items():
         errors[name] = relative(found[name], weight)
     unused = [
         p
-        for p in engine.partitioner.pieces.values()
+        for p in engine.partitioner.fragments.values()
         if p.name.startswith("unused") and p.master.grad is None
     ]
     assert not any(engine.optimizer.state.get(p.master) for p in unused)
@@ -369,11 +369,11 @@ def traffic(stage: int, dtype: str, bucket: int) -> dict[str, Any]:
     rows = [r for r in traffic.sent if r.op == "all_to_all_single"]
     sent = sum(r.bytes for r in rows)
     calls = len(rows)
-    masters = sum(p.master.numel() for p in engine.partitioner.pieces.values())
+    masters = sum(p.master.numel() for p in engine.partitioner.fragments.values())
     extra = sum(
         p.master.numel()
         for b in engine.partitioner.buckets
-        for p in b.masters.pieces
+        for p in b.masters.fragments
         if p.master.untyped_storage().data_ptr()
         not in (b.weights.shard.untyped_storage().data_ptr(), b.full.untyped_storage().data_ptr())
     )

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import ds_core
 from ds_core.accelerator.cpu import CpuAccelerator
 from ds_core.errors import ConfigError, UsageError
+from plugins.zero.tests.test_zero_offload_numbers import host_grads
 
 CPU = {"device": "cpu"}
 STORE = "plugins.zero.tests.disk_store"
@@ -167,7 +168,7 @@ def test_pin_memory(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     wants = [b.weights.shard for b in engine.partitioner.buckets] + [
         b.masters.flat for b in engine.partitioner.buckets
     ]
-    wants += [g.host for g in engine.partitioner.reducer._all.values()]
+    wants += host_grads(engine)
     assert wants
     assert [t.untyped_storage()._cdata in held for t in wants] == [wanted] * len(wants)
     engine.destroy()
@@ -360,12 +361,12 @@ def measured(zero: dict[str, Any]) -> dict[str, float]:
         host += [
             b.weights.shard for b in engine.partitioner.buckets if b.weights.on_host is not None
         ]
-        host += [g.host for g in engine.partitioner.reducer._all.values() if g.host is not None]
+        host += host_grads(engine)
         offloaded = {
             p.master
             for b in engine.partitioner.buckets
             if b.masters.movable == []
-            for p in b.pieces
+            for p in b.fragments
         }
         host += [v for p, s in engine.optimizer.state.items() if p in offloaded for v in s.values()]
         host += [

@@ -99,6 +99,14 @@ def whole(engine: Any) -> dict[str, Tensor]:
     return found
 
 
+def host_grads(engine: Any) -> list[Tensor]:
+    """The host memory of reduced gradients."""
+    from ds_zero.reduce.bucket_grads import HostGrads
+
+    grads = [engine.partitioner.reducer.grads(b) for b in engine.partitioner.reducer.buckets]
+    return [g.host for g in grads if isinstance(g, HostGrads) and g.host is not None]
+
+
 def trained(
     zero: dict[str, Any], dtype: str, gas: int, folder: Path | None = None, **more: Any
 ) -> Any:
@@ -168,7 +176,7 @@ def undeclared(zero: dict[str, Any], dtype: str) -> tuple[bool, bool]:
             p.master
             for b in engine.partitioner.buckets
             if b.masters.full_tensors
-            for p in b.masters.pieces
+            for p in b.masters.fragments
             if p.stop
         ]
         weights = {b.full.untyped_storage()._cdata for b in engine.partitioner.buckets}
@@ -349,7 +357,7 @@ def emptied(folder: Path) -> dict[str, Any]:
 
     def states() -> list[Tensor]:
         moments = [v for s in engine.optimizer.state.values() for v in s.values() if v.dim()]
-        hosts = [g.host for g in engine.partitioner.reducer._all.values() if g.host is not None]
+        hosts = host_grads(engine)
         return [b.masters.flat for b in buckets] + moments + hosts
 
     def resident(tensors: list[Tensor]) -> int:
@@ -456,7 +464,7 @@ def resumed(folder: Path, dtype: str, zero: dict[str, Any]) -> dict[str, Tensor]
     engine = make(zero, folder, dtype=dtype, gradient_accumulation_steps=gas)
     shared_steps(engine, range(7, 8), gas)  # the states to be replaced are not empty
     engine.load_checkpoint(str(folder / "saved"), tag="two")
-    for piece in engine.partitioner.pieces.values() if zero["stage"] else ():
+    for piece in engine.partitioner.fragments.values() if zero["stage"] else ():
         for key, value in engine.optimizer.state.get(piece.master, {}).items():
             if value.dim():
                 assert (value.device, value.stride()) == (

@@ -96,7 +96,7 @@ def backward(engine: Any, step: int, micro: int = 0, times: float = 1.0) -> floa
 def everything(engine: Any) -> dict[str, Any]:
     """All that a step changes on this rank."""
     found: dict[str, Any] = whole(engine)
-    for piece in engine.partitioner.pieces.values():
+    for piece in engine.partitioner.fragments.values():
         state = engine.optimizer.state.get(piece.master, {})
         found |= {f"{k} of {piece.name}": v.clone() for k, v in state.items()}
         found[f"master of {piece.name}"] = piece.master.detach().clone()

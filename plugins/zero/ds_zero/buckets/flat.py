@@ -1,10 +1,10 @@
 """Flat buckets: parameters in one buffer, of which each rank owns an equal shard that its optimizer
 updates.
 
-[Note: pieces] The optimizer gets one tensor per parameter: this rank's piece of it, a view of the
-shard, or empty. So an unused parameter keeps its weight and state (its piece has no gradient, and
-torch's optimizers skip it), step counters are per parameter, and parameter groups have as many
-entries as the user gave.
+[Note: fragments] The optimizer gets one tensor per parameter: this rank's fragment of it, a view of
+the shard, or empty. So an unused parameter keeps its weight and state (its fragment has no
+gradient, and torch's optimizers skip it), step counters are per parameter, and parameter groups
+have as many entries as the user gave.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ds_core import comm
 from ds_zero.buckets.layout import Layout
 from ds_zero.buckets.masters import Masters, choose_masters
 from ds_zero.buckets.weights import Weights, place_weights
-from ds_zero.comm.hierarchy import far, sharding_axes
+from ds_zero.comm.hierarchy import outer_axes, sharding_axes
 from ds_zero.init.sharded_param import pop_weight
 
 if TYPE_CHECKING:
     from ds_core.mesh import Mesh
     from ds_core.params import ParamInfo
-    from ds_zero.buckets.records import Piece
-    from ds_zero.comm.wires import WeightWire
+    from ds_zero.buckets.records import Fragment
+    from ds_zero.comm.collectives import WeightGather
     from ds_zero.offload.placement import StatePlacement
 
 
@@ -42,7 +42,7 @@ class FlatBucket:
     masters: Masters
     """What this rank's optimizer updates."""
 
-    pieces: list[Piece]
+    fragments: list[Fragment]
     """One per parameter: its range of this rank's shard."""
 
     placement: StatePlacement
@@ -59,7 +59,7 @@ class FlatBucket:
         self.counted = infos[0].counted
         # Of the replicas, the axes over which the bucket is sharded, and the others.
         self.axes = sharding_axes(mesh, self.replicas)
-        self.far = far(mesh, self.replicas)
+        self.outer = outer_axes(mesh, self.replicas)
         # Along `axes`.
         self.group = mesh.group(*self.axes)
         self.world = mesh.size(*self.axes)
@@ -107,7 +107,7 @@ class FlatBucket:
         self.placement = placement
         self.weights = place_weights(self.own_shard(self.full), slices, sharded, placement)
         self.masters = choose_masters(self, placement, wanted, updated=updated)
-        self.pieces = self.masters.pieces
+        self.fragments = self.masters.fragments
         self.masters.rest()
         self.weights.rest()
 
@@ -158,9 +158,9 @@ class FlatBucket:
         """
         self.weights.outdate()
         if self.weights.sharded:
-            piece = self.pieces[index]
+            fragment = self.fragments[index]
             with self.weights.in_memory(write=True):
-                self.weights.parts[index].copy_(weight.reshape(-1)[piece.start : piece.stop])
+                self.weights.parts[index].copy_(weight.reshape(-1)[fragment.start : fragment.stop])
         self.masters.write(index, weight)
 
     @torch.no_grad()
@@ -168,10 +168,10 @@ class FlatBucket:
         """This rank's shard on the device; if a store has it, a copy in `full`."""
         return self.weights.to_device(self.own_shard(self.full))
 
-    def start_gather(self, wire: WeightWire) -> list[Any]:
-        """Start to gather all shards into `full` by `wire`; returns the works to wait for."""
+    def start_gather(self, how: WeightGather) -> list[Any]:
+        """Start to gather all shards into `full` as `how` says; returns the works to wait for."""
         if self.world == 1:
             self.own()
             return []
         comm.label(self.about_weights)
-        return wire.start(self)
+        return how.start(self)

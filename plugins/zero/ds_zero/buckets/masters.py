@@ -1,7 +1,7 @@
 """What the optimizer updates of a bucket, and where it is kept: one class per resting place.
 
 `Masters` is the contract. To add a resting place, write a class here and choose it in
-`choose_masters`; nothing else asks where masters are. `ds_zero.buckets.owned_tensors` has the
+`choose_masters`; nothing else asks where masters are. `ds_zero.buckets.full_tensors` has the
 one for optimizers that need full tensors.
 """
 
@@ -16,7 +16,7 @@ from ds_run_state.states import set_optimizer_state
 from ds_state_stores import StateStore, is_evicted, owns_storage
 from torch import Tensor, nn
 
-from ds_zero.buckets.records import Piece
+from ds_zero.buckets.records import Fragment
 from ds_zero.reduce.bucket_grads import EvictedGrads, Grads, HostGrads
 
 if TYPE_CHECKING:
@@ -39,12 +39,12 @@ class Masters:
     """Whether masters have memory of their own, so that weights are made from them."""
 
     full_tensors = False
-    """Whether pieces are full parameters in their shapes, not ranges of flattened ones."""
+    """Whether fragments are full parameters in their shapes, not ranges of flattened ones."""
 
     evicts: StateStore | None = None
     """The store that frees the memory of masters and optimizer states; None: always in memory."""
 
-    pieces: list[Piece]
+    fragments: list[Fragment]
     """One per parameter, whose `master` is what this rank's optimizer updates."""
 
     def __init__(self, bucket: FlatBucket, flat: Tensor, store: StateStore | None) -> None:
@@ -53,14 +53,14 @@ class Masters:
         self.flat = flat
         # Where the host keeps reduced gradients, and masters unless they are on the shard.
         self.store = store
-        self.pieces = [self._piece(i) for i in range(len(bucket.params))]
+        self.fragments = [self._fragment(i) for i in range(len(bucket.params))]
 
-    def _piece(self, index: int) -> Piece:
+    def _fragment(self, index: int) -> Fragment:
         bucket = self.bucket
         span = bucket.layout.span(index, bucket.rank)
         param = bucket.params[index]
         master = nn.Parameter(self.flat[span.within], requires_grad=param.requires_grad)
-        return Piece(bucket.names[index], param, bucket.shapes[index], index, *span, master)
+        return Fragment(bucket.names[index], param, bucket.shapes[index], index, *span, master)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,9 +73,9 @@ class Masters:
         return self.dtype != self.bucket.dtype
 
     @property
-    def movable(self) -> list[Piece]:
-        """The pieces whose masters and states `offload_states` may move: no store has them."""
-        return self.pieces
+    def movable(self) -> list[Fragment]:
+        """The fragments whose masters and states `offload_states` may move: no store has them."""
+        return self.fragments
 
     def rest(self) -> None:
         """Free what need not be in memory between steps; called once, when masters were made."""
@@ -90,10 +90,10 @@ class Masters:
     @torch.no_grad()
     def write(self, index: int, weight: Tensor) -> None:
         """Make the full `weight` of parameter `index`, equal on all ranks, its master."""
-        piece = self.pieces[index]
+        fragment = self.fragments[index]
         with self.in_memory():
-            piece.master.data.view(-1).copy_(weight.reshape(-1)[piece.start : piece.stop])
-        self.written(piece)
+            fragment.master.data.view(-1).copy_(weight.reshape(-1)[fragment.start : fragment.stop])
+        self.written(fragment)
 
     @torch.no_grad()
     def refresh_one(self, index: int, weight: Tensor) -> None:
@@ -101,12 +101,12 @@ class Masters:
 
         A master that is the weight but for rounding keeps its bits.
         """
-        piece = self.pieces[index]
+        fragment = self.fragments[index]
         with self.in_memory():
-            master = piece.master.data.view(-1)
-            now = weight.reshape(-1)[piece.start : piece.stop].to(master.device)
+            master = fragment.master.data.view(-1)
+            now = weight.reshape(-1)[fragment.start : fragment.stop].to(master.device)
             master.copy_(torch.where(master.to(now.dtype) == now, master, now))
-        self.written(piece)
+        self.written(fragment)
 
     # -- the step ----------------------------------------------------------------------------------
 
@@ -116,26 +116,27 @@ class Masters:
         return None
 
     def targets(self) -> list[Tensor | None]:
-        """For each of `pieces`, where a step writes its value in the weights' dtype."""
+        """For each of `fragments`, where a step writes its value in the weights' dtype."""
         staged = self.staged
         if staged is None:
-            return [None] * len(self.pieces)
+            return [None] * len(self.fragments)
         weights = self.bucket.weights
         parts = (
-            weights.parts if staged is weights.shard else [staged[p.within] for p in self.pieces]
+            weights.parts if staged is weights.shard else [staged[p.within] for p in self.fragments]
         )
         return [
-            part if p.stop > p.start else None for part, p in zip(parts, self.pieces, strict=True)
+            part if p.stop > p.start else None
+            for part, p in zip(parts, self.fragments, strict=True)
         ]
 
-    def write_back(self, unused: Iterable[Piece]) -> None:
+    def write_back(self, unused: Iterable[Fragment]) -> None:
         """After a step, which has written `targets`: write the remaining new weights.
 
-        unused: the pieces that the step has left as they were. Masters are in memory. The copies
+        unused: the fragments that the step has left as they were. Masters are in memory. The copies
         to the device end with `Transfers.synchronize`.
         """
 
-    def publish(self, unused: Iterable[Piece]) -> None:
+    def publish(self, unused: Iterable[Fragment]) -> None:
         """`write_back` when the step is over, unless this was done in the step."""
         self.write_back(unused)
 
@@ -148,10 +149,10 @@ class Masters:
         return HostGrads(self.bucket, rules, self.store)
 
     def gradients(self, grads: Grads) -> list[Tensor | None]:
-        """For each of `pieces`, its reduced gradient; None: no rank had one, or no element."""
+        """For each of `fragments`, its reduced gradient; None: no rank had one, or no element."""
         if grads.shard is None:
-            return [None] * len(self.pieces)
-        used = (grads.used[p.index] and p.stop > p.start for p in self.pieces)
+            return [None] * len(self.fragments)
+        used = (grads.used[p.index] and p.stop > p.start for p in self.fragments)
         return [part if u else None for part, u in zip(grads.views(), used, strict=True)]
 
     def ranges(self, index: int) -> list[tuple[int, int]]:
@@ -159,15 +160,17 @@ class Masters:
         spans = (self.bucket.layout.span(index, rank) for rank in range(self.bucket.world))
         return [(s.start, s.stop) for s in spans]
 
-    def set_state(self, optimizer: Optimizer, piece: Piece, values: Mapping[str, Any]) -> None:
-        """Replace the optimizer's state of `piece`."""
-        set_optimizer_state(optimizer, piece.master, dict(values))
+    def set_state(
+        self, optimizer: Optimizer, fragment: Fragment, values: Mapping[str, Any]
+    ) -> None:
+        """Replace the optimizer's state of `fragment`."""
+        set_optimizer_state(optimizer, fragment.master, dict(values))
 
-    def written(self, piece: Piece) -> None:
-        """The master of `piece`, or an optimizer state of it, was written by somebody else."""
+    def written(self, fragment: Fragment) -> None:
+        """The master of `fragment`, or an optimizer state of it, was written by somebody else."""
 
-    def saved(self, piece: Piece, store: bool) -> Iterator[StateTensor]:
-        """What checkpoints keep of `piece` beside its weight and its optimizer states."""
+    def saved(self, fragment: Fragment, store: bool) -> Iterator[StateTensor]:
+        """What checkpoints keep of `fragment` beside its weight and its optimizer states."""
         return iter(())
 
 
@@ -209,15 +212,15 @@ class DeviceCopy(Masters):
         return self._staged
 
     @torch.no_grad()
-    def write_back(self, unused: Iterable[Piece]) -> None:
+    def write_back(self, unused: Iterable[Fragment]) -> None:
         """See `Masters.write_back`."""
         staged = self.staged
         if staged is self.bucket.weights.shard:
             return
         if staged is not None:
             # The buffer is new, or has the values of an earlier step.
-            for piece in unused:
-                staged[piece.within].copy_(piece.master)
+            for fragment in unused:
+                staged[fragment.within].copy_(fragment.master)
         self.bucket.weights.write(self.flat if staged is None else staged)
 
 
@@ -225,7 +228,7 @@ class InStore(DeviceCopy):
     """Masters in host memory, in a store that keeps them there: the host does the step."""
 
     @property
-    def movable(self) -> list[Piece]:
+    def movable(self) -> list[Fragment]:
         """See `Masters.movable`."""
         return []
 
@@ -267,23 +270,25 @@ class Evicted(InStore):
     def _writes_evicted(self) -> bool:
         return True
 
-    def publish(self, unused: Iterable[Piece]) -> None:
+    def publish(self, unused: Iterable[Fragment]) -> None:
         """Nothing: weights are written in the step, while masters are in memory."""
 
     def new_grads(self, rules: GradRules) -> Grads:
         """See `Masters.new_grads`."""
         return EvictedGrads(self.bucket, rules, self.store)
 
-    def set_state(self, optimizer: Optimizer, piece: Piece, values: Mapping[str, Any]) -> None:
+    def set_state(
+        self, optimizer: Optimizer, fragment: Fragment, values: Mapping[str, Any]
+    ) -> None:
         """See `Masters.set_state`; joined states are given up, and joined anew by the next step."""
         self.joined.clear()
-        old = optimizer.state.get(piece.master, {})
+        old = optimizer.state.get(fragment.master, {})
         self.store.discard(
             [v for k, v in old.items() if isinstance(v, Tensor) and (k in values or not values)]
         )
         # Own storages, which the store can free.
         own = {k: v.clone() for k, v in values.items()}
-        set_optimizer_state(optimizer, piece.master, own)
+        set_optimizer_state(optimizer, fragment.master, own)
         self.store.evict([v for v in own.values() if v.dim()])
 
     # -- in a step ---------------------------------------------------------------------------------
@@ -291,9 +296,9 @@ class Evicted(InStore):
     def states(self, optimizer: Optimizer) -> list[Tensor]:
         """Masters and the optimizer's states of one value per element: a tensor of each storage."""
         found = {_storage(t): t for t in (self.flat, *self.joined.values())}
-        for piece in self.pieces:
-            for value in optimizer.state.get(piece.master, {}).values():
-                if _is_moment(value, piece.master) and _storage(value) not in found:
+        for fragment in self.fragments:
+            for value in optimizer.state.get(fragment.master, {}).values():
+                if _is_moment(value, fragment.master) and _storage(value) not in found:
                     if is_evicted(value) or owns_storage(value):
                         found[_storage(value)] = value
         return list(found.values())
@@ -332,10 +337,10 @@ class Evicted(InStore):
         They are in memory.
         """
         made = {_storage(t) for t in self.joined.values()}
-        for piece in self.pieces:
-            state = optimizer.state.get(piece.master, {})
+        for fragment in self.fragments:
+            state = optimizer.state.get(fragment.master, {})
             for key, value in state.items():
-                own = _is_moment(value, piece.master) and owns_storage(value)
+                own = _is_moment(value, fragment.master) and owns_storage(value)
                 if not own or _storage(value) in made:
                     continue
                 joined = self.joined.get(key)
@@ -344,7 +349,7 @@ class Evicted(InStore):
                     self.joined[key] = joined
                     made.add(_storage(joined))
                 if joined.dtype == value.dtype:
-                    state[key] = joined[piece.within].view(value.shape).copy_(value)
+                    state[key] = joined[fragment.within].view(value.shape).copy_(value)
                     self.store.discard([value])
 
 
@@ -357,21 +362,21 @@ class Deferred(InStore):
     updates: DeferredUpdates | None = None
     """Who updates them; None before it is there, and when it has ended."""
 
-    def publish(self, unused: Iterable[Piece]) -> None:
+    def publish(self, unused: Iterable[Fragment]) -> None:
         """Nothing: `updates` writes weights."""
 
     def new_grads(self, rules: GradRules) -> Grads:
         """See `Masters.new_grads`."""
         return Grads(self.bucket, rules)
 
-    def written(self, piece: Piece) -> None:
+    def written(self, fragment: Fragment) -> None:
         """See `Masters.written`."""
         if self.updates is not None:
-            self.updates.follow(piece)
+            self.updates.follow(fragment)
 
-    def saved(self, piece: Piece, store: bool) -> Iterator[StateTensor]:
+    def saved(self, fragment: Fragment, store: bool) -> Iterator[StateTensor]:
         """See `Masters.saved`."""
-        return iter(()) if self.updates is None else self.updates.saved(piece, store)
+        return iter(()) if self.updates is None else self.updates.saved(fragment, store)
 
 
 @torch.no_grad()

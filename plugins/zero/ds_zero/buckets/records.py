@@ -13,36 +13,36 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
-    """The elements [start, stop) of a flattened parameter, which this rank's optimizer updates
-    through `master`.
-
-    shape: of the full parameter. index: of the parameter in its bucket. at: offset of the piece in
-    the shard.
-    """
+class Fragment:
+    """The elements [start, stop) of a flattened parameter, which this rank's optimizer updates."""
 
     name: str
     param: nn.Parameter
+    # Of the full parameter.
     shape: tuple[int, ...]
+    # Of the parameter in its bucket.
     index: int
+    # Its elements, and their offset in the shard.
     start: int
     stop: int
     at: int
+    # What the optimizer updates.
     master: nn.Parameter
 
     @property
     def within(self) -> slice:
-        """The piece as a range of the shard."""
+        """The fragment as a range of the shard."""
         return slice(self.at, self.at + self.stop - self.start)
 
 
 class DeferredUpdates(Protocol):
     """Who updates a bucket's masters and weights at times of its own: see `ds_zero.zenflow`."""
 
-    def follow(self, piece: Piece) -> None:
-        """The master of `piece`, or an optimizer state of it, was written."""
+    def follow(self, fragment: Fragment) -> None:
+        """The master of `fragment`, or an optimizer state of it, was written."""
 
-    def saved(self, piece: Piece, store: bool) -> Iterator[StateTensor]:
-        """What checkpoints keep of `piece` beside its weight and its optimizer states. store: see
-        `StateTensor`.
+    def saved(self, fragment: Fragment, store: bool) -> Iterator[StateTensor]:
+        """What checkpoints keep of `fragment` beside its weight and its optimizer states.
+
+        store: see `StateTensor`.
         """

@@ -1,4 +1,4 @@
-"""Partitioned states for checkpoints: every piece with its parameter's name and its range of the
+"""Partitioned states for checkpoints: every fragment with its parameter's name and its range of the
 unsharded state.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ds_core.errors import UsageError
 from ds_zero.buckets.flat import FlatBucket
-from ds_zero.buckets.records import Piece
+from ds_zero.buckets.records import Fragment
 
 if TYPE_CHECKING:
     from ds_state_stores import StateStore
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def states(
     ctx: Context, module: nn.Module, buckets: Sequence[FlatBucket], optimizer: Optimizer | None
 ) -> Iterator[StateTensor]:
-    """This rank's states: unsharded weights and buffers, then pieces of partitioned weights,
+    """This rank's states: unsharded weights and buffers, then fragments of partitioned weights,
     masters and moments.
     """
 
@@ -62,46 +62,50 @@ def states(
     for bucket in buckets:
         store = bucket.counted and first(*bucket.held, *bucket.axes)
         # Sharded weights: an empty one has no range, so the first rank names it.
-        for piece in bucket.pieces:
-            if bucket.weights.sharded and (piece.stop > piece.start or 0 in piece.shape):
-                keep = store and (piece.stop > piece.start or bucket.rank == 0)
-                place = (piece.shape, piece.start, piece.stop, bucket.held)
+        for fragment in bucket.fragments:
+            if bucket.weights.sharded and (fragment.stop > fragment.start or 0 in fragment.shape):
+                keep = store and (fragment.stop > fragment.start or bucket.rank == 0)
+                place = (fragment.shape, fragment.start, fragment.stop, bucket.held)
                 read = reader.of(bucket, bucket.weights.evicts)
-                part = bucket.weights.parts[piece.index]
-                yield StateTensor(f"module/{piece.name}", part, *place, keep, read=read)
+                part = bucket.weights.parts[fragment.index]
+                yield StateTensor(f"module/{fragment.name}", part, *place, keep, read=read)
         # What the optimizer updates, and its states.
-        for piece in bucket.masters.pieces:
-            if piece.stop > piece.start:
-                yield from _updated(bucket, piece, optimizer, store, reader)
+        for fragment in bucket.masters.fragments:
+            if fragment.stop > fragment.start:
+                yield from _updated(bucket, fragment, optimizer, store, reader)
                 if optimizer is not None:
-                    yield from bucket.masters.saved(piece, store)
+                    yield from bucket.masters.saved(fragment, store)
 
 
 def _updated(
-    bucket: FlatBucket, piece: Piece, optimizer: Optimizer | None, store: bool, reader: _Reader
+    bucket: FlatBucket,
+    fragment: Fragment,
+    optimizer: Optimizer | None,
+    store: bool,
+    reader: _Reader,
 ) -> Iterator[StateTensor]:
     """The master weights, where they are not the weights themselves, and the optimizer's states of
-    one piece.
+    one fragment.
     """
-    place = (piece.shape, piece.start, piece.stop, bucket.held)
+    place = (fragment.shape, fragment.start, fragment.stop, bucket.held)
     read = reader.of(bucket, bucket.masters.evicts)
-    if piece.master.dtype != bucket.dtype:
-        yield StateTensor(f"master/{piece.name}", piece.master.data, *place, store, read=read)
-    state = optimizer.state.get(piece.master, {}) if optimizer is not None else {}
+    if fragment.master.dtype != bucket.dtype:
+        yield StateTensor(f"master/{fragment.name}", fragment.master.data, *place, store, read=read)
+    state = optimizer.state.get(fragment.master, {}) if optimizer is not None else {}
     for key, value in state.items():
         if not isinstance(value, Tensor):
             continue
-        name = f"optimizer/{key}/{piece.name}"
-        if value.shape == piece.master.shape:
+        name = f"optimizer/{key}/{fragment.name}"
+        if value.shape == fragment.master.shape:
             yield StateTensor(name, value, *place, store, read=read)
-        elif value.dim() == 0:  # a counter, the same for all pieces of the parameter
-            yield StateTensor(name, value, (), 0, 1, bucket.held, store and piece.start == 0)
+        elif value.dim() == 0:  # a counter, the same for all fragments of the parameter
+            yield StateTensor(name, value, (), 0, 1, bucket.held, store and fragment.start == 0)
         elif bucket.masters.full_tensors:
             yield StateTensor(name, value, tuple(value.shape), 0, value.numel(), bucket.held, store)
         else:
             raise UsageError(
-                f"optimizer state {key!r} of parameter {piece.name!r} has shape "
-                f"{tuple(value.shape)}, its piece on this rank has {piece.master.numel()} "
+                f"optimizer state {key!r} of parameter {fragment.name!r} has shape "
+                f"{tuple(value.shape)}, its fragment on this rank has {fragment.master.numel()} "
                 "elements; ZeRO can save states of one value per element, or one value in all"
             )
 
@@ -109,7 +113,7 @@ def _updated(
 class _Reader:
     """Reads evicted states.
 
-    Those of a bucket stay in memory until another's are read: pieces share storages.
+    Those of a bucket stay in memory until another's are read: fragments share storages.
     """
 
     def __init__(self) -> None:
@@ -161,12 +165,12 @@ def load(
             check_shape(source, f"module/{name}", tuple(tensor.shape))
             tensor.copy_(read_state(source, f"module/{name}", tensor))
     for bucket in buckets:
-        given = [p for p in bucket.pieces if strict or f"module/{p.name}" in known]
+        given = [p for p in bucket.fragments if strict or f"module/{p.name}" in known]
         if bucket.weights.sharded and given:
             with bucket.weights.in_memory(write=True):
-                for piece in given:
-                    part = bucket.weights.parts[piece.index]
-                    part.copy_(_range(source, f"module/{piece.name}", piece, part))
+                for fragment in given:
+                    part = bucket.weights.parts[fragment.index]
+                    part.copy_(_range(source, f"module/{fragment.name}", fragment, part))
         with bucket.masters.in_memory():
             _load_masters(bucket, source, known, from_fp32=from_fp32)
     if optimizer is not None:
@@ -184,13 +188,19 @@ def _load_masters(
     full = bucket.masters.full_tensors and bucket.weights.sharded
     if not full:
         bucket.masters.refresh()
-    for piece in bucket.masters.pieces:
-        if full and f"module/{piece.name}" in known:
-            weight = _range(source, f"module/{piece.name}", piece).to(bucket.dtype)
-            piece.master.data.copy_(weight.view(piece.master.shape))
-        if piece.master.dtype != bucket.dtype and from_fp32 and f"master/{piece.name}" in known:
-            master = piece.master.data
-            master.copy_(_range(source, f"master/{piece.name}", piece, master).view(master.shape))
+    for fragment in bucket.masters.fragments:
+        if full and f"module/{fragment.name}" in known:
+            weight = _range(source, f"module/{fragment.name}", fragment).to(bucket.dtype)
+            fragment.master.data.copy_(weight.view(fragment.master.shape))
+        if (
+            fragment.master.dtype != bucket.dtype
+            and from_fp32
+            and f"master/{fragment.name}" in known
+        ):
+            master = fragment.master.data
+            master.copy_(
+                _range(source, f"master/{fragment.name}", fragment, master).view(master.shape)
+            )
 
 
 def _load_optimizer(
@@ -200,46 +210,49 @@ def _load_optimizer(
     counters = _counters(saved, source)
     mine = {p for g in optimizer.param_groups for p in g["params"]}
     for bucket in buckets:
-        for piece in bucket.masters.pieces:
-            if piece.master not in mine:
+        for fragment in bucket.masters.fragments:
+            if fragment.master not in mine:
                 continue
             values = {}
-            replaced = optimizer.state.get(piece.master, {})
-            for key, name in saved.get(piece.name, {}).items() if piece.stop > piece.start else ():
+            replaced = optimizer.state.get(fragment.master, {})
+            for key, name in (
+                saved.get(fragment.name, {}).items() if fragment.stop > fragment.start else ()
+            ):
                 # Evicted states have no memory to read into.
                 old = replaced.get(key) if bucket.masters.evicts is None else None
                 if bucket.masters.full_tensors or key in counters:
                     values[key] = read_state(source, name, old)
                 else:
-                    values[key] = _range(source, name, piece, old)
-            bucket.masters.set_state(optimizer, piece, values)
+                    values[key] = _range(source, name, fragment, old)
+            bucket.masters.set_state(optimizer, fragment, values)
 
 
-def adopt(piece: Piece, state: Mapping[str, Any], *, full: bool) -> dict[str, Any]:
-    """This rank's piece of the `state` that the user's optimizer already has for a parameter. full:
-    all of it.
+def adopt(fragment: Fragment, state: Mapping[str, Any], *, full: bool) -> dict[str, Any]:
+    """This rank's range of the `state` that the user's optimizer already has for a parameter.
+
+    full: all of it.
     """
-    if piece.stop == piece.start:
+    if fragment.stop == fragment.start:
         return {}
     kept = dict(state)
     for key, value in state.items():
         if not isinstance(value, Tensor):
             continue
-        if value.dim() == 0 and (piece.shape or key == "step"):
-            if piece.master.device.type == "cpu":  # the step runs on the host
+        if value.dim() == 0 and (fragment.shape or key == "step"):
+            if fragment.master.device.type == "cpu":  # the step runs on the host
                 kept[key] = value.cpu()
             continue
         if full:
-            kept[key] = value.to(piece.master.device)
-        elif tuple(value.shape) == piece.shape:
-            kept[key] = value.reshape(-1)[piece.start : piece.stop].to(
-                piece.master.device, copy=True
+            kept[key] = value.to(fragment.master.device)
+        elif tuple(value.shape) == fragment.shape:
+            kept[key] = value.reshape(-1)[fragment.start : fragment.stop].to(
+                fragment.master.device, copy=True
             )
         else:
             raise UsageError(
-                f"the optimizer's state {key!r} of parameter {piece.name!r} has shape "
-                f"{tuple(value.shape)}, the parameter {piece.shape}; ZeRO can take over states of "
-                "one value per element, or one value in all"
+                f"the optimizer's state {key!r} of parameter {fragment.name!r} has shape "
+                f"{tuple(value.shape)}, the parameter {fragment.shape}; ZeRO can take over states "
+                "of one value per element, or one value in all"
             )
     return kept
 
@@ -258,9 +271,9 @@ def _counters(by_param: Mapping[str, Mapping[str, str]], source: StateSource) ->
     return only if only != set(shapes) else only & {"step"}
 
 
-def _range(source: StateSource, name: str, piece: Piece, into: object = None) -> Tensor:
-    check_shape(source, name, piece.shape)
-    return source.read(name, piece.start, piece.stop, into=into)
+def _range(source: StateSource, name: str, fragment: Fragment, into: object = None) -> Tensor:
+    check_shape(source, name, fragment.shape)
+    return source.read(name, fragment.start, fragment.stop, into=into)
 
 
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -34,7 +34,7 @@ class Weights:
     """The store that frees the shard's memory; None where the shard always is in memory."""
 
     on_host: StateStore | None = None
-    """The store that keeps the shard in host memory or behind it; None where it is on the device."""
+    """The store that has the shard, in host memory or behind it; None where it is on the device."""
 
     second: SecondCopy | None = None
     """This rank's share of hpZ's second copy of the gathered weights."""

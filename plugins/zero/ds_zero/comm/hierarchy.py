@@ -3,11 +3,11 @@ MiCS.
 
 A block is `k` consecutive data-parallel ranks, those of a host or of a few. On the mesh it is the
 axis ``hpz`` or ``mics`` inside dp, with all that folds inside it (ep, sp). Of a parameter's
-replicas those in one block are near to each other, and those at the same place in all blocks are
-far from each other. Without the keys there is no such axis.
+replicas those in one block are the inner ranks, and those at the same place in all blocks the
+outer ranks. Without the keys there is no such axis.
 
-MiCS: states are sharded over the near ranks, so weights are gathered in a block. Gradients are
-reduced to their owners in each block, and what these have is added up over the far ranks. Then
+MiCS: states are sharded over the inner ranks, so weights are gathered in a block. Gradients are
+reduced to their owners in each block, and what these have is added up over the outer ranks. Then
 every block makes the same step.
 
 hpZ: states are sharded over all ranks. Each rank also keeps its share of the block's copy of
@@ -25,7 +25,15 @@ from torch import Tensor
 
 from ds_core import comm
 from ds_core.comm import ALONE
-from ds_zero.comm.wires import AllGather, Chain, GradientWire, Room, WeightWire, Works, cast_after
+from ds_zero.comm.collectives import (
+    AllGather,
+    Chain,
+    GradientReduce,
+    Room,
+    WeightGather,
+    Works,
+    cast_after,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -34,19 +42,19 @@ if TYPE_CHECKING:
     from ds_zero.buckets.flat import FlatBucket
 
 
-def near(mesh: Mesh, replicas: Sequence[str]) -> tuple[str, ...]:
+def inner_axes(mesh: Mesh, replicas: Sequence[str]) -> tuple[str, ...]:
     """The axes of `replicas` along which ranks are in one block."""
     return tuple(a for a in replicas if a != mesh.alias["dp"][0])
 
 
 def sharding_axes(mesh: Mesh, replicas: Sequence[str]) -> tuple[str, ...]:
     """The axes over which the states of parameters with these `replicas` are sharded: all, or with
-    MiCS the near.
+    MiCS the inner.
     """
-    return near(mesh, replicas) if mesh.has("mics") else tuple(replicas)
+    return inner_axes(mesh, replicas) if mesh.has("mics") else tuple(replicas)
 
 
-def far(mesh: Mesh, replicas: Sequence[str]) -> tuple[str, ...]:
+def outer_axes(mesh: Mesh, replicas: Sequence[str]) -> tuple[str, ...]:
     """The axes of `replicas` over which those states are equal."""
     sharded = sharding_axes(mesh, replicas)
     return tuple(a for a in replicas if a not in sharded)
@@ -57,16 +65,16 @@ class Levels:
     """The process groups of ranks in blocks of `size` consecutive ones."""
 
     # This rank's block.
-    near: Any
+    inner: Any
     # The ranks at its place in all blocks.
-    far: Any
+    outer: Any
     # Ranks per block, and how many blocks.
     size: int
     count: int
 
     def destroy(self) -> None:
         """Destroy the groups."""
-        for group in (self.near, self.far):
+        for group in (self.inner, self.outer):
             if group is not ALONE:
                 torch.distributed.destroy_process_group(group)
 
@@ -82,9 +90,9 @@ def levels(mesh: Mesh, axes: Sequence[str], size: int) -> Levels:
         groups = [mesh.own_group(*axes, only=part) for part in parts]
         return next((g for g in groups if g is not ALONE), ALONE)
 
-    near = mine(range(first, first + size) for first in range(0, world, size))
+    inner = mine(range(first, first + size) for first in range(0, world, size))
     return Levels(
-        near, mine(range(place, world, size) for place in range(size)), size, world // size
+        inner, mine(range(place, world, size) for place in range(size)), size, world // size
     )
 
 
@@ -137,22 +145,22 @@ def host_name() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class AddedFar(GradientWire):
-    """MiCS: a reduction over the near ranks by another wire, the result of which is added up over
-    the far ones.
+class AddedOuter(GradientReduce):
+    """MiCS: a reduction over the inner ranks by other collectives, whose result is added up over
+    the outer ones.
 
-    group: the far ranks.
+    group: the outer ranks.
     """
 
-    near: GradientWire
+    inner: GradientReduce
     group: Any
 
     def start(
         self, bucket: FlatBucket, source: Tensor, group: Any, room: Room
     ) -> tuple[Works, Tensor]:
-        """See `GradientWire.start`."""
+        """See `GradientReduce.start`."""
         works, out = (
-            ([], source) if bucket.world == 1 else self.near.start(bucket, source, group, room)
+            ([], source) if bucket.world == 1 else self.inner.start(bucket, source, group, room)
         )
 
         def add() -> Works:
@@ -163,7 +171,7 @@ class AddedFar(GradientWire):
 
 
 @dataclass(frozen=True, slots=True)
-class TwoSteps(WeightWire):
+class TwoSteps(WeightGather):
     """MiCS: shards go to the other hosts' ranks at this one's place there, and then everything to
     all ranks of a host.
 
@@ -174,7 +182,7 @@ class TwoSteps(WeightWire):
     hosts: Levels
 
     def start(self, bucket: FlatBucket) -> Works:
-        """See `WeightWire.start`."""
+        """See `WeightGather.start`."""
         mine = bucket.own()
         full = bucket.full
         count = self.hosts.count
@@ -184,13 +192,13 @@ class TwoSteps(WeightWire):
             pairs = zip(full.chunk(count), across.chunk(count), strict=True)
             comm.label(bucket.about_weights)
             return [
-                comm.all_gather_into_tensor(o, i, group=self.hosts.near, async_op=True)
+                comm.all_gather_into_tensor(o, i, group=self.hosts.inner, async_op=True)
                 for o, i in pairs
             ]
 
         return [
             Chain(
-                [comm.all_gather_into_tensor(across, mine, group=self.hosts.far, async_op=True)],
+                [comm.all_gather_into_tensor(across, mine, group=self.hosts.outer, async_op=True)],
                 inside,
             )
         ]
@@ -209,18 +217,18 @@ def two_steps(mesh: Mesh, wanted: Iterable[tuple[str, ...]]) -> dict[tuple[str, 
 # -- hpZ -------------------------------------------------------------------------------------------
 
 
-class SecondCopy(WeightWire):
-    """hpZ: gathers over all ranks by another wire, and from then on over the near ranks, until the
+class SecondCopy(WeightGather):
+    """hpZ: gathers over all ranks as another says, and from then on over the inner ranks, until the
     weights change.
     """
 
     def __init__(self, group: Any, size: int, place: int) -> None:
-        # The near ranks, how many they are, and this one's place.
+        # The inner ranks, how many they are, and this one's place.
         self.group = group
         self.size = size
         self.place = place
         # How weights are gathered over all ranks; their values are kept as they came.
-        self.wire: WeightWire = AllGather()
+        self.gather: WeightGather = AllGather()
         # This rank's share of them.
         self.copy: Tensor | None = None
         # Whether it is that of the weights now; equal on all ranks.
@@ -228,22 +236,22 @@ class SecondCopy(WeightWire):
 
     @property
     def exact(self) -> bool:
-        """See `WeightWire.exact`."""
-        return self.wire.exact
+        """See `WeightGather.exact`."""
+        return self.gather.exact
 
-    def around(self, wire: WeightWire) -> SecondCopy:
-        """This, for a gather by `wire`."""
-        self.wire = wire
+    def around(self, gather: WeightGather) -> SecondCopy:
+        """This, for a gather over all ranks by `gather`."""
+        self.gather = gather
         return self
 
     def start(self, bucket: FlatBucket) -> Works:
-        """See `WeightWire.start`."""
+        """See `WeightGather.start`."""
         # in which values are sent
         full = bucket.full
-        dtype = self.wire.dtype or bucket.dtype
+        dtype = self.gather.dtype or bucket.dtype
         mine = self.copy
         if mine is None or mine.dtype != dtype or not self.valid:
-            return [Chain(self.wire.start(bucket), lambda: self._keep(bucket, dtype))]
+            return [Chain(self.gather.start(bucket), lambda: self._keep(bucket, dtype))]
         if self.size == 1:
             comm.label("")  # else it would be the name of the next collective
             full.copy_(mine)
@@ -273,7 +281,7 @@ class SecondCopy(WeightWire):
 
 def second_copy(bucket: FlatBucket, mesh: Mesh) -> SecondCopy | None:
     """hpZ's copy of the weights of `bucket`; None where all its ranks are in one block."""
-    axes = near(mesh, bucket.axes)
+    axes = inner_axes(mesh, bucket.axes)
     if not mesh.has("hpz") or mesh.size(*axes) == bucket.world:
         return None
     return SecondCopy(mesh.group(*axes), mesh.size(*axes), mesh.index(*axes))

@@ -1,4 +1,4 @@
-"""Quantised wires (ZeRO++): weights sent in 8 bits, gradients in 4.
+"""Quantised collectives (ZeRO++): weights sent in 8 bits, gradients in 4.
 
 A message holds `numel` values of `bits` bits and then, for each group of `GROUP` of them, the fp32
 scale: the largest size in the group over the largest number (127 or 7). So a value is off by at
@@ -7,7 +7,7 @@ most half its group's scale. A group that is not finite arrives as NaN.
 qwZ: each rank's shard is one message, all-gathered and decoded on every rank, its own too, so all
 have equal weights.
 
-qgZ: gradients go to their owners in two exchanges, first among the ranks of a block (`Levels.near`:
+qgZ: gradients go to their owners in two exchanges, first among the ranks of a block (`Levels.inner`:
 a host), then between blocks. After the first a rank adds up what its block has of the shards that
 it passes on, and encodes the sums; after the second the owner adds up those of all blocks. Between
 hosts each gradient thus crosses once per host, in 4 bits, and is rounded twice.
@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from ds_core import comm
-from ds_zero.comm.hierarchy import in_blocks, near, ranks_per_host
-from ds_zero.comm.wires import Chain, GradientWire, WeightWire
+from ds_zero.comm.collectives import Chain, GradientReduce, WeightGather
+from ds_zero.comm.hierarchy import in_blocks, inner_axes, ranks_per_host
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from ds_core.kernels import Kernels
     from ds_core.mesh import Mesh
     from ds_zero.buckets.flat import FlatBucket
+    from ds_zero.comm.collectives import Room, Works
     from ds_zero.comm.hierarchy import Levels
-    from ds_zero.comm.wires import Room, Works
     from ds_zero.config import Loco, ZeroConfig
 
 log = logging.getLogger("ds_zero")
@@ -120,7 +120,7 @@ class Coder:
 # -- weights ---------------------------------------------------------------------------------------
 
 
-class QuantisedGather(WeightWire):
+class QuantisedGather(WeightGather):
     """qwZ: an all-gather of 8-bit messages."""
 
     def __init__(self, coder: Coder) -> None:
@@ -128,11 +128,11 @@ class QuantisedGather(WeightWire):
 
     @property
     def exact(self) -> bool:
-        """See `WeightWire.exact`: never."""
+        """See `WeightGather.exact`: never."""
         return False
 
     def start(self, bucket: FlatBucket) -> Works:
-        """See `WeightWire.start`."""
+        """See `WeightGather.start`."""
         mine = bucket.own()
         full = bucket.full
         coder = self._coder
@@ -161,7 +161,7 @@ def blocks(mesh: Mesh, wanted: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...
     """
     hpz = mesh.has("hpz")
     return in_blocks(
-        mesh, wanted, lambda a: mesh.size(*near(mesh, a)) if hpz else ranks_per_host(mesh, a)
+        mesh, wanted, lambda a: mesh.size(*inner_axes(mesh, a)) if hpz else ranks_per_host(mesh, a)
     )
 
 
@@ -210,7 +210,7 @@ class Feedback:
             self._errors.clear()
 
 
-class QuantisedReduce(GradientWire):
+class QuantisedReduce(GradientReduce):
     """qgZ. blocks: see `blocks`; buckets without have one exchange. feedback: of LoCo, if any."""
 
     def __init__(
@@ -223,7 +223,7 @@ class QuantisedReduce(GradientWire):
     def start(
         self, bucket: FlatBucket, source: Tensor, group: Any, room: Room
     ) -> tuple[Works, Tensor]:
-        """See `GradientWire.start`."""
+        """See `GradientReduce.start`."""
         found = self._blocks.get(bucket.axes)
         size, count = (bucket.world, 1) if found is None else (found.size, found.count)
         kind = Message.of(GRADIENT_BITS, bucket.layout.shard_numel)
@@ -233,7 +233,7 @@ class QuantisedReduce(GradientWire):
             self._encode(bucket, rank, kind, part, messages[rank % size, rank // size])
         out = room(bucket, source)
         got = torch.empty_like(messages)
-        first = _exchange(got, messages, group if found is None else found.near)
+        first = _exchange(got, messages, group if found is None else found.inner)
         if found is None:
             return [Chain([first], lambda: self._finish(kind, got[:, 0], out))], out
         sums, final = (
@@ -245,7 +245,7 @@ class QuantisedReduce(GradientWire):
             for block in range(count):
                 self._encode_sum(bucket, block, kind, got[:, block], sums[block])
             comm.label(bucket.about_gradients)
-            return [_exchange(final, sums, found.far)]
+            return [_exchange(final, sums, found.outer)]
 
         return [Chain([first], across, lambda: self._finish(kind, final, out))], out
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ds_zero.comm.wires import WeightWire, weight_wire
+from ds_zero.comm.collectives import WeightGather, weight_gather
 from ds_zero.gather.trace import Trace
 from ds_zero.gather.unit import GatherUnit, UnitState
 
@@ -40,12 +40,12 @@ class GatherScheduler:
         self,
         section: ZeroConfig,
         units: Sequence[GatherUnit],
-        wire: Callable[[Any], WeightWire | None] = lambda unit: None,
+        wire: Callable[[Any], WeightGather | None] = lambda unit: None,
     ) -> None:
         self.section = section
         self.units = list(units)
         self._wire = wire
-        self.exact = weight_wire(section)
+        self.exact = weight_gather(section)
         offload = section.weights_offload
         reads = offload is not None and any(u.away for u in units)
         self._window = (

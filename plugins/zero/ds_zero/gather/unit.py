@@ -21,7 +21,7 @@ from ds_zero.init.status import ZeroParamStatus
 
 if TYPE_CHECKING:
     from ds_zero.buckets.flat import FlatBucket
-    from ds_zero.comm.wires import WeightWire
+    from ds_zero.comm.collectives import WeightGather
 
 
 class UnitState(enum.Enum):
@@ -73,7 +73,7 @@ class GatherUnit(ABC):
         self.first_use = -1
 
     @abstractmethod
-    def _begin(self, wire: WeightWire) -> None:
+    def _begin(self, wire: WeightGather) -> None:
         """Start the collectives."""
 
     @abstractmethod
@@ -97,7 +97,7 @@ class GatherUnit(ABC):
         assert self.state is state, f"{self.name} is {self.state.value}, not {state.value}"
 
     @torch.no_grad()
-    def start(self, wire: WeightWire) -> None:
+    def start(self, wire: WeightGather) -> None:
         """Begin to gather by `wire`. Collective over the bucket's ranks."""
         self._expect(UnitState.SHARDED)
         self._begin(wire)
@@ -109,7 +109,7 @@ class GatherUnit(ABC):
         self._finish()
         self.state = UnitState.UNSHARDED
 
-    def refresh(self, wire: WeightWire) -> None:
+    def refresh(self, wire: WeightGather) -> None:
         """Gather again, by a `wire` that is exact, into the memory of which the parameters are
         views.
         """
@@ -170,7 +170,7 @@ class BucketUnit(GatherUnit):
         """See `GatherUnit.forget`."""
         self.bucket.weights.forget()
 
-    def _begin(self, wire: WeightWire) -> None:
+    def _begin(self, wire: WeightGather) -> None:
         bucket = self.bucket
         bucket.full.untyped_storage().resize_(self._bytes)
         self.exact = wire.exact or bucket.world == 1

@@ -30,7 +30,7 @@ from ds_zero.init.sharded_param import (
 if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_zero.buckets.flat import FlatBucket
-    from ds_zero.buckets.records import Piece
+    from ds_zero.buckets.records import Fragment
     from ds_zero.config import ZeroConfig
     from ds_zero.gather.unit import BucketUnit
 
@@ -41,14 +41,14 @@ FIRST = -1
 class WeightOwner(Partitioner):
     """The part of a ZeRO partitioner by which the weights of single parameters are reached.
 
-    pieces, bucket_of, unit_of: what each parameter belongs to; frozen parameters that stay
+    fragments, bucket_of, unit_of: what each parameter belongs to; frozen parameters that stay
     replicated have no bucket, and only those that stage 3 shards have a unit. param_index: each
     parameter's index in the model. in_context: those inside a `GatheredParameters`.
     """
 
     ctx: Context
     section: ZeroConfig
-    pieces: dict[nn.Parameter, Piece]
+    fragments: dict[nn.Parameter, Fragment]
     bucket_of: dict[nn.Parameter, FlatBucket]
     unit_of: dict[nn.Parameter, BucketUnit]
     param_index: dict[nn.Parameter, int]
@@ -279,7 +279,7 @@ class _EngineWeight(WeightHandle):
     def __init__(self, param: nn.Parameter, owner: WeightOwner, serial: int) -> None:
         self.param = param
         self._owner = owner
-        self._piece = owner.pieces.get(param)
+        self._fragment = owner.fragments.get(param)
         self._bucket = owner.bucket_of.get(param)
         self._unit = owner.unit_of.get(param)
         self._info = owner.ctx.params[param]
@@ -304,7 +304,7 @@ class _EngineWeight(WeightHandle):
 
     @property
     def shape(self) -> torch.Size:
-        return self.param.shape if self._piece is None else torch.Size(self._piece.shape)
+        return self.param.shape if self._fragment is None else torch.Size(self._fragment.shape)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -336,20 +336,20 @@ class _EngineWeight(WeightHandle):
         self._check()
         group = self.group
         data = self.param.data
-        if self._bucket is None or self._piece is None:  # frozen, and in no bucket
+        if self._bucket is None or self._fragment is None:  # frozen, and in no bucket
             flat = data.contiguous()
             if group is not None and flat.numel():
                 comm.broadcast(flat, src=source, group=group)
             data.copy_(flat)
             return
-        view = self._bucket.view(self._bucket.full, self._piece.index)
+        view = self._bucket.view(self._bucket.full, self._fragment.index)
         if data.data_ptr() != view.data_ptr() or data.stride() != view.stride():
             view.copy_(data)
             self.param.data = view
         if group is not None and view.numel():
             comm.broadcast(view, src=source, group=group)
         self._owner.settle()
-        self._bucket.write(self._piece.index, view)
+        self._bucket.write(self._fragment.index, view)
 
     @untracked
     def reshard(self) -> None:
@@ -364,9 +364,9 @@ class _EngineWeight(WeightHandle):
             comm.broadcast(value, src=self.ranks[0], group=group)
         if not self.is_sharded:
             self.param.data.copy_(value)
-        if self._bucket is not None and self._piece is not None:
+        if self._bucket is not None and self._fragment is not None:
             self._owner.settle()
-            self._bucket.write(self._piece.index, value)
+            self._bucket.write(self._fragment.index, value)
 
 
 def owner_of(param: nn.Parameter) -> tuple[WeightOwner, int] | None:

@@ -56,7 +56,7 @@ _NONE: Mapping[nn.Parameter, int] = {}
 class OffloadStores:
     """The stores of the config's offload sections.
 
-    full_tensors: whether the optimizer gets full tensors, see `ds_zero.buckets.owned_tensors`.
+    full_tensors: whether the optimizer gets full tensors, see `ds_zero.buckets.full_tensors`.
     """
 
     optimizer: StateStore | None = None

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ds_core.partition import BackwardPlan
     from ds_zero.base import ZeroPartitioner
     from ds_zero.buckets.flat import FlatBucket
-    from ds_zero.buckets.records import Piece
+    from ds_zero.buckets.records import Fragment
     from ds_zero.reduce.bucket_grads import Grads
 
 log = logging.getLogger("ds_zero")
@@ -168,7 +168,7 @@ class SuperOffload(Updates):
             elif attempt is not None:
                 attempt.undo()
                 self.undone += 1
-            place += len(bucket.masters.pieces)
+            place += len(bucket.masters.fragments)
         self._likely = factor == self.owner.gradient_hooks.unscaling()
         if any(g is not None for g in given):
             self.update(optimizer, given, factor)
@@ -243,7 +243,7 @@ class SuperOffload(Updates):
 
 
 class _Spare:
-    """Memory for the attempts on one bucket, which is kept: fresh pages cost more than the copies."""
+    """Memory for attempts on one bucket, which is kept: fresh pages cost more than the copies."""
 
     def __init__(self, bucket: FlatBucket) -> None:
         self.bucket = bucket
@@ -258,16 +258,16 @@ class _Spare:
             self.copies = torch.empty_like(staged)
         copies = [
             self.copies[p.within] if self.copies is not None and p.stop > p.start else None
-            for p in bucket.pieces
+            for p in bucket.fragments
         ]
-        self.stepper = Stepper([p.master for p in bucket.pieces], copies)
+        self.stepper = Stepper([p.master for p in bucket.fragments], copies)
 
-    def room(self, key: str, piece: Piece, like: Tensor) -> Tensor:
-        """Where state `key` of a piece is saved."""
+    def room(self, key: str, fragment: Fragment, like: Tensor) -> Tensor:
+        """Where state `key` of a fragment is saved."""
         flat = self._saved.get(key)
         if flat is None or flat.dtype != like.dtype:
             flat = self._saved[key] = torch.empty(self.bucket.layout.shard_numel, dtype=like.dtype)
-        return flat[piece.within]
+        return flat[fragment.within]
 
 
 @dataclass(slots=True, eq=False)
@@ -282,7 +282,7 @@ class _Attempt:
     factor: float
     settings: list[dict[str, Any]] = field(init=False)
 
-    # The gradient of each piece; None: it is left to the step.
+    # The gradient of each fragment; None: it is left to the step.
     grads: list[Tensor | None] = field(init=False)
 
     # Done when it was made, or cancelled.
@@ -291,16 +291,16 @@ class _Attempt:
     # What it has changed, and the values of that from before, in the same order.
     changed: tuple[list[Tensor], list[Tensor]] | None = None
 
-    # The optimizer's states of each piece from before; None: it had none.
-    states: list[tuple[Piece, dict[str, Any] | None]] = field(default_factory=list)
+    # The optimizer's states of each fragment from before; None: it had none.
+    states: list[tuple[Fragment, dict[str, Any] | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         used = self.source.used
         shard = self.source.shard
         assert shard is not None
-        mine = [used[p.index] and p.stop > p.start for p in self.bucket.pieces]
+        mine = [used[p.index] and p.stop > p.start for p in self.bucket.fragments]
         self.grads = [
-            shard[p.within] if m else None for p, m in zip(self.bucket.pieces, mine, strict=True)
+            shard[p.within] if m else None for p, m in zip(self.bucket.fragments, mine, strict=True)
         ]
         self.settings = _settings(self.optimizer)
 
@@ -310,7 +310,7 @@ class _Attempt:
 
     @property
     def places(self) -> list[int]:
-        """The pieces that it updates."""
+        """The fragments that it updates."""
         return [i for i, grad in enumerate(self.grads) if grad is not None]
 
     @property
@@ -338,15 +338,15 @@ class _Attempt:
         live: list[Tensor] = []
         saved: list[Tensor] = []
         for place in self.places:
-            piece = self.bucket.pieces[place]
-            state = self.optimizer.state.get(piece.master)
-            self.states.append((piece, None if state is None else dict(state)))
-            for key, value in {"": piece.master, **(state or {})}.items():
+            fragment = self.bucket.fragments[place]
+            state = self.optimizer.state.get(fragment.master)
+            self.states.append((fragment, None if state is None else dict(state)))
+            for key, value in {"": fragment.master, **(state or {})}.items():
                 if isinstance(value, Tensor):
                     live.append(value.detach())
-                    whole = value.shape == piece.master.shape
+                    whole = value.shape == fragment.master.shape
                     saved.append(
-                        self.spare.room(key, piece, value) if whole else torch.empty_like(value)
+                        self.spare.room(key, fragment, value) if whole else torch.empty_like(value)
                     )
         if live:
             torch._foreach_copy_(saved, live)
@@ -361,22 +361,22 @@ class _Attempt:
         if live:
             torch._foreach_copy_(live, saved)
         # States that the attempt has made, or replaced by other tensors.
-        for piece, state in self.states:
+        for fragment, state in self.states:
             if state is None:
-                self.optimizer.state.pop(piece.master, None)
+                self.optimizer.state.pop(fragment.master, None)
             else:
-                self.optimizer.state[piece.master].clear()
-                self.optimizer.state[piece.master].update(state)
+                self.optimizer.state[fragment.master].clear()
+                self.optimizer.state[fragment.master].update(state)
         self.changed = None
 
     @torch.no_grad()
     def keep(self) -> None:
         """The attempt was right: make its 16-bit weights the bucket's, as the step does."""
         if self.spare.copies is not None and not self.spare.steps:
-            pieces = [self.bucket.pieces[i] for i in self.places]
+            fragments = [self.bucket.fragments[i] for i in self.places]
             parts = [self.bucket.weights.parts[i] for i in self.places]
             if parts:
-                torch._foreach_copy_(parts, [self.spare.copies[p.within] for p in pieces])
+                torch._foreach_copy_(parts, [self.spare.copies[p.within] for p in fragments])
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ def step(
     next one is fetched. Weights are written before their masters are evicted again; the store may
     save both behind the step.
     """
-    owners = [b.masters for b in source.buckets for _ in b.masters.pieces]
+    owners = [b.masters for b in source.buckets for _ in b.masters.fragments]
     with_grads = dict.fromkeys(m for m, g in zip(owners, grads, strict=True) if g is not None)
     tiles = [m for m in with_grads if isinstance(m, Evicted)]
     present = [g if m.evicts is None else None for m, g in zip(owners, grads, strict=True)]
@@ -42,19 +42,19 @@ def step(
         stepper.step(optimizer, present, factor)
     if not tiles:
         return
-    pieces = [p for b in source.buckets for p in b.masters.pieces]
+    fragments = [p for b in source.buckets for p in b.masters.fragments]
     kept = settings_of(optimizer)
     for tile, following in zip(tiles, [*tiles[1:], None], strict=True):
         mine = [g if m is tile else None for m, g in zip(owners, grads, strict=True)]
         unused = [
-            p for p, m, g in zip(pieces, owners, grads, strict=True) if m is tile and g is None
+            p for p, m, g in zip(fragments, owners, grads, strict=True) if m is tile and g is None
         ]
         needed: list[Tensor] = []
         if following is not None and ahead:
             needed = [*source.reduced(following.bucket), *following.states(optimizer)]
         # Without a gradient for every element, the weights of others must be read first.
         written = sum(g.numel() for g in mine if g is not None)
-        all_used = written == sum(p.master.numel() for p in tile.pieces)
+        all_used = written == sum(p.master.numel() for p in tile.fragments)
         reduced = source.reduced(tile.bucket)
         with torch.no_grad(), tile.step(optimizer, reduced, needed, all_used=all_used):
             stepper.step(optimizer, mine, factor)

@@ -22,7 +22,7 @@ from ds_zero.gather.unit import GatherUnit
 from ds_zero.reduce.reducer import IN_FLIGHT, crowded
 
 if TYPE_CHECKING:
-    from ds_zero.comm.wires import WeightWire
+    from ds_zero.comm.collectives import WeightGather
     from ds_zero.config import ZeroConfig
     from ds_zero.gather.grouping import Gatherer
 
@@ -52,7 +52,7 @@ class SimulatedUnit(GatherUnit):
         self.bucket = bucket
         self.gathers = 0
 
-    def _begin(self, wire: WeightWire) -> None:
+    def _begin(self, wire: WeightGather) -> None:
         self.gathers += 1
 
     def _finish(self) -> None:

@@ -216,7 +216,7 @@ class Grads:
     def views(self) -> list[Tensor]:
         """The shard's range of each parameter."""
         assert self.shard is not None
-        return [self.shard[p.within] for p in self.bucket.pieces]
+        return [self.shard[p.within] for p in self.bucket.fragments]
 
     def tensors(self, *, reduced: bool) -> Iterable[Tensor | None]:
         """The tensors on the device that have gradients: reduced, or not yet."""
@@ -332,7 +332,7 @@ class EvictedGrads(HostGrads):
         host = super()._use_host(dtype)
         if host is not before:
             # Torch makes no views of evicted memory.
-            self._parts = [host[p.within] for p in self.bucket.pieces]
+            self._parts = [host[p.within] for p in self.bucket.fragments]
         return host
 
     def views(self) -> list[Tensor]:

@@ -58,8 +58,8 @@ class LocalGradients(GradientSource):
         """See `GradientSource.zero_grad`."""
         self.given = []
         for bucket in self.buckets:
-            for piece in bucket.masters.pieces:
-                piece.master.grad = piece.param.grad = None
+            for fragment in bucket.masters.fragments:
+                fragment.master.grad = fragment.param.grad = None
 
 
 def _flat(grad: Tensor | None) -> Tensor | None:

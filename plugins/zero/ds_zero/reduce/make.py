@@ -11,7 +11,7 @@ from ds_zero.reduce.reducer import Reducer
 if TYPE_CHECKING:
     from ds_zero.base import ZeroPartitioner
     from ds_zero.buckets.flat import FlatBucket
-    from ds_zero.comm.wires import GradientWire
+    from ds_zero.comm.collectives import GradientReduce
     from ds_zero.reduce.source import GradientSource
 
 
@@ -20,12 +20,12 @@ def make_reducer(
     buckets: Sequence[FlatBucket],
     groups: Callable[[FlatBucket], Any],
     order: Callable[[], Sequence[FlatBucket]] | None = None,
-    wire: Callable[[FlatBucket], GradientWire | None] = lambda bucket: None,
+    how: Callable[[FlatBucket], GradientReduce | None] = lambda bucket: None,
 ) -> GradientSource:
     """What takes the gradients of `buckets`; see `Reducer` for the arguments."""
     if _stay_local(owner, buckets):
         return LocalGradients(owner, buckets)
-    return Reducer(owner, buckets, groups, order, wire)
+    return Reducer(owner, buckets, groups, order, how)
 
 
 def _stay_local(owner: ZeroPartitioner, buckets: Sequence[FlatBucket]) -> bool:

@@ -18,6 +18,7 @@ called again for that bucket, in `Reducer.finish`, or after the next `begin`).
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -32,15 +33,15 @@ from ds_core.buckets import averaging_factors, wire_dtype
 from ds_core.params import GradGroup, squared_norm
 from ds_core.partition import BackwardPlan, GradState
 from ds_core.process import log_once
-from ds_zero.comm.wires import Chain, gradient_wire
+from ds_zero.comm.collectives import Chain, gradient_reduce
 from ds_zero.reduce.bucket_grads import BufferPool, GradRules, Grads
 from ds_zero.reduce.source import GradientSource
 
 if TYPE_CHECKING:
     from ds_zero.base import ZeroPartitioner
     from ds_zero.buckets.flat import FlatBucket
-    from ds_zero.buckets.records import Piece
-    from ds_zero.comm.wires import GradientWire
+    from ds_zero.buckets.records import Fragment
+    from ds_zero.comm.collectives import GradientReduce
 
 log = logging.getLogger("ds_zero")
 
@@ -77,7 +78,7 @@ class Reducer(GradientSource):
     groups: the process group of each bucket's reduction.
     order: the order in which buckets are reduced, called at the start of each backward; equal on
         all ranks. None: that of `buckets`.
-    wire: by which a bucket is reduced; None: by that of the config.
+    how: the collectives by which a bucket is reduced; None: those of the config.
     """
 
     on_reduced: Callable[[FlatBucket], None] | None = None
@@ -92,19 +93,19 @@ class Reducer(GradientSource):
         buckets: Sequence[FlatBucket],
         groups: Callable[[FlatBucket], Any],
         order: Callable[[], Sequence[FlatBucket]] | None = None,
-        wire: Callable[[FlatBucket], GradientWire | None] = lambda bucket: None,
+        how: Callable[[FlatBucket], GradientReduce | None] = lambda bucket: None,
     ) -> None:
         super().__init__(owner, buckets)
 
         # -- how buckets are reduced --
         self._group = groups
         self._order = order
-        self._wire = wire
-        self._plain = gradient_wire(self.section)
+        self._how = how
+        self._plain = gradient_reduce(self.section)
         # Sums become means by these factors: one before the reduction, one after it.
         self._before, self._after = averaging_factors(self.ctx, self.ctx.mesh.size("dp"))
-        # By bucket; made in the first backward, since autocast may list its parameters after `attach`.
-        self._wire_dtypes: dict[FlatBucket, torch.dtype] = {}
+        # By bucket. Made in the first backward: autocast may list its parameters after `attach`.
+        self._sent_dtypes: dict[FlatBucket, torch.dtype] = {}
         # A gradient can stay in param.grad only where it accumulates in the parameter's own dtype.
         self._eager = self.section.contiguous_gradients or self.ctx.precision.accumulate is not None
         # Plugins that change reduced gradients.
@@ -200,7 +201,7 @@ class Reducer(GradientSource):
     def _start(self) -> None:
         """Prepare for one backward."""
         self._state = GradState.RUNNING
-        self._wire_dtypes = self._wire_dtypes or {b: self._wire_dtype(b) for b in self._all}
+        self._sent_dtypes = self._sent_dtypes or {b: self._sent_dtype(b) for b in self._all}
         self._next = 0
         # Frozen buckets, the same on all ranks, are not reduced.
         order = self._order() if self._order is not None else list(self._all)
@@ -208,14 +209,12 @@ class Reducer(GradientSource):
         for grads in self._queue:
             grads.arrived.clear()
 
-    def _wire_dtype(self, bucket: FlatBucket) -> torch.dtype:
+    def _sent_dtype(self, bucket: FlatBucket) -> torch.dtype:
         """The dtype in which a bucket is reduced: the widest that any of its parameters asks
         for."""
-        wanted = [wire_dtype(p, self.ctx) for p in bucket.params]
-        wire = wanted[0]
-        for dtype in wanted[1:]:
-            wire = torch.promote_types(wire, dtype)
-        return wire
+        return functools.reduce(
+            torch.promote_types, (wire_dtype(p, self.ctx) for p in bucket.params)
+        )
 
     def _advance(self) -> None:
         # [Note: several engines] Buckets are waited for in backward, too, to keep few in memory. If
@@ -243,9 +242,9 @@ class Reducer(GradientSource):
         # The shard to which the result is added is read while the reduction runs.
         grads.expect()
         source = grads.launch()
-        wire = self._wire_dtypes[bucket]
-        if source.dtype != wire and bucket.reduces:
-            cast = self._pool.get(source.numel(), wire, source.device).copy_(source)
+        sent = self._sent_dtypes[bucket]
+        if source.dtype != sent and bucket.reduces:
+            cast = self._pool.get(source.numel(), sent, source.device).copy_(source)
             self._pool.put(source)
             source = cast
         if self._before != 1.0:
@@ -266,8 +265,8 @@ class Reducer(GradientSource):
                 if isinstance(work, Chain):
                     work.advance()
         comm.label(bucket.about_gradients)
-        wire = self._wire(bucket) or self._plain
-        works, out = wire.start(bucket, source, self._group(bucket), self._room)
+        how = self._how(bucket) or self._plain
+        works, out = how.start(bucket, source, self._group(bucket), self._room)
         return _Reduction(grads, works, source, out)
 
     def _room(self, bucket: FlatBucket, source: Tensor) -> Tensor:
@@ -355,7 +354,7 @@ class Reducer(GradientSource):
         # The group of reductions, since weights may be gathered on that of `replicas` meanwhile;
         # with ranks of other blocks those gathers are on another one.
         bucket = grads.bucket
-        return self.ctx.mesh.group(*bucket.replicas) if bucket.far else self._group(bucket)
+        return self.ctx.mesh.group(*bucket.replicas) if bucket.outer else self._group(bucket)
 
     # -- step --------------------------------------------------------------------------------------
 
@@ -392,7 +391,8 @@ class Reducer(GradientSource):
 
     def _squares(self, tensors: list[Tensor]) -> Tensor:
         kind = tensors[0].device.type, str(tensors[0].dtype).removeprefix("torch.")
-        return self.ctx.kernels.get("squared_norm", *kind, squared_norm)(tensors)  # type: ignore[no-any-return]
+        squares: Tensor = self.ctx.kernels.get("squared_norm", *kind, squared_norm)(tensors)
+        return squares
 
     def grads(self, bucket: FlatBucket) -> Grads | None:
         """See `GradientSource.grads`."""
@@ -414,10 +414,10 @@ class Reducer(GradientSource):
         """See `GradientSource.used`."""
         return bucket in self._all and any(self._all[bucket].used)
 
-    def unused(self, bucket: FlatBucket) -> list[Piece]:
+    def unused(self, bucket: FlatBucket) -> list[Fragment]:
         """See `GradientSource.unused`."""
         used = self._all[bucket].used
-        return [p for p in bucket.pieces if not used[p.index] and p.stop > p.start]
+        return [p for p in bucket.fragments if not used[p.index] and p.stop > p.start]
 
     def zero_grad(self) -> None:
         """See `GradientSource.zero_grad`."""
@@ -427,9 +427,9 @@ class Reducer(GradientSource):
         self.given = []
         for bucket, grads in self._all.items():
             grads.drop()
-            for piece in bucket.masters.pieces:
-                piece.master.grad = None
-                piece.param.grad = None
+            for fragment in bucket.masters.fragments:
+                fragment.master.grad = None
+                fragment.param.grad = None
 
     def detach(self) -> None:
         """See `GradientSource.detach`."""

@@ -16,27 +16,25 @@ if TYPE_CHECKING:
     from ds_core.partition import BackwardPlan
     from ds_zero.base import ZeroPartitioner
     from ds_zero.buckets.flat import FlatBucket
-    from ds_zero.buckets.records import Piece
+    from ds_zero.buckets.records import Fragment
     from ds_zero.reduce.bucket_grads import Grads
 
 
 class GradientSource(ABC):
-    """Takes the gradients of `buckets` from backward, and gives the optimizer those of its pieces.
-
-    given: between `gradients` and the end of the step, the gradient of each of what is `optimized`
-        of all buckets.
-    local: whether gradients stay in ``param.grad``, so that nothing needs to be reported in
-        backward.
-    """
+    """Takes the gradients of `buckets` from backward, and gives the optimizer those of its fragments."""
 
     local = False
+    """Whether gradients stay in ``param.grad``, so that nothing is reported in backward."""
+
+    given: list[Tensor | None]
+    """Between `gradients` and the end of the step: one for each of all buckets' fragments."""
 
     def __init__(self, owner: ZeroPartitioner, buckets: Sequence[FlatBucket]) -> None:
         self.owner = owner
         self.ctx = owner.ctx
         self.section = owner.section
         self.buckets = list(buckets)
-        self.given: list[Tensor | None] = []
+        self.given = []
         self._params = {p for b in buckets for p in b.params}
         self._axes = {b: self.ctx.mesh.expand((*b.held, *b.axes)) for b in buckets}
 
@@ -62,12 +60,12 @@ class GradientSource(ABC):
 
     @abstractmethod
     def used(self, bucket: FlatBucket) -> bool:
-        """Whether any rank had a gradient for any parameter of `bucket`; asked between `gradients`
-        and `zero_grad`.
+        """Whether any rank had a gradient for any parameter of `bucket`; called between
+        `gradients` and `zero_grad`.
         """
 
-    def unused(self, bucket: FlatBucket) -> list[Piece]:
-        """This rank's pieces of `bucket` for which no rank had a gradient; asked when `used` is."""
+    def unused(self, bucket: FlatBucket) -> list[Fragment]:
+        """This rank's fragments of `bucket` without a gradient on any rank; called when `used` is."""
         return []
 
     @property
@@ -123,9 +121,9 @@ class GradientSource(ABC):
         mine: Iterable[Sequence[Tensor | None]],
         norms: Mapping[FlatBucket, Tensor] = MappingProxyType({}),
     ) -> list[GradGroup]:
-        """`given`, and the groups of the norm. mine: per bucket, the gradients of what is
-        `optimized` of it.
+        """Set `given`, and return the groups of the norm.
 
+        mine: per bucket, the gradients of its fragments.
         norms: of buckets whose gradients are evicted, their L2 norm, which stands for them.
         """
         by_axes: dict[tuple[str, ...], list[Tensor]] = {}

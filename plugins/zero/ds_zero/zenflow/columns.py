@@ -1,7 +1,7 @@
-"""Which elements of a rank's piece belong to chosen columns of a weight, and which columns are
+"""Which elements of a rank's fragment belong to chosen columns of a weight, and which columns are
 important.
 
-A weight is seen as a matrix whose columns are its last dimension. A piece is a range of it,
+A weight is seen as a matrix whose columns are its last dimension. A fragment is a range of it,
 flattened: the end of one row, whole rows, the beginning of another.
 """
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 
 class Rectangle(NamedTuple):
-    """`rows` rows of a piece, `width` columns from `first` on; `at`: where it begins in the flat
-    piece.
+    """`rows` rows of a fragment, `width` columns from `first` on; `at`: where it begins in the flat
+    fragment.
     """
 
     at: int
@@ -26,7 +26,7 @@ class Rectangle(NamedTuple):
     width: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """These elements of a flat piece, as a matrix that shares its memory."""
+        """These elements of a flat fragment, as a matrix that shares its memory."""
         return flat[self.at : self.at + self.rows * self.width].view(self.rows, self.width)
 
 
@@ -45,7 +45,7 @@ def rectangles(start: int, stop: int, columns: int) -> list[Rectangle]:
 
 
 def squares(parts: Sequence[Rectangle], flat: Tensor, columns: int) -> Tensor:
-    """For each column the sum of squares of this piece's elements, in fp64 for fp64 and complex
+    """For each column the sum of squares of this fragment's elements, in fp64 for fp64 and complex
     ones, else fp32.
     """
     wide = torch.float64 if flat.dtype in (torch.float64, torch.complex128) else torch.float32
@@ -72,7 +72,7 @@ def important(norms: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The elements of one piece that are updated on the device, in the order of the piece.
+    """The elements of one fragment that are updated on the device, in the order of the fragment.
 
     places: (rectangle, which of its columns). whole: set where these are all elements, their
     number.
@@ -103,14 +103,14 @@ class Chosen:
         )
 
     def take(self, flat: Tensor) -> Tensor:
-        """Their values in a flat piece, as a new flat tensor."""
+        """Their values in a flat fragment, as a new flat tensor."""
         if self.whole is not None:
             return flat.clone()
         found = [p.of(flat).index_select(1, c.to(flat.device)).reshape(-1) for p, c in self.places]
         return torch.cat(found) if found else flat.new_empty(0)
 
     def put(self, flat: Tensor, values: Tensor) -> None:
-        """Write them into a flat piece, cast and moved to where it is."""
+        """Write them into a flat fragment, cast and moved to where it is."""
         values = values.to(flat.device, flat.dtype)
         if self.whole is not None:
             flat.copy_(values)

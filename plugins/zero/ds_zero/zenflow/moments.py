@@ -53,8 +53,10 @@ def take_states(
     steps: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """The states of `chosen`, as if there had been `steps` updates. host: of the piece; like: what
-    has them there.
+    """The states of `chosen`, as if there had been `steps` updates.
+
+    host: those of the fragment.
+    like: the tensor that has them there.
     """
     found: dict[str, Any] = {}
     for key, value in host.items():
@@ -77,7 +79,7 @@ def put_states(
     group: Mapping[str, Any],
     steps: int,
 ) -> None:
-    """Write the states `part`, of `size` elements, into those of a piece, as if there had been
+    """Write the states `part`, of `size` elements, into those of a fragment, as if there had been
     `steps` updates.
     """
     for key, into in host.items():

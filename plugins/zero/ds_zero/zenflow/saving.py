@@ -29,32 +29,34 @@ _NUMBERS = ("updates", "steps", "since", "warm", "begun", "pending", "used", "re
 
 
 def states(flow: ZenFlow, weight: Weight, store: bool) -> Iterator[StateTensor]:
-    """The states of this module of one piece."""
-    piece = weight.piece
+    """The states of this module of one fragment."""
+    fragment = weight.fragment
     held = weight.bucket.held
-    first = store and piece.start == 0
+    first = store and fragment.start == 0
     if flow.pending and not weight.bucket.masters.differ:  # else masters are saved anyway
-        place = (piece.shape, piece.start, piece.stop, held)
-        yield StateTensor(f"master/{piece.name}", piece.master.data, *place, store)
+        place = (fragment.shape, fragment.start, fragment.stop, held)
+        yield StateTensor(f"master/{fragment.name}", fragment.master.data, *place, store)
     run = (flow.steps, flow.since, flow.warm, flow.begun, bool(flow.pending))
     own = (weight.used, weight.rest, weight.most)
     numbers = torch.tensor(
         [[[[float(n) for n in (weight.updates, *run, *own)]]]], dtype=torch.float64
     )
     yield StateTensor(
-        f"zenflow/{piece.name}", numbers, tuple(numbers.shape), 0, numbers.numel(), held, first
+        f"zenflow/{fragment.name}", numbers, tuple(numbers.shape), 0, numbers.numel(), held, first
     )
     if not weight.deferred or weight.picked is None:
         return
     mask = torch.zeros(1, 1, 1, weight.columns, dtype=torch.uint8)
     mask[0, 0, 0, weight.picked.cpu()] = 1
     yield StateTensor(
-        f"zenflow_columns/{piece.name}", mask, tuple(mask.shape), 0, mask.numel(), held, first
+        f"zenflow_columns/{fragment.name}", mask, tuple(mask.shape), 0, mask.numel(), held, first
     )
     tile = flow.tile_of[weight.bucket]
     if weight.used and tile.sums:
-        place = (piece.shape, piece.start, piece.stop, held)
-        yield StateTensor(f"zenflow_sum/{piece.name}", tile.sums[0][piece.within], *place, store)
+        place = (fragment.shape, fragment.start, fragment.stop, held)
+        yield StateTensor(
+            f"zenflow_sum/{fragment.name}", tile.sums[0][fragment.within], *place, store
+        )
 
 
 @torch.no_grad()
@@ -65,13 +67,13 @@ def load(flow: ZenFlow, source: StateSource, optimizer: Optimizer | None) -> Non
     """
     if optimizer is None:
         for weight in flow.weights:
-            flow.follow(weight.piece)
+            flow.follow(weight.fragment)
         return
     flow.begin_anew(optimizer)
     known = set(source.names())
     for tile in flow.tiles:
         for weight in tile.weights:
-            if f"zenflow/{weight.piece.name}" in known:
+            if f"zenflow/{weight.fragment.name}" in known:
                 _load_weight(flow, weight, source, known)
         if tile.staged is not None:
             tile.staged.copy_(tile.bucket.masters.flat)
@@ -80,10 +82,10 @@ def load(flow: ZenFlow, source: StateSource, optimizer: Optimizer | None) -> Non
 
 
 def _load_weight(flow: ZenFlow, weight: Weight, source: StateSource, known: set[str]) -> None:
-    """Read the states of one piece."""
-    piece = weight.piece
+    """Read the states of one fragment."""
+    fragment = weight.fragment
     tile = flow.tile_of[weight.bucket]
-    values = source.read(f"zenflow/{piece.name}").tolist()
+    values = source.read(f"zenflow/{fragment.name}").tolist()
     found = dict(zip(_NUMBERS, values, strict=True))
     flow.steps, flow.since, flow.warm = (int(found[k]) for k in ("steps", "since", "warm"))
     flow.begun |= bool(found["begun"])
@@ -93,12 +95,14 @@ def _load_weight(flow: ZenFlow, weight: Weight, source: StateSource, known: set[
     weight.most = found["most"]
     if found["pending"]:
         flow.pending = flow.tiles
-        if not weight.bucket.masters.differ and f"master/{piece.name}" in known:
-            piece.master.data.copy_(source.read(f"master/{piece.name}", piece.start, piece.stop))
-    columns = f"zenflow_columns/{piece.name}"
+        if not weight.bucket.masters.differ and f"master/{fragment.name}" in known:
+            fragment.master.data.copy_(
+                source.read(f"master/{fragment.name}", fragment.start, fragment.stop)
+            )
+    columns = f"zenflow_columns/{fragment.name}"
     if weight.deferred and columns in known and source.shape(columns)[-1] == weight.columns:
         weight.picked = source.read(columns).nonzero().view(-1).to(weight.bucket.full.device)
-    if f"zenflow_sum/{piece.name}" in known and weight.deferred:
-        tile.begin_sum()[piece.within].copy_(
-            source.read(f"zenflow_sum/{piece.name}", piece.start, piece.stop)
+    if f"zenflow_sum/{fragment.name}" in known and weight.deferred:
+        tile.begin_sum()[fragment.within].copy_(
+            source.read(f"zenflow_sum/{fragment.name}", fragment.start, fragment.stop)
         )

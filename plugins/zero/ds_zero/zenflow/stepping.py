@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from ds_zero.base import ZeroPartitioner
     from ds_zero.buckets.flat import FlatBucket
-    from ds_zero.buckets.records import Piece
+    from ds_zero.buckets.records import Fragment
     from ds_zero.config import ZenFlowConfig
 
 
@@ -61,12 +61,12 @@ class ZenFlow(Updates):
         self.keys = keys
         self.tiles: list[Tile] = []
         for bucket in owner.reducer.buckets:
-            weights = [Weight.of(bucket, p, keys.topk_ratio) for p in bucket.pieces]
+            weights = [Weight.of(bucket, p, keys.topk_ratio) for p in bucket.fragments]
             self.tiles.append(Tile(bucket, weights, sum(len(t.weights) for t in self.tiles)))
             assert isinstance(bucket.masters, Deferred)
             bucket.masters.updates = self
         self.weights = [w for t in self.tiles for w in t.weights]
-        self.of = {w.piece: w for w in self.weights}
+        self.of = {w.fragment: w for w in self.weights}
         self.tile_of = {t.bucket: t for t in self.tiles}
 
         # -- the interval --
@@ -154,20 +154,20 @@ class ZenFlow(Updates):
         self.optimizer = optimizer
         optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedules ask whether it ever stepped
         copies = [self._copy_of(tile, w) for tile in self.tiles for w in tile.weights]
-        self._host_stepper = Stepper([w.piece.master for w in self.weights], copies, every=False)
+        self._host_stepper = Stepper([w.fragment.master for w in self.weights], copies, every=False)
 
     def _take_gradients(self) -> None:
         reducer = self.owner.reducer
         for weight, grad in zip(self.weights, reducer.given, strict=True):
             found = reducer.grads(weight.bucket)
-            weight.now = found is not None and found.used[weight.piece.index]
+            weight.now = found is not None and found.used[weight.fragment.index]
             weight.grad = grad
             weight.used |= weight.now
         for tile in self.tiles:
             tile.changed = any(w.now for w in tile.weights)
 
     def _norms(self) -> dict[Weight, Tensor]:
-        """The norm of each column of each weight's gradient, over all ranks that have pieces of it.
+        """The norm of each column of each weight's gradient, over all ranks that have fragments of it.
 
         Collective.
         """
@@ -211,7 +211,7 @@ class ZenFlow(Updates):
                 states[weight.part] = old[weight.part]
         for weight in weights:
             weight.choose()
-            master = weight.piece.master
+            master = weight.fragment.master
             host = self.optimizer.state.get(master, {})
             if weight.part is not None and weight.chosen is not None and host:
                 group = self._group_of[master]
@@ -224,7 +224,7 @@ class ZenFlow(Updates):
     def _make_device(self, states: dict[Tensor, dict[str, Any]]) -> None:
         """Make the device's optimizer of the parts there are now."""
         assert self.optimizer is not None
-        parts = {w.piece.master: w.part for w in self.weights if w.part is not None}
+        parts = {w.fragment.master: w.part for w in self.weights if w.part is not None}
         device = self.device = twin(self.optimizer, self.ctx.kernels)
         device.state = states  # type: ignore[assignment]
         device.param_groups = [
@@ -270,12 +270,14 @@ class ZenFlow(Updates):
                 with tile.bucket.weights.in_memory(write=True):
                     for weight in found:
                         assert weight.part is not None and weight.chosen is not None
-                        part = tile.bucket.weights.parts[weight.piece.index]
+                        part = tile.bucket.weights.parts[weight.fragment.index]
                         weight.chosen.put(part, weight.part.data)
 
     def _host_state(self, weight: Weight) -> Mapping[str, Any]:
         return (
-            self.optimizer.state.get(weight.piece.master, {}) if self.optimizer is not None else {}
+            self.optimizer.state.get(weight.fragment.master, {})
+            if self.optimizer is not None
+            else {}
         )
 
     @property
@@ -381,12 +383,12 @@ class ZenFlow(Updates):
         for weight in weights:
             part = weight.part
             chosen = weight.chosen
-            master = weight.piece.master
+            master = weight.fragment.master
             if part is None or chosen is None:
                 continue
             chosen.put(master.data, part.data)
             if (staged := self.tile_of[weight.bucket].staged) is not None:
-                chosen.put(staged[weight.piece.within], part.data)
+                chosen.put(staged[weight.fragment.within], part.data)
             state = self.device.state.get(part, {}) if self.device is not None else {}
             if state and self.optimizer is not None:
                 if not self.optimizer.state.get(master):
@@ -398,17 +400,17 @@ class ZenFlow(Updates):
                     chosen, state, part.numel(), host, self._group_of[master], steps_of(host)
                 )
 
-    def follow(self, piece: Piece) -> None:
+    def follow(self, fragment: Fragment) -> None:
         """See `DeferredUpdates.follow`."""
-        weight = self.of[piece]
+        weight = self.of[fragment]
         if weight.part is not None and weight.chosen is not None:
-            weight.part.data.copy_(weight.chosen.take(piece.master.data))
+            weight.part.data.copy_(weight.chosen.take(fragment.master.data))
             state = self.device.state.get(weight.part, {}) if self.device is not None else {}
-            host = self.optimizer.state.get(piece.master) if self.optimizer is not None else None
+            host = self.optimizer.state.get(fragment.master) if self.optimizer is not None else None
             if state and host:
                 place = (
-                    piece.master,
-                    self._group_of[piece.master],
+                    fragment.master,
+                    self._group_of[fragment.master],
                     weight.updates,
                     weight.part.device,
                 )
@@ -416,7 +418,7 @@ class ZenFlow(Updates):
                     if isinstance(value, Tensor) and value.dim():
                         state[key].copy_(value)
         if (staged := self.tile_of[weight.bucket].staged) is not None:
-            staged[piece.within].copy_(piece.master.data)
+            staged[fragment.within].copy_(fragment.master.data)
 
     def _copy_of(self, tile: Tile, weight: Weight) -> Tensor | None:
         """Where the host's step writes the new weight, where that has another dtype than its
@@ -427,8 +429,8 @@ class ZenFlow(Updates):
             assert bucket.masters.store is not None
             tile.staged = bucket.masters.store.buffer(bucket.layout.shard_numel, bucket.dtype)
             tile.staged.copy_(bucket.masters.flat)
-        empty = tile.staged is None or weight.piece.stop == weight.piece.start
-        return None if empty else tile.staged[weight.piece.within]  # type: ignore[index]
+        empty = tile.staged is None or weight.fragment.stop == weight.fragment.start
+        return None if empty else tile.staged[weight.fragment.within]  # type: ignore[index]
 
     def begin_anew(self, optimizer: Optimizer) -> None:
         """Forget which columns are chosen, and the interval that has begun; what the host has
@@ -452,9 +454,9 @@ class ZenFlow(Updates):
         """See `Updates.loaded`."""
         saving.load(self, source, optimizer)
 
-    def saved(self, piece: Piece, store: bool) -> Iterator[StateTensor]:
+    def saved(self, fragment: Fragment, store: bool) -> Iterator[StateTensor]:
         """See `DeferredUpdates.saved`."""
-        return saving.states(self, self.of[piece], store)
+        return saving.states(self, self.of[fragment], store)
 
     # -- states that rest on the host (key `offload`) ----------------------------------------------
 

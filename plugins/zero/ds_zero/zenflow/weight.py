@@ -18,30 +18,30 @@ if TYPE_CHECKING:
 
     from ds_core.accelerator import Accelerator
     from ds_zero.buckets.flat import FlatBucket
-    from ds_zero.buckets.records import Piece
+    from ds_zero.buckets.records import Fragment
 
 
 @dataclass(slots=True, eq=False)
 class Weight:
-    """This rank's piece of one parameter."""
+    """This rank's fragment of one parameter."""
 
     bucket: FlatBucket
-    piece: Piece
+    fragment: Fragment
 
     # -- columns of the weight, as a matrix --
     # How many there are, and how many of them are updated on the device.
     columns: int
     wanted: int
-    # The piece as rectangles of it.
+    # The fragment as rectangles of it.
     parts: list[Rectangle]
     # The columns that are updated on the device; None: not chosen yet.
     picked: Tensor | None = None
-    # The piece's elements of them, and what the device's optimizer updates.
+    # The fragment's elements of them, and what the device's optimizer updates.
     chosen: Chosen | None = None
     part: nn.Parameter | None = None
 
     # -- this step --
-    # Whether any rank had a gradient, and this piece's.
+    # Whether any rank had a gradient, and this fragment's.
     now: bool = False
     grad: Tensor | None = None
 
@@ -55,11 +55,11 @@ class Weight:
     most: float = 0.0
 
     @classmethod
-    def of(cls, bucket: FlatBucket, piece: Piece, ratio: float) -> Weight:
+    def of(cls, bucket: FlatBucket, fragment: Fragment, ratio: float) -> Weight:
         """ratio: of columns that are updated on the device."""
-        columns = piece.shape[-1] if len(piece.shape) > 1 and 0 not in piece.shape else 0
-        parts = rectangles(piece.start, piece.stop, columns) if columns else []
-        return cls(bucket, piece, columns, count_of(columns, ratio), parts)
+        columns = fragment.shape[-1] if len(fragment.shape) > 1 and 0 not in fragment.shape else 0
+        parts = rectangles(fragment.start, fragment.stop, columns) if columns else []
+        return cls(bucket, fragment, columns, count_of(columns, ratio), parts)
 
     @property
     def deferred(self) -> bool:
@@ -70,45 +70,48 @@ class Weight:
 
     @property
     def tallied(self) -> bool:
-        """Whether this rank counts it, of those that have pieces of it, where a share of all
+        """Whether this rank counts it, of those that have fragments of it, where a share of all
         weights is asked for.
         """
         return (
-            self.deferred and self.bucket.counted and self.piece.start == 0 and self.piece.stop > 0
+            self.deferred
+            and self.bucket.counted
+            and self.fragment.start == 0
+            and self.fragment.stop > 0
         )
 
     def squares(self) -> Tensor:
-        """For each column the sum of squares of this piece's gradient."""
+        """For each column the sum of squares of this fragment's gradient."""
         if self.grad is not None:
             return squares(self.parts, self.grad.view(-1), self.columns)
         return squares([], self.bucket.full.new_empty(0), self.columns)
 
     def choose(self) -> None:
         """Make `chosen` and `part` for the columns that are picked, from the host's master."""
-        piece = self.piece
+        fragment = self.fragment
         before = self.part
         self.chosen = self.part = None
-        if piece.stop == piece.start or not piece.param.requires_grad:
+        if fragment.stop == fragment.start or not fragment.param.requires_grad:
             return
         if not self.deferred:
-            self.chosen = Chosen(whole=piece.stop - piece.start)
+            self.chosen = Chosen(whole=fragment.stop - fragment.start)
         elif self.picked is not None:
             self.chosen = Chosen.of(self.parts, self.picked)
         if self.chosen is not None and self.chosen.numel:
             device = self.bucket.full.device if before is None else before.device
             self.part = nn.Parameter(
-                self.chosen.take(piece.master.data).to(device), requires_grad=False
+                self.chosen.take(fragment.master.data).to(device), requires_grad=False
             )
 
     def blank(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A state for all of the piece like `state`, which is that of its part: zeros, and no
+        """A state for all of the fragment like `state`, which is that of its part: zeros, and no
         updates yet.
         """
         made: dict[str, Any] = {}
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim():
                 made[key] = torch.zeros_like(
-                    self.piece.master, dtype=value.dtype, requires_grad=False
+                    self.fragment.master, dtype=value.dtype, requires_grad=False
                 )
             elif key == "step":
                 made[key] = torch.zeros_like(value) if isinstance(value, Tensor) else type(value)(0)
@@ -176,8 +179,8 @@ class Tile:
         None: no update.
         """
         return [
-            self.sums[0][w.piece.within]
-            if w.used and w.piece.stop > w.piece.start and (everything or w.deferred)
+            self.sums[0][w.fragment.within]
+            if w.used and w.fragment.stop > w.fragment.start and (everything or w.deferred)
             else None
             for w in self.weights
         ]

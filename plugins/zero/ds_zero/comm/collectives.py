@@ -1,8 +1,7 @@
-"""Wires: how the weights of a bucket come to its ranks, and how its gradients come to their owners.
+"""How the weights of a bucket are gathered, and how its gradients are reduced to their owners.
 
-Units and the reducer say when, a wire says how. Those of this module send what there is, as the
-config's keys ask; others send fewer bits, or over fewer links. Ranks of a bucket ask for a wire's
-collectives in the same order.
+Units and the reducer say when, these classes say how. Those of this module send what there is, as the
+config's keys ask; others send fewer bits, or over fewer links. The ranks of a bucket start them in the same order.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Chain:
 # -- weights ---------------------------------------------------------------------------------------
 
 
-class WeightWire(ABC):
+class WeightGather(ABC):
     """How all shards of a bucket come into its `full`, which has memory.
 
     dtype: in which weights are sent, if not in their own.
@@ -72,13 +71,13 @@ class WeightWire(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class AllGather(WeightWire):
+class AllGather(WeightGather):
     """One all-gather."""
 
     dtype: torch.dtype | None = None
 
     def start(self, bucket: FlatBucket) -> Works:
-        """See `WeightWire.start`."""
+        """See `WeightGather.start`."""
         mine = bucket.own()
         full = bucket.full
         if self.dtype is None:
@@ -91,13 +90,13 @@ class AllGather(WeightWire):
 
 
 @dataclass(frozen=True, slots=True)
-class AllReduce(WeightWire):
+class AllReduce(WeightGather):
     """One all-reduce of zero-padded buffers."""
 
     dtype: torch.dtype | None = None
 
     def start(self, bucket: FlatBucket) -> Works:
-        """See `WeightWire.start`."""
+        """See `WeightGather.start`."""
         full = bucket.full
         low = full if self.dtype is None else torch.empty_like(full, dtype=self.dtype)
         low.zero_()
@@ -110,11 +109,11 @@ class AllReduce(WeightWire):
 
 
 @dataclass(frozen=True, slots=True)
-class Broadcasts(WeightWire):
+class Broadcasts(WeightGather):
     """Each rank broadcasts its shard."""
 
     def start(self, bucket: FlatBucket) -> Works:
-        """See `WeightWire.start`. `full` has this rank's shard already."""
+        """See `WeightGather.start`. `full` has this rank's shard already."""
         bucket.own()
         group = bucket.group
         parts = bucket.shards(bucket.full)
@@ -135,7 +134,7 @@ def cast_after(work: Any, low: Tensor, out: Tensor) -> Chain:
     return Chain([work], finish)
 
 
-def weight_wire(section: ZeroConfig, dtype: torch.dtype | None = None) -> WeightWire:
+def weight_gather(section: ZeroConfig, dtype: torch.dtype | None = None) -> WeightGather:
     """How the config wants weights gathered for modules."""
     return AllReduce(dtype) if section.use_all_reduce_for_fetch_params else AllGather(dtype)
 
@@ -143,7 +142,7 @@ def weight_wire(section: ZeroConfig, dtype: torch.dtype | None = None) -> Weight
 # -- gradients -------------------------------------------------------------------------------------
 
 
-class GradientWire(ABC):
+class GradientReduce(ABC):
     """How gradients in the layout of a bucket are summed over its ranks, each rank getting its own
     shard.
     """
@@ -161,36 +160,36 @@ class GradientWire(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceScatter(GradientWire):
+class ReduceScatter(GradientReduce):
     """One reduce-scatter."""
 
     def start(
         self, bucket: FlatBucket, source: Tensor, group: Any, room: Room
     ) -> tuple[Works, Tensor]:
-        """See `GradientWire.start`."""
+        """See `GradientReduce.start`."""
         out = room(bucket, source)
         return [comm.reduce_scatter_tensor(out, source, group=group, async_op=True)], out
 
 
 @dataclass(frozen=True, slots=True)
-class AllReduced(GradientWire):
+class AllReduced(GradientReduce):
     """One all-reduce."""
 
     def start(
         self, bucket: FlatBucket, source: Tensor, group: Any, room: Room
     ) -> tuple[Works, Tensor]:
-        """See `GradientWire.start`."""
+        """See `GradientReduce.start`."""
         return [comm.all_reduce(source, group=group, async_op=True)], bucket.own_shard(source)
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceToOwners(GradientWire):
+class ReduceToOwners(GradientReduce):
     """One reduction to each owner."""
 
     def start(
         self, bucket: FlatBucket, source: Tensor, group: Any, room: Room
     ) -> tuple[Works, Tensor]:
-        """See `GradientWire.start`."""
+        """See `GradientReduce.start`."""
         ranks = torch.distributed.get_process_group_ranks(group)
         parts = bucket.shards(source)
         works = [
@@ -200,7 +199,7 @@ class ReduceToOwners(GradientWire):
         return works, bucket.own_shard(source)
 
 
-def gradient_wire(section: ZeroConfig) -> GradientWire:
+def gradient_reduce(section: ZeroConfig) -> GradientReduce:
     """How the config wants gradients reduced."""
     if section.reduce_scatter:
         return ReduceScatter()

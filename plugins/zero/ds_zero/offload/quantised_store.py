@@ -1,6 +1,4 @@
-"""Frozen weights that rest quantised (`zero_quantized_nontrainable_weights`): the store of their
-shards.
-"""
+"""Weights that no optimizer updates in 8 bits (`zero_quantized_nontrainable_weights`): their store."""
 
 from __future__ import annotations
 
@@ -20,8 +18,7 @@ if TYPE_CHECKING:
 class QuantisedStore(StateStore):
     """Evicted tensors are 8-bit messages on their own device: a quarter of fp32, a half of 16 bits.
 
-    options: ``host``: copies are made in host memory. See `ds_zero.comm.quantised` for what a message
-    is.
+    options: ``host``: copies are made in host memory. `ds_zero.comm.quantised` says what a message is.
     """
 
     resident = False

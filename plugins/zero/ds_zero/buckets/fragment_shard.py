@@ -11,36 +11,39 @@ from torch import Tensor
 
 from ds_core.errors import UsageError
 from ds_zero.buckets.flat import FlatBucket
-from ds_zero.buckets.records import Piece
+from ds_zero.buckets.records import Fragment
 
 if TYPE_CHECKING:
     from ds_zero.base import ZeroPartitioner
     from ds_zero.reduce.bucket_grads import Grads
 
 
-class PieceShard(ParamShard):
-    """A piece of a parameter, in its bucket; what the optimizer updates may be another range (see
-    `owned_tensors`).
+class FragmentShard(ParamShard):
+    """A fragment of a parameter, in its bucket.
+
+    What the optimizer updates may be another range, see `ds_zero.buckets.full_tensors`.
     """
 
-    def __init__(self, partitioner: ZeroPartitioner, bucket: FlatBucket, piece: Piece) -> None:
+    def __init__(
+        self, partitioner: ZeroPartitioner, bucket: FlatBucket, fragment: Fragment
+    ) -> None:
         mesh = partitioner.ctx.mesh
         axes = bucket.replicas
         self._partitioner = partitioner
         self._bucket = bucket
-        self._piece = piece
-        self.name = piece.name
-        self.shape = piece.shape
-        self.param = piece.param
-        self.updated = partitioner.pieces[piece.param].master
+        self._fragment = fragment
+        self.name = fragment.name
+        self.shape = fragment.shape
+        self.param = fragment.param
+        self.updated = partitioner.fragments[fragment.param].master
         self.group = mesh.group(*axes)
         self.ranks = mesh.ranks(*axes)
         self.index = mesh.index(*axes)
         # Under MiCS each block of ranks has all of the parameter.
         places = [rank % bucket.world for rank in range(len(self.ranks))]
-        spans = (bucket.layout.span(piece.index, place) for place in places)
+        spans = (bucket.layout.span(fragment.index, place) for place in places)
         self.ranges = [(s.start, s.stop) for s in spans]
-        updated = bucket.masters.ranges(piece.index)
+        updated = bucket.masters.ranges(fragment.index)
         self.updated_ranges = [updated[place] for place in places]
         self.partitions_weights = partitioner.section.stage == 3
         self.local = bucket.weights.sharded
@@ -59,7 +62,7 @@ class PieceShard(ParamShard):
             self._store.write(found, values)
         else:
             found.copy_(values)
-        self._bucket.masters.written(self._piece)
+        self._bucket.masters.written(self._fragment)
 
     def _here(self, tensor: Tensor) -> Tensor:
         """`tensor`, or its host copy while it is offloaded; no copy to or from it is running."""
@@ -85,13 +88,13 @@ class PieceShard(ParamShard):
         self._write_weight(master.reshape(-1)[slice(*self.ranges[self.index])])
         full = self._partitioner.unsharded_now(self._bucket)
         if full is not None:
-            self._bucket.view(self.read(full), self._piece.index).copy_(master)
-        if self._bucket.far:  # each block has written its own
+            self._bucket.view(self.read(full), self._fragment.index).copy_(master)
+        if self._bucket.outer:  # under MiCS each block has written its own
             self.write(self.updated, master.reshape(-1)[slice(*self.updated_ranges[self.index])])
 
     def _write_weight(self, values: Tensor) -> None:
         """Write this rank's range of the weight, as it is between steps."""
-        part = self._here(self._bucket.weights.parts[self._piece.index])
+        part = self._here(self._bucket.weights.parts[self._fragment.index])
         with self._bucket.weights.in_memory(write=True):
             part.copy_(values)
 
@@ -123,16 +126,16 @@ class PieceShard(ParamShard):
     def reduced(self) -> Tensor | None:
         """See `ParamShard.reduced`."""
         grads = self._grads
-        if grads is None or grads.shard is None or not grads.used[self._piece.index]:
+        if grads is None or grads.shard is None or not grads.used[self._fragment.index]:
             return None
-        return self.read(grads.shard)[self._piece.within]
+        return self.read(grads.shard)[self._fragment.within]
 
     @property
     def has_pending(self) -> bool:
         """See `ParamShard.has_pending`."""
         grads = self._grads
         return grads is not None and (
-            grads.filled[self._piece.index] or self.param.grad is not None
+            grads.filled[self._fragment.index] or self.param.grad is not None
         )
 
     def pending(self) -> Tensor | None:
@@ -141,8 +144,8 @@ class PieceShard(ParamShard):
         if grads is None or not self.has_pending:
             return None
         total = torch.zeros(self.numel, dtype=self.grad_dtype, device=self.device)
-        if grads.filled[self._piece.index] and grads.local is not None:
-            total.add_(self._bucket.view(self.read(grads.local), self._piece.index).reshape(-1))
+        if grads.filled[self._fragment.index] and grads.local is not None:
+            total.add_(self._bucket.view(self.read(grads.local), self._fragment.index).reshape(-1))
         if (grad := self.param.grad) is not None:
             total.add_((grad.to_dense() if grad.is_sparse else grad).reshape(-1))
         return total.mul_(1.0 / self._partitioner.ctx.mesh.size("dp"))
@@ -150,7 +153,7 @@ class PieceShard(ParamShard):
     def set_grad(self, values: Tensor) -> None:
         """See `ParamShard.set_grad`."""
         grads = self._grads
-        index = self._piece.index
+        index = self._fragment.index
         assert grads is not None, self.name
         if grads.shard is None:  # nothing was reduced yet; what will be is added to it
             grads.begin_shard()
@@ -159,11 +162,11 @@ class PieceShard(ParamShard):
         self.param.grad = None
         assert grads.shard is not None
         with grads.in_memory():
-            self.read(grads.shard)[self._piece.within].copy_(values)
+            self.read(grads.shard)[self._fragment.within].copy_(values)
 
 
-class LocalPieceShard(PieceShard):
-    """A piece whose gradient stays in ``param.grad``, see `ds_zero.reduce.local_grads`."""
+class LocalFragmentShard(FragmentShard):
+    """A fragment whose gradient stays in ``param.grad``, see `ds_zero.reduce.local_grads`."""
 
     def reduced(self) -> Tensor | None:
         """See `ParamShard.reduced`."""

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ds_core import comm
 from ds_zero.buckets.flat import FlatBucket
 from ds_zero.buckets.masters import Masters
-from ds_zero.buckets.records import Piece
+from ds_zero.buckets.records import Fragment
 from ds_zero.reduce.bucket_grads import Grads
 
 if TYPE_CHECKING:
@@ -93,8 +93,10 @@ def _master_dtype(ctx: Context, bucket: FlatBucket) -> torch.dtype:
 class FullTensors(Masters):
     """One bucket's parameters as full tensors, each on the rank that owns it.
 
-    Pieces have [0, numel) with the full master if this rank owns the parameter, else [0, 0) with an
-    empty one. owners: per parameter, the rank in the bucket's group. `refresh` fills them.
+    A fragment is [0, numel) with the full master if this rank owns the parameter, else [0, 0) with
+    an empty one. `refresh` fills them.
+
+    owners: per parameter, the rank in the bucket's group that owns it.
     """
 
     copied = True
@@ -153,9 +155,9 @@ class FullTensors(Masters):
 
     def _in_shard(self, shard: Tensor, index: int) -> Tensor:
         """Parameter `index`, which is in this rank's shard, in its shape."""
-        return shard[self.bucket.pieces[index].within].view(self.bucket.shapes[index])
+        return shard[self.bucket.fragments[index].within].view(self.bucket.shapes[index])
 
-    def _piece(self, index: int) -> Piece:
+    def _fragment(self, index: int) -> Fragment:
         bucket = self.bucket
         param = bucket.params[index]
         shape = bucket.shapes[index]
@@ -166,7 +168,7 @@ class FullTensors(Masters):
             values = self._new(shape if mine else (0, *shape[1:]))
         count = bucket.layout.sizes[index] if mine else 0
         master = nn.Parameter(values, requires_grad=param.requires_grad)
-        return Piece(bucket.names[index], param, shape, index, 0, count, 0, master)
+        return Fragment(bucket.names[index], param, shape, index, 0, count, 0, master)
 
     def _new(self, shape: tuple[int, ...]) -> Tensor:
         """Memory for a master, with any values."""
@@ -177,8 +179,8 @@ class FullTensors(Masters):
         return self.store.buffer(math.prod(shape), self.dtype).view(shape)
 
     @property
-    def _owned(self) -> list[Piece]:
-        return [p for p in self.pieces if p.stop > p.start]
+    def _owned(self) -> list[Fragment]:
+        return [p for p in self.fragments if p.stop > p.start]
 
     # -- exchanges ---------------------------------------------------------------------------------
 
@@ -210,31 +212,33 @@ class FullTensors(Masters):
         shard = self.bucket.weights.shard
         # The step does not bring an evicted shard into memory.
         if self.bucket.weights.evicts is not None:
-            return [None] * len(self.pieces)
+            return [None] * len(self.fragments)
         here = [
             p.stop > p.start and self._local(p.index) and p.master.device == shard.device
-            for p in self.pieces
+            for p in self.fragments
         ]
-        here = [h and p.master.dtype != shard.dtype for h, p in zip(here, self.pieces, strict=True)]
+        here = [
+            h and p.master.dtype != shard.dtype for h, p in zip(here, self.fragments, strict=True)
+        ]
         return [
             self._in_shard(shard, p.index) if h else None
-            for h, p in zip(here, self.pieces, strict=True)
+            for h, p in zip(here, self.fragments, strict=True)
         ]
 
     @torch.no_grad()
-    def write_back(self, unused: Iterable[Piece]) -> None:
+    def write_back(self, unused: Iterable[Fragment]) -> None:
         """See `Masters.write_back`: from the owners into the shards of all ranks. Collective."""
         with self.bucket.weights.in_memory(write=True):
             self._write_back(self.bucket.weights.shard)
 
     def _write_back(self, shard: Tensor) -> None:
-        for piece, copy in zip(self.pieces, self.targets(), strict=True):
-            if piece.stop > piece.start and copy is None and self._local(piece.index):
-                self._in_shard(shard, piece.index).copy_(piece.master)
+        for fragment, copy in zip(self.fragments, self.targets(), strict=True):
+            if fragment.stop > fragment.start and copy is None and self._local(fragment.index):
+                self._in_shard(shard, fragment.index).copy_(fragment.master)
         # The way back of what `_collect` brings: counts change places.
         if not self._moves:
             return
-        mine = [self.pieces[i].master.reshape(-1).to(shard.dtype) for i in self._arriving]
+        mine = [self.fragments[i].master.reshape(-1).to(shard.dtype) for i in self._arriving]
         source = torch.cat(mine or [shard[:0]]).to(self._device)
         out = source.new_empty(sum(self._send_counts))
         comm.all_to_all_single(
@@ -255,16 +259,16 @@ class FullTensors(Masters):
         bucket = self.bucket
         replicated = not bucket.weights.sharded
         found = {} if replicated else self._collect(bucket.weights.shard)
-        for piece in self._owned:
-            if piece.index in self._views:
+        for fragment in self._owned:
+            if fragment.index in self._views:
                 continue
             if replicated:
-                weight = bucket.view(bucket.full, piece.index)
-            elif piece.index in found:
-                weight = found[piece.index].view(piece.shape)
+                weight = bucket.view(bucket.full, fragment.index)
+            elif fragment.index in found:
+                weight = found[fragment.index].view(fragment.shape)
             else:
-                weight = self._in_shard(bucket.weights.shard, piece.index)
-            piece.master.copy_(weight)
+                weight = self._in_shard(bucket.weights.shard, fragment.index)
+            fragment.master.copy_(weight)
 
     def new_grads(self, rules: GradRules) -> Grads:
         """See `Masters.new_grads`: on the device, where owners get what they lack of them."""
@@ -281,16 +285,18 @@ class FullTensors(Masters):
         """See `Masters.gradients`: full ones, on their masters' device. Collective."""
         shard = grads.shard
         if shard is None or not any(grads.used):
-            return [None] * len(self.pieces)
+            return [None] * len(self.fragments)
         found = self._collect(shard)
         given: list[Tensor | None] = []
-        for piece in self.pieces:
+        for fragment in self.fragments:
             grad = None
-            if piece.stop > piece.start and grads.used[piece.index]:
-                flat = found.get(piece.index)
+            if fragment.stop > fragment.start and grads.used[fragment.index]:
+                flat = found.get(fragment.index)
                 grad = (
-                    self._in_shard(shard, piece.index) if flat is None else flat.view(piece.shape)
+                    self._in_shard(shard, fragment.index)
+                    if flat is None
+                    else flat.view(fragment.shape)
                 )
-                grad = grad.to(piece.master.device)
+                grad = grad.to(fragment.master.device)
             given.append(grad)
         return given
