@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,8 @@ from ds_state_stores import StateStore, is_evicted, owns_storage
 from torch import Tensor, nn
 
 from ds_zero.buckets.records import Fragment
+from ds_zero.buckets.weights import HostShard, Weights
+from ds_zero.planning.kinds import Kinds
 from ds_zero.reduce.bucket_grads import EvictedGrads, Grads, HostGrads
 
 if TYPE_CHECKING:
@@ -27,6 +30,25 @@ if TYPE_CHECKING:
     from ds_zero.buckets.records import DeferredUpdates
     from ds_zero.offload.placement import StatePlacement
     from ds_zero.reduce.bucket_grads import GradRules
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """One bucket on one rank, as `Masters.memory` counts it."""
+
+    # Elements of the shard, with its padding and without.
+    shard: int
+    own: int
+
+    weight: torch.dtype
+    master: torch.dtype
+    # Of reduced gradients that wait for the host; None: they are on the device.
+    gradient: torch.dtype | None
+
+    # Bytes of the optimizer's states per element.
+    state_bytes: int
+    # Whether the shard of the weights is in host memory, or behind it.
+    on_host: bool
 
 
 class Masters:
@@ -76,6 +98,16 @@ class Masters:
     def movable(self) -> list[Fragment]:
         """The fragments whose masters and states `offload_states` may move: no store has them."""
         return self.fragments
+
+    @classmethod
+    def memory(cls, sizes: Sizes) -> Kinds:
+        """Bytes of masters, states, host gradients and buffers, where masters are kept."""
+        gradient = 0 if sizes.gradient is None else sizes.gradient.itemsize
+        return Kinds(
+            masters=sizes.shard * sizes.master.itemsize if cls.copied else 0,
+            states=sizes.own * sizes.state_bytes,
+            gradients=sizes.shard * gradient,
+        )
 
     def rest(self) -> None:
         """Free what need not be in memory between steps; called once, when masters were made."""
@@ -232,6 +264,13 @@ class InStore(DeviceCopy):
         """See `Masters.movable`."""
         return []
 
+    @classmethod
+    def memory(cls, sizes: Sizes) -> Kinds:
+        """See `Masters.memory`: also new weights that are copied to the device."""
+        staged = sizes.master != sizes.weight and not sizes.on_host
+        found = super().memory(sizes)
+        return replace(found, buckets=sizes.shard * sizes.weight.itemsize if staged else 0)
+
 
 class Evicted(InStore):
     """Masters and optimizer states in a store that frees memory: a step brings in one bucket.
@@ -241,13 +280,13 @@ class Evicted(InStore):
     large tensors.
     """
 
-    def __init__(self, bucket: FlatBucket, flat: Tensor, store: StateStore) -> None:
+    store: StateStore
+
+    def __init__(self, bucket: FlatBucket, flat: Tensor, store: StateStore | None) -> None:
         super().__init__(bucket, flat, store)
-        self.evicts = self.store = store
+        self.evicts = store
         # The joined optimizer states, by name.
         self.joined: dict[str, Tensor] = {}
-
-    store: StateStore
 
     def rest(self) -> None:
         """See `Masters.rest`."""
@@ -379,6 +418,25 @@ class Deferred(InStore):
         return iter(()) if self.updates is None else self.updates.saved(fragment, store)
 
 
+def masters_kind(
+    weights: type[Weights], *, same: bool, resident: bool | None, deferred: bool = False
+) -> type[Masters]:
+    """The masters of a bucket that an optimizer updates; also for plans, which have no tensors.
+
+    same: whether masters have the dtype of the weights. resident: whether their store keeps them in
+    memory; None: there is no store. deferred: whether they are updated at other times.
+    """
+    if resident is None:
+        on_device = not issubclass(weights, HostShard)
+        return Masters if same and on_device else DeviceCopy
+    if deferred:
+        return Deferred
+    if not resident:
+        return Evicted
+    # The host's step can update weights in place that stay in its memory in the masters' dtype.
+    return Masters if same and weights is HostShard else InStore
+
+
 @torch.no_grad()
 def choose_masters(
     bucket: FlatBucket, placement: StatePlacement, wanted: torch.dtype | None, *, updated: bool
@@ -391,21 +449,17 @@ def choose_masters(
     weights = bucket.weights
     store = placement.masters if bucket.trains else None
     dtype = wanted if wanted is not None and bucket.full.is_floating_point() else bucket.dtype
-    if not updated or not bucket.trains:
+    kind = masters_kind(
+        type(weights),
+        same=dtype == bucket.dtype,
+        resident=None if store is None else store.resident,
+        deferred=placement.deferred,
+    )
+    if not updated or not bucket.trains or kind is Masters:
         return Masters(bucket, weights.shard, store)
     if store is None:
-        if weights.on_host is None and dtype == bucket.dtype:
-            return Masters(bucket, weights.shard, None)
-        mine = bucket.own_shard(bucket.full)
-        return DeviceCopy(bucket, mine.to(dtype, copy=True))
-    if placement.deferred:
-        return Deferred(bucket, store.copy_in(weights.shard, dtype), store)
-    if not store.resident:
-        return Evicted(bucket, store.copy_in(weights.shard, dtype), store)
-    # The host's step can update weights in place that stay in its memory in the masters' dtype.
-    if weights.on_host is not None and weights.evicts is None and dtype == bucket.dtype:
-        return Masters(bucket, weights.shard, store)
-    return InStore(bucket, store.copy_in(weights.shard, dtype), store)
+        return kind(bucket, bucket.own_shard(bucket.full).to(dtype, copy=True), None)
+    return kind(bucket, store.copy_in(weights.shard, dtype), store)
 
 
 def _together(shard: Tensor, master: Tensor) -> bool:
