@@ -190,7 +190,7 @@ class ZeroPartitioner(WeightOwner):
         """The buckets of `params` (of the optimizer), and of any others that are sharded."""
 
     def _make_reducer(self) -> GradientSource:
-        """What takes the gradients of the buckets that are trained."""
+        """The source of gradients for the buckets that are trained."""
         return make_reducer(self, [b for b in self.buckets if b.trains], lambda b: b.group)
 
     @property
@@ -206,7 +206,7 @@ class ZeroPartitioner(WeightOwner):
 
     @property
     def reducer(self) -> GradientSource:
-        """Who takes gradients; there once a module is attached."""
+        """The source of gradients; there once a module is attached."""
         assert self._reducer is not None
         return self._reducer
 
@@ -230,7 +230,7 @@ class ZeroPartitioner(WeightOwner):
         self.reducer.on_gradient(param)
 
     def add_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
-        """See `Partitioner.add_gradient`; a released parameter takes one too."""
+        """See `Partitioner.add_gradient`; a released parameter accepts one, too."""
         self.updates.settle()
         self.reducer.add(param, grad)
 

@@ -74,9 +74,9 @@ def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
     if section is None:
         return []
     sizes = {"hpz": section.zero_hpz_partition_size, "mics": section.mics_shard_size}
-    asked = {"hpz": sizes["hpz"] > 1, "mics": sizes["mics"] > 0}
+    wanted = {"hpz": sizes["hpz"] > 1, "mics": sizes["mics"] > 0}
     return [
-        Axis(name, sizes[name], inside="dp", outermost=True) for name, on in asked.items() if on
+        Axis(name, sizes[name], inside="dp", outermost=True) for name, on in wanted.items() if on
     ]
 
 

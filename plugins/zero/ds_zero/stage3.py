@@ -128,7 +128,7 @@ class Stage3(ZeroPartitioner):
             placement=placement,
             small_on_host=True,
         )
-        frozen = self._frozen_placement() or placement
+        untrained = self._untrained_placement() or placement
         for gatherer, chosen, mine in members(self._gatherers, trained):
             for bucket in make_buckets(
                 chosen,
@@ -136,15 +136,15 @@ class Stage3(ZeroPartitioner):
                 self._capacity,
                 sharded=True,
                 masters=mine,
-                placement=placement if mine else frozen,
+                placement=placement if mine else untrained,
             ):
                 self._add_unit(bucket, gatherer.leaf, mine)
         return replicated + [u.bucket for u in self.units]
 
-    def _frozen_placement(self) -> Callable[[nn.Parameter], StatePlacement] | None:
-        """Where shards rest that no optimizer updates, if the config wants them quantised.
+    def _untrained_placement(self) -> Callable[[nn.Parameter], StatePlacement] | None:
+        """Where shards that no optimizer updates are kept, if the config wants them quantised.
 
-        With weights on a disk they rest there as they are.
+        With weights on a disk they are kept there as they are.
         """
         host = self.offload.param
         if not self.section.zero_quantized_nontrainable_weights or (
@@ -221,7 +221,7 @@ class Stage3(ZeroPartitioner):
         """Set the documented attributes of every parameter, also of those that no optimizer updates
         and no rank cuts.
 
-        Programs look for them at stage 3 without asking how a parameter is kept.
+        Programs look for them at stage 3 however a parameter is kept.
         """
         for bucket in self.buckets:
             for fragment in bucket.fragments:
@@ -291,7 +291,7 @@ class Stage3(ZeroPartitioner):
             )
 
     def activity(self) -> tuple[str, int, tuple[str, ...], tuple[str, ...]]:
-        """What runs now, for messages of the package ds-comms-guard; asked from another thread."""
+        """What runs now, for messages of the package ds-comms-guard; called by another thread."""
         return self.hooks.activity()
 
     def release_idle(self) -> None:

@@ -21,8 +21,8 @@ from ds_zero.gather.weights import handle_of
 class _Tiles(nn.Module):
     """The grid ``linears[row][column]``: rows cut the outputs, columns cut the inputs.
 
-    Cuts are near-equal, the first ones longer by 1 where the sizes are not divisible. The last tile
-    of a row has its share of the bias.
+    Cuts are nearly equal, the first ones longer by 1 where the sizes are not divisible. The last
+    tile of a row has its share of the bias.
 
     nn_linear: the class that makes the tiles when `linear_cls` is ``nn.Linear``.
     """
@@ -149,9 +149,9 @@ class TiledLinear(_Tiles):
     """``nn.Linear`` cut into a grid of `out_splits` x `in_splits` tiles, which run in sequence.
 
     in_features, out_features, bias: of the full layer.
-    in_splits, out_splits: into how many near-equal parts inputs and outputs are cut, 1 to the
+    in_splits, out_splits: into how many nearly equal parts inputs and outputs are cut, 1 to the
         number of features.
-    input_is_already_split: forward takes a list of `in_splits` tensors instead of one.
+    input_is_already_split: forward accepts a list of `in_splits` tensors instead of one.
     combine_out_splits: forward returns one tensor; False: the list of the `out_splits` tensors.
     linear_cls: makes a tile, as ``linear_cls(in, out, bias=..., **kwargs)``.
     init_linear: a full layer to copy the values from. Without it each tile is initialised by its
@@ -213,7 +213,7 @@ class TiledLinearReturnBias(_Tiles):
 
 
 def _cut(side: str, features: int, splits: int) -> list[int]:
-    """`splits` near-equal sizes with the sum `features`, the longer ones first."""
+    """`splits` nearly equal sizes with the sum `features`, the longer ones first."""
     if not 1 <= splits <= features:
         raise UsageError(f"{side}_splits is {splits}; use 1 to {features} ({side}_features)")
     size, longer = divmod(features, splits)

@@ -1,6 +1,4 @@
-"""How the optimizer's updates of one partitioner are carried out: here at the step, when all is
-known of gradients.
-"""
+"""How the optimizer's updates of one partitioner are carried out: at the step."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ class Updates:
         self.update(optimizer, self.owner.reducer.given, factor)
 
     def update(self, optimizer: Optimizer, grads: Sequence[Tensor | None], factor: float) -> None:
-        """Update from these gradients, one for each of what is `optimized` of all buckets; None:
+        """Update from these gradients, one for each of all buckets' fragments; None:
         leave it.
         """
         states = self.owner.section.offload_optimizer
@@ -63,8 +61,8 @@ class Updates:
         return self._stepper
 
     def changed(self, bucket: FlatBucket) -> bool:
-        """Whether the step has changed weights of `bucket`, on any rank; asked before gradients are
-        dropped.
+        """Whether the step has changed weights of `bucket`, on any rank; called before gradients
+        are dropped.
         """
         return self.owner.reducer.used(bucket)
 

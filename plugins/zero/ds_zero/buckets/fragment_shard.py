@@ -1,4 +1,4 @@
-"""What this rank holds of one parameter, as `ds_access` sees it."""
+"""What this rank has of one parameter, as `ds_access` sees it."""
 
 from __future__ import annotations
 

@@ -213,17 +213,16 @@ class FullTensors(Masters):
         # The step does not bring an evicted shard into memory.
         if self.bucket.weights.evicts is not None:
             return [None] * len(self.fragments)
-        here = [
-            p.stop > p.start and self._local(p.index) and p.master.device == shard.device
-            for p in self.fragments
-        ]
-        here = [
-            h and p.master.dtype != shard.dtype for h, p in zip(here, self.fragments, strict=True)
-        ]
-        return [
-            self._in_shard(shard, p.index) if h else None
-            for h, p in zip(here, self.fragments, strict=True)
-        ]
+        return [self._target(p, shard) for p in self.fragments]
+
+    def _target(self, fragment: Fragment, shard: Tensor) -> Tensor | None:
+        """Where a step can write the new weight: in this shard, on the master's device, cast."""
+        master = fragment.master
+        if fragment.stop == fragment.start or not self._local(fragment.index):
+            return None
+        if master.device != shard.device or master.dtype == shard.dtype:
+            return None
+        return self._in_shard(shard, fragment.index)
 
     @torch.no_grad()
     def write_back(self, unused: Iterable[Fragment]) -> None:

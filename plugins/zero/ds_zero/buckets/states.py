@@ -42,7 +42,7 @@ def states(
         return all(ctx.mesh.coord[a] == 0 for a in ctx.mesh.expand(ctx.mesh.names) if a not in but)
 
     def others(*but: str) -> tuple[str, ...]:
-        """The axes along which ranks hold the same as this one, so that they can share the
+        """The axes along which ranks have the same as this one, so that they can share the
         writing."""
         return tuple(a for a in ctx.mesh.expand(ctx.mesh.names) if a not in but)
 
@@ -152,7 +152,7 @@ def load(
     """Read what `states` yields, from a checkpoint of any world size, stage or partitioner; each
     rank its ranges.
 
-    from_fp32: take master weights from the checkpoint's (when it has them), else from its module
+    from_fp32: read master weights from the checkpoint's (when it has them), else from its module
     weights.
     """
     known = set(source.names())

@@ -1,7 +1,7 @@
 """Where a bucket's weights are between steps: replicated, sharded, or sharded and offloaded.
 
 One class per place. A unit of stage 3 that is gathered has its weights in the bucket's `full` as
-well, see `ds_zero.gather.unit`; that changes nothing here.
+well, see `ds_zero.gather.unit`; its shard stays where it is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """How the weights of a bucket are gathered, and how its gradients are reduced to their owners.
 
-Units and the reducer say when, these classes say how. Those of this module send what there is, as the
-config's keys ask; others send fewer bits, or over fewer links. The ranks of a bucket start them in the same order.
+Units and the reducer say when, these classes say how. Those of this module send weights and
+gradients as they are; others send fewer bits, or over fewer links. The ranks of a bucket start them
+in the same order.
 """
 
 from __future__ import annotations

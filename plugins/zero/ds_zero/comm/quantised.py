@@ -1,16 +1,16 @@
 """Quantised collectives (ZeRO++): weights sent in 8 bits, gradients in 4.
 
-A message holds `numel` values of `bits` bits and then, for each group of `GROUP` of them, the fp32
+A message has `numel` values of `bits` bits and then, for each group of `GROUP` of them, the fp32
 scale: the largest size in the group over the largest number (127 or 7). So a value is off by at
 most half its group's scale. A group that is not finite arrives as NaN.
 
 qwZ: each rank's shard is one message, all-gathered and decoded on every rank, its own too, so all
 have equal weights.
 
-qgZ: gradients go to their owners in two exchanges, first among the ranks of a block (`Levels.inner`:
-a host), then between blocks. After the first a rank adds up what its block has of the shards that
-it passes on, and encodes the sums; after the second the owner adds up those of all blocks. Between
-hosts each gradient thus crosses once per host, in 4 bits, and is rounded twice.
+qgZ: gradients go to their owners in two exchanges, first among the ranks of a block
+(`Levels.inner`: a host), then between blocks. After the first a rank adds up what its block has of
+the shards that it passes on, and encodes the sums; after the second the owner adds up those of all
+blocks. Between hosts each gradient thus crosses once per host, in 4 bits, and is rounded twice.
 
 [Note: error feedback] With LoCo an encoder adds to what it encodes the error `e` that it made
 before. Afterwards ``e = err_beta * e + (1 - err_beta) * (v - decoded(v))`` with v what was encoded,
@@ -58,7 +58,7 @@ def can_quantise(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a message holds, and its sizes in bytes."""
+    """What a message has, and its sizes in bytes."""
 
     # Bits of a value, and how many values.
     bits: int

@@ -1,1 +1,1 @@
-"""States that rest in a store: on the host, or on a disk."""
+"""States that are kept in a store: on the host, or on a disk."""

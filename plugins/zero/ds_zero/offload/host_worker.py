@@ -161,8 +161,8 @@ def cores_for(kept: float) -> list[int] | None:
     index = 0
     count = 1
     if comm.world_size() > 1:
-        here = [host_name(), list(mine)]
-        same = [r for r, answer in enumerate(comm.all_gather_json(here)) if answer == here]
+        place = [host_name(), list(mine)]
+        same = [r for r, answer in enumerate(comm.all_gather_json(place)) if answer == place]
         index = same.index(comm.rank())
         count = len(same)
     mine = mine[index * len(mine) // count : (index + 1) * len(mine) // count] or (
@@ -176,7 +176,7 @@ def use_threads(count: int) -> bool:
 
     Its own `set_num_threads` would change what other threads use, and how MKL works in all of them.
     """
-    torch.get_num_threads()  # it sets the number when it is first asked in a thread
+    torch.get_num_threads()  # its first call in a thread sets the number
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         library.omp_set_num_threads(ctypes.c_int(count))

@@ -1,4 +1,4 @@
-"""Weights that no optimizer updates in 8 bits (`zero_quantized_nontrainable_weights`): their store."""
+"""The store of `zero_quantized_nontrainable_weights`: weights that are not trained, in 8 bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class QuantisedStore(StateStore):
     """Evicted tensors are 8-bit messages on their own device: a quarter of fp32, a half of 16 bits.
 
-    options: ``host``: copies are made in host memory. `ds_zero.comm.quantised` says what a message is.
+    options: ``host``: copies are made in host memory. See `ds_zero.comm.quantised` for messages.
     """
 
     resident = False
@@ -31,7 +31,7 @@ class QuantisedStore(StateStore):
         self._kept: dict[int, tuple[int, Tensor]] = {}
 
     def copy_in(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """See `StateStore.copy_in`; on the device of `tensor`, unless the host was asked for."""
+        """See `StateStore.copy_in`; on the device of `tensor`, unless the options say host."""
         if self._host:
             return super().copy_in(tensor, dtype)
         return tensor.detach().reshape(-1).to(dtype or tensor.dtype, copy=True)

@@ -344,9 +344,9 @@ class _Attempt:
             for key, value in {"": fragment.master, **(state or {})}.items():
                 if isinstance(value, Tensor):
                     live.append(value.detach())
-                    whole = value.shape == fragment.master.shape
+                    full = value.shape == fragment.master.shape
                     saved.append(
-                        self.spare.room(key, fragment, value) if whole else torch.empty_like(value)
+                        self.spare.room(key, fragment, value) if full else torch.empty_like(value)
                     )
         if live:
             torch._foreach_copy_(saved, live)

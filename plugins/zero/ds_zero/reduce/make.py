@@ -22,7 +22,7 @@ def make_reducer(
     order: Callable[[], Sequence[FlatBucket]] | None = None,
     how: Callable[[FlatBucket], GradientReduce | None] = lambda bucket: None,
 ) -> GradientSource:
-    """What takes the gradients of `buckets`; see `Reducer` for the arguments."""
+    """The source of gradients for `buckets`; see `Reducer` for the arguments."""
     if _stay_local(owner, buckets):
         return LocalGradients(owner, buckets)
     return Reducer(owner, buckets, groups, order, how)

@@ -55,8 +55,9 @@ between two hosts, since each also waits for the ranks to come to it."""
 
 
 def crowded(flying: Iterable[int]) -> bool:
-    """Whether the oldest reduction has to end before a buffer is taken. flying: bytes of each
-    bucket in reduction.
+    """Whether the oldest reduction has to end before a buffer is used.
+
+    flying: bytes of each bucket that is being reduced.
     """
     sizes = list(flying)
     return len(sizes) >= IN_FLIGHT and sum(sizes) > FLYING
@@ -210,8 +211,8 @@ class Reducer(GradientSource):
             grads.arrived.clear()
 
     def _sent_dtype(self, bucket: FlatBucket) -> torch.dtype:
-        """The dtype in which a bucket is reduced: the widest that any of its parameters asks
-        for."""
+        """The dtype in which a bucket is reduced: the widest that any of its parameters
+        needs."""
         return functools.reduce(
             torch.promote_types, (wire_dtype(p, self.ctx) for p in bucket.params)
         )
@@ -367,7 +368,7 @@ class Reducer(GradientSource):
                 log_once(
                     log,
                     logging.INFO,
-                    f"{self._shown[0]} looks at all gradients: each step holds them in memory",
+                    f"{self._shown[0]} looks at all gradients: each step has them in memory",
                 )
             for grads in self._all.values():
                 grads.bring()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class GradientSource(ABC):
-    """Takes the gradients of `buckets` from backward, and gives the optimizer those of its fragments."""
+    """Collects gradients in backward, and gives the optimizer those of its fragments."""
 
     local = False
     """Whether gradients stay in ``param.grad``, so that nothing is reported in backward."""
@@ -65,7 +65,7 @@ class GradientSource(ABC):
         """
 
     def unused(self, bucket: FlatBucket) -> list[Fragment]:
-        """This rank's fragments of `bucket` without a gradient on any rank; called when `used` is."""
+        """This rank's fragments of `bucket` without a gradient on any rank; see `used`."""
         return []
 
     @property
@@ -75,7 +75,7 @@ class GradientSource(ABC):
 
     @abstractmethod
     def tensors(self, bucket: FlatBucket, *, reduced: bool) -> Iterable[Tensor | None]:
-        """The tensors that hold gradients of `bucket`: what will not be reduced again, or (not
+        """The tensors with gradients of `bucket`: what will not be reduced again, or (not
         `reduced`) what will.
         """
 

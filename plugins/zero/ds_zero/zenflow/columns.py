@@ -2,7 +2,7 @@
 important.
 
 A weight is seen as a matrix whose columns are its last dimension. A fragment is a range of it,
-flattened: the end of one row, whole rows, the beginning of another.
+flattened: the end of one row, full rows, the beginning of another.
 """
 
 from __future__ import annotations
@@ -72,14 +72,12 @@ def important(norms: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The elements of one fragment that are updated on the device, in the order of the fragment.
+    """The elements of one fragment that are updated on the device, in the order of the fragment."""
 
-    places: (rectangle, which of its columns). whole: set where these are all elements, their
-    number.
-    """
-
+    # Rectangles, and which of their columns.
     places: tuple[tuple[Rectangle, Tensor], ...] = ()
-    whole: int | None = None
+    # Where these are all elements: their number.
+    everything: int | None = None
 
     @classmethod
     def of(cls, parts: Sequence[Rectangle], columns: Tensor) -> Chosen:
@@ -97,14 +95,14 @@ class Chosen:
     def numel(self) -> int:
         """How many there are."""
         return (
-            self.whole
-            if self.whole is not None
+            self.everything
+            if self.everything is not None
             else sum(p.rows * c.numel() for p, c in self.places)
         )
 
     def take(self, flat: Tensor) -> Tensor:
         """Their values in a flat fragment, as a new flat tensor."""
-        if self.whole is not None:
+        if self.everything is not None:
             return flat.clone()
         found = [p.of(flat).index_select(1, c.to(flat.device)).reshape(-1) for p, c in self.places]
         return torch.cat(found) if found else flat.new_empty(0)
@@ -112,7 +110,7 @@ class Chosen:
     def put(self, flat: Tensor, values: Tensor) -> None:
         """Write them into a flat fragment, cast and moved to where it is."""
         values = values.to(flat.device, flat.dtype)
-        if self.whole is not None:
+        if self.everything is not None:
             flat.copy_(values)
             return
         begin = 0

@@ -41,8 +41,8 @@ class Pace:
 
     @cached_property
     def choose_every(self) -> int:
-        """Steps from one choice of columns to the next; asked for in a step, when the engine has
-        its loader.
+        """Steps from one choice of columns to the next; first read in a step, when the engine
+        has its loader.
         """
         keys = self._keys
         if keys.select_strategy == "step":

@@ -14,7 +14,7 @@ chosen come with their newest values.
 
 The host has all of each weight, its optimizer states too; what is chosen lies over it in
 `Weight.part`. `fold` writes it back, when others are chosen and before anybody reads what the host
-has; `follow` takes it again when that was written. So nothing but this package knows of parts.
+has; `follow` reads it again when that was written. So nothing but this package knows of parts.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ class ZenFlow(Updates):
             return
         self._host = twin(optimizer, self.ctx.kernels)
         self.optimizer = optimizer
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedules ask whether it ever stepped
+        # torch's schedules warn where it never stepped.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
         copies = [self._copy_of(tile, w) for tile in self.tiles for w in tile.weights]
         self._host_stepper = Stepper([w.fragment.master for w in self.weights], copies, every=False)
 
@@ -167,7 +168,7 @@ class ZenFlow(Updates):
             tile.changed = any(w.now for w in tile.weights)
 
     def _norms(self) -> dict[Weight, Tensor]:
-        """The norm of each column of each weight's gradient, over all ranks that have fragments of it.
+        """The norm of each column of each weight's gradient, over all its ranks.
 
         Collective.
         """
@@ -348,7 +349,7 @@ class ZenFlow(Updates):
         self._host_stepper.step(self._host, [*before, *grads, *after], scale)
 
     def take_over(self) -> None:
-        """Write the weights that the host has made into this rank's; the worker rests."""
+        """Write the weights that the host has made into this rank's; the worker has no jobs."""
         tiles, self.pending = self.pending, []
         for tile in tiles:
             tile.changed = True
@@ -458,7 +459,7 @@ class ZenFlow(Updates):
         """See `DeferredUpdates.saved`."""
         return saving.states(self, self.of[fragment], store)
 
-    # -- states that rest on the host (key `offload`) ----------------------------------------------
+    # -- states that are kept on the host (key `offload`) ------------------------------------------
 
     def bring_states(self) -> None:
         """Have the parts and their states on the device."""

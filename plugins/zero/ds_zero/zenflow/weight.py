@@ -94,7 +94,7 @@ class Weight:
         if fragment.stop == fragment.start or not fragment.param.requires_grad:
             return
         if not self.deferred:
-            self.chosen = Chosen(whole=fragment.stop - fragment.start)
+            self.chosen = Chosen(everything=fragment.stop - fragment.start)
         elif self.picked is not None:
             self.chosen = Chosen.of(self.parts, self.picked)
         if self.chosen is not None and self.chosen.numel:
