@@ -1,0 +1,114 @@
+"""The small machines of a bucket: where its weights, masters and gradients are, and what it takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ds_testing import run_ranks
+from ds_zero.buckets.masters import (
+    Deferred,
+    DeviceCopy,
+    Evicted,
+    InStore,
+    Masters,
+    Sizes,
+    masters_kind,
+)
+from ds_zero.buckets.weights import EvictedShard, HostShard, Sharded, Weights
+from ds_zero.reduce.bucket_grads import Grads, HostGrads
+
+from ds_core.partition import GradState
+from plugins.zero.tests.test_zero_offload_numbers import ALL, CPU, STATES, WEIGHTS, make
+
+DISK = {"offload_optimizer": {"device": "disk"}, "offload_param": CPU}
+
+
+@pytest.mark.parametrize(
+    ("weights", "same", "resident", "kind"),
+    [
+        (Weights, True, None, Masters),
+        (Weights, False, None, DeviceCopy),
+        (Sharded, True, None, Masters),
+        (HostShard, True, None, DeviceCopy),  # the device steps, weights are on the host
+        (HostShard, True, True, Masters),  # the host's step updates weights in place
+        (HostShard, False, True, InStore),
+        (EvictedShard, True, True, InStore),
+        (Sharded, True, True, InStore),
+        (Weights, True, False, Evicted),
+        (EvictedShard, False, False, Evicted),
+    ],
+)
+def test_where_masters_are(
+    weights: type[Weights], same: bool, resident: bool | None, kind: type[Masters]
+) -> None:
+    assert masters_kind(weights, same=same, resident=resident) is kind
+
+
+def test_masters_that_are_updated_at_other_times() -> None:
+    assert masters_kind(Weights, same=True, resident=True, deferred=True) is Deferred
+
+
+def bytes_of(zero: dict[str, Any], dtype: str, folder: Path | None) -> list[tuple[int, int]]:
+    """For each trained bucket, what `Masters.memory` says and what there is."""
+    engine = make(zero, folder, dtype=dtype)
+    x = torch.ones(2, 7, dtype=engine.ctx.precision.param or torch.float32)
+    engine.backward(engine(x))
+    engine.partitioner.settle()
+    found = []
+    for bucket in engine.partitioner.reducer.buckets:
+        if not bucket.trainable:
+            continue
+        masters = bucket.masters
+        grads = engine.partitioner.reducer.grads(bucket)
+        host = grads.host if isinstance(grads, HostGrads) else None
+        sizes = Sizes(
+            shard=bucket.layout.shard_numel,
+            own=sum(p.stop - p.start for p in bucket.fragments),
+            weight=bucket.dtype,
+            master=masters.dtype,
+            gradient=None if host is None else host.dtype,
+            state_bytes=0,
+            on_host=bucket.weights.on_host is not None,
+        )
+        said = type(masters).memory(sizes)
+        there = 0 if masters.flat is bucket.weights.shard else masters.flat.nbytes
+        there += 0 if host is None else host.numel() * host.itemsize
+        found.append((said.masters + said.gradients, there))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("offload", [{}, STATES, WEIGHTS, ALL, DISK])
+def test_memory_is_what_there_is(offload: dict[str, Any], dtype: str, tmp_path: Path) -> None:
+    for found in run_ranks(2, bytes_of, {"stage": 3, **offload}, dtype, tmp_path):
+        assert found and all(said == there for said, there in found)
+
+
+def transitions() -> list[str]:
+    """What a bucket's gradients say when states are skipped."""
+    engine = make({"stage": 2})
+    grads: Grads = engine.partitioner.reducer.grads(engine.partitioner.reducer.buckets[0])
+    found = [grads.state.value]
+    grads.collect().zero_()
+    grads.launch()
+    found.append(grads.state.value)
+    grads.collect()  # a late gradient waits for the next reduction
+    found.append(grads.state.value)
+    grads.forget()
+    found.append(grads.state.value)
+    try:
+        grads.move(GradState.REDUCED)
+    except AssertionError as error:
+        found.append(str(error))
+    engine.destroy()
+    return found
+
+
+def test_gradients_move_from_local_over_running_to_reduced() -> None:
+    *states, message = run_ranks(2, transitions)[0]
+    assert states == ["local", "running", "running", "local"]
+    assert message.startswith("gradients of ") and message.endswith(": local to reduced")
