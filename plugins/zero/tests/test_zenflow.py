@@ -347,7 +347,7 @@ def accessed() -> dict[str, bool]:
     flow = engine.partitioner.updates
     weight = model.mid.weight
     bias = model.norm.bias
-    picked = next(w for w in flow.weights if w.piece.param is weight).picked
+    picked = next(w for w in flow.weights if w.fragment.param is weight).picked
     full = access.safe_get_full_fp32_param(weight)
     moment = access.safe_get_full_optimizer_state(weight, "exp_avg")
     out = {"columns": torch.equal(full[:, picked], whole(engine)["mid.weight"][:, picked])}
