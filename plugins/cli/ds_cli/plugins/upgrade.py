@@ -84,10 +84,9 @@ def rewritten(text: str, *, code: bool = True) -> str:
     """
     if code:
         text = _imports(_methods(text))
-    # The parts below a module that has moved lie below the new one, so the end of the name may
-    # follow.
-    names = "|".join(map(re.escape, sorted(moved.MODULES, key=len, reverse=True)))
-    return re.sub(rf"(?<![\w.])(?:{names})(?!\w)", lambda m: moved.now(m[0]) or m[0], text)
+    # What lies below a module that has moved lies below the new one, so whole dotted names are
+    # looked up.
+    return re.sub(r"(?<![\w.])ds_\w+(?:\.\w+)+", lambda name: moved.now(name[0]) or name[0], text)
 
 
 def _methods(text: str) -> str:
