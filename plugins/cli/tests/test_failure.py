@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from ds_cli.local.failure import describe, exit_code, first, gather, signal_name
-from ds_cli.local.guard import Ending, Started
+from ds_cli.local.process_monitor import Ending, Started
 
 
 def started(rank: int, attempt: int = 0) -> Started:

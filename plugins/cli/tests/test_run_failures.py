@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from cli_runs import IN_BACKGROUND, STUBBORN, command, is_gone, pids, wait_until
-from ds_cli.local.guard import Guard
 from ds_cli.local.launcher import launch
+from ds_cli.local.process_monitor import ProcessMonitor
 from ds_command_kit.launch import LaunchRequest
 
 pytestmark = pytest.mark.usefixtures("one_process_by_default")
@@ -269,7 +269,7 @@ def test_over_gloo_the_cause_is_named_and_not_its_echo(tmp_path: Path) -> None:
 def test_processes_that_are_started_anew_are_not_ended_for_those_before(tmp_path: Path) -> None:
     """As when a machine joins: torch ends the processes and starts others under the same
     attempt."""
-    with Guard(tmp_path, grace=600) as guard:
+    with ProcessMonitor(tmp_path, grace=600) as guard:
         child = subprocess.Popen(["sleep", "600"], start_new_session=True)
         facts = {"pid": child.pid, "session": child.pid, "rank": 0}
         (tmp_path / "0-0.start").write_text(json.dumps(facts))

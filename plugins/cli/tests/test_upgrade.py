@@ -9,7 +9,10 @@ from ds_cli.plugins.upgrade import rewritten
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("from ds_cli.show import CommandError\n", "from ds_command_kit.show import CommandError\n"),
+        (
+            "from ds_cli.show import CommandError\n",
+            "from ds_command_kit.show import CommandError\n",
+        ),
         ("import ds_cli.hosts.hostfile\n", "import ds_command_kit.hosts.hostfile\n"),
         (
             "from ds_cli.hosts.elastic_store import store_here\n",

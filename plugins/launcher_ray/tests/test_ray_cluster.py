@@ -66,7 +66,7 @@ def words(
 
 def ranks(lab: Lab, off: str = "") -> list[Any]:
     """The processes of ranks, agents and their watchers on all hosts."""
-    own = ("script.py", "ds_cli.multi_host.agent", "watcher.py")
+    own = ("script.py", "ds_cli.multi_host.agent", "orphan_cleanup.py")
     running = [p for host in lab.everyone if host.name != off for p in host.processes()]
     return [p for p in running if any(w in " ".join(p.words) for w in own)]
 

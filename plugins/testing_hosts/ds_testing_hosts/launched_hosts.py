@@ -93,7 +93,7 @@ class Launched:
         return (
             "ds_cli.multi_host.agent" in words
             or str(folder) in words
-            or "ds_cli/local/watcher.py" in words
+            or "ds_cli/local/orphan_cleanup.py" in words
         )
 
     def gone(self, folder: Path, seconds: float) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ds_command_kit.stopping import PREEMPTED, SAVED
 
-from ds_cli.local.guard import Ending, Started
+from ds_cli.local.process_monitor import Ending, Started
 
 # What a rank says whose peer has gone; the peer's own end is what the user wants to see.
 _LOST_PEER = re.compile(

@@ -1,8 +1,7 @@
-"""The built-in launcher: processes on this machine through torch's own elastic launcher.
+"""The built-in launcher: processes on this host through torch's own elastic launcher.
 
-torch is imported inside `launch` only. torch does the variables and the restarts, `rendezvous` lets
-machines meet, the `Guard` sees to it that all end, and `failure` says what happened in our words
-instead of torch's.
+torch is imported inside `launch` only. torch sets the variables and restarts, `rendezvous` lets
+hosts meet, `ProcessMonitor` ends what must end, and `failure` says what happened.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from ds_rendezvous.meeting import is_loopback
 from ds_cli.doctor.last_failure import keep
 from ds_cli.local.cores import cores_of_ranks, threads_per_rank
 from ds_cli.local.failure import describe, exit_code, first, gather, signal_name
-from ds_cli.local.guard import Guard, Stopped
+from ds_cli.local.process_monitor import ProcessMonitor, Stopped
 from ds_cli.local.process_setup import activated, interface_of, log_prefix, pid_file
-from ds_cli.multi_host.supervision import Ended, Watch
+from ds_cli.multi_host.host_monitor import Ended, HostMonitor
 from ds_core.errors import CommError
 
 if TYPE_CHECKING:
@@ -77,11 +76,13 @@ def launch(request: LaunchRequest, problem: str = "") -> int:
         (folder / "settings").write_text(
             json.dumps({"local_rank": request.local_rank, "cores": cores, "logs": logs})
         )
-        guard = stack.enter_context(Guard(folder, request.grace, files, request.notice))
-        run = _Run(request, nproc, folder, guard, python)
-        run.watch = stack.enter_context(
-            Watch(
-                guard,
+        processes = stack.enter_context(
+            ProcessMonitor(folder, request.grace, files, request.notice)
+        )
+        run = _Run(request, nproc, folder, processes, python)
+        run.monitor = stack.enter_context(
+            HostMonitor(
+                processes,
                 elastic=request.min_nodes != request.max_nodes,
                 restarts=request.max_restarts,
                 problem=problem,
@@ -91,8 +92,9 @@ def launch(request: LaunchRequest, problem: str = "") -> int:
         try:
             return run()
         finally:
-            if run.failed:  # after a good end, what the script left running on purpose stays
-                guard.end()
+            # After a good end, what the script left running on purpose stays.
+            if run.failed:
+                processes.end()
 
 
 def _allow_many_files() -> None:
@@ -151,15 +153,20 @@ def _interface(request: LaunchRequest) -> str:
 class _Run:
     """One launch: holds what must be known when an attempt fails."""
 
-    watch: Watch
+    monitor: HostMonitor
 
     def __init__(
-        self, request: LaunchRequest, nproc: int, folder: Path, guard: Guard, python: str
+        self,
+        request: LaunchRequest,
+        nproc: int,
+        folder: Path,
+        processes: ProcessMonitor,
+        python: str,
     ) -> None:
         self.request = request
         self.nproc = nproc
         self.folder = folder
-        self.guard = guard
+        self.processes = processes
         self.python = python
         self.attempt = 0
         self.restarts = 0
@@ -179,7 +186,7 @@ class _Run:
         )
         try:
             elastic_launch(
-                _launch_config(request, self.nproc, self._logs(), self.watch), self.python
+                _launch_config(request, self.nproc, self._logs(), self.monitor), self.python
             )(*arguments)
         except Ended as error:  # on several machines, where all is said
             return error.code
@@ -188,12 +195,13 @@ class _Run:
             return self._say_failure(known)
         except (SignalException, Stopped) as error:
             number = int(error.sigval) if isinstance(error, SignalException) else error.number
-            if number == signal.SIGTERM and self.guard.heed(self.attempt):
+            # SIGTERM is a scheduler's notice: ranks that save something are waited for.
+            if number == signal.SIGTERM and self.processes.heed(self.attempt):
                 say_error(f"stopped by SIGTERM, {SAVED}")
                 return PREEMPTED
-            if (code := self.watch.stopped()) is not None:
+            if (code := self.monitor.stopped()) is not None:
                 return code
-            self.guard.end()
+            self.processes.end()
             say_error(f"stopped by {signal_name(number)}; all processes were ended")
             return 128 + number
         # of the rendezvous: a port in use, an address that does not answer
@@ -204,7 +212,7 @@ class _Run:
 
     def _say_failure(self, known: list[tuple[int, int, int, int]]) -> int:
         failures, ended = gather(
-            self.folder, self.attempt, self.guard.endings, known, self.request.grace
+            self.folder, self.attempt, self.processes.endings, known, self.request.grace
         )
         self.say_and_keep(describe(failures, ended, self.world_size))
         return exit_code(first(failures))
@@ -225,24 +233,26 @@ class _Run:
         restarts = self.request.max_restarts
         if alone and attempt > self.attempt:
             failures, ended = gather(
-                self.folder, self.attempt, self.guard.endings, grace=self.request.grace
+                self.folder, self.attempt, self.processes.endings, grace=self.request.grace
             )
             if failures and self.request.level <= logging.WARNING:
                 sys.stderr.write(describe(failures, ended, self.world_size) + "\n")
             self._say(logging.WARNING, f"restart {attempt} of {restarts}")
-        elif not alone and self.watch.used > self.restarts:
-            self.restarts = self.watch.used
+        elif not alone and self.monitor.used > self.restarts:
+            self.restarts = self.monitor.used
             self._say(logging.WARNING, f"restart {self.restarts} of {restarts}")
-        attempt = attempt if self.watch.attempt is None else self.watch.attempt
-        for env in envs.values():  # the processes of all machines must see the same
+        attempt = attempt if self.monitor.attempt is None else self.monitor.attempt
+        # Each host's torch counts restarts by itself; the processes of all must see the same.
+        for env in envs.values():
             env |= {
                 "TORCHELASTIC_MAX_RESTARTS": str(restarts),
                 "TORCHELASTIC_RESTART_COUNT": str(attempt),
             }
-        self.guard.forget(self.attempt)
+        # What is left of the attempt before would hold ports and devices.
+        self.processes.forget(self.attempt)
         self.attempt = attempt
         ranks = sorted(int(env["RANK"]) for env in envs.values())
-        self.watch.ranks(attempt, ranks, self.world_size)
+        self.monitor.ranks(attempt, ranks, self.world_size)
         self._say(
             logging.INFO,
             f"starting ranks {ranks[0]} to {ranks[-1]} of {self.world_size}; they meet at "
@@ -273,23 +283,23 @@ class _Run:
 
 
 def _launch_config(
-    request: LaunchRequest, nproc: int, logs: LogsSpecs, watch: Watch
+    request: LaunchRequest, nproc: int, logs: LogsSpecs, monitor: HostMonitor
 ) -> LaunchConfig:
     from torch.distributed.launcher.api import LaunchConfig
 
     options: dict[str, Any] = _rendezvous(request)
-    options["rdzv_configs"]["watch"] = watch
+    options["rdzv_configs"]["monitor"] = monitor
     # what torch's launcher can be told
     newer = {field.name for field in dataclasses.fields(LaunchConfig)}
     if "shutdown_timeout" in newer:
         options["shutdown_timeout"] = math.ceil(max(request.grace, request.notice)) + 5
     if "signals_to_handle" in newer:  # it would take those that are ignored, too
-        options["signals_to_handle"] = ",".join(number.name for number in watch.guard.heeded)
+        options["signals_to_handle"] = ",".join(number.name for number in monitor.processes.heeded)
     return LaunchConfig(
         min_nodes=request.min_nodes,
         max_nodes=request.max_nodes,
         nproc_per_node=nproc,
-        # where `watch` counts them
+        # where `monitor` counts them
         max_restarts=request.max_restarts if request.max_nodes == 1 else MANY,
         logs_specs=logs,
         log_line_prefix_template="[rank ${rank}] " if request.tag else None,

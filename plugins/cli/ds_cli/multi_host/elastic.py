@@ -38,8 +38,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
+from ds_cli.multi_host.host_monitor import HostMonitor
 from ds_cli.multi_host.rendezvous import LIMIT, READ_LIMIT, RanksStore
-from ds_cli.multi_host.supervision import Watch
 from ds_core.errors import CommError
 
 ELASTIC = "ds_core-elastic"
@@ -86,7 +86,7 @@ def elastic(params: RendezvousParameters) -> RendezvousHandler:
     state = _State(C10dRendezvousBackend(store, params.run_id), settings)
     handler = _Elastic(node, settings, ELASTIC, store, state)
     handler.ranks = RanksStore()
-    handler.watch = params.config["watch"]
+    handler.monitor = params.config["monitor"]
     handler.guest = dataclasses.replace(place, number=1)
     handler.hosts = hosts
     return handler
@@ -96,12 +96,12 @@ class _Elastic(DynamicRendezvousHandler):
     """With a store for the ranks of each round, and one who watches over the machines."""
 
     ranks: RanksStore
-    watch: Watch
+    monitor: HostMonitor
     guest: Participant
     hosts: bool  # the store
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self.watch.end()
+        self.monitor.end()
         # What torch would open itself is on all interfaces.
         self._bootstrap_store_info = RendezvousStoreInfo("", 0)
         self._shared_tcp_store_server = self._store
@@ -110,7 +110,7 @@ class _Elastic(DynamicRendezvousHandler):
         round_ = self._state_holder.state.round
         mine = reach_store(self.guest, READ_LIMIT)
         key = f"{self._settings.run_id}/{round_}"
-        self.watch.begin(
+        self.monitor.begin(
             mine, key, met.rank, met.world_size, self.guest.where, self.hosts, attempt=round_
         )
         address = address_towards([self.guest.address]) if met.rank == 0 else ""
@@ -120,7 +120,7 @@ class _Elastic(DynamicRendezvousHandler):
     def num_nodes_waiting(self) -> int:
         waiting = super().num_nodes_waiting()
         if waiting:
-            self.watch.regroup()
+            self.monitor.regroup()
         return waiting
 
 

@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 if TYPE_CHECKING:
-    from ds_cli.multi_host.supervision import Watch
+    from ds_cli.multi_host.host_monitor import HostMonitor
 
 FIXED = "ds_core-fixed"
 LIMIT = timedelta(minutes=10)  # for machines to come, as in torch
@@ -55,11 +55,10 @@ class RanksStore:
 
 
 class Fixed(RendezvousHandler):
-    """A known number of machines, each with its number; one machine needs no rendezvous.
+    """A known number of hosts, each with its number; one host needs no rendezvous.
 
-    config: ``rank``, this machine's; ``watch``, who watches over several. endpoint: of machine 0's
-        store; port 0 on one
-    machine: any free one.
+    params.config: ``rank``, this host's number; ``monitor``, the `HostMonitor` of several hosts.
+    params.endpoint: of host 0's store. On one host port 0 means any free one.
     """
 
     def __init__(self, params: RendezvousParameters) -> None:
@@ -73,7 +72,7 @@ class Fixed(RendezvousHandler):
             "--nnodes",
         )
         self.run_id = params.run_id
-        self.watch: Watch = params.config["watch"]
+        self.monitor: HostMonitor = params.config["monitor"]
         self._store: Any = None
         self._ranks: RanksStore | None = None  # of the first round: the machines' own does
 
@@ -89,7 +88,7 @@ class Fixed(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Open or reach the store and wait for all machines. Called again for each restart."""
         place = self.place
-        self.watch.end()
+        self.monitor.end()
         if place.size == 1:
             # A new one for each attempt: processes that use torch alone would find the addresses of
             # those before.
@@ -102,7 +101,9 @@ class Fixed(RendezvousHandler):
             prefix = f"machines/{self._meet()}"
             guest = dataclasses.replace(place, port=port, number=max(1, place.number))
             mine = reach_store(guest, READ_LIMIT)
-            self.watch.begin(mine, prefix, place.number, place.size, place.where, place.number == 0)
+            self.monitor.begin(
+                mine, prefix, place.number, place.size, place.where, place.number == 0
+            )
         store = PrefixStore(prefix, self._store)
         where = RendezvousStoreInfo(place.address, port)
         if place.size > 1:

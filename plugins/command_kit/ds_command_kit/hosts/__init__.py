@@ -3,8 +3,8 @@
 here (torch-free).
 
 A launcher starts one agent per host, with `agent_command`, and ends when they have ended;
-`run_tool` runs the program that does so. The agent is `dscore run` on its host: it does processes,
-restarts, logs and supervision for every launcher alike.
+`run_tool` runs the program that does so. The agent is `dscore run` on its host: it starts processes
+again, keeps logs and checks the other hosts, the same with every launcher.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What several hosts make of a failure: from what each reports to one message, one exit code, and
-whether to go on.
+"""What hosts decide after a failure: one message, one exit code, and whether to start again.
 
-Pure functions over plain values; `supervision` carries reports and verdicts through the store of
-the machines.
+Pure functions over plain values; `host_monitor` carries reports and decisions through the store at
+which the hosts meet.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Decision:
     """What all hosts do after a failure: the decision of one host, read by the others."""
 
     number: int
@@ -66,7 +65,7 @@ class Verdict:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def read(cls, text: bytes | str) -> Verdict:
+    def read(cls, text: bytes | str) -> Decision:
         """Of `text`; see `Report.read`."""
         said: dict[str, Any] = json.loads(text)
         return cls(**said)
@@ -81,7 +80,7 @@ def decide(
     elastic: bool,
     used: int,
     most: int,
-) -> Verdict:
+) -> Decision:
     """What `reports` amount to. hosts: what to call each host, by number. used: restarts so far, of
     at most `most`.
 
@@ -98,39 +97,42 @@ def decide(
         ]
         causes += [(order, 0.0, None, number) for number in report.lost]
     causes += [(len(hosts) + 2, 0.0, None, number) for number in silent]
+    # The failures of all hosts, in the order of their alarms.
     rows = [
         row
         for report in sorted(reports, key=lambda r: r.order or len(hosts) + 1)
         for row in report.failures
     ]
+    # The earliest cause; the number of the host makes the choice the same everywhere.
     if causes:
         _, _, row, number = min(causes, key=lambda cause: (cause[0], cause[1], cause[3]))
     elif rows:
         row = first(rows)
         number = next(report.number for report in reports if row in report.failures)
     else:
-        return Verdict(
+        return Decision(
             me, 1, "dscore: a host raised an alarm, but none knows of a failure", used=used
         )
     if row is None:  # a host is gone
         text = f"dscore: lost {hosts[number]}: nothing is heard of it any more, or its link is cut"
         more = sorted({cause[3] for cause in causes if cause[2] is None} - {number})
         text += "".join(f"\ndscore: lost {hosts[other]} too" for other in more)
-        return Verdict(me, 1, text, again=elastic and not finished, used=used)
+        return Decision(me, 1, text, again=elastic and not finished, used=used)
     if row.code == PREEMPTED:  # a host that was told to stop may have left already
-        return Verdict(
+        return Decision(
             number,
             PREEMPTED,
             describe([row], 0, world_size),
             again=elastic and not finished,
             used=used,
         )
+    # Ordinary failures: a restart is used up, and a lost host cannot be replaced unless elastic.
     ended = sum(report.ended for report in reports)
     text = describe(
         [row, *(other for other in rows if other is not row)], ended, world_size, root=row
     )
     again = used < most and not finished and (elastic or not silent)
-    return Verdict(number, exit_code(row), text, again, used + again)
+    return Decision(number, exit_code(row), text, again, used + again)
 
 
 def unequal(facts: Sequence[Mapping[str, Any]]) -> tuple[int, str]:

@@ -1,18 +1,16 @@
-"""Each machine's eye on the others: who is alive, who has failed, and one end for all.
+"""The hosts of a run: which are alive, which have failed, and that all end together.
 
-Every machine's launcher (its agent) talks to the store at which the machines meet, by a connection
-of its own:
+The agent of each host talks to the store at which the hosts meet, by a connection of its own:
 
-- it beats every 2 seconds, and looks whether the machine before it (in a ring) still does;
-- when one of its processes fails, or that machine has gone, it raises an alarm; whoever hears of
-  one ends its processes and reports; one verdict (`verdict.decide`) goes back to all; who has the
-  failure shows it, all end with its code;
-- one that hears nothing from the store any more ends its processes and says whose store it was;
-- one that is told to stop while another is silent (by a tool that has noticed before us) says so
-  too.
+- it sends a heartbeat every 2 seconds, and checks that of the host before it (in a ring);
+- when one of its processes fails, or that host is lost, it raises an alarm. Each host that sees an
+  alarm ends its processes and reports. One host decides for all (`decision.decide`); the one with
+  the failure shows it, and all end with its exit code;
+- a host that the store no longer answers ends its processes and says whose store it was;
+- a host that is asked to stop while another is silent reports that one, too: the tool that reaches
+  the hosts may have noticed its loss first.
 
-A process that the system has stopped (SIGSTOP) for 10 seconds while others run is taken for a
-failed one.
+A process that was stopped (SIGSTOP) for 10 seconds while others run counts as failed.
 """
 
 from __future__ import annotations
@@ -28,24 +26,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_cli.local.failure import WorkerFailure, gather
-from ds_cli.multi_host.verdict import Report, Verdict, decide, unequal
+from ds_cli.multi_host.decision import Decision, Report, decide, unequal
 from ds_core.errors import CommError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-    from ds_cli.local.guard import Guard
+    from ds_cli.local.process_monitor import ProcessMonitor
 
 TICK_SECONDS = 0.1
-ASK_SECONDS = 0.5  # between looks for an alarm
+ASK_SECONDS = 0.5
+"""Between two looks for an alarm."""
 BEAT_SECONDS = 2.0
-LOST_SECONDS = 16.0  # without a beat, or an answer of the store
-# without a beat, where that costs a restart and not the run, or the run ends anyway
+LOST_SECONDS = 16.0
+"""Without a heartbeat, or an answer of the store: the host is lost."""
 LOST_ELASTIC_SECONDS = 8.0
-SILENT_SECONDS = 6.0  # without a beat, when there has been an alarm
-BROKEN_SECONDS = 3.0  # after the store has closed: time for a run that has ended well to end
+"""The same where a loss costs a restart and not the run, or where the run ends anyway."""
+SILENT_SECONDS = 6.0
+"""Without a heartbeat after an alarm: no report will come."""
+BROKEN_SECONDS = 3.0
+"""After the store has closed: time for a run that has ended well to end."""
 STOPPED_SECONDS = 10.0
-DEAF_SECONDS = 5.0  # how long the main thread may take to ask for a verdict that is there
+"""A process that stands still for so long has failed."""
+DEAF_SECONDS = 5.0
+"""How long the main thread may take to ask for a decision that is there."""
 
 
 class Ended(Exception):
@@ -58,58 +62,69 @@ class Ended(Exception):
 
 @dataclass(slots=True)
 class _Round:
-    """One meeting of the machines, until one of them fails or comes or goes. names: what to call
-    each.
-    """
+    """One meeting of the hosts, until one of them fails, comes or goes."""
 
+    # -- who takes part
     store: Store
     number: int
+    """This host's."""
     names: dict[int, str]
-    main: bool  # of the store, which must stay until others have read
+    """What to call each host, by number."""
+    main: bool
+    """The store is in this process, which must stay until the others have read from it."""
     attempt: int = -1
     world_size: int = 0
+
+    # -- heartbeats
     beat: int = 0
     next_beat: float = 0.0
     next_ask: float = 0.0
-    # last beat of a machine, and when it was new
     heard: dict[int, tuple[bytes, float]] = field(default_factory=dict)
+    """By host: its last heartbeat, and when that was new."""
     lost: tuple[int, ...] = ()
-    silent: str = ""  # the machine before us, while it does not beat, but is not lost yet
-    expected: bool = False  # machines come: that processes end is no failure
+    silent: str = ""
+    """The host before this one, while its heartbeat is late, but not late enough to be lost."""
+
+    # -- how it ends
+    expected: bool = False
+    """Hosts come or go on purpose: processes that end have not failed."""
     known: Sequence[tuple[int, int, int, int]] = ()
-    verdict: Verdict | None = None
+    """Failures that torch knows of, as for `gather`."""
+    decision: Decision | None = None
     asked: threading.Event = field(default_factory=threading.Event)
-    # for who is silent, when we were told to stop
+    """The main thread waits for the decision."""
     looked: threading.Event = field(default_factory=threading.Event)
+    """After a signal to stop: it is known whether another host is silent."""
     decided: threading.Event = field(default_factory=threading.Event)
 
 
-class Watch:
-    """While entered, and a round runs, watches over this machine and the others. The main thread
-    calls its methods.
-
-    elastic: machines may come and go. restarts: how often processes are started again after a
-    failure. problem: what keeps this machine from taking part, which the others should hear too.
-    say: shows a message.
+class HostMonitor:
+    """While entered, and a round runs: checks this host and the others. The main thread calls its
+    methods.
     """
 
     def __init__(
         self,
-        guard: Guard,
+        processes: ProcessMonitor,
         *,
         elastic: bool,
         restarts: int,
         problem: str,
         say: Callable[[str], None],
     ) -> None:
-        self.guard = guard
+        self.processes = processes
+        # Hosts may come and go.
         self.elastic = elastic
+        # How often processes are started again after a failure, and how often they were.
         self.restarts = restarts
+        self.used = 0
+        # What keeps this host from taking part; the others show it as well.
         self.problem = problem
+        # Shows a message.
         self.say = say
-        self.used = 0  # restarts
         self.attempt: int | None = None
-        self.where = ""  # the store is, for messages
+        # Where the store is, for messages.
+        self.where = ""
         self._round: _Round | None = None
         self._heard = time.monotonic()
         self._broken = float("inf")
@@ -119,7 +134,7 @@ class Watch:
             for run, name in ((self._talk, "talk"), (self._time, "time"))
         ]
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> HostMonitor:
         for thread in self._threads:
             thread.start()
         return self
@@ -154,6 +169,7 @@ class Watch:
         facts = {"host": socket.gethostname(), "problem": self.problem, "versions": _versions()}
         base.set(f"beat/{number}", "0")
         base.set(f"host/{number}", json.dumps(facts))
+        # One host compares, so that all raise the same error.
         if number == 0:
             rows = [json.loads(base.get(f"host/{n}")) for n in range(size)]
             base.set("fit", json.dumps([*unequal(rows), [row["host"] for row in rows]]))
@@ -192,13 +208,14 @@ class Watch:
         now = self._round
         if now is None:
             return
-        if not now.expected or now.verdict is not None:
+        if not now.expected or now.decision is not None:
             now.known = known
             now.asked.set()
+            # In steps of a second, since hosts may come meanwhile: then no decision is made.
             while not now.decided.wait(1.0) and not now.expected:
                 pass
-            if now.verdict is not None and not now.verdict.again:
-                raise Ended(now.verdict.code)
+            if now.decision is not None and not now.decision.again:
+                raise Ended(now.decision.code)
         self._round = None
 
     def stopped(self) -> int | None:
@@ -209,8 +226,9 @@ class Watch:
         if now is None or (now.looked.wait(1.0) and not now.lost):
             return None
         now.asked.set()
-        now.decided.wait(2.0)  # soon the tool kills us
-        return None if now.verdict is None or now.verdict.again else now.verdict.code
+        # The tool that asked us to stop kills us soon, so a late decision is not waited for.
+        now.decided.wait(2.0)
+        return None if now.decision is None or now.decision.again else now.decision.code
 
     # -- the thread that talks ---------------------------------------------------------------------
 
@@ -224,7 +242,7 @@ class Watch:
                 self._turn(now)
                 self._heard = time.monotonic()
                 self._broken = float("inf")
-            # such a connection does not come back
+            # A broken connection to the store does not recover; `_time` ends the run.
             except (OSError, RuntimeError, ValueError, TypeError, KeyError):
                 self._broken = time.monotonic()
                 return
@@ -241,6 +259,7 @@ class Watch:
             now.looked.set()
         failed = self._fails(now) or now.asked.is_set() or bool(now.lost)
         told = False
+        # Each look is a message to the one store, which many hosts ask.
         if time.monotonic() >= now.next_ask:
             now.next_ask = time.monotonic() + ASK_SECONDS
             told = now.store.add("alarms", 0) > 0
@@ -249,15 +268,15 @@ class Watch:
         if now.expected or (self.elastic and now.store.check(["regroup"])):
             now.expected = True
             return
-        self._settle(now, failed)
+        self._resolve(now, failed)
 
     def _stopping(self) -> bool:
-        return self.guard.told < float("inf")
+        return self.processes.told < float("inf")
 
     def _fails(self, now: _Round) -> bool:
         return any(
             one.attempt == now.attempt and e.code != 0
-            for one, e in list(self.guard.endings.items())
+            for one, e in list(self.processes.endings.items())
         )
 
     def _beat(self, now: _Round) -> None:
@@ -281,10 +300,11 @@ class Watch:
             now.silent = silent
             now.store.set("silent", silent)
 
-    def _settle(self, now: _Round, failed: bool) -> None:
-        """End the processes of the round, report, and come to the one verdict."""
+    def _resolve(self, now: _Round, failed: bool) -> None:
+        """End the processes of the round, report, and come to the one decision."""
+        # The counter orders the alarms of all hosts: clocks of hosts cannot be compared.
         order = now.store.add("alarms", 1) if failed else 0
-        grace = self.guard.grace
+        grace = self.processes.grace
         failures, ended, finished = self._own(now, failed)
         report = Report(
             now.number,
@@ -300,50 +320,59 @@ class Watch:
         end = time.monotonic() + grace + 5.0
         reports = {now.number: report}
         beats = dict[int, tuple[bytes, float]]()
-        while not now.store.check(["verdict"]):
+        # Every host gathers reports; the first that has all, or waits no longer, decides.
+        while not now.store.check(["decision"]):
             for other in now.names.keys() - reports.keys():
                 if now.store.check([f"report/{other}"]):
                     reports[other] = Report.read(now.store.get(f"report/{other}"))
             missing = now.names.keys() - reports.keys() - set(now.lost)
             missing = {other for other in missing if _beats(now.store, other, beats)}
             if not missing or time.monotonic() > end:
+                # Two hosts may decide at once: the first one's decision stays.
                 now.store.compare_set(
-                    "verdict", "", self._decide(now, list(reports.values())).json()
+                    "decision", "", self._decide(now, list(reports.values())).json()
                 )
             self._beat(now)
             self._closed.wait(TICK_SECONDS)
-        verdict = Verdict.read(now.store.get("verdict"))
-        self.used = verdict.used
-        if verdict.number == now.number:
-            self.say(verdict.text)
+        decision = Decision.read(now.store.get("decision"))
+        self.used = decision.used
+        if decision.number == now.number:
+            self.say(decision.text)
         self._let_read(now, [n for n in now.names if now.store.check([f"report/{n}"])])
-        now.verdict = verdict
+        now.decision = decision
         now.decided.set()
-        if not now.asked.wait(DEAF_SECONDS):  # it waits in torch for machines that will not come
-            self.guard.leave(verdict.code)
+        # The main thread may wait inside torch for hosts that will not come.
+        if not now.asked.wait(DEAF_SECONDS):
+            self.processes.leave(decision.code)
 
     def _own(self, now: _Round, failed: bool) -> tuple[list[WorkerFailure], int, bool]:
         """End this machine's processes of the round; its failures, how many were ended, whether all
         had finished.
         """
-        mine = [one for one in self.guard.started() if one.attempt == now.attempt]
-        finished = bool(mine) and all(one in self.guard.endings for one in mine) and not failed
-        alive = self.guard.ask(now.attempt)
-        if now.lost and self._stopping():  # no time is left
-            self.guard.end(now.attempt)
-        end = time.monotonic() + self.guard.grace + 3.0
-        while self.guard.alive(now.attempt) and time.monotonic() < end:
+        mine = [one for one in self.processes.started() if one.attempt == now.attempt]
+        finished = bool(mine) and all(one in self.processes.endings for one in mine) and not failed
+        alive = self.processes.ask(now.attempt)
+        # Asked to stop while a host is lost: the tool kills us soon, so no grace is given.
+        if now.lost and self._stopping():
+            self.processes.end(now.attempt)
+        end = time.monotonic() + self.processes.grace + 3.0
+        while self.processes.alive(now.attempt) and time.monotonic() < end:
             self._beat(now)
             self._closed.wait(TICK_SECONDS)
-        now.asked.wait(1.0)  # for what torch knows
+        # torch's launcher passes on what it knows of the failures by `end`.
+        now.asked.wait(1.0)
         if not failed or (now.lost and not self._fails(now)):
             return [], alive, finished
         failures, ended = gather(
-            self.guard.folder, now.attempt, self.guard.endings, now.known, self.guard.grace
+            self.processes.folder,
+            now.attempt,
+            self.processes.endings,
+            now.known,
+            self.processes.grace,
         )
         return [row.at(socket.gethostname()) for row in failures], ended, False
 
-    def _decide(self, now: _Round, reports: list[Report]) -> Verdict:
+    def _decide(self, now: _Round, reports: list[Report]) -> Decision:
         names = {}
         for number, name in now.names.items():
             ranks = (
@@ -383,7 +412,9 @@ class Watch:
             now = self._round
             at = time.monotonic()
             if now is not None and not now.decided.is_set():
-                silent = self.guard.told - self._heard > LOST_ELASTIC_SECONDS and self._stopping()
+                silent = (
+                    self.processes.told - self._heard > LOST_ELASTIC_SECONDS and self._stopping()
+                )
                 if silent or at - self._heard > LOST_SECONDS or at - self._broken > BROKEN_SECONDS:
                     self._without_store(now)
 
@@ -391,29 +422,28 @@ class Watch:
         owner = f"{now.names[0]}, which has the store of the run"
         if self.elastic:
             owner = f"the store of the run at {self.where}"
-        self.guard.end()
+        self.processes.end()
         self.say(f"dscore: lost {owner}; all processes were ended")
-        self.guard.leave(1)
+        self.processes.leave(1)
 
     def _look_for_stopped(self, since: dict[int, float]) -> None:
-        """Take a process for failed that is stopped for long, while another one of the run is
-        not."""
-        begun = [one for one in self.guard.started() if one not in self.guard.endings]
+        """A process that is stopped for long while another one of the run is not has failed."""
+        begun = [one for one in self.processes.started() if one not in self.processes.endings]
         stopped = {one.pid for one in begun if _state(one.pid) == "T"}
-        alone = self._round is None  # on one machine, all of them stopped is a pause
+        # On one host, Ctrl-Z stops all of them: that is a pause and no failure.
+        alone = self._round is None
         for one in begun:
             if one.pid not in stopped:
                 since.pop(one.pid, None)
             elif time.monotonic() - since.setdefault(one.pid, time.monotonic()) > STOPPED_SECONDS:
                 if not alone or len(stopped) < len(begun):
-                    self.guard.condemn(
+                    self.processes.condemn(
                         one, f"it stood still for {STOPPED_SECONDS:g} s, stopped by a signal"
                     )
 
 
 def _beats(store: Store, number: int, seen: dict[int, tuple[bytes, float]]) -> bool:
-    """Whether a machine that should report still gives a sign of life; `seen` remembers the
-    last."""
+    """Whether a host that should report still sends heartbeats; `seen` keeps the last."""
     beat = store.get(f"beat/{number}")
     at = time.monotonic()
     last, since = seen.setdefault(number, (beat, at))

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from ds_cli.local.failure import WorkerFailure
-from ds_cli.multi_host.verdict import Report, Verdict, decide, unequal
+from ds_cli.multi_host.decision import Decision, Report, decide, unequal
 
 HOSTS = {0: "host a (ranks 0 to 1 of 4)", 1: "host b (ranks 2 to 3 of 4)"}
 ECHO = WorkerFailure(
@@ -15,38 +15,38 @@ ECHO = WorkerFailure(
 CAUSE = WorkerFailure(3, 30, 7, 99.0, "ValueError: bad", "Traceback of b\n", "b")
 
 
-def judged(*reports: Report, **more: Any) -> Verdict:
+def judged(*reports: Report, **more: Any) -> Decision:
     return decide(reports, HOSTS, 4, **{"me": 0, "elastic": False, "used": 0, "most": 0, **more})
 
 
 def test_reports_and_verdicts_travel_as_text() -> None:
     report = Report(1, "b", 1, (CAUSE,), 2, lost=(0,))
     assert Report.read(report.text()) == report
-    verdict = judged(report)
-    assert Verdict.read(verdict.json()) == verdict
+    decision = judged(report)
+    assert Decision.read(decision.json()) == decision
 
 
 def test_the_cause_wins_over_echoes_that_were_noticed_first_and_its_host_shows_it() -> None:
-    verdict = judged(Report(0, "a", 1, (ECHO,)), Report(1, "b", 2, (CAUSE,), ended=1))
-    assert (verdict.number, verdict.code, verdict.again) == (1, 7, False)
-    assert verdict.text.startswith(
+    decision = judged(Report(0, "a", 1, (ECHO,)), Report(1, "b", 2, (CAUSE,), ended=1))
+    assert (decision.number, decision.code, decision.again) == (1, 7, False)
+    assert decision.text.startswith(
         "Traceback of b\n\ndscore: rank 3 of 4 failed with exit code 7 first (pid 30 on b)"
     )
-    assert "rank 0 too" in verdict.text
-    assert "Traceback of a" not in verdict.text
+    assert "rank 0 too" in decision.text
+    assert "Traceback of a" not in decision.text
 
 
 def test_of_two_causes_the_first_alarm_wins_whatever_the_clocks_say() -> None:
     other = dataclasses.replace(CAUSE, rank=1, time=500.0, host="a")
-    verdict = judged(Report(0, "a", 1, (other,)), Report(1, "b", 2, (CAUSE,)))
-    assert "rank 1 of 4" in verdict.text
-    assert verdict.number == 0
+    decision = judged(Report(0, "a", 1, (other,)), Report(1, "b", 2, (CAUSE,)))
+    assert "rank 1 of 4" in decision.text
+    assert decision.number == 0
 
 
 def test_a_silent_host_is_the_cause_where_there_are_only_echoes() -> None:
-    verdict = judged(Report(0, "a", 1, (ECHO,)))
-    assert (verdict.number, verdict.code) == (0, 1)
-    assert verdict.text.startswith("dscore: lost host b (ranks 2 to 3 of 4)")
+    decision = judged(Report(0, "a", 1, (ECHO,)))
+    assert (decision.number, decision.code) == (0, 1)
+    assert decision.text.startswith("dscore: lost host b (ranks 2 to 3 of 4)")
     assert judged(Report(0, "a", 1, (dataclasses.replace(CAUSE, host="a"),))).code == 7
     assert judged(Report(0, "a", 1, lost=(1,)), Report(1, "b", 2, (CAUSE,))).text.startswith(
         "dscore: lost host b"
@@ -56,26 +56,26 @@ def test_a_silent_host_is_the_cause_where_there_are_only_echoes() -> None:
 def test_when_processes_are_started_again() -> None:
     both = Report(0, "a", 1, (ECHO,)), Report(1, "b", 2, (CAUSE,))
     assert not judged(*both).again
-    verdict = judged(*both, most=2, used=1)
-    assert (verdict.again, verdict.used) == (True, 2)
+    decision = judged(*both, most=2, used=1)
+    assert (decision.again, decision.used) == (True, 2)
     assert not judged(*both, most=2, used=2).again
     done = Report(0, "a", finished=True)
     assert not judged(done, both[1], most=2).again
     lost = both[:1]
     assert not judged(*lost, most=2).again
-    verdict = judged(*lost, elastic=True)
-    assert (verdict.again, verdict.used) == (True, 0)  # a host that goes is no failure
+    decision = judged(*lost, elastic=True)
+    assert (decision.again, decision.used) == (True, 0)  # a host that goes is no failure
 
 
 def test_ranks_that_were_told_to_stop_are_no_failure_of_an_elastic_run() -> None:
     """Their host may have left already; no restart is counted."""
     told = Report(0, "a", 1, (dataclasses.replace(CAUSE, rank=0, code=75, error="", traceback=""),))
-    verdict = judged(told, elastic=True)
-    assert (verdict.again, verdict.used, verdict.code) == (True, 0, 75)
-    verdict = judged(told, Report(1, "b", 2, (ECHO,)), most=3)
-    assert (verdict.again, verdict.code, verdict.number) == (False, 75, 0)
+    decision = judged(told, elastic=True)
+    assert (decision.again, decision.used, decision.code) == (True, 0, 75)
+    decision = judged(told, Report(1, "b", 2, (ECHO,)), most=3)
+    assert (decision.again, decision.code, decision.number) == (False, 75, 0)
     said = "exit code 75: a checkpoint was saved first, and the same command goes on from it"
-    assert verdict.text == f"dscore: rank 0 of 4 ended with {said}"
+    assert decision.text == f"dscore: rank 0 of 4 ended with {said}"
 
 
 def test_machines_that_do_not_fit_are_named() -> None:

@@ -1,8 +1,7 @@
-"""Ends what the processes of a run started, when the launcher is killed in a way that leaves it no
-time to do so.
+"""Kills what a run started when its launcher was killed (SIGKILL) and could not do so itself.
 
-Run by its path, as ``python watcher.py FOLDER GRACE [FILES...]``, with a pipe from the launcher as
-its standard input: a byte says that the launcher has ended in order, the end of the pipe that it
+Run by its path, as ``python orphan_cleanup.py FOLDER GRACE [FILES...]``, with a pipe from the
+launcher as its standard input: a byte says that the launcher has ended in order, the end of the pipe that it
 was killed. Standard library only. A process that leads a session is killed with all that it
 started; the launcher does the same while it lives.
 """

@@ -1,9 +1,8 @@
-"""The launcher's eye on its processes: when each ended, and an end within seconds for all that they
-started.
+"""The processes of this host: when and how each ended, and the end of everything they started.
 
-torch's launcher asks processes to end and waits up to 30 seconds; a rank that sits in a collective
-does not hear Ctrl-C, and what a rank started itself has no parent to end it. Every rank leads a
-session of its own, so a session is what gets ended here.
+torch's launcher asks processes to end and waits up to 30 seconds; a rank that waits in a collective
+does not react to Ctrl-C, and what a rank started itself has no parent to end it. Every rank leads a
+session of its own, so whole sessions are ended here.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from typing import Any, NoReturn
 from ds_command_kit.show import say_error
 from ds_command_kit.stopping import PREEMPTED, STOPS, heeded
 
-from ds_cli.local import watcher
-from ds_cli.local.watcher import kill_session, members, starts
+from ds_cli.local import orphan_cleanup
+from ds_cli.local.orphan_cleanup import kill_session, members, starts
 
 DEAF_SECONDS = 3.0  # how long the main thread may take to hear a signal
 
@@ -54,43 +53,47 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a process ended. code: as of subprocess, -n for signal n. time: monotonic seconds when it
-    was noticed.
-    """
+    """How a process ended."""
 
     code: int
+    """As of subprocess: -n for signal n."""
     time: float
+    """Monotonic seconds when it was noticed."""
 
 
-class Guard:
-    """While entered: notes how processes end and ends what does not end by itself. Use it in the
-    main thread.
+class ProcessMonitor:
+    """While entered: records how processes end, and ends what does not end by itself.
 
-    folder: where the processes leave word. grace: seconds between the first failure, or the signal
-    to stop, and the end by force. files: to be removed, as `folder`, by the `watcher` when this
-    process is killed. notice: what SIGTERM gives instead of `grace`, where it is longer.
+    Use it in the main thread: Python delivers signals there only.
     """
 
     def __init__(
         self, folder: Path, grace: float, files: Sequence[str] = (), notice: float = 0.0
     ) -> None:
+        # Where the processes leave notes: that they began, and with what they failed.
         self.folder = folder
+        # Seconds between the first failure, or a signal to stop, and the end by force.
         self.grace = grace
+        # Removed with `folder` by `orphan_cleanup` when this process is killed.
         self.files = files
+        # What SIGTERM gives instead of `grace`: a scheduler sends it before it takes the host away.
         self.notice = max(grace, notice)
         self.endings: dict[Started, Ending] = {}
-        self.told = float("inf")  # when this process was told to stop
-        self._timers: dict[int, threading.Timer] = {}  # by attempt, or by minus the signal
+        # Monotonic seconds at which this process was asked to stop.
+        self.told = float("inf")
+        # By attempt, or by minus the signal.
+        self._timers: dict[int, threading.Timer] = {}
+        # What handled each signal before, put back on leaving.
         self._handlers: dict[int, Any] = {}
         self._left = threading.Event()
 
-    def __enter__(self) -> Guard:
-        self._watcher = subprocess.Popen(
+    def __enter__(self) -> ProcessMonitor:
+        self._cleanup = subprocess.Popen(
             [
                 sys.executable,
                 "-I",
                 "-S",
-                watcher.__file__,
+                orphan_cleanup.__file__,
                 str(self.folder),
                 str(self.notice),
                 *self.files,
@@ -100,6 +103,7 @@ class Guard:
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # what kills the launcher's group must not kill it
         )
+        # Python writes the numbers of signals there; a full pipe must not stop a signal's handler.
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._handlers = {number: signal.getsignal(number) for number in (*STOPS, signal.SIGCHLD)}
@@ -107,10 +111,10 @@ class Guard:
         for number in self.heeded:
             signal.signal(number, _raise_stopped)
         signal.signal(signal.SIGCHLD, self._child_ended)
-        # torch puts its own handlers over ours; the wakeup pipe hears every signal, however it is
-        # handled.
+        # torch replaces our handlers by its own; the wakeup pipe receives every signal whatever
+        # handles it.
         self._old_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._listen, name="dscore-guard", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="dscore-processes", daemon=True)
         self._thread.start()
         return self
 
@@ -125,11 +129,11 @@ class Guard:
         os.close(self._read)
         for timer in self._timers.values():
             timer.cancel()
-        self._dismiss_watcher()
+        self._dismiss_cleanup()
 
-    def _dismiss_watcher(self) -> None:
+    def _dismiss_cleanup(self) -> None:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # somebody has killed it
-            self._watcher.communicate(b".", timeout=10)
+            self._cleanup.communicate(b".", timeout=10)
 
     def started(self) -> Iterator[Started]:
         """The processes that have begun, by attempt and rank."""
@@ -142,7 +146,8 @@ class Guard:
         gone.
         """
         if attempt is None and threading.current_thread() is threading.main_thread():
-            for number in STOPS:  # one more Ctrl-C must not stop the end
+            # A second Ctrl-C must not interrupt the killing: processes would be left behind.
+            for number in STOPS:
                 signal.signal(number, signal.SIG_IGN)
         for one in self.started():
             if attempt in (None, one.attempt):
@@ -160,7 +165,8 @@ class Guard:
         for one in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(one.pid, signal.SIGTERM)
-                os.kill(one.pid, signal.SIGCONT)  # a stopped one would not hear it
+                # A process that is stopped (SIGSTOP) receives SIGTERM only when it goes on.
+                os.kill(one.pid, signal.SIGCONT)
         self._end_later(attempt)
         return len(alive)
 
@@ -176,11 +182,12 @@ class Guard:
 
         In the main thread. More signals of the kind are passed over.
         """
+        # Schedulers send SIGTERM several times; the first one started the saving.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while self.alive(attempt):
             time.sleep(0.05)
         codes = {end.code for one, end in self.endings.items() if one.attempt == attempt}
-        # torch may have collected the process before we saw it
+        # torch may have collected a process before we saw its end; its note has the code too.
         for word in self.folder.glob(f"{attempt}-*.error"):
             codes.add(json.loads(word.read_text())["code"])
         return PREEMPTED in codes
@@ -218,6 +225,7 @@ class Guard:
         for one in self.started():
             if one in self.endings:
                 continue
+            # WNOWAIT leaves the process for torch, whose launcher waits for it as well.
             try:
                 seen = os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             # collected before we came; macOS has waitid since 3.13
@@ -226,6 +234,7 @@ class Guard:
             if seen is not None:
                 code = seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
                 self.endings[one] = Ending(code, time.monotonic())
+                # The others may wait for the failed one for ever, in a collective.
                 if code != 0:
                     self._end_later(one.attempt)
 
@@ -233,6 +242,7 @@ class Guard:
         while heard := os.read(self._read, 64):
             number = next((n for n in STOPS if n in heard), None)
             if number is not None:
+                # Ctrl-C twice does not begin a new grace.
                 self.told = min(self.told, time.monotonic())
                 seconds = self.notice if number == signal.SIGTERM else self.grace
                 self._later(
@@ -264,10 +274,11 @@ class Guard:
         """
         for one in self.started():
             kill_session(one.session)
-        self._dismiss_watcher()
+        self._dismiss_cleanup()
         for path in map(Path, self.files):
             path.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
+        # `os._exit` runs no handlers and flushes nothing: the message would be lost.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
