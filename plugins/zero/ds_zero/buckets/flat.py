@@ -23,6 +23,8 @@ from ds_zero.comm.hierarchy import outer_axes, sharding_axes
 from ds_zero.init.sharded_param import pop_weight
 
 if TYPE_CHECKING:
+    from jaxtyping import Shaped
+
     from ds_core.mesh import Mesh
     from ds_core.params import ParamInfo
     from ds_zero.buckets.records import Fragment
@@ -130,27 +132,27 @@ class FlatBucket:
 
     # -- buffers with its layout -------------------------------------------------------------------
 
-    def view(self, flat: Tensor, index: int) -> Tensor:
+    def view(self, flat: Shaped[Tensor, " full"], index: int) -> Shaped[Tensor, ...]:
         """Parameter `index` in a buffer with the layout of this bucket."""
         begin = self.layout.offsets[index]
         return flat[begin : begin + self.layout.sizes[index]].view(self.shapes[index])
 
-    def views(self, flat: Tensor) -> Iterator[Tensor]:
+    def views(self, flat: Shaped[Tensor, " full"]) -> Iterator[Tensor]:
         """All parameters in a buffer with this layout."""
         return (self.view(flat, i) for i in range(len(self.params)))
 
-    def shards(self, flat: Tensor) -> Sequence[Tensor]:
+    def shards(self, flat: Shaped[Tensor, " full"]) -> Sequence[Shaped[Tensor, " shard"]]:
         """The shards of all ranks in a buffer with this layout."""
         return flat.view(self.world, self.layout.shard_numel).unbind()
 
-    def own_shard(self, flat: Tensor) -> Tensor:
+    def own_shard(self, flat: Shaped[Tensor, " full"]) -> Shaped[Tensor, " shard"]:
         """This rank's shard of a buffer with this layout."""
         return flat.narrow(0, self.rank * self.layout.shard_numel, self.layout.shard_numel)
 
     # -- weights -----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def write(self, index: int, weight: Tensor) -> None:
+    def write(self, index: int, weight: Shaped[Tensor, ...]) -> None:
         """Make `weight`, equal on all ranks, the weight of parameter `index` in its shard and its
         master.
 
@@ -164,7 +166,7 @@ class FlatBucket:
         self.masters.write(index, weight)
 
     @torch.no_grad()
-    def own(self) -> Tensor:
+    def own(self) -> Shaped[Tensor, " shard"]:
         """This rank's shard on the device; if a store has it, a copy in `full`."""
         return self.weights.to_device(self.own_shard(self.full))
 

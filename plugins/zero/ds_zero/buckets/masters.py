@@ -24,6 +24,7 @@ from ds_zero.reduce.bucket_grads import EvictedGrads, Grads, HostGrads
 
 if TYPE_CHECKING:
     from ds_run_state.states import StateTensor
+    from jaxtyping import Shaped
     from torch.optim import Optimizer
 
     from ds_zero.buckets.flat import FlatBucket
@@ -69,7 +70,9 @@ class Masters:
     fragments: list[Fragment]
     """One per parameter, whose `master` is what this rank's optimizer updates."""
 
-    def __init__(self, bucket: FlatBucket, flat: Tensor, store: StateStore | None) -> None:
+    def __init__(
+        self, bucket: FlatBucket, flat: Shaped[Tensor, " shard"], store: StateStore | None
+    ) -> None:
         self.bucket = bucket
         # All masters of this rank, one after the other in the layout of the shard.
         self.flat = flat
@@ -120,7 +123,7 @@ class Masters:
         """Make masters from the weights. Collective where the optimizer updates full tensors."""
 
     @torch.no_grad()
-    def write(self, index: int, weight: Tensor) -> None:
+    def write(self, index: int, weight: Shaped[Tensor, ...]) -> None:
         """Make the full `weight` of parameter `index`, equal on all ranks, its master."""
         fragment = self.fragments[index]
         with self.in_memory():
@@ -128,7 +131,7 @@ class Masters:
         self.written(fragment)
 
     @torch.no_grad()
-    def refresh_one(self, index: int, weight: Tensor) -> None:
+    def refresh_one(self, index: int, weight: Shaped[Tensor, ...]) -> None:
         """After a replicated `weight` may have been written: update its master where they differ.
 
         A master that is the weight but for rounding keeps its bits.
@@ -143,7 +146,7 @@ class Masters:
     # -- the step ----------------------------------------------------------------------------------
 
     @property
-    def staged(self) -> Tensor | None:
+    def staged(self) -> Shaped[Tensor, " shard"] | None:
         """Where a step writes this rank's shard in the weights' dtype; None: `write_back` casts."""
         return None
 
@@ -211,7 +214,9 @@ class DeviceCopy(Masters):
 
     copied = True
 
-    def __init__(self, bucket: FlatBucket, flat: Tensor, store: StateStore | None = None) -> None:
+    def __init__(
+        self, bucket: FlatBucket, flat: Shaped[Tensor, " shard"], store: StateStore | None = None
+    ) -> None:
         super().__init__(bucket, flat, store)
         self._staged: Tensor | None = None
 
@@ -232,7 +237,7 @@ class DeviceCopy(Masters):
         return False
 
     @property
-    def staged(self) -> Tensor | None:
+    def staged(self) -> Shaped[Tensor, " shard"] | None:
         """See `Masters.staged`: the shard, or host memory that is copied to the device."""
         weights = self.bucket.weights
         if not self.differ or (weights.evicts is not None and not self._writes_evicted):
@@ -282,7 +287,9 @@ class Evicted(InStore):
 
     store: StateStore
 
-    def __init__(self, bucket: FlatBucket, flat: Tensor, store: StateStore | None) -> None:
+    def __init__(
+        self, bucket: FlatBucket, flat: Shaped[Tensor, " shard"], store: StateStore | None
+    ) -> None:
         super().__init__(bucket, flat, store)
         self.evicts = store
         # The joined optimizer states, by name.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ds_state_stores import StateStore
+    from jaxtyping import Shaped
     from torch import Tensor
 
     from ds_zero.comm.hierarchy import SecondCopy
@@ -24,7 +25,7 @@ class Weights:
     sharded = False
     """Whether a rank keeps its shard only, so that weights are gathered before they are used."""
 
-    shard: Tensor
+    shard: Shaped[Tensor, " shard"]
     """This rank's shard, flat."""
 
     parts: list[Tensor]
@@ -61,14 +62,14 @@ class Weights:
         """
         return contextlib.nullcontext()
 
-    def write(self, values: Tensor) -> None:
+    def write(self, values: Shaped[Tensor, " shard"]) -> None:
         """Start to make `values`, flat and maybe on the host, the shard's."""
         if self._transfers is None:
             self.shard.copy_(values)
         else:
             self._transfers.to_device(self.shard, values)
 
-    def to_device(self, mine: Tensor) -> Tensor:
+    def to_device(self, mine: Shaped[Tensor, " shard"]) -> Shaped[Tensor, " shard"]:
         """The shard on the device: itself, or a copy that is started into `mine`."""
         return self.shard
 
@@ -112,12 +113,12 @@ class HostShard(Sharded):
         assert self.on_host is not None
         return self.on_host.copy_in(mine)
 
-    def write(self, values: Tensor) -> None:
+    def write(self, values: Shaped[Tensor, " shard"]) -> None:
         """See `Weights.write`."""
         with self.in_memory(write=True, fresh=True):
             self.shard.copy_(values)
 
-    def to_device(self, mine: Tensor) -> Tensor:
+    def to_device(self, mine: Shaped[Tensor, " shard"]) -> Shaped[Tensor, " shard"]:
         """See `Weights.to_device`."""
         assert self._transfers is not None
         self._transfers.to_device(mine, self.shard)
@@ -175,7 +176,7 @@ class EvictedShard(HostShard):
         finally:
             self.release(changed=write)
 
-    def to_device(self, mine: Tensor) -> Tensor:
+    def to_device(self, mine: Shaped[Tensor, " shard"]) -> Shaped[Tensor, " shard"]:
         """See `Weights.to_device`."""
         assert self._transfers is not None
         self.acquire()

@@ -19,6 +19,8 @@ from torch import Tensor
 from ds_core import comm
 
 if TYPE_CHECKING:
+    from jaxtyping import Shaped
+
     from ds_zero.buckets.flat import FlatBucket
     from ds_zero.config import ZeroConfig
 
@@ -150,8 +152,8 @@ class GradientReduce(ABC):
 
     @abstractmethod
     def start(
-        self, bucket: FlatBucket, source: Tensor, group: Any, room: Room
-    ) -> tuple[Works, Tensor]:
+        self, bucket: FlatBucket, source: Shaped[Tensor, " full"], group: Any, room: Room
+    ) -> tuple[Works, Shaped[Tensor, " shard"]]:
         """Start to reduce `source`, of several ranks, which it may overwrite.
 
         Returns what to wait for, and the tensor that this rank's shard of the sum is in then:
@@ -165,8 +167,8 @@ class ReduceScatter(GradientReduce):
     """One reduce-scatter."""
 
     def start(
-        self, bucket: FlatBucket, source: Tensor, group: Any, room: Room
-    ) -> tuple[Works, Tensor]:
+        self, bucket: FlatBucket, source: Shaped[Tensor, " full"], group: Any, room: Room
+    ) -> tuple[Works, Shaped[Tensor, " shard"]]:
         """See `GradientReduce.start`."""
         out = room(bucket, source)
         return [comm.reduce_scatter_tensor(out, source, group=group, async_op=True)], out
@@ -177,8 +179,8 @@ class AllReduced(GradientReduce):
     """One all-reduce."""
 
     def start(
-        self, bucket: FlatBucket, source: Tensor, group: Any, room: Room
-    ) -> tuple[Works, Tensor]:
+        self, bucket: FlatBucket, source: Shaped[Tensor, " full"], group: Any, room: Room
+    ) -> tuple[Works, Shaped[Tensor, " shard"]]:
         """See `GradientReduce.start`."""
         return [comm.all_reduce(source, group=group, async_op=True)], bucket.own_shard(source)
 
@@ -188,8 +190,8 @@ class ReduceToOwners(GradientReduce):
     """One reduction to each owner."""
 
     def start(
-        self, bucket: FlatBucket, source: Tensor, group: Any, room: Room
-    ) -> tuple[Works, Tensor]:
+        self, bucket: FlatBucket, source: Shaped[Tensor, " full"], group: Any, room: Room
+    ) -> tuple[Works, Shaped[Tensor, " shard"]]:
         """See `GradientReduce.start`."""
         ranks = torch.distributed.get_process_group_ranks(group)
         parts = bucket.shards(source)

@@ -38,6 +38,8 @@ from ds_zero.comm.collectives import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from jaxtyping import Shaped
+
     from ds_core.mesh import Mesh
     from ds_zero.buckets.flat import FlatBucket
 
@@ -156,8 +158,8 @@ class AddedOuter(GradientReduce):
     group: Any
 
     def start(
-        self, bucket: FlatBucket, source: Tensor, group: Any, room: Room
-    ) -> tuple[Works, Tensor]:
+        self, bucket: FlatBucket, source: Shaped[Tensor, " full"], group: Any, room: Room
+    ) -> tuple[Works, Shaped[Tensor, ...]]:
         """See `GradientReduce.start`."""
         works, out = (
             ([], source) if bucket.world == 1 else self.inner.start(bucket, source, group, room)

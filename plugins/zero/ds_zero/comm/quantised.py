@@ -34,6 +34,8 @@ from ds_zero.comm.hierarchy import in_blocks, inner_axes, ranks_per_host
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from jaxtyping import Float, Float32, Shaped, UInt8
+
     from ds_core.context import Context
     from ds_core.kernels import Kernels
     from ds_core.mesh import Mesh
@@ -76,7 +78,9 @@ class Message:
         scales = -(-values // 4) * 4
         return cls(bits, numel, values, scales, scales + -(-numel // GROUP) * 4)
 
-    def parts(self, messages: Tensor) -> tuple[Tensor, Tensor]:
+    def parts(
+        self, messages: UInt8[Tensor, "*messages size"]
+    ) -> tuple[Shaped[Tensor, "*messages values"], Float32[Tensor, "*messages groups"]]:
         """Values and scales of ``messages[..., size]``, as the kernels have them."""
         values = messages[..., : self.values]
         scales = messages[..., self.scales :].view(torch.float32)
@@ -89,27 +93,35 @@ class Coder:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
-    def encode(self, kind: Message, x: Tensor, message: Tensor) -> None:
+    def encode(
+        self, kind: Message, x: Float[Tensor, " numel"], message: UInt8[Tensor, " size"]
+    ) -> None:
         """Write `x` into `message`."""
         room = (*kind.parts(message), None)
         self._kernels.serving("quantize", x)(
             x, bits=kind.bits, group=GROUP, symmetric=True, out=room
         )
 
-    def decode(self, kind: Message, message: Tensor, out: Tensor) -> Tensor:
+    def decode(
+        self, kind: Message, message: UInt8[Tensor, " size"], out: Float[Tensor, " numel"]
+    ) -> Float[Tensor, " numel"]:
         """Write what `message` stands for into `out`, which is returned."""
         q, scales = kind.parts(message)
         how = {"bits": kind.bits, "group": GROUP, "numel": kind.numel, "dtype": out.dtype}
         self._kernels.serving("dequantize", out)(q, scales, None, **how, out=out)
         return out
 
-    def add_up(self, kind: Message, messages: Tensor, out: Tensor) -> Tensor:
+    def add_up(
+        self, kind: Message, messages: UInt8[Tensor, "ranks size"], out: Float[Tensor, " numel"]
+    ) -> Float[Tensor, " numel"]:
         """Write the sum of what ``messages[i]`` stand for into `out`, which is returned."""
         how = {"bits": kind.bits, "group": GROUP, "numel": kind.numel, "dtype": out.dtype}
         self._kernels.serving("dequantize_sum", out)(*kind.parts(messages), **how, out=out)
         return out
 
-    def encode_sum(self, kind: Message, messages: Tensor, message: Tensor) -> None:
+    def encode_sum(
+        self, kind: Message, messages: UInt8[Tensor, "ranks size"], message: UInt8[Tensor, " size"]
+    ) -> None:
         """Write the sum of what ``messages[i]`` stand for into `message`."""
         scales = kind.parts(messages)[1]
         how = {"bits": kind.bits, "group": GROUP, "numel": kind.numel}
@@ -221,8 +233,8 @@ class QuantisedReduce(GradientReduce):
         self.feedback = feedback
 
     def start(
-        self, bucket: FlatBucket, source: Tensor, group: Any, room: Room
-    ) -> tuple[Works, Tensor]:
+        self, bucket: FlatBucket, source: Shaped[Tensor, " full"], group: Any, room: Room
+    ) -> tuple[Works, Shaped[Tensor, " shard"]]:
         """See `GradientReduce.start`."""
         found = self._blocks.get(bucket.axes)
         size, count = (bucket.world, 1) if found is None else (found.size, found.count)

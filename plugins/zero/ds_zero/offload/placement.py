@@ -25,6 +25,8 @@ from ds_core.errors import UsageError
 from ds_zero.config import ForceOwnOptimizer, switch
 
 if TYPE_CHECKING:
+    from jaxtyping import Shaped
+
     from ds_core.context import Context
     from ds_zero.config import ZeroConfig
 
@@ -214,7 +216,12 @@ class Transfers:
         self._direct: deque[Copy] = deque()
 
     def to_host(
-        self, target: Tensor, source: Tensor, *, add: bool, then: Callable[[], Any] | None = None
+        self,
+        target: Shaped[Tensor, " shard"],
+        source: Shaped[Tensor, " shard"],
+        *,
+        add: bool,
+        then: Callable[[], Any] | None = None,
     ) -> Copy:
         """Start to copy device tensor `source` into host tensor `target`, or with `add` to add it.
 
@@ -239,7 +246,10 @@ class Transfers:
         return slot.copy
 
     def to_device(
-        self, target: Tensor, source: Tensor, then: Callable[[], Any] | None = None
+        self,
+        target: Shaped[Tensor, " shard"],
+        source: Shaped[Tensor, " shard"],
+        then: Callable[[], Any] | None = None,
     ) -> None:
         """Start to copy host tensor `source` into device tensor `target`; casts are done on the
         host.

@@ -18,6 +18,8 @@ from torch import Tensor
 from ds_core.partition import GradState
 
 if TYPE_CHECKING:
+    from jaxtyping import Shaped
+
     from ds_zero.buckets.flat import FlatBucket
     from ds_zero.offload.placement import Copy
 
@@ -118,7 +120,7 @@ class Grads:
         assert to in _NEXT[self.state], f"{names}: {self.state.value} to {to.value}"
         self.state = to
 
-    def collect(self) -> Tensor:
+    def collect(self) -> Shaped[Tensor, " full"]:
         """The buffer for this rank's gradients: those in it are not reduced yet."""
         bucket = self.bucket
         if self.local is None:
@@ -128,7 +130,7 @@ class Grads:
             self.move(GradState.LOCAL)
         return self.local
 
-    def launch(self) -> Tensor:
+    def launch(self) -> Shaped[Tensor, " full"]:
         """Begin a reduction: the buffer to be reduced; parameters without a gradient are zeros."""
         bucket = self.bucket
         source = self.local
@@ -146,7 +148,7 @@ class Grads:
         self._running += 1
         return source
 
-    def complete(self, out: Tensor, source: Tensor) -> None:
+    def complete(self, out: Shaped[Tensor, " shard"], source: Shaped[Tensor, " full"]) -> None:
         """End a reduction: `out`, of which `source` was the buffer, is added to the shard."""
         inside = out.data_ptr() == self.bucket.own_shard(source).data_ptr()
         self._add(out, source, inside)

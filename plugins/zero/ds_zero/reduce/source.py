@@ -13,6 +13,8 @@ from ds_core.errors import UsageError
 from ds_core.params import GradGroup
 
 if TYPE_CHECKING:
+    from jaxtyping import Shaped
+
     from ds_core.partition import BackwardPlan
     from ds_zero.base import ZeroPartitioner
     from ds_zero.buckets.flat import FlatBucket
@@ -48,7 +50,7 @@ class GradientSource(ABC):
         """See `Partitioner.finish`."""
 
     @abstractmethod
-    def add(self, param: nn.Parameter, grad: Tensor) -> None:
+    def add(self, param: nn.Parameter, grad: Shaped[Tensor, ...]) -> None:
         """Take a gradient that no backward has made; like one that comes at the end of a
         backward."""
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int, Shaped
 
 
 class Rectangle(NamedTuple):
@@ -25,7 +28,7 @@ class Rectangle(NamedTuple):
     first: int
     width: int
 
-    def of(self, flat: Tensor) -> Tensor:
+    def of(self, flat: Shaped[Tensor, " fragment"]) -> Shaped[Tensor, "rows width"]:
         """These elements of a flat fragment, as a matrix that shares its memory."""
         return flat[self.at : self.at + self.rows * self.width].view(self.rows, self.width)
 
@@ -44,7 +47,9 @@ def rectangles(start: int, stop: int, columns: int) -> list[Rectangle]:
     return found
 
 
-def squares(parts: Sequence[Rectangle], flat: Tensor, columns: int) -> Tensor:
+def squares(
+    parts: Sequence[Rectangle], flat: Shaped[Tensor, " fragment"], columns: int
+) -> Float[Tensor, " columns"]:
     """For each column the sum of squares of this fragment's elements, in fp64 for fp64 and complex
     ones, else fp32.
     """
@@ -65,7 +70,7 @@ def count_of(columns: int, ratio: float) -> int:
     return min(columns, max(1, round(ratio * columns))) if ratio > 0 else 0
 
 
-def important(norms: Tensor, count: int) -> Tensor:
+def important(norms: Float[Tensor, " columns"], count: int) -> Int[Tensor, " count"]:
     """The `count` columns with the largest norms, in order; of equal ones the first."""
     return torch.sort(norms, descending=True, stable=True).indices[:count].sort().values
 
@@ -100,14 +105,14 @@ class Chosen:
             else sum(p.rows * c.numel() for p, c in self.places)
         )
 
-    def take(self, flat: Tensor) -> Tensor:
+    def take(self, flat: Shaped[Tensor, " fragment"]) -> Shaped[Tensor, " chosen"]:
         """Their values in a flat fragment, as a new flat tensor."""
         if self.everything is not None:
             return flat.clone()
         found = [p.of(flat).index_select(1, c.to(flat.device)).reshape(-1) for p, c in self.places]
         return torch.cat(found) if found else flat.new_empty(0)
 
-    def put(self, flat: Tensor, values: Tensor) -> None:
+    def put(self, flat: Shaped[Tensor, " fragment"], values: Shaped[Tensor, " chosen"]) -> None:
         """Write them into a flat fragment, cast and moved to where it is."""
         values = values.to(flat.device, flat.dtype)
         if self.everything is not None:
