@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from ds_zero.buckets.records import Fragment
 from ds_zero.buckets.weights import HostShard, Weights
-from ds_zero.planning.kinds import Kinds
 from ds_zero.reduce.bucket_grads import EvictedGrads, Grads, HostGrads
 
 if TYPE_CHECKING:
@@ -50,6 +49,23 @@ class Sizes:
     state_bytes: int
     # Whether the shard of the weights is in host memory, or behind it.
     on_host: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Bytes of one bucket on one rank, where its masters are kept."""
+
+    masters: int
+    """What the optimizer updates, where it is a copy."""
+
+    states: int
+    """The optimizer's states."""
+
+    gradients: int
+    """Reduced gradients that wait for the host."""
+
+    staged: int = 0
+    """New weights on their way from the host to the device."""
 
 
 class Masters:
@@ -103,10 +119,10 @@ class Masters:
         return self.fragments
 
     @classmethod
-    def memory(cls, sizes: Sizes) -> Kinds:
-        """Bytes of masters, states, host gradients and buffers, where masters are kept."""
+    def memory(cls, sizes: Sizes) -> Bytes:
+        """The memory that a bucket of these `sizes` takes; what `dscore plan` adds up."""
         gradient = 0 if sizes.gradient is None else sizes.gradient.itemsize
-        return Kinds(
+        return Bytes(
             masters=sizes.shard * sizes.master.itemsize if cls.copied else 0,
             states=sizes.own * sizes.state_bytes,
             gradients=sizes.shard * gradient,
@@ -270,11 +286,11 @@ class InStore(DeviceCopy):
         return []
 
     @classmethod
-    def memory(cls, sizes: Sizes) -> Kinds:
+    def memory(cls, sizes: Sizes) -> Bytes:
         """See `Masters.memory`: also new weights that are copied to the device."""
         staged = sizes.master != sizes.weight and not sizes.on_host
         found = super().memory(sizes)
-        return replace(found, buckets=sizes.shard * sizes.weight.itemsize if staged else 0)
+        return replace(found, staged=sizes.shard * sizes.weight.itemsize if staged else 0)
 
 
 class Evicted(InStore):
