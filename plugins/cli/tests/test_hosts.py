@@ -15,13 +15,10 @@ import pytest
 from ds_cli import main
 from ds_cli.multi_host.agent import on_host
 from ds_cli.run.host_choice import Choice, choose_hosts
-from ds_command_kit.hosts import Host, agent_command, run_tools, settings_line
-from ds_command_kit.hosts.hostfile import filter_hosts, read_hostfile
-from ds_command_kit.hosts.settings import exported, read_settings
+from ds_command_kit.hosts import Host, settings_line
+from ds_command_kit.hosts.settings import read_settings
 from ds_command_kit.launch import LaunchRequest
 from ds_command_kit.show import CommandError
-
-DEVICES = {"a": [0, 1, 2, 3], "b": [0, 1]}
 
 
 @pytest.fixture
@@ -52,61 +49,6 @@ def asked(text: str, monkeypatch: Any) -> tuple[str, LaunchRequest]:
 
 
 # -- which hosts -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("h0 slots=x\n", "line 1: 'h0 slots=x'"),
-        ("h0 slots=1\nh0 slots=1\n", "line 2.*twice"),
-        ("#\n", "names no host"),
-        ("-oProxyCommand=x slots=1\n", "line 1.*no host"),
-        ("a slots=1\nu@-oProxyCommand=touch${IFS}X slots=1\n", "line 2: '-oProxyCommand.*no host"),
-        ("a,-oProxyCommand=x slots=1\n", "line 1: 'a,-oProxyCommand=x'.*no host"),
-        ("-oX@a slots=1\n", "line 1: '-oX'.*no user"),
-        ("^/etc/hostname slots=1\n", "no host"),
-        ("node-b: slots=1\n", "line 1: 'node-b:'.*no host"),
-        ("fe80::1%$x slots=1\n", "no host"),
-        ("h\u00e9 slots=1\n", "no host"),
-        ("u@ slots=1\n", "no host"),
-        ("h0 slots=0\n", "0 slots"),
-    ],
-)
-def test_bad_hostfiles(tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "hosts").write_text(text)
-    with pytest.raises(ValueError, match=said):
-        read_hostfile(str(tmp_path / "hosts"))
-
-
-def test_names_of_hosts(tmp_path: Path) -> None:
-    names = [
-        "node-1",
-        "10.0.0.7",
-        "a.b-c.example.org",
-        "user.x@node_1",
-        "fe80::1",
-        "fe80::1%eth0",
-        "u@2001:db8::7",
-    ]
-    (tmp_path / "hosts").write_text("".join(f"{name} slots=2\n" for name in names))
-    hosts = read_hostfile(str(tmp_path / "hosts"))
-    assert hosts is not None and list(hosts) == names
-    slots = {name: [0, 1] for name in ("a", "fe80::1")}
-    assert filter_hosts(slots, include="fe80::1:1") == {"fe80::1": [1]}
-    assert filter_hosts(slots, exclude="fe80::1") == {"a": [0, 1]}
-    with pytest.raises(ValueError, match="host 'b' in 'b:1' is not known"):
-        filter_hosts(slots, include="b:1")
-    with pytest.raises(ValueError, match="no host"):
-        Host("a;b")  # whoever makes it, such as the list that slurm gives
-
-
-def test_filters() -> None:
-    assert filter_hosts(DEVICES, include="b@a:2,0") == {"a": [0, 2], "b": [0, 1]}
-    assert filter_hosts(DEVICES, exclude="a:0,1@b") == {"a": [2, 3]}
-    assert filter_hosts(DEVICES) == DEVICES
-    for filters in ({"include": "c"}, {"include": "b:2"}, {"include": "a", "exclude": "b"}):
-        with pytest.raises(ValueError, match=r"'c'|\[2\]|give one"):
-            filter_hosts(DEVICES, **filters)
 
 
 @pytest.mark.parametrize(
@@ -219,95 +161,7 @@ def test_settings_arrive_and_each_host_takes_its_own(tmp_path: Path) -> None:
             read_settings(bad)
 
 
-def test_variables_for_every_host(tmp_path: Path, monkeypatch: Any) -> None:
-    home = tmp_path / "home"
-    here = tmp_path / "here"
-    home.mkdir()
-    here.mkdir()
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.chdir(here)
-    (home / ".deepspeed_env").write_text("# ours\nA=1\nexport B=2 = 3\n")
-    (here / ".deepspeed_env").write_text("A=4\n")
-    found = dict(
-        exported({"NCCL_X": "1", "MLFLOW_URL": "u", "AWS_SECRET": "s", "CUDA_VISIBLE_DEVICES": "1"})
-    )
-    assert found == {"NCCL_X": "1", "MLFLOW_URL": "u", "A": "4", "B": "2 = 3"}
-    (here / "bad").write_text("\nhidden word\n")
-    with pytest.raises(CommandError, match="bad, line 2 is not KEY=VALUE") as error:
-        exported({"DS_ENV_FILE": "bad"})
-    assert "hidden" not in str(error.value)
-    with pytest.raises(CommandError, match="no such file"):
-        exported({"DS_ENV_FILE": "nowhere"})
-
-
-# -- programs that reach hosts ---------------------------------------------------------------------
-
-
-def tool(body: str) -> list[str]:
-    return [sys.executable, "-S", "-c", f"import os, sys, time\n{body}"]
-
-
-def test_output_is_whole_lines_and_what_all_say_comes_once(capfd: Any) -> None:
-    body = (
-        "print('x' * 3000, end=''); sys.stdout.flush(); print('y'); print('dscore: lost host "
-        "z', "
-        "file=sys.stderr)"
-    )
-    assert run_tools(LaunchRequest("x"), {"a": tool(body), "b": tool(body)}) == 0
-    out, err = capfd.readouterr()
-    assert out == ("x" * 3000 + "y\n") * 2
-    assert err == "dscore: lost host z\n"
-
-
-def test_the_first_bad_end_ends_all_by_the_lifeline(capfd: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("ds_command_kit.hosts.tools.OTHERS_SECONDS", 0.1)
-    waits = "data = sys.stdin.buffer.read(); print(data[:5]); sys.exit(9)"
-    bad = {"a": tool(waits), "b": tool("sys.stdin.readline(); sys.exit(4)")}
-    assert run_tools(LaunchRequest("x"), bad, feed=b"head\n", lifeline=True) == 4
-    assert "b'head\\n'" in capfd.readouterr().out
-    bad["b"] = tool("os.kill(os.getpid(), 15)")
-    assert (
-        run_tools(
-            LaunchRequest("x"), bad, lifeline=True, explain=lambda where, code: f"{where} {code}"
-        )
-        == 1
-    )
-    assert "dscore: b -15" in capfd.readouterr().err
-
-
-def test_a_host_whose_python_lacks_ds_core_is_named(capfd: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("ds_command_kit.hosts.tools.OTHERS_SECONDS", 0.2)
-    lacking = [sys.executable, "-S", "-c", "import ds_core_that_is_not_there"]
-    waiting = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
-    assert run_tools(LaunchRequest("x"), {"node-a": waiting, "node-b": lacking}, lifeline=True) == 1
-    said = capfd.readouterr().err
-    assert (
-        "ModuleNotFoundError" in said
-        and "dscore: host node-b ended with exit code 1 before its agent" in said
-    )
-    noise = (
-        "[W1 socket.cpp:767] [c10d] The hostname of the client socket cannot be retrieved. err=-3"
-    )
-    telling = [
-        sys.executable,
-        "-S",
-        "-c",
-        f"import sys; print({noise!r}, file=sys.stderr); sys.exit('dscore: rank 1 failed')",
-    ]
-    assert run_tools(LaunchRequest("x"), {"node-b": telling}) == 1
-    assert capfd.readouterr().err == "dscore: rank 1 failed\n"
-
-
-def test_show_runs_nothing_and_tells_no_values(capfd: Any) -> None:
-    request = LaunchRequest(
-        "x.py", ("a b",), hosts=(Host("h", (0,)),), exported=(("TOKEN", "hidden"),), show=True
-    )
-    assert run_tools(request, {"h": ["false", *agent_command(request, 0)]}) == 0
-    out = capfd.readouterr().out
-    assert "h: false" in out
-    assert "x.py 'a b'" in out
-    assert "TOKEN" in out
-    assert "hidden" not in out
+# -- what is shown instead of a run ---------------------------------------------------------------
 
 
 def test_show_runs_nothing_on_this_machine_either(
@@ -324,8 +178,3 @@ def test_show_runs_nothing_on_this_machine_either(
         capfd.readouterr().out
         == f"this machine: 2 processes\neach process: python {tmp_path / 'x.py'} 'a b'\n"
     )
-
-
-def test_a_program_that_is_not_there_is_named() -> None:
-    with pytest.raises(CommandError, match="no-such-tool cannot be run"):
-        run_tools(LaunchRequest("x"), {"": ["no-such-tool"]})

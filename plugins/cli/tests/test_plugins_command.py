@@ -97,20 +97,6 @@ def test_every_hook_has_a_word_in_the_list() -> None:
     assert set(KINDS) - {"ds_metrics"} == set(HOOKS) - {"ds_config"} - set(OBSERVERS)
 
 
-def test_a_table_on_a_terminal_folds_and_loses_nothing(capsys: Any, monkeypatch: Any) -> None:
-    from ds_command_kit.show import show_table
-
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "40")
-    long = "".join(chr(ord("a") + i % 26) for i in range(100))
-    show_table(("name", "why"), [("[bold]x", long)])
-    out = capsys.readouterr().out
-    assert "[bold]x" in out
-    assert len(out.splitlines()) > 4
-    cells = [line.replace("[bold]x", "").strip() for line in out.splitlines()]
-    assert "".join(cell for cell in cells if cell.isalpha()) == long
-
-
 @pytest.mark.parametrize("command", ["plugins", "doctor"])
 def test_reports_are_readable_at_80_columns(command: str, install: Any, monkeypatch: Any) -> None:
     """On a terminal: no line is longer, no word is cut, and what is wrong stands first."""
