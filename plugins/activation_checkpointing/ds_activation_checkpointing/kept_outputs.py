@@ -97,7 +97,7 @@ class KeptOutputs:
         return _Mode(self._policy, lambda op, run: _serve(op, run, left))
 
     def forget_after(self, place: int) -> None:
-        """Drop what is made after the last tensor that autograd saves: nothing asks for it
+        """Drop what is made after the last tensor that autograd saves: nothing needs it
         again."""
         while self._kept and self._kept[-1].place == place:
             self._kept.pop()

@@ -125,7 +125,7 @@ class Region:
         return self._inputs
 
     def kept_bytes(self) -> int:
-        """Bytes of this device that rest until backward: of activations, and of outputs that are
+        """Bytes of this device that are kept until backward: of activations, and of outputs that are
         not computed again.
         """
         kept = self._kept.num_bytes() if self._kept is not None else 0

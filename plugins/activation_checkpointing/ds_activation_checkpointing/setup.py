@@ -1,5 +1,5 @@
-"""From the section to a run: where inputs rest, which modules are recomputed, and who else
-recomputes in the model.
+"""From the section to a run: where inputs are kept, which modules are recomputed, and which of the
+model's own checkpoints follow the section.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ class _AllToAll(torch.autograd.Function):
         """The same exchange."""
         # The exchange of equal parts is its own inverse. As a function again, so that second
         # derivatives work.
-        return None, _applied(_AllToAll, ctx.group, grad)
+        return None, _apply(_AllToAll, ctx.group, grad)
 
 
 def gather_tokens(input_: Tensor, dim: int = 0) -> Tensor:
@@ -192,7 +192,7 @@ def gather_tokens(input_: Tensor, dim: int = 0) -> Tensor:
     such ranks.
     """
     group = _tensor_group()
-    return input_ if group is None else _applied(_GatherTokens, input_, dim, group)
+    return input_ if group is None else _apply(_GatherTokens, input_, dim, group)
 
 
 def drop_tokens(input_: Tensor, dim: int = 0) -> Tensor:
@@ -207,10 +207,10 @@ def drop_tokens(input_: Tensor, dim: int = 0) -> Tensor:
             f"drop_tokens: dimension {dim} of {tuple(input_.shape)} cannot be divided over "
             f"{comm.world_size(group)} tensor-parallel ranks"
         )
-    return _applied(_DropTokens, input_, dim, group)
+    return _apply(_DropTokens, input_, dim, group)
 
 
-def _applied(function: Any, *args: Any) -> Tensor:
+def _apply(function: Any, *args: Any) -> Tensor:
     out: Tensor = function.apply(*args)
     return out
 

@@ -296,7 +296,7 @@ def exchange(
 
     Differentiable; collective.
 
-    meanwhile: called while they travel. Its way back runs while the gradients of rows travel:
+    meanwhile: called during the exchange. Its backward runs during that of the gradients:
     autograd runs nodes that are ready in the reverse of the order in which they were made, and
     both ends of the exchange are nodes.
     """

@@ -46,7 +46,7 @@ class Stack(nn.Module):
         super().__init__()
         known = {} if known is None else known
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            self.register_parameter(name, _stacked(param, count, known))
+            self.register_parameter(name, _stack_param(param, count, known))
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             # As in the module: a buffer that is not saved there is not saved here.
             kept = name not in module._non_persistent_buffers_set
@@ -71,8 +71,8 @@ class GroupedLinear(nn.Module):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         bias = linear._parameters["bias"]
-        self.weight = _stacked(cast(nn.Parameter, linear.weight), count, known)
-        self.bias = None if bias is None else _stacked(bias, count, known)
+        self.weight = _stack_param(cast(nn.Parameter, linear.weight), count, known)
+        self.bias = None if bias is None else _stack_param(bias, count, known)
         self.groups: Groups | None = None
 
     def forward(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
@@ -81,7 +81,7 @@ class GroupedLinear(nn.Module):
         return grouped_linear(x, self.weight, self.bias, self.groups)
 
 
-def _stacked(
+def _stack_param(
     param: nn.Parameter, count: int, known: dict[nn.Parameter, nn.Parameter]
 ) -> nn.Parameter:
     # Tied parameters of the expert stay tied: one stack for both names.
@@ -132,7 +132,7 @@ class Experts(nn.Module):
         # The module that `loop` calls, without weights; in a list, so that it is no child.
         self._plain: list[nn.Module] = []
         if self.what is None:
-            grouped = _grouped(expert, count)
+            grouped = _make_grouped(expert, count)
             if grouped is not None and _agree(expert, hidden_size):
                 self.way = "grouped"
                 self.stacked = grouped
@@ -201,7 +201,7 @@ def _first(out: Any) -> Tensor:
     return cast(Tensor, out[0] if isinstance(out, tuple) else out)
 
 
-def _grouped(expert: nn.Module, count: int) -> nn.Module | None:
+def _make_grouped(expert: nn.Module, count: int) -> nn.Module | None:
     """`expert` with grouped linear layers; None if it has parameters or buffers elsewhere."""
     owned = {
         p
@@ -249,7 +249,7 @@ def _agree(expert: nn.Module, hidden_size: int) -> bool:
         twins = [copy.deepcopy(expert).eval().double() for _ in range(2)]
         for param in twins[1].parameters():
             param.add_(torch.randn_like(param), alpha=0.1)
-        pair = _grouped(twins[0], 2)
+        pair = _make_grouped(twins[0], 2)
         assert pair is not None
         for (_, both), *each in zip(
             pair.named_parameters(), *(t.parameters() for t in twins), strict=True

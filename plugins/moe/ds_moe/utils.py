@@ -73,7 +73,7 @@ def split_params_into_different_moe_groups_for_optimizer(
         for param in theirs:
             by_name.setdefault(str(getattr(param, "group_name", "")), []).append(param)
         for name, members in by_name.items():
-            parts = _divided(members, max_group_size)
+            parts = _split_by_size(members, max_group_size)
             experts += [{**group, "params": part, "moe": True, "name": name} for part in parts]
     return [g for g in shared if g["params"] or len(groups) == 1] + experts
 
@@ -89,7 +89,7 @@ def configure_moe_param_groups(model_parameters: Iterable[Any]) -> list[Any]:
     return split_params_into_different_moe_groups_for_optimizer(groups)
 
 
-def _divided(params: list[Tensor], most: int | None) -> list[list[Tensor]]:
+def _split_by_size(params: list[Tensor], most: int | None) -> list[list[Tensor]]:
     parts: list[list[Tensor]] = [[]]
     for param in params:
         if (

@@ -62,7 +62,7 @@ class StepBatch:
 
 
 @functools.cache
-def _installed() -> Kernels:
+def _installed_kernels() -> Kernels:
     """The table of what is installed, for optimizers that no engine has given one."""
     return Kernels(Plugins())
 
@@ -120,7 +120,7 @@ class KernelOptimizer(Optimizer):
 
     def kernel(self, like: Tensor) -> Callable[..., Any]:
         """Who serves `op` for tensors like this (`ds_kernel_kit.references` says what it does)."""
-        return (self._table or _installed()).serving(
+        return (self._table or _installed_kernels()).serving(
             self.op, like, getattr(references, self.op, None)
         )
 
@@ -131,13 +131,13 @@ class KernelOptimizer(Optimizer):
         """
         hooked = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
         hooked = hooked or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
-        return not hooked and self._says("scales") and inspect.unwrap(self.step) is _STEP
+        return not hooked and self._has_flag("scales") and inspect.unwrap(self.step) is _STEP
 
-    def _says(self, flag: str) -> bool:
+    def _has_flag(self, flag: str) -> bool:
         """The flag of the class that defines this object's `update`: a subclass may do more there."""
         # Classes are hashable, which mypy does not see.
         kind: Any = type(self)
-        return _says(kind, flag)
+        return _has_flag(kind, flag)
 
     @torch.no_grad()
     def step(
@@ -167,7 +167,7 @@ class KernelOptimizer(Optimizer):
         """
         lists = [g["params"] for g in self.param_groups if g["params"]]
         if (
-            not self._says("in_portions")
+            not self._has_flag("in_portions")
             or sum(map(len, lists)) < MANY
             or torch.get_num_threads() == 1
         ):
@@ -260,7 +260,7 @@ class KernelOptimizer(Optimizer):
             return iter([StepBatch(live, live, grads, rows, int(steps[0]), copies=full)])
         columns = zip(*rows, strict=True) if rows else ([] for _ in live)
         copies = [None] * len(live) if copies is None else copies
-        return self._sorted_out(
+        return self._sort_into_batches(
             live, grads, columns, steps if self.counts else [0] * len(live), copies
         )
 
@@ -306,7 +306,7 @@ class KernelOptimizer(Optimizer):
             self._known[place] = list(live)
         return alike
 
-    def _sorted_out(
+    def _sort_into_batches(
         self,
         live: list[Tensor],
         grads: list[Tensor],
@@ -371,7 +371,7 @@ class KernelOptimizer(Optimizer):
 
 
 @functools.cache
-def _says(kind: type, flag: str) -> bool:
+def _has_flag(kind: type, flag: str) -> bool:
     # Asked twice in every step.
     return bool(vars(next(cls for cls in kind.__mro__ if "update" in vars(cls))).get(flag))
 

@@ -80,7 +80,7 @@ def _split(
             [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         )
         for param in members:
-            parts.setdefault(factor(_grown(param, names)), []).append(param)
+            parts.setdefault(factor(_infshape_of(param, names)), []).append(param)
         lr = group.get("lr", params.get("lr", 1e-3))
         decay = group.get("weight_decay", params.get("weight_decay", 0.0))
         # Decay is multiplied by the learning rate in a step, so it is divided by the factor.
@@ -91,7 +91,7 @@ def _split(
     return found
 
 
-def _grown(param: Tensor, names: Mapping[Any, str] | None) -> Any:
+def _infshape_of(param: Tensor, names: Mapping[Any, str] | None) -> Any:
     """How `param` grew; an error where it does not say, or in a way that no rule is known for.
 
     The error is a ConfigError where `names` tells that the config chose the optimizer, else a

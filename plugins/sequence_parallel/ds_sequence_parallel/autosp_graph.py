@@ -177,13 +177,13 @@ class _Division:
                 self._attention(node)
             elif name == "cross_entropy" or name in _LOSSES:
                 self._loss(node, name)
-            elif (dim := self._stays_divided(node, name)) is not None:
+            elif (dim := self._find_divided_dim(node, name)) is not None:
                 self._localize(node)
                 self.divided[node] = dim
-            elif not self._averaged(node, name):
-                self._gathered(node, name)
+            elif not self._try_average(node, name):
+                self._gather_inputs(node, name)
 
-    def _stays_divided(self, node: Node, name: str) -> int | None:
+    def _find_divided_dim(self, node: Node, name: str) -> int | None:
         """The divided dimension of what `node` gives when it works on divided values; None: it
         mixes positions.
         """
@@ -316,7 +316,7 @@ class _Division:
         # Ulysses needs all three divided along the sequence; anything else (cross attention) is
         # gathered.
         if any(self.divided.get(n) != value_of(n).dim() - 2 for n in (query, key, value)):
-            self._gathered(node, "scaled_dot_product_attention")
+            self._gather_inputs(node, "scaled_dot_product_attention")
             return
         mask = options.get("attn_mask")
         # Attention sees the full sequence, and so does its mask.
@@ -335,7 +335,7 @@ class _Division:
         # torch's cross entropy has classes in dimension 1; the elementwise losses have none.
         classes = 1 if name == "cross_entropy" and value_of(scores).dim() > 1 else -1
         if self.divided.get(scores, classes) == classes:
-            self._gathered(node, name)
+            self._gather_inputs(node, name)
             return
         self._localize(node)
         # Not reduced: divided like the scores. Reduced: over the tokens of all ranks.
@@ -349,7 +349,7 @@ class _Division:
         else:
             self._mean_of(node, reduction)
 
-    def _averaged(self, node: Node, name: str) -> bool:
+    def _try_average(self, node: Node, name: str) -> bool:
         """Whether `node` is a mean or a sum over positions, and has become one over ranks."""
         if name not in ("mean", "sum") or node.all_input_nodes[:1] != [node.args[0]]:
             return False
@@ -366,7 +366,7 @@ class _Division:
         whole.meta = dict(node.meta)
         self._use_instead(node, whole)
 
-    def _gathered(self, node: Node, name: str) -> None:
+    def _gather_inputs(self, node: Node, name: str) -> None:
         """Give `node` whole values."""
         log_once(
             log,

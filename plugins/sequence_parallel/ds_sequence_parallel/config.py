@@ -134,7 +134,7 @@ def sp_size(config: RunConfig) -> int:
 
 
 def dtype_problems(config: RunConfig) -> Iterable[Problem]:
-    """Gradients travel once, over all data-parallel ranks, those of a sequence among them: in one
+    """Gradients are reduced once, over all data-parallel ranks, those of a sequence among them: in one
     dtype.
     """
     section = config.section(SequenceCommunicationDtype)

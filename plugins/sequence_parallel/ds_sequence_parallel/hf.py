@@ -2,7 +2,7 @@
 
 [Note: how it is done] A hook before the model's forward cuts the inputs. The model's attention
 implementation is one that is registered with transformers for this run: its mask function builds no
-mask of the part, but a `Part`, which has the mask of the whole sequence and travels to each
+mask of the part, but a `Part`, which has the mask of the full sequence and reaches each
 attention as its ``attention_mask``, so that a block that is computed again finds it too; its
 attention function exchanges heads (Ulysses) or goes round the ring. A model that does not use the
 registry (Bloom) is given a cache, `GatheredKeys`, whose update gathers keys and values of the whole

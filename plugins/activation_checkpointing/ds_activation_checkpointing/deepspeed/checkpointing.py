@@ -33,10 +33,12 @@ log = logging.getLogger("ds_activation_checkpointing")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How functions are recomputed. keeper: where their inputs rest. watch: what times them."""
+    """How functions are recomputed."""
 
     keeper: Keeper = field(default_factory=Keeper)
+    """Where their inputs are kept."""
     watch: Watch | None = None
+    """Times them; None: nobody reads times."""
 
     @classmethod
     def of(
@@ -144,7 +146,7 @@ def configure(
         "profile": profile,
     }
     values = {**_section_of(deepspeed_config), **{k: v for k, v in given.items() if v is not None}}
-    section = _parsed(values)
+    section = _parse(values)
     group = None
     if section.partition_activations:
         getters = (
@@ -183,7 +185,7 @@ def _change(**changes: Any) -> None:
     configure(_Present.mpu, {"activation_checkpointing": {**values, **changes}})
 
 
-def _parsed(values: Mapping[str, Any]) -> ActivationCheckpointingConfig:
+def _parse(values: Mapping[str, Any]) -> ActivationCheckpointingConfig:
     try:
         return ActivationCheckpointingConfig.model_validate(values)
     except ValidationError as error:

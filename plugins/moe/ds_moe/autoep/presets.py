@@ -136,7 +136,7 @@ BUILT_IN: Mapping[str, Preset] = {
 
 def names() -> list[str]:
     """Every preset that can be named."""
-    return sorted({*BUILT_IN, *_installed()})
+    return sorted({*BUILT_IN, *_find_installed()})
 
 
 def find(name: str) -> Preset | None:
@@ -147,7 +147,7 @@ def find(name: str) -> Preset | None:
     """
     if ":" in name:
         return _load(name, name)
-    offers = _installed().get(name)
+    offers = _find_installed().get(name)
     if offers is None:
         return BUILT_IN.get(name)
     if name in BUILT_IN or len(offers) > 1:
@@ -183,7 +183,7 @@ def for_model_type(model_types: Iterable[str]) -> Preset | None:
     return found[0] if found else None
 
 
-def _installed() -> dict[str, list[tuple[str, str]]]:
+def _find_installed() -> dict[str, list[tuple[str, str]]]:
     """Name -> (distribution, reference) of what other distributions offer; nothing is imported."""
     if os.environ.get("DS_PLUGINS_DISABLE_AUTOLOAD") == "1":
         return {}

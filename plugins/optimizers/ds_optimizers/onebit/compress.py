@@ -10,7 +10,7 @@ averages, adds its own last error, and sends the signs and the scale of that to 
 compression is kept (worker and server error) and added next time, so that nothing is lost for good.
 
 [Note: one message for many tensors] Each tensor has scales and errors of its own, as if it were
-exchanged alone; but chunk j of all tensors travels in one message, so a step costs two collectives
+exchanged alone; but chunk j of all tensors is sent in one message, so a step costs two collectives
 however many tensors there are.
 """
 

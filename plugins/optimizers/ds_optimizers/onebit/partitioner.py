@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class ReducingOptimizer(Protocol):
-    """What `OptimizerReduced` asks of its optimizer, besides being a torch optimizer."""
+    """The interface of an optimizer for `OptimizerReduced`, besides being a torch optimizer."""
 
     @property
     def takes_averages(self) -> bool:

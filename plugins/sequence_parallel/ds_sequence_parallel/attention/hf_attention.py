@@ -89,7 +89,7 @@ def make_part(
     # Packed documents: a token sees its own document only, whatever the rest of the mask says.
     if tokens.segments is not None:
         assert tokens.position_ids is not None
-        function = _inside(function, tokens.segments, tokens.position_ids)
+        function = _limit_to_documents(function, tokens.segments, tokens.position_ids)
         plain = False
         options["allow_is_causal_skip"] = False
     padding = None if tokens.padding is None else tokens.padding.bool()
@@ -104,7 +104,7 @@ def make_part(
                 "ulysses"
             )
         if not plain or padding is not None:
-            allowed = _allowed(function, padding, batch_size)
+            allowed = _ring_mask(function, padding, batch_size)
     # Built for the full length, on every rank: after the exchange a rank has the full sequence.
     elif build is not None:
         options |= {
@@ -191,7 +191,7 @@ def documents(position_ids: Tensor | None) -> Tensor | None:
     return starts.cumsum(-1) if bool(starts.any()) else None
 
 
-def _inside(
+def _limit_to_documents(
     function: Callable[..., Tensor], segments: Tensor, positions: Tensor
 ) -> Callable[..., Tensor]:
     """A mask function inside documents, by the positions in them."""
@@ -205,7 +205,7 @@ def _inside(
     return inner
 
 
-def _allowed(function: Callable[..., Tensor], padding: Tensor | None, batch: int) -> Mask:
+def _ring_mask(function: Callable[..., Tensor], padding: Tensor | None, batch: int) -> Mask:
     """A mask function of transformers as the ring takes it."""
 
     def mask(queries: Tensor, keys: Tensor) -> Tensor:

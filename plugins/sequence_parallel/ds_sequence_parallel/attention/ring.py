@@ -374,7 +374,7 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 
 
 # custom_op reads its schema from the annotations, so these have no shapes.
-def _named(group: str, length: int, zigzag: bool, causal: bool, scale: float) -> _Plan:
+def _plan_of(group: str, length: int, zigzag: bool, causal: bool, scale: float) -> _Plan:
     resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
     members = resolve(group)
     return _Plan(members, Layout(length, members.size(), zigzag), causal, scale, None)
@@ -391,7 +391,7 @@ def _ring_op(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    return _forward(query, key, value, _named(group, length, zigzag, causal, scale))
+    return _forward(query, key, value, _plan_of(group, length, zigzag, causal, scale))
 
 
 @_ring_op.register_fake
@@ -424,7 +424,7 @@ def _ring_backward_op(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _backward(
-        grad, query, key, value, out, lse, _named(group, length, zigzag, causal, scale)
+        grad, query, key, value, out, lse, _plan_of(group, length, zigzag, causal, scale)
     )
 
 

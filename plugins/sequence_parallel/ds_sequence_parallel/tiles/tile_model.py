@@ -380,7 +380,7 @@ class DeferredLogits(Tensor):
             "computed as a whole",
             name,
         )
-        return func(*(_computed(a) for a in args), **{k: _computed(v) for k, v in kwargs.items()})
+        return func(*(_compute(a) for a in args), **{k: _compute(v) for k, v in kwargs.items()})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -389,7 +389,7 @@ class DeferredLogits(Tensor):
         )
 
 
-def _computed(value: Any) -> Any:
+def _compute(value: Any) -> Any:
     if isinstance(value, DeferredLogits):
         return value.change(value._head.plain(value.x))
-    return type(value)(map(_computed, value)) if type(value) in (list, tuple) else value
+    return type(value)(map(_compute, value)) if type(value) in (list, tuple) else value

@@ -212,7 +212,7 @@ class _Tiles(torch.autograd.Function):
         if ctx.grads is not None:
             found: list[Tensor | None] = [None] * ctx.grads
             for position, grad in zip(ctx.positions, ctx.saved_tensors, strict=True):
-                found[position] = _scaled(grad, upstream)
+                found[position] = _scale(grad, upstream)
             return None, *found
         tensors = (*ctx.saved_tensors, *ctx.params)
         with ctx.autocast.again(), STREAMS.replay(ctx.random):
@@ -296,7 +296,7 @@ def _grad(out: Tensor, wanted: list[Tensor], given: Tensor | None) -> Sequence[T
     return torch.autograd.grad(out, wanted, given, allow_unused=True)
 
 
-def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
+def _scale(grad: Tensor, factor: Tensor) -> Tensor:
     """`grad` times a scalar, in fp32 for 16 bits.
 
     A factor that is rounded to 16 bits would be a bias, alike for all elements.

@@ -350,7 +350,7 @@ class ColumnParallelLinear(Column, nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.segments = _checked(segments, out_features, "out_features")
+        self.segments = _check_segments(segments, out_features, "out_features")
         self.unit = unit
         self.tp = None
         self.siblings = None
@@ -377,7 +377,7 @@ class RowParallelLinear(Row, nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.segments = _checked(segments, in_features, "in_features")
+        self.segments = _check_segments(segments, in_features, "in_features")
         self.unit = unit
         self.tp = None
         self.split_input = split_input
@@ -473,7 +473,7 @@ def _set_widths(layer: Any, inputs: int | None = None, outputs: int | None = Non
                 setattr(layer, name, value)
 
 
-def _checked(segments: Sequence[int] | None, width: int, name: str) -> tuple[int, ...]:
+def _check_segments(segments: Sequence[int] | None, width: int, name: str) -> tuple[int, ...]:
     if segments is not None and sum(segments) != width:
         raise ValueError(
             f"segments {list(segments)} add up to {sum(segments)}, and {name} is {width}"

@@ -50,7 +50,7 @@ class _Tokens:
 
     def end(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Behind the last block."""
-        return _changed(
+        return _replace_hidden(
             output, lambda x: gather(x, self.place.group, DIM, parts(self.length, self.place.size))
         )
 
@@ -66,7 +66,7 @@ class _Tokens:
 
     def keep_own(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Behind a region that gives every rank all tokens."""
-        return _changed(
+        return _replace_hidden(
             output, lambda x: split(x, self.place.group, DIM, parts(self.length, self.place.size))
         )
 
@@ -223,7 +223,7 @@ def _is_hidden(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point()
 
 
-def _changed(output: Any, change: Any) -> Any:
+def _replace_hidden(output: Any, change: Any) -> Any:
     """A module's output with other hidden states, which come first."""
     if isinstance(output, Tensor):
         return change(output)

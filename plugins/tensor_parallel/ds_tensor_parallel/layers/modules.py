@@ -25,8 +25,8 @@ def sum_output(module: nn.Module, place: Place) -> None:
     def enter(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return tuple(_copied(a, place) for a in args), {
-            k: _copied(v, place) for k, v in kwargs.items()
+        return tuple(_copy_value(a, place) for a in args), {
+            k: _copy_value(v, place) for k, v in kwargs.items()
         }
 
     def leave(_: nn.Module, __: Any, output: Any) -> Any:
@@ -39,7 +39,7 @@ def sum_output(module: nn.Module, place: Place) -> None:
     setattr(module, DIVIDED, Divided(place.rank, place.size, sums=True))
 
 
-def _copied(value: Any, place: Place) -> Any:
+def _copy_value(value: Any, place: Place) -> Any:
     # Only what can have a gradient has one to be summed.
     differs = isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
     return copy_to(value, place.group) if differs else value

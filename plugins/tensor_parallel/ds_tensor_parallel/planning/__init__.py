@@ -1,1 +1,1 @@
-"""``dscore plan``: memory and traffic, told before anything runs."""
+"""Which layers of a model are divided, and where each is cut."""

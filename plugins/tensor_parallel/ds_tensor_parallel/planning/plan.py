@@ -173,7 +173,7 @@ class Planner:
             if self.section.preset_model is not None:
                 found = self._preset(self.section.preset_model, names)
             else:
-                found = self._planned(names)
+                found = self._rules_of_plan(names)
         except ValueError as error:
             raise self._error(
                 "", str(error), "write the rules as partition_config.layer_specs"
@@ -222,7 +222,7 @@ class Planner:
         ]
         return bool(parents) and inside[0] == inside[1]
 
-    def _planned(self, names: list[str]) -> Mapping[str, Rule]:
+    def _rules_of_plan(self, names: list[str]) -> Mapping[str, Rule]:
         found = styles.rules_of_plan(styles.plan_of(self.model), names, "the model's tp_plan")
         # A plan without rows covers only a part, such as the output head.
         if any(rule.kind is Kind.ROW for rule in found.values()):
