@@ -1,4 +1,4 @@
-"""What ds-zero offers to ds_core: section ``zero_optimization``, its partitioner, ``dscore plan``
+"""What ds-zero offers to ds_core: section ``zero_optimization``, its partitioner, its plans
 (torch-free).
 """
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from ds_core.entries import Axis, CommandEntry, Ref
+from ds_core.entries import Axis, Ref
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -31,10 +31,9 @@ def ds_config() -> Mapping[str, type[BaseModel]]:
     }
 
 
-def ds_commands() -> Mapping[str, CommandEntry]:
-    """``dscore plan``."""
-    text = "Predict what each rank holds and sends under every stage of ZeRO, and recommend one."
-    return {"plan": CommandEntry("ds_zero.planning.command:plan", text)}
+def ds_planners() -> Mapping[str, Ref]:
+    """Every stage and offload, for ``dscore plan``."""
+    return {"zero": "ds_zero.planning.planner:ZeroPlanner"}
 
 
 def ds_compile_passes() -> Mapping[str, str]:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from ds_plan import Offload, PlannedRun
 from ds_testing import MemoryConformance
 from ds_zero.config import ZeroConfig
 from ds_zero.planning.memory import offload_of
-from ds_zero.planning.plan import Offload, PlannedRun, predict
+from ds_zero.planning.predict import predict
 from torch import nn
 
 CPU = {"device": "cpu"}

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from ds_plan import Offload, PlannedRun
 from ds_zero.config import ZeroConfig
-from ds_zero.planning.plan import Offload, PlannedRun, predict
+from ds_zero.planning.predict import predict
 
 from ds_core.precision import Precision, cast_module
 from plugins.zero.tests.train_large import LIMIT, WIDTH, build, config

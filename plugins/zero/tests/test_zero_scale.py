@@ -17,10 +17,12 @@ from unittest import mock
 
 import pytest
 import torch
+from ds_plan import PlannedRun
 from ds_testing import Traffic
 from ds_zero.buckets import make as make_module
 from ds_zero.config import ZeroConfig
-from ds_zero.planning.plan import PlannedRun, lay_out, predict
+from ds_zero.planning.buckets import lay_out
+from ds_zero.planning.predict import predict
 from torch import Tensor, nn
 
 from ds_core.precision import Precision, cast_module

@@ -405,17 +405,18 @@ def test_other_optimizers_are_refused(kind: str) -> None:
 
 def held(stage: int, dtype: str, zero: dict[str, Any]) -> tuple[int, int]:
     """Bytes that attempts save, as planned and in fact."""
-    from dataclasses import replace
-
-    from ds_zero.planning.plan import Offload, PlannedRun, predict
+    from ds_plan import Offload, PlannedRun
+    from ds_zero.planning.predict import predict
 
     engine = make({"stage": stage, **offload(True), **zero}, dtype=dtype, gradient_clipping=NEVER)
     run = PlannedRun(1, engine.ctx.precision, casts=False)
     where = Offload.ALL if zero else Offload.OPTIMIZER
     model = Net().to(engine.ctx.precision.param or torch.float32)
+    section = engine.partitioner.section
+    plain = section.offload_optimizer.model_copy(update={"super_offload": False})
     needs = [
-        predict(model, engine.partitioner.section, replace(run, ahead=a), where)
-        for a in (False, True)
+        predict(model, planned, run, where)
+        for planned in (section.model_copy(update={"offload_optimizer": plain}), section)
     ]
     for step in range(3):
         backward(engine, step)

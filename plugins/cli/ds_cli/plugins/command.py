@@ -51,6 +51,7 @@ KINDS = {
     "ds_run_options": "option of dscore run",
     "ds_charts": "chart",
     "ds_memory": "memory",
+    "ds_planners": "planner",
     "ds_check": "check",
 }
 """What a hook makes of its plugin; all others are observers'."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ds_zero.planning.kinds import Kinds, join
+from ds_plan import Kinds, join
+
 from ds_zero.zenflow.columns import count_of
 
 if TYPE_CHECKING:
     import torch
 
     from ds_zero.config import ZenFlowConfig
-    from ds_zero.planning.simulate import SimulatedBucket
+    from ds_zero.planning.buckets import SimulatedBucket
 
     DtypeOf = Callable[[SimulatedBucket], torch.dtype]
 

@@ -1,4 +1,4 @@
-"""The model of `dscore plan`, as a module on the meta device: it has shapes and takes no memory."""
+"""The model that is planned, on the meta device: it has shapes and takes no memory."""
 
 from __future__ import annotations
 
@@ -60,14 +60,16 @@ def of_size(params: int, largest: int) -> nn.Module:
 
 
 def divide_matrices(model: nn.Module, ranks: int) -> nn.Module:
-    """The model with a rank's part of every matrix, as tensor parallelism divides them evenly;
-    others stay whole.
+    """A copy with one rank's part of every matrix; other parameters stay as they are.
 
-    The layers of `of_size` count as matrices. Gives `model` itself where there is one rank.
+    Tensor parallelism divides each along one of its dimensions; only sizes count here, so all are
+    divided along the first. The layers of `of_size` count as matrices. Gives `model` itself for one
+    rank.
     """
     if ranks == 1:
         return model
-    parts: dict[nn.Parameter, nn.Parameter] = {}  # one for all modules that share a weight
+    # Modules that share a weight must share its part too.
+    parts: dict[nn.Parameter, nn.Parameter] = {}
     divided = copy.deepcopy(model)
     for module in divided.modules():
         for name, param in module._parameters.items():
@@ -110,7 +112,8 @@ def _find_function(source: str) -> Callable[[], Any]:
             "config.json"
         )
     if "" not in sys.path:
-        sys.path.insert(0, "")  # modules in the working directory, as for python -m
+        # Modules in the working directory can be named, as for python -m.
+        sys.path.insert(0, "")
     try:
         found: Any = importlib.import_module(name)
         for part in attribute.split("."):
@@ -156,7 +159,7 @@ def _from_hugging_face(path: Path) -> nn.Module:
             if hasattr(transformers, n)
         ]
         with torch.device("meta"):
-            # In fp32, as the models of a training run are before they are cast.
+            # Without the config's dtype: a run's model is in fp32 too before it is cast.
             model = named[0](config) if named else transformers.AutoModel.from_config(config)
     except Exception as error:  # any of a large library's
         raise UsageError(

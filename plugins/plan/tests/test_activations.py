@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from ds_command_kit.app import make_app
-from ds_zero.planning.activations import count_activations
-from ds_zero.planning.model import divide_matrices
+from ds_cli.app import make_app
+from ds_plan.activations import count_activations
+from ds_plan.models import divide_matrices
 from torch import Tensor, nn
 from typer.testing import CliRunner
 

@@ -1,4 +1,4 @@
-"""``dscore plan --against``: a plan beside what a run held, and why they differ (torch-free).
+"""A plan beside what a run held, and why they differ (torch-free).
 
 The run wrote ``rank0.json`` and so on (section ``memory_snapshot`` of ds-step-log): bytes by kind
 between backward and step, and the peak of each phase.
@@ -7,7 +7,7 @@ between backward and step, and the peak of each phase.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ds_core.errors import UsageError
 
 if TYPE_CHECKING:
-    from ds_zero.planning.plan import Need
+    from ds_plan.needs import Need
 
 RESTING = ("parameters", "masters", "states", "gradients")
 CLOSE = 0.01
@@ -24,24 +24,43 @@ CLOSE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one rank held, in bytes. peak: the most in any phase, as its device counts it."""
+    """What one rank held, in bytes."""
 
     rank: int
+
     dp: int
+    """Data-parallel ranks of the run."""
+
     gas: int
+    """Micro-batches per step."""
+
     device: str
+    """The type of its device, such as "cuda"."""
+
     kinds: Mapping[str, Mapping[str, int]]
+    """Bytes by place ("device", "host") and kind, between backward and step."""
+
     peak: int
+    """The most in any phase, as the device counts it."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds in all places."""
+        return sum(sum(kinds.values()) for kinds in self.kinds.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One kind of memory, in bytes. why: what the difference is; "" where there is none."""
+    """One kind of memory, in bytes."""
 
     kind: str
+
     planned: int
+
     measured: int
+
     why: str
+    """What the difference is; "" where there is none."""
 
 
 def read_snapshots(folder: Path) -> list[Snapshot]:
@@ -77,43 +96,49 @@ def _snapshot(data: Any) -> Snapshot:
     )
 
 
+UNPLANNED = {
+    "buffers": "of the model; not planned",
+    "other": "batches, outputs, copies and messages under way; not planned",
+}
+"""Kinds on the device that no plan has, and what they are."""
+
+
 def compare(need: Need, states: int, snapshot: Snapshot) -> list[Line]:
-    """`need`, planned with `states` elements of the optimizer per parameter, beside what that rank
-    held.
+    """`need` beside what that rank held.
+
+    states: elements of the optimizer per parameter with which it was planned.
     """
-    # there the host is the device, and memory is that of the process
+    # On the CPU the host is the device, and its memory is that of the process.
     on_host = snapshot.device == "cpu"
-    lines = []
-    for place in ("device", "host"):
-        held = snapshot.kinds[place]
-        if on_host and place == "host":
-            continue
-        for kind in RESTING:
-            planned = getattr(getattr(need, place), kind) + (
-                getattr(need.host, kind) if on_host else 0
-            )
-            if planned or held.get(kind, 0):
-                measured = held.get(kind, 0)
-                where = "" if place == "device" else " on the host"
-                lines.append(
-                    Line(kind + where, planned, measured, _why(kind, planned, measured, states))
-                )
-        extra = {
-            "buffers": "of the model; not planned",
-            "other": "batches, outputs, copies and messages under way; not planned",
-        }
-        lines += [
-            Line(kind, 0, held.get(kind, 0), why)
-            for kind, why in extra.items()
-            if place == "device"
-        ]
+    lines = [*_compare_kinds(need, states, snapshot, "device", "host" if on_host else None)]
+    lines += [
+        Line(kind, 0, snapshot.kinds["device"].get(kind, 0), why) for kind, why in UNPLANNED.items()
+    ]
+    if not on_host:
+        lines += _compare_kinds(need, states, snapshot, "host")
     planned = need.device.peak + (need.host.peak if on_host else 0)
     why = "activations and temporaries of autograd, which no plan counts"
-    why += "; and the process itself, Python and torch" if on_host else ""
+    if on_host:
+        why += "; and the process itself, Python and torch"
     return [*lines, Line("peak", planned, snapshot.peak, why)]
 
 
+def _compare_kinds(
+    need: Need, states: int, snapshot: Snapshot, place: str, also: str | None = None
+) -> Iterator[Line]:
+    """The kinds of one place that were planned or held. also: a place that is planned with it."""
+    where = "" if place == "device" else " on the host"
+    for kind in RESTING:
+        planned = getattr(getattr(need, place), kind)
+        if also is not None:
+            planned += getattr(getattr(need, also), kind)
+        measured = snapshot.kinds[place].get(kind, 0)
+        if planned or measured:
+            yield Line(kind + where, planned, measured, _why(kind, planned, measured, states))
+
+
 def _why(kind: str, planned: int, measured: int, states: int) -> str:
+    """The likeliest reason for a difference; "" where it is none."""
     if abs(measured - planned) <= CLOSE * max(planned, measured):
         return ""
     if kind == "states" and measured == 0:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from ds_command_kit.app import make_app
+from ds_cli.app import make_app
+from ds_plan import Kinds, Need, Offload, PlannedRun
+from ds_plan.comparison import Snapshot, compare, read_snapshots
 from ds_testing import run_ranks
 from ds_zero.config import ZeroConfig
-from ds_zero.planning.against import Snapshot, compare, read_snapshots
-from ds_zero.planning.plan import Kinds, Need, Offload, PlannedRun, predict
+from ds_zero.planning.predict import predict
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -76,7 +77,7 @@ def test_a_run_holds_what_is_planned(
         "--world",
         "2",
         "--model",
-        "test_plan_against:Net",
+        "test_comparison:Net",
         "--config",
         str(tmp_path / "config.json"),
     ]

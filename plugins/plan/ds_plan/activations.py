@@ -1,8 +1,7 @@
-"""What autograd keeps of one micro-batch, for `dscore plan`: counted in a forward of fake tensors,
-so of any model.
+"""What autograd keeps of one micro-batch, counted in a forward of fake tensors.
 
-Fake tensors have shapes and no memory. Not counted are temporaries of operators and gradients of
-activations.
+Fake tensors have shapes and no memory, so any model can be counted on any host. Not counted are
+temporaries of operators and gradients of activations.
 """
 
 from __future__ import annotations
@@ -20,34 +19,46 @@ from ds_core.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Bytes of one rank, from the forward of a micro-batch to its backward.
-
-    tokens: of this rank. kept: where nothing is computed again. recomputed: where the repeated
-    blocks are, each with its inputs, and what one of them saves while it runs again; None without
-    such blocks.
-    """
+    """Bytes of one rank, from the forward of a micro-batch to its backward."""
 
     tokens: int
+    """Of this rank."""
+
     kept: int
+    """Without activation checkpointing."""
+
     recomputed: int | None
+    """With activation checkpointing of the repeated blocks: what is saved outside of them, their
+    inputs, and what one of them saves while it runs again. None without such blocks.
+    """
+
+    def least(self, checkpointing: bool) -> int:
+        """What is kept. checkpointing: whether the config checkpoints the repeated blocks."""
+        if checkpointing and self.recomputed is not None:
+            return self.recomputed
+        return self.kept
 
 
 def count_activations(module: nn.Module, tokens: int) -> Activations:
-    """Of one sequence. module: takes token ids, on the meta device, in the dtypes of training.
+    """What one sequence of `tokens` tokens leaves.
 
-    Raises UsageError where its forward cannot be run so.
+    module: its forward accepts token ids of shape (1, tokens); on the meta device, in the dtypes of
+        training.
+    Raises UsageError where its forward cannot be run without values.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     counter = _Counter(module)
     try:
+        # In this mode what the forward itself creates, such as masks, takes no memory either.
         with FakeTensorMode(allow_non_fake_inputs=True):
             fakes = {n: _fake(p) for n, p in (*module.named_parameters(), *module.named_buffers())}
             ids = torch.ones(1, tokens, dtype=torch.long)
+            # Weights are saved by autograd too, and are planned as weights.
             counter.ignored = {t.untyped_storage()._cdata for t in fakes.values()}
             with (
                 torch.enable_grad(),
-                torch.autograd.graph.saved_tensors_hooks(counter.saw, lambda t: t),
+                torch.autograd.graph.saved_tensors_hooks(counter.save, lambda t: t),
             ):
                 torch.func.functional_call(module, fakes, *_inputs(module, ids))
     except UsageError:
@@ -102,19 +113,28 @@ class _NoCache:
         return query, 0
 
 
-class _Counter:
-    """Adds up storages: of all that is saved, and for each repeated block of its inputs and of what
-    it saves.
+Storages = dict[int, torch.UntypedStorage]
 
-    ignored: storages of weights.
-    """
+
+class _Counter:
+    """Collects the storages that autograd saves, in and outside of the repeated blocks."""
 
     def __init__(self, module: nn.Module) -> None:
+        # Storages that do not count: those of weights.
         self.ignored: set[int] = set()
-        self._all: dict[int, torch.UntypedStorage] = {}
-        self._outside: dict[int, torch.UntypedStorage] = {}
-        self._inputs: dict[int, torch.UntypedStorage] = {}
-        self._blocks: list[dict[int, torch.UntypedStorage]] = []
+
+        # -- What was saved. A storage by its address, so that it counts once.
+
+        # Anywhere.
+        self._all: Storages = {}
+        # Outside of the repeated blocks.
+        self._outside: Storages = {}
+        # The inputs of the blocks, which activation checkpointing keeps.
+        self._inputs: Storages = {}
+        # Inside of each run of a block, in their order.
+        self._blocks: list[Storages] = []
+
+        # Whether a block runs now.
         self._inside = False
         self._handles = []
         for block in repeated_blocks(module).values():
@@ -122,20 +142,21 @@ class _Counter:
             self._handles.append(block.register_forward_hook(self._end))
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
-    def saw(self, tensor: Tensor) -> Tensor:
-        """Autograd saves `tensor`."""
+    def save(self, tensor: Tensor) -> Tensor:
+        """Count a tensor that autograd saves, and give it back as it is."""
         self._add(self._all, tensor)
         self._add(self._blocks[-1] if self._inside else self._outside, tensor)
         return tensor
 
-    def _add(self, place: dict[int, torch.UntypedStorage], tensor: Tensor) -> None:
+    def _add(self, place: Storages, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata not in self.ignored:
-            place[storage._cdata] = storage  # held, lest another one gets its address
+            # Kept alive, so that no later storage gets the same address.
+            place[storage._cdata] = storage
 
     def _begin(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         self._inside = True
@@ -152,9 +173,10 @@ class _Counter:
         kept = _bytes(self._all)
         if not self._blocks:
             return Activations(tokens, kept, None)
-        resting = _bytes({**self._outside, **self._inputs})
-        return Activations(tokens, kept, resting + max(_bytes(block) for block in self._blocks))
+        # In backward the blocks run again one after the other: the largest counts.
+        between = _bytes({**self._outside, **self._inputs})
+        return Activations(tokens, kept, between + max(_bytes(block) for block in self._blocks))
 
 
-def _bytes(storages: dict[int, torch.UntypedStorage]) -> int:
+def _bytes(storages: Storages) -> int:
     return sum(storage.nbytes() for storage in storages.values())

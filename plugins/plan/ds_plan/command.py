@@ -1,0 +1,311 @@
+"""The command ``dscore plan``: which stage and offload a model needs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from ds_cli.config_code import Imports, read_to_look_at
+
+from ds_core.config import Trait
+from ds_core.errors import UsageError
+from ds_plan.advice import Room, recommend
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ds_core.compose import Composition
+    from ds_core.config import ConfigSource
+    from ds_core.entries import Chart
+    from ds_core.precision import Precision
+    from ds_plan.activations import Activations
+    from ds_plan.planner import Planner
+    from ds_plan.run import PlannedRun
+
+LAYERS = 32
+"""The assumed number of layers of a model of --params without --largest-layer."""
+
+
+def plan(
+    world: Annotated[int, typer.Option("--world", min=1, help="Data-parallel ranks.")],
+    params: Annotated[str | None, typer.Option(help="Parameters of the model, such as 7B.")] = None,
+    largest_layer: Annotated[
+        str | None,
+        typer.Option(
+            help="With --params: parameters of the largest layer, such as 200M. Default: 1/32."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="module:function that builds the model, or the path of a Hugging Face config.json."
+        ),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="The config of the run.")] = None,
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None,
+        typer.Option(help="Default: the config's; bf16 without one."),
+    ] = None,
+    optimizer_states: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Elements that the optimizer keeps per parameter. Default: the config's; 2 "
+            "(Adam).",
+        ),
+    ] = None,
+    gas: Annotated[
+        int | None, typer.Option(min=1, help="Micro-batches per step. Default: the config's; 1.")
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens of one sequence: tell what activations take too. Needs --model."
+        ),
+    ] = None,
+    device_memory: Annotated[
+        str | None, typer.Option(help="Memory of one device, such as 80GB: recommend what fits.")
+    ] = None,
+    reserve: Annotated[
+        str, typer.Option(help="Device memory to leave for activations, such as 20GB.")
+    ] = "0",
+    host_memory: Annotated[
+        str | None, typer.Option(help="Of one machine, such as 1TB. Default: no limit.")
+    ] = None,
+    ranks_per_host: Annotated[
+        int, typer.Option(min=1, help="Ranks that share a machine's memory.")
+    ] = 8,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="JSON instead of a table; all in bytes.")
+    ] = False,
+    svg: Annotated[
+        Path | None, typer.Option(help="A folder for drawings by plugins, such as timelines.")
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="Compare with a run: the folder of its section memory_snapshot."),
+    ] = None,
+    imports: Imports = False,
+) -> None:
+    """Predict memory and communication of each rank under every stage and offload, and recommend
+    one.
+    """
+    from ds_core.precision import cast_module, make_precision
+    from ds_plan.models import divide_matrices
+    from ds_plan.planner import make_planners
+    from ds_plan.tables import Plan, draw, show_plan, show_plan_as_json
+
+    module = _make_model(params, largest_layer, model)
+    source = _read(config, imports, dtype, gas)
+    planners = make_planners(source)
+    chosen = _compose(source, planners)
+    precision = make_precision(chosen.config, chosen.plugins)
+    cast_module(module, precision)
+
+    # Activations are counted in a forward, which a model with divided matrices cannot run.
+    divided = Divided.by(chosen)
+    activations = _count_activations(module, tokens, params, divided)
+    part = divide_matrices(module, divided.layers)
+    run = _make_run(chosen, precision, part, world, optimizer_states)
+
+    if against is not None:
+        _compare(against, planners, chosen, part, run, as_json)
+        return
+    needs = [need for planner in planners for need in planner.choices(chosen.config, part, run)]
+    _warn_of_grain(chosen)
+    room = _make_room(device_memory, reserve, host_memory, min(ranks_per_host, world))
+    if room is not None and activations is not None:
+        again = chosen.config.has(Trait.RECOMPUTES)
+        room = replace(room, device=room.device - activations.least(again))
+    charts = _ask_charts(chosen)
+    result = Plan(
+        parameters=sum(p.numel() for p in module.parameters()),
+        run=run,
+        tensor_parallel=divided.layers,
+        activations=activations,
+        needs=needs,
+        advice=None if room is None else recommend(needs, room),
+        charts=charts,
+    )
+    (show_plan_as_json if as_json else show_plan)(result)
+    if svg is not None:
+        draw(charts, svg)
+
+
+# -- the model -------------------------------------------------------------------------------------
+
+
+def _make_model(params: str | None, largest_layer: str | None, model: str | None) -> nn.Module:
+    """The model on the meta device. Raises UsageError where options do not say which, or twice."""
+    from ds_plan.models import find_model, of_size, parse_amount
+
+    if (params is None) == (model is None):
+        raise UsageError(
+            "give the model: either --params, such as 7B, or --model, such as mine.model:build"
+        )
+    if params is None:
+        if largest_layer is not None:
+            raise UsageError(
+                "--largest-layer is an option of --params; with --model the sizes of layers are "
+                "known"
+            )
+        assert model is not None
+        return find_model(model)
+    count = parse_amount(params, "--params")
+    if largest_layer is None:
+        largest = -(-count // LAYERS)
+    else:
+        largest = parse_amount(largest_layer, "--largest-layer")
+    return of_size(count, largest)
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """Ranks of other mesh axes, which divide what is planned for a data-parallel rank."""
+
+    layers: int
+    """Ranks of tensor parallelism: each has a part of every matrix."""
+
+    sequences: int
+    """Ranks with the same samples: each has a part of every sequence."""
+
+    @classmethod
+    def by(cls, chosen: Composition) -> Divided:
+        """Of a config."""
+        axes = chosen.plugins.mesh_axes(chosen.config)
+        return cls(
+            layers=math.prod(axis.size for axis in axes if axis.name == "tp"),
+            sequences=math.prod(axis.size for axis in axes if axis.same_batch),
+        )
+
+
+def _count_activations(
+    module: nn.Module, tokens: int | None, params: str | None, divided: Divided
+) -> Activations | None:
+    from ds_plan.activations import count_activations
+
+    if tokens is None:
+        return None
+    if params is not None:
+        raise UsageError(
+            "--tokens: activations are counted in a forward of the model; give --model instead of "
+            "--params"
+        )
+    return count_activations(module, -(-tokens // divided.sequences))
+
+
+# -- the config ------------------------------------------------------------------------------------
+
+
+def _read(config: Path | None, imports: bool, dtype: str | None, gas: int | None) -> ConfigSource:
+    """The config as given, in which options of the command line take precedence."""
+    from ds_core.config import read_config
+
+    raw: dict[str, Any] = {"bf16": {"enabled": True}}
+    if config is not None:
+        raw = dict(read_to_look_at(config, imports).raw)
+    if dtype is not None:
+        raw = {key: value for key, value in raw.items() if key not in ("fp16", "bf16")}
+        if dtype != "fp32":
+            raw[dtype] = {"enabled": True}
+    if gas is not None:
+        raw["gradient_accumulation_steps"] = gas
+    return read_config(raw)
+
+
+def _compose(source: ConfigSource, planners: list[Planner]) -> Composition:
+    """The checked config; batch sizes have no effect, and neither has what planners leave out."""
+    from ds_core.compose import compose
+
+    raw = dict(source.raw)
+    for planner in planners:
+        raw = planner.prepare(raw)
+    return compose(raw)
+
+
+def _make_run(
+    chosen: Composition,
+    precision: Precision,
+    part: nn.Module,
+    world: int,
+    optimizer_states: int | None,
+) -> PlannedRun:
+    """The run of a config; optimizer_states: an option that takes precedence over its optimizer."""
+    from ds_plan.run import PlannedRun
+
+    run = PlannedRun.of(chosen.config, chosen.optimizer, precision, part, world)
+    return run if optimizer_states is None else replace(run, states=optimizer_states)
+
+
+def _warn_of_grain(chosen: Composition) -> None:
+    """Say on stderr that an optimizer needs more than what is planned."""
+    from ds_cli.show import say_error
+
+    if chosen.optimizer is None:
+        return
+    grain = getattr(chosen.optimizer.entry, "grain", "element")
+    if grain != "element":
+        say_error(
+            "the config's optimizer needs unsharded "
+            f"{'matrices' if grain == 'matrix' else 'tensors'}; the memory and "
+            "communication for them are not counted"
+        )
+
+
+def _ask_charts(chosen: Composition) -> list[Chart]:
+    answers = chosen.plugins.ask("ds_charts", config=chosen.config, plugins=chosen.plugins)
+    return [chart for answer in answers for chart in answer.value]
+
+
+# -- the answers -----------------------------------------------------------------------------------
+
+
+def _make_room(
+    device_memory: str | None, reserve: str, host_memory: str | None, ranks_per_host: int
+) -> Room | None:
+    """The memory that options name, without what is reserved; None without a device's."""
+    from ds_plan.models import parse_amount
+
+    if device_memory is None:
+        if host_memory is not None or reserve != "0":
+            raise UsageError(
+                "--host-memory and --reserve are options of the recommendation; give "
+                "--device-memory too"
+            )
+        return None
+    return Room(
+        device=parse_amount(device_memory, "--device-memory")
+        - (0 if reserve == "0" else parse_amount(reserve, "--reserve")),
+        host=None if host_memory is None else parse_amount(host_memory, "--host-memory"),
+        ranks_per_host=ranks_per_host,
+    )
+
+
+def _compare(
+    folder: Path,
+    planners: list[Planner],
+    chosen: Composition,
+    part: nn.Module,
+    run: PlannedRun,
+    as_json: bool,
+) -> None:
+    """Show the plan of the config's own choice, beside what the rank held that held most."""
+    from ds_plan.comparison import compare, read_snapshots
+    from ds_plan.tables import show_comparison
+
+    snapshots = read_snapshots(folder)
+    for name, planned, held in (
+        ("--world", run.world, snapshots[0].dp),
+        ("--gas", run.gas, snapshots[0].gas),
+    ):
+        if planned != held:
+            raise UsageError(f"{name}: the run in {folder} had {held}, not {planned}")
+    most = max(snapshots, key=lambda snapshot: snapshot.total)
+    answers = [p.chosen(chosen.config, part, run, most.rank % run.world) for p in planners]
+    need = next((answer for answer in answers if answer is not None), None)
+    if need is None:
+        raise UsageError("--against: no plugin predicts what this config chooses")
+    show_comparison(need, most, compare(need, run.states, most), as_json)

@@ -1,0 +1,236 @@
+"""Memory and communication of each rank per stage and offload, from the layouts that training uses.
+
+Counted are model states, gradient buckets and gathered weights; not counted are activations and
+temporaries of autograd. The plan is of one data-parallel group: without ZeRO all its ranks have the
+same parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from ds_plan import Kinds, Need, Offload, PlannedRun, join
+from torch import nn
+
+from ds_zero.config import ZeroConfig
+from ds_zero.planning.buckets import Laid, SimulatedBucket, SimulatedUnit, bytes_of, lay_out
+from ds_zero.planning.disk import rest_on_disk
+from ds_zero.planning.dtypes import Dtypes
+from ds_zero.planning.gathers import gather_passes
+from ds_zero.planning.reductions import ReducerRules, reduction
+from ds_zero.planning.states import RankStates
+from ds_zero.planning.traffic import Blocks, Traffic
+from ds_zero.zenflow.plan import held
+
+
+def predict_all(module: nn.Module, section: ZeroConfig, run: PlannedRun) -> list[Need]:
+    """Every stage with every offload that it can have.
+
+    module: may be on the meta device, in the dtypes of training.
+    """
+    needs = []
+    for stage in (0, 1, 2, 3):
+        staged = section.model_copy(update={"stage": stage})
+        possible = [offload for offload in Offload if is_possible(stage, offload)]
+        needs += [predict(module, staged, run, offload) for offload in possible]
+    return needs
+
+
+def is_possible(stage: int, offload: Offload) -> bool:
+    """Whether a stage can have that offload: stage 0 shards nothing, and only stage 3 weights."""
+    if stage == 0:
+        return offload is Offload.NONE
+    return stage == 3 or not offload.weights
+
+
+def predict(
+    module: nn.Module,
+    section: ZeroConfig,
+    run: PlannedRun,
+    offload: Offload = Offload.NONE,
+    rank: int = 0,
+) -> Need:
+    """The memory and communication of `rank` under ``section.stage``; no rank owns more than rank
+    0.
+
+    module: may be on the meta device, in the dtypes of training.
+    Raises UsageError where ranks do not divide into the config's blocks.
+    """
+    if section.stage == 0:
+        return _predict_replicated(module, run)
+    blocks = Blocks.of(section, run.world)
+    dtypes = Dtypes.of(module, run.precision)
+    laid = lay_out(module, section, blocks.sharded, offload.weights)
+    states = RankStates(run, offload, dtypes, rank % blocks.sharded)
+    device, host = _place_weights(laid, offload, blocks, dtypes)
+    device = join(device, _count_passes(module, section, laid, blocks, states))
+    more_on_device, more_on_host, disk = _place_states(section, laid, states)
+    traffic = Traffic(section, run, blocks, offload, dtypes)
+    traffic.count(laid)
+    return Need(
+        stage=section.stage,
+        offload=offload,
+        device=join(device, more_on_device),
+        host=join(host, more_on_host),
+        reduced=traffic.reduced,
+        gathered=traffic.gathered,
+        sent=traffic.sent,
+        link=traffic.link,
+        across=traffic.across,
+        disk=disk,
+    )
+
+
+def _place_weights(
+    laid: Laid, offload: Offload, blocks: Blocks, dtypes: Dtypes
+) -> tuple[Kinds, Kinds]:
+    """Weights between steps: on the device, on the host."""
+    full = sum(b.full_bytes for b in laid.buckets if b.replicated) + bytes_of(laid.loose)
+    shards = sum(b.shard_bytes for b in laid.buckets if not b.replicated)
+    if blocks.second:
+        # A second copy is kept in the dtype in which weights are gathered.
+        shards += sum(
+            unit.bucket.layout.total // blocks.size * dtypes.gathered(unit.bucket).itemsize
+            for unit in laid.units
+        )
+    if offload.weights and not offload.on_disk:
+        return Kinds(parameters=full), Kinds(parameters=shards)
+    # What a store on disk leaves in memory is counted with its buffers.
+    return Kinds(parameters=full + (0 if offload.weights else shards)), Kinds()
+
+
+def _count_passes(
+    module: nn.Module, section: ZeroConfig, laid: Laid, blocks: Blocks, states: RankStates
+) -> Kinds:
+    """What forward and backward take on the device: gathered weights and buffers of reductions."""
+    dtypes = states.dtypes
+    gathered = gather_passes(laid.modules, laid.units, section) if laid.units else 0
+    # Units are counted in elements together; where they differ in dtype, as if all were the widest.
+    widest = max((unit.bucket.dtype.itemsize for unit in laid.units), default=0)
+    rules = ReducerRules(
+        world=blocks.sharded,
+        keeps=section.stage == 1,
+        overlap=section.overlap,
+        eager=section.contiguous_gradients or states.run.precision.accumulate is not None,
+        scatter=section.reduce_scatter,
+        to_host=states.offload is not Offload.NONE and not defers(section, states.offload),
+        grad=dtypes.grad,
+        reduced=dtypes.reduced,
+    )
+    # Stage 1 accumulates locally and reduces in the last backward of a step.
+    partitions_gradients = section.stage > 1
+    peak, kept = reduction(
+        _order_of_reduction(laid),
+        _order_of_arrival(module, laid.trained),
+        rules,
+        passes=states.run.gas if partitions_gradients else 1,
+        waits=not partitions_gradients and states.run.gas > 1,
+    )
+    return Kinds(gradients=kept, buckets=peak - kept, gathered=gathered * widest)
+
+
+def defers(section: ZeroConfig, offload: Offload) -> bool:
+    """Whether reduced gradients stay on the device until the step, since ZenFlow updates masters."""
+    in_memory = offload is not Offload.NONE and not offload.on_disk
+    return section.zenflow is not None and in_memory
+
+
+def _order_of_reduction(laid: Laid) -> list[SimulatedBucket]:
+    """In stage 3, units whose forward is last come first, and replicated weights come last."""
+    units: list[SimulatedUnit] = sorted(laid.units, key=lambda unit: -unit.first_use)
+    used = [unit.bucket for unit in units if unit.bucket.trained]
+    return used + [bucket for bucket in laid.trained if bucket.replicated]
+
+
+def _order_of_arrival(module: nn.Module, trained: Sequence[SimulatedBucket]) -> list[nn.Parameter]:
+    awaited = {param for bucket in trained for param in bucket.params}
+    return [param for param in reversed(list(module.parameters())) if param in awaited]
+
+
+def _place_states(section: ZeroConfig, laid: Laid, states: RankStates) -> tuple[Kinds, Kinds, int]:
+    """Masters, optimizer states and what a step needs: on the device, on the host, bytes on disk."""
+    offload = states.offload
+    trained = laid.trained
+    if offload is Offload.NONE:
+        return states.optimized(trained), Kinds(), 0
+    if offload.on_disk:
+        rest = rest_on_disk([states.on_disk(bucket) for bucket in laid.buckets], section)
+        host = Kinds(
+            parameters=rest.weights_in_memory,
+            buckets=states.staged(trained) + rest.state_buffers,
+            gathered=rest.weight_buffers,
+        )
+        return Kinds(), host, rest.disk
+    if defers(section, offload):
+        assert section.zenflow is not None
+        dtypes = states.dtypes
+        # The host has masters of all weights, also where it keeps weights in the same dtype.
+        optimized = replace(states, offload=Offload.OPTIMIZER).optimized(trained)
+        device, host = held(
+            trained, section.zenflow, states.run.kept, states.rank, dtypes.master, dtypes.grad
+        )
+        # `held` counts all gradients on the host.
+        return device, join(replace(optimized, cast=0), host), 0
+    buffers = states.copy_buffers(trained) + states.staged(trained)
+    if section.offload_optimizer is not None and section.offload_optimizer.super_offload:
+        buffers += sum(states.saved(bucket) for bucket in trained)
+    gradients = states.gradients_on_host(trained)
+    host = join(states.optimized(trained), Kinds(gradients=gradients, buckets=buffers))
+    return Kinds(), host, 0
+
+
+# -- stage 0 ---------------------------------------------------------------------------------------
+
+
+def _predict_replicated(module: nn.Module, run: PlannedRun) -> Need:
+    """The core's data parallelism, whose gradient buckets live as long as the run."""
+    dtypes = Dtypes.of(module, run.precision)
+    total = Kinds(parameters=bytes_of(module.parameters()))
+    elements = sent = 0
+    for param in module.parameters():
+        if not param.requires_grad:
+            continue
+        wire = dtypes.autocast.get(param) or run.precision.wire or param.dtype
+        total = join(total, _replicated_states(param, wire, run))
+        # A flag is sent with each gradient: whether this rank had one.
+        elements += param.numel() + 1
+        sent += (param.numel() + 1) * wire.itemsize
+    # An all-reduce sends each element twice, but for a rank's own part.
+    share = 2 * (run.world - 1) / run.world
+    return Need(
+        stage=0,
+        offload=Offload.NONE,
+        device=total,
+        host=Kinds(),
+        reduced=round(elements * share),
+        gathered=0,
+        sent=round(sent * share),
+        link=0,
+    )
+
+
+def _replicated_states(param: nn.Parameter, wire: torch.dtype, run: PlannedRun) -> Kinds:
+    """Gradients, masters and states of one parameter. wire: the dtype in which gradients are sent."""
+    precision = run.precision
+    size = param.numel()
+    own = param.dtype
+    floating = param.is_floating_point()
+    master = precision.master if precision.master and floating else own
+    grad = precision.accumulate if precision.accumulate and floating else own
+    reduction = (size + 1) * wire.itemsize if run.world > 1 else 0
+    gradients = reduction
+    masters = cast = fresh = 0
+    if reduction and grad == own == wire:
+        # Reduced gradients stay in the buffer of the reduction; those of the next backward are new.
+        fresh = size * own.itemsize
+    else:
+        gradients += size * grad.itemsize
+    if master != own:
+        masters = size * master.itemsize
+        gradients += size * master.itemsize if run.casts else 0
+    elif grad != own:
+        cast = size * own.itemsize
+    states = size * run.kept(master)
+    return Kinds(0, gradients, masters, states, cast, fresh)
