@@ -362,7 +362,7 @@ def test_a_missing_plugin_is_named(name: str) -> None:
     built = {"csv_monitor": f"{files}/csv", "tensorboard": f"{files}/tensorboard"}
     built |= {
         "zero_optimization": "pip install ./plugins/access ./ops/kernel_kit ./plugins/run_state "
-        "./plugins/state_stores ./plugins/zero",
+        "./plugins/plan ./plugins/state_stores ./plugins/zero",
         "pipeline": "pip install ./plugins/pipeline",
         "activation_checkpointing": "./plugins/activation_checkpointing` in a checkout",
     }

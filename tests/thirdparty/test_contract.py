@@ -75,6 +75,7 @@ ENTRY = {
     "ds_config_formats": "'m:a'",
     "ds_compile_passes": "'m:a'",
     "ds_pipeline_schedules": "'m:a'",
+    "ds_planners": "'m:a'",
     "ds_charts": "Chart('n', 't', 'x')",
     "ds_run_options": "RunOption('m:a', 'help')",
 }
@@ -98,6 +99,7 @@ MAPPINGS = (
     ),
     "ds_compile_passes",
     "ds_pipeline_schedules",
+    "ds_planners",
     "ds_run_options",
     "ds_checkpointables",
 )
