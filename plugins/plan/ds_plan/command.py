@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import typer
 from ds_cli.config_code import Imports, read_to_look_at
 
 from ds_core.config import Trait
 from ds_core.errors import UsageError
+from ds_plan import options
 from ds_plan.advice import Room, recommend
 
 if TYPE_CHECKING:
@@ -30,64 +30,22 @@ LAYERS = 32
 
 
 def plan(
-    world: Annotated[int, typer.Option("--world", min=1, help="Data-parallel ranks.")],
-    params: Annotated[str | None, typer.Option(help="Parameters of the model, such as 7B.")] = None,
-    largest_layer: Annotated[
-        str | None,
-        typer.Option(
-            help="With --params: parameters of the largest layer, such as 200M. Default: 1/32."
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="module:function that builds the model, or the path of a Hugging Face config.json."
-        ),
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="The config of the run.")] = None,
-    dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"] | None,
-        typer.Option(help="Default: the config's; bf16 without one."),
-    ] = None,
-    optimizer_states: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Elements that the optimizer keeps per parameter. Default: the config's; 2 "
-            "(Adam).",
-        ),
-    ] = None,
-    gas: Annotated[
-        int | None, typer.Option(min=1, help="Micro-batches per step. Default: the config's; 1.")
-    ] = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Tokens of one sequence: tell what activations take too. Needs --model."
-        ),
-    ] = None,
-    device_memory: Annotated[
-        str | None, typer.Option(help="Memory of one device, such as 80GB: recommend what fits.")
-    ] = None,
-    reserve: Annotated[
-        str, typer.Option(help="Device memory to leave for activations, such as 20GB.")
-    ] = "0",
-    host_memory: Annotated[
-        str | None, typer.Option(help="Of one machine, such as 1TB. Default: no limit.")
-    ] = None,
-    ranks_per_host: Annotated[
-        int, typer.Option(min=1, help="Ranks that share a machine's memory.")
-    ] = 8,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="JSON instead of a table; all in bytes.")
-    ] = False,
-    svg: Annotated[
-        Path | None, typer.Option(help="A folder for drawings by plugins, such as timelines.")
-    ] = None,
-    against: Annotated[
-        Path | None,
-        typer.Option(help="Compare with a run: the folder of its section memory_snapshot."),
-    ] = None,
+    world: options.World,
+    params: options.Params = None,
+    largest_layer: options.LargestLayer = None,
+    model: options.Model = None,
+    config: options.Config = None,
+    dtype: options.Dtype = None,
+    optimizer_states: options.OptimizerStates = None,
+    gas: options.Gas = None,
+    tokens: options.Tokens = None,
+    device_memory: options.DeviceMemory = None,
+    reserve: options.Reserve = "0",
+    host_memory: options.HostMemory = None,
+    ranks_per_host: options.RanksPerHost = 8,
+    as_json: options.Json = False,
+    svg: options.Svg = None,
+    against: options.Against = None,
     imports: Imports = False,
 ) -> None:
     """Predict memory and communication of each rank under every stage and offload, and recommend
@@ -118,9 +76,8 @@ def plan(
     _warn_of_grain(chosen)
     room = _make_room(device_memory, reserve, host_memory, min(ranks_per_host, world))
     if room is not None and activations is not None:
-        again = chosen.config.has(Trait.RECOMPUTES)
-        room = replace(room, device=room.device - activations.least(again))
-    charts = _ask_charts(chosen)
+        kept = activations.least(checkpointing=chosen.config.has(Trait.RECOMPUTES))
+        room = replace(room, device=room.device - kept)
     result = Plan(
         parameters=sum(p.numel() for p in module.parameters()),
         run=run,
@@ -128,11 +85,10 @@ def plan(
         activations=activations,
         needs=needs,
         advice=None if room is None else recommend(needs, room),
-        charts=charts,
+        charts=_ask_charts(chosen),
     )
     (show_plan_as_json if as_json else show_plan)(result)
-    if svg is not None:
-        draw(charts, svg)
+    draw(result.charts, svg)
 
 
 # -- the model -------------------------------------------------------------------------------------

@@ -147,8 +147,10 @@ def show_comparison(need: Need, snapshot: Snapshot, lines: Sequence[Line], as_js
     show_table(("between backward and step", "planned", "measured", "difference", "why"), rows)
 
 
-def draw(charts: Sequence[Chart], folder: Path) -> None:
-    """Write the drawings, and their paths to stderr: stdout may be JSON."""
+def draw(charts: Sequence[Chart], folder: Path | None) -> None:
+    """Write the drawings, and their paths to stderr: stdout may be JSON. None: draw nothing."""
+    if folder is None:
+        return
     drawn = [chart for chart in charts if chart.svg is not None]
     if not drawn:
         raise UsageError("--svg: no plugin draws anything of this config")

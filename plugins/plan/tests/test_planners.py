@@ -77,7 +77,8 @@ def test_without_a_planner_the_error_says_what_to_install() -> None:
 
 
 def test_a_planner_that_cannot_be_loaded_is_named() -> None:
-    Path("sliced_states.py").write_text("def ds_planners(): return {'sliced': 'nowhere:Planner'}")
-    done = plan({"plugins": {"load": ["sliced_states"]}})
+    text = "def ds_planners(): return {'lost': 'nowhere_at_all:Planner'}"
+    Path("lost_planner.py").write_text(text)
+    done = plan({"plugins": {"load": ["lost_planner"]}})
     assert done.exit_code == 1
-    assert "sliced_states" in done.stderr and "nowhere" in done.stderr
+    assert "lost_planner" in done.stderr and "nowhere_at_all" in done.stderr
