@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +18,10 @@ from ds_core.runner import Runner, check_loss, loss_of
 from ds_pipeline.config import PipelineConfig
 from ds_pipeline.layers.module import PipelineModule
 from ds_pipeline.layers.tied_weights import Ties, copies_elsewhere
+from ds_pipeline.malloc import tune_malloc
 from ds_pipeline.micro_batches import BatchRequest, agree, signature, take_micro_batches, to_device
 from ds_pipeline.schedules import schedule as s
-from ds_pipeline.schedules.choose import find_schedule, make_schedule
-from ds_pipeline.schedules.validate import ScheduleError, check
+from ds_pipeline.schedules.plans import StagePlans
 from ds_pipeline.split_backward import WeightBackward, backward_inputs
 from ds_pipeline.transport import DTYPES, Incoming, Meta, StageTransport
 
@@ -32,9 +29,7 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.running import RunningEngine
 
-# of <malloc.h>
-_TRIM_THRESHOLD = -1
-_MMAP_THRESHOLD = -3
+RECEIVES = (s.RecvActivation, s.RecvGrad)
 
 BY_HAND = (
     "the micro-batches of a pipeline run at the same time on its stages; use "
@@ -57,6 +52,7 @@ def prepare(model: nn.Module, ctx: Context) -> nn.Module:
             "PipelineModule"
         )
     section = _section(ctx)
+    # A model may be given to another engine afterwards: what is set here is taken back at its end.
     own = ("_grid", "activation_checkpoint_interval", "use_reentrant", "shapes_known")
     before = {name: vars(model)[name] for name in own}
     ctx.undo(lambda: vars(model).update(before))
@@ -65,6 +61,7 @@ def prepare(model: nn.Module, ctx: Context) -> nn.Module:
     if section.activation_checkpoint_interval:
         model.activation_checkpoint_interval = section.activation_checkpoint_interval
     model.use_reentrant = section.use_reentrant
+    # The norm and the number of parameters count a tied weight once, on its first stage.
     ctx.stash[COUNTED_ELSEWHERE] = {
         *(ctx.stash.get(COUNTED_ELSEWHERE) or ()),
         *copies_elsewhere(model),
@@ -74,63 +71,73 @@ def prepare(model: nn.Module, ctx: Context) -> nn.Module:
 
 @dataclass(slots=True)
 class _PipeBuffer:
-    """A pipeline buffer: one micro-batch in one chunk.
+    """A pipeline buffer: what is kept of one micro-batch in one chunk, from load to backward."""
 
-    leaves: inputs from another stage, as autograd leaves. outputs: of the chunk. root_grads: the
-    received gradients of those outputs that have one. input_grads: gradients to send. later,
-    deferred: what is left of a split backward.
-    """
+    # -- Forward.
 
-    micro: int = -1
+    # From the loader or another stage; released once forward has run.
     inputs: Any = None
+    # Those inputs from another stage whose gradient is sent back, as autograd leaves.
     leaves: list[Tensor] = field(default_factory=list)
+    # In the last part of the model alone.
     labels: Any = None
+    # Of the chunk, until they are sent or backward begins; the loss in the last part.
     outputs: list[Tensor] = field(default_factory=list)
+    # Whether the chunk gave a tuple: the next stage is called likewise.
     is_tuple: bool = False
+    # How the outputs were sent.
     meta: Meta | None = None
+
+    # -- Backward.
+
+    # The received gradients of those outputs that have one.
     root_grads: list[Tensor] = field(default_factory=list)
+    # The gradients to send.
     input_grads: list[Tensor] = field(default_factory=list)
+    # What is left of a backward that was cut in two.
     later: WeightBackward | None = None
+    # Outputs and their gradients, of a backward that runs as a whole in the second half.
     deferred: tuple[list[Tensor], list[Tensor]] | None = None
 
 
 class PipelineRunner(Runner):
-    """See `ds_core.runner.Runner`. Created on all ranks together.
-
-    additional_losses: on the last stage, means of `get_additional_losses` over the last batch.
-    """
+    """See `ds_core.runner.Runner`. Created on all ranks together."""
 
     manual = False
     manual_reason = BY_HAND
+
+    additional_losses: dict[str, float]
+    """On the last stage, means of `get_additional_losses` over the last batch."""
 
     def __init__(self, ctx: Context) -> None:
         assert isinstance(ctx.module, PipelineModule)
         self.ctx = ctx
         self.module = ctx.module
         self.section = _section(ctx)
+
+        # -- The place of this stage.
+
         self.stages = self.module.num_stages
         self.stage = self.module.stage_id
+        # Of this stage. A part is a chunk in the whole model: see `_part`.
         self.chunks = self.module.chunks
         self.parts = self.stages * self.chunks
+        self.makes_loss = self._has_last
+        self.additional_losses = {}
+
+        # -- What carries out a batch.
+
         split = (
             self.section.pipe_partitioned,
             self.section.pipe_partitioned and self.section.grad_partitioned,
         )
-        # None: one of ds-pipeline's
-        self._make_own = find_schedule(self.section.schedule, ctx.plugins)
+        self._plans = StagePlans(
+            self.section.schedule, ctx.plugins, self.stages, self.stage, self.chunks
+        )
         self.transport = StageTransport(ctx, self.stages, self.stage, self.chunks, split)
         self.ties = Ties(ctx, self.module)
         if ctx.accelerator.device_type == "cpu":
-            _tune_malloc()
-        self.makes_loss = self._has_last
-        self.additional_losses: dict[str, float] = {}
-        self._failed = False
-        # partitioned gradients stay with their rank until the batch is over
-        self._keep_local = False
-        self._plans: dict[
-            tuple[int, bool], tuple[list[s.PipeInstruction], list[Incoming], int]
-        ] = {}
-        self._signatures: dict[bool, Any] = {}
+            tune_malloc()
         self._handlers = {
             s.LoadMicroBatch: self._load,
             s.ForwardPass: self._forward,
@@ -143,8 +150,18 @@ class PipelineRunner(Runner):
             s.RecvGrad: self._receive_gradient,
             s.ReduceTiedGrads: self._reduce_ties,
             s.ReduceGrads: self._reduce,
-            s.OptimizerStep: lambda what: None,  # the engine's, once `train` has returned
+            # The engine makes the step, once `train` has returned.
+            s.OptimizerStep: lambda what: None,
         }
+
+        # -- The state between batches.
+
+        # Whether an earlier batch ended in its middle: messages of it may be under way.
+        self._failed = False
+        # Shapes of the last batch's inputs, by whether it was trained on; None: they differed.
+        self._signatures: dict[bool, Any] = {}
+        # Whether partitioned gradients stay with their rank until the batch is over.
+        self._keep_local = False
 
     # -- batches -----------------------------------------------------------------------------------
 
@@ -183,29 +200,48 @@ class PipelineRunner(Runner):
         return self._shared_loss() if compute_loss else None, outputs
 
     def _execute(self, batches: Iterator[Any], *, return_logits: bool) -> None:
-        commands, incoming, most = self._plan(self._count, self._train)
-        self._buffers: dict[tuple[int, int], _PipeBuffer] = {}
-        self._loss: Tensor | None = None
-        self._keep = return_logits
-        self._logits: list[Any] = []
-        self._extra: dict[str, float] = {}
-        self._loaded = dict.fromkeys(range(self.chunks), 0)
+        """Run one batch on this stage."""
+        plan = self._plans.get(self._count, train=self._train)
+        self._begin(return_logits)
         self._micros, headers, signature = self._pull(batches)
-        self._failed = True  # until all is done; see `_pull`
+
+        # From here on messages are under way: until all is done, the batch counts as failed.
+        self._failed = True
         if self._train:
             self.ties.begin()
-        self.transport.begin(incoming, train=self._train, headers=headers, most=most)
-        for what in commands:
+        self.transport.begin(
+            [self._incoming(what) for what in plan.commands if isinstance(what, RECEIVES)],
+            train=self._train,
+            headers=headers,
+            most=plan.in_flight,
+        )
+        for what in plan.commands:
             self._handler(what)(what)
         self.transport.finish()
         self._failed = False
+
+        # The next batch needs no headers if its inputs have the same shapes.
         self._signatures[self._train] = signature
         self.module.shapes_known = True
         self._buffers.clear()
         self._micros = []
         self.additional_losses = {k: v / self._count for k, v in self._extra.items()}
 
+    def _begin(self, keep_logits: bool) -> None:
+        """Clear what a batch collects."""
+        # By chunk and buffer of the schedule.
+        self._buffers: dict[tuple[int, int], _PipeBuffer] = {}
+        # Micro-batches that each chunk has loaded.
+        self._loaded = dict.fromkeys(range(self.chunks), 0)
+        # The sum over micro-batches, and the sums of additional losses.
+        self._loss: Tensor | None = None
+        self._extra: dict[str, float] = {}
+        # The model's outputs, if they are kept.
+        self._keep = keep_logits
+        self._logits: list[Any] = []
+
     def _handler(self, what: s.PipeInstruction) -> Any:
+        """What carries out an instruction, or one of its base classes."""
         for kind in type(what).__mro__:
             if kind in self._handlers:
                 return self._handlers[kind]
@@ -226,120 +262,82 @@ class PipelineRunner(Runner):
         if self._failed:
             raise UsageError(
                 "an earlier batch failed in its middle on this rank, and messages of it may still "
-                "be under way; start "
-                "the processes again, from a checkpoint"
+                "be under way; start the processes again, from a checkpoint"
             )
+        # A rank that raised by itself would leave the others waiting for its messages: all ranks
+        # agree on what happened first.
         micros: list[tuple[Any, Any]] = []
         short = False
         trouble = None
         try:
-            if self.stage == 0 or self._has_last:
-                micros = take_micro_batches(
-                    batches,
-                    self._count,
-                    self.module.batch_fn,
-                    self._with_loss and self.module.has_loss,
-                )
-                if (cut := self.module.cut_batch) is not None:
-                    micros = [cut(*pair) for pair in micros]
+            micros = self._read_micro_batches(batches)
         except StopIteration:
             short = True
-        except Exception as error:  # all shall know; it is raised below
+        except Exception as error:
             trouble = error
-        shapes = [signature(inputs) for inputs, _ in micros] if self.stage == 0 else []
+        first = self.stage == 0
+        shapes = [signature(inputs) for inputs, _ in micros] if first else []
         mixed = self.module.dynamic_shape or any(x != shapes[0] for x in shapes)
-        known = self.module.shapes_known and self._signatures.get(self._train) == (
-            shapes[0] if shapes else None
-        )
-        work = BatchRequest(self._count, self._train, self._with_loss)
+        last_shapes = self._signatures.get(self._train)
+        known = self.module.shapes_known and last_shapes == (shapes[0] if shapes else None)
         thawed = self._train and self.ties.changed
-        word = agree(
-            self.ctx,
-            work,
-            [short, mixed, not known and self.stage == 0, trouble is not None, thawed],
+        request = BatchRequest(self._count, self._train, self._with_loss)
+        any_short, any_mixed, any_new, any_trouble, any_thawed = agree(
+            self.ctx, request, [short, mixed, not known and first, trouble is not None, thawed]
         )
         if trouble is not None:
             raise trouble
-        if word[3]:
+        if any_trouble:
             raise UsageError(
                 "lost this batch: a peer failed while it read its micro-batches; see its error"
             )
-        if word[0]:
+        if any_short:
             raise StopIteration
-        if word[4]:
+        if any_thawed:
             self.ties.agree()
-        headers = "each" if word[1] else "first" if word[2] else "none"
-        return micros, headers, None if word[1] or not shapes else shapes[0]
+        if any_mixed:
+            return micros, "each", None
+        return micros, "first" if any_new else "none", shapes[0] if shapes else None
+
+    def _read_micro_batches(self, batches: Iterator[Any]) -> list[tuple[Any, Any]]:
+        """Inputs and labels, on the first and the last stage; others use neither."""
+        if self.stage > 0 and not self._has_last:
+            return []
+        needs_labels = self._with_loss and self.module.has_loss
+        micros = take_micro_batches(batches, self._count, self.module.batch_fn, needs_labels)
+        if (cut := self.module.cut_batch) is not None:
+            micros = [cut(*pair) for pair in micros]
+        return micros
 
     def _shared_loss(self) -> Tensor | None:
         """The last stage's mean loss, on every stage."""
         device = self.ctx.accelerator.current_device()
+        # Other stages do not know its dtype, so that is sent too.
         loss = torch.zeros(2, dtype=torch.float64, device=device)
         if self._has_last:
             assert self._loss is not None
-            loss[0], loss[1] = (
-                self._loss.double() / self._count,
-                float(DTYPES.index(self._loss.dtype)),
-            )
+            loss[0] = self._loss.double() / self._count
+            loss[1] = float(DTYPES.index(self._loss.dtype))
         if self.stages > 1:
             mesh = self.ctx.mesh
             comm.label("loss")
             comm.broadcast(loss, src=mesh.ranks("pp")[-1], group=mesh.group("pp"))
         return loss[0].to(DTYPES[int(loss[1].item())])
 
-    # -- plans -------------------------------------------------------------------------------------
-
-    def _make(self, count: int, train: bool, stage: int) -> s.PipeSchedule:
-        name = self.section.schedule
-        return make_schedule(
-            name, count, self.stages, stage, self.chunks, train=train, make=self._make_own
-        )
-
-    def _plan(self, count: int, train: bool) -> tuple[list[s.PipeInstruction], list[Incoming], int]:
-        """This stage's instructions, the messages it receives, and how many sends may be in flight;
-        checked once.
-        """
-        if (count, train) not in self._plans:
-            mine = self._make(count, train, self.stage)
-            most = self._prove(
-                lambda stage: self._make(count, train, stage), type(mine).__name__, count, train
-            )
-            commands = [what for step in mine for what in step]
-            incoming = [
-                self._incoming(w) for w in commands if isinstance(w, (s.RecvActivation, s.RecvGrad))
-            ]
-            self._plans[count, train] = commands, incoming, most
-        return self._plans[count, train]
-
-    def _prove(
-        self, make: Callable[[int], s.PipeSchedule], name: str, count: int, train: bool
-    ) -> int:
-        """How many messages may be under way from a stage; UsageError for a schedule that is
-        wrong."""
-        try:
-            most = max(check(make, train=train).activations) + 1
-            while most < count * self.chunks:
-                try:
-                    check(make, train=train, capacity=most)
-                    break
-                except ScheduleError:
-                    most *= 2
-        except ScheduleError as error:
-            raise UsageError(f"pipeline.schedule: {name} is wrong: {error}") from error
-        return most
+    # -- instructions ------------------------------------------------------------------------------
 
     def _incoming(self, what: s.BufferOpInstruction) -> Incoming:
         return Incoming("act" if isinstance(what, s.RecvActivation) else "grad", self._part(what))
 
     def _part(self, what: s.BufferOpInstruction) -> int:
+        """The part of the model that an instruction is about: chunks go round the stages."""
         return what.chunk * self.stages + self.stage
 
     def _buffer(self, what: s.BufferOpInstruction) -> _PipeBuffer:
         return self._buffers.setdefault((what.chunk, what.buffer_id), _PipeBuffer())
 
-    # -- instructions ------------------------------------------------------------------------------
-
     def _load(self, what: s.BufferOpInstruction) -> None:
+        # The buffer's number says nothing of the micro-batch: buffers are used in turn.
         micro = self._loaded[what.chunk]
         self._loaded[what.chunk] += 1
         inputs, labels = self._micros[micro]
@@ -355,6 +353,7 @@ class PipelineRunner(Runner):
 
     def _receive_activation(self, what: s.BufferOpInstruction) -> None:
         meta, tensors = self.transport.receive_activation(self._part(what))
+        # Labels may have been loaded into it before.
         buffer = self._buffers[what.chunk, what.buffer_id] = _PipeBuffer(
             labels=self._buffer(what).labels
         )
@@ -370,8 +369,8 @@ class PipelineRunner(Runner):
         buffer = self._buffer(what)
         last = self._part(what) == self.parts - 1
         inputs = buffer.inputs
+        # Autograd refuses to change a leaf in place, as a first layer like nn.ReLU(inplace=True) does.
         if buffer.leaves and self.module.changes_inputs(what.chunk):
-            # A leaf cannot be changed in place.
             inputs = (
                 inputs.clone() if isinstance(inputs, Tensor) else tuple(t.clone() for t in inputs)
             )
@@ -381,6 +380,7 @@ class PipelineRunner(Runner):
             self._compute(buffer, inputs, what.chunk, last)
 
     def _compute(self, buffer: _PipeBuffer, inputs: Any, chunk: int, last: bool) -> None:
+        """Run a chunk; last: of the model, so it ends in the loss."""
         out = self.module(inputs, chunk=chunk)
         buffer.inputs = None
         if not last:
@@ -398,20 +398,23 @@ class PipelineRunner(Runner):
             return
         loss = self.module.loss_fn(out, buffer.labels) if self.module.loss_fn is not None else out
         loss = loss_of(loss)
-        shown = loss.detach()
-        self._loss = shown if self._loss is None else self._loss + shown
-        for name, value in (self.module.get_additional_losses() or {}).items():
-            self._extra[name] = self._extra.get(name, 0.0) + float(value)
+        self._add_loss(loss.detach())
         if self._train:
             check_loss(loss)
             factor = self._engine.loss_factor(self._count)
             buffer.outputs = [loss * factor if factor != 1.0 else loss]
+
+    def _add_loss(self, loss: Tensor) -> None:
+        self._loss = loss if self._loss is None else self._loss + loss
+        for name, value in (self.module.get_additional_losses() or {}).items():
+            self._extra[name] = self._extra.get(name, 0.0) + float(value)
 
     def _send_activation(self, what: s.BufferOpInstruction) -> None:
         buffer = self._buffer(what)
         buffer.meta = self.transport.send_activation(
             self._part(what) + 1, buffer.outputs, buffer.is_tuple
         )
+        # No backward will need them.
         if not self._train:
             buffer.outputs = []
 
@@ -428,6 +431,7 @@ class PipelineRunner(Runner):
     def _take_roots(self, buffer: _PipeBuffer) -> tuple[list[Tensor], list[Tensor]]:
         """The outputs to start backward from, and their gradients; the buffer lets go of them."""
         roots = [t for t in buffer.outputs if t.requires_grad]
+        # The loss of the last part has no received gradient.
         grads = buffer.root_grads or [torch.ones_like(t) for t in roots]
         buffer.outputs = []
         buffer.root_grads = []
@@ -452,15 +456,14 @@ class PipelineRunner(Runner):
         buffer.leaves = []
 
     def _backward_input(self, what: s.BufferOpInstruction) -> None:
-        """The first half.
-
-        Nobody waits for a first part, which does all in the second; some graphs cannot be cut.
-        """
+        """The first half of a backward: the gradients that another stage waits for."""
         buffer = self._buffer(what)
         roots, grads = self._take_roots(buffer)
+        # Nobody waits for the gradients of the model's own inputs: all is left to the second half.
         if not buffer.leaves:
-            buffer.deferred = roots, grads
+            buffer.deferred = (roots, grads)
             return
+        # A graph that cannot be cut does all in this half.
         if not self._can_cut(roots):
             self._run_backward(roots, grads)
             self._collect(buffer)
@@ -473,14 +476,16 @@ class PipelineRunner(Runner):
         self._collect(buffer)
 
     def _can_cut(self, roots: Sequence[Tensor]) -> bool:
-        """Whether backward can be split: not if activations are recomputed or weights are released
-        after forward.
+        """Whether backward can be split.
+
+        Not with activation checkpointing, nor where weights are released after forward.
         """
         if self.module.activation_checkpoint_interval or self._engine.partitioner.releases_weights:
             return False
         return bool(roots) and all(t.grad_fn is not None for t in roots)
 
     def _backward_weight(self, what: s.BufferOpInstruction) -> None:
+        """The second half: the gradients of weights, while this stage would be idle."""
         buffer = self._buffer(what)
         if buffer.deferred is not None:
             self._run_backward(*buffer.deferred)
@@ -494,19 +499,3 @@ class PipelineRunner(Runner):
 
     def _reduce(self, what: s.PipeInstruction) -> None:
         self._engine.reduce_gradients()
-
-
-def _tune_malloc() -> None:
-    """Let glibc keep up to 1 GB of freed memory, instead of paging it in anew for every
-    micro-batch.
-
-    By itself it gives back what lies idle beyond 128 KB to 64 MB (mallopt(3)). Left alone where the
-    environment says what to keep. Measured: 5 % of a step of 200 ms with 64 MB, another 1 to 2 %
-    with this.
-    """
-    keep = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if keep is not None and not any(
-        n.startswith(("MALLOC_", "GLIBC_TUNABLES")) for n in os.environ
-    ):
-        for parameter, size in ((_MMAP_THRESHOLD, 32 << 20), (_TRIM_THRESHOLD, 1 << 30)):
-            keep(ctypes.c_int(parameter), ctypes.c_int(size))

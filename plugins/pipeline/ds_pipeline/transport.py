@@ -174,7 +174,7 @@ class StageTransport:
                 if flat.numel()
             ]
         )
-        while len(sending) > self._most:  # proved not to deadlock, see `PipelineRunner._prove`
+        while len(sending) > self._most:  # proved not to deadlock, see `StagePlans`
             _wait(sending.popleft())
 
     def finish(self) -> None:

@@ -11,9 +11,9 @@ import pytest
 SCRIPT = """
 import resource
 import torch
-from ds_pipeline.runner import _tune_malloc
+from ds_pipeline.malloc import tune_malloc
 
-_tune_malloc()
+tune_malloc()
 def work():
     return [torch.ones(1 << 18) for _ in range(200)]  # 200 MB
 work()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -12,7 +13,16 @@ from ds_core.precision import Precision
 
 if TYPE_CHECKING:
     from ds_core.config import RunConfig
-    from ds_core.optim import Choice
+
+
+class BuildsOptimizer(Protocol):
+    """The config's optimizer: `ds_core.compose.Composition.optimizer`."""
+
+    def groups(self, groups: Any, names: Mapping[Any, str]) -> Any:
+        """The parameter groups as the optimizer wants them split."""
+
+    def build(self, target: Any) -> Any:
+        """The optimizer of those groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +50,7 @@ class PlannedRun:
     def of(
         cls,
         config: RunConfig,
-        optimizer: Choice | None,
+        optimizer: BuildsOptimizer | None,
         precision: Precision,
         module: nn.Module,
         world: int,
@@ -75,7 +85,7 @@ class States(NamedTuple):
 
 
 def measure_states(
-    optimizer: Choice | None, precision: Precision, like: nn.Parameter | None = None
+    optimizer: BuildsOptimizer | None, precision: Precision, like: nn.Parameter | None = None
 ) -> States:
     """Measured in a small step of a tensor as the optimizer updates it; Adam's without an optimizer.
 

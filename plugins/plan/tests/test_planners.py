@@ -70,10 +70,7 @@ def test_a_planner_adds_its_rows_and_leaves_keys_out() -> None:
 def test_without_a_planner_the_error_says_what_to_install() -> None:
     done = plan({"plugins": {"disable": ["ds-zero"]}})
     assert done.exit_code == 1
-    assert (
-        "no installed plugin predicts memory (hook ds_planners); pip install ds-zero"
-        in " ".join(done.stderr.split())
-    )
+    assert "no plugin predicts memory (hook ds_planners); install ds-zero" in done.stderr
 
 
 def test_a_planner_that_cannot_be_loaded_is_named() -> None:
