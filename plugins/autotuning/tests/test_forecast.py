@@ -23,8 +23,8 @@ from ds_autotuning.search.forecast import (
 from ds_autotuning.search.saved import Saved
 from ds_autotuning.trials.looking import describe
 from ds_autotuning.trials.profile import build, fit_line, joined
-from ds_zero.config import ZeroConfig
 from ds_plan import PlannedRun
+from ds_zero.config import ZeroConfig
 from ds_zero.planning.predict import predict
 from torch import nn
 

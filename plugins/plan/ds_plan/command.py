@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_cli.config_code import Imports, read_to_look_at
+from ds_command_kit.config_code import Imports, read_to_look_at
 
 from ds_core.config import Trait
 from ds_core.errors import UsageError
@@ -198,7 +198,7 @@ def _make_run(
 
 def _warn_of_grain(chosen: Composition) -> None:
     """Say on stderr that an optimizer needs more than what is planned."""
-    from ds_cli.show import say_error
+    from ds_command_kit.show import say_error
 
     if chosen.optimizer is None:
         return

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from ds_cli.show import show_json, show_table
+from ds_command_kit.show import show_json, show_table
 
 from ds_core.errors import UsageError
 from ds_plan.needs import Kinds, Need

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ds_cli.app import make_app
+from ds_command_kit.app import make_app
 from ds_plan.activations import count_activations
 from ds_plan.models import divide_matrices
 from torch import Tensor, nn

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ds_cli.app import make_app
+from ds_command_kit.app import make_app
 from ds_plan import PlannedRun
 from ds_zero.config import ZeroConfig
 from ds_zero.planning.predict import predict

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ds_cli.app import make_app
+from ds_command_kit.app import make_app
 from ds_plan import Kinds, Need, Offload, PlannedRun
 from ds_plan.comparison import Snapshot, compare, read_snapshots
 from ds_testing import run_ranks

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ds_cli.app import make_app
+from ds_command_kit.app import make_app
 from ds_testing import PluginConformance
 from typer.testing import CliRunner
 
