@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ds_core import entries
+from ds_core import checks, entries
 
 
-@entries.gives(entries.named("builtins:str"))
+@checks.gives(checks.named("builtins:str"))
 def ds_planners() -> Mapping[str, entries.Ref]:  # type: ignore[empty-body]
     """Hook: what ``dscore plan`` predicts, by name: reference to a `ds_plan.planner.Planner`.
 
