@@ -41,7 +41,9 @@ class Held:
         )
         buckets = getattr(self.engine.partitioner, "buckets", ())
         weights |= storages(
-            b.second.copy for b in buckets if b.second is not None and b.second.copy is not None
+            b.weights.second.copy
+            for b in buckets
+            if b.weights.second is not None and b.weights.second.copy is not None
         )
         masters = storages(p.data for g in self.engine.optimizer.param_groups for p in g["params"])
         states = [

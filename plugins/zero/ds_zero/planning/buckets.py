@@ -19,7 +19,7 @@ from ds_zero.gather.grouping import Gatherer, find_leaves, gatherers, members, p
 from ds_zero.gather.unit import GatherUnit
 
 if TYPE_CHECKING:
-    from ds_zero.comm.wires import WeightWire
+    from ds_zero.comm.collectives import WeightGather
     from ds_zero.config import ZeroConfig
 
 
@@ -70,7 +70,7 @@ class SimulatedUnit(GatherUnit):
         # In one forward and backward.
         self.gathers = 0
 
-    def _begin(self, wire: WeightWire) -> None:
+    def _begin(self, wire: WeightGather) -> None:
         self.gathers += 1
 
     def _finish(self) -> None:
