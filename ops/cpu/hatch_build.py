@@ -1,58 +1,14 @@
-"""With ``DS_BUILD_OPS=1``, the wheel carries the compiled kernels (for this Python and platform);
-else sources only.
-
-What compiles is the builder of ds-kernel-kit, taken from this checkout where it is not installed.
-No torch is loaded.
+"""The build hook: see ``ds_kernel_kit/wheels.py``, which lies in this clone, or beside this file in
+an sdist.
 """
 
-from __future__ import annotations
-
-import os
-import sys
+import runpy
 from pathlib import Path
-from typing import Any
-
-from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 HERE = Path(__file__).parent
-
-
-class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
-    """Compiles into ``ds_ops_cpu/prebuilt`` and adds that to the wheel."""
-
-    def dependencies(self) -> list[str]:
-        """What an isolated build needs in addition to hatchling."""
-        return ["pybind11>=2.12", "ninja>=1.11.1"] if self.wanted() else []
-
-    def wanted(self) -> bool:
-        """Whether a wheel with compiled kernels is asked for; an editable install has the sources
-        at hand.
-        """
-        asked = os.environ.get("DS_BUILD_OPS", "0")
-        if asked not in ("0", "1"):
-            raise ValueError(
-                f"DS_BUILD_OPS={asked}: use 1 to compile the kernels into the wheel, or 0"
-            )
-        return asked == "1" and self.target_name == "wheel"
-
-    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """See hatchling."""
-        if not self.wanted() or version == "editable":
-            return
-        for folder, package in (
-            (HERE, "ds_ops_cpu"),
-            (HERE.parent.parent, "ds_core"),
-            (HERE.parent / "kernel_kit", "ds_kernel_kit"),
-        ):
-            if (folder / package).is_dir():
-                sys.path.insert(0, str(folder))
-        from ds_kernel_kit.build import prebuild
-        from ds_ops_cpu.extension import EXTENSION, INFERENCE
-
-        for extension in (EXTENSION, INFERENCE):
-            assert extension.prebuilt is not None
-            place = extension.prebuilt.relative_to(HERE)
-            for file in prebuild(extension, Path(self.directory) / place.relative_to("ds_ops_cpu")):
-                build_data["force_include"][str(file)] = f"{place.as_posix()}/{file.name}"
-        build_data["pure_python"] = False
-        build_data["infer_tag"] = True
+PLACES = (
+    HERE / "ds_kernel_kit_wheels.py",
+    HERE.parents[1] / "ops" / "kernel_kit" / "ds_kernel_kit" / "wheels.py",
+)
+# Run by its path: the kit need not be installed for a wheel that carries no libraries.
+get_build_hook = runpy.run_path(str(next(p for p in PLACES if p.exists())))["get_build_hook"]

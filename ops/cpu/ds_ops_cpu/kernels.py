@@ -29,8 +29,9 @@ from ds_kernel_kit.marshal import (
     Reference,
     Row,
     Tensors,
+    accumulation,
+    can_step,
     compiled_steps,
-    pairs_by_kind,
     sizes_differ,
     sorted_out,
 )
@@ -233,15 +234,9 @@ def _numbers(sizes: list[int], lists: Sequence[Tensors], mixed: bool = False) ->
 
 
 def _takes(dtypes: Sequence[torch.dtype], has_copies: bool) -> bool:
-    """Whether C++ has a path for parameters, gradients, states (all alike) and copies of these
-    dtypes.
-    """
-    if (
-        any(d not in _TYPES for d in dtypes)
-        or len(set(dtypes[2:-1] if has_copies else dtypes[2:])) > 1
-    ):
-        return False
-    return not has_copies or (dtypes[0] is torch.float32 and dtypes[-1] is not torch.float32)
+    """Whether C++ has a path for these dtypes: copies are narrower than what they are copies of."""
+    narrows = not has_copies or dtypes[-1] is not torch.float32
+    return narrows and can_step(dtypes, has_copies, _TYPES)
 
 
 # -- sums ------------------------------------------------------------------------------------------
@@ -262,22 +257,17 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
     return torch.tensor(total, dtype=torch.float64)
 
 
-def accumulate(into: Tensors, added: Tensors, *, scale: float = 1.0) -> None:
-    """See `ds_kernel_kit.references.accumulate`."""
-    if list(map(Tensor.numel, into)) != list(map(Tensor.numel, added)):
-        raise KernelError(sizes_differ([into, added]))
-    for dtype, totals, more in pairs_by_kind(into, added, _added_dtype):
-        if dtype is None:
-            references.accumulate(totals, more, scale=scale)
-            continue
-        given = _numbers(list(map(Tensor.numel, totals)), [totals, more])
-        native().accumulate(torch.get_num_threads(), given, scale)
-        torch.autograd.graph.increment_version(totals)
-
-
 def _added_dtype(total: Tensor, more: Tensor) -> torch.dtype | None:
     fits = total.dtype is torch.float32 and more.dtype in _TYPES and total.is_cpu and more.is_cpu
     return more.dtype if fits else None
+
+
+def _accumulate(kind: torch.dtype, totals: Tensors, mores: Tensors, scale: float) -> None:
+    given = _numbers(list(map(Tensor.numel, totals)), [totals, mores])
+    native().accumulate(torch.get_num_threads(), given, scale)
+
+
+accumulate = accumulation(_added_dtype, _accumulate)
 
 
 # -- quantisation ----------------------------------------------------------------------------------

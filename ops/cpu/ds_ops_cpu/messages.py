@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ds_core.errors import CommError, LostRankError
 
-LEFT = 5  # as in shared.cpp
+LEFT = 5  # as in cpp/shared/memory.h
 HEADER = 8
 """Bytes that go before each message."""
 _LOOK = 0.05  # seconds of waiting after which to ask whether the other one is there

@@ -7,18 +7,17 @@ from collections.abc import Iterable, Mapping
 from ds_core.entries import CollectivesEntry, KernelEntry
 
 OPS = (
-    *(
-        "accumulate",
-        "adagrad",
-        "adam",
-        "dequantize",
-        "dequantize_sum",
-        "lamb",
-        "lion",
-        "quantize",
-        "requantize_sum",
-    ),
-    *("sgd", "squared_norm"),
+    "accumulate",
+    "adagrad",
+    "adam",
+    "dequantize",
+    "dequantize_sum",
+    "lamb",
+    "lion",
+    "quantize",
+    "requantize_sum",
+    "sgd",
+    "squared_norm",
 )
 DTYPES = ("float32", "bfloat16", "float16")
 

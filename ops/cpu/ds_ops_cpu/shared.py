@@ -283,7 +283,7 @@ def _first_reason(records: Sequence[dict[str, Any]], members: Members) -> str | 
 
 
 def _arithmetic(dtype: torch.dtype, op: str) -> tuple[int, int, int, bool]:
-    """Width, type, operation and whether to average, in the numbers of fold_table.h."""
+    """Width, type, operation and whether to average, in the numbers of cpp/shared/fold_table.h."""
     ops = _BOOL_OPS if dtype == torch.bool else _OPS
     return dtype.itemsize, _TYPES[dtype], ops[op], op == "AVG"
 

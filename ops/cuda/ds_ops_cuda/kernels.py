@@ -23,8 +23,9 @@ from ds_kernel_kit.marshal import (
     Reference,
     Row,
     Tensors,
+    accumulation,
+    can_step,
     compiled_steps,
-    pairs_by_kind,
     sizes_differ,
     sorted_out,
 )
@@ -67,7 +68,7 @@ def _step(
         dtypes = tuple(map(_dtype, row))
         device = row[0].device
         fits = (
-            takes(dtypes, has_copies)
+            can_step(dtypes, has_copies, TYPES)
             and native.serves(device)
             and all(t.device == device for t in row)
         )
@@ -78,7 +79,7 @@ def _step(
 
     kinds = [set(map(_dtype, tensors)) for tensors in everything]
     devices = set().union(*(map(_device, ts) for ts in everything))
-    plain = all(len(k) == 1 for k in kinds) and takes([next(iter(k)) for k in kinds], has_copies)
+    plain = all(len(k) == 1 for k in kinds) and can_step([next(iter(k)) for k in kinds], has_copies, TYPES)
     plain = plain and len(devices) == 1 and native.serves(next(iter(devices)))
     if plain and all(all(map(Tensor.is_contiguous, ts)) for ts in everything):
         out = call(everything)
@@ -117,18 +118,6 @@ def _call(
     return found
 
 
-def takes(dtypes: Sequence[torch.dtype], has_copies: bool) -> bool:
-    """Whether C++ has a path for parameters, gradients, states (all alike) and copies of these
-    dtypes.
-    """
-    if (
-        any(d not in TYPES for d in dtypes)
-        or len(set(dtypes[2:-1] if has_copies else dtypes[2:])) > 1
-    ):
-        return False
-    return not has_copies or dtypes[0] is torch.float32
-
-
 def _blocks(sizes: Sequence[int]) -> int:
     chunk: int = native.native().CHUNK
     return sum((n + chunk - 1) // chunk for n in sizes)
@@ -156,24 +145,20 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
     return total
 
 
-def accumulate(into: Tensors, added: Tensors, *, scale: float = 1.0) -> None:
-    """See `ds_kernel_kit.references.accumulate`."""
-    if list(map(Tensor.numel, into)) != list(map(Tensor.numel, added)):
-        raise KernelError(sizes_differ([into, added]))
-    for kind, totals, mores in pairs_by_kind(into, added, _place_and_dtype):
-        if kind is None:
-            references.accumulate(totals, mores, scale=scale)
-            continue
-        lists = [list(map(Tensor.data_ptr, totals)), list(map(Tensor.data_ptr, mores))]
-        native.call(
-            "accumulate", kind[0], list(map(Tensor.numel, totals)), TYPES[kind[1]], lists, scale
-        )
-        torch.autograd.graph.increment_version(totals)
-
-
 def _place_and_dtype(total: Tensor, more: Tensor) -> tuple[torch.device, torch.dtype] | None:
     fits = total.dtype is torch.float32 and more.dtype in TYPES and native.serves(total.device)
     return (total.device, more.dtype) if fits and total.device == more.device else None
+
+
+def _accumulate(
+    kind: tuple[torch.device, torch.dtype], totals: Tensors, mores: Tensors, scale: float
+) -> None:
+    device, dtype = kind
+    lists = [list(map(Tensor.data_ptr, totals)), list(map(Tensor.data_ptr, mores))]
+    native.call("accumulate", device, list(map(Tensor.numel, totals)), TYPES[dtype], lists, scale)
+
+
+accumulate = accumulation(_place_and_dtype, _accumulate)
 
 
 # -- quantisation ----------------------------------------------------------------------------------

@@ -9,18 +9,17 @@ from collections.abc import Iterable
 from ds_core.entries import KernelEntry
 
 OPS = (
-    *(
-        "accumulate",
-        "adagrad",
-        "adam",
-        "dequantize",
-        "dequantize_sum",
-        "lamb",
-        "lion",
-        "quantize",
-        "requantize_sum",
-    ),
-    *("sgd", "squared_norm"),
+    "accumulate",
+    "adagrad",
+    "adam",
+    "dequantize",
+    "dequantize_sum",
+    "lamb",
+    "lion",
+    "quantize",
+    "requantize_sum",
+    "sgd",
+    "squared_norm",
 )
 PROGRAM = "inference_program"
 FUSED = ("bias_dropout_add", "bias_gelu", "layer_norm", "softmax_dropout")

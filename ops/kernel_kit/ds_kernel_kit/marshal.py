@@ -7,7 +7,7 @@ reference. The rest allocates and checks what quantisation fills.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -101,6 +101,45 @@ def pairs_by_kind(
         mores.append(more)
     for kind, (totals, mores) in kinds.items():
         yield kind, totals, mores
+
+
+def accumulation(
+    kind_of: Callable[[Tensor, Tensor], K | None],
+    call: Callable[[K, Tensors, Tensors, float], None],
+) -> Callable[..., None]:
+    """`references.accumulate` over compiled code.
+
+    kind_of: what one call needs to have in common, None where compiled code cannot take a pair.
+    call: adds ``scale`` times the second list to the first, all pairs of one kind.
+    """
+
+    def accumulate(into: Tensors, added: Tensors, *, scale: float = 1.0) -> None:
+        """See `ds_kernel_kit.references.accumulate`."""
+        if list(map(Tensor.numel, into)) != list(map(Tensor.numel, added)):
+            raise KernelError(sizes_differ([into, added]))
+        for kind, totals, mores in pairs_by_kind(into, added, kind_of):
+            if kind is None:
+                references.accumulate(totals, mores, scale=scale)
+                continue
+            call(kind, totals, mores, scale)
+            # Compiled code writes by address, unseen by autograd's check of saved tensors.
+            torch.autograd.graph.increment_version(totals)
+
+    return accumulate
+
+
+def can_step(
+    dtypes: Sequence[torch.dtype], has_copies: bool, types: Container[torch.dtype]
+) -> bool:
+    """Whether compiled steps have a path for parameters, gradients, states and copies of these
+    dtypes.
+
+    All must be among `types`, the states alike, and only fp32 parameters have copies.
+    """
+    states = dtypes[2:-1] if has_copies else dtypes[2:]
+    if any(d not in types for d in dtypes) or len(set(states)) > 1:
+        return False
+    return not has_copies or dtypes[0] is torch.float32
 
 
 def sizes_differ(lists: Sequence[Tensors], first: int = 0) -> str:

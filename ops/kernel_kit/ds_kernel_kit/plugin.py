@@ -9,19 +9,18 @@ from collections.abc import Iterable, Mapping
 from ds_core.entries import CommandEntry, KernelEntry
 
 OPS = (
-    *(
-        "accumulate",
-        "adagrad",
-        "adam",
-        "dequantize",
-        "dequantize_sum",
-        "lamb",
-        "lion",
-        "quantize",
-        "requantize_sum",
-    ),
+    "accumulate",
+    "adagrad",
+    "adam",
+    "dequantize",
+    "dequantize_sum",
+    "lamb",
+    "lion",
+    "quantize",
+    "requantize_sum",
     "sgd",
 )
+"""Operations of which `ds_kernel_kit.references` defines the meaning."""
 
 
 def ds_kernels() -> Iterable[KernelEntry]:

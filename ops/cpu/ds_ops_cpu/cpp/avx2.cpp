@@ -4,5 +4,5 @@
 #define DS_ISA avx2
 #define DS_NAME "avx2"
 #include "isa.h"
-#include "fold.h"
+#include "shared/fold.h"
 #endif

@@ -4,5 +4,5 @@
 #define DS_ISA avx512
 #define DS_NAME "avx512"
 #include "isa.h"
-#include "fold.h"
+#include "shared/fold.h"
 #endif

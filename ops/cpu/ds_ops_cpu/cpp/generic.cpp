@@ -2,4 +2,4 @@
 #define DS_ISA generic
 #define DS_NAME "generic"
 #include "isa.h"
-#include "fold.h"
+#include "shared/fold.h"

@@ -1,4 +1,11 @@
 // Attention of the queries of a task to the keys of one key head, block by block of the cache.
+#pragma once
+
+#include "maths.h"
+
+namespace ds {
+namespace inference {
+namespace {
 
 constexpr long B = BLOCK_TOKENS;
 
@@ -237,3 +244,7 @@ void attend(const Op& op, const Run& run, long unit, Thread& t) {
     for (long n = 0; n < queries; n++)
         merge(run.partials + task.partial + heads[n % count] * wanted, step, task.parts, dim, place(n));
 }
+
+}  // namespace
+}  // namespace inference
+}  // namespace ds

@@ -1,20 +1,12 @@
 // Instructions of an inference program, a unit at a time, for the instruction set that the including file names.
-#include <stdint.h>
-#include <string.h>
-#if defined(DS_AVX512) || defined(DS_AVX2)
-#include <immintrin.h>
-#endif
+#pragma once
 
-#include "table.h"
+#include "attention.h"
+#include "products/products.h"
 
 namespace ds {
 namespace inference {
 namespace {
-
-#include "../simd.h"
-#include "maths.h"
-#include "products.h"
-#include "attention.h"
 
 inline long rows_of(const Run& run, int reg) { return run.kept[reg] ? run.wanted : run.rows; }
 

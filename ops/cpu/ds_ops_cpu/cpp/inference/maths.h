@@ -1,4 +1,21 @@
 // Elementwise functions of vectors, sums across lanes, and loops whose last step is a part of a vector.
+//
+// Of the instruction set that the including file names (DS_AVX512, DS_AVX2 or neither), as all headers that include this.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+#if defined(DS_AVX512) || defined(DS_AVX2)
+#include <immintrin.h>
+#endif
+
+#include "table.h"
+
+namespace ds {
+namespace inference {
+namespace {
+
+#include "../simd.h"
 
 typedef int32_t I __attribute__((vector_size(W * 4)));
 
@@ -148,6 +165,12 @@ inline void with_activation(int which, Fn fn) {
     }
 }
 
+inline void prefetch(const char* at, long size) {
+    for (long i = 0; i < size; i += 64) __builtin_prefetch(at + i);
+}
+
+inline long size_of(int form) { return form == F32 ? 4 : 2; }
+
 inline F element(const Vector& from, long i, long m) {
     if (from.type == F32) return part((const float*)from.data + i, m);
     const uint16_t* at = (const uint16_t*)from.data + i;
@@ -179,3 +202,7 @@ inline void gate(const Op& op, const float* y, const float* z, long first, float
         });
     });
 }
+
+}  // namespace
+}  // namespace inference
+}  // namespace ds

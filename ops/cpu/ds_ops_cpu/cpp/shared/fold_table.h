@@ -1,6 +1,6 @@
 // What the instruction-set files and shared.cpp agree on: the reduction of several ranks' buffers.
 #pragma once
-#include "ops.h"
+#include "../ops.h"
 
 namespace ds {
 

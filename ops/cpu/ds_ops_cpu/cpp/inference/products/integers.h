@@ -8,8 +8,15 @@
 // [Note: 16 rows of weights] With few rows of x, a vector is 64 weights of one row. With more, a lane is a row of weights,
 // of which it takes four at a time, so that nothing is left to add across lanes; 16 rows of weights are put into that
 // order in the first-level cache, once for all rows of x.
+#pragma once
+
+#include "unpack.h"
 
 #if defined(DS_BF16)  // such processors have VNNI
+
+namespace ds {
+namespace inference {
+namespace {
 
 constexpr long X_BLOCK = 32;
 // Bytes, into the second-level cache: the first level waits for few lines at a time, fewer than memory takes to answer.
@@ -305,5 +312,9 @@ inline void in_integers(
                                    : lows ? products_in_integers<true, true> : products_in_integers<true, false>;
     fn(w, blocks, from, to, x, count, y, room);
 }
+
+}  // namespace
+}  // namespace inference
+}  // namespace ds
 
 #endif

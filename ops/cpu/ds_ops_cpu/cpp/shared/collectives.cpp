@@ -4,40 +4,16 @@
 // stage, wait until every other rank's stage is as high, read their boxes. All ranks go through the same rounds, so
 // stages need no names. [Note: two boxes are enough] I fill the box of round s again in round s + 2, after I have seen
 // every other rank reach round s + 1, which it did after it had read my box of round s.
-//
-// [Note: waiting] A short spin where each rank has a core of its own, then futex. Whoever sleeps has raised the
-// `sleepers` flag of the rank it waits for; that rank looks at it after it has raised its stage, so that nobody makes a
-// system call when nobody sleeps.
-//
-// [Note: who is gone] Each rank holds a POSIX record lock on the byte of its number. The kernel gives it up when the
-// process ends, however it ends, also while it is a zombie; children do not inherit it, and no process id is compared.
-// Sleepers wake ten times a second and look at those they wait for.
-//
-// [Note: rings] Messages of two ranks go through a ring for each direction: a stream of bytes, each message's length
-// before it. Only the sender raises `written`, only the receiver `taken`. Pages of rings that nobody uses are not there.
 #include <pybind11/pybind11.h>
 
 #include "fold_table.h"
 
 #ifdef __linux__
 
-#include <errno.h>
-#include <fcntl.h>
-#include <linux/futex.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-
-#include <algorithm>
-#include <atomic>
-#include <stdexcept>
-#include <string>
-#include <utility>
-#include <vector>
+#include "rings.h"
 
 namespace py = pybind11;
+using namespace ds::shared;
 
 namespace {
 
@@ -56,107 +32,14 @@ std::vector<std::pair<const char*, ds::Fold>> folds() {
     return usable;
 }
 
-enum Failure : uint32_t { OK = 0, GONE = 1, LATE = 2, DIFFERENT = 3, INTERRUPTED = 4, LEFT = 5 };
-
-struct Failed {
-    uint32_t code;
-    int rank;  // whose fault it is
-};
-
-constexpr long CHECK_NS = 100'000'000;
-constexpr size_t TEXT = 160;
-constexpr size_t KEY = 32;
-
-// What a rank says of the collective that a round begins. tag: the comms guard's, 0 when it is off.
-struct Call {
-    uint64_t tag, digest;
-    char text[TEXT];
-};
-
-struct alignas(256) Control {
-    std::atomic<uint32_t> stage;
-    std::atomic<uint32_t> sleepers;
-    alignas(64) std::atomic<uint32_t> failure;  // code | rank << 8
-    alignas(64) Call calls[2];
-};
-
-struct alignas(256) Head {
-    char key[KEY];
-};
-
-// Counts bytes, modulo 2^32; each flag is of who sleeps on the number before it. The bytes themselves come a page later.
-struct Ring {
-    std::atomic<uint32_t> written, reader_sleeps;
-    alignas(64) std::atomic<uint32_t> taken;
-    std::atomic<uint32_t> writer_sleeps;
-};
-
-constexpr size_t RING_HEAD = 4096;
-
-static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == 4, "a futex is 32 bits");
-
-long now_ns() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1'000'000'000L + t.tv_nsec;
-}
-
-inline void pause_briefly() {
-#ifdef DS_X86
-    __builtin_ia32_pause();
-#endif
-}
-
-uint64_t digest_of(const std::string& text) {
-    uint64_t h = 1469598103934665603ull;
-    for (unsigned char c : text) h = (h ^ c) * 1099511628211ull;
-    return h;
-}
-
-class Segment {
+class Segment : public Rings {
   public:
-    // descriptor: of a file of `bytes_for` and `ring_bytes_for` bytes, zeros after `key`; this object closes it.
-    // ring: a power of two.
+    static constexpr int MOST = 64;
+
+    // As `Memory`; sums are by the best instruction set of this processor.
     Segment(int descriptor, const std::string& key, int rank, int size, size_t box, size_t ring, double timeout,
             long spin_ns)
-        : fd_(descriptor), rank_(rank), size_(size), box_(box), ring_(ring), timeout_ns_((long)(timeout * 1e9)),
-          spin_ns_(spin_ns), fold_(folds().front().second) {
-        if (key.size() != KEY || rank < 0 || rank >= size || box % 4096 || ring < 4096 || ring > (1u << 30) ||
-            (ring & (ring - 1)))
-            throw py::value_error("not a segment");
-        bytes_ = bytes_for(size, box);
-        void* at = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, 0);
-        if (at == MAP_FAILED) {
-            const std::string why = strerror(errno);
-            close(fd_);
-            throw std::runtime_error("the shared memory cannot be mapped: " + why);
-        }
-        base_ = (char*)at;
-        at = mmap(nullptr, ring_bytes_for(size, ring), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_,
-                  (off_t)bytes_);
-        if (at == MAP_FAILED) {
-            const std::string why = strerror(errno);
-            release();
-            throw std::runtime_error("the shared memory of rings cannot be mapped: " + why);
-        }
-        rings_ = (char*)at;
-        const bool ours = memcmp(((Head*)base_)->key, key.data(), KEY) == 0;
-        if (!ours || !lock()) {
-            const std::string why = ours ? strerror(errno) : "it is another one's";
-            release();
-            throw std::runtime_error("the shared memory cannot be used: " + why);
-        }
-    }
-    Segment(const Segment&) = delete;
-    Segment& operator=(const Segment&) = delete;
-    ~Segment() { release(); }
-
-    static size_t bytes_for(int size, size_t box) {
-        const size_t head = sizeof(Head) + sizeof(Control) * (size_t)size;
-        return (head + 4095) / 4096 * 4096 + box * 2 * (size_t)size;
-    }
-
-    static size_t ring_bytes_for(int size, size_t ring) { return (RING_HEAD + ring) * (size_t)(size * size); }
+        : Rings(descriptor, key, rank, size, box, ring, timeout, spin_ns), fold_(folds().front().second) {}
 
     // Begins a collective that this thread alone runs; `text` and `tag` must be every rank's.
     uint32_t all_reduce(uint64_t tag, const std::string& text, bool interruptible, uintptr_t data, long n, int width,
@@ -227,158 +110,9 @@ class Segment {
         return std::string(text, strnlen(text, TEXT));
     }
 
-    // From now on the others are told that this rank has left, if they wait for it.
-    void leave() {
-        if (base_) fail({LEFT, rank_});
-    }
-
-    // Messages. One thread at a time sends to a rank, and one receives from a rank; none of these blocks but `await_`s.
-
-    // Puts as many of `n` bytes into the ring to `to` as there is room for; how many. Their length goes before them if
-    // `first`; -1 when there is no room even for that.
-    long put(int to, uintptr_t data, long n, bool first) {
-        Ring& r = ring(rank_, to);
-        py::gil_scoped_release release_gil;
-        uint32_t at = r.written.load();
-        size_t room = ring_ - (uint32_t)(at - r.taken.load());
-        if (first) {
-            if (room < sizeof(int64_t)) return -1;
-            const int64_t length = n;
-            write(r, at, (const char*)&length, sizeof length);
-            at += (uint32_t)sizeof length;
-            room -= sizeof length;
-        }
-        const size_t count = std::min(room, (size_t)n);
-        write(r, at, (const char*)data, count);
-        if (count || first) {
-            r.written.store(at + (uint32_t)count);
-            wake(r.written, r.reader_sleeps);
-        }
-        return (long)count;
-    }
-
-    // The length of the next message from `from`, which `get` then gives; -1 when none has begun to arrive.
-    long next(int from) {
-        int64_t length = -1;
-        Ring& r = ring(from, rank_);
-        if ((uint32_t)(r.written.load() - r.taken.load()) >= sizeof length) take(r, (char*)&length, sizeof length);
-        return (long)length;
-    }
-
-    // Takes as many of `n` bytes as have arrived; how many.
-    long get(int from, uintptr_t out, long n) {
-        py::gil_scoped_release release_gil;
-        Ring& r = ring(from, rank_);
-        const size_t count = std::min((size_t)n, (size_t)(uint32_t)(r.written.load() - r.taken.load()));
-        if (count) take(r, (char*)out, count);
-        return (long)count;
-    }
-
-    // How many bytes have been taken from `from`.
-    uint32_t taken(int from) { return ring(from, rank_).taken.load(); }
-
-    // Waits, a tenth of a second at most, until more than `taken` bytes have come from `from`.
-    void await_bytes(int from, uint32_t taken) {
-        Ring& r = ring(from, rank_);
-        doze(r.written, r.reader_sleeps, [&] { return r.written.load() != taken; });
-    }
-
-    // Waits, a tenth of a second at most, until there is room for `n` bytes.
-    void await_room(int to, long n) {
-        Ring& r = ring(rank_, to);
-        doze(r.taken, r.writer_sleeps,
-             [&] { return ring_ - (uint32_t)(r.written.load() - r.taken.load()) >= (size_t)n; });
-    }
-
-    // Whether `rank` will send and take no more: GONE or LEFT, or 0. What it sent before is still there.
-    uint32_t lost(int rank) const {
-        if (!base_ || rank < 0 || rank >= size_ || rank == rank_) throw py::value_error("no such peer");
-        if ((control(rank).failure.load() & 0xff) == LEFT) return LEFT;
-        return gone(rank) ? GONE : OK;
-    }
-
   private:
-    Ring& ring(int from, int to) const {
-        if (!base_ || from < 0 || to < 0 || from >= size_ || to >= size_ || from == to)
-            throw py::value_error("no such ring");
-        return *(Ring*)(rings_ + (size_t)(from * size_ + to) * (RING_HEAD + ring_));
-    }
-
-    void write(Ring& r, uint32_t at, const char* data, size_t n) const {
-        const size_t begin = at & (ring_ - 1), head = std::min(n, ring_ - begin);
-        char* bytes = (char*)&r + RING_HEAD;
-        memcpy(bytes + begin, data, head);
-        memcpy(bytes, data + head, n - head);
-    }
-
-    void take(Ring& r, char* out, size_t n) const {
-        const uint32_t at = r.taken.load();
-        const size_t begin = at & (ring_ - 1), head = std::min(n, ring_ - begin);
-        const char* bytes = (const char*)&r + RING_HEAD;
-        memcpy(out, bytes + begin, head);
-        memcpy(out + head, bytes, n - head);
-        r.taken.store(at + (uint32_t)n);
-        wake(r.taken, r.writer_sleeps);
-    }
-
-    static void wake(std::atomic<uint32_t>& number, std::atomic<uint32_t>& sleeps) {
-        if (!sleeps.load()) return;
-        sleeps.store(0);
-        syscall(SYS_futex, (uint32_t*)&number, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
-    }
-
-    // Once; whether `ready` the caller sees by itself.
-    template <class Ready>
-    void doze(std::atomic<uint32_t>& number, std::atomic<uint32_t>& sleeps, const Ready& ready) const {
-        py::gil_scoped_release release_gil;
-        for (const long begin = now_ns(); spin_ns_ && now_ns() - begin < spin_ns_;)
-            for (int i = 0; i < 32; i++) {
-                if (ready()) return;
-                pause_briefly();
-            }
-        sleeps.store(1);
-        const uint32_t seen = number.load();
-        if (ready()) return;
-        const timespec nap = {0, CHECK_NS};
-        syscall(SYS_futex, (uint32_t*)&number, FUTEX_WAIT, seen, &nap, nullptr, 0);
-    }
-
-    Control& control(int r) const { return ((Control*)(base_ + sizeof(Head)))[r]; }
-    char* boxes() const { return base_ + bytes_ - box_ * 2 * (size_t)size_; }
     // The box of rank `r` in the round that `enter` began.
     char* box(int r) const { return boxes() + ((size_t)r * 2 + (round_ + 1) % 2) * box_; }
-
-    bool lock() const {
-        struct flock mine = {};
-        mine.l_type = F_WRLCK;
-        mine.l_whence = SEEK_SET;
-        mine.l_start = rank_;
-        mine.l_len = 1;
-        return fcntl(fd_, F_SETLK, &mine) == 0;
-    }
-
-    bool gone(int r) const {
-        struct flock theirs = {};
-        theirs.l_type = F_WRLCK;
-        theirs.l_whence = SEEK_SET;
-        theirs.l_start = r;
-        theirs.l_len = 1;
-        return fcntl(fd_, F_GETLK, &theirs) == 0 && theirs.l_type == F_UNLCK;
-    }
-
-    void release() {
-        leave();
-        if (base_) munmap(base_, bytes_);
-        if (rings_) munmap(rings_, ring_bytes_for(size_, ring_));
-        if (fd_ >= 0) close(fd_);
-        base_ = rings_ = nullptr;
-        fd_ = -1;
-    }
-
-    void fail(Failed why) {
-        uint32_t none = 0;
-        control(rank_).failure.compare_exchange_strong(none, why.code | (uint32_t)why.rank << 8);
-    }
 
     // Runs a collective without the interpreter's lock; the failure's code and rank, or 0.
     template <class Fn>
@@ -529,15 +263,7 @@ class Segment {
         fold_(out, parts, size_, n, type, op, average);
     }
 
-  public:
-    static constexpr int MOST = 64;
-
-  private:
-    int fd_, rank_, size_;
-    size_t box_, ring_, bytes_ = 0;
-    long timeout_ns_, spin_ns_;
     ds::Fold fold_;
-    char *base_ = nullptr, *rings_ = nullptr;
     uint32_t stage_ = 0;
     unsigned round_ = 0;
     uint64_t tag_ = 0;
