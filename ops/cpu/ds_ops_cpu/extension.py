@@ -28,7 +28,11 @@ EXTENSION = Extension(
     name="ds-ops-cpu",
     module="_ds_ops_cpu",
     folder=Path(__file__).parent / "cpp",
-    units=(Unit("module.cpp", _OPENMP), Unit("shared/collectives.cpp", ("-O1",)), *_for_each_processor()),
+    units=(
+        Unit("module.cpp", _OPENMP),
+        Unit("shared/collectives.cpp", ("-O1",)),
+        *_for_each_processor(),
+    ),
     flags=_FLAGS,
     link=("-shared", *_OPENMP),
     prebuilt=Path(__file__).parent / "prebuilt",

@@ -79,7 +79,9 @@ def _step(
 
     kinds = [set(map(_dtype, tensors)) for tensors in everything]
     devices = set().union(*(map(_device, ts) for ts in everything))
-    plain = all(len(k) == 1 for k in kinds) and can_step([next(iter(k)) for k in kinds], has_copies, TYPES)
+    plain = all(len(k) == 1 for k in kinds) and can_step(
+        [next(iter(k)) for k in kinds], has_copies, TYPES
+    )
     plain = plain and len(devices) == 1 and native.serves(next(iter(devices)))
     if plain and all(all(map(Tensor.is_contiguous, ts)) for ts in everything):
         out = call(everything)

@@ -50,7 +50,7 @@ def ds_kernels() -> Iterable[KernelEntry]:
     program = KernelEntry(
         PROGRAM,
         "cuda",
-        "ds_ops_cuda.programs:load",
+        "ds_ops_cuda.inference.programs:load",
         30,
         devices=("cuda",),
         dtypes=DTYPES,

@@ -14,8 +14,9 @@ from ds_inference_kit import checks
 from ds_inference_kit import program as p
 from ds_inference_kit.reference import load as reference
 from ds_inference_kit.step import KVCache, Step
-from ds_ops_cuda import native, programs
-from ds_ops_cuda.translate import translate
+from ds_ops_cuda import native
+from ds_ops_cuda.inference import programs
+from ds_ops_cuda.inference.translate import translate
 
 from ds_core.errors import KernelError
 

@@ -30,7 +30,7 @@ from ds_inference.run import forward as run
 from ds_inference.run import parallel
 from ds_inference.run.eager import Eager
 from ds_inference.run.times import Stopwatch, Timed
-from ds_inference.weights.following import Follower
+from ds_inference.weights.tracking import WeightTracker
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -264,7 +264,7 @@ def _follower(made: Prepared) -> Callable[[], None]:
     """What is called before a program answers."""
     if made.lowered is None or made.runnable is None:
         return lambda: None
-    return Follower(made.module, made.lowered, made.runnable)
+    return WeightTracker(made.module, made.lowered, made.runnable)
 
 
 def _by_name(

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from ds_inference.generate.requests import Finish, Handle, Output, Request, Result
-from ds_inference.serve.asking import Limits
-from ds_inference.serve.errors import Refusal
+from ds_inference.serve.http.errors import Refusal
+from ds_inference.serve.http.server import Server, Settings
 from ds_inference.serve.model import Served, Tokens
-from ds_inference.serve.server import Server, Settings
+from ds_inference.serve.requests import Limits
 
 from ds_core.errors import UsageError
 

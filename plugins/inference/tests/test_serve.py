@@ -19,9 +19,9 @@ import openai
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from ds_command_kit.show import CommandError  # noqa: E402
-from ds_inference.serve.asking import Limits  # noqa: E402
-from ds_inference.serve.server import Server, listen, token_from  # noqa: E402
+from ds_cli.show import CommandError  # noqa: E402
+from ds_inference.serve.http.server import Server, listen, token_from  # noqa: E402
+from ds_inference.serve.requests import Limits  # noqa: E402
 from ds_inference.serve.text import Text  # noqa: E402
 from hostility import attack  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from ds_inference.serve.app import Gate, make_app  # noqa: E402
-from ds_inference.serve.asking import Limits  # noqa: E402
+from ds_inference.serve.http.app import Gate, make_app  # noqa: E402
 from ds_inference.serve.model import Choices, Served, open_model  # noqa: E402
+from ds_inference.serve.requests import Limits  # noqa: E402
 from ds_inference.serve.worker import Worker  # noqa: E402
 from tiny_model import make  # noqa: E402
 

@@ -74,10 +74,10 @@ def serve(
     needed = ("uvicorn", "starlette", "transformers", "prometheus_client")
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise CommandError(f"missing: {', '.join(missing)}; pip install 'ds-inference[serve]'")
-    from ds_inference.serve.asking import Limits
-    from ds_inference.serve.driving import follow
+    from ds_inference.serve.driver import follow
+    from ds_inference.serve.http.server import Server, Settings, listen, token_from
     from ds_inference.serve.model import Choices, open_model
-    from ds_inference.serve.server import Server, Settings, listen, token_from
+    from ds_inference.serve.requests import Limits
 
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("ds_inference.serve").setLevel(logging.INFO)

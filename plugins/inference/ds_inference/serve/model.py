@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ds_command_kit.show import CommandError
 from ds_inference_kit.step import BLOCK
 
-from ds_inference.serve.driving import Link
-from ds_inference.serve.errors import Refusal
+from ds_inference.serve.driver import Link
+from ds_inference.serve.http.errors import Refusal
 
 if TYPE_CHECKING:
     from ds_inference.generate.generator import Generator

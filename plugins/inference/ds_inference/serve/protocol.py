@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ds_inference.serve.errors import Refusal
+from ds_inference.serve.http.errors import Refusal
 
 MOST_CHOICES = 64
 """Answers to one request: prompts times `n`."""

@@ -1,6 +1,6 @@
 """The generator in a thread of its own, and what requests on the event loop see of it.
 
-The thread alone touches the generator (`driving`). Requests reach it as commands in a queue, and
+The thread alone touches the generator (`driver`). Requests reach it as commands in a queue, and
 tokens go back to the event loop, those of one step at once.
 """
 
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from ds_core.errors import DSError
 from ds_inference.generate.requests import Finish, Output, SamplingParams
-from ds_inference.serve.driving import STOP, Command, Driver, Link, cancel, submit
-from ds_inference.serve.errors import Refusal, told
+from ds_inference.serve.driver import STOP, Command, Driver, Link, cancel, submit
+from ds_inference.serve.http.errors import Refusal, told
 
 if TYPE_CHECKING:
     from ds_inference.generate.generator import Generator

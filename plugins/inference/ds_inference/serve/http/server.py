@@ -15,11 +15,11 @@ from types import FrameType
 import uvicorn
 from ds_command_kit.show import CommandError
 
-from ds_inference.serve.app import HEAD, make_app
-from ds_inference.serve.asking import Limits
-from ds_inference.serve.connections import protocol
-from ds_inference.serve.errors import Refusal
+from ds_inference.serve.http.app import HEAD, make_app
+from ds_inference.serve.http.connections import protocol
+from ds_inference.serve.http.errors import Refusal
 from ds_inference.serve.model import Served
+from ds_inference.serve.requests import Limits
 from ds_inference.serve.worker import Worker
 
 log = logging.getLogger("ds_inference.serve")

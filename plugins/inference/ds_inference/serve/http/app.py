@@ -15,11 +15,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ds_inference.serve.asking import Answering, Limits, Message, Receive, Scope, Send
-from ds_inference.serve.errors import Refusal, told
-from ds_inference.serve.metrics import Metrics
+from ds_inference.serve.http.errors import Refusal, told
+from ds_inference.serve.http.metrics import Metrics
 from ds_inference.serve.model import Served
 from ds_inference.serve.protocol import ChatRequest, CompletionRequest
+from ds_inference.serve.requests import Answering, Limits, Message, Receive, Scope, Send
 from ds_inference.serve.worker import Gone, Worker
 
 log = logging.getLogger("ds_inference.serve")

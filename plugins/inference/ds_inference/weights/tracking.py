@@ -14,7 +14,7 @@ from ds_core.errors import UsageError
 from ds_inference.families import Lowered
 
 
-class Follower:
+class WeightTracker:
     """Called before `runnable` is: binds it again where weights of `module` moved or have new
     values.
 

@@ -18,8 +18,8 @@ from ds_inference_kit import program as p
 from ds_inference_kit.weights import Quantized
 from torch import Tensor
 
-from ds_core.errors import KernelError
 from ds_ops_cuda import native
+from ds_ops_cuda.inference.shapes import check_shapes
 from ds_ops_cuda.native import TYPES
 
 ANY = 1 << 62
@@ -106,7 +106,7 @@ class _Translation:
             together = _together(code, at)
             at += len(together)
             for i in together:
-                check(i, program)
+                check_shapes(i, program)
             self._kept = self._kept or isinstance(together[0], p.Keep)
             self._unit(together, code[at] if at < len(code) else None)
             for i in together:
@@ -452,86 +452,3 @@ def _tasks(i: p.Attend) -> tuple[int, list[int]]:
 
 def _written(i: p.Instruction) -> tuple[int, ...]:
     return (i.x,) if isinstance(i, (p.Rotate, p.Reduce)) else (i.out,)
-
-
-def check(instruction: p.Instruction, program: p.Program) -> None:
-    """Raise KernelError where shapes do not fit the registers: addresses bypass torch's own
-    checks."""
-    widths = program.widths
-    wrong = [
-        f"{what} is {tuple(found)}, not {tuple(wanted)}"
-        for what, found, wanted in _shapes(instruction, widths)
-        if tuple(found) != tuple(wanted)
-    ]
-    if wrong:
-        place = program.instructions.index(instruction)
-        raise KernelError(
-            f"inference program, instruction {place} ({type(instruction).__name__}): "
-            f"{'; '.join(wrong)}"
-        )
-
-
-def _shapes(
-    i: p.Instruction, w: tuple[int, ...]
-) -> Iterable[tuple[str, Iterable[int], Iterable[int]]]:
-    """(what, its shape, the shape that registers' widths ask for)."""
-    if isinstance(i, p.Embed):
-        yield "table", i.table.shape[1:], (w[i.out],)
-    elif isinstance(i, p.Normalize):
-        part = w[i.x] // i.groups
-        yield "out", (w[i.out],), (part * i.groups,)
-        yield from (
-            (n, v.shape, (part,))
-            for n, v in (("weight", i.weight), ("bias", i.bias))
-            if v is not None
-        )
-    elif isinstance(i, p.Linear):
-        yield "weight", i.weight.shape, (w[i.out], w[i.x])
-        if i.bias is not None:
-            yield "bias", i.bias.shape, (w[i.out],)
-        if i.add is not None:
-            yield "add", (w[i.add],), (w[i.out],)
-    elif isinstance(i, p.Gated):
-        yield from ((n, v.shape, (w[i.out], w[i.x])) for n, v in (("gate", i.gate), ("up", i.up)))
-        biases = (("gate_bias", i.gate_bias), ("up_bias", i.up_bias))
-        yield from ((n, v.shape, (w[i.out],)) for n, v in biases if v is not None)
-    elif isinstance(i, p.Rotate):
-        yield "sin", i.sin.shape, i.cos.shape
-        yield "x", (w[i.x] % i.head_dim, 2 * i.cos.shape[1] <= i.head_dim), (0, True)
-    elif isinstance(i, p.Attend):
-        q = i.heads * i.head_dim
-        kv = i.kv_heads * i.head_dim
-        yield "q, k, v, out", (w[i.q], w[i.k], w[i.v], w[i.out]), (q, kv, kv, q)
-        if i.slopes is not None:
-            yield "slopes", i.slopes.shape, (i.heads,)
-        if i.groups is not None:
-            yield (
-                "groups",
-                (len(i.groups), all(0 <= g < i.kv_heads for g in i.groups)),
-                (i.heads, True),
-            )
-    elif isinstance(i, p.Experts):
-        inner = i.gates[0].shape[0] if i.gates else 0
-        yield "router", i.router.shape[1:], (w[i.x],)
-        yield "out", (w[i.out],), (w[i.x],)
-        for name, weights, shape in (
-            ("gates", i.gates, (inner, w[i.x])),
-            ("ups", i.ups, (inner, w[i.x])),
-        ):
-            yield from ((name, each.shape, shape) for each in weights)
-        yield from (("downs", each.shape, (w[i.out], inner)) for each in i.downs)
-        yield (
-            "experts",
-            (len(i.ups), len(i.downs), i.top_k <= i.router.shape[0]),
-            (len(i.gates), len(i.gates), True),
-        )
-    elif isinstance(i, p.Add):
-        yield "x, y", (w[i.x], w[i.y]), (w[i.out], w[i.out])
-        if i.bias is not None:
-            yield "bias", i.bias.shape, (w[i.out],)
-    elif isinstance(i, p.Columns):
-        part = w[i.x] // i.groups
-        yield "out", (w[i.out], w[i.x]), (i.groups * i.width, part * i.groups)
-        yield "columns", (i.first >= 0 and i.first + i.width <= part,), (True,)
-    elif isinstance(i, p.Keep):
-        yield "out", (w[i.out],), (w[i.x],)

@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 
 from ds_inference.generate.requests import SamplingParams
 from ds_inference.serve.answers import Choice, Piece, Reply, Usage
-from ds_inference.serve.errors import Refusal
-from ds_inference.serve.metrics import Metrics
+from ds_inference.serve.http.errors import Refusal
+from ds_inference.serve.http.metrics import Metrics
 from ds_inference.serve.model import Served
 from ds_inference.serve.protocol import Asked, ChatRequest, CompletionRequest, read
 from ds_inference.serve.worker import Gone, Ticket, Worker

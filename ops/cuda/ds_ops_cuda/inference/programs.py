@@ -17,21 +17,22 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from ds_inference_kit import program as p
 from ds_inference_kit.reference import Interpreter
-from ds_inference_kit.step import BLOCK, KVCache, Step
+from ds_inference_kit.step import KVCache, Step
 from ds_inference_kit.weights import Quantized
 from torch import Tensor
 
 from ds_core.errors import KernelError
 from ds_ops_cuda import kernels, native
+from ds_ops_cuda.inference.step import Given, bring, check_step
+from ds_ops_cuda.inference.translate import FEW_FOR_EXPERTS, Table, Unit, device_of, translate
 from ds_ops_cuda.native import TYPES
-from ds_ops_cuda.translate import FEW_FOR_EXPERTS, Table, Unit, device_of, translate
 
 log = logging.getLogger("ds_ops_cuda")
 
@@ -75,26 +76,6 @@ def widened(weight: Quantized, dtype: torch.dtype) -> Tensor:
     ).view(rows, columns)
 
 
-@dataclass(slots=True)
-class _Given:
-    """A step's tensors as the kernels read them, on the device. rows: int32 [4, rows], see `Frame`
-    in program.h.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    rows: Tensor
-    blocks: Tensor | None
-    wanted: Tensor | None
-    types: Tensor | None
-    embeds: Tensor | None
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for field in dataclasses.fields(self):
-            if isinstance(value := getattr(self, field.name), Tensor):
-                yield field.name, value
-
-
 class _Views(dict[int, Tensor]):
     """Registers, as the interpreter reads them; what it sets is copied into the register."""
 
@@ -111,7 +92,7 @@ class _Run:
 
     step: Step
     cache: KVCache | None
-    given: _Given
+    given: Given
     frame: Any
     views: tuple[_Views, _Views]  # before and behind Keep
     apart: list[tuple[int, slice]]
@@ -154,12 +135,12 @@ class CudaProgram:
     @torch.inference_mode()
     def __call__(self, step: Step, cache: KVCache | None = None) -> Tensor:
         """See `ds_inference_kit.program.Runnable`."""
-        self._check(step, cache)
+        check_step(self._program, self._device, step, cache)
         if not (
             self._capture and step.tokens.numel() and step.starts.numel() == step.tokens.numel() + 1
         ):
-            return self._eager(step, cache, self._given(step))
-        given = self._given(step)
+            return self._eager(step, cache, bring(step, self._device, self._program.dtype))
+        given = bring(step, self._device, self._program.dtype)
         key = _key(given, cache)
         recording = self._recorded.pop(key, None)
         if recording is None:
@@ -171,95 +152,14 @@ class CudaProgram:
         self._recorded[key] = recording  # the last that is dropped
         return recording.output.clone()
 
-    def _eager(self, step: Step, cache: KVCache | None, given: _Given) -> Tensor:
+    def _eager(self, step: Step, cache: KVCache | None, given: Given) -> Tensor:
         run = self._prepare(step, cache, given)
         self._execute_all(self._pieces(run), run)
         return self._output(run).clone()
 
-    # -- what a step brings ------------------------------------------------------------------------
+    # -- a step ------------------------------------------------------------------------------------
 
-    def _check(self, step: Step, cache: KVCache | None) -> None:
-        """Raise KernelError where a step or a cache has not the shapes that kernels rely on."""
-        rows = step.tokens.numel()
-        sequences = step.lengths.numel()
-        program = self._program
-        wrong = ""
-        if (
-            step.positions.numel() != rows
-            or step.starts.numel() != sequences + 1
-            or int(step.starts[-1]) != rows
-        ):
-            wrong = (
-                f"{rows} tokens, {step.positions.numel()} positions, starts that end at "
-                f"{int(step.starts[-1])}"
-            )
-        elif step.types is not None and step.types.numel() != rows:
-            wrong = f"{step.types.numel()} types for {rows} tokens"
-        elif step.embeds is not None and not any(map(_by_tokens, program.instructions)):
-            wrong = "embeds for a program that has no embedding"
-        elif cache is not None and program.layers:
-            wrong = self._cache_wrong(step, cache)
-        if wrong:
-            raise KernelError(f"inference step: {wrong}")
-
-    def _cache_wrong(self, step: Step, cache: KVCache) -> str:
-        program = self._program
-        shape = cache.keys.shape
-        wanted = (program.layers, cache.blocks, program.kv_heads, BLOCK, program.head_dim)
-        if shape != wanted or cache.values.shape != wanted:
-            return f"a cache of {tuple(shape)}, where the program needs {wanted}"
-        for arena in (cache.keys, cache.values):
-            if (
-                arena.device != self._device
-                or not arena.is_contiguous()
-                or arena.dtype not in TYPES
-            ):
-                return (
-                    f"a cache on {arena.device} in {arena.dtype}, not contiguous fp32, bf16 or "
-                    f"fp16 on {self._device}"
-                )
-        if cache.keys.dtype is not cache.values.dtype:
-            return f"keys in {cache.keys.dtype} and values in {cache.values.dtype}"
-        if (
-            step.blocks is None
-            or step.blocks.dim() != 2
-            or step.blocks.shape[0] != step.lengths.numel()
-        ):
-            return f"no table of blocks for {step.lengths.numel()} sequences"
-        if step.lengths.numel() and int(step.lengths.max()) > step.blocks.shape[1] * BLOCK:
-            return (
-                f"a sequence of {int(step.lengths.max())} tokens in {step.blocks.shape[1]} "
-                "blocks "
-                f"of {BLOCK}"
-            )
-        return ""
-
-    def _given(self, step: Step) -> _Given:
-        rows = step.tokens.numel()
-        starts, lengths = (x.to(torch.int32).contiguous() for x in (step.starts, step.lengths))
-        described = torch.empty(4, rows, dtype=torch.int32)
-        native.native().describe_rows(
-            starts.data_ptr(), lengths.data_ptr(), lengths.numel(), described.data_ptr()
-        )
-
-        def ints(x: Tensor | None, dtype: torch.dtype = torch.int32) -> Tensor | None:
-            return None if x is None else x.to(self._device, dtype).contiguous()
-
-        tokens = ints(step.tokens)
-        positions = ints(step.positions)
-        assert tokens is not None and positions is not None
-        embeds = (
-            None
-            if step.embeds is None
-            else step.embeds.to(self._device, self._program.dtype).contiguous()
-        )
-        on_device = described.to(self._device, non_blocking=True)
-        wanted = ints(step.wanted, torch.int64)
-        return _Given(
-            tokens, positions, on_device, ints(step.blocks), wanted, ints(step.types), embeds
-        )
-
-    def _prepare(self, step: Step, cache: KVCache | None, given: _Given) -> _Run:
+    def _prepare(self, step: Step, cache: KVCache | None, given: Given) -> _Run:
         """Room in every register, and the addresses of everything."""
         rows = given.tokens.numel()
         kept = rows if given.wanted is None else given.wanted.numel()
@@ -387,7 +287,7 @@ class CudaProgram:
 
     # -- graphs ------------------------------------------------------------------------------------
 
-    def _record(self, step: Step, cache: KVCache | None, given: _Given) -> _Recording:
+    def _record(self, step: Step, cache: KVCache | None, given: Given) -> _Recording:
         """Run the step once on copies of what it brings, which shall hold those of later steps, and
         record it.
         """
@@ -442,12 +342,12 @@ class _Recording:
     held: memory that the graphs work in.
     """
 
-    given: _Given
+    given: Given
     parts: list[Callable[[], None]]
     output: Tensor
     held: list[Any]
 
-    def play(self, given: _Given) -> None:
+    def play(self, given: Given) -> None:
         """Run a step that brings `given`."""
         for (_, mine), (_, new) in zip(self.given.tensors(), given.tensors(), strict=True):
             (mine[:, : new.shape[1]] if mine.dim() == 2 else mine).copy_(new, non_blocking=True)
@@ -455,7 +355,7 @@ class _Recording:
             part()
 
 
-def _key(given: _Given, cache: KVCache | None) -> tuple[Any, ...]:
+def _key(given: Given, cache: KVCache | None) -> tuple[Any, ...]:
     """What steps share that one recording serves."""
     arenas = () if cache is None else (cache.keys, cache.values)
     arena = tuple((x.data_ptr(), x.shape, x.dtype) for x in arenas)
@@ -495,7 +395,3 @@ def _recordable(piece: Piece) -> bool:
 
 def _attends(unit: Unit) -> bool:
     return len(unit.instructions) == 1 and isinstance(unit.instructions[0], p.Attend)
-
-
-def _by_tokens(instruction: p.Instruction) -> bool:
-    return isinstance(instruction, p.Embed) and instruction.by is p.By.TOKENS

@@ -1,0 +1,1 @@
+"""The server over HTTP: its application, connections, errors and metrics."""
