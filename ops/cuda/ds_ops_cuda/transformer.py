@@ -1,8 +1,8 @@
 """`DeepSpeedTransformerLayer`: an encoder layer of fused operations, with the documented options.
 
     h = norm(x) if pre_layer_norm else x
-    r = x + dropout(softmax(q k' / sqrt(d) + mask), dropped, v  projected + bias)      q, k, v from h
-    f = attn_norm(r)
+    r = x + dropout(softmax(q k' / sqrt(d) + mask), dropped, v  projected + bias)      q, k, v from
+    h f = attn_norm(r)
     y = (r if pre_layer_norm else f) + dropout(gelu(f W1' + b1) W2' + b2)
     out = y if pre_layer_norm else norm(y)
 

@@ -1,4 +1,6 @@
-"""One instruction at a time, in every format and for few rows and many: what a provider is compared on."""
+"""One instruction at a time, in every format and for few rows and many: what a provider is
+compared on.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The hatchling hook of distributions that compile: ``DS_BUILD_OPS=1`` puts libraries into their wheel.
+"""The hatchling hook of distributions that compile: ``DS_BUILD_OPS=1`` puts libraries into their
+wheel.
 
 A ``pyproject.toml`` names them below ``[tool.hatch.build.targets.wheel.hooks.custom]``, as
 ``extensions = ["ds_x.extension:EXTENSION"]``, and its ``hatch_build.py`` offers `get_build_hook`.

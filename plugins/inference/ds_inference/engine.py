@@ -41,8 +41,11 @@ log = logging.getLogger("ds_inference")
 class InferenceEngine(nn.Module):
     """Answers with a model as a config says; attributes that it lacks are the module's.
 
-    module: the model, cut to this rank's part. ctx: the run. Collective where several ranks divide
-    the model: all of them make the engine, and call it with the same inputs.
+    module: the model, cut to this rank's part.
+    ctx: the run.
+
+    Collective where several ranks divide the model: all of them make the engine, and call it with
+    the same inputs.
     """
 
     def __init__(self, model: nn.Module, config: DeepSpeedInferenceConfig | None = None) -> None:
@@ -59,10 +62,12 @@ class InferenceEngine(nn.Module):
         self.module = made.module
         self.device = made.device
         self.dtype = getattr(torch, config.floats)
+        # Made at first use: a cache for a model that only runs forward would be memory for nothing.
         self._generator: Generator | None = None
+        # Where the module itself generates: it must run along with other ranks (`Eager.drain`).
         self._eager: Eager | None = None
         self._watch = Stopwatch(self.device)
-        self._follow = _follower(made)
+        self._track_weights = _make_tracker(made)
         self._signature = inspect.signature(self.module.forward)
         self.is_compiled = False
         self.eval()
@@ -71,6 +76,7 @@ class InferenceEngine(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # Before the module is set, looking for it there would not end.
             if name == "module":
                 raise
             module: Any = super().__getattr__("module")
@@ -85,13 +91,15 @@ class InferenceEngine(nn.Module):
         with torch.no_grad(), self._watch.call():
             if lowered is None or runnable is None:
                 return (self._made.graphs or self.module)(*inputs, **kwargs)
+            # By names, so that what a program serves can be picked out of any way of calling.
             given = _by_name(self._signature, inputs, kwargs)
             if (why := run.refusal(lowered, given)) is not None:
                 log_once(
                     log, logging.INFO, f"the module itself answers a call: {why}".replace("%", "%%")
                 )
                 return self.module(**given)
-            self._follow()
+            self._track_weights()
+            # The rest is for `finish`: labels, the form of the output.
             served = {name: given[name] for name in run.SERVED if given.get(name) is not None}
             return lowered.finish(run.forward(lowered, runnable, **served), **given)
 
@@ -105,14 +113,18 @@ class InferenceEngine(nn.Module):
         if not callable(getattr(answer, "generate", None)):
             raise UsageError(f"{type(answer).__name__} has no generate; call the engine instead")
         with torch.no_grad(), self._alike():
+            # Neither a program nor weights elsewhere: the module's own loop serves.
             if made.lowered is None and made.holder is None:
                 return answer.generate(*inputs, **kwargs)
+            # A program without logits (an encoder) cannot generate; the module may still have a
+            # way.
             if made.lowered is not None and made.lowered.vocab is None:
                 return answer.generate(*inputs, **kwargs)
-            self._follow()
+            self._track_weights()
             try:
                 return hf_generate(self.generator, answer, *inputs, **kwargs)
             finally:
+                # Also after an error: the other ranks wait in their next forward.
                 if self._eager is not None:
                     self._eager.drain()
 
@@ -123,6 +135,7 @@ class InferenceEngine(nn.Module):
             else kwargs.get("input_ids", kwargs.get("inputs", kwargs.get("inputs_embeds")))
         )
         most = self._config.max_out_tokens
+        # It may stand in a call or in its generation config.
         configured = getattr(kwargs.get("generation_config"), "max_time", None)
         if self.ctx.mesh.world_size > 1 and (kwargs.get("max_time") or configured):
             raise UsageError(
@@ -140,6 +153,7 @@ class InferenceEngine(nn.Module):
         if self.ctx.mesh.world_size == 1:
             yield
             return
+        # The seed is drawn outside, so that the caller's generator advances as without ranks.
         seed = parallel.one_seed(self.ctx)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
@@ -152,7 +166,7 @@ class InferenceEngine(nn.Module):
         tokens: every output, else only the one that ends a request. With several ranks all give the
         same requests.
         """
-        self._follow()
+        self._track_weights()
         try:
             yield from self.generator.serve(requests, tokens)
         finally:
@@ -185,6 +199,8 @@ class InferenceEngine(nn.Module):
                 raise UsageError(
                     f"{type(self.module).__name__} does not generate: it gives no logits of tokens"
                 )
+            # Ranks that gather weights for each forward must run equally often, also with unequal
+            # requests.
             group = (
                 self.ctx.mesh.group("dp")
                 if made.holder is not None and self.ctx.mesh.size("dp") > 1
@@ -198,6 +214,7 @@ class InferenceEngine(nn.Module):
             program=told.program,
             vocab=told.vocab,
             max_positions=min(told.max_positions or config.max_out_tokens, config.max_out_tokens),
+            # Sixteen of the longest sequences, or more of shorter ones.
             cache_tokens=config.cache_tokens or 16 * config.max_out_tokens,
             eos=told.eos,
             device=self.device,
@@ -254,13 +271,14 @@ class InferenceEngine(nn.Module):
         """
         if self._made.holder is not None:
             self._made.holder.destroy()
+        # A program holds the addresses of weights, and graphs hold memory: both go.
         self._made = replace(self._made, lowered=None, runnable=None, graphs=None, holder=None)
         self._generator = self._eager = None
-        self._follow = _follower(self._made)
+        self._track_weights = _make_tracker(self._made)
         self._watch.stop()
 
 
-def _follower(made: Prepared) -> Callable[[], None]:
+def _make_tracker(made: Prepared) -> Callable[[], None]:
     """What is called before a program answers."""
     if made.lowered is None or made.runnable is None:
         return lambda: None
@@ -272,6 +290,7 @@ def _by_name(
 ) -> dict[str, Any]:
     """The arguments of a call by their names."""
     bound = dict(signature.bind_partial(*inputs, **kwargs).arguments)
+    # Keywords that are caught by ``**kwargs`` are as good as named ones.
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             bound |= bound.pop(name, {})

@@ -2,10 +2,10 @@
 ``hybrid_engine``.
 
 The program of the model holds its parameters, not copies of them, so what a step or a checkpoint
-has written is what is generated with. Under stages 0 to 2 they are always there. Stage 3 gathers
-them for the phase. Where they rest on a disk, and for partitioners that cannot hold them, the
-module runs by itself, layer by layer (`eager`). So do models without a program, and those with
-adapters that are not fused.
+has written is what is generated with. Under stages 0 to 2 they are always in memory. Stage 3
+gathers them for the phase. Where they are kept on a disk, and for partitioners that cannot keep
+gathered weights, the module runs by itself, layer by layer (`eager`). So do models without a
+program, and those with adapters that are not fused.
 """
 
 from __future__ import annotations
@@ -41,36 +41,39 @@ log = logging.getLogger("ds_inference")
 
 @dataclass(frozen=True, slots=True)
 class GenerationStats:
-    """Of all calls of ``engine.generate`` on this rank.
-
-    seconds: in them; of these gather_seconds until the weights were there. train_seconds: between
-        them. last_seconds,
-    last_new_tokens: of the last call.
-    """
+    """Of all calls of ``engine.generate`` on this rank; times in seconds."""
 
     calls: int = 0
+    # In all calls.
     seconds: float = 0.0
+    # Of these, until the weights were in memory.
     gather_seconds: float = 0.0
+    # Between the calls.
     train_seconds: float = 0.0
     prompt_tokens: int = 0
     new_tokens: int = 0
+    # Of the last call; last_new_tokens likewise.
     last_seconds: float = 0.0
     last_new_tokens: int = 0
 
 
 @dataclass(slots=True)
 class _Model:
-    """What generates: a loaded program, or the module itself. vocab, positions: None: unknown."""
+    """What generates: a loaded program, or the module itself."""
 
     runnable: Runnable
     program: Program
+    # Logits of a row; None: unknown.
     vocab: int | None
+    # Of a sequence; None: unknown.
     positions: int | None
+    # Tokens that end a text.
     eos: tuple[int, ...]
+    # None: the module runs by itself.
     lowered: Lowered | None
 
-    def follow(self) -> None:
-        """The weights may have moved."""
+    def update(self) -> None:
+        """Look the weights up again: they may have moved, and values derived from them are old."""
         if self.lowered is not None:
             self.lowered.refresh()
             self.runnable.rebind()
@@ -78,13 +81,17 @@ class _Model:
 
 @dataclass(slots=True)
 class _State:
-    """Of one engine. ended: when the last call did. told: `stats` when `metrics` was last asked."""
+    """Of one engine."""
 
     section: HybridEngine
+    # Made at the first call, when the weights are known to be in memory.
     model: _Model | None = None
+    # Of the last call, where it is kept.
     cache: KVCache | None = None
     stats: GenerationStats = field(default_factory=GenerationStats)
-    told: GenerationStats = field(default_factory=GenerationStats)
+    # `stats` when `metrics` was last called.
+    reported: GenerationStats = field(default_factory=GenerationStats)
+    # When the last call did.
     ended: float | None = None
 
 
@@ -109,14 +116,18 @@ def generate(engine: RunningEngine, inputs: Any = None, /, **keywords: Any) -> A
     began = time.perf_counter()
     if not engine.runner.manual:
         raise UsageError(f"generate cannot be called: {engine.runner.manual_reason}")
+    # The weights stay gathered for the whole phase: gathering them for each token would cost as
+    # much as the token.
     with eval_mode(engine.module), torch.no_grad(), _weights(engine, state.section) as whole:
         model = state.model = state.model or _model(engine, state.section, whole)
-        model.follow()
+        model.update()
         there = time.perf_counter()
         generator = _generator(engine, state, model, _rows(engine.module, inputs, keywords))
         answer = _call(engine.module)(generator, inputs, keywords)
+        # Ranks whose prompts are done run along with those that still gather weights.
         if isinstance(model.runnable, Eager):
             model.runnable.drain()
+    # Kept, the next call does not allocate it again; released, training has the memory.
     state.cache = None if state.section.release_inference_cache else generator.cache
     now = time.perf_counter()
     last = state.ended
@@ -145,8 +156,8 @@ def metrics(ctx: Context) -> Mapping[str, float]:
     """Seconds and tokens of this rank since the last step; nothing where it did not generate."""
     state = _state(ctx)
     new = state.stats
-    old = state.told
-    state.told = new
+    old = state.reported
+    state.reported = new
     if new.calls == old.calls:
         return {}
     seconds = new.seconds - old.seconds
@@ -179,6 +190,7 @@ def _weights(engine: RunningEngine, section: HybridEngine) -> Iterator[bool]:
     partitioner = engine.partitioner
     if not partitioner.releases_weights:
         yield True
+    # Gathered once, layer after layer, and released at the end of the phase.
     elif isinstance(partitioner, HoldsWeights) and not partitioner.weights_away:
         with partitioner.weights_held(section.tp_gather_partition_size):
             yield True
@@ -192,6 +204,7 @@ def _model(engine: RunningEngine, section: HybridEngine, whole: bool) -> _Model:
     """
     mesh = engine.ctx.mesh
     module = engine.module
+    # A program reads all weights by address, so all must be in memory.
     lowered = lower(module) if whole else None
     if lowered is not None and (lowered.kind is not Kind.CAUSAL or lowered.vocab is None):
         raise UsageError(f"generate: {type(module).__name__} has no head that says the next token")
@@ -211,6 +224,7 @@ def _model(engine: RunningEngine, section: HybridEngine, whole: bool) -> _Model:
             "generate: %s computes by itself, without a program",
             type(module).__name__,
         )
+        # Only ranks that gather together must run equally often.
         several = not whole and mesh.size("dp") > 1
         eager = Eager(module, together=not whole, group=mesh.group("dp") if several else None)
         return _Model(eager, eager.program, eager.vocab, eager.max_positions, eager.eos, None)
@@ -236,6 +250,7 @@ def _generator(engine: RunningEngine, state: _State, model: _Model, rows: int) -
     blocks = (rows + 1) * -(-most // BLOCK)
     device = engine.ctx.accelerator.current_device()
     cache = state.cache
+    # A larger cache serves as well.
     if cache is None or cache.blocks < blocks:
         state.cache = cache = None  # before the new one is made
         cache = KVCache.make(
@@ -250,6 +265,7 @@ def _generator(engine: RunningEngine, state: _State, model: _Model, rows: int) -
         vocab=model.vocab,
         eos=model.eos,
         device=device,
+        # Every sequence of the batch has a row in each step.
         max_rows=max(512, rows),
         max_sequences=max(64, rows),
         cache=cache,

@@ -42,6 +42,7 @@ def make_config(config: Any = None, **kwargs: Any) -> DeepSpeedInferenceConfig:
     if config is None:
         given: dict[str, Any] = {}
     elif isinstance(config, DeepSpeedInferenceConfig):
+        # Only what was set: a default must not count as a value beside a keyword.
         given = {name: getattr(config, name) for name in config.model_fields_set}
     elif isinstance(config, Mapping):
         given = dict(config)
@@ -62,7 +63,7 @@ def make_config(config: Any = None, **kwargs: Any) -> DeepSpeedInferenceConfig:
             error, DeepSpeedInferenceConfig, owner="ds-inference", data=merged
         )
         raise ConfigError(problems, origin) from error
-    # classes are no keys of JSON
+    # The values of injection_policy are by class, which the notes could not show as JSON.
     written = {key: value for key, value in merged.items() if key != "injection_policy"}
     if notes := "; ".join(map(str, notes_on(parsed, written))):
         log_once(log, logging.WARNING, f"{origin}: {notes}".replace("%", "%%"))
@@ -84,6 +85,8 @@ def _merged(given: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
     merged: dict[str, Any] = {}
     for source in (given, more):
         for key, value in source.items():
+            # A key and its other name are one key: given twice with the same value they are no
+            # clash.
             name = names.get(key, key)
             if name in merged and not _same(merged[name], value):
                 raise ValueError(

@@ -59,16 +59,19 @@ QKV = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """What answers. lowered, runnable: the program, where there is one. graphs: the module's.
-    holder: keeps weights.
-    """
+    """What answers."""
 
+    # The model, cut to this rank's part.
     module: nn.Module
     ctx: Context
     device: torch.device
+    # Its program, before it is loaded; None: the module runs by itself.
     lowered: Lowered | None = None
+    # The loaded program.
     runnable: Runnable | None = None
+    # CUDA graphs of the module's forward.
     graphs: Graphs | None = None
+    # The engine of stage 3 that keeps the weights elsewhere.
     holder: RunningEngine | None = None
 
 
@@ -81,18 +84,22 @@ def prepare(model: nn.Module, config: DeepSpeedInferenceConfig) -> Prepared:
         )
     model.eval()
     cast(model, getattr(torch, config.floats))
+    # The partitioner takes the weights over from the model, and divides them by itself.
     if config.zero.get("stage") == 3:
         return _kept_elsewhere(model, config)
     if config.zero:
         log_once(log, logging.WARNING, "zero has no effect: only stage 3 keeps weights elsewhere")
     ctx = parallel.make_context(config, model, row_names(config, model), ORIGIN)
     device = torch.device(ctx.accelerator.current_device())
+    # Before weights are read: of a divided layer only this rank's part is.
     model = parallel.divide(model, ctx)
     slices: Mapping[str, Slice] = ctx.stash.get(SLICES) or {}
     if config.weights is not None:
         with open_weights(config.weights, config.root) as source:
             fill(model, source, slices, device)
+    # What `fill` has not placed: a model that came with its values.
     model.to(device)
+    # Before quantisation: what is saved can be loaded for any dtype.
     if config.save_to is not None:
         save_parts(model, ctx, slices, config.save_to)
     quantise(
@@ -102,6 +109,7 @@ def prepare(model: nn.Module, config: DeepSpeedInferenceConfig) -> Prepared:
         config.quant.qkv.enabled,
         ctx,
     )
+    # Last, since the program reads the layers as they are by now.
     lowered = _lowered(model, config) if config.replace_with_kernel_inject else None
     if (
         lowered is None
@@ -122,6 +130,7 @@ def prepare(model: nn.Module, config: DeepSpeedInferenceConfig) -> Prepared:
             raise ConfigError(
                 f"enable_cuda_graph: the model is on {device.type}; leave the key out", ORIGIN
             )
+        # Without a program the module's own forward is recorded.
         graphs = Graphs(model, device)
     return Prepared(model, ctx, device, lowered, runnable, graphs)
 
@@ -137,8 +146,10 @@ def quantise(
         return
     kernel = ctx.kernels.serving("quantize", next(model.parameters()), references.quantize)
     names = [name for name, _ in model.named_modules()]
+    # Layers that count as done are left as they are.
     done = set() if qkv else {name for name in names if name.rpartition(".")[2] in QKV}
     for pattern, how in wanted.items():
+        # The first name that fits counts, as `WeightQuantConfig.layers` orders them.
         mine = {n for n in names if pattern in n or fnmatch.fnmatch(n, pattern)} - done
         if not mine:
             raise ConfigError(
@@ -163,11 +174,13 @@ def quantise_for_run(model: nn.Module, section: WeightQuantization, ctx: Context
     Under stage 3 the numbers are frozen parameters, which are sharded and offloaded as others are;
     scales stay whole.
     """
+    # num_bits is for all layers where no key says which.
     named = section.post_init_quant or section.quantized_initialization
     quantise(model, section, 0 if named else section.num_bits, True, ctx)
     if ctx.config.has(Trait.RELEASES_WEIGHTS):
         for module in model.modules():
             if isinstance(module, QuantizedLinear):
+                # Stage 3 shards parameters alone; a buffer would stay whole on each rank.
                 numbers = module._buffers.pop("q")
                 assert numbers is not None
                 module.register_parameter("q", nn.Parameter(numbers, requires_grad=False))
@@ -227,6 +240,7 @@ def _kept_elsewhere(model: nn.Module, config: DeepSpeedInferenceConfig) -> Prepa
     layer."""
     if config.weights is not None:
         with open_weights(config.weights, config.root) as source:
+            # On the host: the whole model need not fit on the device.
             fill(model, source, {}, torch.device("cpu"))
     if config.replace_with_kernel_inject:
         log_once(

@@ -27,8 +27,8 @@ LIMITS = Limits(body=1 << 20, body_seconds=5.0, seconds=30.0, tokens=500)
 
 
 class Backwards:
-    """As `ds_inference.generate.generator.Generator`. pace: seconds per step; `$` as the next token ends an
-    answer.
+    """As `ds_inference.generate.generator.Generator`. pace: seconds per step; `$` as the next
+    token ends an answer.
     """
 
     def __init__(self, most_running: int = 4, pace: float = 0.0) -> None:

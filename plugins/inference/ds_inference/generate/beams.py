@@ -22,9 +22,12 @@ _NEVER = -1e9
 class Beams:
     """The running and the finished beams of one prompt.
 
-    new: the most tokens of an answer. stop_ids: tokens that end a beam. ends: whether a beam with
-    these tokens (prompt included) ends, for other reasons. random: for candidates that are drawn
-    (temperature > 0).
+    params: of the request, with num_beams > 1.
+    prompt: how many tokens the prompt has.
+    new: the most tokens of an answer.
+    stop_ids: tokens that end a beam.
+    ends: whether a beam with these tokens (prompt included) ends, for other reasons.
+    random: for candidates that are drawn (temperature > 0).
     """
 
     def __init__(
@@ -44,11 +47,16 @@ class Beams:
         self._stop_ids = stop_ids
         self._ends = ends
         self._random = random
+        # A candidate that ends takes no place among the running beams: with so many candidates
+        # there are `count` that go on even where every stop token is among the best of each beam.
         self._kept = max(2, 1 + len(stop_ids)) * count
         # Only the first beam counts at first: all begin with the same prompt.
         self._running = torch.full((count,), _NEVER, device=device)
         self._running[0] = 0
+        # Where each running beam came from, step by step; `Result.beam_indices` of its answer.
         self._paths: list[tuple[int, ...]] = [()] * count
+        # The finished answers: scores already divided by their length penalty; `_over` says which
+        # of them are there.
         self._scores = torch.full((count,), _NEVER, device=device)
         self._over = torch.zeros(count, dtype=torch.bool, device=device)
         self._answers: list[tuple[list[int], tuple[int, ...]]] = [([], ())] * count
@@ -63,16 +71,21 @@ class Beams:
         logits: [beams, vocabulary], or one row for all. beams: the tokens of each, prompt included.
         """
         count = self._params.num_beams
+        # Sum up the log-probabilities along each beam, over all continuations of all beams at once.
         scores = self._scored(logits.float(), beams)
         width = scores.shape[-1]
         scores, places = self._candidates(
             (scores.expand(count, -1) + self._running[:, None]).flatten()
         )
+        # A place in the flat row is a beam and a token.
         found = [(place // width, place % width) for place in places.tolist()]
         self._steps += 1
+        # Of the first step's logits there is one row for all beams, so a beam's number may be
+        # larger than the number of `beams`.
         hits = [self._hit(beams[min(beam, len(beams) - 1)], token) for beam, token in found]
         hit = torch.tensor(hits, device=scores.device)
         paths = [(*self._paths[beam], beam) for beam, _ in found]
+        # What goes on: the best that do not end.
         going = scores + hit.float() * _NEVER
         order = going.topk(count)[1]
         self._finish(
@@ -83,10 +96,12 @@ class Beams:
                 for (b, t), path in zip(found, paths, strict=True)
             ],
         )
+        # Only after `_finish`, which compares with the answers as they were before this step.
         self._running = going[order]
         follow = order.tolist()
         self._paths = [paths[place] for place in follow]
         self._open = self._open and self._may_improve()
+        # Over: nothing can become better, all places are taken, or nothing is left that goes on.
         full = self._params.early_stopping is True and bool(self._over.all())
         return None if not self._open or full or all(hits) else [found[place] for place in follow]
 
@@ -94,6 +109,8 @@ class Beams:
         """The best answers, the best first."""
         results = []
         for (tokens, path), score in zip(self._answers, self._scores.tolist(), strict=True):
+            # A beam that was cut off at its longest ended by length, unless its last token is a
+            # stop.
             stopped = len(tokens) < self._new or tokens[-1] in self._stop_ids
             results.append(
                 Result(
@@ -115,6 +132,8 @@ class Beams:
         rows = []
         for row, tokens in zip(scores, beams, strict=True):
             row = sampling.processed(row, params, tokens, self._prompt, stops)
+            # One token more than there are stop tokens stays: else all candidates of a beam could
+            # end.
             rows.append(sampling.shown(row, params, keep=len(stops) + 1))
         scores = torch.stack(rows)
         if params.keep_logits:
@@ -130,6 +149,7 @@ class Beams:
         count = min(self._kept, scores.shape[0])
         if not self._params.temperature:
             return scores.topk(count)
+        # Drawn without repetition: a candidate that was drawn has no weight in the next draw.
         weights = torch.softmax(scores, -1).double()[None]
         places = []
         for _ in range(min(count, int((weights > 0).sum()))):
@@ -152,11 +172,15 @@ class Beams:
         """
         params = self._params
         count = self._params.num_beams
+        # transformers lets an answer end only from among the first `num_beams` candidates: others
+        # would be worse than a beam that goes on.
         ended = hit & (torch.arange(len(found), device=hit.device) < count)
         scores = scores / self._steps**params.length_penalty
+        # Once the search is over nothing replaces an answer, however good it is.
         if (params.early_stopping is True and bool(self._over.all())) or not self._open:
             scores = scores + _NEVER
         scores = scores + (~ended) * _NEVER
+        # The best of the old answers and of those that ended now, as many as there are beams.
         merged, order = torch.cat([self._scores, scores]).topk(count)
         self._over = torch.cat([self._over, ended])[order]
         both = [*self._answers, *found]
@@ -166,6 +190,8 @@ class Beams:
     def _may_improve(self) -> bool:
         """Whether the best running beam could still become better than the worst answer."""
         params = self._params
+        # "never" takes the best score that a beam can still reach, at the largest length, which a
+        # positive penalty favours; else the present length is taken, as a heuristic.
         length = (
             self._new
             if params.early_stopping == "never" and params.length_penalty > 0

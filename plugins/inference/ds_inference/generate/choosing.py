@@ -28,10 +28,14 @@ class Choice:
     ) -> None:
         self.sequences = list(sequences)
         params = [sequence.group.params for sequence in sequences]
+        # An index on the device: reading rows by a Python list would copy it there in each step.
         self._rows = None if rows is None else torch.tensor(rows, dtype=torch.int64, device=device)
+        # Most requests need none of the following; a step of such sequences is one argmax over the
+        # rows.
         self._processed = [i for i, p in enumerate(params) if _changes(p)]
         self._kept = [i for i, p in enumerate(params) if p.keep_logits or p.keep_scores]
         self._logged = [i for i, p in enumerate(params) if p.logprobs is not None]
+        # (places, the same as a tensor, their filters) of the sequences that draw.
         self._drawn = []
         # Rows without filters need no sorting, so they go apart.
         for plain in (True, False):
@@ -53,7 +57,10 @@ class Choice:
         if self._processed:
             scores = scores.clone() if scores is raw else scores
             self._process(scores, errors)
+        # Greedy for all rows; rows that draw are overwritten below.
         ids = scores.argmax(-1)
+        # The highest score shows both faults: -inf where every token was excluded, NaN from the
+        # model (argmax returns the place of a NaN).
         for i, value in enumerate(scores.gather(1, ids[:, None])[:, 0].tolist()):
             if not math.isfinite(value):
                 what = (
@@ -63,6 +70,7 @@ class Choice:
                 )
                 errors.setdefault(i, UsageError(f"scores of the next token: {what}"))
         for places, index, filters in self._drawn:
+            # The usual step, in which all sequences draw alike, copies no rows.
             mine = scores if len(places) == len(self.sequences) else scores[index]
             ids[index] = sampling.draw(mine, filters, [self._number(i, errors) for i in places])
         tokens: list[int] = ids.tolist()
@@ -72,6 +80,8 @@ class Choice:
     def _number(self, place: int, errors: dict[int, Exception]) -> float:
         random = self.sequences[place].random
         assert random is not None
+        # Drawing for a failed sequence would advance its generator, and its row has no
+        # distribution; its token is dropped by the caller.
         return 0.0 if place in errors else random.random()
 
     def _process(self, scores: Tensor, errors: dict[int, Exception]) -> None:
@@ -90,6 +100,8 @@ class Choice:
         self, raw: Tensor, scores: Tensor, tokens: list[int], errors: dict[int, Exception]
     ) -> None:
         """Log-probabilities, scores and logits, for those that want them."""
+        # Of the model's own scores, before penalties and filters, as OpenAI's log-probabilities
+        # are.
         for i in self._logged:
             result = self.sequences[i].result
             most = self.sequences[i].group.params.logprobs
@@ -101,6 +113,8 @@ class Choice:
             sequence = self.sequences[i]
             assert sequence.result is not None
             if sequence.group.params.keep_logits:
+                # A copy: `raw` may be the memory of a recorded graph, which the next step
+                # overwrites.
                 sequence.result.logits.append(raw[i].float().clone())
             if sequence.group.params.keep_scores:
                 sequence.result.scores.append(

@@ -25,16 +25,23 @@ def _drawn_seed() -> int:
 
 
 class Generator:
-    """Answers requests by running `runnable` step by step, over a paged cache of `cache_tokens`
-    tokens.
+    """Answers requests by running `runnable` step by step, over a paged cache. For one thread.
 
-    program: says what cache `runnable` needs. max_positions: of a sequence; None: any number.
-        vocab: tokens, where its logits are wider. eos: tokens that end a sequence. max_rows: of one
-        step; longer prompts take several.
-    max_sequences: that decode at the same time. max_waiting: requests in the queue; None: any
-        number. decode: of the tokenizer, for text and stop strings. seeds: draws one for a request
-        without; on several ranks it must return the same on all. cache: instead of a new one. For
-        one thread.
+    runnable: a loaded program, or anything that is called as one.
+    program: says what cache `runnable` needs.
+    max_positions: of a sequence; None: any number.
+    cache_tokens: of all running sequences together, where no `cache` is given.
+    vocab: tokens, where the logits are wider; None: as wide as they are.
+    eos: tokens that end a sequence.
+    device: where the cache and the rows of a step are.
+    max_rows: of one step; longer prompts need several.
+    max_sequences: that decode at the same time.
+    max_waiting: requests in the queue; None: any number.
+    decode: of the tokenizer, for text and stop strings.
+    seeds: draws a seed for a request that has none; on several ranks it must return the same on
+        all.
+    cache: instead of a new one.
+    most_key: what an error names as the key that limits the length of a sequence.
     """
 
     def __init__(
@@ -62,14 +69,18 @@ class Generator:
         if not blocks:
             raise UsageError(f"cache_tokens={cache_tokens}: must be at least {BLOCK}, one block")
         shape = program.layers, blocks, program.kv_heads, program.head_dim
+        # An inference tensor could not be written in place by a step outside of inference mode.
         with torch.inference_mode(False):
             self.cache = KVCache.make(*shape, program.dtype, device) if cache is None else cache
+        # Without a limit of the model's the cache is the limit; the last token of a sequence is
+        # never written to it.
         self.max_positions = blocks * BLOCK + 1 if max_positions is None else max_positions
         self._most_key = most_key
         self.vocab = vocab
         self.eos = frozenset(eos)
         self.decode = decode
         self.max_waiting = max_waiting
+        # Each decoding sequence has a row in every step.
         self.max_sequences = min(max_sequences, max_rows)
         self.prompt_tokens = self.new_tokens = 0
         self._runnable = runnable
@@ -78,8 +89,12 @@ class Generator:
         self._blocks = Blocks(blocks)
         self._scheduler = plans.Scheduler(self._blocks, max_rows, self.max_sequences, device)
         self._groups: dict[Handle, plans.Group] = {}
+        # Outputs that `step` has not returned yet.
         self._ended: list[Output] = []
+        # What the last step has chosen, still on the device: the next step reads it there.
         self._tokens: Tensor | None = None
+        # How the sequences of a plan choose. A plan that is repeated (decoding) chooses in the same
+        # way, so this is made once.
         self._chosen: tuple[plans.Plan, Choice] | None = None
 
     # What is going on.
@@ -139,8 +154,11 @@ class Generator:
             request,
             [] if params.num_beams > 1 else [Result() for _ in range(params.num_return_sequences)],
         )
+        # The request's own stop tokens count also where the model's are ignored.
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
         seed = self._seeds() if params.seed is None else params.seed
+        # One sequence computes the prompt; the others of the request are forked from it when it is
+        # done (`_split`).
         group = plans.Group(handle, params, len(prompt), new, params.rows, stops, seed)
         group.sequences.append(plans.Sequence(group, prompt))
         if params.num_beams > 1:
@@ -167,20 +185,26 @@ class Generator:
     def step(self) -> list[Output]:
         """Run one step; what it brought. An error of one request ends that request only."""
         # Whatever the caller's mode: tensors of this step are changed in later ones, which may be
-        # in another.
+        # in another mode.
         with torch.inference_mode(False), torch.no_grad():
             self._step()
         outputs, self._ended = self._ended, []
         return outputs
 
     def _step(self) -> None:
+        # Choose the rows of this step. Where the same sequences go on, their tokens are copied on
+        # the device, and no tensor is built.
         plan = self._scheduler.plan(self._tokens)
         self._tokens = None
         if plan is None:
             return
         try:
+            # Shared blocks that are about to be written are copied first, as their other owners
+            # keep the old values.
             self._copy(plan.copies)
             logits = self._runnable(plan.step, self.cache)
+        # The rows are not in the cache, and were not counted as such; a tensor of the plan may be
+        # half written, so it is not used again.
         except BaseException:
             self._scheduler.changed()
             raise
@@ -235,6 +259,8 @@ class Generator:
         mine: dict[Handle, None] = {}
         more = True
         try:
+            # Requests are only taken from the iterable when they can start soon: an endless one
+            # must not fill the queue.
             while more or mine:
                 while more and not self.full and self.waiting < self.max_sequences:
                     request = next(requests, None)
@@ -255,6 +281,7 @@ class Generator:
                     if output.handle.error is not None and opened is not None:
                         raise output.handle.error
                     yield output
+                # Also of those that another caller cancelled, of which no output tells.
                 for handle in [handle for handle in mine if handle.done]:
                     del mine[handle]
         finally:
@@ -291,9 +318,13 @@ class Generator:
             )
         if params.stop_strings and self.decode is None:
             raise UsageError("stop_strings need a tokenizer: give one, or use stop_token_ids")
+        # Sequences of one request share the whole blocks of the prompt; each has its own copy of
+        # what follows.
         shared = have // BLOCK
         # blocks of one sequence, the prompt's whole ones included
         each = shared + (self.blocks - shared) // rows
+        # The last token is chosen, and never written to the cache: hence one token more than blocks
+        # have room for.
         fits = min(self.max_positions - have, each * BLOCK + 1 - have)
         new = fits if params.max_new_tokens is None else params.max_new_tokens
         if have + new > self.max_positions or new < 1:
@@ -302,6 +333,8 @@ class Generator:
                 "than "
                 f"{self.max_positions} positions (the model's, or {self._most_key}): shorten one"
             )
+        # Accepting only what fits into the empty cache is what makes the scheduler end: see its
+        # module.
         if plans.most_blocks(have, new, rows) > self.blocks:
             raise UsageError(
                 f"a prompt of {have} tokens and max_new_tokens={params.max_new_tokens} for {rows} "
@@ -327,6 +360,8 @@ class Generator:
             return None
 
         def ends(tokens: list[int]) -> bool:
+            # The whole answer is decoded each time: a beam is another text in every step, so
+            # nothing can be kept.
             text = decode(tokens[prompt:]) if strings and decode is not None else ""
             return any(string in text for string in strings) or any(
                 stop(tokens) for stop in params.stopping
@@ -346,12 +381,15 @@ class Generator:
         if choice.sequences:
             tokens, ids, errors = choice(logits)
             for place, (sequence, token) in enumerate(zip(choice.sequences, tokens, strict=True)):
+                # Its tokens are not wanted any more.
                 if sequence.group.handle.done:
                     continue  # another sequence of it has failed in this step
                 if place in errors:
                     self._fail(sequence.group, errors[place])
                 else:
                     self._add(sequence, token)
+            # In the order of the plan's sequences, which is the order of its rows if it is
+            # repeated.
             self._tokens = ids
             self.new_tokens += len(tokens)
 
@@ -372,8 +410,10 @@ class Generator:
             else:
                 sequences.append(sequence)
                 rows.append(row)
+        # After the loop: a beam search reads the rows of all its beams together.
         for group, places in beams.items():
             self._advance_beams(group, logits[places])
+        # Without an index the logits are read as they are, without a copy.
         same = rows == list(range(logits.shape[0]))
         return Choice(sequences, None if same else rows, self._device)
 
@@ -384,6 +424,7 @@ class Generator:
             group.sequences.append(sequence)
             self._begin(sequence)
         group.split = True
+        # There are new sequences, so the plan of this step cannot be repeated.
         self._scheduler.changed()
 
     def _advance_beams(self, group: plans.Group, logits: Tensor) -> None:
@@ -396,6 +437,7 @@ class Generator:
             self._fail(group, error)
             return
         self.new_tokens += len(old)
+        # The search is over: its answers are the results, without a token of their own.
         if follow is None:
             group.handle.results = group.beams.results()
             for index, result in enumerate(group.handle.results):
@@ -411,6 +453,9 @@ class Generator:
                 )
             self._end(group, None)
             return
+        # Each next beam is a fork of the beam that it continues: two may come from one, and some
+        # end here. Forks are made before the old beams give their blocks back, so that what is
+        # shared stays.
         group.sequences = []
         for index, (beam, token) in enumerate(follow):
             parent = old[min(beam, len(old) - 1)]
@@ -433,12 +478,14 @@ class Generator:
         except Exception as error:  # criteria and decoding are the caller's code
             self._fail(group, error)
             return
+        # Appended by `Choice` before, where the request wants them.
         chance, top = (result.logprobs[-1], result.top[-1]) if result.logprobs else (None, ())
         if finished is not None:
             result.finished = finished
             if sequence.stops is None and self.decode is not None:
                 result.text = self.decode(result.tokens)
             group.sequences.remove(sequence)
+            # Its blocks are free for other sequences from the next step on.
             self._scheduler.drop(sequence)
             self._scheduler.changed()
             if not group.sequences:
@@ -451,9 +498,12 @@ class Generator:
         group = sequence.group
         stopped = token in group.stop_ids
         if sequence.stops is not None:
+            # A stop token is no text, so it is not decoded; a stop string ends the text before
+            # itself.
             if not stopped and sequence.stops.push(token):
                 result.text = sequence.stops.text
                 stopped = True
+            # The end: what was held back as an incomplete character is shown as it is.
             elif stopped or len(result.tokens) == group.new:
                 result.text = sequence.stops.finish()
         if stopped or any(stop(sequence.tokens) for stop in group.params.stopping):

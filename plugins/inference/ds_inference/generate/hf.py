@@ -42,6 +42,7 @@ _KEYWORDS = frozenset(
         "use_model_defaults",
     )
 )
+# Settings that only the module's own loop can serve, and which values of them ask for that.
 _CONFIGURED: dict[str, Callable[[Any], bool]] = {
     "output_attentions": bool,
     "output_hidden_states": bool,
@@ -80,6 +81,7 @@ def hf_generate(
     keywords = _with_stop_strings(module, keywords)
     streamer = keywords.get("streamer")
 
+    # transformers prepares everything and calls this in the place of its loop.
     def answer(model: Any, input_ids: Tensor, **prepared: Any) -> Any:
         return _Rows(input_ids, prepared).run(generator, streamer)
 
@@ -137,10 +139,14 @@ def refusal(module: nn.Module, keywords: dict[str, Any]) -> str | None:
         for config in (keywords.get("generation_config"), module.generation_config)
         if config is not None
     ]
+    # A keyword that is neither of ``generate`` nor a setting goes to the model's forward (pixel
+    # values, ...), which a program has no register for.
     for name, value in keywords.items():
         if value is not None and name not in _KEYWORDS and not hasattr(configs[-1], name):
             return f"the keyword {name}"
     for name, needs in _CONFIGURED.items():
+        # As transformers reads a setting: from the call, then from its config, then from the
+        # model's.
         values = [keywords.get(name), *(getattr(config, name, None) for config in configs)]
         if needs(next((value for value in values if value is not None), None)):
             return f"the setting {name}"
@@ -161,6 +167,7 @@ def _with_stop_strings(module: nn.Module, keywords: dict[str, Any]) -> dict[str,
     rest = {
         name: value for name, value in keywords.items() if name not in ("stop_strings", "tokenizer")
     }
+    # Not the caller's config, which would lose its strings for the next call.
     rest["generation_config"] = copy.deepcopy(config)
     rest["generation_config"].stop_strings = None
     given = rest.get("stopping_criteria") or ()
@@ -185,9 +192,11 @@ class _Rows:
                 f"attention_mask of {mask.dim()} dimensions: generate takes [batch, length]"
             )
         self.ids = ids
+        # transformers has repeated each prompt for its beams or answers; the generator computes it
+        # once.
         self.given = ids[:: self.each].cpu()
         keep = torch.ones_like(self.given) if mask is None else mask[:: self.each].cpu()
-        self.prompts = [row[here != 0].tolist() for row, here in zip(self.given, keep, strict=True)]
+        self.prompts = [row[real != 0].tolist() for row, real in zip(self.given, keep, strict=True)]
         eos = self.config._eos_token_tensor
         self.stops: tuple[int, ...] = () if eos is None else tuple(eos.flatten().tolist())
 
@@ -199,6 +208,7 @@ class _Rows:
                 "limit"
             )
 
+        # As transformers' streamers want it: a tensor on the CPU for each token.
         def put(output: Output) -> None:
             if output.token is not None:
                 streamer.put(torch.tensor([output.token]))
@@ -214,6 +224,8 @@ class _Rows:
     def _params(self, row: int) -> SamplingParams:
         config = self.config
         new, stops, stopping = self._criteria(row)
+        # Fields are computed for all rows at once; a processor row by row. So what has a field uses
+        # it.
         fields = _translated(
             self.processors, self.given.shape[1], 1 + len(self.stops) if self.beams > 1 else 1
         )
@@ -233,6 +245,7 @@ class _Rows:
             num_beams=self.beams,
             num_return_sequences=config.num_return_sequences or 1,
             stop_token_ids=stops,
+            # The stops are those of the prepared criteria.
             ignore_eos=True,
             stopping=stopping,
             keep_scores=wanted and bool(config.output_scores),
@@ -249,6 +262,7 @@ class _Rows:
         others = []
         for criterion in self.criteria:
             if type(criterion) is kinds.MaxLengthCriteria:
+                # From the padded length, as transformers counts.
                 lengths.append(criterion.max_length - self.given.shape[1])
             elif type(criterion) is kinds.EosTokenCriteria:
                 stops |= set(criterion.eos_token_id.flatten().tolist())
@@ -272,6 +286,7 @@ class _Rows:
 
         mine: list[Any] = []
         for processor in self.processors:
+            # What holds data of the whole batch is made anew for this row.
             if type(processor) is kinds.RepetitionPenaltyLogitsProcessor:
                 skipped = processor.prompt_ignore_length
                 skipped = int(skipped[row * self.each]) if isinstance(skipped, Tensor) else skipped
@@ -297,6 +312,7 @@ class _Rows:
         sequences = torch.full(
             (len(flat), self.given.shape[1] + longest), self._fill(), dtype=torch.int64
         )
+        # The prompt as it was given, the answer, then padding.
         for place, result in enumerate(flat):
             sequences[place, : self.given.shape[1]] = self.given[place // len(results[0])]
             sequences[place, self.given.shape[1] :][: len(result.tokens)] = torch.tensor(
@@ -307,6 +323,7 @@ class _Rows:
             return sequences
         from transformers import generation
 
+        # transformers' own classes, so that callers can read them by name and by place.
         kinds: Any = generation
         scores = (
             _per_step([r.scores for r in flat if r.scores]) if self.config.output_scores else None
@@ -332,6 +349,7 @@ class _Rows:
         pad = self.config._pad_token_tensor
         known = None if pad is None else int(pad.flatten()[0])
         if self.beams > 1:
+            # As transformers' beam search does: -1 where there is no stop token either.
             return (known or self.stops[0]) if self.stops else -1
         return 0 if known is None else known
 
@@ -353,6 +371,8 @@ def _translated(processors: list[Any], length: int, keep: int) -> dict[str, Any]
     """
     from transformers.generation import logits_process as kinds
 
+    # `SamplingParams` applies its fields in one order (`stage`): processors in another order mean
+    # something else, and then are called as they are.
     fields: dict[str, Any] = {}
     stage = 0
     for processor in processors:
@@ -389,6 +409,7 @@ def _translated(processors: list[Any], length: int, keep: int) -> dict[str, Any]
             value = processor.min_p
         else:
             return None
+        # Both kinds of minimal length may be given; of any other kind two would be applied twice.
         if (
             place < stage
             or (place == stage != 2)

@@ -38,13 +38,16 @@ def plain_generate(
         raise UsageError(
             f"generate has no keyword {name!r}. {did_you_mean(name, sorted(_PARAMS))}".strip()
         )
+    # With beams a temperature of 0 takes the best candidates, and the caller's is passed on as it
+    # is.
     if keywords.get("num_beams", 1) == 1:
         keywords["temperature"] = keywords.get("temperature", 1.0) if do_sample else 0.0
     if eos_token_id is not None:
         keywords["stop_token_ids"] = (*keywords.get("stop_token_ids", ()), eos_token_id)
     given = input_ids.cpu()
     keep = torch.ones_like(given) if attention_mask is None else attention_mask.cpu()
-    prompts = [row[here != 0].tolist() for row, here in zip(given, keep, strict=True)]
+    # Rows of a step have no padding.
+    prompts = [row[real != 0].tolist() for row, real in zip(given, keep, strict=True)]
     answers = generator.generate(prompts, SamplingParams(**keywords))
     rows = [
         (row, result.tokens)
@@ -52,6 +55,7 @@ def plain_generate(
         for result in results
     ]
     longest = max((len(tokens) for _, tokens in rows), default=0)
+    # The prompts stay as they were given, padding included, as transformers returns them.
     out = torch.full((len(rows), given.shape[1] + longest), pad_token_id, dtype=input_ids.dtype)
     for line, (row, tokens) in zip(out, rows, strict=True):
         line[: row.numel()] = row

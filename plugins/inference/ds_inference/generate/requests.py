@@ -1,4 +1,4 @@
-"""What is asked of a generator and what it answers."""
+"""Requests to a generator, and its answers."""
 
 from __future__ import annotations
 
@@ -33,41 +33,52 @@ class Finish(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens.
+    """How to choose tokens. Values without a meaning are refused with UsageError.
 
-    max_new_tokens: None: as many as the model's positions and the cache allow. min_new_tokens: stop
-        tokens are not chosen before. temperature: 0 takes the most probable token (greedy), except
-        with beams, where it is 1. top_k 0, top_p 1 and min_p 0 filter nothing. repetition_penalty
-        divides the scores of tokens of the prompt and the answer; presence and frequency penalties
-        are subtracted for tokens of the answer, once or per occurrence. num_beams > 1: beam search
-        (with `temperature` > 0 its candidates are drawn). stop_token_ids: besides the model's own
-        (which ignore_eos switches off). stop_strings: need the generator's `decode`. seed: None:
-        one is drawn. logprobs: also return the log-probabilities of the tokens and of this many
-        most probable ones. logits_processors: called row by row, after the penalties and before
-        temperature and filters. stopping: called after each token. keep_scores,
-    keep_logits: `Result` has the vocabulary's scores of each step, after and before processing.
+    The order, as in transformers: penalties, `min_new_tokens`, `logits_processors`, temperature,
+    top_k, top_p, min_p.
     """
 
+    # None: as many as the model's positions and the cache allow.
     max_new_tokens: int | None = None
+    # Stop tokens are not chosen before.
     min_new_tokens: int = 0
+    # 0 takes the most probable token (greedy), except with beams, where it is 1.
     temperature: float = 0.0
+    # The k most probable tokens are left; 0: all.
     top_k: int = 0
+    # The most probable tokens that have this probability together are left; 1: all.
     top_p: float = 1.0
+    # Tokens with at least this part of the highest probability are left; 0: all.
     min_p: float = 0.0
+    # Divides positive scores of tokens of the prompt and the answer, multiplies negative ones.
     repetition_penalty: float = 1.0
+    # Subtracted from the scores of tokens of the answer, once; frequency_penalty for each time.
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    # More than 1: beam search; with `temperature` > 0 its candidates are drawn.
     num_beams: int = 1
+    # Of beams: a score is divided by length to this power.
     length_penalty: float = 1.0
+    # Of beams, as in transformers: True ends at `num_beams` answers, "never" when none can be
+    # better.
     early_stopping: bool | Literal["never"] = False
+    # Besides the model's own, which ignore_eos switches off.
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    # Need the generator's `decode`.
     stop_strings: tuple[str, ...] = ()
+    # None: one is drawn.
     seed: int | None = None
+    # Answers to the prompt.
     num_return_sequences: int = 1
+    # Also return the log-probabilities of the tokens, and of this many most probable ones.
     logprobs: int | None = None
+    # Called row by row.
     logits_processors: tuple[Processor, ...] = ()
+    # Called after each token.
     stopping: tuple[Stopping, ...] = ()
+    # `Result` has the vocabulary's scores of each step after processing; keep_logits: before it.
     keep_scores: bool = False
     keep_logits: bool = False
 
@@ -135,59 +146,67 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """A prompt and how to answer it. id: the caller's own, for whatever it wants."""
+    """A prompt and how to answer it."""
 
     prompt: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
+    # The caller's own, for whatever it wants.
     id: object = None
 
 
 @dataclass(slots=True, eq=False)
 class Result:
-    """One answer: `tokens` without the prompt (grows while it is made), `finished` None until it is
-    whole.
+    """One answer."""
 
-    text: with the generator's `decode`, up to a stop string. logprobs and top: of each token, where
-    asked for. score: of a beam, its summed log-probability divided by length ** length_penalty.
-    scores, logits: fp32, one tensor per step, [vocabulary], or [num_beams, vocabulary] at the first
-    of a prompt's beams. beam_indices: of a beam, the beams that its tokens came from.
-    """
-
+    # Without the prompt; grows while the answer is made.
     tokens: list[int] = field(default_factory=list)
+    # None until the answer is complete.
     finished: Finish | None = None
+    # With the generator's `decode`, up to a stop string.
     text: str | None = None
+    # Of each token, where the request wants them; top: of the most probable ones beside it.
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    # Of a beam: its summed log-probability divided by length ** length_penalty.
     score: float | None = None
+    # fp32, one tensor a step: [vocabulary], or [num_beams, vocabulary] at the first of a prompt's
+    # beams. logits: likewise.
     scores: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
+    # Of a beam: the beams that its tokens came from.
     beam_indices: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
 class Handle:
-    """A submitted request. results: `num_return_sequences` of them. error: what made it end with
-    `Finish.ERROR`.
-    """
+    """A submitted request."""
 
     request: Request
+    # `num_return_sequences` of them.
     results: list[Result]
+    # Whether it has ended, in whatever way.
     done: bool = False
+    # What made it end with `Finish.ERROR`.
     error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Output:
-    """What a step brought to a request: a token of answer `index`, its end (`finished`), or both.
+    """What a step brought to a request: a token of an answer, its end, or both.
 
-    done: the request has ended with this one. A beam search has one for each answer, at its end,
-    without a token; a request that failed ends with one without a token.
+    A beam search has one for each answer, at its end, without a token; a request that failed ends
+    with one without a token.
     """
 
     handle: Handle
+    # None: there is none with this output.
     token: int | None
+    # Of the token, where the request wants it; top: of the most probable ones.
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    # Why the answer ended; None: it goes on.
     finished: Finish | None = None
+    # Which answer of the request.
     index: int = 0
+    # The request has ended with this output.
     done: bool = False

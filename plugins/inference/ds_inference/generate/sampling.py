@@ -38,15 +38,21 @@ def processed(
     sequence.
     """
     width = row.shape[0]
+    # The row may be a view of the step's logits, which `Result.logits` and log-probabilities read
+    # later.
     row = row.clone()
     ids = torch.tensor(tokens, dtype=torch.int64, device=row.device)
     if params.repetition_penalty != 1:
+        # Prompts may have tokens behind the vocabulary (padded embeddings), which have no score.
         seen = ids[ids < width]
         score = row[seen]
+        # Keskar et al. 2019 (CTRL): both signs become less probable. A token that was seen twice is
+        # written the same value twice.
         row[seen] = torch.where(
             score < 0, score * params.repetition_penalty, score / params.repetition_penalty
         )
     if params.presence_penalty or params.frequency_penalty:
+        # Of the answer alone, as OpenAI defines both.
         said, counts = ids[prompt:].unique(return_counts=True)
         row[said] -= params.presence_penalty + params.frequency_penalty * counts
     if len(tokens) - prompt < params.min_new_tokens:
@@ -62,19 +68,23 @@ def processed(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Filters:
-    """Temperatures and filters of some rows, each [rows, 1].
+    """Temperatures and filters of some rows, each [rows, 1]."""
 
-    most: the largest top_k. keep: tokens that no filter removes. open: there are rows without
-    top_k. plain: no filter.
-    """
-
+    # fp32; 1 where a row is greedy.
     temperature: Tensor
+    # int64; 0: none.
     top_k: Tensor
+    # fp64; 2 where there is none, which no running sum reaches.
     top_p: Tensor
+    # fp64; 0: none.
     min_p: Tensor
+    # The largest top_k.
     most: int
+    # Tokens that no filter removes.
     keep: int
+    # There are rows without top_k.
     open: bool
+    # No row has a filter.
     plain: bool
 
     def rows(self, rows: Tensor) -> Filters:
@@ -118,21 +128,29 @@ def filtered(
     k-th place all stay. The last is False for rows of which more than n tokens may be drawn: their
     weights are of no use.
     """
+    # Rows with top_k need k places and some more for equal scores; rows without are looked at in
+    # parts, the most probable first.
     scores = scores / filters.temperature
     count = min(scores.shape[1], max(filters.most + 16, count if filters.open else 0))
+    # Only rows without top_k are normalised over the whole vocabulary.
     whole = scores.logsumexp(-1, keepdim=True).double() if filters.open else None
     values, ids = _sorted(scores, count)
     limited = filters.top_k > 0
+    # Of equal scores at the k-th place all stay, as in transformers, which compares with the k-th
+    # score.
     kept = ~limited | (values >= values.gather(1, (filters.top_k - 1).clamp(0, count - 1)))
     values = values.double()
     norm = values.masked_fill(~kept, -torch.inf).logsumexp(-1, keepdim=True)
     if whole is not None:
         norm = torch.where(limited, norm, whole)
+    # Probabilities of what top_k has left.
     weights = torch.where(kept, (values - norm).exp(), 0)
+    # The token that reaches top_p still belongs to the nucleus: what counts is the sum before it.
     before = weights.cumsum(-1) - weights
     inside = (before < filters.top_p) & (weights >= filters.min_p * weights[:, :1])
     inside[:, : filters.keep] = True
     weights = torch.where(inside, weights, 0)
+    # The last place is outside of the nucleus, so everything behind it is, too.
     complete = weights[:, -1] == 0
     return weights, ids, complete if count < scores.shape[1] else torch.ones_like(complete)
 
@@ -142,6 +160,8 @@ def _sorted(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     first.
     """
     values, ids = _highest(scores, count)
+    # By place first, then stably by score: of equal scores the first comes first on every device,
+    # so that a draw is the same everywhere.
     ids, order = ids.sort(-1)
     values, order = values.gather(1, order).sort(stable=True, dim=-1, descending=True)
     return values, ids.gather(1, order)
@@ -151,9 +171,12 @@ def _highest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """``topk``, several times as fast: only parts of a row whose maximum is among the highest are
     looked into.
     """
+    # Below that `topk` itself is as fast.
     if 4 * count * _PART > scores.shape[1]:
         return scores.topk(count)
     scores = torch.nn.functional.pad(scores, (0, -scores.shape[1] % _PART), value=-torch.inf)
+    # `count` parts with the highest maxima hold the `count` highest scores: any other part has a
+    # maximum below theirs.
     parts = scores.unflatten(1, (-1, _PART)).amax(-1).topk(count, sorted=False).indices
     places = (parts[:, :, None] * _PART + torch.arange(_PART, device=scores.device)).flatten(1)
     values, at = scores.gather(1, places).topk(count)
@@ -173,6 +196,8 @@ def draw(scores: Tensor, filters: Filters, numbers: Sequence[float]) -> Tensor:
 def _draw_filtered(scores: Tensor, filters: Filters, points: Tensor, count: int) -> Tensor:
     weights, ids, complete = filtered(scores, filters, count)
     tokens = ids.gather(1, pick(weights, points)[:, None])[:, 0]
+    # A flat distribution has a nucleus of thousands: only such rows pay for looking at more. The
+    # same number is used again, so the draw is the same as from all places at once.
     if not bool(complete.all()):
         rows = (~complete).nonzero()[:, 0]
         tokens[rows] = _draw_filtered(scores[rows], filters.rows(rows), points[rows], 16 * count)
@@ -196,6 +221,7 @@ def shown(row: Tensor, params: SamplingParams, keep: int = 1) -> Tensor:
     filters = Filters.of([params], row.device, keep)
     if filters.plain:
         return row / max(params.temperature, _COLDEST)
+    # Over the whole vocabulary at once, since every place of the row is shown.
     weights, ids, _ = filtered(row[None], filters, row.shape[0])
     row = row / max(params.temperature, _COLDEST)
     inside = torch.zeros_like(row, dtype=torch.bool)

@@ -35,41 +35,49 @@ last much longer.
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A prompt with what was added to it. cached: how many of its tokens the cache has, in
-    `blocks`.
+    """A prompt with what was added to it."""
 
-    index: which answer of its request. result: where its tokens go (None: of beams).
-    """
-
+    # The request that it answers.
     group: Group
+    # The prompt, then what was added.
     tokens: list[int]
+    # Which answer of its request.
     index: int = 0
+    # Where new tokens go; None: of beams, whose answers are made at the end.
     result: Result | None = None
+    # Draws the numbers of this sequence alone, so that it does not depend on others.
     random: Random | None = None
+    # Looks for stop strings; None: there are none.
     stops: StopStrings | None = None
+    # How many of `tokens` the cache has, in `blocks`.
     cached: int = 0
+    # In the order of tokens: token p lies in ``blocks[p // BLOCK]``.
     blocks: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The sequences of one request: at first one with the prompt, then `rows`, which share its
+    """The sequences of one request: at first one with the prompt, then `rows` that share its
     blocks.
-
-    prompt: tokens of the prompt. new: the most that are added. stop_ids: tokens that end a
-    sequence. split: whether all of `sequences` have rows; otherwise the first computes the prompt
-    for all. seed: of its draws. beams: the state of a beam search.
     """
 
+    # What the caller has of the request.
     handle: Handle
     params: SamplingParams
+    # Tokens of the prompt.
     prompt: int
+    # The most tokens that are added to a sequence.
     new: int
+    # Sequences that decode at the same time, when the prompt is computed.
     rows: int
+    # Tokens that end a sequence.
     stop_ids: frozenset[int]
+    # Of its draws.
     seed: int
     sequences: list[Sequence] = field(default_factory=list)
+    # Whether all of `sequences` have rows; otherwise the first computes the prompt for all.
     split: bool = False
+    # The state of a beam search; None: there is none.
     beams: Beams | None = None
 
     @property
@@ -89,6 +97,7 @@ def most_blocks(prompt: int, new: int, rows: int) -> int:
 
 def _decodes(sequence: Sequence) -> bool:
     """Whether only the token that was chosen last is to be computed."""
+    # A sequence whose blocks were given back has more than one token to compute.
     group = sequence.group
     have = len(sequence.tokens)
     return group.split and have - sequence.cached == 1 and have > group.prompt
@@ -96,23 +105,27 @@ def _decodes(sequence: Sequence) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """One step. parts: sequences with their numbers of rows, in order. chosen: those whose next
-    token its logits say.
+    """One step."""
 
-    decoding: each has one row and each is chosen. copies: blocks to copy before the step, (from,
-    to), in order.
-    """
-
+    # Sequences with their numbers of rows, in the order of the step's rows.
     parts: list[tuple[Sequence, int]]
+    # Sequences whose next token the logits of this step say, in the order of the logits.
     chosen: list[Sequence]
+    # The tensors.
     step: Step
+    # Each sequence has one row and is chosen, so that the plan can be repeated in place.
     decoding: bool
+    # Blocks to copy before the step, (from, to), in order.
     copies: list[tuple[int, int]]
 
 
 class Scheduler:
-    """Plans steps of at most `max_rows` rows for at most `max_sequences` sequences over
-    `blocks`."""
+    """Plans steps over `blocks`.
+
+    max_rows: of a step.
+    max_sequences: that decode at the same time.
+    device: where the rows of a step are.
+    """
 
     def __init__(
         self, blocks: Blocks, max_rows: int, max_sequences: int, device: torch.device | str
@@ -120,15 +133,17 @@ class Scheduler:
         self.blocks = blocks
         self.max_rows = max_rows
         self.max_sequences = max_sequences
+        # Requests without blocks, the oldest first; running ones in the order in which they came.
         self.waiting: deque[Group] = deque()
         self.running: list[Group] = []
         self.preemptions = 0
         self._device = device
+        # A decoding plan that can be repeated, as long as nothing has changed.
         self._last: Plan | None = None
         self._copies: list[tuple[int, int]] = []
 
     def add(self, group: Group) -> None:
-        """Let `group` wait."""
+        """Queue `group`."""
         self.waiting.append(group)
 
     def remove(self, group: Group) -> None:
@@ -171,6 +186,8 @@ class Scheduler:
         """
         self._copies = []
         if self._last is not None and tokens is not None and not self._admissible():
+            # Nothing but one token for each sequence has changed: the tensors of the last step are
+            # used again, which costs a fraction of building them.
             again = self._again(self._last, tokens)
             if again is not None:
                 return again
@@ -179,6 +196,7 @@ class Scheduler:
         if not parts:
             return None
         plan = self._build(parts)
+        # A step with parts of prompts has other rows each time.
         if plan.decoding:
             self._last = plan
         return plan
@@ -189,6 +207,8 @@ class Scheduler:
             sequence.cached += rows
         if not plan.decoding:
             for group in dict.fromkeys(sequence.group for sequence, _ in plan.parts):
+                # `tokens` is longer than the prompt: the request gave its blocks back after it had
+                # been split.
                 first = group.sequences[0]
                 if not group.split and first.cached == group.prompt < len(first.tokens):
                     self._split_again(group)
@@ -199,6 +219,8 @@ class Scheduler:
         """
         first = group.sequences[0]
         for sequence in group.sequences[1:]:
+            # As at the first time, the whole blocks of the prompt are shared; a block that is
+            # written is copied then (`_reserve`).
             sequence.blocks = self.blocks.share(first.blocks)
             sequence.cached = first.cached
         group.split = True
@@ -206,9 +228,12 @@ class Scheduler:
     # Choosing rows.
 
     def _parts(self) -> list[tuple[Sequence, int]]:
+        # Running sequences come first and always have their row: nobody who is read by a user stops
+        # because others came.
         decoding = sum(_decodes(s) for group in self.running for s in group.active)
         left = self.max_rows - decoding
         if decoding:
+            # Long prompts would make the step, and so the next token of all others, late.
             left = min(left, max(1, self.max_rows // _SHARE))
         parts: list[tuple[Sequence, int]] = []
         place = 0
@@ -216,8 +241,12 @@ class Scheduler:
             left = self._add(self.running[place], parts, left)
             place += 1
         while left > 0 and self._admissible():
+            # Strictly in order: a small request behind a large one waits, so that the large one is
+            # not starved.
             group = self.waiting.popleft()
             first = group.sequences[0]
+            # One sequence has nothing to share. One that is alone and already has tokens lost its
+            # blocks while it was the only one left of its group.
             group.split = group.rows == 1 or (
                 len(group.sequences) == 1 and len(first.tokens) > group.prompt
             )
@@ -236,6 +265,8 @@ class Scheduler:
             and any(len(s.tokens) - s.cached > 1 for s in active)
         )
         for sequence in active:
+            # Before the split the first sequence computes the prompt alone, even where it has
+            # tokens already: the others take the prompt's blocks from it.
             end = len(sequence.tokens) - behind if group.split else group.prompt
             rows = end - sequence.cached
             if not _decodes(sequence):  # a prompt, or what has to be computed again
@@ -245,6 +276,8 @@ class Scheduler:
                 continue
             if not self._reserve(sequence, rows):
                 return left  # `group` itself waits again
+            # Into `parts` only when all of the group has blocks: a group that has to wait again
+            # takes no part.
             mine.append((sequence, rows))
         parts += mine
         return left
@@ -259,14 +292,20 @@ class Scheduler:
         taken = self.sequences()
         if taken + group.rows > self.max_sequences:
             return False
+        # What it had before it lost its blocks counts too: it must get so far again, and one token
+        # further.
         longest = max(len(s.tokens) for s in group.sequences)
         need = most_blocks(group.prompt, longest - group.prompt + 1, len(group.sequences))
+        # One block stays for each running sequence, which may need it for its next token: else what
+        # is admitted would be put back at once.
         return not self.running or need + taken <= self.blocks.free
 
     def _reserve(self, sequence: Sequence, rows: int) -> bool:
         """Blocks of its own for the next `rows` rows of `sequence`; False: its group waits again,
         there are none.
         """
+        # The block that the next row goes to is partly written; where others share it, it is copied
+        # first.
         first = sequence.cached // BLOCK
         if first < len(sequence.blocks) and self.blocks.shared(sequence.blocks[first]):
             block = self._take(sequence.group)
@@ -285,9 +324,11 @@ class Scheduler:
     def _take(self, group: Group) -> int | None:
         """A block for `group`, from the pool or from whoever came last; None: that was `group`."""
         while (block := self.blocks.take()) is None:
+            # The request that came last has the least to lose, and the oldest always goes on.
             last = self.running.pop()
             for sequence in last.sequences:
                 self.drop(sequence)
+            # It begins again with the prompt, and keeps the tokens that it had.
             last.split = False
             self.waiting.appendleft(last)
             self.preemptions += 1
@@ -305,6 +346,8 @@ class Scheduler:
         assert step.blocks is not None
         width = step.blocks.shape[1]
         for row, (sequence, _) in enumerate(plan.parts):
+            # The next token begins a new block. Columns are left over for it in the table
+            # (`_build`).
             if sequence.cached % BLOCK == 0:
                 column = len(sequence.blocks)
                 block = self.blocks.take() if column < width else None
@@ -313,8 +356,10 @@ class Scheduler:
                 sequence.blocks.append(block)
                 step.blocks[row, column] = block
         step.tokens.copy_(tokens)
+        # In place, on the device: no tensor is built or copied from the host.
         step.positions.add_(1)
         step.lengths.add_(1)
+        # The copies were for the step before; decoding writes blocks that are not shared.
         plan.copies = []
         return plan
 
@@ -332,9 +377,12 @@ class Scheduler:
             positions += range(at, end)
             starts.append(len(tokens))
             lengths.append(end)
+            # Only the last token that a sequence has says its next one; rows of a part of a prompt
+            # fill the cache.
             if end == len(sequence.tokens):
                 chosen.append(sequence)
                 last.append(len(tokens) - 1)
+        # Two columns more, so that a repeated plan has room for the blocks of the next tokens.
         width = max(len(s.blocks) for s, _ in parts) + 2
         table = [s.blocks + [0] * (width - len(s.blocks)) for s, _ in parts]
         decoding = len(tokens) == len(chosen)
@@ -347,6 +395,8 @@ class Scheduler:
             torch.tensor(lengths, dtype=ints),
             torch.tensor(table, dtype=ints, device=device),
             None
+            # All rows are wanted: None saves an index. A step whose rows choose nothing still needs
+            # one row.
             if decoding
             else torch.tensor(last or [len(tokens) - 1], dtype=torch.int64, device=device),
         )

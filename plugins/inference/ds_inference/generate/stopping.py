@@ -20,6 +20,7 @@ class Detokenizer:
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
+        # The last tokens, what they read as, and how many of them wait for the rest of a character.
         self._tokens: list[int] = []
         self._known = ""
         self._held = 0
@@ -28,6 +29,8 @@ class Detokenizer:
         """The text that `token` adds; empty while a character is incomplete."""
         self._tokens.append(token)
         text = self._decode(self._tokens)
+        # A replacement character at the end is the beginning of a character of several tokens; one
+        # that stays so for too long is really in the text.
         if text.endswith(_UNFINISHED) and self._held < _LONGEST - 1:
             self._held += 1
             return ""
@@ -40,6 +43,8 @@ class Detokenizer:
     def _move(self, text: str) -> str:
         new = text[len(self._known) :]
         tail = self._tokens[-_CONTEXT:]
+        # Decoding stays constant in time: old tokens are dropped, and the rest is decoded anew to
+        # compare the next text with.
         if len(self._tokens) > 2 * _CONTEXT:
             text = self._decode(tail)
             self._tokens = tail
@@ -62,18 +67,21 @@ class StopStrings:
     def __init__(self, strings: Sequence[str], decode: Decode) -> None:
         self._strings = tuple(strings)
         self._reads = Detokenizer(decode)
+        # A string that ends in new text begins at most so many characters before it.
         self._reach = max(map(len, self._strings)) - 1
         self.text = ""
 
     def push(self, token: int) -> bool:
         """Whether a string is complete with `token`; then `text` ends before it."""
         new = self._reads.push(token)
+        # Text before was searched already.
         begin = max(0, len(self.text) - self._reach)
         self.text += new
         found = [
             at for at in (self.text.find(string, begin) for string in self._strings) if at >= 0
         ]
         if found:
+            # The first of several; what follows it is not part of the answer.
             self.text = self.text[: min(found)]
         return bool(found)
 

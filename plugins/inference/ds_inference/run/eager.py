@@ -1,5 +1,5 @@
 """A module as a `Runnable`: it runs itself, for families without a lowering and for weights that
-are away (ZeRO).
+are offloaded or sharded (ZeRO).
 
 So one scheduler serves all. What is kept of a sequence lies in the same paged cache as that of
 programs, so blocks are shared and copied alike. A model of transformers is given a cache object
@@ -7,7 +7,7 @@ that reads and writes it. A module that keeps no cache is given the whole sequen
 the paged cache holds the tokens.
 
 [Note: one forward] All sequences of a step go through one forward, padded on the left, where each
-forward costs a pass over weights that are away, or where ranks gather them together and so must run
+forward costs a pass over offloaded weights, or where ranks gather them together and so must run
 equally often (`together`). Otherwise those with equally many rows do, since padding a decoded token
 to the length of a prompt would cost more.
 """
@@ -34,11 +34,14 @@ class Eager:
     """Runs `module`, which is called with tokens [b, t] and gives logits [b, t, vocab] (or an
     object that has them).
 
-    together: see [Note: one forward]. group: the process group of ranks that must run equally
-        often, since their weights are gathered for each forward; each step then tells the others
-        that it runs, and `drain` is called when this rank has no more to do. program: has no
-        instructions, but the shapes of the cache that is needed. max_positions,
-    vocab: of its config; None: unknown. eos: the tokens that end a text.
+    together: see [Note: one forward].
+    group: the process group of ranks that must run equally often, since their weights are gathered
+        for each forward. Each step then counts who runs, and `drain` is called when this rank has
+        no more to do.
+    program: has no instructions, but the shapes of the cache that is needed.
+    max_positions: of the module's config; None: unknown.
+    vocab: of the module's config; None: unknown.
+    eos: the tokens that end a text.
     """
 
     def __init__(self, module: nn.Module, *, together: bool = False, group: Any = None) -> None:
@@ -47,6 +50,8 @@ class Eager:
         self._together = together or group is not None
         self._device = _device(module)
         self._takes = _parameters(module)
+        # A module that takes a cache is given ours; another one computes the whole sequence each
+        # time.
         self._cached = self._takes.issuperset({"past_key_values", "use_cache"})
         config: Any = getattr(module, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -66,6 +71,7 @@ class Eager:
         starts = step.starts.tolist()
         lengths = step.lengths.tolist()
         counts = [b - a for a, b in itertools.pairwise(starts)]
+        # Without a cache (a probe, an encoder) every row is new.
         blocks = step.blocks if cache is not None else None
         found: list[Tensor | None] = [None] * len(lengths)
         last = _last_only(step, starts)
@@ -80,6 +86,7 @@ class Eager:
             )
             for i, rows in zip(batch, self._run(part, last), strict=True):
                 found[i] = rows
+        # Back in the order of the step, whatever the batches were.
         out = torch.cat([rows for rows in found if rows is not None])
         return out if step.wanted is None or last else out[step.wanted]
 
@@ -90,6 +97,7 @@ class Eager:
         """
         if self._group is None:
             return
+        # A rank that still has steps counts itself, and all others run a forward that nobody reads.
         while _count(self._device, 0, self._group):
             self._alone(torch.zeros(1, 1, dtype=torch.long, device=self._device))
 
@@ -104,6 +112,7 @@ class Eager:
     def _run(self, part: _Part, last: bool) -> list[Tensor]:
         """The logits of each sequence's rows; of its last row alone where that is asked for."""
         if not self._cached:
+            # The rows that are asked for are the last `count` of each sequence's tokens.
             whole = part.whole()
             logits = self._alone(whole)
             ends = zip(part.counts, part.lengths, strict=True)
@@ -114,6 +123,7 @@ class Eager:
             given["past_key_values"] = _cache_class()(_Pages(part))
         if "position_ids" in self._takes:
             given["position_ids"] = positions
+        # The output head is large: most rows of a prompt do not need it.
         if last and "logits_to_keep" in self._takes:
             given["logits_to_keep"] = 1
         logits = _logits(self.module(tokens, **given))
@@ -135,6 +145,7 @@ class Eager:
         if self._cached:
             out = self.module(tokens, use_cache=True)
             layers = getattr(getattr(out, "past_key_values", None), "layers", None) or ()
+            # One shape for all layers, keys and values alike, is what a paged cache has room for.
             shapes = {
                 (tuple(k.shape), k.dtype) for each in layers if (k := _keys(each)) is not None
             }
@@ -172,6 +183,7 @@ class _Part:
         for i, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):
             tokens[i, most - count :] = self.rows[start : start + count]
         lengths = torch.tensor(self.lengths, device=device)[:, None]
+        # Of padding 0: a position must be one that the model has; the mask hides it.
         positions = (torch.arange(most, device=device) - most + lengths).clamp_(min=0)
         mask = (torch.arange(longest, device=device) >= longest - lengths).long()
         return tokens, positions, mask
@@ -187,6 +199,7 @@ class _Part:
         for i, (start, count, length) in enumerate(rows):
             new = self.rows[start : start + count]
             if self.cache is not None:
+                # The paged cache keeps token numbers here, in the keys of its one head of width 1.
                 at = torch.arange(length, device=new.device)
                 block = self.blocks_of(i)[at // BLOCK]
                 arena = self.cache.keys[0]
@@ -218,17 +231,22 @@ class _Pages:
         device = part.rows.device
         longest = max(part.lengths)
         most = max(part.counts)
+        # What the model takes for the length before this forward; the same for all sequences of the
+        # batch, since they are padded on the left.
         self.past = longest - most
         self.cache = part.cache
         lengths, counts = (
             torch.tensor(x, device=device)[:, None] for x in (part.lengths, part.counts)
         )
-        # padding reads the first token
+        # Padding reads the first token, which the mask hides.
         at = (torch.arange(longest, device=device) - longest + lengths).clamp_(min=0)
+        # Block and place of each token of the batch.
         self._block = part.blocks.long().gather(1, at // BLOCK)
         self._place = at % BLOCK
         row = torch.arange(most, device=device)
+        # (sequence, row) of each row that is not padding.
         self._new = (row >= most - counts).nonzero(as_tuple=True)
+        # Nothing was cached before, and nothing is padded: new keys and values are all there is.
         self._fresh = all(c == longest for c in part.counts)
 
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

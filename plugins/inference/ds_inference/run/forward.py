@@ -46,6 +46,7 @@ def refusal(lowered: Lowered, keywords: Mapping[str, Any]) -> str | None:
     for name, value in keywords.items():
         if name not in SERVED and name not in FINISHED and value is not None and value is not False:
             return f"{name} is not served"
+    # Shapes and values that rows without padding cannot stand for.
     tokens, mask, positions = (
         keywords.get(name) for name in ("input_ids", "attention_mask", "position_ids")
     )
@@ -57,11 +58,14 @@ def refusal(lowered: Lowered, keywords: Mapping[str, Any]) -> str | None:
     if mask is not None:
         if mask.dim() != 2 or bool(((mask != 0) & (mask != 1)).any()):
             return "an attention_mask that is not [b, t] of 0 and 1 is not served"
+        # More than one rise from 0 to 1 in a row: tokens with a hole between them would lose it.
         if bool((F.pad(mask.int(), (1, 0)).diff(dim=1).eq(1).sum(1) > 1).any()):
             return "padding between the tokens of a sequence is not served"
         if lowered.first and not bool(mask[:, 0].all()):
             return "padding in the first column, which the model's head reads, is not served"
     if positions is not None:
+        # Attention counts tokens; positions that jump would mean another sequence. At padding they
+        # may be anything.
         steps = positions.diff(dim=-1) == 1
         if not bool((steps if mask is None else steps | (mask[:, 1:] * mask[:, :-1] == 0)).all()):
             return "position_ids that do not count up by one are not served"
@@ -120,12 +124,15 @@ def forward(
     mask = torch.ones(batch, columns, dtype=torch.bool, device=given.device)
     if attention_mask is not None:
         mask = attention_mask.to(given.device).bool()
+    # Places of real tokens in the flat batch: the program's rows.
     where = mask.flatten().nonzero().squeeze(1)
     positions = _positions(lowered, mask, position_ids).flatten()[where].int()
     tokens = torch.zeros_like(positions) if input_ids is None else input_ids.flatten()[where].int()
     _check(lowered, tokens, positions)
     sizes = mask.sum(1).cpu()
+    # A sequence that is all padding has no rows.
     sizes = sizes[sizes > 0].int()
+    # What follows `Keep`, the output head above all, is run for the wanted columns alone.
     first = columns - logits_to_keep if 0 < logits_to_keep < columns else 0
     wanted = (where % columns >= first).nonzero().squeeze(1) if first else None
     step = Step(

@@ -41,8 +41,10 @@ def record(device: torch.device, work: Callable[[], Any]) -> tuple[Callable[[], 
 
 @dataclass(slots=True)
 class _Recorded:
+    # Tensors that the graph reads; a call copies its own into them.
     inputs: list[Tensor]
     replay: Callable[[], None]
+    # What the graph writes; a call returns a copy of it.
     returned: Any
 
 
@@ -55,6 +57,7 @@ class Graphs:
         self._module = module
         self._device = device
         self._record = record
+        # In the order of use: the first was used longest ago.
         self._found: dict[tuple[Any, ...], _Recorded] = {}
         self._caches = "use_cache" in inspect.signature(module.forward).parameters
 
@@ -71,9 +74,11 @@ class Graphs:
             log_once(log, logging.WARNING, f"{what} and no plain value, or use_cache is set")
             return self._module(*inputs, **kwargs)
         given = [x for _, x in _named(inputs, kwargs) if isinstance(x, Tensor)]
+        # Popped and added again below, which makes it the last to go.
         found = self._found.pop(key, None)
         if found is None:
             found = self._recorded(inputs, kwargs)
+            # Each graph has memory of its own.
             if len(self._found) >= MOST:
                 del self._found[next(iter(self._found))]
         self._found[key] = found
@@ -90,6 +95,7 @@ class Graphs:
         for name, value in _named(inputs, kwargs):
             if isinstance(value, Tensor) and value.device == self._device:
                 parts.append((name, value.shape, value.dtype))
+            # Plain values are recorded as they are, so each value is another graph.
             elif value is None or type(value) in (bool, int, float, str):
                 parts.append((name, type(value), value))
             else:

@@ -67,6 +67,7 @@ def _grain(config: DeepSpeedInferenceConfig, model: nn.Module) -> int:
     given = config.tensor_parallel
     if "tp_grain_size" in given.model_fields_set:
         return given.tp_grain_size
+    # A tiny model (tests, demos) would otherwise not be divisible at all.
     widths = [min(p.shape) for p in model.parameters() if p.dim() == 2]
     return (
         given.tp_grain_size if min(widths, default=0) >= given.tp_grain_size * config.tp_size else 1
@@ -80,6 +81,7 @@ def make_context(
     chosen = compose(ConfigSource(sections(config, model, rows), origin), model)
     group = _given_group(config)
     if group is not None:
+        # late: the user has set torch.distributed up, and with it the ranks' layout.
         ctx = open_run(chosen, lambda rank, world_size: GroupMesh(group), late=True)
     else:
         ctx = open_run(
@@ -98,6 +100,7 @@ def _given_group(config: DeepSpeedInferenceConfig) -> ProcessGroup | None:
     group = given.tp_group
     if group is None and given.mpu is not None:
         getters = ("get_tensor_model_parallel_group", "get_model_parallel_group")
+        # Megatron's objects have either name, by their version.
         get = next((g for name in getters if callable(g := getattr(given.mpu, name, None))), None)
         if get is None:
             raise ConfigError(
@@ -131,6 +134,8 @@ class GroupMesh(Mesh):
         world = dist.group.WORLD
         assert world is not None
         self._groups = {("tp",): self._tp, ("dp", "tp"): world}
+        # Here, where all ranks meet: a transport cannot be opened by one rank alone in a later
+        # step.
         for group in self.groups():
             comm.open_transport(group)
 
@@ -151,6 +156,8 @@ def divide(model: nn.Module, ctx: Context) -> nn.Module:
 
 def collectives(model: nn.Module, group: ProcessGroup) -> Collectives:
     """What a program with `Reduce` and `Gather` calls."""
+    # Output heads that are divided unevenly; a divided embedding is never gathered by a program
+    # (`Embedded`).
     heads = [
         d
         for m in model.modules()
@@ -172,6 +179,7 @@ def load(lowered: Any, model: nn.Module, ctx: Context, device: torch.device) -> 
     """The program of `model` on the fastest provider that serves its device and dtype."""
     dtype = str(lowered.program.dtype).removeprefix("torch.")
     provider = ctx.kernels.get("inference_program", device.type, dtype)
+    # Only layers that `tp` divides have instructions for other ranks.
     several = ctx.mesh.has("tp") and ctx.mesh.size("tp") > 1
     given = collectives(model, ctx.mesh.group("tp")) if several else None
     runnable: Runnable = provider(lowered.program, given)
@@ -222,6 +230,7 @@ def one_seed(ctx: Context) -> int:
     them.
     """
     seed = int(torch.randint(2**62, ()))
+    # Ranks along other axes have rows of their own.
     axes = [axis for axis in ctx.mesh.names if axis in ("tp", "ep")]
     if ctx.mesh.size(*axes) == 1:
         return seed

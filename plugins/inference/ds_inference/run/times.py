@@ -21,8 +21,10 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        # None: nothing is measured.
         self._times: list[float] | None = None
         self._depth = 0
+        # Begins to measure; what it returns ends that.
         self._clock: Callable[[], Callable[[], float]] = _host_clock
         self._ended: Callable[[], float] = lambda: 0.0
         self._hooks: list[Any] = []

@@ -1,6 +1,4 @@
-"""What is said back: the objects of OpenAI's protocol, of whole answers and of the chunks of a
-stream.
-"""
+"""The objects of OpenAI's protocol, for complete answers and for the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -19,11 +17,13 @@ from ds_inference.serve.text import Text
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A token of an answer as text, the place where it begins, and the most probable ones there."""
+    """A token of an answer as text."""
 
     text: str
+    # The character of the answer at which it begins.
     at: int
     logprob: float
+    # The most probable tokens at its place, with their log-probabilities.
     top: tuple[tuple[str, float], ...]
 
 
@@ -45,7 +45,7 @@ class Usage:
 
 
 class Choice:
-    """One answer as it grows. finish: why it ended, once it has."""
+    """One answer as it grows."""
 
     def __init__(
         self, index: int, decode: Decode, stops: Sequence[str], name: Callable[[int], str] | None
@@ -53,7 +53,9 @@ class Choice:
         self.index = index
         self._text = Text(decode, stops)
         self._name = name
+        # Tokens whose text is not shown yet: it may turn out to be part of a stop string.
         self._pieces: list[Piece] = []
+        # Why it ended, once it has.
         self.finish: str | None = None
         self.begun = False
 
@@ -76,11 +78,14 @@ class Choice:
                     Piece(self._name(output.token), at, _finite(output.logprob or 0.0), top)
                 )
             shown = self._text.add(output.token)
+        # A stop string comes before the end that the generator reports: it ends the text earlier.
         if self._text.stopped:
             self.finish = "stop"
         elif output.finished is not None:
             shown += self._text.end()
             self.finish = "stop" if ends or self._text.stopped else output.finished.value
+        # Logprobs are given out with the text that they belong to; those of a stop string never
+        # are.
         ready = [p for p in self._pieces if p.at < self._text.length]
         self._pieces = [] if self.finish is not None else self._pieces[len(ready) :]
         return shown, ready
@@ -88,12 +93,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Reply:
-    """Makes the objects of one answer. chat: which of the two kinds; usage_in_stream: chunks have
-    the field usage.
-    """
+    """Makes the objects of one answer."""
 
+    # Which of the two kinds.
     chat: bool
     model: str
+    # Whether chunks have the field usage.
     usage_in_stream: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -151,6 +156,7 @@ class Reply:
         return self._object(True, []) | {"usage": usage.body()}
 
     def _chunk(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        # OpenAI's field: null in all chunks but the last.
         return self._object(True, rows) | ({"usage": None} if self.usage_in_stream else {})
 
     def _row(

@@ -72,6 +72,7 @@ def serve(
     /health says whether it serves, /metrics is for Prometheus. SIGTERM and Ctrl-C end it in order.
     """
     needed = ("uvicorn", "starlette", "transformers", "prometheus_client")
+    # An extra of the distribution: without it all but this command works.
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise CommandError(f"missing: {', '.join(missing)}; pip install 'ds-inference[serve]'")
     from ds_inference.serve.driver import follow
@@ -93,6 +94,7 @@ def serve(
             signal.signal(number, signal.SIG_IGN)  # rank 0 says when to end
         follow(served.generator, served.link)
         return
+    # Enough for a prompt of the whole context, at 32 bytes of JSON a token.
     body = (1 << 20) + 32 * served.most_tokens
     limits = Limits(body=body, body_seconds=30.0, seconds=timeout, tokens=max_tokens)
     settings = Settings(host, port, limits, max_queue, max_connections, grace, token)

@@ -1,7 +1,7 @@
-"""What is done with the generator, by commands: the same on every rank that has a part of the
-model.
+"""Commands to the generator: the same on every rank that has a part of the model.
 
-Commands are what JSON can hold, since rank 0 hands them to the others before each step (`Link`).
+Commands are what JSON can represent, since rank 0 sends them to the others before each step
+(`Link`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _USUAL = {field.name: field.default for field in dataclasses.fields(SamplingPara
 
 def submit(number: int, prompt: Sequence[int], params: SamplingParams) -> Command:
     """Answer `prompt` under this number."""
+    # Only what differs from the default: most requests set two or three of twenty fields.
     said = {
         name: value for name, usual in _USUAL.items() if (value := getattr(params, name)) != usual
     }
@@ -33,13 +34,14 @@ def submit(number: int, prompt: Sequence[int], params: SamplingParams) -> Comman
 
 
 def cancel(number: int) -> Command:
-    """The answer of this number is not wanted any more."""
+    """Give up the answer of this number."""
     return ["cancel", number]
 
 
 class Driver:
-    """Drives `generator`, in one thread. refused: called with number and error where a request is
-    not taken.
+    """Runs `generator` by commands, in one thread.
+
+    refused: called with number and error where a request is not accepted.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Driver:
     ) -> None:
         self.generator = generator
         self._refused = refused
+        # Numbers are rank 0's, equal on all ranks; handles are each rank's own.
         self._handles: dict[int, Handle] = {}
         self._numbers: dict[int, int] = {}  # by identity of the handle
 
@@ -58,13 +61,14 @@ class Driver:
         return len(self._handles)
 
     def obey(self, commands: Sequence[Command]) -> bool:
-        """Do what is asked for; False: end."""
+        """Carry out `commands`; False: one of them was to stop."""
         for word, *rest in commands:
             if word == "stop":
                 return False
             elif word == "submit":
                 self._submit(*rest)
             elif (handle := self._handles.pop(rest[0], None)) is not None:
+                # First of all, so that a later handle in the same memory is not taken for this one.
                 del self._numbers[id(handle)]
                 self.generator.cancel(handle)
         return True
@@ -73,6 +77,7 @@ class Driver:
         """What a step brings, with the numbers of its answers."""
         found = []
         for output in self.generator.step() if self.generator.busy else ():
+            # None: it was cancelled in this step's commands.
             number = self._numbers.get(id(output.handle))
             if number is not None:
                 found.append((number, output))
@@ -91,7 +96,9 @@ class Driver:
 
 
 def follow(generator: Generator, link: Link) -> None:
-    """What ranks other than 0 do: the same as it, until it stops."""
+    """Run on a rank other than 0: carry out the commands of rank 0, until it stops."""
     driver = Driver(generator)
+    # Rank 0 decides what is done, the same deterministic scheduler on each rank decides which rows
+    # a step has: nothing else needs to be sent.
     while driver.obey(link([])):
         driver.step()

@@ -37,27 +37,34 @@ _CACHE = 16_384
 
 @dataclass(frozen=True)
 class Served:
-    """A model that is ready. most_tokens: of a prompt and its answer together. link: joins ranks
-    that divide it.
-    """
+    """A model that is ready."""
 
+    # What requests call it.
     name: str
     generator: Generator
     tokens: Tokens
+    # Of a prompt and its answer together.
     most_tokens: int
+    # Joins the ranks that divide it.
     link: Link = lambda commands: commands
 
 
 class Tokens:
-    """Text to tokens and back by a tokenizer of transformers. vocabulary: tokens are below it."""
+    """Text to tokens and back by a tokenizer of transformers.
+
+    vocabulary: tokens are below it.
+    """
 
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
         self._tokenizer = tokenizer
         self.vocabulary = vocabulary
         self._template = tokenizer.chat_template or PLAIN_TEMPLATE
+        # A token decoded alone loses its leading space in many tokenizers: it is decoded behind an
+        # ordinary one, whose text is then cut off.
         ordinary = tokenizer.encode("a", add_special_tokens=False)[-1:]
         self._anchor_text = self.decode(ordinary)
         self._anchor = ordinary
+        # Logprobs name the same tokens again and again.
         self.piece: Callable[[int], str] = functools.lru_cache(1 << 17)(self._piece)
 
     def encode(self, text: str) -> list[int]:
@@ -80,6 +87,7 @@ class Tokens:
                 400, f"the model's chat template refuses these messages: {why}", param="messages"
             ) from None
         return list(
+            # A model's own template writes its special tokens itself.
             self._tokenizer.encode(text, add_special_tokens=self._template is PLAIN_TEMPLATE)
         )
 
@@ -99,15 +107,18 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Choices:
-    """How to load a model; None: what suits it. checkpoint: one of ds_core, whose weights take the
-    place of MODEL's.
-    """
+    """How to load a model; None: what suits it."""
 
     dtype: str | None = None
+    # int8 or int4, of linear layers.
     quantize: str | None = None
+    # Of all running requests.
     cache_tokens: int | None = None
+    # Ranks that divide the model.
     tp: int = 1
+    # Of a CPU.
     threads: int | None = None
+    # One of ds_core, whose weights replace MODEL's.
     checkpoint: Path | None = None
 
 
@@ -155,6 +166,7 @@ def open_model(path: Path, name: str | None, choices: Choices) -> Served:
         config |= {"checkpoint": str(choices.checkpoint.resolve()), "set_empty_params": True}
     engine = init_inference(model, config)
     generator = engine.generator
+    # What the model, its program and the cache can all serve.
     most = min(most, generator.max_positions or most, generator.blocks * BLOCK)
     link: Link = (
         (lambda commands: comm.all_gather_json(commands)[0])
@@ -178,6 +190,7 @@ def _load(path: Path, choices: Choices) -> tuple[Any, Any]:
     disable_progress_bar()  # type: ignore[no-untyped-call]
 
     place, file = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
+    # Nothing is downloaded, and no code of the folder runs.
     only: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, **file}
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, **only)
@@ -191,6 +204,7 @@ def _load(path: Path, choices: Choices) -> tuple[Any, Any]:
             _all_there(path, found)
             return model, tokenizer
         config = AutoConfig.from_pretrained(place, **only)
+        # The checkpoint has the values, so MODEL's are never read.
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config), tokenizer  # type: ignore[no-untyped-call]
     except CommandError:

@@ -29,16 +29,18 @@ class StreamOptions(_Strict):
 
 
 class Asked(_Strict):
-    """What both kinds have.
+    """The fields of both kinds of requests.
 
-    `user`, `store`, `metadata` and the like are for OpenAI's accounts: without effect.
+    `user`, `store`, `metadata` and the like are for OpenAI's accounts: accepted, without effect.
     """
 
     model: str
+    # None throughout: not given, which OpenAI's clients also send as null.
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    # top_k, min_p and repetition_penalty are not OpenAI's: vLLM and others have added them.
     top_k: Count | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -149,6 +151,7 @@ class Message(_Strict):
 class Format(_Strict):
     """`response_format`."""
 
+    # Only the type is looked at: whatever else a format has, it is refused by its type.
     model_config = ConfigDict(extra="ignore")
 
     type: str
@@ -211,12 +214,13 @@ def read(kind: type[T], body: bytes) -> T:
         asked = kind.model_validate_json(body)
     except ValidationError as error:
         all_of_them = error.errors(include_input=False, include_url=False, include_context=False)
-        # of what may be one thing or another, the nearest
+        # A union reports an error for each of its kinds: the deepest one is of the kind that was meant.
         first = max(all_of_them, key=lambda e: len(e["loc"]))
         place = [str(part) for part in first["loc"]]
         if first["type"] == "json_invalid":
             raise Refusal(400, "the body is not JSON in UTF-8", "invalid_json") from None
         if first["type"] == "extra_forbidden":
+            # Names are cut: an error must not be as long as the body.
             name = place[-1][:100]
             raise Refusal(400, f"unknown field {name!r}", "unknown_parameter", name) from None
         where = (

@@ -1,4 +1,4 @@
-"""From a request to its answer: checks, tokens, and the answer whole or as a stream of events."""
+"""From a request to its answer: checks, tokens, and the answer at once or as a stream of events."""
 
 from __future__ import annotations
 
@@ -33,26 +33,29 @@ _USUAL_TOKENS = 16
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may cost. body, body_seconds: bytes, and the time for them to come; seconds:
-    for the answer.
+    """What a request may cost."""
 
-    tokens: of an answer, None: as many as the model can.
-    """
-
+    # Bytes.
     body: int
+    # For the body to come.
     body_seconds: float
+    # From the beginning of a request to the end of its answer.
     seconds: float
+    # Of an answer; None: as many as the model can.
     tokens: int | None
 
 
 @dataclass(frozen=True)
 class _Job:
-    """A request with its prompts in tokens. echoes: what each answer begins with, by prompt."""
+    """A request with its prompts in tokens."""
 
     asked: Asked
     prompts: list[list[int]]
+    # What each answer begins with, by prompt.
     echoes: list[str]
+    # Of each of the `n` answers to a prompt.
     params: list[SamplingParams]
+    # Whether the answer comes as events.
     stream: bool
 
     @property
@@ -67,7 +70,11 @@ T = TypeVar("T", ChatRequest, CompletionRequest)
 
 
 class Answering(Generic[T]):
-    """One route, as an ASGI application. threads: where long texts are made into tokens."""
+    """One route, as an ASGI application.
+
+    kind: the requests that it reads.
+    threads: where long texts are made into tokens.
+    """
 
     def __init__(
         self,
@@ -89,30 +96,37 @@ class Answering(Generic[T]):
         """Answer one request."""
         began = time.monotonic()
         body = await self._body(scope, receive)
+        # A tokenizer needs milliseconds for a long text, in which the event loop would serve
+        # nobody.
         if len(body) <= _QUICK:
             job = self._job(body)
         else:
             job = await asyncio.get_running_loop().run_in_executor(self._threads, self._job, body)
         usage = Usage(sum(len(prompt) for prompt in job.prompts))
+        # The time of the body counts as part of the request.
         left = self._limits.seconds - (time.monotonic() - began)
         with self._worker.open(job.each, max(left, 0.0)) as ticket:
             self._metrics.prompt_tokens.inc(usage.prompt)
+            # The body is complete, so all that can still arrive is the client's leaving, which
+            # frees the cache.
             watch = asyncio.create_task(_watch(receive, ticket))
             try:
                 await self._answer(job, ticket, usage, began, send)
             finally:
                 watch.cancel()
+                # Also of an answer that was cut off: its tokens were computed.
                 self._metrics.completion_tokens.inc(usage.completion)
                 scope["state"]["tokens"] = usage
         self._metrics.whole.observe(time.monotonic() - began)
 
-    # -- what is asked -----------------------------------------------------------------------------
+    # -- the request -------------------------------------------------------------------------------
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         headers = dict(scope["headers"])
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != b"application/json":  # which no web page can send here without being asked
             raise Refusal(415, "the header Content-Type must be application/json")
+        # Refused before a byte is read; the header may lie, so what comes is counted too.
         with contextlib.suppress(ValueError):
             self._check_size(int(headers.get(b"content-length", b"0")))
         try:
@@ -152,6 +166,7 @@ class Answering(Generic[T]):
             prompts = [self._tokens(one) for one in given]
             echoes = [self._echo(one) if asked.echo else "" for one in given]
         params = self._params(asked, max(len(prompt) for prompt in prompts), field)
+        # After the parameters, whose errors name a field that the client has set.
         if not all(prompts):
             raise Refusal(400, "a prompt has no tokens", param=field)
         return _Job(asked, prompts, echoes, params, bool(asked.stream))
@@ -171,6 +186,7 @@ class Answering(Generic[T]):
         """How to sample each of the `n` answers to a prompt."""
         # all ranks must draw the same
         first = secrets.randbits(62) if asked.seed is None else asked.seed
+        # Answers to one prompt differ, and the same request with its seed gives the same answers.
         seeds = [(first + i) % (1 << 63) for i in range(asked.n or 1)]
         return [
             SamplingParams(
@@ -190,6 +206,7 @@ class Answering(Generic[T]):
 
     def _most(self, asked: Asked, longest: int, field: str) -> int:
         """Tokens that an answer may have; Refusal where they can't be had."""
+        # `max_tokens` is the old name of `max_completion_tokens` in chats.
         wanted = asked.max_tokens
         name = "max_tokens"
         if isinstance(asked, ChatRequest) and asked.max_completion_tokens is not None:
@@ -206,6 +223,7 @@ class Answering(Generic[T]):
             raise Refusal(
                 400, f"`{name}` may be {cap} at most on this server", "invalid_value", name
             )
+        # A chat goes on to its own end; a completion has OpenAI's 16.
         usual = room if isinstance(asked, ChatRequest) else _USUAL_TOKENS
         return min(wanted or usual, room, cap or room)
 
@@ -218,9 +236,11 @@ class Answering(Generic[T]):
         tokens = self._served.tokens
         chat = isinstance(asked, ChatRequest)
         reply = Reply(chat, self._served.name, asked.usage_in_stream)
+        # Tokens as text are only needed for logprobs.
         name = tokens.piece if _named(asked) is not None else None
         choices = [Choice(i, tokens.decode, asked.stops(), name) for i in range(len(job.each))]
         echoes = [echo for echo in job.echoes for _ in job.params]
+        # One source for both forms, so that they cannot differ.
         grown = self._grown(ticket, choices, usage, began)
         if not job.stream:
             texts = list(echoes)
@@ -240,12 +260,14 @@ class Answering(Generic[T]):
             await _event(send, reply.chunk(*first))
             async for step in grown:
                 await _event(send, reply.chunk(*step))
+            # After all choices, with an empty list of them, as OpenAI sends it.
             if asked.usage_in_stream:
                 await _event(send, reply.last(usage))
             await send(
                 {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True}
             )
         except Refusal as error:
+            # The status is sent already: an error is an event of the stream.
             await _event(send, error.body())
         except Gone:
             raise
@@ -259,11 +281,14 @@ class Answering(Generic[T]):
     ) -> AsyncIterator[tuple[Choice, str, list[Piece]]]:
         """What each token adds to which answer, until all have ended."""
         async for index, output in ticket:
+            # The first token of all answers, which is what a client waits for.
             if usage.completion == 0:
                 self._metrics.first_token.observe(time.monotonic() - began)
             usage.completion += output.token is not None
             choice = choices[index]
             text, pieces = choice.add(output)
+            # A stop string ended the text. The generator does not look for those, so it is
+            # stopped from here.
             if choice.finish is not None and output.finished is None:
                 ticket.stop(index)
             yield choice, text, pieces
@@ -291,6 +316,7 @@ _EVENTS = [
 
 
 def _dump(value: Any) -> bytes:
+    # "replace": half a surrogate pair, which a model may write, has no UTF-8.
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(
         "utf-8", "replace"
     )

@@ -8,17 +8,20 @@ from ds_inference.generate.stopping import Decode, Detokenizer
 
 
 class Text:
-    """The text of one answer. decoded, length: characters that tokens stand for, and those given
-    out so far.
+    """The text of one answer.
 
-    stopped: a stop string came; `length` is then final.
+    decode: of the tokenizer.
+    stops: strings that end it.
     """
 
     def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
         self._reads = Detokenizer(decode)
         self._stops = tuple(stops)
+        # One character less than the longest: more would have been found as a stop string.
         self._hold = max((len(s) for s in stops), default=1) - 1
         self._waiting = ""  # text that may be the beginning of a stop string
+        # Characters that tokens stand for, and those given out so far; final once a stop string
+        # came.
         self.decoded = 0
         self.length = 0
         self.stopped = False
@@ -43,6 +46,8 @@ class Text:
             self._waiting = ""
             shown = text[: min(found)]
         else:
+            # What may still become a stop string is kept back: it could not be taken back from a
+            # client.
             held = self._beginning(text)
             shown = text[: len(text) - held]
             self._waiting = text[len(text) - held :]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ds_core.errors import DSError
 from ds_inference.generate.requests import Finish, Output, SamplingParams
 from ds_inference.serve.driver import STOP, Command, Driver, Link, cancel, submit
-from ds_inference.serve.http.errors import Refusal, told
+from ds_inference.serve.http.errors import Refusal, describe
 
 if TYPE_CHECKING:
     from ds_inference.generate.generator import Generator
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ds_inference.serve")
 
 _IDLE = 30.0
-"""Seconds after which ranks that wait for commands hear that there are none."""
+"""Seconds after which ranks that wait for commands are sent none."""
 
 
 class Gone(Exception):
@@ -35,10 +35,11 @@ class Gone(Exception):
 
 
 class Worker:
-    """Owns `generator`.
+    """Owns `generator`, in a thread.
 
-    most_waiting: answers that may wait for their first token. failed: called on the event loop
-    where a step fails.
+    most_waiting: answers that may wait for their first token.
+    link: gives commands to all ranks that have a part of the model.
+    failed: called on the event loop where a step fails.
     """
 
     def __init__(
@@ -53,9 +54,11 @@ class Worker:
         self.most_waiting = most_waiting
         self._link = link
         self._failed = failed
+        # The only way into the thread.
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
         self._numbers = itertools.count()
+        # By number, the request's ticket and which of its answers it is.
         self._tickets: dict[int, tuple[Ticket, int]] = {}  # of the event loop
         # answers without a token yet, since when, the oldest first
         self.waiting: dict[int, float] = {}
@@ -95,11 +98,13 @@ class Worker:
                 f"this server takes requests for {self.most_waiting} answers at most",
                 param="n",
             )
+        # Before anything is queued: a request is accepted as a whole or not at all.
         if len(self.waiting) + len(prompts) > self.most_waiting:
             raise self._full()
         numbers = [next(self._numbers) for _ in prompts]
         ticket = Ticket(self, numbers)
         late = Refusal(504, "the answer took too long", "timeout")
+        # One clock for all answers of the request.
         timer = self._loop.call_later(timeout, ticket.fail, late)
         for index, (number, (prompt, params)) in enumerate(zip(numbers, prompts, strict=True)):
             self._tickets[number] = ticket, index
@@ -114,6 +119,7 @@ class Worker:
 
     def _full(self) -> Refusal:
         oldest = next(iter(self.waiting.values()), self._loop.time())
+        # As long as the oldest has waited: what comes now will wait about as long.
         again = min(max(math.ceil(self._loop.time() - oldest), 1), 60)
         text = (
             f"{len(self.waiting)} answers wait already, of {self.most_waiting} at most; try "
@@ -130,20 +136,23 @@ class Worker:
 
     def fail_all(self, error: Exception) -> None:
         """Every open request ends with `error`."""
+        # A ticket stands in the table once for each of its answers.
         for ticket in {id(t): t for t, _ in self._tickets.values()}.values():
             ticket.fail(error)
 
     def _deliver(self, outputs: list[tuple[int, Output]]) -> None:
         for number, output in outputs:
             ticket, index = self._tickets.get(number, (None, 0))
+            # Cancelled since: its tokens were under way.
             if ticket is None:
                 continue
             self.waiting.pop(number, None)
             if output.finished is not None:
                 del self._tickets[number]
             if output.finished in (Finish.ERROR, Finish.CANCELLED):
+                # To the log alone: what an exception says may contain another request's text.
                 if output.handle.error is not None:
-                    log.error("an answer failed: %s", told(output.handle.error))
+                    log.error("an answer failed: %s", describe(output.handle.error))
                 ticket.fail(Refusal(500, "this answer failed; see the server's log"))
             else:
                 ticket.events.put_nowait((index, output))
@@ -151,10 +160,11 @@ class Worker:
     def _refused(self, number: int, error: Exception) -> None:
         ticket, _ = self._tickets.pop(number, (None, 0))
         self.waiting.pop(number, None)
+        # Our own errors say what is wrong with the request; others are faults of the server.
         if isinstance(error, DSError):
             refusal = Refusal(400, str(error))
         else:
-            log.error("a request was not taken: %s", told(error))
+            log.error("a request was not taken: %s", describe(error))
             refusal = Refusal(500, "this request was not taken; see the server's log")
         if ticket is not None:
             ticket.fail(refusal)
@@ -171,18 +181,20 @@ class Worker:
             self.generator, lambda number, error: self._call(self._refused, number, error)
         )
         try:
-            while driver.obey(self._link(self._asked())):
+            while driver.obey(self._link(self._commands())):
                 if outputs := driver.step():
                     self._call(self._deliver, outputs)
         # SystemExit too: without this thread nobody would be answered
         except BaseException as error:
-            log.error("the generator failed: %s", told(error))
+            log.error("the generator failed: %s", describe(error))
             self._call(self._broken)
 
-    def _asked(self) -> list[Command]:
-        """The commands that came; it waits for one where there is nothing else to do."""
+    def _commands(self) -> list[Command]:
+        """The commands that came; waits for one where there is nothing else to do."""
         commands: list[Command] = []
         with contextlib.suppress(queue.Empty):
+            # Idle: wait for a command, but not for ever, as other ranks wait in a collective that
+            # has a timeout.
             if not self.generator.busy:
                 commands.append(self._inbox.get(timeout=_IDLE))
             while True:
@@ -206,6 +218,7 @@ class Ticket:
 
     def fail(self, error: Exception) -> None:
         """Whoever iterates gets `error` next; the answers are cancelled."""
+        # Cancelled at once: whoever iterates may not come back (a client that left).
         for number in self._numbers:
             self._worker.cancel(number)
         self._failure = self._failure or error
@@ -219,6 +232,7 @@ class Ticket:
     async def __aiter__(self) -> AsyncIterator[tuple[int, Output]]:
         while self._open:
             event = await self.events.get()
+            # Checked first: a failure makes the tokens before it worthless.
             if self._failure is not None:
                 raise self._failure
             assert event is not None

@@ -30,10 +30,13 @@ log = logging.getLogger("ds_inference")
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A tensor of the model: all its names (of tied weights several), and where each is."""
+    """A tensor of the model."""
 
+    # All its names: of tied weights several.
     names: tuple[str, ...]
+    # The modules that have it, and by which name.
     owners: tuple[tuple[nn.Module, str], ...]
+    # As it is now.
     tensor: Tensor
 
     def put(self, value: Tensor) -> None:
@@ -61,6 +64,7 @@ def _places(model: nn.Module) -> Iterator[_Place]:
             if v is not None and k not in _fleeting(module)
         ]
         for key, tensor in held:
+            # By identity: tied weights are one place with several names.
             tensors[id(tensor)] = tensor
             names[id(tensor)].append(f"{prefix}.{key}" if prefix else key)
             owners[id(tensor)].append((module, key))
@@ -86,6 +90,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
     for place in _places(model):
         if place.tensor.is_floating_point() and place.tensor.dtype != dtype:
             if place.tensor.is_meta:
+                # A parameter on `meta` has no data to replace: its owners get another.
                 place.put(place.tensor.detach().to(dtype))
             else:
                 place.tensor.data = place.tensor.data.to(dtype)
@@ -100,10 +105,12 @@ def fill(
 
     slices: of parameters of which only a part is here, by name.
     """
+    # Those that no file has.
     _make_buffers(model, device)
     places = list(_places(model))
     recipes = _recipes(model, source, {name for place in places for name in place.names})
     missing = [place for place in places if not any(n in recipes for n in place.names)]
+    # A buffer that is in memory may be missing: it has the values that the module gave it.
     absent = [p for p in missing if isinstance(p.tensor, nn.Parameter) or p.tensor.is_meta]
     if absent:
         some = ", ".join(p.names[0] for p in absent[:5]) + (
@@ -115,11 +122,13 @@ def fill(
         )
     used: set[str] = set()
     for place in places:
+        # Any of a tied weight's names will do: files have one of them.
         name = next((n for n in place.names if n in recipes), None)
         if name is None:
             continue
         recipe = recipes[name]
         used.update(recipe.sources)
+        # Where ranks divide the layer: only this rank's part is read.
         piece = next((slices[n] for n in place.names if n in slices), None)
         whole = piece.shape if piece is not None else tuple(place.tensor.shape)
         if recipe.shape is not None and recipe.shape != whole:
@@ -133,6 +142,7 @@ def fill(
                 f"{tuple(place.tensor.shape)}"
             )
         if place.tensor.is_meta:
+            # One weight at a time, so that no second copy of the model is ever in memory.
             place.put(value.to(device=device, dtype=place.tensor.dtype).contiguous())
         else:
             place.tensor.data.copy_(value)
@@ -148,10 +158,13 @@ def fill(
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """How a weight of the model is read. shape: of the whole, where it is known beforehand."""
+    """How a weight of the model is read."""
 
+    # The names of the file that it is made of.
     sources: tuple[str, ...]
+    # Of the full weight, where it is known beforehand.
     shape: tuple[int, ...] | None
+    # What a slice keeps of it, or all of it for None.
     read: Callable[[Slice | None], Tensor]
 
 
@@ -166,6 +179,7 @@ def _recipes(model: nn.Module, source: Source, wanted: set[str]) -> dict[str, _R
             found[name] = _plain(source, name)
         else:
             rest.append(name)
+    # Its conversions are only of use for its own models, which have imported it already.
     if rest and "transformers" in sys.modules and hasattr(model, "base_model_prefix"):
         for name, recipe in _converted(model, source, rest, wanted).items():
             found.setdefault(name, recipe)
@@ -192,11 +206,13 @@ def _converted(
     known = dict.fromkeys(wanted, True)
     found: dict[str, _Recipe] = {}
     merged: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    # Experts are stacked in the order of their numbers.
     for name in sorted(names, key=_natural):
         target, pattern = rename_source_key(
             name, renamings, converters, model.base_model_prefix, known
         )
         if target not in wanted:
+            # Without conversions: only the prefix of the base model is added or removed.
             target, pattern = rename_source_key(name, [], [], model.base_model_prefix, known)
         if target not in wanted:
             continue
@@ -218,6 +234,7 @@ def _merge(
     def read(piece: Slice | None) -> Tensor:
         from copy import deepcopy
 
+        # A converter collects tensors; this one is used once for each weight that it makes.
         own = deepcopy(converter)
         for name, pattern in parts:
             own.add_tensor(target, name, pattern, source.read(name))
@@ -255,7 +272,9 @@ def _make_buffers(model: nn.Module, device: torch.device) -> None:
         for key in lost:
             buffer = module._buffers[key]
             assert buffer is not None
+            # Memory first: the model's own initialisation then writes into it.
             module._buffers[key] = torch.full_like(buffer, 0, device=device)
+        # Initialising would overwrite weights that are in memory.
         flags = [p for p in module.parameters(recurse=False) if not p.is_meta]
         assert not flags, name
         initialise(module)
@@ -285,6 +304,7 @@ def save_parts(model: nn.Module, ctx: Context, slices: Mapping[str, Slice], fold
     entries: dict[str, Any] = {}
     for item in _places(model):
         piece = next((slices[n] for n in item.names if n in slices), None)
+        # What every rank has is written by the first.
         if piece is None and place:
             continue
         name = item.names[0]
@@ -294,8 +314,10 @@ def save_parts(model: nn.Module, ctx: Context, slices: Mapping[str, Slice], fold
             "shape": list(piece.shape if piece is not None else item.tensor.shape),
             "ranges": ranges,
         }
+    # Ranks along other axes have the same weights.
     if ctx.mesh.size(*[a for a in ctx.mesh.names if a != "tp"]) == 1 or ctx.mesh.index("dp") == 0:
         save_file(mine, path / f"rank_{place:05d}.safetensors", metadata={"format": "pt"})
+    # One rank's file says what it has; the index says which parts make a weight.
     every = comm.all_gather_json(entries, group=group) if ranks > 1 else [entries]
     weights: dict[str, Any] = {}
     for rank, found in enumerate(every):

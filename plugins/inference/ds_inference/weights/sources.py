@@ -26,9 +26,11 @@ from ds_inference.weights.tensor_file import TensorFile
 
 PARTS = "ds_inference.parts"
 """The ``type`` of a JSON file that `save_parts` wrote."""
+# What is looked for in a folder, in this order of preference.
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _LISTS = ("ds_inference_config.json", "checkpoints.json")
+# Bounds on files that come from elsewhere, before they fill the memory.
 _MAX_JSON = 1 << 27
 _MAX_VALUES = 1 << 23
 
@@ -93,6 +95,7 @@ def _opened(path: Path, stack: contextlib.ExitStack) -> Source:
 
 
 def _folder(path: Path, stack: contextlib.ExitStack) -> Source:
+    # A list comes first: it may name files of the same folder, in an order of its own.
     for name in _LISTS:
         if (path / name).is_file():
             return _listed(_json(path / name), path, str(path / name), stack)
@@ -102,6 +105,7 @@ def _folder(path: Path, stack: contextlib.ExitStack) -> Source:
     for name in _FILES:
         if (path / name).is_file():
             return _Files([path / name], str(path), stack)
+    # A training run's checkpoint has files that are no weights by themselves.
     if (path / "latest").is_file() or (path / "manifest.json").is_file():
         return _Checkpoint(path, stack)
     if found := sorted(path.glob("*.safetensors")):
@@ -140,6 +144,7 @@ def _below(folder: Path, name: object, origin: str) -> Path:
     """
     if not isinstance(name, str) or not name:
         raise CheckpointError(f"{origin}: {name!r} is no file name")
+    # A list from elsewhere must not read files outside of its folder by a relative path.
     if not os.path.isabs(name) and ".." in Path(name).parts:
         raise CheckpointError(f"{origin}: {name!r} leads out of its folder")
     return folder / name
@@ -183,6 +188,7 @@ class _Files:
 
     def __init__(self, files: Sequence[Path], where: str, stack: contextlib.ExitStack) -> None:
         self.where = where
+        # Weight -> its file; of a name that several files have, the last counts.
         self._home: dict[str, TensorFile | _Pickled] = {}
         for path in files:
             opened = _open_file(path, stack)
@@ -212,6 +218,7 @@ class _Pickled:
 
     def __init__(self, path: Path) -> None:
         found = read_torch_file(path, links=True)  # a hub's cache has links to its files
+        # DeepSpeed's own files keep the weights below this key.
         if isinstance(found, dict) and isinstance(found.get("module"), dict):
             found = found["module"]
         if not isinstance(found, dict):
@@ -277,6 +284,8 @@ class _Parts:
     def read(self, name: str, piece: Slice | None = None) -> Tensor:
         wanted = piece.ranges if piece is not None else Slice.of(self._shapes[name]).ranges
         for file, stored in self._parts[name]:
+            # Divided as when it was saved: one part is the answer, and the full weight is never
+            # made.
             if stored.ranges == wanted:
                 return self._files[file].read(name)
         whole = None
@@ -284,6 +293,7 @@ class _Parts:
         for file, stored in self._parts[name]:
             here = self._files[file].read(name)
             whole = here.new_empty(self._shapes[name]) if whole is None else whole
+            # Each part of what this file has, put in its place of the full weight.
             for part in stored.parts():
                 local = tuple(
                     slice(at, at + n) for at, n in zip(part.at, part.box.size, strict=True)
@@ -325,6 +335,7 @@ class _Checkpoint:
                 "weights with "
                 "dscore checkpoint export"
             ) from error
+        # By reference: ds-checkpoint need not be installed for other sources.
         self._saved = stack.enter_context(opening(path))
         if self._saved.split:
             raise CheckpointError(

@@ -39,6 +39,8 @@ class TensorFile:
         out = torch.empty(piece.size, dtype=dtype)
         whole = Box.whole(shape)
         flat = out.view(-1)
+        # A slice is of several boxes; each is read in runs that are contiguous in the file, right
+        # into its place.
         for part in piece.parts():
             wanted = (0, out.numel())
             for move in moves(

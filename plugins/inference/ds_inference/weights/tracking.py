@@ -24,18 +24,19 @@ class WeightTracker:
     def __init__(self, module: nn.Module, lowered: Lowered, runnable: Runnable) -> None:
         named = dict(module.named_parameters()) | dict(module.named_buffers())
         self._names = list(named)
-        self._held = list(named.values())
+        self._weights = list(named.values())
         self._lowered = lowered
         self._runnable = runnable
-        self._kinds = [(x.dtype, x.device) for x in self._held]
-        self._marks = [_mark(x) for x in self._held]
+        self._kinds = [(x.dtype, x.device) for x in self._weights]
+        # Comparing these is cheap beside binding again, which translates the program.
+        self._marks = [_mark(x) for x in self._weights]
 
     def __call__(self) -> None:
         """See the class."""
-        marks = [_mark(x) for x in self._held]
+        marks = [_mark(x) for x in self._weights]
         if marks == self._marks:
             return
-        for name, x, (dtype, device) in zip(self._names, self._held, self._kinds, strict=True):
+        for name, x, (dtype, device) in zip(self._names, self._weights, self._kinds, strict=True):
             if (x.dtype, x.device) != (dtype, device):
                 was = f"{dtype} on {device}"
                 now = f"{x.dtype} on {x.device}"
@@ -43,6 +44,7 @@ class WeightTracker:
                     f"{name} was {was} when this engine was made, and is {now} now: make a new "
                     "engine"
                 )
+        # Derived tensors first: the program looks up their addresses too.
         self._lowered.refresh()
         self._runnable.rebind()
         self._marks = marks

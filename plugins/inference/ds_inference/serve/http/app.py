@@ -1,4 +1,4 @@
-"""The application: its routes, who may ask, and what is written down about each request."""
+"""The application: its routes, who may send requests, and what is logged of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ds_inference.serve.http.errors import Refusal, told
+from ds_inference.serve.http.errors import Refusal, describe
 from ds_inference.serve.http.metrics import Metrics
 from ds_inference.serve.model import Served
 from ds_inference.serve.protocol import ChatRequest, CompletionRequest
@@ -36,10 +36,13 @@ def make_app(
     token: str | None = None,
     hosts: Sequence[str] | None = None,
 ) -> Gate:
-    """The ASGI application. token: what a request must bear; hosts: names it may call this server
-    by, None: any.
+    """The ASGI application.
+
+    token: what a request must bear; None: nothing.
+    hosts: names by which a request may call this server; None: any.
     """
     g = worker.generator
+    # Read when somebody asks for metrics, so that nothing has to be kept up to date.
     now: dict[tuple[str, str], Callable[[], float]] = {
         ("requests_running", "Answers that are generated."): lambda: g.running,
         ("requests_waiting", "Answers without a token yet."): lambda: len(worker.waiting),
@@ -108,10 +111,9 @@ PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/m
 
 
 class Gate:
-    """Lets in who may ask, and logs and counts: neither prompts nor answers, headers nor addresses
-    asked for.
+    """Checks who may send requests, logs and counts them.
 
-    stopping: nothing new is answered any more.
+    Neither prompts nor answers, headers nor the addresses of requests are logged.
     """
 
     def __init__(
@@ -121,15 +123,15 @@ class Gate:
         self._metrics = metrics
         self._token = None if token is None else token.encode()
         self._hosts = None if hosts is None else {host.lower().encode() for host in hosts}
+        # Set by the server: nothing new is answered any more.
         self.stopping = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or what else the server has to say."""
         if scope["type"] != "http":
             return
-        # nobody was there to be answered
         began = time.monotonic()
-        status = 499
+        status = 499  # the client left before it was answered
         state: dict[str, Any] = {}
         scope["state"] = state
 
@@ -140,6 +142,7 @@ class Gate:
             await send(message)
 
         try:
+            # Before the application sees the request, so that no route can forget it.
             refusal = self._refusal(scope)
             if refusal is None:
                 await self._app(scope, receive, seen)
@@ -149,8 +152,9 @@ class Gate:
             status = 499
             self._metrics.cancelled.inc()
         except Exception as error:
-            log.error("while answering: %s", told(error))
+            log.error("while answering: %s", describe(error))
         finally:
+            # Unknown paths are one label: a client must not be able to make new ones.
             path = scope["path"] if scope["path"] in PATHS else "other"
             self._metrics.requests.labels(path, status).inc()
             usage = state.get("tokens")
@@ -175,12 +179,15 @@ class Gate:
             )
         if _size(scope) > HEAD:
             return Refusal(431, f"the head of a request may have {HEAD} bytes at most")
+        # Needs no token, and answers while the server stops: it is what a supervisor looks at.
         if scope["path"] == "/health":
             return None
         if self.stopping:
             return Refusal(503, "the server is stopping", retry_after=5)
         if self._token is not None:
             kind, _, given = headers.get(b"authorization", b"").partition(b" ")
+            # In constant time: how long a comparison takes must not tell how much of a token is
+            # right.
             if kind.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._token):
                 return Refusal(
                     401, "a right token is needed: Authorization: Bearer ...", "invalid_api_key"

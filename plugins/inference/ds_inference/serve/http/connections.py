@@ -2,9 +2,9 @@
 connection.
 
 [Note: half closed] A client that has left and one that only sends nothing more look alike: both
-said "no more". What is written to the first comes back as an error. So until its answer begins such
-a connection is written to from time to
-time: "100 Continue", which clients pass over.
+sent the end of their stream. What is written to the first comes back as an error. So until its
+answer begins, such a connection is written to from time to time: "100 Continue", which clients pass
+over.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def protocol(most: int, patience: float) -> type[H11Protocol]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            # At once, in bytes that were made before: a flood of connections must cost little.
             if len(self.connections) > most:
                 transport.write(_FULL)
                 transport.close()
@@ -51,6 +52,7 @@ def protocol(most: int, patience: float) -> type[H11Protocol]:
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
+            # Between requests: the next head must come in time. During an answer: the client lives.
             if self.cycle is None or self.cycle.response_complete:
                 self._wait()  # for the rest of a head; the body has a limit of its own
             elif not self.flow.write_paused:
@@ -88,6 +90,7 @@ def protocol(most: int, patience: float) -> type[H11Protocol]:
 
         def pause_writing(self) -> None:
             super().pause_writing()
+            # The client does not read, and the answer waits for it.
             self._wait()
 
         def resume_writing(self) -> None:

@@ -19,14 +19,16 @@ _KINDS = {
 
 @dataclass(eq=False)
 class Refusal(Exception):
-    """An answer with `status`. param: the field of the request at fault. retry_after: in seconds it
-    may be better.
-    """
+    """An answer with an error."""
 
+    # Of HTTP.
     status: int
     message: str
+    # OpenAI's word for the error, where it has one.
     code: str | None = None
+    # The field of the request at fault.
     param: str | None = None
+    # Seconds after which it may succeed.
     retry_after: int | None = None
 
     def __str__(self) -> str:
@@ -47,9 +49,9 @@ class Refusal(Exception):
         return [*found, (b"www-authenticate", b"Bearer")] if self.status == 401 else found
 
 
-def told(error: BaseException) -> str:
-    """`error` for the log: what of ds_core's says, of another its kind and place, as it may repeat
-    a request.
+def describe(error: BaseException) -> str:
+    """`error` for the log: the text of one of ours; of another its kind and place, since its text
+    may repeat a request.
     """
     if isinstance(error, DSError):
         return str(error)

@@ -1,6 +1,4 @@
-"""What a server has done and does, for Prometheus: in a registry of its own, so that several share
-a process.
-"""
+"""Metrics of a server for Prometheus, in a registry of its own, so that several share a process."""
 
 from __future__ import annotations
 
@@ -14,9 +12,9 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 
 
 class Metrics:
-    """The server's counters. now: gauges, (name, what it says) -> what reads it.
+    """The counters of one server.
 
-    requests: by path and status. completion_tokens: also of answers that were cut short.
+    now: gauges, as (name, description) -> what reads it.
     """
 
     def __init__(self, now: Mapping[tuple[str, str], Callable[[], float]]) -> None:

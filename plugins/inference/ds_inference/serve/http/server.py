@@ -31,19 +31,19 @@ _SHORTEST = 16
 
 @dataclass(frozen=True)
 class Settings:
-    """How to serve. max_queue: answers that wait for their first token. grace: seconds that answers
-    get after SIGTERM.
-
-    patience: seconds for the head of a request to come, and for a client to go on reading.
-    """
+    """How to serve."""
 
     host: str
     port: int
     limits: Limits
+    # Answers that wait for their first token.
     max_queue: int
     max_connections: int
+    # Seconds that answers get to end after SIGTERM.
     grace: float
+    # What requests must bear; None: nothing.
     token: str | None = None
+    # Seconds for the head of a request to come, and for a client to go on reading.
     patience: float = 20.0
 
 
@@ -64,6 +64,7 @@ def token_from(file: Path | None) -> str | None:
     if text is None:
         return None
     token = text.strip()
+    # It goes into a header, and a short one can be guessed.
     if len(token) < _SHORTEST or not (token.isascii() and token.isprintable()) or " " in token:
         raise CommandError(
             f"{place}: a token is {_SHORTEST} ASCII characters or more, without spaces"
@@ -126,6 +127,7 @@ class Server(uvicorn.Server):
     def serve_until_stopped(self) -> bool:
         """Serve until a signal, or until `should_exit` is set; whether all ended well."""
         with listen(self._settings.host, self._settings.port, self._settings.token) as heard:
+            # An IPv6 address in a URL stands in brackets.
             name = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
             self._address = f"http://{name}:{heard.getsockname()[1]}"
             self.run(sockets=[heard])
@@ -142,6 +144,8 @@ class Server(uvicorn.Server):
         self._gate.stopping = True
         log.info("stopping: %d answers have %g s to end", self._worker.active, self._settings.grace)
         cut = Refusal(503, "the server stopped before this answer was complete")
+        # uvicorn's own limit would end connections without a word: before it, answers end with an
+        # error of their own.
         timer = asyncio.get_running_loop().call_later(
             self._settings.grace, self._worker.fail_all, cut
         )
@@ -152,6 +156,7 @@ class Server(uvicorn.Server):
         """A signal came; the second one ends at once."""
         if sig in self._ignored:
             return
+        # uvicorn's: with `force_exit` it does not wait for answers.
         self.force_exit = self.should_exit
         self.should_exit = True
 
