@@ -35,6 +35,7 @@ def all_gather(x: Tensor, group: Members, dim: int, sizes: Sizes) -> Tensor:
         return _call(_all_gather_op, x, group, dim, sizes)
     count = group.size()
     if sizes is None:
+        # Along a new first dimension, as torch's collective lays parts out; then moved to `dim`.
         parts = x.new_empty((count, *x.shape))
         comm.all_gather_into_tensor(parts, x.contiguous(), group=group)
         return parts.movedim(0, dim).flatten(dim, dim + 1)
@@ -68,6 +69,7 @@ def reduce_scatter(x: Tensor, group: Members, dim: int, sizes: Sizes) -> Tensor:
         mine = x.new_empty(parts.shape[1:])
         comm.reduce_scatter_tensor(mine, parts, group=group)
         return mine
+    # Parts of one length; the zeros behind the shorter ones add nothing.
     padded = x.new_zeros((count, max(sizes), *_without(x, dim)))
     for part, rows in zip(padded, x.movedim(dim, 0).split(list(sizes)), strict=True):
         part[: len(rows)] = rows
@@ -89,10 +91,12 @@ def all_to_all(
         come = torch.empty_like(parts)
         comm.all_to_all_single(come, parts, group=group)
         return come.movedim(0, join).flatten(join, join + 1)
+    # Unequal parts go as flat ones, whose sizes torch's collective takes.
     cuts = _lengths(x.shape[cut], cut_sizes, count, spread=True)
     joins = _lengths(x.shape[join], join_sizes, count, spread=False)
     shape = list(x.shape)
     shape[cut] = cuts[group.rank()]
+    # What comes from rank i: this rank's cut, and rank i's length along `join`.
     shapes = [
         [joins[i] if d == join else length for d, length in enumerate(shape)] for i in range(count)
     ]

@@ -132,6 +132,7 @@ class _Copy(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Members) -> Tensor:
         ctx.group = group
+        # A view: autograd must see another tensor than its input.
         return x.view_as(x)
 
     @staticmethod
@@ -157,6 +158,8 @@ class _Mean(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        # The gradient is not divided here: data parallelism averages it over the same ranks
+        # afterwards.
         return grad, None
 
 
@@ -223,6 +226,7 @@ class _AllToAll(Function):
         cut_sizes: Sizes,
         join_sizes: Sizes,
     ) -> Tensor:
+        # Backward is the same exchange with cut and join changed places.
         ctx.back = group, join, cut, join_sizes, cut_sizes
         return collectives.all_to_all(x, group, cut, join, cut_sizes, join_sizes)
 
@@ -240,6 +244,7 @@ def _run(function: type[Function], *args: Any) -> Tensor:
 
 def _live(group: ProcessGroup | None) -> ProcessGroup | None:
     """The group, if it has several ranks."""
+    # Without other ranks all of these do nothing, so models need no case of their own.
     if group is ALONE or not dist.is_initialized():
         return None
     members = dist.group.WORLD if group is None else group
@@ -264,6 +269,8 @@ def _dim(x: Tensor, dim: int) -> int:
 def _check_sizes(name: str, sizes: Sizes, members: ProcessGroup, length: int, mine: bool) -> None:
     """mine: `length` is this rank's; else that of all parts."""
     count = members.size()
+    # Checked on each rank before anything is sent: a rank that fails inside a collective leaves the
+    # others waiting.
     if sizes is None:
         if not mine and length % count:
             raise ValueError(

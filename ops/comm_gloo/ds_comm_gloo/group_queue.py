@@ -97,6 +97,7 @@ class GroupQueue:
         self.size = group.size()
         self.rank = group.rank()
         self._jobs: _Jobs = queue.SimpleQueue()
+        # The end of the last asynchronous collective, behind which a synchronous one runs.
         self._last: Future[None] | None = None
         self._started = False
 
@@ -106,6 +107,7 @@ class GroupQueue:
             if self._last is not None:
                 self._last.exception()  # only its end matters here; its own wait() raises
                 self._last = None
+            # In the caller's thread: nothing is gained by another one.
             with torch.no_grad():
                 job()
             return None
@@ -170,6 +172,7 @@ class GroupQueue:
         width = output.element_size()
         out_bytes = None if received is None else [n * width for n in received]
         in_bytes = None if sent is None else [n * width for n in sent]
+        # As bytes, so that any dtype can go.
         raw = (output.view(torch.uint8), input.view(torch.uint8))
         return dist.all_to_all_single(*raw, out_bytes, in_bytes, group=self.group, async_op=True)
 

@@ -32,21 +32,22 @@ Stages = Iterator[Sequence[Any]]
 
 
 class _Job:
-    """A collective. call: gives its blocks. under_way: how many of them are; started: whether all
-    have been.
-    """
+    """A collective."""
 
     def __init__(self, call: Callable[[], Iterable[Stages]], inference: bool) -> None:
+        # Gives its blocks.
         self.call = call
         self.inference = inference
         self.done = Future[None]()
+        # How many of its blocks are, and whether all have been started.
         self.under_way = 0
         self.started = False
 
 
 class Pipeline:
-    """Runs collectives in the order of their calls. agree: whether all ranks of the host say so;
-    collective on it.
+    """Runs collectives in the order of their calls.
+
+    agree: whether all ranks of the host say so; collective on it.
     """
 
     def __init__(self, agree: Callable[[bool], bool]) -> None:

@@ -68,27 +68,27 @@ def open_two_level(
         for rank in host.ranks
     }
     mine = next(host for host in hosts.hosts if queue.rank in host.ranks)
-    near = SomeRanks(queue, mine.ranks, names)
+    inner = SomeRanks(queue, mine.ranks, names)
     inside = None
-    if opener is not None and near.size > 1:
+    if opener is not None and inner.size > 1:
         world = tuple(members.names[rank] for rank in mine.ranks)
         inside = opener(
             Members(
-                near.rank,
-                near.size,
+                inner.rank,
+                inner.size,
                 world,
                 members.timeout,
-                lambda record: exchange_among(near, record),
+                lambda record: exchange_among(inner, record),
             )
         )
     rail = None
-    if near.rank < hosts.rails:
-        rail = SomeRanks(queue, [host.ranks[near.rank] for host in hosts.hosts], names)
+    if inner.rank < hosts.rails:
+        rail = SomeRanks(queue, [host.ranks[inner.rank] for host in hosts.hosts], names)
     rows = "; ".join(
         f"{host.name} has {[members.names[rank] for rank in host.ranks]}" for host in hosts.hosts
     )
     log.debug("collectives of ranks %s go in two levels: %s", members.names, rows)
-    return TwoLevel(queue, hosts, near, inside, rail, lane)
+    return TwoLevel(queue, hosts, inner, inside, rail, lane)
 
 
 class TwoLevel:
@@ -96,30 +96,33 @@ class TwoLevel:
     runs.
 
     Parts of `reduce_scatter` and `all_gather` must have one length.
-    near: the ranks of this host. inside: their transport; None: messages. rail: this rank's; None:
-        it carries nothing.
+
+    inner: the ranks of this host.
+    inside: their transport; None: messages.
+    rail: this rank's; None: it carries nothing.
+    lane: of messages between hosts.
     """
 
     def __init__(
         self,
         queue: GroupQueue,
         hosts: Hosts,
-        near: SomeRanks,
+        inner: SomeRanks,
         inside: Transport | None,
         rail: SomeRanks | None,
         lane: int,
     ) -> None:
         self._queue = queue
-        self._near = near
+        self._inner = inner
         self._rail = rail
         self._lane = lane
         self.inside = inside
         self.hosts = [host.ranks for host in hosts.hosts]
-        self._host = self.hosts.index(near.ranks)
+        self._host = self.hosts.index(inner.ranks)
         self._others = [(self._host + d) % len(self.hosts) for d in range(1, len(self.hosts))]
         self._rails = hosts.rails
         self._even = hosts.even
-        self.pipeline = Pipeline(functools.partial(_agree, near, inside))
+        self.pipeline = Pipeline(functools.partial(_agree, inner, inside))
 
     def takes(self, kind: str, size: int, dtype: torch.dtype, op: str) -> bool:
         """See `Transport`."""
@@ -142,20 +145,26 @@ class TwoLevel:
         )
 
     def _reduced(self, block: Tensor, op: str, direct: bool, tag: int) -> Stages:
+        # 1. Inside each host: carrier r gets slice r of the host's sum.
         totals = self._slices(block)
         mine = self._reduce_inside(self._slices(_wide(block, op)), op, tag)
+        # 2. On each rail: either all of a slice to everybody (one trip), or to each host a part of
+        # it.
         sent, kept = (
             [t] * len(self.hosts) if direct else t.tensor_split(len(self.hosts))
-            for t in (mine, totals[self._near.rank])
+            for t in (mine, totals[self._inner.rank])
         )
         rows = [
             sent[h] if h == self._host else torch.empty_like(sent[self._host])
             for h in range(len(self.hosts))
         ]
         yield self._rail.scatter(rows, sent, tag) if self._rail else ()
+        # 3. The hosts' sums are added in the order of the hosts, on every carrier alike.
         self._fold(kept[self._host], rows, op)
+        # 4. Each host has the total of its part: the rail gives it to the others.
         if not direct:
             yield self._rail.gather(kept, kept[self._host], tag, Lane.TOTAL) if self._rail else ()
+        # 5. Inside each host: carriers share the totals with all.
         self._gather_inside(totals, tag)
 
     def reduce_scatter(
@@ -171,11 +180,13 @@ class TwoLevel:
         """rows: what this rank has for each rank, all as long as `output`."""
         region = output
         lane = wire_tag(tag, Lane.SCATTER)
-        totals: Sequence[Tensor] = [output] * self._near.size
+        totals: Sequence[Tensor] = [output] * self._inner.size
+        # Hosts of unequal size: a carrier's slice is of all rows of the host together, and is
+        # shared and cut to rows at the end.
         if not self._even:
-            region = output.new_empty(len(output) * self._near.size)
+            region = output.new_empty(len(output) * self._inner.size)
             totals = self._slices(region)
-        total = totals[self._near.rank]
+        total = totals[self._inner.rank]
         dtype = torch.float32 if _widens(output.dtype, op) else output.dtype
         sums = {host: torch.empty_like(total, dtype=dtype) for host in self._others}
         works: list[PeerWork] = []
@@ -183,17 +194,18 @@ class TwoLevel:
             works += [
                 work for host in self._others for work in self._rail.receive(sums[host], host, lane)
             ]
+        # The own host's sum last: it needs no link, and others' messages are under way meanwhile.
         for host in self._others:
-            partial = self._reduce_inside(self._lots(host, rows, op), op, tag)
+            partial = self._reduce_inside(self._shares(host, rows, op), op, tag)
             works += self._rail.send(partial, host, lane) if self._rail else ()
-        sums[self._host] = self._reduce_inside(self._lots(self._host, rows, op), op, tag)
+        sums[self._host] = self._reduce_inside(self._shares(self._host, rows, op), op, tag)
         yield works
         self._fold(total, [sums[host] for host in range(len(self.hosts))], op)
         if not self._even:
             self._gather_inside(totals, tag)
-            gloo.copy(output, region.view(self._near.size, -1)[self._near.rank])
+            gloo.copy(output, region.view(self._inner.size, -1)[self._inner.rank])
 
-    def _lots(self, host: int, rows: Sequence[Tensor], op: str) -> list[Tensor]:
+    def _shares(self, host: int, rows: Sequence[Tensor], op: str) -> list[Tensor]:
         """What the carriers of this host are to add up and send to `host`: whole rows where hosts
         are even, else cuts of all rows together."""
         mine = [rows[rank] for rank in self.hosts[host]]
@@ -205,9 +217,10 @@ class TwoLevel:
         """The sum of this host's ranks of this rank's part; it may be `parts`' own tensor, to be
         left as it is.
         """
-        if self._near.size == 1:
+        if self._inner.size == 1:
             return parts[0]
-        out = torch.empty_like(parts[self._near.rank])
+        out = torch.empty_like(parts[self._inner.rank])
+        # The average is taken once, over all ranks, when the hosts' sums are added.
         op = "SUM" if op == "AVG" else op
         inside = self.inside
         if inside is not None and inside.takes(
@@ -215,7 +228,7 @@ class TwoLevel:
         ):
             inside.reduce_scatter(out, parts, op, tag)
         else:
-            self._near.reduce_scatter(out, parts, op, tag)
+            self._inner.reduce_scatter(out, parts, op, tag)
         return out
 
     def _fold(self, out: Tensor, sums: Sequence[Tensor], op: str) -> None:
@@ -244,23 +257,26 @@ class TwoLevel:
         """rows: all ranks', this one's being there."""
         by_host = [[rows[rank] for rank in ranks] for ranks in self.hosts]
         joined: list[Tensor] = []
-        lots = by_host
+        shares = by_host
+        # Unequal hosts: all rows of a host are put together, and cut for as many carriers as every
+        # host has.
         if not self._even:
             self._gather_inside(by_host[self._host], tag)
             joined = [
                 _joined(mine) if h == self._host else mine[0].new_empty(len(mine) * len(mine[0]))
                 for h, mine in enumerate(by_host)
             ]
-            lots = [self._slices(whole) for whole in joined]
+            shares = [self._slices(whole) for whole in joined]
         works: Sequence[PeerWork] = ()
         if self._rail:
-            carried = [lot[self._near.rank] for lot in lots]
+            carried = [share[self._inner.rank] for share in shares]
             works = self._rail.gather(carried, carried[self._host], tag)
+        # Inside the host while the rail's messages are under way.
         if self._even:
             self._gather_inside(by_host[self._host], tag)
         yield works
         for host in self._others:
-            self._gather_inside(lots[host], tag)
+            self._gather_inside(shares[host], tag)
             if not self._even:
                 for row, piece in zip(
                     by_host[host], joined[host].split(len(by_host[host][0])), strict=True
@@ -284,13 +300,16 @@ class TwoLevel:
         order = [(first + d) % len(self.hosts) for d in range(len(self.hosts))]
         place = order.index(self._host)
         lane = wire_tag(tag, Lane.SPREAD)
+        # A chain for long tensors: each host sends on what it has, block by block, so that no link
+        # carries more than the tensor once.
         source = order[place - 1] if chain else first
+        # In the first host the source gives its block to the carriers.
         onward = order[place + 1 : place + 2] if chain else order[1:] if place == 0 else ()
         slices = self._slices(block)
-        mine = slices[self._near.rank]
+        mine = slices[self._inner.rank]
         if place == 0:
             self._gather_inside(
-                [block if rank == src else block[:0] for rank in self._near.ranks], tag
+                [block if rank == src else block[:0] for rank in self._inner.ranks], tag
             )
         yield self._rail.receive(mine, source, lane) if self._rail and place > 0 else ()
         sending = (
@@ -304,43 +323,43 @@ class TwoLevel:
 
     def _gather_inside(self, parts: Sequence[Tensor], tag: int) -> None:
         """Let this host's ranks have ``parts[i]`` of its i-th."""
-        if self._near.size == 1:
+        if self._inner.size == 1:
             return
-        mine = parts[self._near.rank]
+        mine = parts[self._inner.rank]
         if self.inside is not None and self.inside.takes(
             "all_gather", sum(p.nbytes for p in parts), mine.dtype, ""
         ):
             self.inside.all_gather(parts, mine, tag)
         else:
-            self._near.all_gather(parts, mine, tag)
+            self._inner.all_gather(parts, mine, tag)
 
     def _slices(self, whole: Tensor) -> list[Tensor]:
         """`whole` cut for the carriers; nothing for the other ranks of this host."""
-        return [*whole.tensor_split(self._rails), *[whole[:0]] * (self._near.size - self._rails)]
+        return [*whole.tensor_split(self._rails), *[whole[:0]] * (self._inner.size - self._rails)]
 
     # -- messages ----------------------------------------------------------------------------------
 
     def isend(self, flat: Tensor, to: int) -> Any:
         """See `Transport`."""
-        if self.inside is not None and to in self._near.ranks:
-            return self.inside.isend(flat, self._near.ranks.index(to))
+        if self.inside is not None and to in self._inner.ranks:
+            return self.inside.isend(flat, self._inner.ranks.index(to))
         return Messages([self._queue.send(flat, to, wire_tag(0, self._lane))])
 
     def irecv(self, flat: Tensor, source: int) -> Any:
         """See `Transport`."""
-        if self.inside is not None and source in self._near.ranks:
-            return self.inside.irecv(flat, self._near.ranks.index(source))
+        if self.inside is not None and source in self._inner.ranks:
+            return self.inside.irecv(flat, self._inner.ranks.index(source))
         return Messages([self._queue.recv(flat, source, wire_tag(0, self._lane))])
 
 
-def _agree(near: SomeRanks, inside: Transport | None, mine: bool) -> bool:
+def _agree(inner: SomeRanks, inside: Transport | None, mine: bool) -> bool:
     """Whether all ranks of the host say so."""
-    if near.size == 1:
+    if inner.size == 1:
         return mine
-    votes = torch.zeros(near.size, 1, dtype=torch.uint8)
-    votes[near.rank] = mine
+    votes = torch.zeros(inner.size, 1, dtype=torch.uint8)
+    votes[inner.rank] = mine
     rows = votes.unbind()
-    (near if inside is None else inside).all_gather(rows, rows[near.rank], 0)
+    (inner if inside is None else inside).all_gather(rows, rows[inner.rank], 0)
     return bool(votes.all())
 
 

@@ -80,13 +80,16 @@ def _step(
         return []
     run = getattr(native(), name)
     everything = [*lists, copies] if copies is not None else list(lists)
+    # Inside `together` a call returns before its work is done.
     overlaps = name in OVERLAPPING
     portions: _Portions | None = getattr(_LOCAL, "portions", None) if overlaps else None
+    # Many small tensors: the first portions are worked on while the others are looked at.
     if overlaps and portions is None and len(params) >= MANY and torch.get_num_threads() > 1:
         if len({len(ts) for ts in everything}) > 1:
             raise KernelError(sizes_differ(everything))
         together(functools.partial(_in_portions, name, reference, numbers, lists, copies))
         return []
+    # The usual step is plain: one pass in C++ looks at all tensors, and makes the lists.
     given = None
     if _takes([ts[0].dtype for ts in everything if ts], has_copies):
         given = _plain(everything)
@@ -95,6 +98,7 @@ def _step(
         torch.autograd.graph.increment_version(copies)
     if given is not None:
         if portions is not None:
+            # C++ reads these until `together` ends.
             portions.kept.append((given, everything))
         threads = torch.get_num_threads() if portions is None else 0
         out: list[float] = run(threads, given, has_copies, *numbers) or []
@@ -106,6 +110,7 @@ def _step(
     else:
         if len({len(ts) for ts in everything}) > 1:
             raise KernelError(sizes_differ(everything))
+        # Not plain: sorted into calls of one kind, and what C++ cannot read goes to the reference.
         sizes = list(map(Tensor.numel, params))
         if any(list(map(Tensor.numel, other)) != sizes for other in everything[1:]):
             raise KernelError(sizes_differ(everything, first))
@@ -169,6 +174,7 @@ def together(prepare: Callable[[], None]) -> None:
     the next is being prepared (those of `OVERLAPPING`). What `prepare` raises is raised when the
     steps that it has asked for are done.
     """
+    # Within another call of `together`, which ends all of it.
     if hasattr(_LOCAL, "portions"):
         prepare()
         return
@@ -199,6 +205,8 @@ def _is_as_expected() -> bool:
         storage = int(tensor.untyped_storage()._cdata)
     except AttributeError:
         return False
+    # Behind Python's reference count and type a tensor object has the pointer to torch's tensor,
+    # and that one likewise its storage.
     third = 2 * ctypes.sizeof(ctypes.c_void_p)
     inner = ctypes.c_void_p.from_address(implementation + third).value
     return (
@@ -215,6 +223,7 @@ def _plain(lists: Sequence[Tensors], mixed: bool = False) -> Any:
     """
     if _EXCHANGE is not None:  # torch >= 2.10
         return native().from_tensors(_EXCHANGE, list(lists), mixed, _is_as_expected())
+    # Older torch: the same checks by attributes, a list at a time.
     sizes = list(map(Tensor.numel, lists[0]))
     for tensors in lists:
         dtypes = list(map(_dtype, tensors))

@@ -45,8 +45,9 @@ SENT = SentWork()
 
 
 class Sending:
-    """The work of a message that was longer than the room in its ring. gone: bytes of it that are
-    there, or -1.
+    """The work of a message that was longer than the room in its ring.
+
+    gone: bytes of it that are in the ring or beyond; -1: not even its length is.
     """
 
     def __init__(self, post: Post, flat: Tensor, to: int, gone: int) -> None:
@@ -80,12 +81,16 @@ class Sending:
 
 
 class Receiving:
-    """The work of a receive. source: its sender; got: bytes that have come."""
+    """The work of a receive.
+
+    source: its sender.
+    """
 
     def __init__(self, post: Post, flat: Tensor, source: int) -> None:
         self.post = post
         self.flat = flat
         self.source = source
+        # Bytes that have come.
         self.got = 0
         self.done = False
         self.error = ""
@@ -105,8 +110,12 @@ class Receiving:
 
 
 class Post:
-    """A rank's rings in `segment`. names, pids: of the ranks; ring: bytes of one; timeout: of
-    waits, in seconds.
+    """A rank's rings in `segment`.
+
+    names: of the ranks, for messages.
+    pids: of the ranks' processes, likewise.
+    ring: bytes of one ring.
+    timeout: of waits, in seconds.
     """
 
     def __init__(
@@ -125,13 +134,18 @@ class Post:
         self._ring = ring
         self.timeout = timeout
         others = [r for r in range(len(names)) if r != rank]
+        # The backlog is touched by senders and by the thread that empties it; likewise the receives
+        # below.
         self._out_lock = threading.Lock()
         self._in_lock = threading.Lock()
         self._backlog: dict[int, deque[Sending]] = {r: deque() for r in others}
+        # Receives in the order of their calls, of all senders.
         self._posted: list[Receiving] = []
+        # Of each sender, the receive whose message has begun to arrive.
         self._arriving: dict[int, Receiving] = {}
         self._due = dict.fromkeys(others, 0)  # bytes that are posted and have not come
         self._drained: set[int] = set()  # senders that a thread receives from
+        # Senders whose stream can no longer be read, and why: a length did not match.
         self._broken: dict[int, str] = {}
 
     # -- sending -----------------------------------------------------------------------------------
@@ -143,6 +157,7 @@ class Post:
         backlog = self._backlog[to]
         with self._out_lock:
             gone = -1
+            # Behind a backlog a message must wait for its turn: the ring is one stream.
             if not backlog:
                 gone = self._segment.put(to, flat.data_ptr(), flat.nbytes, True)
                 if gone == flat.nbytes:
@@ -165,6 +180,7 @@ class Post:
         while True:
             work = backlog[0]
             left = work.flat.nbytes - max(0, work.gone)
+            # Only the first piece has the length before it.
             put = segment.put(to, work.flat.data_ptr() + max(0, work.gone), left, work.gone < 0)
             if put >= 0:
                 work.gone = max(0, work.gone) + put
@@ -174,8 +190,10 @@ class Post:
                     work.done.set()
                     if not backlog:
                         return
+            # No room, and the receiver makes none: perhaps it is gone.
             elif put <= 0 and (error := self._lost(to)) is not None:
                 with self._out_lock:
+                    # All that waits for this receiver fails with it.
                     for work in backlog:
                         work.error = (
                             f"rank {self.names[self._rank]}: message of "
@@ -207,6 +225,7 @@ class Post:
         """Receive until what is still posted fits in the ring."""
         while True:
             with self._in_lock:
+                # A message that has begun to arrive must be completed before the next can be read.
                 work = self._arriving.get(source) or self._first(source)
                 if work is None or self._due[source] <= self._ring:
                     self._drained.discard(source)
@@ -234,9 +253,11 @@ class Post:
                     self._advance(work)
                 if work.done:
                     break
+                # Read under the lock, so that no byte can arrive unseen between here and the wait.
                 taken = self._segment.taken(work.source)
             self._segment.await_bytes(work.source, taken)
             waited = time.monotonic() - begin
+            # Looking whether the sender lives is a system call: not in the usual short wait.
             if waited > _LOOK:
                 self.look(work)
             if not work.done and seconds is not None and waited > seconds:
@@ -258,6 +279,7 @@ class Post:
             length = self._segment.next(source)
             if length < 0:
                 return False
+            # Nothing more can be read from this sender: the next bytes are not a length.
             if length != work.flat.nbytes:
                 self._broken[source] = (
                     f"rank {self.names[self._rank]} receives {work.flat.nbytes} bytes from rank "
@@ -282,6 +304,7 @@ class Post:
         self._posted.remove(work)
         if self._arriving.get(work.source) is work:
             del self._arriving[work.source]
+        # Also of a message that failed, so that `_drain` comes to its end.
         self._due[work.source] -= work.flat.nbytes + HEADER
         work.done = True
         work.error = error

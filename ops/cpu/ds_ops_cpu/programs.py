@@ -29,6 +29,7 @@ ROWS = 24
 """So many rows C++ multiplies itself."""
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# Forms of weights, and kinds of ops, as in cpp/inference/table.h.
 _INT8 = 8
 _INT4 = 9
 (_EMBED, _NORMALIZE, _LINEAR, _GATED, _ROTATE, _STORE, _ATTEND, _ROUTE, _EXPERTS_IN, _EXPERTS_OUT, _ADD, _COLUMNS,
@@ -96,12 +97,15 @@ class _Table:
     def __init__(self, program: p.Program) -> None:
         self.widths = list(program.widths)
         self.kept: list[Tensor] = []  # made here; ops hold their addresses
+        # All registers must be known before C++ makes the program.
         more = [self._rooms(i) for i in program.instructions if isinstance(i, p.Experts)]
         self._chosen = iter(more)
         self.native = native().Program(self.widths, program.output, program.dtype == torch.bfloat16)
+        # Of each instruction, its first op and the one after its last.
         self.spans: list[tuple[int, int]] = []
         for instruction in program.instructions:
             numbers = [self.native.add(kind, fields) for kind, fields in self._ops(instruction)]
+            # An instruction of other ranks has no op: an empty span, behind the one before.
             start = numbers[0] if numbers else (self.spans[-1][1] if self.spans else 0)
             self.spans.append((start, start + len(numbers)))
 
@@ -113,6 +117,7 @@ class _Table:
     def _fp32(self, x: Tensor) -> int:
         if x.dtype != torch.float32 or not x.is_contiguous():
             x = x.float().contiguous()
+            # A copy must live as long as the ops that read it.
             self.kept.append(x)
         return x.data_ptr()
 
@@ -185,6 +190,8 @@ class _Table:
     def _attention(self, i: p.Attend) -> Iterable[tuple[int, dict[str, Any]]]:
         sizes = {"heads": i.heads, "kv_heads": i.kv_heads, "head_dim": i.head_dim}
         layer = -1 if i.layer is None else i.layer
+        # Keys and values of prompts go into the cache before any row attends; those of single rows
+        # are stored by their own task of attention.
         if i.layer is not None:
             yield _STORE, {"y": i.k, "v": i.v, "layer": layer, **sizes}
         groups = list(i.groups or (h * i.kv_heads // i.heads for h in range(i.heads)))
@@ -212,6 +219,7 @@ def _memory(program: p.Program) -> Iterable[tuple[int, int]]:
             case _:
                 weights = ()
         for weight in weights:
+            # Large pages are asked for where these lie: a step reads all of it once.
             for part in (weight.q, weight.scales) if isinstance(weight, Quantized) else (weight,):
                 yield part.data_ptr(), part.nbytes
 
@@ -232,8 +240,10 @@ class _Runnable:
     def __init__(self, program: p.Program, collectives: p.Collectives | None) -> None:
         self._program = program
         self._collectives = collectives
+        # The dtype of products that torch makes.
         self._products = torch.float32 if program.dtype == torch.float16 else program.dtype
         self._torch = Interpreter(program, None, self._widened)
+        # Memory of registers and of widened weights, used again in each step.
         self._arena = torch.empty(0)
         self._wide = torch.empty(0)
         self.rebind()
@@ -242,8 +252,11 @@ class _Runnable:
     def rebind(self) -> None:
         """See `ds_inference_kit.program.Runnable`."""
         self._table = _Table(self._program)
+        # Steps of few rows are cut at collectives alone; those of many also at products, which
+        # torch makes.
         self._few = self._parts((p.Reduce, p.Gather))
         self._many = self._parts((p.Reduce, p.Gather, p.Linear, p.Gated, p.Experts))
+        # By identity: two instructions may be equal.
         self._spans = dict(zip(map(id, self._program.instructions), self._table.spans, strict=True))
 
     def _parts(self, apart: tuple[type, ...]) -> list[_Part]:
@@ -267,9 +280,11 @@ class _Runnable:
         rows = step.tokens.shape[0] if step.embeds is None else step.embeds.shape[0]
         wanted = rows if step.wanted is None else step.wanted.shape[0]
         out = torch.empty(rows, program.widths[program.output], dtype=torch.float32)
+        # An fp32 result is written where it is returned; another one is narrowed at the end.
         direct = program.dtype == torch.float32
         if self._arena.numel() < (size := ops.arena(rows, not direct)):
             self._arena = torch.empty(size)
+        # `kept` has the tensors whose addresses C++ is given; they must outlive the step.
         given, kept = _given(step)
         ops.begin(
             rows,
@@ -325,6 +340,7 @@ class _Runnable:
             narrow.clear()
             return
         assert isinstance(i, (p.Linear, p.Gated, p.Experts))
+        # Products of one input (queries, keys and values) narrow it once.
         if i.x not in narrow:
             narrow[i.x] = x if dtype == torch.float32 else torch.empty(x.shape, dtype=dtype)
             if dtype != torch.float32:
@@ -335,6 +351,8 @@ class _Runnable:
             self._torch.execute(i, registers, None, None)  # type: ignore[arg-type]  # which reads no step
             self._register(i.out, out).copy_(registers[i.out])
         else:
+            # Bias, activation and the addition are C++'s, in one pass over what torch has
+            # multiplied.
             number = self._spans[id(i)][0]
             first, second = (i.weight, None) if isinstance(i, p.Linear) else (i.gate, i.up)
             y = torch.mm(x, self._whole(first).t())

@@ -55,8 +55,10 @@ _TYPES = {
     torch.bool: 8,
 }
 _OPS = {"SUM": 0, "AVG": 0, "PRODUCT": 1, "MAX": 2, "MIN": 3, "BAND": 4, "BOR": 5, "BXOR": 6}
+# Of booleans a sum is "any" and a product "all", as torch has it.
 _BOOL_OPS = {"SUM": 5, "MAX": 5, "BOR": 5, "PRODUCT": 4, "MIN": 4, "BAND": 4, "BXOR": 6}
 _BITS = ("BAND", "BOR", "BXOR")
+# Codes of failures, as in cpp/shared/memory.h.
 _GONE = 1
 _LATE = 2
 _DIFFERENT = 3
@@ -65,7 +67,10 @@ _LEFT = LEFT
 
 
 class SharedMemory:
-    """A group's segment: a `Transport`. pids: the ranks' processes, for messages."""
+    """A group's segment: a `Transport`.
+
+    pids: the ranks' processes, for messages.
+    """
 
     def __init__(self, segment: Any, members: Members, pids: Sequence[int]) -> None:
         # Not `Members` itself: it knows the queue of the group's collectives; both are to go with
@@ -89,6 +94,8 @@ class SharedMemory:
 
     def all_reduce(self, flat: Tensor, op: str, tag: int) -> None:
         """See `Transport`."""
+        # Every rank writes what it calls into the segment, so that ranks that differ can name each
+        # other's call.
         text = f"all_reduce {op} of {flat.numel()} {flat.dtype}"
         code = self._segment.all_reduce(
             tag, text, _is_main(), flat.data_ptr(), flat.numel(), *_arithmetic(flat.dtype, op), ONCE
@@ -137,6 +144,7 @@ class SharedMemory:
 
     def _error(self, code: int, text: str) -> CommError:
         """What became of a collective, in words; the segment serves no other after it."""
+        # As C++ packs it: the code, and the rank whose fault it is.
         kind = code & 0xFF
         rank = code >> 8
         name = self._names[rank]
@@ -171,6 +179,7 @@ def open_segment(members: Members) -> Transport | None:
     mine = -1
     reason = None
     module = None
+    # What is missing here is not raised: all ranks must agree, so each says what it found.
     try:
         module = native()
         reason = _obstacle(module, members)
@@ -182,14 +191,15 @@ def open_segment(members: Members) -> Transport | None:
             )
     except (DSError, OSError) as error:
         reason = f"{type(error).__name__}: {error}"
-    told = {
+    record = {
         "host": host_key(),
         "pid": os.getpid(),
         "file": mine,
         "key": key,
         "reason": (reason or "")[:800],
     }
-    records = members.exchange(told)
+    # First meeting: where everybody is, and whether anything is in the way.
+    records = members.exchange(record)
     pids = [r["pid"] for r in records]
     first = records[0]
     segment = None
@@ -199,9 +209,11 @@ def open_segment(members: Members) -> Transport | None:
             file = (
                 mine
                 if members.rank == 0
+                # The memory has no name; another process's descriptors can be opened by this path.
                 else os.open(f"/proc/{pids[0]}/fd/{first['file']}", os.O_RDWR | os.O_CLOEXEC)
             )
             mine = -1  # the segment closes it
+            # Ranks that share a core would spin in each other's time.
             spin = SPIN_NS if members.size <= _cores() else 0
             args = (
                 file,
@@ -215,6 +227,7 @@ def open_segment(members: Members) -> Transport | None:
             segment = module.Segment(*args, spin)
         except (OSError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {error}"
+        # Second meeting: whether all could map it.
         answers = members.exchange({"reason": (reason or "")[:800]})
         reason = _first_reason(answers, members)
     elif mine >= 0:
@@ -249,6 +262,7 @@ def _make(size: int, rings: int, key: str) -> int:
     """
     file = os.memfd_create("ds_core collectives", os.MFD_CLOEXEC)
     try:
+        # Boxes are allocated now, rings only reserved (a ring is for each pair of ranks).
         os.posix_fallocate(file, 0, size)
         os.ftruncate(file, size + rings)
         os.pwrite(file, key.encode(), 0)

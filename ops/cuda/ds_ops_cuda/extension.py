@@ -24,6 +24,7 @@ def toolkit() -> Path | None:
     """
     named = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     nvcc = shutil.which("nvcc")
+    # What the user names goes first; nvcc's link is followed to its toolkit.
     candidates = [Path(n) for n in named if n] + ([Path(nvcc).resolve().parents[1]] if nvcc else [])
     for folder in [*candidates, Path("/usr/local/cuda")]:
         if _runtime(folder) is not None:

@@ -25,6 +25,7 @@ def bias_gelu_forward(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
 def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, approximate: str) -> Tensor:
     """The gradient of x, [rows, cols]."""
     z = wide(x) + wide(bias)
+    # d/dz of 0.5 z (1 + tanh(k (z + 0.044715 z^3))), Hendrycks and Gimpel 2016.
     if approximate == "tanh":
         k = math.sqrt(2 / math.pi)
         t = torch.tanh(k * (z + 0.044715 * z**3))
@@ -59,6 +60,7 @@ def softmax_forward(x: Tensor, mask: Tensor | None, p: float, seed: int) -> tupl
 
 def softmax_backward(grad: Tensor, probs: Tensor, p: float, seed: int) -> Tensor:
     """The gradient of the scores, from that of the dropped probabilities."""
+    # Dropout is linear: its gradient is the same mask and scale.
     g = dropout(wide(grad), p, seed)
     y = wide(probs)
     return (y * (g - (g * y).sum(-1, keepdim=True))).to(probs.dtype)
@@ -91,12 +93,14 @@ def layer_norm_backward(
     del deterministic
     g = wide(grad)
     w = wide(weight)
+    # The normalised input, from the input or, by inverting weight and bias, from the output.
     normal = (
         (wide(kept) - wide(bias)) / w
         if invertible
         else (wide(kept) - mean[:, None]) * rstd[:, None]
     )
     slope = g * w
+    # What mean and variance have of each element's gradient is taken off.
     means = slope.mean(-1, keepdim=True), (slope * normal).mean(-1, keepdim=True)
     dx = rstd[:, None] * (slope - means[0] - normal * means[1])
     return dx.to(grad.dtype), (g * normal).sum(0), g.sum(0)

@@ -53,6 +53,7 @@ def layer_norm(
     the weights waits for the device.
     """
     _check("layer_norm", x, weight=weight, bias=bias)
+    # Dividing by a small weight would blow the output's rounding up.
     inverts = invertible and bool(((weight != 0) & (weight.abs() * _MOST_LOST >= bias.abs())).all())
     return _apply(_LayerNorm, x, weight, bias, eps, inverts, deterministic)
 
@@ -158,6 +159,7 @@ def _gelu_gradients(
     rows = _rows(x)
     by = _by(rows, bias, grad)
     dx: Tensor = by.bias_gelu_backward(grad, rows, bias.contiguous(), approximate)
+    # The bias is added before GELU, so its gradient is that of x, summed over rows.
     db = by.column_sums(dx, deterministic).to(bias.dtype) if wants_bias else None
     return dx.view(x.shape), db
 
@@ -265,6 +267,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         probs, value, dropped = ctx.saved_tensors
         if dropped is None:
+            # The mask is a function of the seed, so it is drawn again and never kept.
             dropped = _by(probs).dropout(probs, *ctx.dropout)
         dvalue = dropped.transpose(-1, -2) @ grad
         ddropped = (grad @ value.transpose(-1, -2)).contiguous()
@@ -297,6 +300,7 @@ class _GeluLinear(torch.autograd.Function):
         grad = _rows(grad)
         if y is None:
             rows = _rows(x)
+            # Not kept: GELU's output is made again, for the weight's gradient.
             y = _by(rows, bias).bias_gelu_forward(rows, bias, ctx.options[0])
         dw = grad.t() @ y
         dx, db = _gelu_gradients(
@@ -352,6 +356,7 @@ def _check_mask(x: Tensor, mask: Tensor | None) -> None:
             "softmax_dropout: the mask needs a gradient, which is not worked out; pass "
             "mask.detach()"
         )
+    # From the last dimension on, as broadcasting aligns shapes.
     sizes = zip(mask.shape[::-1], x.shape[::-1], strict=False)
     fits = (
         x.dim() == 4

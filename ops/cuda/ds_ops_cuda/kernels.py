@@ -77,6 +77,7 @@ def _step(
     def call(columns: Sequence[Tensors]) -> list[float]:
         return _call(name, numbers, columns, has_copies)
 
+    # Looked at by sets: a step has few dtypes and one device, and then goes in one call.
     kinds = [set(map(_dtype, tensors)) for tensors in everything]
     devices = set().union(*(map(_device, ts) for ts in everything))
     plain = all(len(k) == 1 for k in kinds) and can_step(
@@ -87,6 +88,7 @@ def _step(
         out = call(everything)
     else:
         out = sorted_out(everything, has_copies, reference, kind_of, call)
+    # Written by address, unseen by autograd's check of saved tensors.
     torch.autograd.graph.increment_version([*params, *(copies or ())])
     return out
 
@@ -106,11 +108,14 @@ def _call(
     types = [TYPES[ts[0].dtype] for ts in lists]
     addresses = [list(map(Tensor.data_ptr, ts)) for ts in lists]
     copies, copy_type = (addresses.pop(), types.pop()) if has_copies else ([], NONE)
+    # C++ takes five lists: parameters, gradients, two states, copies.
     addresses += [[]] * (4 - len(addresses)) + [copies]
     kinds = (types[0], types[1], types[2] if len(types) > 2 else NONE, copy_type)
     if name != "lamb":
         native.call(name, device, sizes, kinds, addresses, *numbers)
         return []
+    # LAMB needs the norms of a whole tensor before its update: partial sums, then coefficients, on
+    # the device.
     partials = torch.empty(2 * _blocks(sizes), dtype=torch.float64, device=device)
     coeffs = torch.ones(len(sizes), device=device)  # tensors without elements keep it
     native.call(
@@ -141,6 +146,7 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
     tensors = [t if references.is_dense(t) else t.detach().contiguous() for t in tensors]
     sizes = list(map(Tensor.numel, tensors))
     addresses = list(map(Tensor.data_ptr, tensors))
+    # A partial sum for each block, added up in a fixed order: the same bits in every run.
     room = torch.empty(_blocks(sizes) + 1, dtype=torch.float64, device=device)
     total = torch.empty((), dtype=torch.float64, device=device)
     native.call("squared_norm", device, sizes, kinds, addresses, room.data_ptr(), total.data_ptr())

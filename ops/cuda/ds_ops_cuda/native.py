@@ -50,6 +50,7 @@ def _version(number: int) -> str:
 def call(name: str, device: torch.device, *arguments: Any) -> None:
     """Queue the function `name` of the module on torch's current stream of `device`."""
     function = getattr(native(), name)
+    # Kernels are queued on the device that is current, which need not be the tensors'.
     with torch.cuda.device(device):
         index = torch.cuda.current_device()
         function(index, torch.cuda.current_stream(index).cuda_stream, *arguments)

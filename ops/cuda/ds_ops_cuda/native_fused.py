@@ -66,6 +66,7 @@ def column_sums(x: Tensor, deterministic: bool) -> Tensor:
     """See `formulas.column_sums`; where not deterministic, chunks of rows add up in the order they
     end in.
     """
+    # Deterministic: each chunk of rows has a place of its own, and they are added up in order.
     sums = _room(x, 1, deterministic)
     chunks = _chunks(x.shape[0])
     native.call(
@@ -84,8 +85,10 @@ def column_sums(x: Tensor, deterministic: bool) -> Tensor:
 def softmax_forward(x: Tensor, mask: Tensor | None, p: float, seed: int) -> tuple[Tensor, Tensor]:
     """See `formulas.softmax_forward`."""
     probs = torch.empty_like(x)
+    # Without dropout the two are one tensor, which is kept once.
     dropped = torch.empty_like(x) if threshold(p) else probs
     if mask is not None:
+        # Strides of 0 where it broadcasts: the kernel reads it in place.
         mask = mask.expand(x.shape)
     rows, cols = _matrix(x)
     kind, address, strides = (

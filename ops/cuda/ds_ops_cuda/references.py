@@ -83,6 +83,7 @@ def dropout(x: Tensor, p: float, seed: int) -> Tensor:
     """
     if threshold(p) == 0:
         return x
+    # As rows of the last dimension, as kernels see it: the counter is (column, row).
     kept = keep_mask(x.numel() // x.shape[-1] if x.numel() else 0, x.shape[-1], p, seed, x.device)
     return (wide(x) * keep_scale(p)).masked_fill(~kept.view(x.shape), 0.0).to(x.dtype)
 
@@ -123,10 +124,13 @@ def philox(
         # mod 2^64; a negative one's halves come out by masks
         first = c0 * 0xD2511F53
         second = c2 * 0xCD9E8D57
+        # One round: high and low halves of the two products, mixed with the other words and the
+        # key.
         c0 = (second >> 32 & _WORD) ^ c1 ^ k0
         c1 = second & _WORD
         c2 = (first >> 32 & _WORD) ^ c3 ^ k1
         c3 = first & _WORD
+        # The key's schedule (Weyl sequence).
         k0 = (k0 + 0x9E3779B9) & _WORD
         k1 = (k1 + 0xBB67AE85) & _WORD
     return c0, c1, c2, c3

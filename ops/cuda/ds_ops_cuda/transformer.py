@@ -1,8 +1,8 @@
 """`DeepSpeedTransformerLayer`: an encoder layer of fused operations, with the documented options.
 
     h = norm(x) if pre_layer_norm else x
-    r = x + dropout(softmax(q k' / sqrt(d) + mask), dropped, v  projected + bias)      q, k, v from
-    h f = attn_norm(r)
+    r = x + dropout(dropout(softmax(q k' / sqrt(d) + mask)) v Wo' + bias)    q, k, v from h
+    f = attn_norm(r)
     y = (r if pre_layer_norm else f) + dropout(gelu(f W1' + b1) W2' + b2)
     out = y if pre_layer_norm else norm(y)
 
@@ -31,45 +31,49 @@ from ds_ops_cuda.references import draw_seed
 
 @dataclass
 class DeepSpeedTransformerConfig:
-    """The settings of a layer; -1 means that it is not given. The layer checks them.
+    """The settings of a layer; -1 means that it is not given. The layer checks them."""
 
-    batch_size: the largest batch that `forward` takes. hidden_size, heads: needed.
-        intermediate_size: by default four times hidden_size. attn_dropout_ratio,
-        hidden_dropout_ratio: of the attention's probabilities, and of the two outputs that are
-        added to the residual; not given: 0. num_hidden_layers, initializer_range: of the weights'
-        standard deviation. local_rank: the CUDA device that parameters are made on. seed: makes
-        dropout differ from that of another seed under one `torch.manual_seed`. fp16: work in fp16,
-        whatever the parameters and inputs are.
-    normalize_invertible: layer norms keep their output and not their input. gelu_checkpoint: GELU's
-        output is made anew in the backward pass. attn_dropout_checkpoint: so is the attention's
-        dropout. adjust_init_range: weights of the two outputs start smaller, by sqrt(2
-        num_hidden_layers). stochastic_mode: sums of bias and norm gradients in any order: faster on
-        a GPU, and not the same bits in every run. huggingface, return_tuple: `forward` returns a
-        tuple.
-    training: how the layer starts.
-    """
-
+    # The largest batch that `forward` accepts.
     batch_size: int = -1
+    # Needed, as heads is.
     hidden_size: int = -1
+    # By default four times hidden_size.
     intermediate_size: int = -1
     heads: int = -1
+    # Of the attention's probabilities; not given: 0.
     attn_dropout_ratio: float = -1
+    # Of the two outputs that are added to the residual; not given: 0.
     hidden_dropout_ratio: float = -1
+    # Of the model, for adjust_init_range.
     num_hidden_layers: int = -1
+    # The weights' standard deviation.
     initializer_range: float = -1
+    # The CUDA device that parameters are made on.
     local_rank: int = -1
+    # Makes dropout differ from that of another seed under one `torch.manual_seed`.
     seed: int = -1
+    # Work in fp16, whatever the parameters and inputs are.
     fp16: bool = False
+    # Norms before attention and MLP, not after them.
     pre_layer_norm: bool = True
+    # Layer norms keep their output and not their input.
     normalize_invertible: bool = False
+    # GELU's output is made anew in the backward pass.
     gelu_checkpoint: bool = False
+    # Weights of the two outputs start smaller, by sqrt(2 num_hidden_layers).
     adjust_init_range: bool = True
+    # The attention's dropout is made anew in the backward pass.
     attn_dropout_checkpoint: bool = False
+    # Sums of bias and norm gradients in any order: faster on a GPU, and not the same bits in every
+    # run.
     stochastic_mode: bool = False
+    # `forward` returns a tuple, as with return_tuple.
     huggingface: bool = False
+    # How the layer starts.
     training: bool = True
     layer_norm_eps: float = 1e-12
     return_tuple: bool = False
+    # The number of the layer in this process.
     layer_id: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
@@ -237,6 +241,7 @@ class DeepSpeedTransformerLayer(nn.Module):
             raise UsageError(f"DeepSpeedTransformerLayer does not have {names}; leave it away")
         self._check_input(hidden_states)
         dtype = self._dtype(hidden_states)
+        # The layer casts by itself, so autocast must not do so inside.
         with torch.autocast(hidden_states.device.type, enabled=False):
             out = self._layer(hidden_states.to(dtype), attention_mask, dtype)
         return (out,) if self.config.return_tuple or self.config.huggingface else out
@@ -270,6 +275,7 @@ class DeepSpeedTransformerLayer(nn.Module):
         c = self.config
         h = self._norm(x, self.norm_w, self.norm_b, dtype) if c.pre_layer_norm else x
         projected = F.linear(self._attend(h, mask, dtype), self.attn_ow.to(dtype))
+        # Sites number the dropouts of a layer, so that each has a seed of its own.
         r = self._add(projected, self.attn_ob, x, dtype, site=1)
         f = self._norm(r, self.attn_nw, self.attn_nb, dtype)
         inter = F.linear(f, self.inter_w.to(dtype))
@@ -292,6 +298,7 @@ class DeepSpeedTransformerLayer(nn.Module):
         query, key, value = (
             qkv.view(batch, length, 3, c.heads, size).permute(2, 0, 3, 1, 4).unbind(0)
         )
+        # Scaled before the product: in fp16 the scores could overflow before a later scaling.
         scores = (query * (1 / math.sqrt(size))) @ key.transpose(-1, -2)
         p, seed = self._dropout(c.attn_dropout_ratio, site=0)
         found = fused.attention(

@@ -107,6 +107,7 @@ def _search(folder: Path, nbytes: int, seconds: float) -> Iterator[_Row]:
     """
     start = time.monotonic()
     rows = []
+    # There are about forty measurements in all.
     each = max(0.05, min(1.0, seconds / 40))
     for found in probe(folder, Settings()):
         speed = None
@@ -115,6 +116,7 @@ def _search(folder: Path, nbytes: int, seconds: float) -> Iterator[_Row]:
             found.engine.close()
         rows.append(_Row(found.name, Settings(), speed, found.why))
         yield rows[-1]
+    # One setting after the other: all combinations would take minutes.
     for key, values in (("block_size", BLOCKS), ("queue_depth", DEPTHS), ("threads", THREADS)):
         best = _best(rows)
         for value in values[1:]:
@@ -143,6 +145,7 @@ def _with(settings: Settings, key: str, value: int) -> Settings:
 def _best(rows: list[_Row]) -> _Row:
     best = rows[0]
     for row in rows[1:]:
+        # Less is noise, and the defaults are kept.
         if row.rate > 1.05 * best.rate:
             best = row
     if best.speed is None:

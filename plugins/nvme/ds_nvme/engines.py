@@ -30,10 +30,15 @@ SLOW = 10.0
 class Settings:
     """How an engine works; keys of the section ``aio``."""
 
+    # Bytes of a request.
     block_size: int = 1 << 20
+    # Requests under way.
     queue_depth: int = 8
+    # That share each transfer.
     threads: int = 1
+    # One request per system call.
     single_submit: bool = False
+    # Begin a request as soon as another one is done, not when all are.
     overlap_events: bool = True
 
 
@@ -48,6 +53,7 @@ class Transfer(ABC):
         self.write = write
         self.offset = offset
         self.nbytes = nbytes
+        # The result is kept, so that every `wait` raises the same error.
         self._over = False
         self._error: DiskError | None = None
 
@@ -88,6 +94,7 @@ class Transfer(ABC):
         if not self._over:
             self._over = True
             try:
+                # Once: the file is closed after it.
                 self._result()
             except DiskError as error:
                 self._error = error
@@ -97,7 +104,10 @@ class Transfer(ABC):
 
 
 class Engine(ABC):
-    """name: which one it is."""
+    """Moves bytes between memory and files.
+
+    name: which engine it is.
+    """
 
     name: str
 
@@ -135,6 +145,8 @@ class ThreadsEngine(Engine):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
+        # Each block of a transfer is a job of its own; more threads than 16 do not make a disk
+        # faster.
         workers = max(settings.threads, min(settings.queue_depth, 16))
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="ds_nvme")
 
@@ -226,6 +238,7 @@ def _move(
     while done < nbytes:
         try:
             moved = call(file.descriptor, [memory[done:]], offset + done)
+        # A signal came before anything was moved.
         except InterruptedError:
             continue
         except OSError as error:
@@ -233,8 +246,11 @@ def _move(
                 "write" if write else "read", file.path, error.errno or 0, f"at {offset + done}"
             ) from None
         before, done = done, done + moved
+        # What was moved in part is continued; direct I/O from the last multiple on, so some bytes
+        # go twice.
         if file.direct and done < nbytes:
-            done -= done % ALIGNMENT  # direct I/O goes on at a multiple
+            done -= done % ALIGNMENT
+        # No progress: it would go on for ever.
         if done <= before:
             raise ended(file.path, write, offset + done)
     found = zlib.crc32(memory) if checks else 0

@@ -94,7 +94,10 @@ def padded(nbytes: int) -> int:
 
 
 class Opened:
-    """An open file. direct: whether it bypasses the page cache."""
+    """An open file.
+
+    direct: whether it bypasses the page cache.
+    """
 
     def __init__(self, path: str, descriptor: int, direct: bool) -> None:
         self.path = path
@@ -121,6 +124,8 @@ def open_file(
     try:
         return Opened(str(path), _open_storage(path, flags | o_direct), bool(o_direct))
     except OSError as error:
+        # File systems without direct I/O (tmpfs, some network ones) refuse the flag; anything else
+        # is an error of the file.
         if not (o_direct and error.errno in (errno.EINVAL, errno.EOPNOTSUPP)):
             raise disk_error(doing, path, error.errno or 0) from error
     try:
@@ -142,7 +147,8 @@ def _open_storage(path: str | Path, flags: int) -> int:
 class RunFolder:
     """This process's folder below `root`, and its lock. See [Note: folders and locks].
 
-    path: the folder. swept: the leftovers that were removed.
+    path: the folder.
+    swept: the leftovers that were removed.
     """
 
     def __init__(self, root: str | Path, rank: int = 0) -> None:
@@ -155,6 +161,7 @@ class RunFolder:
         dead: list[tuple[str, int]] = []
         self._lock = -1
         try:
+            # Another run may remove `root` behind itself between making and opening it.
             for left in reversed(range(10)):
                 try:
                     dead = self._make()
@@ -179,6 +186,7 @@ class RunFolder:
         with contextlib.suppress(FileExistsError):
             self.root.mkdir(mode=0o700, parents=True)
         with _own_folder(self.root) as root:
+            # Under the root's lock nobody sees a folder of ours that has no lock yet.
             _take_lock(root, self.root)
             os.mkdir(self.path.name, 0o700, dir_fd=root)
             with _below(root, self.path.name) as folder:
@@ -195,6 +203,7 @@ class RunFolder:
                 continue
             try:
                 with _below(root, name) as folder:
+                    # A folder of this name by another user: not ours to remove.
                     if os.fstat(folder).st_uid != os.geteuid():
                         continue
                     lock = os.open("lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
@@ -207,6 +216,8 @@ class RunFolder:
             except OSError:
                 continue  # a link, or no folder
             try:
+                # Whoever gets the lock knows that its owner is gone, and keeps all others from
+                # removing it too.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 yield name, lock
             except OSError:
@@ -228,6 +239,7 @@ class RunFolder:
         """Remove the folder. May be called again."""
         lock, self._lock = self._lock, -1
         if lock >= 0:
+            # While the lock is still held, so that no other run sweeps the folder at the same time.
             self._remove(self.path.name)
             os.close(lock)
             with contextlib.suppress(OSError):
@@ -273,6 +285,7 @@ def _remove_tree(folder: int, name: str) -> None:
     with _below(folder, name) as below:
         for entry in os.listdir(below):
             try:
+                # Below a descriptor: no name on the way can be exchanged for a link.
                 os.unlink(entry, dir_fd=below)
             except (IsADirectoryError, PermissionError):  # which of both depends on the system
                 _remove_tree(below, entry)

@@ -35,20 +35,21 @@ log = logging.getLogger("ds_nvme")
 
 @dataclass(slots=True)
 class _Operation:
-    """One read or write of a tensor. memory: what the engine moves; not the tensor's own where it
-    is copied.
-    """
+    """One read or write of a tensor."""
 
     tensor: Tensor
+    # What the engine moves; not the tensor's own where that is copied.
     memory: Tensor
     write: bool
     path: str
     offset: int
+    # Compare the file with the memory afterwards.
     validate: bool
     transfers: list[Transfer] = field(default_factory=list)
 
     def finish(self) -> None:
         """Wait for all of it. Raises DiskError."""
+        # All are waited for, also behind an error: their memory must not be freed before.
         errors: list[DiskError] = []
         for transfer in self.transfers:
             try:
@@ -57,6 +58,7 @@ class _Operation:
                 errors.append(error)
         if errors:
             raise errors[0]
+        # A read that went through aligned memory: now into the tensor.
         if not self.write and self.memory.data_ptr() != self.tensor.data_ptr():
             self.tensor.copy_(self.memory.view(self.tensor.dtype).view(self.tensor.shape))
         if self.validate:
@@ -77,12 +79,14 @@ class _Operation:
 
 
 class aio_handle:
-    """Reads and writes tensors; `wait` ends what was started asynchronously. Errors are raised, as
-    DiskError.
+    """Reads and writes tensors; `wait` ends what was started asynchronously.
 
-    block_size: bytes per request. queue_depth: requests under way, of each thread. single_submit:
-        one request per system call. overlap_events: begin a request as soon as another one is done,
-        not when all are.
+    Errors are raised, as DiskError.
+
+    block_size: bytes per request.
+    queue_depth: requests under way, of each thread.
+    single_submit: one request per system call.
+    overlap_events: begin a request as soon as another one is done, not when all are.
     intra_op_parallelism: threads.
     """
 
@@ -231,6 +235,8 @@ class aio_handle:
         address = operation.memory.data_ptr()
         if not write:
             _check_size(str(filename), offset, nbytes)
+        # Whole blocks by direct I/O, the rest through the page cache; see [Note: what is not
+        # aligned].
         main = nbytes // ALIGNMENT * ALIGNMENT if offset % ALIGNMENT == 0 else 0
         for begin, size, direct in ((0, main, True), (main, nbytes - main, False)):
             if size:
@@ -321,6 +327,7 @@ def _memory_for(tensor: Tensor, write: bool) -> Tensor:
     if (
         on_host
         and tensor.is_contiguous()
+        # Less than a block never goes by direct I/O, so its address does not matter.
         and (tensor.data_ptr() % ALIGNMENT == 0 or tensor.nbytes < ALIGNMENT)
     ):
         return tensor.detach().reshape(-1).view(torch.uint8)
@@ -345,6 +352,7 @@ def _check_size(path: str, offset: int, nbytes: int) -> None:
 def _opened(filename: str | int, write: bool, direct: bool) -> Opened:
     if isinstance(filename, str | os.PathLike):
         return open_file(filename, write=write, direct=direct, create=write)
+    # The transfer closes what it was given, and the caller's descriptor stays open.
     descriptor = os.dup(filename)
     return Opened(
         f"file {filename}", descriptor, bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)

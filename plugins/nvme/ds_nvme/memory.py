@@ -26,11 +26,12 @@ _MADV_HUGEPAGE = 14
 
 
 class Buffer:
-    """data: aligned bytes, a multiple of ALIGNMENT of them."""
+    """Aligned bytes."""
 
     __slots__ = ("data",)
 
     def __init__(self, data: Tensor) -> None:
+        # A multiple of ALIGNMENT of them.
         self.data = data
 
     @property
@@ -62,9 +63,11 @@ class _Lease:
 class Pool:
     """Hands out buffers, and takes them back.
 
-    pin: page-locks memory, or gives it back as it is. swap: the module that exchanges a storage's
-    memory; None: memory is copied. held: bytes in all buffers. peak: of `used`, the bytes that were
-    handed out at a time; free buffers are kept as long as `held` stays below it.
+    pin: page-locks memory, or gives it back as it is.
+    swap: the module that exchanges a storage's memory; None: memory is copied.
+    held: bytes in all buffers.
+    peak: of `used`, the bytes that were handed out at a time. Free buffers are kept as long as
+        `held` stays below it.
     """
 
     def __init__(self, pin: Callable[[Tensor], Tensor], swap: Any = None) -> None:
@@ -76,11 +79,13 @@ class Pool:
     def take(self, nbytes: int) -> Buffer:
         """A buffer of `nbytes` or somewhat more."""
         nbytes = padded(nbytes)
+        # Half as much again is less waste than a new allocation, with its page faults and pinning.
         fitting = [b for b in self._free if nbytes <= b.data.numel() <= nbytes + nbytes // 2]
         if fitting:
             buffer = min(fitting, key=lambda b: b.data.numel())
             self._free.remove(buffer)
         else:
+            # None fits: the oldest free buffers go until a new one does not raise the peak.
             while self._free and self.held + nbytes > max(self.peak, self.used + nbytes):
                 self.held -= self._free.pop(0).data.numel()
             buffer = self._new(nbytes)
@@ -107,12 +112,14 @@ class Pool:
             if self._swap is not None and isinstance(
                 lease := self._swap.owner(storage._cdata), _Lease
             ):
+                # The memory is a buffer of this pool already: it is taken out, without a copy.
                 if lease.pool is self:
                     self._swap.take(storage._cdata)
                     return lease.take()
             buffer = self.take(nbytes)
             try:
                 buffer.data[:nbytes].copy_(bytes_of(storage))
+                # The end of a block goes to the disk as well, and into its checksum.
                 buffer.data[nbytes : padded(nbytes)].zero_()
                 storage.resize_(0)
             except RuntimeError:
@@ -132,6 +139,7 @@ class Pool:
         is given up.
         """
         if self._swap is not None:
+            # The lease gives the buffer back when torch frees the storage.
             self._swap.put(storage._cdata, buffer.address, nbytes, _Lease(self, buffer))
             return
         storage.resize_(nbytes)
@@ -160,6 +168,7 @@ def aligned(nbytes: int, pin: Callable[[Tensor], Tensor] | None = None) -> Tenso
     gains a quarter, reading a third).
     """
     step = _HUGE if nbytes >= _HUGE else ALIGNMENT
+    # torch aligns to 64 bytes: there is room to begin later.
     room: Tensor = torch.empty(nbytes + step, dtype=torch.uint8)
     room = room if pin is None else pin(room)
     skip = -room.data_ptr() % step

@@ -47,6 +47,7 @@ def swapping() -> Any:
     """
     import torch
 
+    # The only one that needs torch's headers: it reaches into a storage.
     extension = _swap_extension(torch)
     try:
         if (reason := why_not(extension)) is None:
@@ -59,6 +60,7 @@ def swapping() -> Any:
 
 def _swap_extension(torch: Any) -> Extension:
     libraries = Path(torch.__file__).parent / "lib"
+    # Of the C++ library that torch itself was built with.
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
     return Extension(
         name="ds-nvme-swap",
@@ -129,6 +131,7 @@ class _NativeTransfer(Transfer):
         self._under_way = under_way
 
     def done(self) -> bool:
+        # A wait without time only looks.
         return self._wait(0.0)
 
     def _wait(self, seconds: float) -> bool:

@@ -30,7 +30,9 @@ class Probed:
     """An engine, or why it cannot be used."""
 
     name: str
+    # None: it cannot be used.
     engine: Engine | None
+    # Why not.
     why: str = ""
 
 
@@ -65,6 +67,8 @@ def probe(folder: str | Path, wanted: Settings) -> Iterator[Probed]:
             yield Probed(name, None, str(error))
             continue
         try:
+            # Only a real transfer tells: kernels and containers refuse io_uring late, file systems
+            # direct I/O.
             _try(engine, Path(folder))
         except DSError as error:
             engine.close()
@@ -120,6 +124,7 @@ def _try(engine: Engine, folder: Path) -> None:
     path = folder / f"probe-{os.getpid()}"
     out = mmap.mmap(-1, 2 * ALIGNMENT)
     back = mmap.mmap(-1, 2 * ALIGNMENT)
+    # Not zeros, which a file has anyhow.
     out[:] = os.urandom(2 * ALIGNMENT)
     try:
         for memory, write in ((out, True), (back, False)):

@@ -36,7 +36,9 @@ from ds_ops_cuda.native import TYPES
 
 log = logging.getLogger("ds_ops_cuda")
 
+# Each has memory of its own; the one that was used longest ago goes.
 MOST_GRAPHS = 32
+# So many blocks of threads hide each other's waits for memory.
 BLOCKS_PER_PROCESSOR = 4
 FEW_IN_SEQUENCE = 16
 """Rows of one sequence up to which the kernels attend, where each row reads all keys again."""
@@ -52,6 +54,7 @@ def load(program: p.Program, collectives: p.Collectives | None = None) -> p.Runn
         where = f"weights on {device}" if device else "weights on several devices"
         log.warning("an inference program in %s with %s runs on plain torch", program.dtype, where)
         return Interpreter(program, collectives, widened)
+    # Found out here, not in the first step.
     if collectives is None and any(
         isinstance(i, (p.Reduce, p.Gather)) for i in program.instructions
     ):
@@ -86,16 +89,19 @@ class _Views(dict[int, Tensor]):
 
 @dataclass(slots=True)
 class _Run:
-    """One step, ready to run: where everything is. apart: the sequences that torch attends, as
-    (number, rows).
-    """
+    """One step, ready to run."""
 
     step: Step
     cache: KVCache | None
+    # The step's tensors on the device.
     given: Given
+    # Their addresses, for C++.
     frame: Any
+    # Registers before and behind `Keep`, which have other numbers of rows.
     views: tuple[_Views, _Views]  # before and behind Keep
+    # The sequences that torch attends, as (number, rows).
     apart: list[tuple[int, slice]]
+    # Tensors whose addresses are in the frame.
     held: list[Tensor]
 
 
@@ -114,9 +120,11 @@ class CudaProgram:
         self._interpreter = Interpreter(program, collectives, widened)
         self._blocks = BLOCKS_PER_PROCESSOR * native.processors(device)
         self._table: Table = translate(program, device, self._blocks)
+        # Memory of registers, kept from step to step: graphs and frames have its addresses.
         self._room: dict[int, Tensor] = {}
         self._scratch: Tensor | None = None
         self._capture = False
+        # By shape, the last used one last.
         self._recorded: dict[tuple[Any, ...], _Recording] = {}
 
     def rebind(self) -> None:
@@ -139,6 +147,7 @@ class CudaProgram:
         if not (
             self._capture and step.tokens.numel() and step.starts.numel() == step.tokens.numel() + 1
         ):
+            # Steps with prompts have other shapes each time, so a recording would serve once.
             return self._eager(step, cache, bring(step, self._device, self._program.dtype))
         given = bring(step, self._device, self._program.dtype)
         key = _key(given, cache)
@@ -150,6 +159,7 @@ class CudaProgram:
         else:
             recording.play(given)
         self._recorded[key] = recording  # the last that is dropped
+        # The caller's own: the next replay overwrites the recording's output.
         return recording.output.clone()
 
     def _eager(self, step: Step, cache: KVCache | None, given: Given) -> Tensor:
@@ -163,10 +173,13 @@ class CudaProgram:
         """Room in every register, and the addresses of everything."""
         rows = given.tokens.numel()
         kept = rows if given.wanted is None else given.wanted.numel()
+        # Rows of prompts are attended by torch; the kernels are given the rows of all other
+        # sequences.
         apart, alone = _apart(step)
         registers = [
             self._register(number, rows, kept) for number in range(len(self._program.widths))
         ]
+        # Views of the right length: behind `Keep` there are only the wanted rows.
         before = _Views((n, r[:rows]) for n, r in enumerate(registers) if n not in self._table.kept)
         behind = _Views((n, r[:kept]) for n, r in enumerate(registers))
         frame = native.native().Frame()
@@ -197,6 +210,7 @@ class CudaProgram:
             frame.attended = attended.data_ptr()
             frame.attended_rows = len(alone)
             held = [attended]
+        # Partial results of attention and of experts.
         frame.scratch = self._floats(max(rows, kept)).data_ptr()
         return _Run(step, cache, given, frame, (before, behind), apart, held)
 
@@ -206,6 +220,7 @@ class CudaProgram:
         width = self._program.widths[number]
         room = self._room.get(number)
         if room is None or len(room) < wanted:
+            # Powers of two, so that growing prompts do not allocate in each step.
             size = max(8, 1 << (wanted - 1).bit_length()) if wanted else 8
             room = torch.empty(
                 size, (width + 7) // 8 * 8, dtype=self._program.dtype, device=self._device
@@ -226,6 +241,7 @@ class CudaProgram:
         pieces: list[Piece] = []
         for unit in self._table.units:
             rows = run.frame.kept if unit.kept else run.frame.rows
+            # No kernels, or too many rows for them: torch's products are faster there.
             if not unit.launches or rows > unit.most_rows:
                 pieces.append(unit)
                 continue
@@ -234,9 +250,11 @@ class CudaProgram:
                 and isinstance(last := pieces[-1], range)
                 and last.stop == unit.launches.start
             ):
+                # Neighbours are one call into C++.
                 pieces[-1] = range(last.start, unit.launches.stop)
             else:
                 pieces.append(unit.launches)
+            # The kernels attend their rows, then torch those of the sequences apart.
             if run.apart and _attends(unit):
                 pieces.append(unit)
         return pieces
@@ -258,10 +276,12 @@ class CudaProgram:
     def _by_torch(self, instruction: p.Instruction, run: _Run, views: _Views) -> None:
         if isinstance(instruction, p.Reduce):
             assert self._collectives is not None
+            # Rows of a register have gaps (16 bytes' alignment), which a collective does not take.
             whole = views[instruction.x].contiguous()
             self._collectives.reduce(whole)
             views[instruction.x] = whole
         elif isinstance(instruction, p.Keep):
+            # Read before `Keep`, written behind it: the two views have different lengths.
             source = run.views[0].get(instruction.x, views[instruction.x])
             views[instruction.out] = (
                 source[: run.frame.kept] if run.given.wanted is None else source[run.given.wanted]
@@ -272,6 +292,7 @@ class CudaProgram:
     def _attend_apart(self, instruction: p.Instruction, run: _Run) -> None:
         """The attention of each sequence with many rows, by torch, as a step of its own."""
         for number, rows in run.apart:
+            # Each sequence as a step of its own, so that torch's fused attention sees no padding.
             views = _Views((n, view[rows]) for n, view in run.views[0].items())
             starts = torch.tensor([0, rows.stop - rows.start], dtype=torch.int32)
             one = slice(number, number + 1)
@@ -292,6 +313,7 @@ class CudaProgram:
         record it.
         """
         given = dataclasses.replace(given, **{name: x.clone() for name, x in given.tensors()})
+        # Wider than needed now, so that the same graph serves while sequences grow.
         if given.blocks is not None:
             room = _wide(given.blocks.shape[1])
             given.blocks = torch.nn.functional.pad(given.blocks, (0, room - given.blocks.shape[1]))
@@ -321,6 +343,7 @@ class CudaProgram:
         # also makes ready what may not be made while a graph is recorded
         self._execute_all(pieces, run)
         for piece in pieces:
+            # Collectives and what looks at the device's numbers stay between the graphs.
             if _recordable(piece):
                 together.append(piece)
             else:
@@ -337,19 +360,21 @@ class CudaProgram:
 
 @dataclass(slots=True)
 class _Recording:
-    """Steps of one shape: the tensors that they read, what is to be done, and where the result is.
+    """Steps of one shape, recorded."""
 
-    held: memory that the graphs work in.
-    """
-
+    # The tensors that the graphs read.
     given: Given
+    # Graphs, and between them what is not recorded.
     parts: list[Callable[[], None]]
+    # Where the result is.
     output: Tensor
+    # Memory that the graphs work in.
     held: list[Any]
 
     def play(self, given: Given) -> None:
         """Run a step that brings `given`."""
         for (_, mine), (_, new) in zip(self.given.tensors(), given.tensors(), strict=True):
+            # The table of blocks may be narrower; columns behind a sequence's end are not read.
             (mine[:, : new.shape[1]] if mine.dim() == 2 else mine).copy_(new, non_blocking=True)
         for part in self.parts:
             part()

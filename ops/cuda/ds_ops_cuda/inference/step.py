@@ -18,12 +18,11 @@ from ds_ops_cuda.native import TYPES
 
 @dataclass(slots=True)
 class Given:
-    """A step's tensors as the kernels read them, on the device. rows: int32 [4, rows], see `Frame`
-    in program.h.
-    """
+    """A step's tensors as the kernels read them, on the device."""
 
     tokens: Tensor
     positions: Tensor
+    # int32 [4, rows], see `Frame` in program.h.
     rows: Tensor
     blocks: Tensor | None
     wanted: Tensor | None
@@ -41,6 +40,8 @@ def bring(step: Step, device: torch.device, dtype: torch.dtype) -> Given:
     """The tensors of `step` on `device`; embeddings in `dtype`, that of the program."""
     rows = step.tokens.numel()
     starts, lengths = (x.to(torch.int32).contiguous() for x in (step.starts, step.lengths))
+    # Of each row its sequence, and how far it sees, worked out in C++ on the host, in one copy to
+    # the device.
     described = torch.empty(4, rows, dtype=torch.int32)
     native.native().describe_rows(
         starts.data_ptr(), lengths.data_ptr(), lengths.numel(), described.data_ptr()

@@ -35,30 +35,33 @@ _NONE = (0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Instructions that run together. launches: places in the table; empty: torch runs them. kept:
-    behind Keep.
-    """
+    """Instructions that run together."""
 
     instructions: tuple[p.Instruction, ...]
+    # Places in the table; empty: torch runs them.
     launches: range
+    # Up to how many rows the launches are used.
     most_rows: int
+    # Whether they are behind `Keep`.
     kept: bool
 
 
 @dataclass(slots=True)
 class Table:
-    """A translated program. kept: registers that are written behind `Keep` only. held: tensors that
-    launches read.
+    """A translated program."""
 
-    scratch: fp32 elements that launches need, whatever the rows; scratch_per_row: and for each row.
-    """
-
+    # The native program.
     launches: Any
     units: list[Unit]
+    # Registers that are written behind `Keep` only.
     kept: frozenset[int]
+    # Whether the program's output is written behind it.
     kept_output: bool
+    # Tensors that launches read.
     held: list[Tensor]
+    # fp32 elements that launches need, whatever the rows.
     scratch: int = 0
+    # And for each row.
     scratch_per_row: int = 0
 
 
@@ -101,10 +104,13 @@ class _Translation:
         # the one whose keys and values the launches before have written
         self._written: p.Attend | None = None
         code = program.instructions
+        # A walk: at each place the instructions that run together, checked, then turned into
+        # launches.
         at = 0
         while at < len(code):
             together = _together(code, at)
             at += len(together)
+            # Addresses are all that kernels see.
             for i in together:
                 check_shapes(i, program)
             self._kept = self._kept or isinstance(together[0], p.Keep)
@@ -123,6 +129,8 @@ class _Translation:
             and self._fits(first)
             and self._written is not first
         ):
+            # No rotation came before it that would have written its keys and values into the cache
+            # on the way.
             self._launches.place([], *_cache_place(first))
             self._close((), ANY)
         if isinstance(first, p.Linear):
@@ -153,6 +161,8 @@ class _Translation:
         more: further weights of the same form, which stand at the same place of other experts.
         """
         parts = _parts(weight)
+        # One launch reads the weights of all experts by a table of addresses, so they must be
+        # alike.
         if parts is None or any(_parts(w) is None or _form(w) != _form(weight) for w in more):
             return None
         kind, columns = parts
@@ -215,6 +225,7 @@ class _Translation:
         up = self._matrix(i.up)
         gate_bias = self._vector(i.gate_bias)
         up_bias = self._vector(i.up_bias)
+        # Both products are made in one launch: gate and up must be of one form.
         if (
             gate is None
             or up is None
@@ -251,6 +262,8 @@ class _Translation:
             turns.append(
                 self._native.Turn(i.x, heads, i.head_dim, pairs, *where, positions, halves)
             )
+        # Keys that were just rotated are still in registers: writing them into the cache in the
+        # same launch saves reading them again.
         written = (
             isinstance(follows, p.Attend) and follows.layer is not None and self._fits(follows)
         )
@@ -260,6 +273,7 @@ class _Translation:
 
     def _fits(self, i: p.Attend) -> bool:
         slopes = i.slopes is None or (i.slopes.dtype is torch.float32 and i.slopes.is_contiguous())
+        # Kernels read eight elements at a time, and keep a head in registers.
         return i.head_dim % 8 == 0 and i.head_dim <= 256 and slopes and not self._kept
 
     def _attend(self, i: p.Attend) -> int | None:
@@ -289,6 +303,8 @@ class _Translation:
             tasks,
             per_task,
         )
+        # Long contexts are divided over blocks: each leaves a partial sum, its maximum and its
+        # weight.
         self.table.scratch = max(self.table.scratch, self._blocks * per_task * (i.head_dim + 2))
         return ANY
 
@@ -301,6 +317,7 @@ class _Translation:
         if not gate[1:] == up[1:] == down[1:] or gate[2]:
             return None
         addresses = [[_addresses(w) for w in ws] for ws in (i.gates, i.ups, i.downs)]
+        # On the device: which experts are chosen is known there alone.
         where = torch.tensor(addresses, dtype=torch.int64, device=self._device)
         self.table.held.append(where)
         self._launches.experts(
@@ -383,6 +400,7 @@ def _joins(before: list[p.Instruction], i: p.Instruction) -> bool:
     if not isinstance(first, p.Linear) or not isinstance(i, p.Linear):
         return False
     alike = i.x == first.x and i.add is None and i.activation is first.activation
+    # A register that two of them write would have either result.
     apart = i.out not in {each.out for each in before if isinstance(each, p.Linear)}
     parts = _parts(i.weight)
     return alike and apart and parts is not None and parts == _parts(first.weight) and not parts[1]
@@ -397,6 +415,7 @@ def _parts(weight: p.Weight) -> tuple[int, bool] | None:
         plain = all(t.is_contiguous() for t in parts) and all(
             t.dtype is torch.float16 for t in parts[1:]
         )
+        # Loads of 16 bytes need that alignment.
         eights = inner % 8 == 0 and weight.group % 8 == 0 and weight.q.data_ptr() % weight.bits == 0
         return (weight.bits, False) if plain and eights else None
     if weight.dtype not in TYPES:
@@ -439,6 +458,7 @@ def _tasks(i: p.Attend) -> tuple[int, list[int]]:
     """
     key_heads = i.groups or [h * i.kv_heads // i.heads for h in range(i.heads)]
     of_key = [[h for h in range(i.heads) if key_heads[h] == k] for k in range(i.kv_heads)]
+    # Query heads of one key head read the same keys, which are then loaded once for all of them.
     per_task = 1 if all(len(heads) <= 1 for heads in of_key) else PER_TASK
     heads_of: list[int] = []
     keys: list[int] = []
