@@ -60,7 +60,8 @@ class SomeRanks:
         self._queue = queue
         self.ranks = tuple(ranks)
         self._names = names
-        self.size, self.rank = len(self.ranks), self.ranks.index(queue.rank)
+        self.size = len(self.ranks)
+        self.rank = self.ranks.index(queue.rank)
 
     def peers(self) -> list[int]:
         """The others, as places in `ranks`, beginning with the right neighbour."""

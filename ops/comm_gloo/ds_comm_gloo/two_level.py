@@ -99,6 +99,7 @@ class TwoLevel:
 
     inner: the ranks of this host.
     inside: their transport; None: messages.
+
     rail: this rank's; None: it carries nothing.
     lane: of messages between hosts.
     """

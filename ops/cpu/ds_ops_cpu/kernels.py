@@ -108,23 +108,35 @@ def _step(
         )
         return []
     else:
-        if len({len(ts) for ts in everything}) > 1:
-            raise KernelError(sizes_differ(everything))
         # Not plain: sorted into calls of one kind, and what C++ cannot read goes to the reference.
-        sizes = list(map(Tensor.numel, params))
-        if any(list(map(Tensor.numel, other)) != sizes for other in everything[1:]):
-            raise KernelError(sizes_differ(everything, first))
-
-        def kind_of(row: Row) -> tuple[torch.dtype, ...] | None:
-            dtypes = tuple(t.dtype for t in row)
-            return dtypes if _takes(dtypes, has_copies) and all(map(_on_cpu, row)) else None
-
-        def call(columns: Lists) -> list[float]:
-            given = _numbers(list(map(Tensor.numel, columns[0])), columns)
-            return run(torch.get_num_threads(), given, has_copies, *numbers) or []
-
-        out = sorted_out(everything, has_copies, reference, kind_of, call)
+        out = _step_sorted(run, reference, numbers, everything, has_copies, first)
     return out
+
+
+def _step_sorted(
+    run: Callable[..., list[float] | None],
+    reference: Reference,
+    numbers: tuple[float, ...],
+    everything: list[Tensors],
+    has_copies: bool,
+    first: int,
+) -> list[float]:
+    """`_step` for lists of unequal dtypes, devices or layouts; the values of all, in order."""
+    if len({len(ts) for ts in everything}) > 1:
+        raise KernelError(sizes_differ(everything))
+    sizes = list(map(Tensor.numel, everything[0]))
+    if any(list(map(Tensor.numel, other)) != sizes for other in everything[1:]):
+        raise KernelError(sizes_differ(everything, first))
+
+    def kind_of(row: Row) -> tuple[torch.dtype, ...] | None:
+        dtypes = tuple(t.dtype for t in row)
+        return dtypes if _takes(dtypes, has_copies) and all(map(_on_cpu, row)) else None
+
+    def call(columns: Lists) -> list[float]:
+        given = _numbers(list(map(Tensor.numel, columns[0])), columns)
+        return run(torch.get_num_threads(), given, has_copies, *numbers) or []
+
+    return sorted_out(everything, has_copies, reference, kind_of, call)
 
 
 def _in_portions(

@@ -159,25 +159,7 @@ class _Table:
             case p.Attend():
                 yield from self._attention(i)
             case p.Experts():
-                chosen, inner = next(self._chosen)
-                common = {"top_k": i.top_k, "first": i.first}
-                yield (
-                    _ROUTE,
-                    {
-                        "x": i.x,
-                        "out": chosen,
-                        "a": _weight(i.router),
-                        "normalize": int(i.normalize),
-                        **common,
-                    },
-                )
-                gates, ups, downs = (list(map(_weight, ws)) for ws in (i.gates, i.ups, i.downs))
-                more = {"gates": gates, "ups": ups, "activation": i.activation.value}
-                yield _EXPERTS_IN, {"x": i.x, "y": chosen, "out": inner, **more, **common}
-                yield (
-                    _EXPERTS_OUT,
-                    {"x": inner, "y": chosen, "out": i.out, "downs": downs, **common},
-                )
+                yield from self._experts(i)
             case p.Add():
                 yield _ADD, {"x": i.x, "y": i.y, "out": i.out, **_biases(i.bias, None)}
             case p.Columns():
@@ -186,6 +168,28 @@ class _Table:
                 yield _KEEP, {"x": i.x, "out": i.out}
             case p.Gather():  # never run; it tells C++ how many rows `out` has
                 yield _COLUMNS, {"x": i.x, "out": i.out, "offset": 0, "groups": 1}
+
+    def _experts(self, i: p.Experts) -> Iterable[tuple[int, dict[str, Any]]]:
+        """Routing, then both halves of the experts that were chosen."""
+        chosen, inner = next(self._chosen)
+        common = {"top_k": i.top_k, "first": i.first}
+        yield (
+            _ROUTE,
+            {
+                "x": i.x,
+                "out": chosen,
+                "a": _weight(i.router),
+                "normalize": int(i.normalize),
+                **common,
+            },
+        )
+        gates, ups, downs = (list(map(_weight, ws)) for ws in (i.gates, i.ups, i.downs))
+        more = {"gates": gates, "ups": ups, "activation": i.activation.value}
+        yield _EXPERTS_IN, {"x": i.x, "y": chosen, "out": inner, **more, **common}
+        yield (
+            _EXPERTS_OUT,
+            {"x": inner, "y": chosen, "out": i.out, "downs": downs, **common},
+        )
 
     def _attention(self, i: p.Attend) -> Iterable[tuple[int, dict[str, Any]]]:
         sizes = {"heads": i.heads, "kv_heads": i.kv_heads, "head_dim": i.head_dim}

@@ -175,60 +175,19 @@ def collectives(group: ProcessGroup, messages: bool) -> GlooCollectives:
 
 def open_segment(members: Members) -> Transport | None:
     """The segment of a group, or None when its ranks cannot share one; collective."""
-    key = secrets.token_hex(16)
-    mine = -1
-    reason = None
-    module = None
-    # What is missing here is not raised: all ranks must agree, so each says what it found.
-    try:
-        module = native()
-        reason = _obstacle(module, members)
-        if members.rank == 0 and reason is None:
-            mine = _make(
-                module.Segment.bytes_for(members.size, BOX),
-                module.Segment.ring_bytes_for(members.size, RING),
-                key,
-            )
-    except (DSError, OSError) as error:
-        reason = f"{type(error).__name__}: {error}"
-    record = {
-        "host": host_key(),
-        "pid": os.getpid(),
-        "file": mine,
-        "key": key,
-        "reason": (reason or "")[:800],
-    }
+    mine, record = _prepare(members)
     # First meeting: where everybody is, and whether anything is in the way.
     records = members.exchange(record)
-    pids = [r["pid"] for r in records]
-    first = records[0]
-    segment = None
     reason = _why_apart(records, members)
-    if reason is None and module is not None:
+    segment = None
+    if reason is None:
         try:
-            file = (
-                mine
-                if members.rank == 0
-                # The memory has no name; another process's descriptors can be opened by this path.
-                else os.open(f"/proc/{pids[0]}/fd/{first['file']}", os.O_RDWR | os.O_CLOEXEC)
-            )
-            mine = -1  # the segment closes it
-            # Ranks that share a core would spin in each other's time.
-            spin = SPIN_NS if members.size <= _cores() else 0
-            args = (
-                file,
-                first["key"].encode(),
-                members.rank,
-                members.size,
-                BOX,
-                RING,
-                members.timeout,
-            )
-            segment = module.Segment(*args, spin)
+            segment = _map(members, records, mine)
+            reason = ""
         except (OSError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {error}"
         # Second meeting: whether all could map it.
-        answers = members.exchange({"reason": (reason or "")[:800]})
+        answers = members.exchange({"reason": reason[:800]})
         reason = _first_reason(answers, members)
     elif mine >= 0:
         with contextlib.suppress(OSError):
@@ -243,7 +202,54 @@ def open_segment(members: Members) -> Transport | None:
     log.debug(
         "collectives of ranks %s go through shared memory, %d bytes a rank", members.names, 2 * BOX
     )
-    return SharedMemory(segment, members, pids)
+    return SharedMemory(segment, members, [r["pid"] for r in records])
+
+
+def _prepare(members: Members) -> tuple[int, dict[str, Any]]:
+    """On the first rank the memory file (else -1), and what this rank tells the others."""
+    key = secrets.token_hex(16)
+    file = -1
+    reason = None
+    # What is missing here is not raised: all ranks must agree, so each says what it found.
+    try:
+        module = native()
+        reason = _obstacle(module, members)
+        if members.rank == 0 and reason is None:
+            file = _make(
+                module.Segment.bytes_for(members.size, BOX),
+                module.Segment.ring_bytes_for(members.size, RING),
+                key,
+            )
+    except (DSError, OSError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    return file, {
+        "host": host_key(),
+        "pid": os.getpid(),
+        "file": file,
+        "key": key,
+        "reason": (reason or "")[:800],
+    }
+
+
+def _map(members: Members, records: Sequence[dict[str, Any]], mine: int) -> Any:
+    """The segment of the first rank's file, which it closes; OSError or RuntimeError."""
+    first = records[0]
+    file = mine
+    if members.rank != 0:
+        # The memory has no name; another process's descriptors can be opened by this path.
+        file = os.open(f"/proc/{first['pid']}/fd/{first['file']}", os.O_RDWR | os.O_CLOEXEC)
+    # Ranks that share a core would spin in each other's time.
+    spin = SPIN_NS if members.size <= _cores() else 0
+    return native().Segment(
+        file,
+        first["key"].encode(),
+        members.rank,
+        members.size,
+        BOX,
+        RING,
+        members.timeout,
+        spin,
+    )
 
 
 def _obstacle(module: Any, members: Members) -> str | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,10 +12,13 @@ from ds_ops_cpu import shared as ours
 from ds_ops_cpu.kernels import native
 from ds_testing import CollectivesConformance, run_ranks
 from ds_testing.collectives import check_reductions, contribution, expected
-from shared_memory import SMALL, start, transport
 
 from ds_core import comm
 from ds_core.errors import CommError
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from shared_memory import SMALL, start, transport
 
 
 class TestSharedMemory(CollectivesConformance):

@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -18,11 +19,14 @@ from ds_comm_gloo import transports
 from ds_ops_cpu import shared as ours
 from ds_ops_cpu.kernels import native
 from ds_testing import RemoteError, run_ranks
-from shared_memory import ROOT, SMALL, core_checks, renew, start, transport
 from torch import Tensor
 
 from ds_core import comm
 from ds_core.errors import CommError
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from shared_memory import ROOT, SMALL, core_checks, renew, start, transport
 
 
 def nothing_in_a_folder() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,12 +14,15 @@ from ds_comm_gloo.two_level import TwoLevel
 from ds_ops_cpu import shared as ours
 from ds_testing import run_ranks
 from ds_testing.collectives import CHECKS as PROMISES
-from shared_memory import ROOT, core_checks, spread, transport
 from torch import nn
 
 from ds_core import comm
 from ds_core.comm import collectives
 from ds_core.entries import CollectivesEntry
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from shared_memory import ROOT, core_checks, spread, transport
 
 
 def inside_hosts(layout: str) -> None:

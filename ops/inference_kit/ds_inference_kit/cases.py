@@ -17,25 +17,34 @@ from ds_inference_kit import program as p
 from ds_inference_kit.comparing import DTYPES, FORMATS, make_weight, random
 from ds_inference_kit.step import BLOCK
 
+# One row, few and many: kernels have a way of their own for each.
 ROWS = (1, 3, 9, 40)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Registers 0, 1, ... are filled from `inputs` ([rows, width]); `code` follows; register
-    `output` is compared.
+    """One comparison.
+
+    Registers 0, 1, ... are filled from `inputs`; `code` follows; register `output` is compared.
     """
 
+    # [rows, width], of registers 0, 1, ...
     inputs: tuple[Tensor, ...]
     code: tuple[p.Instruction, ...]
-    more: tuple[int, ...]  # widths of further registers
+    # Widths of further registers.
+    more: tuple[int, ...]
     output: int
-    sizes: tuple[int, ...] = ()  # rows of each sequence; empty: one sequence
-    before: tuple[int, ...] = ()  # tokens of each sequence that the cache has
+    # Rows of each sequence; empty: one sequence.
+    sizes: tuple[int, ...] = ()
+    # Tokens of each sequence that the cache has.
+    before: tuple[int, ...] = ()
+    # Further fields of the step.
     step: tuple[tuple[str, Any], ...] = ()
+    # Of the cache; 0: there is none.
     layers: int = 0
     kv_heads: int = 0
     head_dim: int = 0
+    # Its dtype; None: that of the program.
     cache: torch.dtype | None = None
     collectives: p.Collectives | None = None
 
@@ -97,6 +106,7 @@ def products(dtype: torch.dtype) -> Named:
     ) -> Case:
         out, inner = shape
         bias = random(out, seed=5).double() if kind & 1 else None
+        # Into a register of its own, plus another one, and onto itself.
         add, to = ((None, 2), (1, 2), (1, 1))[kind % 3]
         code = p.Linear(0, to, make_weight(out, inner, form), bias, activation, add)
         return Case((random(rows, inner), random(rows, out, seed=7)), (code,), (out,), to)
@@ -117,6 +127,8 @@ def products(dtype: torch.dtype) -> Named:
         )
         return Case((random(rows, inner),), (code,), (out,), 1)
 
+    # Activations, biases and additions take turns: each combination with each format would be
+    # thousands.
     activations = itertools.cycle(p.Activation)
     shapes = ((7, 66), (50, 96), (129, 160), (64, 1536), (1, 34))
     for number, (rows, form) in enumerate(itertools.product(ROWS, FORMATS)):
@@ -206,7 +218,7 @@ def attention() -> Named:
 
 
 def others(dtype: torch.dtype) -> Named:
-    """Experts, Keep, Reduce and Gather."""
+    """Experts and Keep."""
 
     def experts(rows: int, form: str, top_k: int, first: int, normalize: bool) -> Case:
         gates, ups = (tuple(make_weight(48, 64, form, s + e) for e in range(3)) for s in (10, 20))
@@ -239,6 +251,10 @@ def others(dtype: torch.dtype) -> Named:
     for wanted, rows in ((None, 3), ([2, 0], 4), ([7], 40), ([], 2), (list(range(39, -1, -1)), 40)):
         what = f"Keep {'all' if wanted is None else len(wanted)} of {rows} rows"
         yield what, functools.partial(keep, wanted, rows)
+
+
+def collectives() -> Named:
+    """Reduce and Gather, with functions that stand for other ranks."""
 
     def ranks(rows: int) -> Case:
         def reduce(x: Tensor) -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from ds_inference_kit import program as p
-from ds_inference_kit.cases import Case, attention, elementwise, others, products
+from ds_inference_kit.cases import Case, attention, collectives, elementwise, others, products
 from ds_inference_kit.comparing import BOUNDS, DTYPES, check_close, move_to
 from ds_inference_kit.comparing import make_step as make_step
 from ds_inference_kit.comparing import random as random
@@ -36,7 +37,8 @@ def inference_program(function: p.Load, device: str, dtypes: tuple[str, ...]) ->
     for dtype in (DTYPES[name] for name in dtypes or DTYPES):
         compare = functools.partial(_compare, function, device, dtype)
         name = str(dtype).removeprefix("torch.")
-        for what, case in (*elementwise(dtype), *products(dtype), *attention(), *others(dtype)):
+        cases = (elementwise(dtype), products(dtype), attention(), others(dtype), collectives())
+        for what, case in itertools.chain.from_iterable(cases):
             yield f"{name}, {what}", functools.partial(_run, compare, case)
         for what, whole in WHOLE.items():
             yield f"{name}, {what}", functools.partial(whole, function, device, dtype)

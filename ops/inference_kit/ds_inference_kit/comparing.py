@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch import Tensor
 from ds_inference_kit import program as p
 from ds_inference_kit.step import Step
 from ds_inference_kit.weights import Quantized, quantize
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 FORMATS = (
     "own",
@@ -30,14 +33,15 @@ BOUNDS = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
 """
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
+def random(*shape: int, seed: int = 0) -> Float[Tensor, "*shape"]:
     """Normal numbers in fp32."""
+    # The shape is part of the seed, so that tensors of unequal shape are unrelated.
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
 def make_step(
     parts: Sequence[tuple[Tensor, int]],
-    blocks: Tensor | None = None,
+    blocks: Int[Tensor, "sequences most"] | None = None,
     device: str = "cpu",
     **more: Any,
 ) -> Step:
@@ -57,15 +61,17 @@ def make_step(
     )
 
 
-def check_close(got: Tensor, wanted: Tensor, bound: float) -> None:
+def check_close(got: Float[Tensor, "*got"], wanted: Float[Tensor, "*wanted"], bound: float) -> None:
     """AssertionError where a number differs by more than `bound` of the largest that is wanted."""
     assert got.shape == wanted.shape, f"shape {tuple(got.shape)} instead of {tuple(wanted.shape)}"
     if not wanted.numel():
         return
+    # In fp64, so that the comparison itself rounds nothing.
     got = got.double()
     wanted = wanted.double()
     assert bool(got.isfinite().all()), f"{int((~got.isfinite()).sum())} numbers are not finite"
     away = (got - wanted).abs()
+    # Of the largest value: small results of cancellation are as far off as their terms' rounding.
     most = wanted.abs().max().item()
     worst = int(away.argmax())
     assert away.max().item() <= bound * max(most, 1e-3), (

@@ -81,6 +81,7 @@ def _conversation(program: p.Program, device: str) -> tuple[list[Step], int]:
     it takes.
     """
     words = [torch.arange(200) * 7 % 101, torch.arange(9) * 5 % 101, torch.arange(70) * 3 % 101]
+    # Blocks lie in no order, and 9 stands where a sequence has none.
     blocks = torch.tensor([[5, 1, 7, 0], [3, 2, 9, 9], [8, 6, 4, 9]])
     one = torch.ones(1)
     steps = [
@@ -110,6 +111,7 @@ def _conversation(program: p.Program, device: str) -> tuple[list[Step], int]:
 
 def _follow(program: p.Program, function: p.Load, device: str, dtype: torch.dtype) -> None:
     """Compare logits after every step, each provider with its own cache."""
+    # The reference runs in fp32 on the same weights.
     wide = dataclasses.replace(program, dtype=torch.float32)
     steps, blocks = _conversation(program, device)
     caches = [
@@ -146,6 +148,7 @@ def _rebound(function: p.Load, device: str, dtype: torch.dtype) -> None:
     kept = first.clone()
     for instruction in program.instructions:
         if isinstance(instruction, p.Linear) and isinstance(instruction.weight, Tensor):
+            # Another memory with other values, under the same parameter.
             instruction.weight.data = instruction.weight * 1.5
     runs.rebind()
     wanted = reference(dataclasses.replace(program, dtype=torch.float32))

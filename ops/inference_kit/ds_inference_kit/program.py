@@ -26,12 +26,14 @@ from torch import Tensor
 from ds_inference_kit.weights import Quantized
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
+
     from ds_inference_kit.step import KVCache, Step
 
 Register = int
 Weight = Tensor | Quantized
-"""A matrix [out, in]; a tensor has contiguous rows or contiguous columns (a transposed view), and
-any float dtype.
+"""A matrix [out, inner]; a tensor has contiguous rows or contiguous columns (a transposed view),
+and any float dtype.
 """
 
 
@@ -77,29 +79,29 @@ class Rotary(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embed:
-    """out = table[index + offset] * scale; added to what `out` holds where `add`. table: [n,
-    width].
-    """
+    """out = table[index + offset] * scale."""
 
     out: Register
-    table: Tensor
+    table: Float[Tensor, "lines width"]
+    # Which number of a row is the index.
     by: By = By.TOKENS
     offset: int = 0
     scale: float = 1.0
+    # Added to what the register has, instead of replacing it.
     add: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Normalize:
-    """out = norm(x) * weight + bias, over each of `groups` equal parts of a row (1: the whole row).
+    """out = norm(x) * weight + bias, over each of `groups` equal parts of a row (1: the full row).
 
-    weight, bias: [width / groups], or None. Sums are in fp32. `out` may be `x`.
+    Sums are in fp32. `out` may be `x`.
     """
 
     x: Register
     out: Register
-    weight: Tensor | None
-    bias: Tensor | None
+    weight: Float[Tensor, " part"] | None
+    bias: Float[Tensor, " part"] | None
     eps: float
     norm: Norm
     groups: int = 1
@@ -112,7 +114,7 @@ class Linear:
     x: Register
     out: Register
     weight: Weight
-    bias: Tensor | None = None
+    bias: Float[Tensor, " out"] | None = None
     activation: Activation = Activation.NONE
     add: Register | None = None
 
@@ -125,8 +127,8 @@ class Gated:
     out: Register
     gate: Weight
     up: Weight
-    gate_bias: Tensor | None = None
-    up_bias: Tensor | None = None
+    gate_bias: Float[Tensor, " inner"] | None = None
+    up_bias: Float[Tensor, " inner"] | None = None
     activation: Activation = Activation.SILU
 
 
@@ -135,14 +137,14 @@ class Rotate:
     """Rotary position embedding of `x` in place: heads of `head_dim`, of which the first ``2 *
     cos.shape[1]`` turn.
 
-    cos, sin: fp32 [positions, dims / 2], by the row's position. (a, b) -> (a cos - b sin, b cos + a
-    sin).
+    (a, b) -> (a cos - b sin, b cos + a sin), with the angle of the row's position.
     """
 
     x: Register
     head_dim: int
-    cos: Tensor
-    sin: Tensor
+    # fp32.
+    cos: Float[Tensor, "positions pairs"]
+    sin: Float[Tensor, "positions pairs"]
     rotary: Rotary = Rotary.HALF
 
 
@@ -150,11 +152,7 @@ class Rotate:
 class Attend:
     """out = softmax(q k^T * scale + slope * (key position - query position)) v, head by head.
 
-    q, out: [rows, heads * head_dim]; k, v: [rows, kv_heads * head_dim]; query head h reads key head
-    ``h * kv_heads // heads``, or what `groups` says. layer: the layer of the cache that first takes
-    k and v of these rows and whose tokens up to the row's own are attended to; None, or a run
-    without a cache: rows of the same sequence in this step. causal: a row sees no later ones.
-    window: and only the last `window` tokens, itself included. slopes: fp32 [heads], ALiBi.
+    q and out are [rows, heads * head_dim], k and v [rows, kv_heads * head_dim].
     """
 
     q: Register
@@ -165,10 +163,17 @@ class Attend:
     kv_heads: int
     head_dim: int
     scale: float
+    # The layer of the cache into which k and v of these rows are written first, and whose tokens up
+    # to the row's own are attended to. None, or a run without a cache: rows of the same sequence in
+    # this step.
     layer: int | None
+    # A row sees no later ones.
     causal: bool = True
+    # And only the last `window` tokens, itself included; None: all.
     window: int | None = None
-    slopes: Tensor | None = None
+    # fp32, of ALiBi; None: 0.
+    slopes: Float[Tensor, " heads"] | None = None
+    # The key head of each query head; None: ``h * kv_heads // heads``.
     groups: tuple[int, ...] | None = None
 
 
@@ -177,21 +182,22 @@ class Experts:
     """out = the sum, over the `top_k` most probable experts e, of p_e * expert_e(x); p = softmax(x
     @ router.T).
 
-    expert(x) = (activation(x @ gate.T) * (x @ up.T)) @ down.T. router: [experts, width], of the
-    experts of all ranks.
-    first: the number of the first expert held here (others add nothing on this rank; see `Reduce`).
-        normalize: the chosen probabilities are divided by their sum.
+    expert(x) = (activation(x @ gate.T) * (x @ up.T)) @ down.T.
     """
 
     x: Register
     out: Register
-    router: Tensor
+    # Of the experts of all ranks.
+    router: Float[Tensor, "experts width"]
+    # Of this rank's experts.
     gates: tuple[Weight, ...]
     ups: tuple[Weight, ...]
     downs: tuple[Weight, ...]
     top_k: int
+    # The chosen probabilities are divided by their sum.
     normalize: bool = True
     activation: Activation = Activation.SILU
+    # The number of this rank's first expert; others add nothing on this rank (see `Reduce`).
     first: int = 0
 
 
@@ -202,7 +208,7 @@ class Add:
     x: Register
     y: Register
     out: Register
-    bias: Tensor | None = None
+    bias: Float[Tensor, " width"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,39 +269,39 @@ Instruction = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """instructions: in order. widths: of each register. output: the register that a run returns.
+    """What a model computes, and the cache that it needs."""
 
-    dtype: of the activations. layers, kv_heads, head_dim: of the KV cache that it needs (layers 0:
-        none).
-    embeds: the register that `Step.embeds` fills instead of the instructions before the first that
-        is not `Embed` by tokens; None where embeddings cannot be given.
-    """
-
+    # In the order in which they run.
     instructions: tuple[Instruction, ...]
+    # Of each register.
     widths: tuple[int, ...]
+    # The register that a run returns.
     output: Register
+    # Of the activations.
     dtype: torch.dtype
+    # Of the KV cache; 0: there is none.
     layers: int = 0
     kv_heads: int = 0
     head_dim: int = 0
+    # The register that `Step.embeds` fills instead of the instructions before the first that is not
+    # `Embed` by tokens; None where embeddings cannot be given.
     embeds: Register | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Collectives:
-    """What `Reduce` (in place) and `Gather` ([rows, width] -> [rows, width of all]) call."""
+    """What `Reduce` and `Gather` call, on every rank of the program's group alike."""
 
-    reduce: Callable[[Tensor], None]
-    gather: Callable[[Tensor], Tensor]
+    # In place.
+    reduce: Callable[[Float[Tensor, "rows width"]], None]
+    gather: Callable[[Float[Tensor, "rows width"]], Float[Tensor, "rows whole_width"]]
 
 
 class Runnable(Protocol):
     """A loaded program. Not for several threads at once."""
 
-    def __call__(self, step: Step, cache: KVCache | None = None) -> Tensor:
-        """Run one step; [rows, width] of the output register (after `Keep`: the wanted rows), the
-        caller's own.
-        """
+    def __call__(self, step: Step, cache: KVCache | None = None) -> Float[Tensor, "rows width"]:
+        """Run one step; the output register (after `Keep`: the wanted rows), the caller's own."""
 
     def rebind(self) -> None:
         """Look the addresses of weights up again, after they moved.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,9 @@ from torch import Tensor
 from ds_inference_kit import program as p
 from ds_inference_kit.step import BLOCK, KVCache, Step
 from ds_inference_kit.weights import Quantized, dequantize
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 ACTIVATIONS: dict[p.Activation, Callable[[Tensor], Tensor]] = {
     p.Activation.NONE: lambda x: x,
@@ -35,8 +39,9 @@ def load(program: p.Program, collectives: p.Collectives | None = None) -> p.Runn
 
 
 class Interpreter:
-    """Runs a program, one torch operation after the other. widened: dequantises a weight for a
-    product.
+    """Runs a program, one torch operation after the other.
+
+    widened: dequantises a weight for a product.
     """
 
     def __init__(
@@ -67,7 +72,7 @@ class Interpreter:
         """Nothing: weights are read where they are."""
 
     @torch.inference_mode()
-    def __call__(self, step: Step, cache: KVCache | None = None) -> Tensor:
+    def __call__(self, step: Step, cache: KVCache | None = None) -> Float[Tensor, "rows width"]:
         """See `program.Runnable`."""
         registers: dict[int, Tensor] = {}
         for instruction in self.program.instructions:
@@ -93,6 +98,7 @@ class Interpreter:
                 p.By.POSITIONS: step.positions,
                 p.By.TYPES: step.types,
             }[i.by]
+            # Types that are not given are all 0, as in transformers.
             index = torch.zeros_like(step.tokens) if index is None else index
             x = F.embedding(index + i.offset if i.offset else index, i.table).to(self.program.dtype)
             x = x * i.scale if i.scale != 1 else x
@@ -101,6 +107,7 @@ class Interpreter:
     def _normalize(
         self, i: p.Normalize, r: dict[int, Tensor], step: Step, cache: KVCache | None
     ) -> None:
+        # In fp32, as models that were trained in 16 bits compute their norms.
         x = r[i.x].unflatten(1, (i.groups, -1)).float()
         weight, bias = (None if w is None else w.float() for w in (i.weight, i.bias))
         if i.norm is p.Norm.LAYER:
@@ -127,6 +134,7 @@ class Interpreter:
 
     def _rotate(self, i: p.Rotate, r: dict[int, Tensor], step: Step, cache: KVCache | None) -> None:
         x = r[i.x].unflatten(1, (-1, i.head_dim)).float()
+        # Some models rotate a part of each head, and leave the rest.
         dims = 2 * i.cos.shape[1]
         cos, sin = (t[step.positions].unsqueeze(1) for t in (i.cos, i.sin))
         turned = x[..., :dims]
@@ -149,6 +157,7 @@ class Interpreter:
             rows = slice(starts[n], starts[n + 1])
             keys = k[rows]
             values = v[rows]
+            # The cache has what the sequence had before this step.
             if i.layer is not None and cache is not None:
                 assert step.blocks is not None
                 keys, values = _cached(cache, i.layer, step.blocks[n], length, keys, values)
@@ -159,12 +168,15 @@ class Interpreter:
         self, i: p.Experts, r: dict[int, Tensor], step: Step, cache: KVCache | None
     ) -> None:
         x = r[i.x]
+        # Routing in fp32: the order of near probabilities decides which experts run.
         chances = torch.softmax(F.linear(x, i.router.to(x.dtype)).float(), -1)
         shares, chosen = chances.topk(i.top_k, -1)
         if i.normalize:
             shares = shares / shares.sum(-1, keepdim=True)
+        # Summed in fp32 and rounded once, whatever the number of experts.
         out = torch.zeros_like(x, dtype=torch.float32)
         for e, (gate, up, down) in enumerate(zip(i.gates, i.ups, i.downs, strict=True)):
+            # Each expert runs once, for all rows that chose it.
             rows, place = (chosen == e + i.first).nonzero(as_tuple=True)
             if rows.numel():
                 mine = x[rows]
@@ -199,17 +211,26 @@ class Interpreter:
 
 
 def _cached(
-    cache: KVCache, layer: int, blocks: Tensor, length: int, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Write k and v [rows, heads, dim] behind what the sequence has; all its keys and values,
-    [length, heads, dim].
+    cache: KVCache,
+    layer: int,
+    blocks: Int[Tensor, " most"],
+    length: int,
+    k: Float[Tensor, "rows heads dim"],
+    v: Float[Tensor, "rows heads dim"],
+) -> tuple[Float[Tensor, "tokens heads dim"], Float[Tensor, "tokens heads dim"]]:
+    """Write k and v behind what the sequence has in the cache; all its keys and values.
+
+    blocks: of the sequence.
+    length: its tokens, those of `k` included.
     """
+    # The new rows are the last of the sequence.
     at = torch.arange(length - k.shape[0], length, device=k.device)
     block = blocks[at // BLOCK]
     place = at % BLOCK
     found = []
     for arena, new in ((cache.keys[layer], k), (cache.values[layer], v)):
         arena[block, :, place] = new.to(arena.dtype)
+        # Nothing was cached before, so the new rows are all there is.
         if k.shape[0] == length:
             found.append(new)
         else:
@@ -218,16 +239,24 @@ def _cached(
     return found[0], found[1]
 
 
-def _attention(i: p.Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[rows, heads, dim], of queries at the last positions of `k`."""
+def _attention(
+    i: p.Attend,
+    q: Float[Tensor, "rows heads dim"],
+    k: Float[Tensor, "tokens kv_heads dim"],
+    v: Float[Tensor, "tokens kv_heads dim"],
+) -> Float[Tensor, "rows heads dim"]:
+    """Attention of queries at the last positions of `k`."""
     rows = q.shape[0]
     length = k.shape[0]
+    # The key head of each query head (grouped-query attention).
     per_head = torch.tensor(
         i.groups or [h * i.kv_heads // i.heads for h in range(i.heads)], device=q.device
     )
     q = q.transpose(0, 1)
     k = k.transpose(0, 1)[per_head]
     v = v.transpose(0, 1)[per_head]
+    # Without slopes and window torch's own causal mask serves, where queries are all or the last
+    # one.
     plain = i.slopes is None and i.window is None
     if plain and (not i.causal or rows == 1 or rows == length):
         mask = None
@@ -240,8 +269,10 @@ def _attention(i: p.Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     ).transpose(0, 1)
 
 
-def _mask(i: p.Attend, rows: int, length: int, like: Tensor) -> Tensor:
-    """What is added to the scores: [heads or 1, rows, length]."""
+def _mask(
+    i: p.Attend, rows: int, length: int, like: Tensor
+) -> Float[Tensor, "heads_or_one rows tokens"]:
+    """What is added to the scores, on the device of `like` and in its dtype."""
     query = torch.arange(length - rows, length, device=like.device)[:, None]
     key = torch.arange(length, device=like.device)[None]
     mask = torch.zeros(1, rows, length, dtype=torch.float32, device=like.device)

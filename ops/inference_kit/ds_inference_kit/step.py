@@ -8,9 +8,13 @@ share the blocks of what they have in common.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 BLOCK = 32
 """Tokens per block."""
@@ -21,35 +25,34 @@ class Step:
     """The rows of a step: of each sequence one (decoding), some (a part of a prompt) or all,
     sequence after sequence.
 
-    tokens, positions: int32 [rows]. Positions are for `Embed` and `Rotate` alone; attention and the
-        cache count tokens: the last row of a sequence is its token length - 1.
-    starts: int32 [sequences + 1]; rows of sequence i are ``starts[i]:starts[i + 1]``.
-    lengths: int32 [sequences]; tokens of each that are in the cache after this step.
-    blocks: int32 [sequences, most]; token p of sequence i lies in block ``blocks[i, p // BLOCK]``.
-        None: no cache.
-    wanted: int64 [m], the rows that `Keep` keeps; None: all. types: int32 [rows], token types.
-        embeds: [rows, width], instead of `tokens`. All on the device of the program's weights but
-        `starts` and `lengths`, which are on the CPU.
+    All tensors are int32 where nothing else is said, and on the device of the program's weights,
+    but `starts` and `lengths`, which are on the CPU.
     """
 
-    tokens: Tensor
-    positions: Tensor
-    starts: Tensor
-    lengths: Tensor
-    blocks: Tensor | None = None
-    wanted: Tensor | None = None
-    types: Tensor | None = None
-    embeds: Tensor | None = None
+    tokens: Int[Tensor, " rows"]
+    # For `Embed` and `Rotate` alone; attention and the cache count tokens: the last row of a
+    # sequence is its token length - 1.
+    positions: Int[Tensor, " rows"]
+    # One more than there are sequences; rows of sequence i are ``starts[i]:starts[i + 1]``.
+    starts: Int[Tensor, " bounds"]
+    # Tokens of each sequence that are in the cache after this step.
+    lengths: Int[Tensor, " sequences"]
+    # Token p of sequence i lies in block ``blocks[i, p // BLOCK]``; None: no cache.
+    blocks: Int[Tensor, "sequences most"] | None = None
+    # The rows that `Keep` keeps, int64; None: all.
+    wanted: Int[Tensor, " wanted"] | None = None
+    # Token types.
+    types: Int[Tensor, " rows"] | None = None
+    # Vectors instead of the embeddings of `tokens`.
+    embeds: Float[Tensor, "rows width"] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVCache:
-    """keys, values: [layers, blocks, kv_heads, BLOCK, head_dim], contiguous, of one dtype (fp32,
-    bf16 or fp16).
-    """
+    """Keys and values of all layers, contiguous, of one dtype (fp32, bf16 or fp16)."""
 
-    keys: Tensor
-    values: Tensor
+    keys: Float[Tensor, "layers blocks kv_heads tokens head_dim"]
+    values: Float[Tensor, "layers blocks kv_heads tokens head_dim"]
 
     @staticmethod
     def make(

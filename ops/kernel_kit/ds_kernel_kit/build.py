@@ -44,6 +44,7 @@ log = logging.getLogger("ds_kernel_kit")
 MARK = "ds-build-key:"
 RECORD = "prebuilt.json"
 _SEAL_SIZE = 64
+# What a missing tool asks of the user.
 _MENDS = {
     "g++": "install g++ (Debian: apt install g++), or name a compiler in CXX",
     "ninja": "pip install ninja",
@@ -64,23 +65,23 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """A compiled module: what it is made of and how.
+    """A compiled module: what it is made of and how."""
 
-    name: the distribution's, for messages. module: what the library defines (``PYBIND11_MODULE``).
-        folder: where the units are; every header in it counts as a source. flags, link: for each
-        C++ unit, for the linker. cuda_flags: for each ``.cu`` unit. torch_headers: adds torch's
-        include folders, and torch's version to the key.
-    prebuilt: a folder in which a wheel may carry the finished library.
-    """
-
+    # The distribution's, for messages.
     name: str
+    # What the library defines (``PYBIND11_MODULE``).
     module: str
+    # Where the units are; every header in it counts as a source.
     folder: Path
     units: tuple[Unit, ...]
+    # For each C++ unit; link: for the linker.
     flags: tuple[str, ...] = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden")
     link: tuple[str, ...] = ("-shared",)
+    # For each ``.cu`` unit.
     cuda_flags: tuple[str, ...] = ()
+    # Adds torch's include folders, and torch's version to the key.
     torch_headers: bool = False
+    # A folder in which a wheel may carry the finished library.
     prebuilt: Path | None = None
 
     @property
@@ -170,6 +171,7 @@ def build(extension: Extension, *, again: bool = False) -> Path:
             f"{extension.name} cannot be built: {' and '.join(missing)} not found; "
             + "; ".join(_MENDS[m] for m in missing)
         )
+    # The key is in the name: another version of sources or compiler has another file.
     target = _target(extension)
     with _locked(target.with_suffix(".lock"), extension.name):
         if not again and (found := _cached(extension)) is not None:
@@ -181,6 +183,7 @@ def build(extension: Extension, *, again: bool = False) -> Path:
             )
         for left in target.parent.glob(f"{target.stem}.tmp.*"):  # by a build that was killed
             shutil.rmtree(left, ignore_errors=True)
+        # In the same folder, so that the finished file can be renamed into place in one step.
         room = Path(tempfile.mkdtemp(prefix=f"{target.stem}.tmp.", dir=target.parent))
         try:
             made = _compile(extension, _key(extension), room)
@@ -217,6 +220,7 @@ def _compile(extension: Extension, key: str, room: Path) -> Path:
     start = time.perf_counter()
     library = room / f"{extension.module}{_suffix()}"
     (room / "build.ninja").write_text(_ninja_file(extension, library.name))
+    # A symbol that the linker keeps: the key can then be found in the file's bytes.
     (room / "key.cpp").write_text(
         f'__attribute__((used)) extern const char ds_build_key[] = "{MARK}{key}";\n'
     )
@@ -231,6 +235,7 @@ def _compile(extension: Extension, key: str, room: Path) -> Path:
         check=False,
     )
     if done.returncode or not library.exists():
+        # The end of the output has the errors; templates fill pages before it.
         said = "\n".join(done.stdout.strip().splitlines()[-60:])
         raise KernelError(
             f"{extension.name} does not compile here "
@@ -258,6 +263,7 @@ def _ninja_file(extension: Extension, library: str) -> str:
     ]
     objects = ["key.o"]
     lines.append("build key.o: cxx key.cpp")
+    # Numbered objects: units of two folders may have one name.
     for i, unit in enumerate(extension.units):
         objects.append(f"{i}_{Path(unit.path).stem}.o")
         rule = "cuda" if unit.path.endswith(".cu") else "cxx"
@@ -296,6 +302,7 @@ def _source_key(extension: Extension) -> str:
     names = {u.path for u in extension.units} | {
         str(p.relative_to(extension.folder)) for p in extension.folder.rglob("*.h*") if p.is_file()
     }
+    # Name and length before the contents, so that two files cannot be taken for one.
     for name in sorted(names):
         data = (extension.folder / name).read_bytes()
         digest.update(f"{name}:{len(data)}:".encode())
@@ -396,6 +403,7 @@ def _tool(name: str) -> str | None:
         return shutil.which(chosen) if chosen else shutil.which("g++") or shutil.which("c++")
     if name == "ninja":
         return shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable))
+    # The toolkit that the user names goes before one on the PATH.
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     return (shutil.which(name, path=os.path.join(home, "bin")) if home else None) or shutil.which(
         name

@@ -38,6 +38,7 @@ def cache_folder(*, make: bool = True) -> Path:
     try:
         if make:
             base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # From the root on: whoever can rename a folder on the way can put another one in its place.
         for parent in reversed(folder.parents):
             _check(parent, _status(parent), folder)
         if make:
@@ -67,6 +68,8 @@ def open_own(path: Path, flags: int) -> int:
     Raises KernelError for any other file, OSError when there is none.
     """
     try:
+        # Opened first, then looked at: what was checked by name could be exchanged before it is
+        # opened.
         descriptor = os.open(path, flags | _HERE, 0o600)
     except OSError:
         if path.is_symlink() or path.is_dir():

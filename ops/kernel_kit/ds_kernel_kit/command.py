@@ -56,6 +56,7 @@ app = typer.Typer(help="List, build, check and time kernels.", no_args_is_help=T
 def list_(device: Device = "cpu", dtype: Dtype = "float32", as_json: Json = False) -> None:
     """Show every operation: its providers, best first, and why one cannot serve."""
     table = _kernels()
+    # Providers may offer dtypes that are not in the table.
     offered = {
         d for op in table.ops() for c in table.candidates(op, device, dtype) for d in c.entry.dtypes
     }
@@ -204,6 +205,7 @@ def _kernels() -> Kernels:
     from ds_core.plugins import Plugins
 
     plugins = Plugins()
+    # A section's plugin that cannot be loaded must not hide the others.
     for name in plugins.sections():
         try:
             plugins.load_sections([name])
@@ -269,6 +271,7 @@ def _timed_calls(n: int) -> dict[str, Callable[[Any], Any]]:
 
 
 def _seconds(call: Callable[[], Any]) -> float:
+    # Once before: it may build, and touches the memory.
     call()
     times: list[float] = []
     end = time.perf_counter() + 1

@@ -81,6 +81,7 @@ def tensor(n: int, dtype: torch.dtype, device: str, layout: str, seed: int) -> T
     every order.
     """
     generator = torch.Generator().manual_seed(seed)
+    # Two elements of memory for each, so that layouts with gaps have values between.
     room = torch.randint(-127, 128, (2 * n + 8,), generator=generator).to(device, dtype).div_(64)
     if layout == "contiguous":
         return room[:n].clone()
@@ -102,6 +103,7 @@ def _copies(lists: Lists) -> Lists:
 
 def _like(t: Tensor) -> Tensor:
     """A copy with the strides of `t`, gaps included."""
+    # As far as the strides go; three elements in front put the copy off alignment.
     reach = (
         sum((s - 1) * st for s, st in zip(t.shape, t.stride(), strict=True)) + 1 if t.numel() else 0
     )
@@ -176,6 +178,7 @@ def _steps(spec: StepSpec) -> Comparisons:
     def cases(function: Function, device: str, dtypes: tuple[str, ...]) -> Cases:
         mixtures = [m for m in MIXTURES if not dtypes or str(m[0]).removeprefix("torch.") in dtypes]
         for number, mixture in enumerate(mixtures):
+            # Copies of each dtype take turns over the mixtures.
             copy = (None, BF16, F16, F32)[number % 4] if mixture[0] is F32 else None
             for layouts in (("contiguous",), LAYOUTS):
                 lists = _operands(spec, mixture, device, layouts)

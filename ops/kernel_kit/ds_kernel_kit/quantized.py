@@ -7,6 +7,7 @@ What compiled code does not take goes to the reference, which means the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -31,34 +32,30 @@ class QuantizedOperations(NamedTuple):
     requantize_sum: Callable[..., Quantized]
 
 
-def quantized_operations(
-    call: Callable[..., None],
-    serves: Callable[[torch.device], bool],
-    types: Mapping[torch.dtype, int],
-    *,
-    none: int,
-    scale_bytes: int,
-) -> QuantizedOperations:
-    """The four operations. call: ``call(name, device, *arguments)`` runs the compiled function
-    `name`.
+@dataclass(frozen=True)
+class _Compiled:
+    """The operations over compiled code; see `quantized_operations`."""
 
-    serves: whether it works on a device. types: its numbers for dtypes; none: for no values.
-    scale_bytes: what the distance of rows of scales is counted in: 4 for bytes, 1 for elements.
-    """
+    call: Callable[..., None]
+    serves: Callable[[torch.device], bool]
+    types: Mapping[torch.dtype, int]
+    none: int
+    scale_bytes: int
 
     def quantize(
-        x: Tensor, *, bits: int, group: int, symmetric: bool, out: Quantized | None = None
+        self, x: Tensor, *, bits: int, group: int, symmetric: bool, out: Quantized | None = None
     ) -> Quantized:
+        """See `references.quantize`."""
         references.check_quantize(bits, group)
-        if x.dtype not in types or not serves(x.device):
+        if x.dtype not in self.types or not self.serves(x.device):
             return references.quantize(x, bits=bits, group=group, symmetric=symmetric, out=out)
         x = x.detach().contiguous()
         room = room_for_quantized(
             x.numel(), x.device, bits=bits, group=group, symmetric=symmetric, out=out
         )
         q, scales, lows = room
-        given = (x.numel(), types[x.dtype], x.data_ptr(), group, bits, symmetric)
-        call(
+        given = (x.numel(), self.types[x.dtype], x.data_ptr(), group, bits, symmetric)
+        self.call(
             "quantize",
             x.device,
             *given,
@@ -69,6 +66,7 @@ def quantized_operations(
         return room
 
     def dequantize(
+        self,
         q: Tensor,
         scales: Tensor,
         lows: Tensor | None,
@@ -79,10 +77,11 @@ def quantized_operations(
         dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
+        """See `references.dequantize`."""
         references.check_quantize(bits, group)
         given, alike = quantized_parts(q, scales, lows, bits=bits, group=group, numel=numel)
-        alike = alike and all(serves(t.device) and t.device == q.device for t in given)
-        if dtype not in types or not alike:
+        alike = alike and all(self.serves(t.device) and t.device == q.device for t in given)
+        if dtype not in self.types or not alike:
             return references.dequantize(
                 q, scales, lows, bits=bits, group=group, numel=numel, dtype=dtype, out=out
             )
@@ -93,16 +92,19 @@ def quantized_operations(
             given[1].data_ptr(),
             0 if lows is None else given[2].data_ptr(),
         )
-        call("dequantize", q.device, numel, types[dtype], out.data_ptr(), group, bits, *places)
+        self.call(
+            "dequantize", q.device, numel, self.types[dtype], out.data_ptr(), group, bits, *places
+        )
         return out
 
-    def summed(q: Tensor, scales: Tensor, bits: int, group: int, numel: int) -> bool:
+    def _checked(self, q: Tensor, scales: Tensor, bits: int, group: int, numel: int) -> bool:
+        """Whether compiled code can add these rows up; KernelError where their sizes are wrong."""
         references.check_quantize(bits, group)
         alike = quantized_rows(q, scales, bits=bits, group=group, numel=numel)
-        return alike and serves(q.device) and q.device == scales.device
+        return alike and self.serves(q.device) and q.device == scales.device
 
-    def add_rows(
-        q: Tensor, scales: Tensor, bits: int, group: int, numel: int, *places: int
+    def _add_rows(
+        self, q: Tensor, scales: Tensor, bits: int, group: int, numel: int, *places: int
     ) -> None:
         # How many rows, where the first ones are, and the distance from one to the next.
         rows = (
@@ -110,11 +112,12 @@ def quantized_operations(
             q.data_ptr(),
             q.stride(0),
             scales.data_ptr(),
-            scales.stride(0) * scale_bytes,
+            scales.stride(0) * self.scale_bytes,
         )
-        call("dequantize_sum", q.device, numel, group, bits, *rows, *places)
+        self.call("dequantize_sum", q.device, numel, group, bits, *rows, *places)
 
     def dequantize_sum(
+        self,
         q: Tensor,
         scales: Tensor,
         *,
@@ -124,15 +127,17 @@ def quantized_operations(
         dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        if not summed(q, scales, bits, group, numel) or dtype not in types:
+        """See `references.dequantize_sum`."""
+        if not self._checked(q, scales, bits, group, numel) or dtype not in self.types:
             return references.dequantize_sum(
                 q, scales, bits=bits, group=group, numel=numel, dtype=dtype, out=out
             )
         out = room_for_values(numel, dtype, q.device, out)
-        add_rows(q, scales, bits, group, numel, types[dtype], out.data_ptr(), 0)
+        self._add_rows(q, scales, bits, group, numel, self.types[dtype], out.data_ptr(), 0)
         return out
 
     def requantize_sum(
+        self,
         q: Tensor,
         scales: Tensor,
         *,
@@ -141,12 +146,33 @@ def quantized_operations(
         numel: int,
         out: Quantized | None = None,
     ) -> Quantized:
-        if not summed(q, scales, bits, group, numel):
+        """See `references.requantize_sum`."""
+        if not self._checked(q, scales, bits, group, numel):
             return references.requantize_sum(
                 q, scales, bits=bits, group=group, numel=numel, out=out
             )
         room = room_for_quantized(numel, q.device, bits=bits, group=group, symmetric=True, out=out)
-        add_rows(q, scales, bits, group, numel, none, room[0].data_ptr(), room[1].data_ptr())
+        self._add_rows(
+            q, scales, bits, group, numel, self.none, room[0].data_ptr(), room[1].data_ptr()
+        )
         return room
 
-    return QuantizedOperations(quantize, dequantize, dequantize_sum, requantize_sum)
+
+def quantized_operations(
+    call: Callable[..., None],
+    serves: Callable[[torch.device], bool],
+    types: Mapping[torch.dtype, int],
+    *,
+    none: int,
+    scale_bytes: int,
+) -> QuantizedOperations:
+    """The four operations.
+
+    call: ``call(name, device, *arguments)`` runs the compiled function `name`.
+    serves: whether it works on a device.
+    types: its numbers for dtypes.
+    none: its number for no values.
+    scale_bytes: what the distance of rows of scales is counted in: 4 for bytes, 1 for elements.
+    """
+    by = _Compiled(call, serves, types, none, scale_bytes)
+    return QuantizedOperations(by.quantize, by.dequantize, by.dequantize_sum, by.requantize_sum)

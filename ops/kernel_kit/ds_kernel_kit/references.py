@@ -49,6 +49,7 @@ def adam(
         and (given := _fitting(params, grads, scale))
     ):
         fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        # torch's function takes the step as a tensor for each parameter.
         steps = [torch.full((), float(step), dtype=torch.float32, device=params[0].device)] * len(
             params
         )
@@ -222,12 +223,15 @@ def lamb(
         m.lerp_(g, 1 - beta1)
         v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         kind = kinds[len(coeffs)]
+        # As stored: rounded to the state's dtype and back, since a kernel reads it again in its
+        # second pass.
         first = m.to(kind).to(m.dtype)
         second = v.to(kind).to(v.dtype)
         u = first / ((second + eps).sqrt_() if eps_inside_sqrt else second.sqrt().add_(eps))
         if weight_decay:
             u.add_(p, alpha=weight_decay)
         norms = [float(torch.linalg.vector_norm(t, dtype=torch.float64)) for t in (p, u)]
+        # You et al. 2020: the trust ratio; 1 where either norm is 0.
         coeff = min(max(norms[0] / norms[1], min_coeff), max_coeff) if all(norms) else 1.0
         coeffs.append(coeff)
         p.add_(u, alpha=-size * coeff)
@@ -270,18 +274,21 @@ def quantize(
     if groups == 0:
         low = high = flat.new_zeros(0)
     else:  # amin and amax carry NaN
+        # The last group may be shorter: what pads it counts for neither end.
         low = torch.where(there, rows, rows.new_tensor(torch.inf)).amin(1)
         high = torch.where(there, rows, rows.new_tensor(-torch.inf)).amax(1)
     most = 2 ** (bits - 1) - 1 if symmetric else 2**bits - 1
     least = -most if symmetric else 0
     scales = (torch.maximum(-low, high) if symmetric else high - low) / most
     bases = torch.zeros_like(low) if symmetric else low
+    # No step: a group of one value, or one that is not finite.
     steps = (scales > 0) & torch.isfinite(scales)
     whole = torch.round((rows - bases[:, None]) / scales[:, None]).clamp_(least, most)
     q = torch.where(steps[:, None] & there, whole, 0.0).to(torch.int16).view(-1)
     lows = None if symmetric else low
     if bits == 8:
         return q[:n].to(torch.int8 if symmetric else torch.uint8), scales, lows
+    # Two's complement in 4 bits; the first number in the low half.
     pairs = (q & 15).view(-1, 2)
     return (pairs[:, 0] | pairs[:, 1] << 4)[: (n + 1) // 2].to(torch.uint8), scales, lows
 
@@ -385,6 +392,7 @@ def _fitting(params: Tensors, grads: Tensors, scale: float) -> list[Tensor] | No
         return list(torch._foreach_mul(given, scale)) if _wide(params) else None
     if not _wide(params):
         return None
+    # A copy even where dtypes are equal: the gradients themselves must not change.
     given = [g.to(p.dtype, copy=True) for p, g in zip(params, grads, strict=True)]
     if scale != 1:
         torch._foreach_mul_(given, scale)
@@ -400,6 +408,7 @@ def is_dense(tensor: Tensor) -> bool:
     if tensor.is_contiguous():
         return True
     expected = 1
+    # From the innermost dimension outwards, each stride is the number of elements inside.
     for stride, size in sorted(
         (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     ):

@@ -48,21 +48,21 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class StepSpec:
-    """An optimizer step ``op(params, grads, *states, **options, scale=1.0, copies=None)``.
+    """An optimizer step ``op(params, grads, *states, **options, scale=1.0, copies=None)``."""
 
-    reference: a function of `ds_kernel_kit.references`; its positional arguments are lists of
-        tensors, its keyword arguments the options; it returns None or a value per tensor. numbers:
-        what compiled code takes after `scale`, in
-    order: names of options, or functions of all options. trials: options of the calls that a
-        comparison makes one after another on the same tensors. squares: the state that holds sums
-        of squares, which are never negative.
-    """
-
+    # A function of `ds_kernel_kit.references`: its positional arguments are lists of tensors, its
+    # keyword arguments the options; it returns None or a value per tensor.
     reference: Callable[..., Any]
+    # What compiled code is given after `scale`, in order: names of options, or functions of all
+    # options.
     numbers: tuple[str | Callable[[Options], float], ...]
+    # Options of the calls that a comparison makes one after another on the same tensors.
     trials: tuple[Options, ...]
+    # The state that has sums of squares, which are never negative.
     squares: str | None = None
+    # The names of the lists of tensors, from the signature.
     tensors: tuple[str, ...] = field(init=False)
+    # The options and their defaults, likewise.
     defaults: Options = field(init=False)
 
     def __post_init__(self) -> None:
@@ -70,6 +70,7 @@ class StepSpec:
         tensors = tuple(p.name for p in signature if p.kind is not p.KEYWORD_ONLY)
         object.__setattr__(self, "tensors", tensors)
         options = {p.name: p.default for p in signature if p.kind is p.KEYWORD_ONLY}
+        # Every step has these two; they are no options of its mathematics.
         del options["scale"], options["copies"]
         object.__setattr__(self, "defaults", options)
 
@@ -96,6 +97,7 @@ class StepSpec:
             *lists: Any, scale: float = 1.0, copies: Tensors | None = None, **given: Any
         ) -> list[float] | None:
             options = {**defaults, **given}
+            # Looked at cheaply in each step; the names are only worked out for the error.
             if (
                 len(options) != len(defaults)
                 or inspect.Parameter.empty in options.values()
@@ -105,6 +107,8 @@ class StepSpec:
             plain = (scale, *[options[n] if type(n) is str else n(options) for n in numbers])  # type: ignore[operator]
 
             def reference(lists: Lists, copies: list[Tensor] | None) -> Any:
+                # The reference's own signature has a place for lists that are not there (momenta of
+                # SGD).
                 absent = [None] * (width - len(lists))
                 return self.reference(*lists, *absent, **options, scale=scale, copies=copies)
 

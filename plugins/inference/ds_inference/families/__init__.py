@@ -67,25 +67,28 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lowered:
-    """A program, and what its callers need to know of its model.
-
-    vocab: how many logits a row has; None: the program ends at the last hidden states. words: how
-    many tokens there are. max_positions: None: any number. eos: the tokens that end a text. finish:
-    what the program gave for a batch [b, t, ...] and the keywords of the model's forward -> the
-    model's output, by its own code. embedding: of the tokens. counted: see `Transformer`. first:
-    `finish` reads the first column of a batch, padding or not.
-    """
+    """A program, and what its callers need to know of its model."""
 
     program: Program
+    # How many logits a row has; None: the program ends at the last hidden states.
     vocab: int | None
+    # How many tokens there are.
     words: int
+    # None: any number.
     max_positions: int | None
+    # The tokens that end a text.
     eos: tuple[int, ...]
     kind: Kind
+    # What the program gave for a batch [b, t, ...] and the keywords of the model's forward -> the
+    # model's output, by its own code.
     finish: Callable[..., Any]
+    # Of the tokens.
     embedding: nn.Embedding
+    # See `Transformer`.
     counted: bool
+    # `finish` reads the first column of a batch, padding or not.
     first: bool
+    # Tensors that are made from parameters, for `refresh`.
     derived: tuple[Derived, ...]
 
     def refresh(self) -> None:

@@ -1,9 +1,8 @@
 """A transformer of one of the known families, in words that do not depend on the family.
 
 Each family reads its modules into these (`llama`, `gpt`, `encoders`); `emit` makes the
-instructions. Modules, not
-tensors: what a module is (a linear layer, a quantised or a divided one) is seen where the
-    instruction is made.
+instructions. Modules, not tensors: what a module is (a linear layer, a quantised or a divided one)
+is seen where the instruction is made.
 """
 
 from __future__ import annotations
@@ -33,19 +32,22 @@ class Order(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attention:
-    """qkv: one layer for each of q, k and v, or one for all. interleaved: its outputs lie head by
-    head (q, k and v of the first head, ...), else all of q first. norms: of each head of q and of
-    k. slopes: of ALiBi, of all ranks' heads.
-    """
+    """The attention of a layer."""
 
+    # One layer for each of q, k and v, or one for all.
     qkv: tuple[nn.Module, ...]
     out: nn.Module
     head_dim: int
     scale: float
+    # Of one layer for all: its outputs lie head by head (q, k and v of the first head, ...), else
+    # all of q first.
     interleaved: bool = False
+    # Of each head of q and of k.
     norms: tuple[nn.Module, nn.Module] | None = None
     rotary: Tables | None = None
+    # Tokens that are seen; None: all.
     window: int | None = None
+    # Of ALiBi, of all ranks' heads.
     slopes: Tensor | None = None
 
 
@@ -61,11 +63,11 @@ class Dense:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sparse:
-    """A mixture of experts, those of this rank in one module: gate_up_proj [n, 2 inner, width] and
-    down_proj [n, width, inner]. router: a module with the `weight` [experts, width].
-    """
+    """A mixture of experts, those of this rank in one module."""
 
+    # A module with the `weight` [experts, width].
     router: nn.Module
+    # gate_up_proj [n, 2 inner, width] and down_proj [n, width, inner].
     experts: nn.Module
     top_k: int
     activation: Activation
@@ -73,34 +75,37 @@ class Sparse:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """norms: that of attention and that of the MLP."""
+    """One layer."""
 
     attention: Attention
     mlp: Dense | Sparse
+    # That of attention and that of the MLP.
     norms: tuple[nn.Module, nn.Module]
     order: Order = Order.PRE
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Transformer:
-    """tokens, positions, types: embeddings; offset: of lines of `positions`. embedded: a norm of
-    their sum.
+    """The model, without its head."""
 
-    project_in: between `tokens` and the rest. norm: after the layers, before project_out. counted:
-        positions that the caller does not give are those among the tokens that are not padding,
-        else those in the row of the batch.
-    most: how many positions there are (None: any number).
-    """
-
+    # The embedding of tokens.
     tokens: nn.Embedding
     layers: tuple[Layer, ...]
     causal: bool
+    # How many positions there are; None: any number.
     most: int | None
+    # The embedding of positions; offset: of its lines.
     positions: nn.Module | None = None
     offset: int = 0
+    # The embedding of token types.
     types: nn.Module | None = None
+    # A norm of the embeddings' sum.
     embedded: nn.Module | None = None
+    # After the layers, before project_out.
     norm: nn.Module | None = None
+    # Between `tokens` and the rest.
     project_in: nn.Module | None = None
     project_out: nn.Module | None = None
+    # Positions that the caller does not give are those among the tokens that are not padding, else
+    # those in the row of the batch.
     counted: bool = False

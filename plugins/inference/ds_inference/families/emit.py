@@ -28,12 +28,10 @@ from ds_inference.weights.quantised import QuantizedExperts, QuantizedLinear
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Derived:
-    """A tensor that is made from parameters: a view of one, or small.
-
-    `make` makes it anew after they moved.
-    """
+    """A tensor that is made from parameters: a view of one, or small."""
 
     tensor: Tensor
+    # Makes it anew after the parameters moved.
     make: Callable[[], Tensor]
 
 
@@ -45,6 +43,7 @@ def emit(
     x = e.embed(model)
     for number, layer in enumerate(model.layers):
         e.layer(layer, x, number, model.causal)
+    # The rest is only needed for rows whose output somebody wants.
     x = e.put(p.Keep(x, kept := e.register("kept", e.widths[x])), kept)
     if model.norm is not None:
         e.normalize(model.norm, x, x)
@@ -68,7 +67,9 @@ class _Emitter:
         self.embeds = 0
         self.cache = 0, 0, 0
         self._dtype = dtype
+        # Registers live as long as a step, so all layers share them.
         self._named: dict[tuple[str, int], int] = {}
+        # By the function that makes them: layers share rotary tables.
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
 
     def register(self, name: str, width: int) -> int:
@@ -96,6 +97,7 @@ class _Emitter:
         """
         table = _table(model.tokens)
         cut = divided(model.tokens)
+        # Where ranks gather columns, the register has the full width.
         width = (
             sum(cut.sizes) or table.shape[1] * cut.ranks
             if cut is not None and cut.gathers
@@ -117,6 +119,7 @@ class _Emitter:
         first, second = layer.norms
         width = self.widths[x]
         order = layer.order
+        # PARALLEL: both norms read the same input, before attention has changed it.
         n = x if order is Order.POST else self.normalize(first, x, self.register("normed", width))
         m = (
             self.normalize(second, x, self.register("also", width))
@@ -156,6 +159,7 @@ class _Emitter:
             q, k, v = self.apart(
                 self.linear(x, a.qkv[0], "qkv"), a.head_dim if a.interleaved else None
             )
+        # Of this rank: a divided layer has fewer rows.
         heads = self.widths[q] // a.head_dim
         kv_heads = self.widths[k] // a.head_dim
         if a.norms is not None:
@@ -164,6 +168,7 @@ class _Emitter:
         if a.rotary is not None:
             cos, sin = self.turning(a.rotary)
             self.code += [p.Rotate(at, a.head_dim, cos, sin) for at in (q, k)]
+        # One arena has room for one shape of keys and values in all layers.
         if self.cache not in ((0, 0, 0), (number, kv_heads, a.head_dim)):
             raise Unknown("layers with unequal heads are not served")
         self.cache = number + 1, kv_heads, a.head_dim
@@ -200,7 +205,8 @@ class _Emitter:
             return self.experts(mlp, x, total)
         if mlp.gate is None:
             return self.added(self.linear(x, mlp.up, "inner", mlp.activation), mlp.down, total)
-        (gate, gate_bias), (up, up_bias) = self.product(mlp.gate), self.product(mlp.up)
+        gate, gate_bias = self.product(mlp.gate)
+        up, up_bias = self.product(mlp.up)
         inner = self.register("inner", up.shape[0])
         self.put(p.Gated(x, inner, gate, up, gate_bias, up_bias, mlp.activation), inner)
         return self.added(inner, mlp.down, total)
@@ -216,6 +222,7 @@ class _Emitter:
             router.shape[0] != len(gates) and (cut is None or cut.inputs is None)
         ):
             raise Unknown("the router is of another number of experts")
+        # Which of the model's experts are on this rank.
         first = cut.inputs[0][0] if cut is not None and cut.inputs is not None else 0
         self.put(
             p.Experts(x, out, router, gates, ups, downs, s.top_k, True, s.activation, first), out
@@ -236,6 +243,7 @@ class _Emitter:
         )
         count = module.experts if quantised else held[0].shape[0]
 
+        # Views of the stacked parameters, derived anew when those move.
         def part(of: int, expert: int, half: int, halves: int) -> p.Weight:
             if not quantised:
                 return self.derive(lambda: _held(module, of).detach()[expert].chunk(halves)[half])
@@ -278,6 +286,7 @@ class _Emitter:
                 f"a divided {type(module).__name__} that ranks do not sum is not known at this "
                 "place"
             )
+        # The bias is added once, after the sum over ranks.
         part = self.register("part", self.widths[total])
         self.code += [p.Linear(x, part, weight), p.Reduce(part), p.Add(part, total, total, bias)]
 
@@ -292,6 +301,7 @@ class _Emitter:
             return out
         if not cut.gathers:
             raise Unknown("a divided output head whose parts are not gathered is not served")
+        # Each rank samples, so each needs all logits.
         every = self.register("gathered", sum(cut.sizes) or weight.shape[0] * cut.ranks)
         return self.put(p.Gather(out, every), every)
 
@@ -307,6 +317,7 @@ class _Emitter:
             raise Unknown(f"{kind} is not a linear layer that is served")
         if cut is None and type(module) is nn.Linear:
             return weight, bias
+        # A transposed view: providers read contiguous columns as well.
         if kind == "Conv1D" or hasattr(module, "nf"):  # [in, out] in memory, a divided one too
             return self.derive(lambda: module.weight.detach().t()), bias
         if cut is None or not isinstance(module, nn.Linear):

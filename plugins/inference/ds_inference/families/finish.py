@@ -25,6 +25,7 @@ def finisher(model: Any, base: Any, logits: bool) -> Callable[..., Any]:
     if model is base:
         return lambda given, **keywords: _hidden(base, outputs, given, keywords.get("return_dict"))
     given_base = _Given(base, outputs)
+    # A shallow copy with another table of modules: all else, parameters included, is the model's.
     head = copy.copy(model)
     head.__dict__["_modules"] = {
         name: given_base if module is base else module for name, module in model._modules.items()
@@ -72,6 +73,7 @@ class _Given(nn.Module):
 
     def __init__(self, base: Any, outputs: Any) -> None:
         super().__init__()
+        # Not as submodules: the base would be registered a second time.
         self.__dict__.update(_base=base, _outputs=outputs, _given=None)
 
     def then(self, head: nn.Module, given: Tensor, keywords: dict[str, Any]) -> Any:
@@ -80,6 +82,7 @@ class _Given(nn.Module):
         try:
             return head(**keywords)
         finally:
+            # The output must not live until the next call.
             self.__dict__["_given"] = None
 
     def forward(self, *_: Any, return_dict: bool | None = None, **__: Any) -> Any:

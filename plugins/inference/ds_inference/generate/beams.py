@@ -25,6 +25,7 @@ class Beams:
     params: of the request, with num_beams > 1.
     prompt: how many tokens the prompt has.
     new: the most tokens of an answer.
+
     stop_ids: tokens that end a beam.
     ends: whether a beam with these tokens (prompt included) ends, for other reasons.
     random: for candidates that are drawn (temperature > 0).

@@ -15,9 +15,10 @@ from ds_inference.generate import scheduler as plans
 from ds_inference.generate.beams import Beams
 from ds_inference.generate.blocks import Blocks
 from ds_inference.generate.choosing import Choice
+from ds_inference.generate.limits import Limits
 from ds_inference.generate.requests import Finish, Handle, Output, Request, Result, SamplingParams
 from ds_inference.generate.sampling import Filters
-from ds_inference.generate.stopping import Decode, StopStrings
+from ds_inference.generate.stopping import Decode, StopStrings, beam_ends
 
 
 def _drawn_seed() -> int:
@@ -27,20 +28,30 @@ def _drawn_seed() -> int:
 class Generator:
     """Answers requests by running `runnable` step by step, over a paged cache. For one thread.
 
+    The model:
+
     runnable: a loaded program, or anything that is called as one.
     program: says what cache `runnable` needs.
     max_positions: of a sequence; None: any number.
-    cache_tokens: of all running sequences together, where no `cache` is given.
+
     vocab: tokens, where the logits are wider; None: as wide as they are.
     eos: tokens that end a sequence.
     device: where the cache and the rows of a step are.
+
+    The cache, and how much is done at a time:
+
+    cache_tokens: of all running sequences together, where no `cache` is given.
+    cache: instead of a new one.
+
     max_rows: of one step; longer prompts need several.
     max_sequences: that decode at the same time.
     max_waiting: requests in the queue; None: any number.
+
+    What the caller has:
+
     decode: of the tokenizer, for text and stop strings.
     seeds: draws a seed for a request that has none; on several ranks it must return the same on
         all.
-    cache: instead of a new one.
     most_key: what an error names as the key that limits the length of a sequence.
     """
 
@@ -146,7 +157,10 @@ class Generator:
             )
         params = request.params
         prompt = list(request.prompt)
-        new = self._new_tokens(prompt, params)
+        limits = Limits(
+            self.vocab, self.max_positions, self.max_sequences, self.blocks, self._most_key
+        )
+        new = limits.new_tokens(prompt, params, decodes=self.decode is not None)
         # What cannot be a tensor is an error here, of this request; in a step it would be one of
         # all that run.
         Filters.of([params])
@@ -162,7 +176,7 @@ class Generator:
         group = plans.Group(handle, params, len(prompt), new, params.rows, stops, seed)
         group.sequences.append(plans.Sequence(group, prompt))
         if params.num_beams > 1:
-            ends = self._beam_ends(params, len(prompt))
+            ends = beam_ends(params, len(prompt), self.decode)
             group.beams = Beams(
                 params, len(prompt), new, stops, ends, _random(seed, 0), self._device
             )
@@ -299,52 +313,6 @@ class Generator:
 
     # The inside of a step.
 
-    def _new_tokens(self, prompt: list[int], params: SamplingParams) -> int:
-        """How many tokens may be added to `prompt`; an error if it cannot be answered as asked."""
-        have = len(prompt)
-        rows = params.rows
-        if not prompt:
-            raise UsageError(
-                "a prompt needs at least one token (models begin with their bos token)"
-            )
-        if min(prompt) < 0 or (self.vocab is not None and max(prompt) >= self.vocab):
-            raise UsageError(
-                f"tokens of a prompt must be between 0 and {self.vocab} (the vocabulary), not "
-                "included"
-            )
-        if rows > self.max_sequences:
-            raise UsageError(
-                f"{rows} beams or sequences for one prompt, but max_sequences={self.max_sequences}"
-            )
-        if params.stop_strings and self.decode is None:
-            raise UsageError("stop_strings need a tokenizer: give one, or use stop_token_ids")
-        # Sequences of one request share the whole blocks of the prompt; each has its own copy of
-        # what follows.
-        shared = have // BLOCK
-        # blocks of one sequence, the prompt's whole ones included
-        each = shared + (self.blocks - shared) // rows
-        # The last token is chosen, and never written to the cache: hence one token more than blocks
-        # have room for.
-        fits = min(self.max_positions - have, each * BLOCK + 1 - have)
-        new = fits if params.max_new_tokens is None else params.max_new_tokens
-        if have + new > self.max_positions or new < 1:
-            raise UsageError(
-                f"a prompt of {have} tokens and max_new_tokens={params.max_new_tokens} are more "
-                "than "
-                f"{self.max_positions} positions (the model's, or {self._most_key}): shorten one"
-            )
-        # Accepting only what fits into the empty cache is what makes the scheduler end: see its
-        # module.
-        if plans.most_blocks(have, new, rows) > self.blocks:
-            raise UsageError(
-                f"a prompt of {have} tokens and max_new_tokens={params.max_new_tokens} for {rows} "
-                "sequences need "
-                f"{plans.most_blocks(have, new, rows) * BLOCK} tokens of cache, but it has "
-                f"{self.blocks * BLOCK}: "
-                "raise cache_tokens (max_out_tokens of init_inference) or shorten one of them"
-            )
-        return new
-
     def _begin(self, sequence: plans.Sequence) -> None:
         """Give `sequence` its result and its own generator."""
         params = sequence.group.params
@@ -352,22 +320,6 @@ class Generator:
         sequence.random = _random(sequence.group.seed, sequence.index)
         if params.stop_strings and self.decode is not None:
             sequence.stops = StopStrings(params.stop_strings, self.decode)
-
-    def _beam_ends(self, params: SamplingParams, prompt: int) -> Callable[[list[int]], bool] | None:
-        decode = self.decode
-        strings = params.stop_strings
-        if not strings and not params.stopping:
-            return None
-
-        def ends(tokens: list[int]) -> bool:
-            # The whole answer is decoded each time: a beam is another text in every step, so
-            # nothing can be kept.
-            text = decode(tokens[prompt:]) if strings and decode is not None else ""
-            return any(string in text for string in strings) or any(
-                stop(tokens) for stop in params.stopping
-            )
-
-        return ends
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
         for arena in (self.cache.keys, self.cache.values) if copies else ():

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ds_inference.generate.requests import SamplingParams
 
 Decode = Callable[[list[int]], str]
 """A tokenizer's decoding of tokens."""
@@ -89,3 +93,25 @@ class StopStrings:
         """The whole text, with what was incomplete."""
         self.text += self._reads.rest()
         return self.text
+
+
+def beam_ends(
+    params: SamplingParams, prompt: int, decode: Decode | None
+) -> Callable[[list[int]], bool] | None:
+    """Whether a beam with these tokens ends by a stop string or a criterion; None: none can.
+
+    prompt: how many of the tokens were given.
+    """
+    strings = params.stop_strings
+    if not strings and not params.stopping:
+        return None
+
+    def ends(tokens: list[int]) -> bool:
+        # The whole answer is decoded each time: a beam is another text in every step, so
+        # nothing can be kept.
+        text = decode(tokens[prompt:]) if strings and decode is not None else ""
+        return any(string in text for string in strings) or any(
+            stop(tokens) for stop in params.stopping
+        )
+
+    return ends

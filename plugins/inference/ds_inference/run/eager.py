@@ -38,9 +38,9 @@ class Eager:
     group: the process group of ranks that must run equally often, since their weights are gathered
         for each forward. Each step then counts who runs, and `drain` is called when this rank has
         no more to do.
+
     program: has no instructions, but the shapes of the cache that is needed.
-    max_positions: of the module's config; None: unknown.
-    vocab: of the module's config; None: unknown.
+    max_positions, vocab: of the module's config; None: unknown.
     eos: the tokens that end a text.
     """
 

@@ -214,7 +214,7 @@ def read(kind: type[T], body: bytes) -> T:
         asked = kind.model_validate_json(body)
     except ValidationError as error:
         all_of_them = error.errors(include_input=False, include_url=False, include_context=False)
-        # A union reports an error for each of its kinds: the deepest one is of the kind that was meant.
+        # A union reports an error for each of its kinds: the deepest is of the kind that was meant.
         first = max(all_of_them, key=lambda e: len(e["loc"]))
         place = [str(part) for part in first["loc"]]
         if first["type"] == "json_invalid":

@@ -3,7 +3,7 @@ small matrices (LoRA).
 
 [Note: the base] Backward needs the base again, for the gradient of the inputs. Kept for it, each
 layer's whole weight would be in memory at once; so it is made again: numbers become weights again,
-parts of other ranks are gathered again. A base that is divided, or rests on the host, is no
+parts of other ranks are gathered again. A base that is divided, or kept on the host, is no
 parameter and no buffer: every rank has another part, and what engines do with either (broadcast,
 ZeRO's shards, moves to the device) would be wrong.
 """
@@ -27,19 +27,19 @@ _LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 @dataclass
 class LoRAConfig:
-    """The two small matrices, and where the base rests.
+    """The two small matrices, and where the base is kept."""
 
-    base_weight_sharding: ranks that the rows of the base are divided over: 1, or all. offload: the
-    base rests on the host. delay_lora_init: wait for `init_lora`. target_mods: which layers `Init`
-    changes, by parts of their names.
-    """
-
+    # Rows of the first matrix.
     lora_r: int = 64
     lora_alpha: float = 16.0
+    # Ranks that the rows of the base are divided over: 1, or all.
     base_weight_sharding: int = 1
+    # The base is kept on the host.
     offload: bool = False
     offload_ratio: float = 0.0
+    # Wait for `init_lora`.
     delay_lora_init: bool = False
+    # Which layers `Init` changes, by parts of their names.
     target_mods: list[str] = field(default_factory=lambda: list(_LLAMA))
 
     def __post_init__(self) -> None:
@@ -47,20 +47,18 @@ class LoRAConfig:
             raise ValueError(f"lora_r {self.lora_r}: the matrices need at least one row")
         if self.offload and self.offload_ratio:
             raise ValueError(
-                f"offload_ratio {self.offload_ratio}: a base rests on the host whole; leave it at 0"
+                f"offload_ratio {self.offload_ratio}: a base is kept on the host as a whole; leave it at 0"
             )
 
 
 @dataclass
 class QuantizationConfig:
-    """How the base is stored: whole numbers of `q_bits` (8 or 4) bits, in groups of at most
-    `group_size` of a row.
-
-    mantissa_bits, q_dtype: of DeepSpeed's floating-point formats; without effect.
-    """
+    """How the base is stored: whole numbers of 8 or 4 bits."""
 
     q_bits: int = 8
+    # Of DeepSpeed's floating-point formats, as q_dtype: without effect.
     mantissa_bits: int = 3
+    # Numbers of a row with a scale in common, at most.
     group_size: int = 512
     q_dtype: torch.dtype = torch.uint8
 

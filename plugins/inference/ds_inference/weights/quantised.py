@@ -70,6 +70,7 @@ class QuantizedLinear(nn.Module):
         """Moves to another device; a change of dtype (``model.half()``) leaves scales and lows in
         fp16.
         """
+        # torch converts every floating-point buffer: scales are put back as they were.
         kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in kept.items():
@@ -130,13 +131,14 @@ class QuantizedExperts(nn.Module):
 
 @dataclass
 class Report:
-    """layers: how many were quantised. before, after: bytes of their weights. left: names, and why
-    they were not.
-    """
+    """What was quantised."""
 
+    # How many.
     layers: int = 0
+    # Bytes of their weights; after: likewise.
     before: int = 0
     after: int = 0
+    # Names of layers that stay as they are, and why.
     left: dict[str, str] = field(default_factory=dict)
 
 
@@ -167,6 +169,7 @@ def quantise_model(
     repeated = any(_in_block(name) for name in names)
     for name in names:
         module: Any = model.get_submodule(name)
+        # See [Note: what is quantised].
         mine = head_bits if module is head else bits
         if mine is None or (repeated and module is not head and not _in_block(name)):
             continue
@@ -183,6 +186,7 @@ def quantise_model(
         report.layers = report.layers + 1
         report.before = report.before + _nbytes(module)
         report.after += _nbytes(made)
+        # The old layer is freed before the next one is quantised.
         _replace(model, name, made)
     _say(report, bits)
     return report
@@ -218,6 +222,7 @@ def _quantised(
             module.weight.detach().t() if hasattr(module, "nf") else module.weight, module.bias
         )
     if cut is not None:
+        # How ranks divide the layer stays known to who lowers or saves it.
         setattr(made, DIVIDED, cut)
     return made.train(module.training)
 
