@@ -150,6 +150,7 @@ class _Base(nn.Module):
     def _own_rows(self, tensor: Tensor) -> Tensor:
         per_rank = -(-self.output_dim // self.ranks)
         rank = comm.rank() if self.ranks > 1 else 0
+        # Rows are divided evenly; the last rank's may be fewer.
         own = tensor[rank * per_rank : (rank + 1) * per_rank]
         padded = tensor.new_zeros(per_rank, *tensor.shape[1:])  # every rank has as many
         padded[: len(own)] = own
@@ -162,11 +163,12 @@ class _Base(nn.Module):
             return {name: getattr(self, name) for name in names}
         found = {}
         for name, part in self._parts.items():
-            here = part.to(device)
-            whole = here
+            local = part.to(device)
+            whole = local
             if self.ranks > 1:
-                whole = here.new_empty(self.ranks * len(here), *here.shape[1:])
-                comm.all_gather_into_tensor(whole, here)
+                # Gathered for this one use, in forward and again in backward.
+                whole = local.new_empty(self.ranks * len(local), *local.shape[1:])
+                comm.all_gather_into_tensor(whole, local)
             found[name] = whole[: self.output_dim]
         return found
 
@@ -189,6 +191,7 @@ class _Base(nn.Module):
         """Parts move along, but not from the host; a change of dtype leaves numbers and scales as
         they are.
         """
+        # Numbers and scales keep their dtypes, as in `weights.quantised`.
         before = {name: b for name, b in self._buffers.items() if b is not None}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, old in before.items():
@@ -219,6 +222,7 @@ class _Base(nn.Module):
         names = ["weight"] if self.quantization is None else ["q", "scales"]
         given = {name: state[prefix + name] for name in names if prefix + name in state}
         if prefix + "weight" in state:
+            # A full weight, of a checkpoint of the plain model.
             self._set(state[prefix + "weight"].to(self._device()))
         elif len(given) == len(names):
             self._take({name: t.to(self._device()) for name, t in given.items()})
@@ -387,6 +391,7 @@ class Init:
     def __exit__(self, *error: object) -> None:
         self._hook.remove()
         found, self._found = self._found, []
+        # The model was not built: nothing to change.
         if error[0] is not None:
             return
         made: dict[nn.Module, nn.Module] = {}  # a layer that has two names is changed once

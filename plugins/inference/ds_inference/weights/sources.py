@@ -291,14 +291,14 @@ class _Parts:
         whole = None
         filled = 0
         for file, stored in self._parts[name]:
-            here = self._files[file].read(name)
-            whole = here.new_empty(self._shapes[name]) if whole is None else whole
+            own = self._files[file].read(name)
+            whole = own.new_empty(self._shapes[name]) if whole is None else whole
             # Each part of what this file has, put in its place of the full weight.
             for part in stored.parts():
                 local = tuple(
                     slice(at, at + n) for at, n in zip(part.at, part.box.size, strict=True)
                 )
-                whole[part.box.slices()] = here[local]
+                whole[part.box.slices()] = own[local]
                 filled += part.box.numel
         if whole is None or filled < math.prod(self._shapes[name]):
             raise CheckpointError(f"{self.where} is damaged: a part of {name} is nowhere")
