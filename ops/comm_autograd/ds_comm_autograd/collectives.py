@@ -158,7 +158,7 @@ def _all_gather_op(x: Tensor, group: str, dim: int, sizes: Sequence[int] | None)
 @_all_gather_op.register_fake
 def _(x: Tensor, group: str, dim: int, sizes: Sequence[int] | None) -> Tensor:
     count = _members(group).size()
-    return _resized(x, dim, x.shape[dim] * count if sizes is None else sum(sizes))
+    return _resize(x, dim, x.shape[dim] * count if sizes is None else sum(sizes))
 
 
 @torch.library.custom_op("ds_comm_autograd::own_part", mutates_args=())
@@ -205,16 +205,16 @@ def _(
     members = _members(group)
     mine = _lengths(x.shape[cut], cut_sizes, members.size(), spread=True)[members.rank()]
     joined = sum(_lengths(x.shape[join], join_sizes, members.size(), spread=False))
-    return _resized(_resized(x, cut, mine), join, joined)
+    return _resize(_resize(x, cut, mine), join, joined)
 
 
 def _part(x: Tensor, group: str, dim: int, sizes: Sizes) -> Tensor:
     members = _members(group)
-    return _resized(
+    return _resize(
         x, dim, _lengths(x.shape[dim], sizes, members.size(), spread=True)[members.rank()]
     )
 
 
-def _resized(x: Tensor, dim: int, length: int) -> Tensor:
+def _resize(x: Tensor, dim: int, length: int) -> Tensor:
     """An empty contiguous tensor like `x`, with another length of `dim`."""
     return x.new_empty([length if d == dim else old for d, old in enumerate(x.shape)])

@@ -70,7 +70,7 @@ class SomeRanks:
     def send(self, tensor: Tensor, to: int, tag: int) -> list[PeerWork]:
         """Start sending to the rank at place `to`; nothing when there is nothing to send."""
         return (
-            [self._named(self._queue.send(tensor, self.ranks[to], tag), to, "to")]
+            [self._name(self._queue.send(tensor, self.ranks[to], tag), to, "to")]
             if len(tensor)
             else []
         )
@@ -78,7 +78,7 @@ class SomeRanks:
     def receive(self, tensor: Tensor, source: int, tag: int) -> list[PeerWork]:
         """Start receiving from the rank at place `source`."""
         return (
-            [self._named(self._queue.recv(tensor, self.ranks[source], tag), source, "from")]
+            [self._name(self._queue.recv(tensor, self.ranks[source], tag), source, "from")]
             if len(tensor)
             else []
         )
@@ -99,7 +99,7 @@ class SomeRanks:
         works = [work for i in self.peers() for work in self.receive(parts[i], i, tag)]
         return works + [work for i in self.peers() for work in self.send(mine, i, tag)]
 
-    def _named(self, work: Any, place: int, way: str) -> PeerWork:
+    def _name(self, work: Any, place: int, way: str) -> PeerWork:
         me = self._names[self._queue.rank]
         other = self._names[self.ranks[place]]
         return PeerWork(work, f"{me}: a message {way} {other}")

@@ -141,11 +141,11 @@ class TwoLevel:
         direct = flat.nbytes <= DIRECT or (len(self.hosts) == 2 and not _widens(flat.dtype, op))
         step = MESSAGE // flat.itemsize * self._rails * (1 if direct else len(self.hosts))
         return (
-            self._reduced(flat[begin:end], op, direct, tag)
+            self._reduce_block(flat[begin:end], op, direct, tag)
             for begin, end in gloo.cut(len(flat), step)
         )
 
-    def _reduced(self, block: Tensor, op: str, direct: bool, tag: int) -> Stages:
+    def _reduce_block(self, block: Tensor, op: str, direct: bool, tag: int) -> Stages:
         # 1. Inside each host: carrier r gets slice r of the host's sum.
         totals = self._slices(block)
         mine = self._reduce_inside(self._slices(_wide(block, op)), op, tag)
@@ -173,11 +173,11 @@ class TwoLevel:
     ) -> Iterator[Stages]:
         """See `Transport`."""
         return (
-            self._scattered(output[begin:end], [p[begin:end] for p in parts], op, tag)
+            self._scatter_block(output[begin:end], [p[begin:end] for p in parts], op, tag)
             for begin, end in gloo.cut(len(output), MESSAGE // output.itemsize)
         )
 
-    def _scattered(self, output: Tensor, rows: Sequence[Tensor], op: str, tag: int) -> Stages:
+    def _scatter_block(self, output: Tensor, rows: Sequence[Tensor], op: str, tag: int) -> Stages:
         """rows: what this rank has for each rank, all as long as `output`."""
         region = output
         lane = wire_tag(tag, Lane.SCATTER)
@@ -212,7 +212,7 @@ class TwoLevel:
         mine = [rows[rank] for rank in self.hosts[host]]
         if self._even:
             return [_wide(row, op) for row in mine]
-        return self._slices(_wide(_joined(mine), op))
+        return self._slices(_wide(_join(mine), op))
 
     def _reduce_inside(self, parts: Sequence[Tensor], op: str, tag: int) -> Tensor:
         """The sum of this host's ranks of this rank's part; it may be `parts`' own tensor, to be
@@ -250,11 +250,11 @@ class TwoLevel:
         if parts[self._queue.rank].data_ptr() != mine.data_ptr():
             gloo.copy(parts[self._queue.rank], mine)
         return (
-            self._gathered([p[begin:end] for p in parts], tag)
+            self._gather_block([p[begin:end] for p in parts], tag)
             for begin, end in gloo.cut(len(mine), MESSAGE // mine.itemsize)
         )
 
-    def _gathered(self, rows: Sequence[Tensor], tag: int) -> Stages:
+    def _gather_block(self, rows: Sequence[Tensor], tag: int) -> Stages:
         """rows: all ranks', this one's being there."""
         by_host = [[rows[rank] for rank in ranks] for ranks in self.hosts]
         joined: list[Tensor] = []
@@ -264,7 +264,7 @@ class TwoLevel:
         if not self._even:
             self._gather_inside(by_host[self._host], tag)
             joined = [
-                _joined(mine) if h == self._host else mine[0].new_empty(len(mine) * len(mine[0]))
+                _join(mine) if h == self._host else mine[0].new_empty(len(mine) * len(mine[0]))
                 for h, mine in enumerate(by_host)
             ]
             shares = [self._slices(whole) for whole in joined]
@@ -293,10 +293,11 @@ class TwoLevel:
         step = MESSAGE * self._rails
         chain = len(raw) > step
         return (
-            self._spread(raw[begin:end], src, chain, tag) for begin, end in gloo.cut(len(raw), step)
+            self._broadcast_block(raw[begin:end], src, chain, tag)
+            for begin, end in gloo.cut(len(raw), step)
         )
 
-    def _spread(self, block: Tensor, src: int, chain: bool, tag: int) -> Stages:
+    def _broadcast_block(self, block: Tensor, src: int, chain: bool, tag: int) -> Stages:
         first = next(h for h, ranks in enumerate(self.hosts) if src in ranks)
         order = [(first + d) % len(self.hosts) for d in range(len(self.hosts))]
         place = order.index(self._host)
@@ -377,7 +378,7 @@ def _wide(tensor: Tensor, op: str) -> Tensor:
     return wide
 
 
-def _joined(rows: Sequence[Tensor]) -> Tensor:
+def _join(rows: Sequence[Tensor]) -> Tensor:
     """The rows, of one length, behind each other."""
     whole = rows[0].new_empty(len(rows) * len(rows[0]))
     for piece, row in zip(whole.split(len(rows[0])), rows, strict=True):

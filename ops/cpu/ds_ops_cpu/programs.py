@@ -246,7 +246,7 @@ class _Runnable:
         self._collectives = collectives
         # The dtype of products that torch makes.
         self._products = torch.float32 if program.dtype == torch.float16 else program.dtype
-        self._torch = Interpreter(program, None, self._widened)
+        self._torch = Interpreter(program, None, self._widen)
         # Memory of registers and of widened weights, used again in each step.
         self._arena = torch.empty(0)
         self._wide = torch.empty(0)
@@ -368,12 +368,12 @@ class _Runnable:
 
     def _whole(self, weight: p.Weight) -> Tensor:
         return (
-            self._widened(weight, self._products)
+            self._widen(weight, self._products)
             if isinstance(weight, Quantized)
             else weight.to(self._products)
         )
 
-    def _widened(self, weight: Quantized, dtype: torch.dtype) -> Tensor:
+    def _widen(self, weight: Quantized, dtype: torch.dtype) -> Tensor:
         """The weight in `dtype`, in memory that the next call uses again."""
         out, inner = weight.shape
         if self._wide.dtype != dtype or self._wide.numel() < out * inner:

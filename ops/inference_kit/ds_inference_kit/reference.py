@@ -160,7 +160,7 @@ class Interpreter:
             # The cache has what the sequence had before this step.
             if i.layer is not None and cache is not None:
                 assert step.blocks is not None
-                keys, values = _cached(cache, i.layer, step.blocks[n], length, keys, values)
+                keys, values = _through_cache(cache, i.layer, step.blocks[n], length, keys, values)
             out[rows] = _attention(i, q[rows], keys, values)
         r[i.out] = out.flatten(1)
 
@@ -210,7 +210,7 @@ class Interpreter:
         r[i.out] = r[i.x] if step.wanted is None else r[i.x][step.wanted]
 
 
-def _cached(
+def _through_cache(
     cache: KVCache,
     layer: int,
     blocks: Int[Tensor, " most"],

@@ -99,7 +99,7 @@ def why_not(extension: Extension) -> str | None:
 
     Looks at files only; starts no program.
     """
-    if (module_name(extension)) in _LOADED or _prebuilt(extension) is not None:
+    if (module_name(extension)) in _LOADED or _find_prebuilt(extension) is not None:
         return None
     missing = [tool for tool in extension.tools if _tool(tool) is None]
     if importlib.util.find_spec("pybind11") is None:
@@ -113,7 +113,9 @@ def why_not(extension: Extension) -> str | None:
 
 def find(extension: Extension) -> Path | None:
     """The finished library, from the wheel or the cache; None when it must be built first."""
-    return _prebuilt(extension) or (_cached(extension) if not _missing(extension) else None)
+    return _find_prebuilt(extension) or (
+        _find_cached(extension) if not _missing(extension) else None
+    )
 
 
 # -- loading and building --------------------------------------------------------------------------
@@ -173,8 +175,8 @@ def build(extension: Extension, *, again: bool = False) -> Path:
         )
     # The key is in the name: another version of sources or compiler has another file.
     target = _target(extension)
-    with _locked(target.with_suffix(".lock"), extension.name):
-        if not again and (found := _cached(extension)) is not None:
+    with _lock(target.with_suffix(".lock"), extension.name):
+        if not again and (found := _find_cached(extension)) is not None:
             return found  # somebody else has built it meanwhile
         if target.is_dir() and not target.is_symlink():  # a file or link is replaced
             raise KernelError(
@@ -329,7 +331,7 @@ def _target(extension: Extension) -> Path:
     return cache_folder() / f"{extension.name}-{_key(extension)[:24]}.so"
 
 
-def _cached(extension: Extension) -> Path | None:
+def _find_cached(extension: Extension) -> Path | None:
     """The library in the cache, if it is this build's, complete, and of no other user."""
     target = _target(extension)
     try:
@@ -360,7 +362,7 @@ def _seal(library: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _prebuilt(extension: Extension) -> Path | None:
+def _find_prebuilt(extension: Extension) -> Path | None:
     """The library that the wheel brought, when it was built from these very sources for this
     Python.
 
@@ -429,7 +431,7 @@ def _version(path: str) -> str:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, name: str) -> Iterator[None]:
+def _lock(path: Path, name: str) -> Iterator[None]:
     """Hold the lock; says so once when another process holds it."""
     descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
     try:

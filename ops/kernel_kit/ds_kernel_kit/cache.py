@@ -56,7 +56,7 @@ def cache_folder(*, make: bool = True) -> Path:
         or found.st_uid != os.geteuid()
         or stat.S_IMODE(found.st_mode) & 0o077
     ):
-        raise _refused(
+        raise _refusal(
             folder, folder, found, f"it must be a folder of user {os.geteuid()} with mode 0700"
         )
     return folder
@@ -122,13 +122,13 @@ def _status(path: Path) -> os.stat_result:
 def _check(parent: Path, found: os.stat_result, folder: Path) -> None:
     """KernelError unless only this user and root can change what names in `parent` refer to."""
     if not stat.S_ISDIR(found.st_mode):
-        raise _refused(folder, parent, found, "it must be a folder, and no link to one")
+        raise _refusal(folder, parent, found, "it must be a folder, and no link to one")
     if found.st_uid not in (0, os.geteuid()):
-        raise _refused(folder, parent, found, "the owner could put another folder in its place")
+        raise _refusal(folder, parent, found, "the owner could put another folder in its place")
     others = found.st_mode & (0o002 if _is_private(found.st_gid) else 0o022)
     # as in /tmp: names belong to those who made them
     if others and not found.st_mode & stat.S_ISVTX:
-        raise _refused(folder, parent, found, "other users could put another folder in its place")
+        raise _refusal(folder, parent, found, "other users could put another folder in its place")
 
 
 def _is_private(gid: int) -> bool:
@@ -149,7 +149,7 @@ def _is_private(gid: int) -> bool:
     return False
 
 
-def _refused(folder: Path, which: Path, found: os.stat_result, why: str) -> KernelError:
+def _refusal(folder: Path, which: Path, found: os.stat_result, why: str) -> KernelError:
     kind = "a link" if stat.S_ISLNK(found.st_mode) else f"mode {stat.S_IMODE(found.st_mode):04o}"
     fix = (
         "remove it (it is only a cache, and may hold files of others)"

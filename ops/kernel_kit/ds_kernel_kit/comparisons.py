@@ -294,11 +294,11 @@ def _quantisations(function: Function, device: str, dtypes: tuple[str, ...]) -> 
                 assert a.dtype == b.dtype
                 torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
-    for what, x, bits, group, symmetric in _quantised(device, dtypes):
+    for what, x, bits, group, symmetric in _quantised_cases(device, dtypes):
         yield what, lambda a=(x, bits, group, symmetric): same(*a)  # type: ignore[misc]
 
 
-def _quantised(
+def _quantised_cases(
     device: str, dtypes: tuple[str, ...]
 ) -> Iterator[tuple[str, Tensor, int, int, bool]]:
     for kind in (F32, BF16, F16):
@@ -335,7 +335,7 @@ def _dequantisations(function: Function, device: str, dtypes: tuple[str, ...]) -
         assert mine.dtype == theirs.dtype
         _close("values", [[mine]], [[theirs]], 0.0)
 
-    for what, x, bits, group, symmetric in _quantised(device, dtypes):
+    for what, x, bits, group, symmetric in _quantised_cases(device, dtypes):
         if "without" not in what:
             yield what, lambda a=(x, bits, group, symmetric): same(*a)  # type: ignore[misc]
 

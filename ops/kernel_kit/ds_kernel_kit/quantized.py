@@ -97,7 +97,7 @@ class _Compiled:
         )
         return out
 
-    def _checked(self, q: Tensor, scales: Tensor, bits: int, group: int, numel: int) -> bool:
+    def _check(self, q: Tensor, scales: Tensor, bits: int, group: int, numel: int) -> bool:
         """Whether compiled code can add these rows up; KernelError where their sizes are wrong."""
         references.check_quantize(bits, group)
         alike = quantized_rows(q, scales, bits=bits, group=group, numel=numel)
@@ -128,7 +128,7 @@ class _Compiled:
         out: Tensor | None = None,
     ) -> Tensor:
         """See `references.dequantize_sum`."""
-        if not self._checked(q, scales, bits, group, numel) or dtype not in self.types:
+        if not self._check(q, scales, bits, group, numel) or dtype not in self.types:
             return references.dequantize_sum(
                 q, scales, bits=bits, group=group, numel=numel, dtype=dtype, out=out
             )
@@ -147,7 +147,7 @@ class _Compiled:
         out: Quantized | None = None,
     ) -> Quantized:
         """See `references.requantize_sum`."""
-        if not self._checked(q, scales, bits, group, numel):
+        if not self._check(q, scales, bits, group, numel):
             return references.requantize_sum(
                 q, scales, bits=bits, group=group, numel=numel, out=out
             )

@@ -46,7 +46,7 @@ def adam(
     if (
         bias_correction
         and _alike(params, exp_avgs, exp_avg_sqs)
-        and (given := _fitting(params, grads, scale))
+        and (given := _fit_gradients(params, grads, scale))
     ):
         fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
         # torch's function takes the step as a tensor for each parameter.
@@ -99,7 +99,7 @@ def adagrad(
     """Adagrad; `lr` after any decay of it."""
     if not params:
         return
-    if _alike(params, sums) and (given := _fitting(params, grads, scale)):
+    if _alike(params, sums) and (given := _fit_gradients(params, grads, scale)):
         steps = [torch.ones((), dtype=torch.float32, device=params[0].device)] * len(params)
         torch._fused_adagrad_(
             list(params),
@@ -164,7 +164,11 @@ def sgd(
         return
     # torch 2.13 leaves most elements of 16-bit parameters as they were in a first step on the CPU.
     half = any(p.dtype in (torch.float16, torch.bfloat16) for p in params)
-    if not half and _alike(params, momenta or ()) and (given := _fitting(params, grads, scale)):
+    if (
+        not half
+        and _alike(params, momenta or ())
+        and (given := _fit_gradients(params, grads, scale))
+    ):
         torch._fused_sgd_(
             list(params),
             given,
@@ -375,7 +379,7 @@ def _alike(params: Tensors, *others: Tensors) -> bool:
     )
 
 
-def _fitting(params: Tensors, grads: Tensors, scale: float) -> list[Tensor] | None:
+def _fit_gradients(params: Tensors, grads: Tensors, scale: float) -> list[Tensor] | None:
     """Gradients times `scale` as torch's fused functions take them: in the parameters' dtype, at
     their strides.
 

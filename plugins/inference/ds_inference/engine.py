@@ -112,7 +112,7 @@ class InferenceEngine(nn.Module):
         answer: Any = self.module
         if not callable(getattr(answer, "generate", None)):
             raise UsageError(f"{type(answer).__name__} has no generate; call the engine instead")
-        with torch.no_grad(), self._alike():
+        with torch.no_grad(), self._equal_draws():
             # Neither a program nor weights elsewhere: the module's own loop serves.
             if made.lowered is None and made.holder is None:
                 return answer.generate(*inputs, **kwargs)
@@ -148,7 +148,7 @@ class InferenceEngine(nn.Module):
             )
 
     @contextlib.contextmanager
-    def _alike(self) -> Iterator[None]:
+    def _equal_draws(self) -> Iterator[None]:
         """Ranks that divide the model draw the same random numbers inside."""
         if self.ctx.mesh.world_size == 1:
             yield

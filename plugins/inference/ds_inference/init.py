@@ -55,7 +55,7 @@ def make_config(config: Any = None, **kwargs: Any) -> DeepSpeedInferenceConfig:
             "config must be a dict, a path or a DeepSpeedInferenceConfig, not a "
             f"{type(config).__name__}"
         )
-    merged = _merged(given, kwargs)
+    merged = _merge(given, kwargs)
     try:
         parsed = DeepSpeedInferenceConfig.model_validate(merged)
     except ValidationError as error:
@@ -75,7 +75,7 @@ def default_inference_config() -> dict[str, Any]:
     return DeepSpeedInferenceConfig().model_dump(mode="json")
 
 
-def _merged(given: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(given: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     """Both together, by the names of fields. ValueError for a key that has two values."""
     names = {
         field.alias: name

@@ -86,7 +86,7 @@ def prepare(model: nn.Module, config: DeepSpeedInferenceConfig) -> Prepared:
     cast(model, getattr(torch, config.floats))
     # The partitioner takes the weights over from the model, and divides them by itself.
     if config.zero.get("stage") == 3:
-        return _kept_elsewhere(model, config)
+        return _prepare_offloaded(model, config)
     if config.zero:
         log_once(log, logging.WARNING, "zero has no effect: only stage 3 keeps weights elsewhere")
     ctx = parallel.make_context(config, model, row_names(config, model), ORIGIN)
@@ -110,7 +110,7 @@ def prepare(model: nn.Module, config: DeepSpeedInferenceConfig) -> Prepared:
         ctx,
     )
     # Last, since the program reads the layers as they are by now.
-    lowered = _lowered(model, config) if config.replace_with_kernel_inject else None
+    lowered = _lower(model, config) if config.replace_with_kernel_inject else None
     if (
         lowered is None
         and config.tp_size > 1
@@ -209,7 +209,7 @@ def _check(config: DeepSpeedInferenceConfig) -> None:
         )
 
 
-def _lowered(model: nn.Module, config: DeepSpeedInferenceConfig) -> Lowered | None:
+def _lower(model: nn.Module, config: DeepSpeedInferenceConfig) -> Lowered | None:
     """The program of the model; None, with a warning, where its family is not known."""
     lowered = lower(model)
     if lowered is None:
@@ -235,7 +235,7 @@ def _lowered(model: nn.Module, config: DeepSpeedInferenceConfig) -> Lowered | No
     return lowered
 
 
-def _kept_elsewhere(model: nn.Module, config: DeepSpeedInferenceConfig) -> Prepared:
+def _prepare_offloaded(model: nn.Module, config: DeepSpeedInferenceConfig) -> Prepared:
     """ZeRO inference: the partitioner of stage 3 keeps the weights, and brings them layer by
     layer."""
     if config.weights is not None:

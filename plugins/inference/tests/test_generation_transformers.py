@@ -204,10 +204,10 @@ def test_distributions_equal_those_of_the_warpers(many: int) -> None:
         expected = process.MinPLogitsWarper(least)(None, expected) if least else expected
         other = SamplingParams(temperature=1.0, top_p=0.5)  # another row's filters change nothing
         filters = sampling.Filters.of([params, params, params, other, params, params])
-        weights, ids, complete = sampling.filtered(scores, filters, 16)
+        weights, ids, complete = sampling.filter_scores(scores, filters, 16)
         if not complete.all():
             assert p == 1 or not complete[2] or many == 12
-            weights, ids, _ = sampling.filtered(scores, filters, many)
+            weights, ids, _ = sampling.filter_scores(scores, filters, many)
         weights = torch.zeros(scores.shape, dtype=torch.float64).scatter(1, ids, weights)
         chances = (weights / weights.sum(-1, keepdim=True)).float()
         expected = torch.softmax(expected, -1)
@@ -244,7 +244,7 @@ def test_every_token_is_drawn_as_often_as_it_is_probable() -> None:
         found = sampling.draw(row, sampling.Filters.of([params] * many), points).bincount(
             minlength=77
         )
-        expected = torch.softmax(sampling.shown(row[0], params).double(), -1) * many
+        expected = torch.softmax(sampling.mask_excluded(row[0], params).double(), -1) * many
         assert ((found - expected).abs() <= 1.001).all()
 
 
@@ -253,5 +253,5 @@ def test_penalties() -> None:
     params = SamplingParams(
         repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, min_new_tokens=4
     )
-    found = sampling.processed(row, params, [0, 1, 2, 2, 4], 2, (3,))
+    found = sampling.process(row, params, [0, 1, 2, 2, 4], 2, (3,))
     assert found.tolist() == [0.5, -2.0, 1.0 - 1.0, -torch.inf, 1.5 - 0.75]

@@ -165,7 +165,7 @@ class ThreadsEngine(Engine):
         begins = range(0, nbytes, step)
         expected: list[int | None] = [None] * len(begins)
         if sums is not None and not write:
-            expected = _unpacked(sums, len(begins))
+            expected = _unpack(sums, len(begins))
         blocks = [
             self._pool.submit(
                 _move,
@@ -212,7 +212,7 @@ class _Futures(Transfer):
 _SUM = struct.Struct("<I")
 
 
-def _unpacked(sums: bytes, blocks: int) -> list[int | None]:
+def _unpack(sums: bytes, blocks: int) -> list[int | None]:
     """The sum of each block; -1, which none has, where there are none."""
     if len(sums) != blocks * _SUM.size:
         return [-1] * blocks

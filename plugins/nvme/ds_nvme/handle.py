@@ -240,7 +240,7 @@ class aio_handle:
         main = nbytes // ALIGNMENT * ALIGNMENT if offset % ALIGNMENT == 0 else 0
         for begin, size, direct in ((0, main, True), (main, nbytes - main, False)):
             if size:
-                file = _opened(filename, write, direct)
+                file = _open(filename, write, direct)
                 operation.transfers.append(
                     self._engine.start(
                         file,
@@ -349,7 +349,7 @@ def _check_size(path: str, offset: int, nbytes: int) -> None:
         )
 
 
-def _opened(filename: str | int, write: bool, direct: bool) -> Opened:
+def _open(filename: str | int, write: bool, direct: bool) -> Opened:
     if isinstance(filename, str | os.PathLike):
         return open_file(filename, write=write, direct=direct, create=write)
     # The transfer closes what it was given, and the caller's descriptor stays open.

@@ -126,7 +126,7 @@ class _Translation:
         if (
             isinstance(first, p.Attend)
             and first.layer is not None
-            and self._fits(first)
+            and self._can_attend(first)
             and self._written is not first
         ):
             # No rotation came before it that would have written its keys and values into the cache
@@ -265,20 +265,22 @@ class _Translation:
         # Keys that were just rotated are still in registers: writing them into the cache in the
         # same launch saves reading them again.
         written = (
-            isinstance(follows, p.Attend) and follows.layer is not None and self._fits(follows)
+            isinstance(follows, p.Attend)
+            and follows.layer is not None
+            and self._can_attend(follows)
         )
         self._written = follows if written and isinstance(follows, p.Attend) else None
         self._launches.place(turns, *_cache_place(self._written))
         return ANY
 
-    def _fits(self, i: p.Attend) -> bool:
+    def _can_attend(self, i: p.Attend) -> bool:
         slopes = i.slopes is None or (i.slopes.dtype is torch.float32 and i.slopes.is_contiguous())
         # Kernels read eight elements at a time, and keep a head in registers.
         return i.head_dim % 8 == 0 and i.head_dim <= 256 and slopes and not self._kept
 
     def _attend(self, i: p.Attend) -> int | None:
         """Its launches; those that write the cache are in the unit before."""
-        if not self._fits(i):
+        if not self._can_attend(i):
             return None
         per_task, table = _tasks(i)
         heads_of = torch.tensor(table, dtype=torch.int32, device=self._device)

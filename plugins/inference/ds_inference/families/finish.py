@@ -21,9 +21,11 @@ def finisher(model: Any, base: Any, logits: bool) -> Callable[..., Any]:
     """
     outputs = importlib.import_module("transformers.modeling_outputs")
     if logits:
-        return lambda given, **keywords: _causal(model, outputs, given, **keywords)
+        return lambda given, **keywords: _make_causal(model, outputs, given, **keywords)
     if model is base:
-        return lambda given, **keywords: _hidden(base, outputs, given, keywords.get("return_dict"))
+        return lambda given, **keywords: _make_hidden(
+            base, outputs, given, keywords.get("return_dict")
+        )
     given_base = _Given(base, outputs)
     # A shallow copy with another table of modules: all else, parameters included, is the model's.
     head = copy.copy(model)
@@ -33,7 +35,7 @@ def finisher(model: Any, base: Any, logits: bool) -> Callable[..., Any]:
     return lambda given, **keywords: given_base.then(head, given, keywords)
 
 
-def _causal(
+def _make_causal(
     model: Any, outputs: Any, given: Tensor, labels: Tensor | None = None, **keywords: Any
 ) -> Any:
     """The logits, and the loss where there are labels."""
@@ -46,24 +48,22 @@ def _causal(
         }
         loss = model.loss_function(given, labels, vocab_size=model.config.vocab_size, **more)
     out = outputs.CausalLMOutputWithPast(loss=loss, logits=given)
-    return _shaped(out, model.config, keywords.get("return_dict"))
+    return _shape(out, model.config, keywords.get("return_dict"))
 
 
-def _hidden(base: Any, outputs: Any, given: Tensor, return_dict: bool | None) -> Any:
+def _make_hidden(base: Any, outputs: Any, given: Tensor, return_dict: bool | None) -> Any:
     """The last hidden states, and what a pooler makes of them."""
     pooler = getattr(base, "pooler", None)
     if "pooler" in base._modules:
         pooled = None if pooler is None else pooler(given)
         kind = outputs.BaseModelOutputWithPoolingAndCrossAttentions
-        return _shaped(
-            kind(last_hidden_state=given, pooler_output=pooled), base.config, return_dict
-        )
-    return _shaped(
+        return _shape(kind(last_hidden_state=given, pooler_output=pooled), base.config, return_dict)
+    return _shape(
         outputs.BaseModelOutputWithPast(last_hidden_state=given), base.config, return_dict
     )
 
 
-def _shaped(output: Any, config: Any, return_dict: bool | None) -> Any:
+def _shape(output: Any, config: Any, return_dict: bool | None) -> Any:
     wanted = config.return_dict if return_dict is None else return_dict
     return output if wanted else output.to_tuple()
 
@@ -87,7 +87,7 @@ class _Given(nn.Module):
 
     def forward(self, *_: Any, return_dict: bool | None = None, **__: Any) -> Any:
         """The output of the base model."""
-        return _hidden(self._base, self._outputs, self._given, return_dict)
+        return _make_hidden(self._base, self._outputs, self._given, return_dict)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_base"], name)

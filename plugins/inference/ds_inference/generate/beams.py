@@ -73,7 +73,7 @@ class Beams:
         """
         count = self._params.num_beams
         # Sum up the log-probabilities along each beam, over all continuations of all beams at once.
-        scores = self._scored(logits.float(), beams)
+        scores = self._score(logits.float(), beams)
         width = scores.shape[-1]
         scores, places = self._candidates(
             (scores.expand(count, -1) + self._running[:, None]).flatten()
@@ -125,17 +125,17 @@ class Beams:
         results[0].logits = self._all_logits
         return results[: self._params.num_return_sequences]
 
-    def _scored(self, logits: Tensor, beams: Sequence[list[int]]) -> Tensor:
+    def _score(self, logits: Tensor, beams: Sequence[list[int]]) -> Tensor:
         """Log-probabilities after processing (of one beam or of all)."""
         params = self._params
         scores = torch.log_softmax(logits, -1)
         stops = self._stop_ids
         rows = []
         for row, tokens in zip(scores, beams, strict=True):
-            row = sampling.processed(row, params, tokens, self._prompt, stops)
+            row = sampling.process(row, params, tokens, self._prompt, stops)
             # One token more than there are stop tokens stays: else all candidates of a beam could
             # end.
-            rows.append(sampling.shown(row, params, keep=len(stops) + 1))
+            rows.append(sampling.mask_excluded(row, params, keep=len(stops) + 1))
         scores = torch.stack(rows)
         if params.keep_logits:
             self._all_logits.append(logits.expand(params.num_beams, -1).clone())

@@ -89,7 +89,7 @@ class Choice:
             group = self.sequences[i].group
             tokens = self.sequences[i].tokens
             try:
-                scores[i] = sampling.processed(
+                scores[i] = sampling.process(
                     scores[i], group.params, tokens, group.prompt, group.stop_ids
                 )
             # a processor is the caller's code: its request fails, no other
@@ -118,7 +118,7 @@ class Choice:
                 sequence.result.logits.append(raw[i].float().clone())
             if sequence.group.params.keep_scores:
                 sequence.result.scores.append(
-                    sampling.shown(scores[i].float(), sequence.group.params)
+                    sampling.mask_excluded(scores[i].float(), sequence.group.params)
                 )
 
 

@@ -282,7 +282,7 @@ class Generator:
                         more = False
                         break
                     handle = (
-                        self.submit(request) if opened is not None else self._submitted(request)
+                        self.submit(request) if opened is not None else self._try_submit(request)
                     )
                     mine[handle] = None
                     if opened is not None:
@@ -302,7 +302,7 @@ class Generator:
             for handle in mine:
                 self.cancel(handle)
 
-    def _submitted(self, request: Request) -> Handle:
+    def _try_submit(self, request: Request) -> Handle:
         """As `submit`, but a refused request has ended with an error."""
         try:
             return self.submit(request)
@@ -426,7 +426,7 @@ class Generator:
         sequence.tokens.append(token)
         result.tokens.append(token)
         try:
-            finished = self._finished(sequence, result, token)
+            finished = self._check_finished(sequence, result, token)
         except Exception as error:  # criteria and decoding are the caller's code
             self._fail(group, error)
             return
@@ -446,7 +446,9 @@ class Generator:
             Output(group.handle, token, chance, top, finished, sequence.index, group.handle.done)
         )
 
-    def _finished(self, sequence: plans.Sequence, result: Result, token: int) -> Finish | None:
+    def _check_finished(
+        self, sequence: plans.Sequence, result: Result, token: int
+    ) -> Finish | None:
         group = sequence.group
         stopped = token in group.stop_ids
         if sequence.stops is not None:

@@ -217,7 +217,7 @@ class _Rows:
         results = generator.generate(self.prompts, params, None if streamer is None else put)
         if streamer is not None:
             streamer.end()
-        return self._returned(results)
+        return self._make_output(results)
 
     # Requests.
 
@@ -226,7 +226,7 @@ class _Rows:
         new, stops, stopping = self._criteria(row)
         # Fields are computed for all rows at once; a processor row by row. So what has a field uses
         # it.
-        fields = _translated(
+        fields = _translate(
             self.processors, self.given.shape[1], 1 + len(self.stops) if self.beams > 1 else 1
         )
         if fields is None:
@@ -270,15 +270,13 @@ class _Rows:
                 others.append(self._criterion(row, criterion))
         return min(lengths), tuple(sorted(stops)), tuple(others)
 
-    def _padded(self, row: int, tokens: Sequence[int] | Tensor) -> Tensor:
+    def _pad(self, row: int, tokens: Sequence[int] | Tensor) -> Tensor:
         """[1, length]: the row as it was given, and what `tokens` has behind the prompt."""
         new = torch.as_tensor(tokens, device=self.ids.device)[len(self.prompts[row]) :]
         return torch.cat([self.given[row].to(self.ids.device), new])[None]
 
     def _criterion(self, row: int, criterion: Any) -> Stopping:
-        return lambda tokens: bool(
-            torch.as_tensor(criterion(self._padded(row, tokens), None)).all()
-        )
+        return lambda tokens: bool(torch.as_tensor(criterion(self._pad(row, tokens), None)).all())
 
     def _processor(self, row: int) -> Processor:
         """All processors, for `row` alone."""
@@ -292,12 +290,12 @@ class _Rows:
                 skipped = int(skipped[row * self.each]) if isinstance(skipped, Tensor) else skipped
                 mine.append(kinds.RepetitionPenaltyLogitsProcessor(processor.penalty, skipped))
             elif type(processor) is kinds.PrefixConstrainedLogitsProcessor:
-                mine.append(kinds.PrefixConstrainedLogitsProcessor(_allowed(processor, row), 1))
+                mine.append(kinds.PrefixConstrainedLogitsProcessor(_allowed_by(processor, row), 1))
             else:
                 mine.append(processor)
 
         def process(ids: Tensor, scores: Tensor) -> Tensor:
-            padded = self._padded(row, ids[0])
+            padded = self._pad(row, ids[0])
             for processor in mine:
                 scores = processor(padded, scores)
             return scores
@@ -306,7 +304,7 @@ class _Rows:
 
     # Results.
 
-    def _returned(self, results: list[list[Result]]) -> Any:
+    def _make_output(self, results: list[list[Result]]) -> Any:
         flat = [result for answers in results for result in answers]
         longest = max(len(result.tokens) for result in flat)
         sequences = torch.full(
@@ -362,7 +360,7 @@ class _Rows:
         return torch.tensor(rows, dtype=torch.int32, device=self.ids.device)
 
 
-def _translated(processors: list[Any], length: int, keep: int) -> dict[str, Any] | None:
+def _translate(processors: list[Any], length: int, keep: int) -> dict[str, Any] | None:
     """`processors` as fields of `SamplingParams`; None: there is one without a field, or they are
     in another order.
 
@@ -421,7 +419,7 @@ def _translated(processors: list[Any], length: int, keep: int) -> dict[str, Any]
     return fields
 
 
-def _allowed(processor: Any, row: int) -> Callable[[int, Tensor], list[int]]:
+def _allowed_by(processor: Any, row: int) -> Callable[[int, Tensor], list[int]]:
     """The function of a prefix constraint, for `row` of the batch."""
     return lambda _, ids: list(processor._prefix_allowed_tokens_fn(row, ids))
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ds_inference.generate.requests import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 _FIRST = 512
 """Most probable tokens among which a nucleus is looked for at first; then among 16 times as many.
@@ -29,10 +33,14 @@ _MOST = 2**31 - 1
 """The largest `top_k` that is told apart: no vocabulary has as many tokens."""
 
 
-def processed(
-    row: Tensor, params: SamplingParams, tokens: Sequence[int], prompt: int, stops: Iterable[int]
-) -> Tensor:
-    """`row` [vocabulary], fp32, changed by penalties, `min_new_tokens` and logits processors.
+def process(
+    row: Float[Tensor, " vocab"],
+    params: SamplingParams,
+    tokens: Sequence[int],
+    prompt: int,
+    stops: Iterable[int],
+) -> Float[Tensor, " vocab"]:
+    """`row`, fp32, changed by penalties, `min_new_tokens` and logits processors.
 
     tokens: of the sequence, the first `prompt` of which were given. stops: tokens that end a
     sequence.
@@ -68,16 +76,16 @@ def processed(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Filters:
-    """Temperatures and filters of some rows, each [rows, 1]."""
+    """Temperatures and filters of some rows."""
 
     # fp32; 1 where a row is greedy.
-    temperature: Tensor
+    temperature: Float[Tensor, "rows 1"]
     # int64; 0: none.
-    top_k: Tensor
+    top_k: Int[Tensor, "rows 1"]
     # fp64; 2 where there is none, which no running sum reaches.
-    top_p: Tensor
+    top_p: Float[Tensor, "rows 1"]
     # fp64; 0: none.
-    min_p: Tensor
+    min_p: Float[Tensor, "rows 1"]
     # The largest top_k.
     most: int
     # Tokens that no filter removes.
@@ -117,11 +125,11 @@ class Filters:
         )
 
 
-def filtered(
-    scores: Tensor, filters: Filters, count: int = _FIRST
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The n most probable tokens: (their weights [rows, n], fp64, their ids, whether those are all
-    that may be drawn).
+def filter_scores(
+    scores: Float[Tensor, "rows vocab"], filters: Filters, count: int = _FIRST
+) -> tuple[Float[Tensor, "rows n"], Int[Tensor, "rows n"], Bool[Tensor, " rows"]]:
+    """The n most probable tokens: (their weights, fp64, their ids, whether those are all that may
+    be drawn).
 
     Weights of a row are its probabilities, times a factor; 0: may not be drawn. Temperature comes
     first, then top_k, top_p of what is left, and min_p, as in transformers; of equal scores at the
@@ -155,7 +163,9 @@ def filtered(
     return weights, ids, complete if count < scores.shape[1] else torch.ones_like(complete)
 
 
-def _sorted(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _sorted(
+    scores: Float[Tensor, "rows vocab"], count: int
+) -> tuple[Float[Tensor, "rows count"], Int[Tensor, "rows count"]]:
     """The `count` highest scores of each row and where they are; of equal ones the first comes
     first.
     """
@@ -167,7 +177,9 @@ def _sorted(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, ids.gather(1, order)
 
 
-def _highest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _highest(
+    scores: Float[Tensor, "rows vocab"], count: int
+) -> tuple[Float[Tensor, "rows count"], Int[Tensor, "rows count"]]:
     """``topk``, several times as fast: only parts of a row whose maximum is among the highest are
     looked into.
     """
@@ -183,7 +195,9 @@ def _highest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, places.gather(1, at)
 
 
-def draw(scores: Tensor, filters: Filters, numbers: Sequence[float]) -> Tensor:
+def draw(
+    scores: Float[Tensor, "rows vocab"], filters: Filters, numbers: Sequence[float]
+) -> Int[Tensor, " rows"]:
     """One token of each row of `scores`, by the row's number in [0, 1)."""
     points = torch.tensor(numbers, dtype=torch.float64, device=scores.device)
     if filters.plain:
@@ -193,8 +207,13 @@ def draw(scores: Tensor, filters: Filters, numbers: Sequence[float]) -> Tensor:
     return _draw_filtered(scores, filters, points, _FIRST)
 
 
-def _draw_filtered(scores: Tensor, filters: Filters, points: Tensor, count: int) -> Tensor:
-    weights, ids, complete = filtered(scores, filters, count)
+def _draw_filtered(
+    scores: Float[Tensor, "rows vocab"],
+    filters: Filters,
+    points: Float[Tensor, " rows"],
+    count: int,
+) -> Int[Tensor, " rows"]:
+    weights, ids, complete = filter_scores(scores, filters, count)
     tokens = ids.gather(1, pick(weights, points)[:, None])[:, 0]
     # A flat distribution has a nucleus of thousands: only such rows pay for looking at more. The
     # same number is used again, so the draw is the same as from all places at once.
@@ -204,7 +223,7 @@ def _draw_filtered(scores: Tensor, filters: Filters, points: Tensor, count: int)
     return tokens
 
 
-def pick(weights: Tensor, points: Tensor) -> Tensor:
+def pick(weights: Float[Tensor, "rows n"], points: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:
     """Where each row's running sum passes the row's point, which is a share of its total; never at
     a weight of 0.
     """
@@ -214,15 +233,17 @@ def pick(weights: Tensor, points: Tensor) -> Tensor:
     return torch.searchsorted(reached, goals, right=True).clamp(max=weights.shape[1] - 1)[:, 0]
 
 
-def shown(row: Tensor, params: SamplingParams, keep: int = 1) -> Tensor:
-    """`row` [vocabulary] after temperature and filters: -inf where no token may be drawn."""
+def mask_excluded(
+    row: Float[Tensor, " vocab"], params: SamplingParams, keep: int = 1
+) -> Float[Tensor, " vocab"]:
+    """`row` after temperature and filters: -inf where no token may be drawn."""
     if not params.temperature:
         return row.clone()
     filters = Filters.of([params], row.device, keep)
     if filters.plain:
         return row / max(params.temperature, _COLDEST)
     # Over the whole vocabulary at once, since every place of the row is shown.
-    weights, ids, _ = filtered(row[None], filters, row.shape[0])
+    weights, ids, _ = filter_scores(row[None], filters, row.shape[0])
     row = row / max(params.temperature, _COLDEST)
     inside = torch.zeros_like(row, dtype=torch.bool)
     inside[ids[0][weights[0] > 0]] = True
@@ -230,7 +251,7 @@ def shown(row: Tensor, params: SamplingParams, keep: int = 1) -> Tensor:
 
 
 def log_probability(
-    row: Tensor, token: int, most: int
+    row: Float[Tensor, " vocab"], token: int, most: int
 ) -> tuple[float, tuple[tuple[int, float], ...]]:
     """Of `token` by the scores `row`, and the `most` highest, by token."""
     logs = torch.log_softmax(row.float(), -1)

@@ -259,10 +259,10 @@ class _Pages:
         found = []
         for arena, new in ((self.cache.keys[layer], keys), (self.cache.values[layer], values)):
             arena[block, :, place] = new[sequence, :, row].to(arena.dtype)
-            found.append(new if self._fresh else self._gathered(arena).to(new.dtype))
+            found.append(new if self._fresh else self._gather(arena).to(new.dtype))
         return found[0], found[1]
 
-    def _gathered(self, arena: Tensor) -> Tensor:
+    def _gather(self, arena: Tensor) -> Tensor:
         return arena[self._block, :, self._place].transpose(1, 2)
 
 

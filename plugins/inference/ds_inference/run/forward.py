@@ -53,7 +53,7 @@ def refusal(lowered: Lowered, keywords: Mapping[str, Any]) -> str | None:
     if tokens is not None and tokens.dim() != 2:
         return "input_ids are not [b, t]"
     given = tokens if tokens is not None else keywords.get("inputs_embeds")
-    if given is not None and (wrong := _misshapen(given.shape[:2], keywords)) is not None:
+    if given is not None and (wrong := _find_misshapen(given.shape[:2], keywords)) is not None:
         return wrong
     if mask is not None:
         if mask.dim() != 2 or bool(((mask != 0) & (mask != 1)).any()):
@@ -80,7 +80,7 @@ def refusal(lowered: Lowered, keywords: Mapping[str, Any]) -> str | None:
     )
 
 
-def _misshapen(shape: Any, keywords: Mapping[str, Any]) -> str | None:
+def _find_misshapen(shape: Any, keywords: Mapping[str, Any]) -> str | None:
     """Which keyword is not of the shape [b, t]: what that means is for the model to say."""
     for name in ("attention_mask", "position_ids", "token_type_ids"):
         value = keywords.get(name)

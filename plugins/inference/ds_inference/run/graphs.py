@@ -73,11 +73,11 @@ class Graphs:
             )
             log_once(log, logging.WARNING, f"{what} and no plain value, or use_cache is set")
             return self._module(*inputs, **kwargs)
-        given = [x for _, x in _named(inputs, kwargs) if isinstance(x, Tensor)]
+        given = [x for _, x in _name_inputs(inputs, kwargs) if isinstance(x, Tensor)]
         # Popped and added again below, which makes it the last to go.
         found = self._found.pop(key, None)
         if found is None:
-            found = self._recorded(inputs, kwargs)
+            found = self._record_call(inputs, kwargs)
             # Each graph has memory of its own.
             if len(self._found) >= MOST:
                 del self._found[next(iter(self._found))]
@@ -85,14 +85,14 @@ class Graphs:
         for mine, new in zip(found.inputs, given, strict=True):
             mine.copy_(new, non_blocking=True)
         found.replay()
-        return _copied(found.returned)
+        return _copy(found.returned)
 
     def _key(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
         """What calls share that one graph serves; None: no graph can."""
         if kwargs.get("use_cache"):
             return None
         parts: list[Any] = []
-        for name, value in _named(inputs, kwargs):
+        for name, value in _name_inputs(inputs, kwargs):
             if isinstance(value, Tensor) and value.device == self._device:
                 parts.append((name, value.shape, value.dtype))
             # Plain values are recorded as they are, so each value is another graph.
@@ -102,11 +102,11 @@ class Graphs:
                 return None
         return tuple(parts)
 
-    def _recorded(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Recorded:
-        mine = tuple(_own(x) for x in inputs)
-        named = {name: _own(x) for name, x in kwargs.items()}
+    def _record_call(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Recorded:
+        mine = tuple(_clone(x) for x in inputs)
+        named = {name: _clone(x) for name, x in kwargs.items()}
         # makes ready what may not be made while a graph is recorded
-        _copied(self._module(*mine, **named))
+        _copy(self._module(*mine, **named))
         try:
             replay, returned = self._record(self._device, lambda: self._module(*mine, **named))
         except RuntimeError as error:
@@ -116,30 +116,32 @@ class Graphs:
                 "leave the key out"
             ) from error
         return _Recorded(
-            [x for _, x in _named(mine, named) if isinstance(x, Tensor)], replay, returned
+            [x for _, x in _name_inputs(mine, named) if isinstance(x, Tensor)], replay, returned
         )
 
 
-def _named(inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[int | str, Any]]:
+def _name_inputs(
+    inputs: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[int | str, Any]]:
     """The inputs of a call with their places or names; in one order, however they were given."""
     yield from enumerate(inputs)
     yield from sorted(kwargs.items())
 
 
-def _own(value: Any) -> Any:
+def _clone(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _copied(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     """`value` with every tensor in it copied; UsageError where there is something else in it."""
     if isinstance(value, Tensor):
         return value.clone()
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):  # also transformers' outputs
-        return type(value)(**{name: _copied(each) for name, each in value.items()})
+        return type(value)(**{name: _copy(each) for name, each in value.items()})
     if isinstance(value, (tuple, list)):
-        parts = [_copied(each) for each in value]
+        parts = [_copy(each) for each in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     raise UsageError(
         f"enable_cuda_graph: the module returns a {type(value).__name__}, which cannot be copied"

@@ -199,7 +199,7 @@ class Answering(Generic[T]):
                 frequency_penalty=asked.frequency_penalty or 0.0,
                 repetition_penalty=asked.repetition_penalty or 1.0,
                 seed=seed,
-                logprobs=_named(asked),
+                logprobs=_count_named(asked),
             )
             for seed in seeds
         ]
@@ -237,11 +237,11 @@ class Answering(Generic[T]):
         chat = isinstance(asked, ChatRequest)
         reply = Reply(chat, self._served.name, asked.usage_in_stream)
         # Tokens as text are only needed for logprobs.
-        name = tokens.piece if _named(asked) is not None else None
+        name = tokens.piece if _count_named(asked) is not None else None
         choices = [Choice(i, tokens.decode, asked.stops(), name) for i in range(len(job.each))]
         echoes = [echo for echo in job.echoes for _ in job.params]
         # One source for both forms, so that they cannot differ.
-        grown = self._grown(ticket, choices, usage, began)
+        grown = self._grow(ticket, choices, usage, began)
         if not job.stream:
             texts = list(echoes)
             pieces = [list[Piece]() for _ in choices]
@@ -276,7 +276,7 @@ class Answering(Generic[T]):
             raise
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _grown(
+    async def _grow(
         self, ticket: Ticket, choices: list[Choice], usage: Usage, began: float
     ) -> AsyncIterator[tuple[Choice, str, list[Piece]]]:
         """What each token adds to which answer, until all have ended."""
@@ -294,7 +294,7 @@ class Answering(Generic[T]):
             yield choice, text, pieces
 
 
-def _named(asked: Asked) -> int | None:
+def _count_named(asked: Asked) -> int | None:
     """How many of the most probable tokens an answer names; None: it has no logprobs."""
     if isinstance(asked, ChatRequest):
         return (asked.top_logprobs or 0) if asked.logprobs else None

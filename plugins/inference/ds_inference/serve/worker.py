@@ -157,7 +157,7 @@ class Worker:
             else:
                 ticket.events.put_nowait((index, output))
 
-    def _refused(self, number: int, error: Exception) -> None:
+    def _on_refused(self, number: int, error: Exception) -> None:
         ticket, _ = self._tickets.pop(number, (None, 0))
         self.waiting.pop(number, None)
         # Our own errors say what is wrong with the request; others are faults of the server.
@@ -169,7 +169,7 @@ class Worker:
         if ticket is not None:
             ticket.fail(refusal)
 
-    def _broken(self) -> None:
+    def _on_broken(self) -> None:
         self.healthy = False
         self.fail_all(Refusal(500, "the model's process failed; see the server's log"))
         self._failed()
@@ -178,7 +178,7 @@ class Worker:
 
     def _run(self) -> None:
         driver = Driver(
-            self.generator, lambda number, error: self._call(self._refused, number, error)
+            self.generator, lambda number, error: self._call(self._on_refused, number, error)
         )
         try:
             while driver.obey(self._link(self._commands())):
@@ -187,7 +187,7 @@ class Worker:
         # SystemExit too: without this thread nobody would be answered
         except BaseException as error:
             log.error("the generator failed: %s", describe(error))
-            self._call(self._broken)
+            self._call(self._on_broken)
 
     def _commands(self) -> list[Command]:
         """The commands that came; waits for one where there is nothing else to do."""

@@ -181,7 +181,7 @@ def _recipes(model: nn.Module, source: Source, wanted: set[str]) -> dict[str, _R
             rest.append(name)
     # Its conversions are only of use for its own models, which have imported it already.
     if rest and "transformers" in sys.modules and hasattr(model, "base_model_prefix"):
-        for name, recipe in _converted(model, source, rest, wanted).items():
+        for name, recipe in _convert(model, source, rest, wanted).items():
             found.setdefault(name, recipe)
     return found
 
@@ -190,7 +190,7 @@ def _plain(source: Source, name: str) -> _Recipe:
     return _Recipe((name,), source.shape(name), lambda piece: source.read(name, piece))
 
 
-def _converted(
+def _convert(
     model: Any, source: Source, names: Sequence[str], wanted: set[str]
 ) -> dict[str, _Recipe]:
     """By the conversions that transformers has for the model: other names, and experts that are

@@ -126,9 +126,9 @@ class _Base(nn.Module):
 
     def _set(self, whole: Tensor) -> None:
         """Take a whole weight."""
-        self._take(self._stored(whole))
+        self._take(self._to_stored(whole))
 
-    def _stored(self, whole: Tensor) -> dict[str, Tensor]:
+    def _to_stored(self, whole: Tensor) -> dict[str, Tensor]:
         """A whole weight as it is stored: name -> tensor, whose rows are those of the weight."""
         if self.quantization is None:
             return {"weight": whole.to(self.dtype)}
@@ -138,7 +138,7 @@ class _Base(nn.Module):
 
     @torch.no_grad()
     def _take(self, stored: dict[str, Tensor]) -> None:
-        """Keep what `_stored` gave, or this rank's rows of it."""
+        """Keep what `_to_stored` gave, or this rank's rows of it."""
         for name, tensor in stored.items():
             if self.apart:
                 self._parts[name] = self._own_rows(tensor)
@@ -156,8 +156,8 @@ class _Base(nn.Module):
         padded[: len(own)] = own
         return padded.cpu() if self.offload else padded
 
-    def _stored_now(self, device: torch.device) -> dict[str, Tensor]:
-        """What `_stored` gave, whole and on `device`. Collective where ranks have parts."""
+    def _gather_stored(self, device: torch.device) -> dict[str, Tensor]:
+        """What `_to_stored` gave, whole and on `device`. Collective where ranks have parts."""
         if not self.apart:
             names = ["weight"] if self.quantization is None else ["q", "scales"]
             return {name: getattr(self, name) for name in names}
@@ -175,7 +175,7 @@ class _Base(nn.Module):
     @torch.no_grad()
     def whole(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """The weight. Collective where ranks have parts."""
-        stored = self._stored_now(device)
+        stored = self._gather_stored(device)
         if self.quantization is None:
             return stored["weight"].to(dtype)
         bits = self.quantization.q_bits
@@ -213,7 +213,9 @@ class _Base(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.apart:
             device = next(iter(self._parts.values())).device
-            destination.update({prefix + name: t for name, t in self._stored_now(device).items()})
+            destination.update(
+                {prefix + name: t for name, t in self._gather_stored(device).items()}
+            )
 
     def _load_from_state_dict(
         self, state: Any, prefix: str, meta: Any, strict: bool, missing: Any, *rest: Any
@@ -403,7 +405,7 @@ class Init:
                 and parent._modules.get(name) is child
                 and self._wants(name)
             ):
-                made[child] = made.get(child) or self._changed(child)
+                made[child] = made.get(child) or self._replacement(child)
                 parent._modules[name] = made[child]
         for layer in made.values():
             if self._lora is not None:
@@ -412,7 +414,7 @@ class Init:
     def _wants(self, name: str) -> bool:
         return self._lora is None or any(target in name for target in self._lora.target_mods)
 
-    def _changed(self, child: nn.Linear) -> nn.Module:
+    def _replacement(self, child: nn.Linear) -> nn.Module:
         sizes = (child.in_features, child.out_features)
         if self._lora is not None:
             return LoRAOptimizedLinear(

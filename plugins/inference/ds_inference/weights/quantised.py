@@ -177,7 +177,7 @@ def quantise_model(
             report.left[name] = _SKIPPED
             continue
         try:
-            made = _quantised(
+            made = _quantise(
                 module, mine, group, mine == 8 if symmetric is None else symmetric, kernel
             )
         except ValueError as why:
@@ -192,7 +192,7 @@ def quantise_model(
     return report
 
 
-def _quantised(
+def _quantise(
     module: Any, bits: int, group: int, symmetric: bool, kernel: Callable[..., Any]
 ) -> nn.Module:
     def layer(weight: Tensor, bias: nn.Parameter | None = None) -> QuantizedLinear:

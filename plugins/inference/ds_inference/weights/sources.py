@@ -62,16 +62,16 @@ def open_weights(given: str | Mapping[str, Any], root: str = "") -> Iterator[Sou
     with contextlib.ExitStack() as stack:
         try:
             if isinstance(given, Mapping):
-                source = _listed(given, Path(root or "."), "the dict given as checkpoint", stack)
+                source = _open_list(given, Path(root or "."), "the dict given as checkpoint", stack)
             elif (
                 root
                 and given.endswith(".json")
                 and not given.endswith(".index.json")
                 and os.path.isfile(given)
             ):
-                source = _listed(_json(Path(given)), Path(root), given, stack)
+                source = _open_list(_json(Path(given)), Path(root), given, stack)
             else:
-                source = _opened(Path(root, given), stack)
+                source = _open(Path(root, given), stack)
         except RecursionError:
             raise CheckpointError(
                 f"{str(given)[:200]}: its lists of files name each other"
@@ -79,7 +79,7 @@ def open_weights(given: str | Mapping[str, Any], root: str = "") -> Iterator[Sou
         yield source
 
 
-def _opened(path: Path, stack: contextlib.ExitStack) -> Source:
+def _open(path: Path, stack: contextlib.ExitStack) -> Source:
     if not os.path.lexists(path):
         raise CheckpointError(
             f"there is no {path}; checkpoint names a folder, a file of weights or a JSON file of "
@@ -88,9 +88,9 @@ def _opened(path: Path, stack: contextlib.ExitStack) -> Source:
     if path.is_dir():
         return _folder(path, stack)
     if path.name.endswith(".index.json"):
-        return _Files(_indexed(path), str(path), stack)
+        return _Files(_read_index(path), str(path), stack)
     if path.suffix == ".json":
-        return _listed(_json(path), path.parent, str(path), stack)
+        return _open_list(_json(path), path.parent, str(path), stack)
     return _Files([path], str(path), stack)
 
 
@@ -98,10 +98,10 @@ def _folder(path: Path, stack: contextlib.ExitStack) -> Source:
     # A list comes first: it may name files of the same folder, in an order of its own.
     for name in _LISTS:
         if (path / name).is_file():
-            return _listed(_json(path / name), path, str(path / name), stack)
+            return _open_list(_json(path / name), path, str(path / name), stack)
     for name in _INDEXES:
         if (path / name).is_file():
-            return _Files(_indexed(path / name), str(path), stack)
+            return _Files(_read_index(path / name), str(path), stack)
     for name in _FILES:
         if (path / name).is_file():
             return _Files([path / name], str(path), stack)
@@ -129,7 +129,7 @@ def _json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _indexed(path: Path) -> list[Path]:
+def _read_index(path: Path) -> list[Path]:
     files = _json(path).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
         raise CheckpointError(f"{path} has no weight_map of file names")
@@ -150,7 +150,7 @@ def _below(folder: Path, name: object, origin: str) -> Path:
     return folder / name
 
 
-def _listed(
+def _open_list(
     data: Mapping[str, Any], folder: Path, origin: str, stack: contextlib.ExitStack
 ) -> Source:
     """DeepSpeed's JSON: type, checkpoints (a list, or lists by kind), version, base_dir,
@@ -168,7 +168,7 @@ def _listed(
             )
         listed = [name for kind in ("non_tp", "tp") for name in listed.get(kind) or ()]
     if isinstance(listed, str):
-        return _opened(_below(root, listed, origin), stack)
+        return _open(_below(root, listed, origin), stack)
     if not isinstance(listed, Sequence) or not listed:
         raise CheckpointError(f"{origin}: the key 'checkpoints' is to be a list of files")
     if str(data.get("type", "")).lower() in ("megatron", "ds_megatron") and len(listed) > 1:
@@ -256,12 +256,14 @@ class _Parts:
                 name: tuple(map(int, entry["shape"])) for name, entry in data["weights"].items()
             }
             self._parts = {
-                name: [_stored(self._shapes[name], p) for p in e["parts"]]
+                name: [_read_part(self._shapes[name], p) for p in e["parts"]]
                 for name, e in data["weights"].items()
             }
             # Before room is made for a weight: the shape in the list may be of any size.
             held = [
-                n for n, parts in self._parts.items() if _kept(parts) < math.prod(self._shapes[n])
+                n
+                for n, parts in self._parts.items()
+                if _count_kept(parts) < math.prod(self._shapes[n])
             ]
             for name, parts in self._parts.items():
                 for file, stored in parts:
@@ -305,11 +307,11 @@ class _Parts:
         return whole if piece is None else piece.take(whole)
 
 
-def _kept(parts: Sequence[tuple[int, Slice]]) -> int:
+def _count_kept(parts: Sequence[tuple[int, Slice]]) -> int:
     return sum(math.prod(stored.size) for _, stored in parts)
 
 
-def _stored(shape: tuple[int, ...], part: Mapping[str, Any]) -> tuple[int, Slice]:
+def _read_part(shape: tuple[int, ...], part: Mapping[str, Any]) -> tuple[int, Slice]:
     ranges = tuple(
         tuple((int(first), int(size)) for first, size in entry) for entry in part["ranges"]
     )

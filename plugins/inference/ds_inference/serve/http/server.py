@@ -100,7 +100,10 @@ class Server(uvicorn.Server):
         self._settings = settings
         self._ready = ready
         self._worker = Worker(
-            served.generator, most_waiting=settings.max_queue, link=served.link, failed=self._failed
+            served.generator,
+            most_waiting=settings.max_queue,
+            link=served.link,
+            failed=self._on_failed,
         )
         hosts = None if settings.token else _LOOPBACK
         self._gate = make_app(
@@ -160,5 +163,5 @@ class Server(uvicorn.Server):
         self.force_exit = self.should_exit
         self.should_exit = True
 
-    def _failed(self) -> None:
+    def _on_failed(self) -> None:
         self.should_exit = True
