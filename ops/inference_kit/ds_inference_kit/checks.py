@@ -19,6 +19,7 @@ from torch import Tensor
 from ds_inference_kit import program as p
 from ds_inference_kit.cases import Case, attention, collectives, elementwise, others, products
 from ds_inference_kit.comparing import BOUNDS, DTYPES, check_close, move_to
+from ds_inference_kit.comparing import FORMATS as FORMATS
 from ds_inference_kit.comparing import make_step as make_step
 from ds_inference_kit.comparing import random as random
 from ds_inference_kit.models import WHOLE

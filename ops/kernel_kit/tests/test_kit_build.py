@@ -25,8 +25,8 @@ SOURCE = """
 #include <Python.h>
 #include "number.h"
 static PyObject* number(PyObject*, PyObject*) { return PyLong_FromLong(NUMBER + EXTRA); }
-static PyMethodDef methods[] = {{"number", number, METH_NOARGS, ""}, {nullptr, nullptr, 0,
-nullptr}}; static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_tiny", nullptr, -1, methods};
+static PyMethodDef methods[] = {{"number", number, METH_NOARGS, ""}, {nullptr, nullptr, 0, nullptr}};
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_tiny", nullptr, -1, methods};
 PyMODINIT_FUNC PyInit__tiny() { return PyModule_Create(&definition); }
 """
 
@@ -258,8 +258,8 @@ from pathlib import Path
 from ds_kernel_kit import build
 what = json.loads(sys.argv[1])
 units = (build.Unit("tiny.cpp"),)
-extension = build.Extension("ds-tiny", "_tiny", Path(what["folder"]), units,
-flags=tuple(what["flags"])) if what["hang"]:
+extension = build.Extension("ds-tiny", "_tiny", Path(what["folder"]), units, flags=tuple(what["flags"]))
+if what["hang"]:
     build._compile = lambda *_: (print("holding", flush=True), time.sleep(600))
 else:
     inner = build._compile
