@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ds_ops_cpu import shared as ours
 from ds_ops_cpu.kernels import native
 from ds_testing import CollectivesConformance, run_ranks
-from ds_testing.collectives import check_reductions, contribution, expected
+from ds_testing.kits.parallel.collectives import check_reductions, contribution, expected
 
 from ds_core import comm
 from ds_core.errors import CommError

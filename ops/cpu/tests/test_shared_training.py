@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ds_comm_gloo.two_level import TwoLevel
 from ds_ops_cpu import shared as ours
 from ds_testing import run_ranks
-from ds_testing.collectives import CHECKS as PROMISES
+from ds_testing.kits.parallel.collectives import CHECKS as PROMISES
 from torch import nn
 
 from ds_core import comm

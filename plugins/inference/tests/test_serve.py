@@ -19,7 +19,7 @@ import openai
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from ds_cli.show import CommandError  # noqa: E402
+from ds_command_kit.show import CommandError  # noqa: E402
 from ds_inference.serve.http.server import Server, listen, token_from  # noqa: E402
 from ds_inference.serve.requests import Limits  # noqa: E402
 from ds_inference.serve.text import Text  # noqa: E402
