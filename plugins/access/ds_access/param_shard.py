@@ -20,28 +20,28 @@ Ranges = Sequence[tuple[int, int]]
 
 
 class ParamShard(ABC):
-    """This rank's ranges of the weight, gradient and optimizer states of one trained parameter.
+    """This rank's ranges of the weight, gradient and optimizer states of one trained parameter."""
 
-    name, shape: of the unsharded parameter. param: the module's parameter. updated: what the
-    optimizer updates for it on this rank. group, ranks: the process group, and its global ranks,
-    that share the parameter. ranges: [start, stop) of the gradient per rank of the group, and of
-    the weight where `local`. updated_ranges: the same for the master weight and the optimizer's
-    states. index: this rank's index in the group. partitions_weights: whether the partitioner
-    shards weights at all; local: whether it shards this one. device: of unsharded tensors and
-    collectives.
-    """
-
+    # -- the parameter
+    # Of the unsharded one.
     name: str
     shape: tuple[int, ...]
+    # The module's, and what the optimizer updates for it on this rank.
     param: nn.Parameter
     updated: nn.Parameter
+    # -- who shares it
+    # The process group, its global ranks, and this rank's index among them.
     group: ProcessGroup
     ranks: Sequence[int]
+    # [start, stop) of the gradient per rank of the group, and of the weight where `local`.
     ranges: Ranges
+    # The same for the master weight and the optimizer's states.
     updated_ranges: Ranges
     index: int
+    # Whether the partitioner shards weights at all, and whether it shards this one.
     partitions_weights: bool
     local: bool
+    # Of unsharded tensors and collectives.
     device: torch.device
 
     @property

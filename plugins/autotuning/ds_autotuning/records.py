@@ -27,23 +27,27 @@ class Status(str, Enum):
 
 @dataclass(frozen=True)
 class Result:
-    """One trial.
-
-    throughput: samples/s of all ranks. latency: s per optimizer step. flops: per device and second,
-        None where they were not counted. seconds: of each timed step. peak_device, peak_host: bytes
-        of the rank with most.
-    started: ISO 8601. took: s from start to end of the processes.
-    """
+    """One trial; None is what was not measured."""
 
     status: Status
+    # Why it is refused or has failed.
     reason: str = ""
+    # -- speed
+    # Samples per second of all ranks.
     throughput: float | None = None
+    # Seconds per optimizer step.
     latency: float | None = None
+    # Floating-point operations per device and second.
     flops: float | None = None
+    # Of each timed step.
     seconds: tuple[float, ...] = ()
+    # -- memory, in bytes, of the rank with most
     peak_device: int | None = None
     peak_host: int | None = None
+    # -- the processes
+    # ISO 8601.
     started: str = ""
+    # Seconds from their start to their end.
     took: float = 0.0
 
     def metric(self, name: str) -> float | None:
@@ -78,18 +82,19 @@ class Result:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Bytes of the rank that needs most, forecast before a trial.
+    """Bytes of the rank that needs most, forecast before a trial."""
 
-    device: all of it: `states` of the model, `activations` of its micro-batch, and what is `fixed`
-    for all settings. On the CPU the host is the device. host: model states there, and what a
-    process takes by itself. disk: model states.
-    """
-
+    # `states`, `activations` and `fixed` together. On the CPU the host is the device.
     device: float
+    # Model states there, and what a process needs by itself.
     host: float
+    # Model states.
     disk: float = 0.0
+    # Model states on the device.
     states: float = 0.0
+    # Of a micro-batch.
     activations: float = 0.0
+    # The same for all settings.
     fixed: float = 0.0
 
 

@@ -17,21 +17,20 @@ DIVIDED = "ds_divided"
 
 @dataclass(frozen=True, slots=True)
 class Divided:
-    """This rank's part of a layer. An embedding is a layer whose inputs are tokens.
+    """This rank's part of a layer. An embedding is a layer whose inputs are tokens."""
 
-    rank, ranks: the place among those that divide it. inputs, outputs: (first, size) of the whole
-    layer's that are this rank's; None: all. sums: outputs are summed over the ranks, then a bias is
-    added. gathers: the ranks' outputs are put side by side; sizes: how many each rank has.
-    whole_weight: the parameters are whole, and `outputs` are the rows that are used.
-    """
-
+    # This rank's place among those that divide the layer, and how many they are.
     rank: int
     ranks: int
+    # (first, size) of the full layer's inputs and outputs that are this rank's; None: all.
     inputs: Sequence[tuple[int, int]] | None = None
     outputs: Sequence[tuple[int, int]] | None = None
+    # Outputs are summed over the ranks, then a bias is added.
     sums: bool = False
+    # The ranks' outputs are put side by side; `sizes`: how many each rank has.
     gathers: bool = False
     sizes: Sequence[int] = ()
+    # The parameters are full, and `outputs` are the rows that are used.
     whole_weight: bool = False
 
 

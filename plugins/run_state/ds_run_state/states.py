@@ -28,28 +28,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """This rank's piece of one model state, for checkpoints.
+    """This rank's piece of one model state, for checkpoints."""
 
-    name: ``"module/<param>"``, ``"master/<param>"`` or ``"optimizer/<key>/<param>"``. tensor: the
-        live piece.
-    shape: of the whole state. start, stop: the piece as a range of the row-major flattened state,
-        or of its `box` where only a box of it is divided here.
-    held: axes on which ranks hold different states under this name. store: whether this rank writes
-        it, or a share of
-    it: copies are the axes along which ranks hold this very piece, with `store` on all of them.
-    read: gives the values of `tensor`, or of a view of it, where it may be empty: where it rests in
-        a `StateStore` that gives memory back.
-    """
-
+    # ``"module/<param>"``, ``"master/<param>"`` or ``"optimizer/<key>/<param>"``.
     name: str
+    # The live piece.
     tensor: Tensor
+    # Of the full state.
     shape: tuple[int, ...]
+    # The piece as a range of the row-major flattened state, or of `box`.
     start: int
     stop: int
+    # Axes on which ranks have different states under this name.
     held: tuple[str, ...]
+    # Whether this rank writes the piece, or a share of it.
     store: bool
+    # Axes along which ranks have this very piece, with `store` on all of them.
     copies: tuple[str, ...] = ()
+    # Gives the values of `tensor`, or of a view of it, where it may be empty: where it is kept in a
+    # `StateStore` that gives memory back.
     read: Callable[[Tensor], Tensor] | None = None
+    # Where only a box of the state is divided here; None: all of it.
     box: Box | None = None
 
     def values(self) -> Tensor:

@@ -91,10 +91,13 @@ class LossScaler(LossScalerBase):
 class DynamicLossScaler(LossScalerBase):
     """A loss scale that falls with overflows and grows again.
 
-    init_scale: at first. scale_window: steps without overflow before it doubles. min_scale: where
-    it ends to fall; another overflow there is an error unless raise_error_at_min_scale is False.
-    delayed_shift: overflows before it is halved. consecutive_hysteresis: steps without overflow
-    give these back. dtype: of gradients, for messages alone.
+    init_scale: at first.
+    scale_window: steps without overflow before it doubles.
+    min_scale: where it stops falling; another overflow there is an error unless
+        raise_error_at_min_scale is False.
+    delayed_shift: overflows before it is halved.
+    consecutive_hysteresis: steps without overflow give these back.
+    dtype: of gradients, for messages alone.
     """
 
     dynamic = True
