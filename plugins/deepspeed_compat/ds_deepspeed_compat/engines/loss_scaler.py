@@ -91,12 +91,9 @@ class LossScaler(LossScalerBase):
 class DynamicLossScaler(LossScalerBase):
     """A loss scale that falls with overflows and grows again.
 
-    init_scale: at first.
-    scale_window: steps without overflow before it doubles.
-    min_scale: where it stops falling; another overflow there is an error unless
-        raise_error_at_min_scale is False.
-    delayed_shift: overflows before it is halved.
-    consecutive_hysteresis: steps without overflow give these back.
+    It begins at init_scale, is halved after delayed_shift overflows, and doubles after scale_window
+    steps without one; with consecutive_hysteresis such steps give overflows back. An overflow at
+    min_scale is an error unless raise_error_at_min_scale is False.
     dtype: of gradients, for messages alone.
     """
 
