@@ -71,13 +71,17 @@ def initialize(
     lr_scheduler)``.
 
     args: parsed arguments, a namespace or a mapping, whose ``deepspeed_config`` may name the config
-    file. model: any module; it is moved to the accelerator, and may ask for config sections
-    (`compose`). optimizer: an Optimizer, or a function ``groups -> Optimizer``; overrides the
-    config's. model_parameters: parameters or group dicts; default the model's trainable ones.
-    training_data: a dataset; gives the dataloader. lr_scheduler: an object with ``step`` and state,
-    or a function ``optimizer -> scheduler``. mpu: an external model-parallel unit. config: dict,
-    file path or base64 text (config_params is its old name). mesh_param: (data, sequence) sizes;
-    the second stands for the key sequence_parallel_size. Collective: every rank calls it.
+        file.
+    model: any module; it is moved to the accelerator, and may ask for config sections (`compose`).
+    optimizer: an Optimizer, or a function ``groups -> Optimizer``; overrides the config's.
+    model_parameters: parameters or group dicts; default the model's trainable ones.
+    training_data: a dataset; gives the dataloader.
+    lr_scheduler: an object with ``step`` and state, or a function ``optimizer -> scheduler``.
+    mpu: an external model-parallel unit.
+    config: dict, file path or base64 text (config_params is its old name).
+    mesh_param: (data, sequence) sizes; the second stands for the key sequence_parallel_size.
+
+    Collective: every rank calls it.
 
     Raises ConfigError (all problems at once), PluginError, RankMismatchError or UsageError.
     """

@@ -93,6 +93,7 @@ def compose(
     # Choosing by name brings in the plugins that offer names, which may have rules of their own.
     optimizer, unknown = choose("optimizer", config, plugins)
     scheduler, found = choose("scheduler", config, plugins)
+    # A kernel that the config forces brings in its plugin, which may have rules too.
     Kernels(plugins, config.core.kernels).check_forced()
     check_rules(config, plugins, more=[p for p in unknown + found if p.path not in config.autos])
     return Composition(config, plugins, optimizer, scheduler)

@@ -165,6 +165,7 @@ class Kernels:
         """Resolve every operation for such tensors; one without a provider is an error only when it
         is used.
         """
+        # Now, so that ranks can compare who serves before they train.
         for op in self.ops():
             try:
                 self.get(op, device, dtype)
@@ -223,6 +224,7 @@ class Kernels:
             why = "; ".join(map(str, asked)) or "no provider offers it"
             raise KernelError(f"{head} {why} on {device} {dtype}")
         better = asked[: asked.index(best)]
+        # Two that claim the same with one name: which one serves would depend on file order.
         rest = asked[asked.index(best) + 1 :]
         if twin := next((c for c in rest if c.reason is None and c.claim == best.claim), None):
             raise KernelError(

@@ -111,6 +111,7 @@ class Mesh:
         live = self.expand(self.names)
         for count in range(1, len(live) + 1):
             for combo in itertools.combinations(live, count):
+                # The default group has all ranks, and is there already.
                 if len(combo) == len(live) and not own:
                     world = dist.group.WORLD
                     assert world is not None
@@ -145,6 +146,7 @@ class Mesh:
         import torch.distributed as dist
 
         own = ALONE
+        # Every rank makes every group, also those that it is not in: torch demands it.
         for row in rows:
             if len(row) > 1:
                 group = dist.new_group(list(row), timeout=timeout)

@@ -159,6 +159,7 @@ def choose(kind: Kind, config: RunConfig, plugins: Plugins) -> tuple[Choice | No
         return (
             replace(chosen, plugin=answer.plugin, offered=name) if chosen is not None else None
         ), problems
+    # Not offered by anybody: a dotted path, or the name of a class of torch.
     ref = ":".join(name.rsplit(".", 1)) if "." in name else _torch_class(kind, name)
     if ref is not None:
         return _by_reference(kind, ref, params)
@@ -283,9 +284,11 @@ def make_adam(groups: Any, *, adam_w_mode: bool = True, **params: Any) -> Optimi
     import torch
     from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
+    # Keys of the documents for which torch has no argument.
     for ours in ("torch_adam", "bias_correction"):
         params.pop(ours, None)
     tensors = [p for g in groups for p in g["params"]]
+    # torch raises for tensors that its fused kernels do not serve, instead of going without.
     devices = _get_fused_kernels_supported_devices()
     fused = bool(tensors) and all(
         p.is_floating_point() and p.device.type in devices for p in tensors

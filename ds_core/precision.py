@@ -44,36 +44,46 @@ WIRE_DTYPES: StashKey[dict[nn.Parameter, torch.dtype]] = StashKey("gradient wire
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """One precision mode. A dtype of None keeps the model's own.
-
-    name: for the log, and compared between ranks with all other fields; it should hold every
-        setting that changes numbers. param: model weights. buffer: floating-point buffers. master:
-        what the optimizer updates. accumulate: gradients between micro-batches. wire: gradient
-        reduction. autocast: ``torch.autocast`` in forward, and with it the wire dtype of
-        `autocast_modules` (class names). cast_inputs: floating-point inputs of the model.
-    skip_nonfinite: skip a step with inf or NaN in a gradient (else the weights take it, with a
-        warning).
-    scaler: makes the loss scaler; None: losses are not scaled.
-    convert: ``(model) -> model``, replaces layers; called once, in `Phase.PRECISION`. Parameters
-        keep their names.
-    forward: makes a context manager for each forward, inside autocast. plugin: whose mode it is;
-        set by the core.
-    """
+    """One precision mode. A dtype of None keeps the model's own."""
 
     name: str = "fp32"
+    """For the log, and compared between ranks with all other fields; it should hold every setting
+    that changes numbers."""
+
+    # -- dtypes of tensors
     param: torch.dtype | None = None
+    """Model weights."""
     buffer: torch.dtype | None = None
+    """Floating-point buffers."""
     master: torch.dtype | None = None
+    """What the optimizer updates."""
     accumulate: torch.dtype | None = None
+    """Gradients between micro-batches."""
     wire: torch.dtype | None = None
+    """Gradients while they are reduced."""
+
+    # -- the forward
     autocast: torch.dtype | None = None
+    """``torch.autocast`` in forward, and with it the wire dtype of `autocast_modules`."""
     autocast_modules: tuple[str, ...] = ()
+    """Names of classes."""
     cast_inputs: torch.dtype | None = None
+    """Floating-point inputs of the model."""
+
+    # -- the step
     skip_nonfinite: bool = True
+    """Skip a step with inf or NaN in a gradient; else the weights take it, with a warning."""
     scaler: Callable[[], LossScaler] | None = None
+    """Makes the loss scaler; None: losses are not scaled."""
+
+    # -- what a plugin's mode may bring
     convert: Callable[[nn.Module], nn.Module] | None = None
+    """``(model) -> model``, replaces layers; called once, in `Phase.PRECISION`. Parameters keep their
+    names."""
     forward: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
+    """Makes a context manager for each forward, inside autocast."""
     plugin: Found | None = None
+    """Whose mode it is; set by the core."""
 
     @property
     def plain_forward(self) -> bool:
@@ -136,6 +146,7 @@ class LossScaler:
         """
         if not self.dynamic:
             return
+        # Clean steps since the last overflow, without this one.
         stable = self.iteration - self.last_overflow - 1
         grows = not overflow and stable > 0 and stable % self.window == 0
         if grows:
@@ -246,6 +257,7 @@ def cast_module(module: nn.Module, precision: Precision) -> None:
     """
     with torch.no_grad():
         if precision.param is not None:
+            # Their data alone: the user's optimizer and tied modules refer to the parameters.
             for param in module.parameters():
                 if param.is_floating_point() and param.dtype != precision.param:
                     param.data = param.data.to(precision.param)

@@ -297,6 +297,7 @@ def _shown(row: Answer) -> str:
 
 
 def _probed(rows: list[Answer]) -> Answer:
+    # Plugins' first: a vendor's package may serve a device type that the core drives generically.
     usable = [row for row in rows if _outside(row) and ask(row.value.probe) is None]
     if len(usable) > 1 and usable[0].value.priority == usable[1].value.priority:
         names = sorted({row.value.name for row in usable[:2]})

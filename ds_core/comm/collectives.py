@@ -61,6 +61,7 @@ def use_providers(makers: Mapping[tuple[str, str], Maker]) -> None:
     same collectives.
     """
     global _makers
+    # What a group has made stays with it: its messages may be under way.
     if makers != _makers:
         _makers = dict(makers)
         for known in _groups.values():
@@ -106,6 +107,7 @@ def _intercepted(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         arguments = {**dict(zip(names, args)), **kwargs}  # noqa: B905 (the rest are defaults)
         group = arguments.get("group") or dist.group.WORLD
+        # Nothing is sent, so there is nothing to see; the label was for this call all the same.
         if not isinstance(group, ProcessGroup) or group.size() == 1:
             interceptor.label("")
             return function(*args, **kwargs)
@@ -336,6 +338,7 @@ def _carrier(
 
 def _flat(tensor: Tensor, fill: bool = True) -> tuple[Tensor, Callable[[], Any] | None]:
     """`tensor` as a flat contiguous one, and, if that is a copy, what brings the copy back."""
+    # Backends write through the memory, which autograd must not see.
     plain = tensor.detach()
     if plain.is_contiguous():
         return plain.view(-1), None

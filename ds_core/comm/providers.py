@@ -273,6 +273,7 @@ def choose_providers(
     for one in sorted(found, key=lambda provider: -provider.entry.priority):
         pair = one.entry.device, one.entry.backend
         best = chosen.get(pair)
+        # A better one serves the pair already, so this one is not asked whether it could.
         if best is not None and best.entry.priority > one.entry.priority:
             continue
         if (reason := ask(one.entry.available)) is not None:

@@ -178,6 +178,7 @@ def find_rendezvous(
     """
     if plugins is not None:
         _provider(plugins)
+    # What the caller says goes before the environment, and that before what a job's scheduler says.
     facts = {name: env[name] for name in _NAMES if env.get(name)}
     facts |= {
         name: str(value)
@@ -195,12 +196,15 @@ def find_rendezvous(
         facts = {**job.variables, **facts}
     if "RANK" not in facts and "WORLD_SIZE" not in facts:
         return None
+    # What can be filled in: a process that is alone meets nobody, and one whose place was given has
+    # no launcher that counts the processes of a host.
     facts = {"MASTER_PORT": str(port), **facts}
     if min(rank, world_size) >= 0 or facts.get("WORLD_SIZE") == "1":
         facts = {"LOCAL_RANK": "0", **facts}
     if facts.get("WORLD_SIZE") == "1":
         facts = {"MASTER_ADDR": "127.0.0.1", **facts}
     missing = [name for name in _NAMES if name not in facts]
+    # Some schedulers tell each process its rank, but not on which host rank 0 is.
     if missing == ["MASTER_ADDR"] and collective and job is not None and job.address is not None:
         facts["MASTER_ADDR"] = job.address(_integer(facts, "RANK"), _integer(facts, "WORLD_SIZE"))
     elif missing:

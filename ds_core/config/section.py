@@ -191,6 +191,7 @@ class Section(BaseModel):
             raise PydanticCustomError(
                 "ds_clash", "{old} is {kind} of {new}, and both are set", value._asdict()
             )
+        # JSON has no tuples, enums or paths, and may write whole numbers as 5e8.
         field = cls.model_fields[str(info.field_name)]
         fitted = fit(field.annotation, value)
         result = handler(fitted)
@@ -201,6 +202,7 @@ class Section(BaseModel):
             raise PydanticCustomError(
                 "ds_too_large", "must be a whole number below 2**63, of 64 bits"
             )
+        # Written out, the default of an option that is not offered changes nothing.
         mark = marks(field)
         if NOT_OFFERED in mark and not _same(result, field.get_default()):
             raise PydanticCustomError("ds_not_offered", "{why}", {"why": mark[NOT_OFFERED]})

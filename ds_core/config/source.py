@@ -120,6 +120,7 @@ def _parse(text: str, suffix: str) -> Any:
     try:
         return parse_json(text)
     except Unreadable as error:
+        # The first error is the one to show: a file of this name is meant to be JSON.
         with contextlib.suppress(Unreadable):
             if (parse := format_parser(".hjson")) is not None:
                 return parse(text)
@@ -189,6 +190,7 @@ class _Copier:
                     join(path, repr(key)[:60]), f"a key must be text, not {_kind(key)}", fix
                 )
                 continue
+            # A subclass of str, as an enum's member, becomes plain text.
             copied[str.__str__(key)] = self.copy(item, join(path, key), depth + 1)
         return copied
 

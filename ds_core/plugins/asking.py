@@ -84,6 +84,7 @@ class Plugins(Registry):
 
         Raises UsageError where there is none: the text `needed`, and a package to install.
         """
+        # Those who take part go first: the config has named them.
         others = {"installed": True, "newer_than": self.members(), **arguments}
         answer = self.driver(hook, **arguments) or self.driver(hook, **others)
         if answer is not None:

@@ -88,7 +88,9 @@ class Registry:
         self._manager = _Manager("ds_core")
         self._manager.add_hookspecs(hookspecs)
         self._reports: dict[Found, Report] = {}
-        self._by_module: dict[str, Found] = {}  # of what is loaded
+        # Of what is loaded.
+        self._by_module: dict[str, Found] = {}
+        # The modules of those that take part.
         self._members: set[str] = set()
         installed = discover() if found is None else tuple(sorted(found))
         autoload = found is not None or not os.environ.get(AUTOLOAD_OFF)
@@ -267,6 +269,7 @@ class Registry:
         hooks: Any = module
         if hasattr(module, "DS_CONTRACT"):
             check_contract(found, module.DS_CONTRACT)
+        # The forms of earlier contracts are loaded for plugins that have them only.
         if HOOKS_BEFORE & vars(module).keys():
             from ds_core.plugins.old_forms import adapted
 
