@@ -28,7 +28,7 @@ MODULES = 12
 COMMENTS = {
     "ds_core": 4.0,
     "ds_zero": 1.8,
-    "ds_pipeline": 1.7,
+    "ds_pipeline": 4.0,
     "ds_moe": 1.4,
     "ds_inference": 4.0,
     "ds_checkpoint": 4.0,
@@ -56,7 +56,6 @@ LONG_FILES = {
     "ds_core/plugins.py",
     "plugins/cli/tests/test_light.py",
     "plugins/cli/tests/test_run.py",
-    "plugins/pipeline/ds_pipeline/runner.py",
     "plugins/pipeline/tests/test_pipeline_module.py",
     "plugins/pipeline/tests/test_pipeline_running.py",
     "plugins/zero/ds_zero/config.py",

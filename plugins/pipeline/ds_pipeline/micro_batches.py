@@ -44,6 +44,7 @@ def take_micro_batches(
         batch = next(batches)
         given.append(_pair(fn(batch) if fn is not None else batch, needs_labels))
         versions += [(t, t._version) for t in tensors_in(given[-1]) if not t.is_inference()]
+    # A micro-batch that was changed after it was read would be trained on as it is now.
     if any(tensor._version != version for tensor, version in versions):
         raise UsageError(
             "the iterator changed the tensors of a micro-batch after returning it; a pipeline "
@@ -80,6 +81,7 @@ def agree(ctx: Context, work: BatchRequest, flags: list[bool]) -> list[bool]:
     """
     if ctx.world_size == 1:
         return flags
+    # One all-reduce for all: the largest of x, and of -x, tell whether all ranks have the same x.
     mine = [work.micros, int(work.train), int(work.with_loss)]
     sent = torch.tensor(
         [*map(int, flags), *mine, *(-x for x in mine)], device=ctx.accelerator.current_device()

@@ -33,8 +33,7 @@ RECEIVES = (s.RecvActivation, s.RecvGrad)
 
 BY_HAND = (
     "the micro-batches of a pipeline run at the same time on its stages; use "
-    "engine.train_batch(iterator) and "
-    "engine.eval_batch(iterator)"
+    "engine.train_batch(iterator) and engine.eval_batch(iterator)"
 )
 
 
@@ -288,9 +287,8 @@ class PipelineRunner(Runner):
         if trouble is not None:
             raise trouble
         if any_trouble:
-            raise UsageError(
-                "lost this batch: a peer failed while it read its micro-batches; see its error"
-            )
+            why = "lost this batch: a peer failed while it read its micro-batches; see its error"
+            raise UsageError(why)
         if any_short:
             raise StopIteration
         if any_thawed:

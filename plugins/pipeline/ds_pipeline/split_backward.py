@@ -22,9 +22,11 @@ from torch.autograd.graph import GradientEdge
 
 @dataclass
 class WeightBackward:
-    """The second half. cuts: node -> its weights. caught: node -> its incoming gradients."""
+    """The second half of a backward."""
 
+    # By node of the graph: the weights whose gradients wait there.
     cuts: dict[Any, list[Tensor]] = field(default_factory=dict)
+    # By node: the gradients that came into it in the first half.
     caught: dict[Any, Sequence[Tensor | None]] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -55,9 +57,11 @@ def backward_inputs(
         isinstance(node, BackwardCFunction) and "Checkpoint" in type(node).__name__
         for node in alive
     ):
-        # re-entrant recomputation refuses to be asked for some gradients only
+        # Re-entrant activation checkpointing refuses to be asked for some gradients only: all are
+        # computed in this half.
         torch.autograd.backward(outputs, grads)
         return WeightBackward()
+    # What comes into a cut node is caught on its way, for the second half.
     later = WeightBackward(cuts)
     handles = [
         node.register_prehook(
@@ -82,9 +86,13 @@ def _cut(
     """
     order = _children_first(roots)
     wanted = {id(t) for t in inputs}
+    # Whether a node leads to an input.
     leads: dict[Any, bool] = {}
-    below: dict[Any, dict[Tensor, None]] = {}  # leaves under a node that leads to no input
+    # The leaves under a node that leads to no input.
+    below: dict[Any, dict[Tensor, None]] = {}
+    # By node that leads to an input: the leaves beside the way.
     cuts: dict[Any, dict[Tensor, None]] = {}
+    # Through how many nodes a weight would be reached in the second half.
     times: dict[Tensor, int] = {}
     for node in order:
         children = [child for child, _ in node.next_functions if child is not None]
@@ -98,10 +106,12 @@ def _cut(
             below[node] = aside
         elif aside:
             cuts[node] = aside
+            # A function written in Python counts twice, since it would do everything twice.
             for weight in aside:
                 times[weight] = times.get(weight, 0) + (
                     2 if isinstance(node, BackwardCFunction) else 1
                 )
+    # Below an output that leads to no input there is no node to wait at.
     for root in dict.fromkeys(roots):
         if not leads[root]:
             times.update(dict.fromkeys(below[root], 2))

@@ -81,14 +81,26 @@ class StageTransport:
         self._stage = stage
         self._device = ctx.accelerator.current_device()
         mesh = ctx.mesh
+
+        # -- The peers.
+
+        # The ranks of this pipeline, by stage.
         self._column = mesh.ranks("pp")
+        # By name, see [Note: channels].
+        self._groups = _channels(ctx, stages, chunks)
+        # The group of tensor-parallel ranks, and this rank's place in it.
         self._tp = mesh.group("tp") if mesh.has("tp") else None
         count = mesh.size("tp") if mesh.has("tp") else 1
-        self._share = {"act": split[0] and count > 1, "grad": split[1] and count > 1}
         self._tp_place = (mesh.index("tp"), count) if count > 1 else (0, 1)
-        self._groups = _channels(ctx, stages, chunks)
-        # of what comes into a part, by whether gradients are wanted
+        # Tensor-parallel ranks have equal activations: whether each sends a share of a message, which
+        # the receivers gather.
+        self._share = {"act": split[0] and count > 1, "grad": split[1] and count > 1}
+
+        # -- The messages.
+
+        # Shapes of what comes into a part, by whether gradients are wanted. See [Note: shapes].
         self._known: dict[tuple[bool, int], Meta] = {}
+        # With one stage, what its chunks give to each other.
         self._local: dict[str, deque[tuple[Meta, list[Tensor]]]] = {"act": deque(), "grad": deque()}
         self.begin((), train=True, headers="none", most=1)
 
@@ -104,18 +116,22 @@ class StageTransport:
         self._wants: dict[str, deque[Incoming]] = {"act": deque(), "grad": deque()}
         for want in incoming:
             self._wants[want.kind].append(want)
+        # Parts whose header was sent, or was received, in this batch.
         self._told: set[int] = set()
         self._heard: set[int] = set()
+        # Per kind the messages that are being sent, with their tensors, the oldest first.
         self._sending: dict[str, deque[list[tuple[Any, Tensor]]]] = {
             "act": deque(),
             "grad": deque(),
         }
+        # Per kind the messages whose receipt has begun, in their order.
         self._posted: dict[str, deque[tuple[Meta, list[_Arriving]]]] = {
             "act": deque(),
             "grad": deque(),
         }
         for queue in self._local.values():
             queue.clear()
+        # The first messages are received while this stage loads its micro-batches.
         for kind in ("act", "grad"):
             self._post(kind)
 
@@ -174,7 +190,8 @@ class StageTransport:
                 if flat.numel()
             ]
         )
-        while len(sending) > self._most:  # proved not to deadlock, see `StagePlans`
+        # That this ends, whatever other stages wait for, has been proved: see `StagePlans`.
+        while len(sending) > self._most:
             _wait(sending.popleft())
 
     def finish(self) -> None:
@@ -206,6 +223,7 @@ class StageTransport:
             meta = outputs if outputs is not None else self._meta(part)
             arriving = self._start(kind, part, meta)
         tensors = [a.wait() for a in arriving]
+        # The next message travels while this one is computed with.
         self._post(kind)
         return meta, tensors
 
@@ -218,7 +236,8 @@ class StageTransport:
         if kind == "act":
             ready = self._headers == "none" or part in self._heard
             meta = self._known.get((self._train, part)) if ready else None
-        else:  # of this stage's own outputs, the input of the next part
+        else:
+            # Gradients have the shapes of this stage's own outputs, the input of the next part.
             ready = self._headers == "none" or part + 1 in self._told
             meta = self._known.get((self._train, part + 1)) if ready else None
         if meta is not None:
@@ -302,6 +321,7 @@ def _channels(ctx: Context, stages: int, chunks: int) -> dict[str, Any]:
     if stages == 1:
         return {}
     names = {_channel(kind, source, stages) for kind in ("act", "grad") for source in range(stages)}
+    # Only with several chunks does the last stage send to the first one.
     if chunks == 1:
         names -= {"act wrap", "grad wrap"}
     found: dict[str, Any] = {"act 0": mesh.group("pp")}

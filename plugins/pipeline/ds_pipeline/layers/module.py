@@ -7,7 +7,6 @@ module with the same names.
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +24,10 @@ from ds_core.mesh import Mesh, plan_mesh
 from ds_pipeline.layers.balance import partition
 from ds_pipeline.layers.layer_files import LayerFiles
 from ds_pipeline.layers.layer_times import measure
+from ds_pipeline.layers.specs import Layer as Layer
+from ds_pipeline.layers.specs import LayerSpec as LayerSpec
+from ds_pipeline.layers.specs import TiedLayerSpec as TiedLayerSpec
+from ds_pipeline.layers.specs import count_parameters, make_layer, make_trial, name_of
 from ds_pipeline.layers.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
@@ -40,89 +43,26 @@ INSTEAD = {
 """Names of DeepSpeed's module -> what there is instead."""
 
 
-class LayerSpec:
-    """A layer that is built only where it is owned: ``typename(*module_args, **module_kwargs)``."""
-
-    def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
-        if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
-            raise UsageError(
-                f"LayerSpec needs a class of torch.nn.Module, got {typename!r}; put plain "
-                "functions into the list of "
-                "layers as they are"
-            )
-        self.typename = typename
-        self.module_args = module_args
-        self.module_kwargs = module_kwargs
-
-    def build(self, log: bool = False) -> nn.Module:
-        """The layer."""
-        if log:
-            print(f"building {self!r}")
-        return self.typename(*self.module_args, **self.module_kwargs)
-
-    def __repr__(self) -> str:
-        values = [repr(a) for a in self.module_args] + [
-            f"{k}={v!r}" for k, v in self.module_kwargs.items()
-        ]
-        return f"{self.typename.__name__}({', '.join(values)})"
-
-
-class TiedLayerSpec(LayerSpec):
-    """A layer that shares its module with all others of the same `key`, on any stages.
-
-    forward_fn: ``(module, inputs) -> outputs`` instead of the module's own call (an embedding
-        reused as projection).
-    tied_weight_attr: the parameters that the layers must have. All others of the module are kept
-        equal too, since the layers of one key are one module, which is logged once.
-    """
-
-    def __init__(
-        self,
-        key: str,
-        typename: type[nn.Module],
-        *module_args: Any,
-        forward_fn: Callable[[Any, Any], Any] | None = None,
-        tied_weight_attr: str | Sequence[str] = "weight",
-        **module_kwargs: Any,
-    ) -> None:
-        super().__init__(typename, *module_args, **module_kwargs)
-        self.key = key
-        self.forward_fn = forward_fn
-        self.tied_weight_attr = (
-            [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
-        )
-
-    def build(self, log: bool = False) -> nn.Module:
-        """The shared module."""
-        module = super().build(log)
-        if missing := [
-            a for a in self.tied_weight_attr if not isinstance(getattr(module, a, None), Tensor)
-        ]:
-            raise UsageError(
-                f"TiedLayerSpec({self.key!r}): {self.typename.__name__} has no weight "
-                f"{missing[0]!r}"
-            )
-        return module
-
-
-Layer = nn.Module | LayerSpec | Callable[[Any], Any]
-
-
 class PipelineModule(LayerFiles, nn.Module):
     """`layers`, each output being the next input, cut into stages of which this rank has one.
 
     layers: modules, `LayerSpec`, `TiedLayerSpec` and functions, or an ``nn.Sequential``. Inputs and
-    outputs are a tensor or a tuple of tensors. num_stages, or topology: one is needed; the world
-    must be a multiple of the stages, and what is left becomes data parallelism. loss_fn:
-    ``(outputs, labels) -> loss``, on the last stage; without it the last output is the loss.
+        outputs are a tensor or a tuple of tensors.
+    num_stages, or topology: one is needed; the world must be a multiple of the stages, and what is
+        left becomes data parallelism.
+    loss_fn: ``(outputs, labels) -> loss``, on the last stage; without it the last output is the
+        loss.
     seed_layers: layer i is built under seed base_seed + i, and runs under base_seed * micro-batch +
-    i; seed_fn sets a seed (default torch.manual_seed). partition_method: see `ds_pipeline.layers.balance`.
-    activation_checkpoint_interval: recompute in groups of so many layers (0: not), through
-    ``activation_checkpoint_func(function, *inputs)``; checkpointable_layers: class names of layers
-    that may be, None: all with parameters. dynamic_shape: shapes may change from micro-batch to
-    micro-batch in ways that the inputs of the model do not tell. chunks: parts of the model per
-    stage, for the interleaved schedule. example: one input of the model, for partition_method
-    "profile".
+        i.
+    seed_fn: sets a seed (default torch.manual_seed).
+    partition_method: see `ds_pipeline.layers.balance`.
+    activation_checkpoint_interval: layers that are checkpointed together; 0: none are.
+    activation_checkpoint_func: ``(function, *inputs)``, in the place of torch's checkpoint.
+    checkpointable_layers: class names of layers that may be; None: all with parameters.
+    dynamic_shape: shapes may change from micro-batch to micro-batch in ways that the inputs of the
+        model do not show.
+    chunks: parts of the model per stage, for the interleaved schedule.
+    example: one input of the model, for partition_method "profile".
 
     Every rank builds it with the same arguments, before `ds_core.initialize`.
     """
@@ -226,17 +166,21 @@ class PipelineModule(LayerFiles, nn.Module):
                 )
             comm.init_distributed(get_accelerator().communication_backend)
             found = (
-                measure([functools.partial(_trial, s) for s in specs], example)
+                measure([functools.partial(make_trial, s) for s in specs], example)
                 if comm.rank() == 0
                 else None
             )
             return comm.all_gather_json(found)[0]  # type: ignore[no-any-return]
 
-        names = [_name(s) for s in specs]
+        names = [name_of(s) for s in specs]
         parts = self.num_stages * self.chunks
         try:
             return partition(
-                self.partition_method, names, parts, lambda: [_size(s) for s in specs], times
+                self.partition_method,
+                names,
+                parts,
+                lambda: [count_parameters(s) for s in specs],
+                times,
             )
         except ValueError as error:
             raise UsageError(str(error)) from None
@@ -249,7 +193,7 @@ class PipelineModule(LayerFiles, nn.Module):
                 stage = owners.setdefault(param, self.stage_owner(index))
                 if stage != self.stage_owner(index):
                     raise UsageError(
-                        f"layer {index} ({_name(spec)}) on stage {self.stage_owner(index)} shares "
+                        f"layer {index} ({name_of(spec)}) on stage {self.stage_owner(index)} shares "
                         "a weight with a "
                         f"layer on stage {stage}; use TiedLayerSpec for both"
                     )
@@ -283,10 +227,10 @@ class PipelineModule(LayerFiles, nn.Module):
 
     def _seeded(self, spec: Any, index: int) -> nn.Module:
         if not self.seed_layers or isinstance(spec, nn.Module):
-            return _make(spec)  # type: ignore[no-any-return]
+            return make_layer(spec)  # type: ignore[no-any-return]
         with torch.random.fork_rng():
             self.seed_fn(self.base_seed + index)
-            return _make(spec)  # type: ignore[no-any-return]
+            return make_layer(spec)  # type: ignore[no-any-return]
 
     def _find_ties(self, specs: Sequence[Layer]) -> dict[str, list[int]]:
         """For each key on several stages, those stages in order."""
@@ -451,49 +395,3 @@ def _distributed() -> tuple[int, int]:
         return comm.rank(), comm.world_size()
     where = comm.find_rendezvous(os.environ)
     return (where.rank, where.world_size) if where is not None else (0, 1)
-
-
-def _make(spec: Any) -> Any:
-    return spec.build() if isinstance(spec, LayerSpec) else spec
-
-
-def _trial(spec: Any) -> tuple[Callable[[Any], Any], nn.Module | None]:
-    """A layer to measure: (how it is called, its module).
-
-    Modules of the user are copied, they stay as they are.
-    """
-    if not isinstance(spec, (nn.Module, LayerSpec)):
-        return spec, None
-    module = copy.deepcopy(spec) if isinstance(spec, nn.Module) else spec.build()
-    if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None:
-        return functools.partial(spec.forward_fn, module), module
-    return module, module
-
-
-def _name(spec: Any) -> str:
-    if isinstance(spec, LayerSpec):
-        return spec.typename.__name__
-    return (
-        type(spec).__name__
-        if isinstance(spec, nn.Module)
-        else str(getattr(spec, "__name__", type(spec).__name__))
-    )
-
-
-def _size(spec: Any) -> int:
-    """Trainable parameters of a layer; of one that is not built, without memory where its class
-    allows it.
-    """
-    module = spec
-    if isinstance(spec, LayerSpec):
-        try:
-            with torch.device("meta"):
-                module = spec.build()
-        except Exception:  # a constructor that looks at values
-            with torch.random.fork_rng():
-                module = spec.build()
-    return (
-        sum(p.numel() for p in module.parameters() if p.requires_grad)
-        if isinstance(module, nn.Module)
-        else 0
-    )
