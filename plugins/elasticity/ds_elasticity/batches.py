@@ -90,13 +90,14 @@ class ElasticityIncompatibleWorldSize(ElasticityError):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """train: the batch size. worlds: numbers of data-parallel ranks that divide it. micro: version
-    0.2's; else None.
-    """
+    """A batch size that many numbers of ranks share."""
 
     train: int
+    """The batch size."""
     worlds: list[int]
+    """Numbers of data-parallel ranks that divide it."""
     micro: int | None = None
+    """The micro-batch of version 0.2; None in 0.1."""
 
 
 def compute_elastic_config(

@@ -16,18 +16,18 @@ DEVICES = ("GPU", "TPU", "NPU", "HPU", "neuron_cores")  # as Ray names them
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a run asks for. hosts: (name, slots, or 0: not told) of a hostfile. count: of hosts; 0:
-    all there are.
-
-    nproc: processes on each host; 0: one per device. cpus: of Ray's CPUs on each host. resources:
-    more of each node.
-    """
+    """What a run asks for."""
 
     hosts: tuple[tuple[str, int], ...] = ()
+    """(name, slots) of a hostfile; 0 slots: not given."""
     count: int = 0
+    """Of hosts; 0: all there are."""
     nproc: int = 0
+    """Processes on each host; 0: one per device."""
     cpus: float = 1.0
+    """Of Ray's CPUs, on each host."""
     resources: Mapping[str, float] | None = None
+    """Further resources of each node."""
 
 
 def bundles(nodes: Sequence[Mapping[str, Any]], wanted: Wanted) -> list[dict[str, float]]:

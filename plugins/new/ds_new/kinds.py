@@ -7,19 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """meaning: for the list, one line. hooks: what such a plugin implements. section: whether it
-    owns a config section.
-
-    title: of its part in docs/plugins.md. needs, test_needs: distributions besides ds-core, and for
-    its tests; ours have no bound here.
-    """
+    """A kind of plugin that ``dscore new plugin`` can write."""
 
     meaning: str
+    """One line, for the list."""
     hooks: tuple[str, ...]
+    """What such a plugin implements."""
     section: bool
+    """Whether it owns a config section."""
     title: str
+    """Of its part in docs/plugins.md."""
     needs: tuple[str, ...] = ()
+    """Distributions besides ds-core; ours have no bound here."""
     test_needs: tuple[str, ...] = ()
+    """The same, for its tests."""
 
 
 OBSERVERS = (

@@ -25,18 +25,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Participant:
-    """Who meets where. what: ``"rank"``, or ``"machine"`` for launchers; size: how many of them
-    there are.
-
-    address, port: of the store of number 0. setting: the name under which users give `size`.
-    """
+    """Who meets where."""
 
     number: int
     size: int
+    """How many participants there are."""
     address: str
+    """Of the store of number 0."""
     port: int
+    """Of that store."""
     what: str = "rank"
+    """``"rank"``, or ``"machine"`` for launchers."""
     setting: str = "WORLD_SIZE"
+    """The name under which users give `size`."""
 
     def __str__(self) -> str:
         return f"{self.what} {self.number} of {self.size}"

@@ -20,19 +20,20 @@ MICRO = 3
 
 @dataclass(frozen=True)
 class Case:
-    """One training run to compare.
-
-    model: "plain", "frozen", "unused", "shared", "partly" (a layer that only some ranks use) or
-        "groups".
-    dtype: "float64", "float32" or "bfloat16". optimizer: "AdamW" or "SGD".
-    """
+    """One training run to compare."""
 
     model: str = "plain"
+    """One of "plain", "frozen", "unused", "shared", "partly" (a layer that only some ranks use) or
+    "groups".
+    """
     dtype: str = "float64"
+    """One of "float64", "float32" and "bfloat16"."""
     gas: int = 1
+    """Micro-batches per step."""
     clip: float = 0.0
     steps: int = 4
     optimizer: str = "AdamW"
+    """One of "AdamW" and "SGD"."""
     predivide: float = 1.0
     prescale: bool = False
 

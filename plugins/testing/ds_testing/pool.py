@@ -46,19 +46,19 @@ serve(int(sys.argv[2]))
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """What became of one rank.
-
-    kind: ``"raised"``, ``"died"``, ``"hung"`` (past the timeout) or ``"stopped"`` (by the pool:
-        others failed).
-    what: the exception, exit code or signal in one line; detail: traceback or stacks; output: end
-        of stdout and stderr.
-    """
+    """What became of one rank."""
 
     rank: int
     kind: str
+    """``"raised"``, ``"died"``, ``"hung"`` (past the timeout) or ``"stopped"`` (by the pool: others
+    failed).
+    """
     what: str
+    """The exception, exit code or signal in one line."""
     detail: str = ""
+    """Traceback or stacks."""
     output: str = ""
+    """The end of stdout and stderr."""
 
     def __str__(self) -> str:
         parts = [f"rank {self.rank} {self.what}"]

@@ -59,13 +59,14 @@ class LabError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of a host. pid: as this process sees it. state: a letter as in ps. words: its
-    command line.
-    """
+    """A process of a host."""
 
     pid: int
+    """As this process sees it."""
     state: str
+    """A letter, as in ps."""
     words: tuple[str, ...]
+    """Its command line."""
     environ: Mapping[str, str]
 
 

@@ -22,19 +22,21 @@ from ds_core.errors import ConfigError, Problem, nearest
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """path: of the key. owner: distribution and version. type: in words. default: as JSON, or
-    "required".
-
-    keys: of a section, its keys with what each does; of a key in the parameters of optimizers or
-    schedules, the names that take it with its type and default.
-    """
+    """What is said of a key of the config."""
 
     path: str
+    """Of the key."""
     owner: str
+    """Distribution and version."""
     type: str
+    """In words."""
     default: str
+    """As JSON, or "required"."""
     description: str
     keys: tuple[tuple[str, str], ...] = ()
+    """Of a section, its keys with what each does; of a key in the parameters of optimizers or
+    schedules, the names that accept it with its type and default.
+    """
 
 
 Models = Mapping[str, tuple[type[BaseModel], str]]

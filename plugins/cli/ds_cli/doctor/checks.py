@@ -40,13 +40,14 @@ Level = Literal["ok", "note", "fault"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. found: what is there. fix: what to do, "" when nothing is to be
-    done."""
+    """One line of the report."""
 
     part: str
     level: Level
     found: str
+    """What is there."""
     fix: str = ""
+    """What to do; "" when nothing is to be done."""
 
 
 def examine() -> list[Finding]:

@@ -26,18 +26,20 @@ MATRIX_HOSTS = 8  # up to so many, every link is shown
 
 @dataclass(frozen=True, slots=True)
 class HostReport:
-    """One host: what it said (None: it was not reached, and why), how many slots are asked of it,
-    its clock's offset.
-
-    name: as in the hostfile. address: without the user's name that ssh may need.
-    """
+    """One host of a hostfile, and what was found there."""
 
     name: str
+    """As in the hostfile."""
     address: str
+    """Without the user's name that ssh may need."""
     slots: int | None
+    """How many are asked of it."""
     facts: Facts | None
+    """What it said; None where it was not reached."""
     error: str = ""
+    """Why it was not reached."""
     offset: float = 0.0
+    """Of its clock."""
 
 
 # -- hosts -----------------------------------------------------------------------------------------

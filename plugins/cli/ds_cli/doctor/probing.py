@@ -171,15 +171,16 @@ def clock_offset(host: Probe) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """From one host to another. rate: bytes per second. round_trip: seconds. error: why nothing was
-    measured, or "".
-    """
+    """From one host to another."""
 
     source: str
     target: str
     rate: float = 0.0
+    """Bytes per second."""
     round_trip: float = 0.0
+    """Seconds."""
     error: str = ""
+    """Why nothing was measured, or ""."""
 
 
 def rounds(items: Sequence[Any]) -> Iterator[list[tuple[Any, Any]]]:

@@ -35,21 +35,20 @@ _HINTS = {
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailure:
-    """A process that failed by itself.
-
-    code: exit code, or -n for signal n. time: monotonic seconds; infinite when it was not seen.
-        error: the exception in one line, or "". traceback: as Python would print it, or "" when the
-        process printed it itself.
-    host: where it ran, "" for this machine.
-    """
+    """A process that failed by itself."""
 
     rank: int
     pid: int
     code: int
+    """Exit code, or -n for signal n."""
     time: float
+    """Monotonic seconds; infinite when its end was not seen."""
     error: str
+    """The exception in one line, or ""."""
     traceback: str
+    """As Python would print it, or "" when the process printed it itself."""
     host: str = ""
+    """Where it ran; "" for this host."""
 
     def at(self, host: str) -> WorkerFailure:
         """The same, for others to read."""

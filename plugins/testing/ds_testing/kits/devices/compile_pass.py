@@ -17,16 +17,16 @@ from ds_testing.one_process import one_process_engine
 class CompilePassConformance:
     """Inherit, set `plugin`, and give `make_model` and `make_batch` where your passes look for
     something in a model.
-
-    plugin: reference of the declaration module. config, load: what is added to the config, and
-        ``plugins.load``.
-    tolerance: how far losses and gradients may be from those without the pass.
     """
 
     plugin: str = ""
+    """Reference of the declaration module."""
     config: ClassVar[Mapping[str, Any]] = {}
+    """What is added to the config."""
     load: ClassVar[tuple[str, ...]] = ()
+    """``plugins.load``, for a plugin that is not installed."""
     tolerance: ClassVar[float] = 1e-6
+    """How far losses and gradients may be from those without the pass."""
 
     def make_model(self) -> nn.Module:
         """A model in eval mode, or without randomness; the same whenever torch's seed is the

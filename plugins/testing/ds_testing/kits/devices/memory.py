@@ -17,15 +17,14 @@ PLACES = {"device", "host", "disk"}
 
 
 class MemoryConformance:
-    """Inherit, and set `config`; ``class TestMine(MemoryConformance)``, so that pytest collects it.
-
-    config: one in which the plugin takes part. load: ``plugins.load``, for a plugin that is not
-    installed. worlds: numbers of data-parallel ranks that the config allows.
-    """
+    """Inherit, and set `config`; ``class TestMine(MemoryConformance)``, so that pytest collects it."""
 
     config: ClassVar[Mapping[str, Any]] = {}
+    """One in which the plugin takes part."""
     load: ClassVar[tuple[str, ...]] = ()
+    """``plugins.load``, for a plugin that is not installed."""
     worlds: ClassVar[tuple[int, ...]] = (1, 2, 4)
+    """Numbers of data-parallel ranks that the config allows."""
 
     def model(self, width: int) -> nn.Module:
         """A model without memory; override where yours needs another."""

@@ -29,20 +29,23 @@ def _rows() -> Tensor:
 class MeshAxisConformance:
     """Inherit; for a plugin with `ds_mesh_axes` or `ds_param_axes`. The class's name must start
     with Test.
-
-    config: what switches the plugin on, with an axis that is larger than 1 on `world` ranks. load:
-    ``plugins.load``, for a plugin that is not installed. make_model: ``() -> module``, given as
-    ``staticmethod``; its output is a loss, or is squared and averaged. make_batch: ``() -> input``,
-    on each rank. held: axis -> the names of the parameters that differ along it; all others are the
-    same on all ranks.
     """
 
     config: ClassVar[Mapping[str, Any]] = {}
+    """What switches the plugin on, with an axis that is larger than 1 on `world` ranks."""
     load: ClassVar[tuple[str, ...]] = ()
+    """``plugins.load``, for a plugin that is not installed."""
     world: ClassVar[int] = 2
     make_model: ClassVar[Callable[[], Any]] = staticmethod(_layer)
+    """``() -> module``, given as ``staticmethod``; its output is a loss, or is squared and
+    averaged.
+    """
     make_batch: ClassVar[Callable[[], Any]] = staticmethod(_rows)
+    """``() -> input``, on each rank, given likewise."""
     held: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Axis -> the names of the parameters that differ along it; all others are the same on all
+    ranks.
+    """
 
     def _run(self, world: int) -> list[dict[str, Any]]:
         functions = [reference(f) for f in (type(self).make_model, type(self).make_batch)]
@@ -111,19 +114,19 @@ class MeshAxisConformance:
 
 
 class MeshConformance:
-    """Inherit; for a plugin with `ds_mesh`. The class's name must start with Test.
-
-    make_mpu: ``() -> object``, what users give as ``initialize(mpu=...)``, made on each rank; as
-        ``staticmethod``.
-    sizes: of axes of the mesh, on `world` ranks. config, load: what else is in the config;
-        ``plugins.load``, for a plugin that is not installed.
-    """
+    """Inherit; for a plugin with `ds_mesh`. The class's name must start with Test."""
 
     make_mpu: ClassVar[Callable[[], Any]]
+    """``() -> object``, what users give as ``initialize(mpu=...)``, made on each rank; as
+    ``staticmethod``.
+    """
     sizes: ClassVar[Mapping[str, int]] = {}
+    """Of axes of the mesh, on `world` ranks."""
     world: ClassVar[int] = 2
     config: ClassVar[Mapping[str, Any]] = {}
+    """What else is in the config."""
     load: ClassVar[tuple[str, ...]] = ()
+    """``plugins.load``, for a plugin that is not installed."""
 
     def _run(self) -> list[dict[str, Any]]:
         functions = [reference(f) for f in (_layer, _rows, type(self).make_mpu)]

@@ -42,27 +42,30 @@ def default_batch(step: int, micro: int, index: int) -> Any:
 
 
 class RunnerConformance:
-    """Subclass me; see the module's docstring.
-
-    make_model: ``() -> module`` whose output holds a scalar loss, in fp64. make_batch: ``(step,
-    micro, dp index) -> batch`` as the module takes it. make_truth: the same as one plain module
-    with the same parameter names, where the model is not one itself. All are module-level
-    functions, given as ``staticmethod``.
-
-    worlds: world sizes, of which the smallest is used where one is enough. variants: by name what
-    is added to the config; gas: micro-batches per batch; dtypes: "float64" (to 1e-12) and "float32"
-    (to 1e-6). `cases` chooses from their product.
+    """Subclass me; see the module's docstring. `cases` chooses from the product of `variants`,
+    `gas` and `dtypes`.
     """
 
     config: ClassVar[Mapping[str, Any]] = {}
     load: ClassVar[tuple[str, ...]] = ()
     worlds: ClassVar[tuple[int, ...]] = (1, 2)
+    """World sizes, of which the smallest is used where one is enough."""
     make_model = staticmethod(default_model)
+    """``() -> module`` whose output holds a scalar loss, in fp64; a module-level function, given as
+    ``staticmethod``.
+    """
     make_batch = staticmethod(default_batch)
+    """``(step, micro, dp index) -> batch`` as the module accepts it, given likewise."""
     make_truth: ClassVar[Any] = None
+    """As `make_model`, one plain module with the same parameter names, where the model is not one
+    itself.
+    """
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {"": {}}
+    """By name, what is added to the config."""
     gas: ClassVar[tuple[int, ...]] = (1, 3)
+    """Micro-batches per batch."""
     dtypes: ClassVar[tuple[str, ...]] = ("float64",)
+    """"float64" (to 1e-12) and "float32" (to 1e-6)."""
     timeout: ClassVar[float] = 300.0
 
     @classmethod

@@ -31,15 +31,14 @@ sys.exit("torch" in sys.modules)
 
 
 class CheckConformance:
-    """Inherit, and set `cases`; ``class TestMine(CheckConformance)``, so that pytest collects it.
-
-    cases: configs, and for each the keys in which something is wrong: ``({"mine": {"a": 1}},
-    ("mine.a",))``; one of them in which nothing is. load: ``plugins.load``, for a plugin that is
-    not installed.
-    """
+    """Inherit, and set `cases`; ``class TestMine(CheckConformance)``, so that pytest collects it."""
 
     cases: ClassVar[Sequence[tuple[Mapping[str, Any], Sequence[str]]]] = ()
+    """Configs, and for each the keys in which something is wrong: ``({"mine": {"a": 1}},
+    ("mine.a",))``; one of them in which nothing is.
+    """
     load: ClassVar[tuple[str, ...]] = ()
+    """``plugins.load``, for a plugin that is not installed."""
 
     def problems(self, config: Mapping[str, Any]) -> list[Problem]:
         """What a check of `config` finds."""
@@ -88,14 +87,12 @@ class CheckConformance:
 
 
 class ChartConformance:
-    """Inherit, and set `config`; ``class TestMine(ChartConformance)``, so that pytest collects it.
-
-    config: one for which the plugin has a chart. load: ``plugins.load``, for a plugin that is not
-    installed.
-    """
+    """Inherit, and set `config`; ``class TestMine(ChartConformance)``, so that pytest collects it."""
 
     config: ClassVar[Mapping[str, Any]] = {}
+    """One for which the plugin has a chart."""
     load: ClassVar[tuple[str, ...]] = ()
+    """``plugins.load``, for a plugin that is not installed."""
 
     def charts(self) -> list[Chart]:
         """What ``dscore plan`` is given for `config`."""

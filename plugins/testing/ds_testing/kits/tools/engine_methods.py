@@ -24,14 +24,15 @@ class EngineMethodsConformance:
     """Inherit, and set `config` and `names`. ``class TestMine(EngineMethodsConformance)``, so that
     pytest collects it.
 
-    config: what switches your plugin on. load: ``plugins.load``, for a plugin that is not
-    installed. names: of all the methods that it gives under `config`. Add tests of what they do,
-    with the fixture `engine`.
+    Add tests of what the methods do, with the fixture `engine`.
     """
 
     config: ClassVar[Mapping[str, Any]] = {}
+    """What switches your plugin on."""
     load: ClassVar[tuple[str, ...]] = ()
+    """``plugins.load``, for a plugin that is not installed."""
     names: ClassVar[tuple[str, ...]] = ()
+    """Of all the methods that it gives under `config`."""
 
     @pytest.fixture
     def engine(self) -> Iterator[Engine]:

@@ -12,17 +12,18 @@ from ds_core.entries import resolve
 
 
 class ConfigFormatConformance:
-    """Inherit, and set the class attributes.
-
-    plugin: reference to the declaration module. samples: per suffix, a text and the data that it
-    means. broken: per suffix, a text that is not of the format. repeated: per suffix, a text in
-    which the top level repeats the key ``"a"``; leave out a format that cannot.
-    """
+    """Inherit, and set the class attributes."""
 
     plugin: str = ""
+    """Reference to the declaration module."""
     samples: ClassVar[Mapping[str, tuple[str, Any]]] = {}
+    """By suffix, a text and the data that it means."""
     broken: ClassVar[Mapping[str, str]] = {}
+    """By suffix, a text that is not of the format."""
     repeated: ClassVar[Mapping[str, str]] = {}
+    """By suffix, a text in which the top level repeats the key ``"a"``; leave out a format that
+    cannot.
+    """
 
     def parsers(self) -> dict[str, Callable[[str], Any]]:
         """Suffix -> its parser."""

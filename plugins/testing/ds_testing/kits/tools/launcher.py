@@ -71,31 +71,32 @@ class LauncherConformance:
     """Inherit, and set `load` to the reference in your `LauncherEntry`. The class's name must start
     with Test.
 
-    nproc: how many processes to ask for, on each host. timeout: seconds for a launch. patience:
-    seconds in which processes must be gone after the launcher has returned, or was killed.
-
-    hosts: set their names for a launcher that reaches hosts. Its agents then run on this machine,
-    and `programs` holds stand-ins for the program that reaches hosts: name -> lines of sh, such as
-    ``{"docker": 'shift 3; exec "$@"'}``. For real hosts override `popen`, which starts the
-    launcher, and set `master_addr` to "".
-
-    nodes: fewest and most machines, of a launcher that finds them itself. `dscore run` tells 0 and
-    0 unless it is given a number; then the launcher decides.
-
-    hides: whether the run's variables stay out of what `ps` shows; where they cannot, the
-    launcher's README says so.
+    For real hosts override `popen`, which starts the launcher, and set `master_addr` to "".
     """
 
     load: str = ""
     nproc: ClassVar[int] = 2
+    """How many processes to ask for, on each host."""
     hosts: ClassVar[tuple[str, ...]] = ()
+    """Set their names for a launcher that reaches hosts. Its agents then run on this host."""
     programs: ClassVar[Mapping[str, str]] = {}
+    """Stand-ins for the program that reaches hosts: name -> lines of sh, such as ``{"docker":
+    'shift 3; exec "$@"'}``.
+    """
     launcher_args: ClassVar[tuple[str, ...]] = ()
     master_addr: ClassVar[str] = "127.0.0.1"
     hides: ClassVar[bool] = True
+    """Whether the run's variables stay out of what `ps` shows; where they cannot, the launcher's
+    README says so.
+    """
     nodes: ClassVar[tuple[int, int]] = (0, 0)
+    """Fewest and most hosts, of a launcher that finds them itself. `dscore run` gives 0 and 0
+    unless it is given a number; then the launcher decides.
+    """
     timeout: ClassVar[float] = 60.0
+    """Seconds for a launch."""
     patience: ClassVar[float] = 10.0
+    """Seconds in which processes must be gone after the launcher has returned, or was killed."""
 
     def popen(self, command: list[str], **options: Any) -> subprocess.Popen[Any]:
         """Start the launcher where it is to run; options: cwd, env, stdin, stdout, stderr as of

@@ -28,19 +28,20 @@ KEPT = "ds_testing.kits.train.kept_state"
 class CheckpointerConformance:
     """Subclass me; see the module's docstring. The name must start with Test, so that pytest
     collects it.
-
-    config, load: what switches the checkpointer on: sections, and modules for ``plugins.load``.
-        worlds: world sizes.
-    variants: by name what is added to the config, such as a ZeRO stage; those of 16 bits bring a
-        loss scaler with them.
-    reshards: whether a checkpoint loads at another number of ranks.
     """
 
     config: ClassVar[Mapping[str, Any]] = {}
+    """Sections that switch the checkpointer on."""
     load: ClassVar[tuple[str, ...]] = ()
+    """Modules for ``plugins.load``."""
     worlds: ClassVar[tuple[int, ...]] = (1, 2)
+    """World sizes."""
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {"": {}}
+    """By name, what is added to the config, such as a ZeRO stage; those of 16 bits bring a loss
+    scaler with them.
+    """
     reshards: ClassVar[bool] = True
+    """Whether a checkpoint loads at another number of ranks."""
     timeout: ClassVar[float] = 300.0
 
     def _run(self, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

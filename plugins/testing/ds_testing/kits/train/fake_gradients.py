@@ -15,14 +15,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Seen:
-    """norm: as given. root: of the sum of squares. count: of elements. sums: of elements, per
-    parameter.
-    """
+    """What the plugin saw of a step's gradients."""
 
     norm: float
+    """As the core gives it."""
     root: float
+    """The root of the sum of squares, added up by the plugin."""
     count: float
+    """The number of elements."""
     sums: dict[str, float]
+    """The sum of the elements of each parameter."""
 
 
 SEEN = StashKey[Seen]("what the kit's plugin saw of gradients")

@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 
 class ObserverConformance:
-    """Subclass me; see the module's docstring.
-
-    steps: how many optimizer steps are run, unless the plugin asks to stop. stops_at: the number of
-    steps after which it asks to, in the kit's training, whose loss falls in every step; None:
-    never. metrics: names that its `ds_metrics` gives after every step.
-    """
+    """Subclass me; see the module's docstring."""
 
     config: ClassVar[Mapping[str, Any]] = {}
     load: ClassVar[tuple[str, ...]] = ()
     steps: ClassVar[int] = 4
+    """How many optimizer steps are run, unless the plugin asks to stop."""
     stops_at: ClassVar[int | None] = None
+    """The number of steps after which it asks to stop, in the kit's training, whose loss falls in
+    every step; None: never.
+    """
     metrics: ClassVar[tuple[str, ...]] = ()
+    """Names that its `ds_metrics` gives after every step."""
     timeout: ClassVar[float] = 300.0
 
     def _run(

@@ -25,17 +25,15 @@ STEPS = 3
 
 
 class OptimizerConformance:
-    """Inherit, and set `plugin` to the reference of your declaration module.
-
-    names: those to test; by default all that it offers. params: by name, the ``optimizer.params``
-    to test with; add what an optimizer cannot do without. load: modules for ``plugins.load``, where
-    the plugin is not installed.
-    """
+    """Inherit, and set `plugin` to the reference of your declaration module."""
 
     plugin: str = ""
     names: ClassVar[tuple[str, ...] | None] = None
+    """Those to test; by default all that it offers."""
     params: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """By name, the ``optimizer.params`` to test with; add what an optimizer cannot do without."""
     load: ClassVar[tuple[str, ...]] = ()
+    """Modules for ``plugins.load``, where the plugin is not installed."""
 
     def entries(self) -> dict[str, OptimizerEntry]:
         """The entries to test, by name."""

@@ -17,17 +17,17 @@ STEPS = 25
 
 
 class SchedulerConformance:
-    """Inherit, and set `plugin` to the reference of your declaration module.
-
-    names: those to test; by default all that it offers. params: by name, the ``scheduler.params``
-    to test with; choose them so that the learning rate changes within 25 steps. load: modules for
-    ``plugins.load``, where the plugin is not installed.
-    """
+    """Inherit, and set `plugin` to the reference of your declaration module."""
 
     plugin: str = ""
     names: ClassVar[tuple[str, ...] | None] = None
+    """Those to test; by default all that it offers."""
     params: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """By name, the ``scheduler.params`` to test with; choose them so that the learning rate changes
+    within 25 steps.
+    """
     load: ClassVar[tuple[str, ...]] = ()
+    """Modules for ``plugins.load``, where the plugin is not installed."""
 
     def entries(self) -> dict[str, SchedulerEntry]:
         """The entries to test, by name."""
