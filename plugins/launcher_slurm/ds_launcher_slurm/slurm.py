@@ -82,6 +82,8 @@ def in_allocation(request: LaunchRequest, found: list[str]) -> LaunchRequest:
 def command(request: LaunchRequest) -> list[str]:
     """What starts the agents: one task per node, with all that the allocation has there."""
     count = str(len(request.hosts))
+    # The agents bind cores and end all processes themselves: srun must do neither, and the step
+    # shares the allocation with others (--overlap), such as the one that this command runs in.
     return [
         *("srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node", "1"),
         *("--nodelist", ",".join(host.name for host in request.hosts)),

@@ -95,11 +95,15 @@ class WorkerPool:
         if not 1 <= size <= most:
             raise ValueError(f"a pool of {size} workers on {os.cpu_count()} cores; use 1 to {most}")
         self.size = size
+        # Our ends of the sockets to the workers, and their process ids, by rank.
         self._socks: list[socket.socket] = []
         self._pids: list[int] = []
+        # Has the outputs and stacks of the workers.
         self._folder: Path | None = None
         self._server: _Server | None = None
+        # Of the store by which the workers make process groups.
         self._store_port = 0
+        # Counts how often they must make their groups anew.
         self._generation = 0
 
     @property
@@ -118,7 +122,8 @@ class WorkerPool:
         Raises RemoteError when a rank raises, dies or does not answer; TypeError for an `fn` that
         is not a module-level function or a value that cannot be sent.
         """
-        task = reference(fn) | _surroundings() | {"args": list(args)}
+        task = reference(fn) | _environment() | {"args": list(args)}
+        # A value that cannot be sent is refused before a worker is started for it.
         wire.encode(task["args"], "args")
         if self._pids and self._any_closed():
             self.close()
@@ -127,13 +132,16 @@ class WorkerPool:
         task |= {"store_port": self._store_port, "generation": self._generation}
         try:
             answers = self._exchange(task, time.monotonic() + timeout)
+        # Ctrl-C in the middle of a run: workers would answer the next run with this one's results.
         except BaseException:
             self.close()
             raise
         failures = self._failures(answers, timeout)
+        # Ranks that are left may wait in a collective: new ones are faster than a way out of it.
         if failures:
             self.close()
             raise RemoteError(f"{task['module']}.{task['qualname']}", self.size, failures)
+        # A test that made or destroyed groups must not change what the next one finds.
         if any(answers[rank]["dirty"] for rank in range(self.size)):
             self._generation += 1
         return [answers[rank]["value"] for rank in range(self.size)]
@@ -159,8 +167,10 @@ class WorkerPool:
         """Kill the workers; wait statuses by rank (of one that had ended before: how it did), None
         where unknown.
         """
-        pids, self._pids = self._pids, []
+        pids = self._pids
+        self._pids = []
         for pid in pids:
+            # The whole group: what a test has started in a worker ends with it.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
         ended = self._server.reap(pids) if pids and self._server is not None else {}
@@ -202,7 +212,8 @@ class WorkerPool:
         with selectors.DefaultSelector() as selector:
             for rank, sock in enumerate(self._socks):
                 sock.settimeout(None)
-                with contextlib.suppress(wire.Closed):  # then the socket reads as closed below
+                # A worker that has died shows below, where its socket reads as closed.
+                with contextlib.suppress(wire.Closed):
                     wire.send(sock, task)
                 selector.register(sock, selectors.EVENT_READ, rank)
             while selector.get_map():
@@ -218,6 +229,7 @@ class WorkerPool:
                     except TimeoutError:
                         continue
                     answers[key.data] = answer
+                    # The other ranks may wait for this one; they get time to fail by themselves.
                     if answer is None or not answer["ok"]:
                         deadline = min(deadline, time.monotonic() + GRACE)
         return answers
@@ -229,8 +241,9 @@ class WorkerPool:
         died = [rank for rank, answer in answers.items() if answer is None]
         raised = [rank for rank, answer in answers.items() if answer and not answer["ok"]]
         silent = [rank for rank in range(self.size) if rank not in answers]
+        # Stacks need living processes, and outputs grow until they have ended: in this order.
         stacks = self._stacks(silent)
-        ended = self._end()  # after this nothing is added to the outputs
+        ended = self._end()
         failures = [RankFailure(r, "died", _ending(ended[r]), output=self._output(r)) for r in died]
         for rank in raised:
             answer = answers[rank]
@@ -261,6 +274,7 @@ class WorkerPool:
         texts = dict.fromkeys(ranks, "")
         while time.monotonic() < until:
             time.sleep(0.05)
+            # A dump is complete when it did not grow any more.
             before = dict(texts)
             texts = {
                 rank: file.read_text(errors="replace") if file.exists() else ""
@@ -308,6 +322,7 @@ class _Server:
     def __init__(self) -> None:
         self._sock, theirs = socket.socketpair()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        # Ranks share few cores, so each computes with one thread; torch reads this at import.
         env = dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
         command = [sys.executable, "-c", _BOOT, json.dumps(_import_path()), str(theirs.fileno())]
         # A session of its own: Ctrl-C is for the test process, which then ends the workers in good
@@ -333,6 +348,7 @@ class _Server:
         """Fork one worker per socket (which is closed here); pids by rank."""
         request = json.dumps({"spawn": str(folder)}).encode() + b"\n"
         socket.send_fds(self._sock, [request], [sock.fileno() for sock in socks])
+        # A copy kept here would hide that a worker has closed its end.
         for sock in socks:
             sock.close()
         pids: list[int] = self._read()
@@ -407,7 +423,7 @@ def reference(fn: Callable[..., Any]) -> dict[str, Any]:
     return {"module": module, "qualname": qualname, "file": os.path.realpath(file)}
 
 
-def _surroundings() -> dict[str, Any]:
+def _environment() -> dict[str, Any]:
     return {
         "env": dict(os.environ),
         "cwd": os.getcwd(),

@@ -1,4 +1,4 @@
-"""The far side of `ds_testing.pool`: a process that imports torch once and forks workers, and what
+"""The other side of `ds_testing.pool`: a process that imports torch once and forks workers, and what
 they do.
 
 [Note: fork server] On two cores one `import torch` costs seconds, and pools are many and restart
@@ -47,6 +47,7 @@ _PR_SET_PDEATHSIG = 1
 def serve(control_fd: int) -> None:
     """Answer spawn and reap requests on the control socket until it closes; then end all
     workers."""
+    # Before anything of ours is imported: only modules that are imported later are checked.
     packages = os.environ.get(shapes.ENV, "").split()
     shapes.install(packages)
     for name in (*PRELOAD, *(shapes.MODULES if packages else ())):
@@ -55,7 +56,8 @@ def serve(control_fd: int) -> None:
         except ImportError:
             if name == "torch":
                 raise
-    gc.freeze()  # forked workers share these pages; a collection must not touch them
+    # Forked workers share the pages of these objects; a collection would write to them, and so copy.
+    gc.freeze()
     control = socket.socket(fileno=control_fd)
     children: set[int] = set()
     folders: set[str] = set()
@@ -112,7 +114,8 @@ def _spawn(folder: str, fds: list[int], control: socket.socket) -> list[int]:
             for other in fds:
                 if other != fd:
                     os.close(other)
-            os.setpgid(0, 0)  # what a test starts in a worker ends with it
+            # A group of its own: what a test starts in a worker ends with it.
+            os.setpgid(0, 0)
             _die_with(parent)
             _redirect(Path(folder), rank)
             work(rank, len(fds), socket.socket(fileno=fd))
@@ -120,6 +123,7 @@ def _spawn(folder: str, fds: list[int], control: socket.socket) -> list[int]:
         except BaseException:
             traceback.print_exc()
         finally:
+            # `os._exit` flushes nothing; a normal exit would run what the server has registered.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
@@ -152,6 +156,7 @@ def _reap(pids: list[int], timeout: float) -> dict[str, int]:
 def _die_with(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent may have ended before the line above took effect.
     if os.getppid() != parent:
         os._exit(1)
 
@@ -200,15 +205,18 @@ def work(rank: int, size: int, sock: socket.socket) -> None:
 def _answer(
     task: Mapping[str, Any], group: _WorkerGroup, modules: dict[tuple[str, int, int], ModuleType]
 ) -> dict[str, Any]:
+    # The output that a failure shows is that of one run, not of all before it.
     os.ftruncate(1, 0)
     try:
         _fresh(task, group)
         group.renew(task["generation"], task["store_port"])
         value = find_function(task, modules)(*task["args"])
         _forget()
+        # Here, so that a result that cannot be sent is an error of the test.
         wire.encode(value, "result")
         return {"ok": True, "value": value, "dirty": group.dirty()}
     except BaseException as error:
+        # Without this function's own frame, which says nothing to the author of a test.
         frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
         trace = "".join(traceback.format_exception(type(error), error, frames))
         return {
@@ -279,6 +287,7 @@ def _module(name: str, file: str, modules: dict[tuple[str, int, int], ModuleType
     Two test files may well have one module name, and ``__main__`` must not be run as a script
     again.
     """
+    # A test file may be written anew during a session: its time and size tell versions apart.
     stat = os.stat(file)
     key = (file, stat.st_mtime_ns, stat.st_size)
     if key not in modules:
