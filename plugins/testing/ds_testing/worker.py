@@ -1,5 +1,4 @@
-"""The other side of `ds_testing.pool`: a process that imports torch once and forks workers, and what
-they do.
+"""The other side of `ds_testing.pool`: a process that imports torch once and forks workers.
 
 [Note: fork server] On two cores one `import torch` costs seconds, and pools are many and restart
 after every failure. So one server imports torch, stays single-threaded (no tensor work, no device),
@@ -56,7 +55,7 @@ def serve(control_fd: int) -> None:
         except ImportError:
             if name == "torch":
                 raise
-    # Forked workers share the pages of these objects; a collection would write to them, and so copy.
+    # Forked workers share the pages of these objects; a collection would write to and so copy them.
     gc.freeze()
     control = socket.socket(fileno=control_fd)
     children: set[int] = set()
