@@ -89,14 +89,7 @@ def decide(
     """
     silent = [number for number in hosts if number not in {report.number for report in reports}]
     finished = any(report.finished for report in reports)
-    causes: list[tuple[int, float, WorkerFailure | None, int]] = []
-    for report in reports:
-        order = report.order or len(hosts) + 1
-        causes += [
-            (order, row.time, row, report.number) for row in report.failures if not is_echo(row)
-        ]
-        causes += [(order, 0.0, None, number) for number in report.lost]
-    causes += [(len(hosts) + 2, 0.0, None, number) for number in silent]
+    causes = _causes(reports, silent, len(hosts))
     # The failures of all hosts, in the order of their alarms.
     rows = [
         row
@@ -133,6 +126,25 @@ def decide(
     )
     again = used < most and not finished and (elastic or not silent)
     return Decision(number, exit_code(row), text, again, used + again)
+
+
+def _causes(
+    reports: Sequence[Report], silent: Sequence[int], hosts: int
+) -> list[tuple[int, float, WorkerFailure | None, int]]:
+    """What may have come first: (order of the alarm, time, failure, host); None: the host is lost.
+
+    silent: hosts without a report. hosts: how many there are.
+    """
+    causes: list[tuple[int, float, WorkerFailure | None, int]] = []
+    for report in reports:
+        # A host that raised no alarm itself comes after all that did.
+        order = report.order or hosts + 1
+        causes += [
+            (order, row.time, row, report.number) for row in report.failures if not is_echo(row)
+        ]
+        causes += [(order, 0.0, None, number) for number in report.lost]
+    causes += [(hosts + 2, 0.0, None, number) for number in silent]
+    return causes
 
 
 def unequal(facts: Sequence[Mapping[str, Any]]) -> tuple[int, str]:

@@ -58,13 +58,9 @@ class ShardedTransformConformance:
     ``staticmethod``.
     """
     make_batch = staticmethod(default_batch)
-    """``(step, micro, index) -> batch``, given likewise; ranks along an axis of model parallelism
-    get the same.
-    """
+    """``(step, micro, index) -> batch``, the same along an axis of model parallelism."""
     make_truth: ClassVar[Any] = None
-    """The model of one process with the same names, given likewise, where `make_model` is not one
-    itself (the stages of a pipeline).
-    """
+    """The model of one process with the same names, where `make_model` is not one (pipelines)."""
     data: ClassVar[tuple[int, ...]] = (1, 2)
     """Numbers of data-parallel ranks."""
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {"": {}}
@@ -80,9 +76,7 @@ class ShardedTransformConformance:
     agree on those of the first.
     """
     alone: ClassVar[bool | None] = None
-    """Whether the model can be called without an engine, also on one rank by itself (default: where
-    no `make_truth` is given).
-    """
+    """Whether one rank can call the model without an engine (default: without `make_truth`)."""
     checkpoints: ClassVar[bool] = True
     """Whether the checks of checkpoints apply."""
     exports: ClassVar[bool] = True
