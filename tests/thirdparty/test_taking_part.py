@@ -314,13 +314,14 @@ def test_an_entry_point_must_name_a_module(write: Write) -> None:
 def test_output_at_import_does_not_stand_in_json(write: Write, capfd: Any) -> None:
     import json
 
+    from ds_cli.plugin import ds_commands
     from ds_command_kit.app import make_app
     from typer.testing import CliRunner
 
     found = write(
         "import os\nprint('hi there')\nos.write(1, b'from below')\ndef ds_optimizers(): return {}\n"
     )
-    done = CliRunner().invoke(make_app(), ["plugins", "--json"], prog_name="dscore")
+    done = CliRunner().invoke(make_app(ds_commands()), ["plugins", "--json"], prog_name="dscore")
     (row,) = [r for r in json.loads(done.stdout) if r["module"] == found.module]
     assert row["state"] == "loaded"
     assert "hi there" in done.stderr and "hi there" not in done.stdout
