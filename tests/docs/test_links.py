@@ -17,6 +17,7 @@ OURS = re.compile(
 )
 HOSTS = {
     "arxiv.org",
+    "docs.astral.sh",
     "docs.pytorch.org",
     "docs.ray.io",
     "github.com",

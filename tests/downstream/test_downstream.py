@@ -38,19 +38,21 @@ CHANGED = (
 """The kinds whose contract has changed since: their own tests run with every commit."""
 
 
-def test_declarations_of_contract_1_load_and_answer(contract_1: Path) -> None:
+def test_contract_1_is_declared_and_what_changed_since_passes_its_own_tests(
+    contract_1: Path,
+) -> None:
+    """In one run, as one process imports torch once: the declarations of every kind, and all tests
+    of the kinds in `CHANGED` but the long ones.
+    """
+    declarations = "TestPlugin and not heavy and not import"
+    kinds = " or ".join(f"test_old_{kind}" for kind in CHANGED)
+    long = "test_old_partitioner and (test_trains_as_one_process or products)"
     passed(
         contract_1,
         "-k",
-        "TestPlugin and not heavy and not import",
+        f"({declarations}) or (({kinds}) and not ({long}))",
         *map(str, sorted(contract_1.glob("test_*.py"))),
     )
-
-
-@pytest.mark.parametrize("kind", CHANGED)
-def test_kinds_that_changed_pass_their_own_tests(contract_1: Path, kind: str) -> None:
-    few = ("-k", "not test_trains_as_one_process and not products") if kind == "partitioner" else ()
-    passed(contract_1, f"test_old_{kind}.py", *few)
 
 
 @pytest.mark.slow
