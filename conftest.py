@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -14,6 +15,10 @@ from hypothesis import HealthCheck, settings
 # they wait for work. Those of a test that wants more sleep instead.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# Tests start hundreds of short processes: without bytecode files each would compile our packages anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # No example has a time limit (a busy machine would fail it), and CI tries the same examples every
 # time.

@@ -229,6 +229,8 @@ class WorkerPool:
                     except TimeoutError:
                         continue
                     answers[key.data] = answer
+                    if answer is not None and self._server is not None:
+                        self._server.learn(answer["loaded"])
                     # The other ranks may wait for this one; they get time to fail by themselves.
                     if answer is None or not answer["ok"]:
                         deadline = min(deadline, time.monotonic() + GRACE)
@@ -338,6 +340,9 @@ class _Server:
         )
         theirs.close()
         self._read()
+        # What workers have loaded, and how many of these the server has been told.
+        self._modules: dict[str, None] = {}
+        self._told = 0
 
     @property
     def alive(self) -> bool:
@@ -346,13 +351,20 @@ class _Server:
 
     def spawn(self, folder: Path, socks: Sequence[socket.socket]) -> list[int]:
         """Fork one worker per socket (which is closed here); pids by rank."""
-        request = json.dumps({"spawn": str(folder)}).encode() + b"\n"
-        socket.send_fds(self._sock, [request], [sock.fileno() for sock in socks])
+        modules = list(self._modules)[self._told :]
+        self._told = len(self._modules)
+        request = {"spawn": str(folder), "modules": modules, "path": _import_path()}
+        line = json.dumps(request).encode() + b"\n"
+        socket.send_fds(self._sock, [line], [sock.fileno() for sock in socks])
         # A copy kept here would hide that a worker has closed its end.
         for sock in socks:
             sock.close()
         pids: list[int] = self._read()
         return pids
+
+    def learn(self, modules: Sequence[str]) -> None:
+        """Have it import `modules` before it forks the next workers."""
+        self._modules.update(dict.fromkeys(modules))
 
     def reap(self, pids: Sequence[int]) -> dict[int, int]:
         """Wait status by pid of those that have ended (waits for up to 5 seconds)."""

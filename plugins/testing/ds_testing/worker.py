@@ -4,6 +4,10 @@
 after every failure. So one server imports torch, stays single-threaded (no tensor work, no device),
 and forks on request; a worker is ready in milliseconds. The server ends, and its workers with it,
 when the test process goes away.
+
+[Note: what workers have loaded] The first `initialize` of a new worker spends half a second on
+plugins' modules and metadata. So workers say which modules they have imported, and the server
+imports those before it forks the next ones.
 """
 
 from __future__ import annotations
@@ -40,6 +44,19 @@ PRELOAD = (
     "ds_core.assemble",
 )
 """What nearly every worker would import by itself otherwise."""
+LEARNED = (
+    "ds_",
+    "numpy",
+    "packaging",
+    "pydantic",
+    "torch.distributed.",
+    "torch.optim.",
+    "transformers",
+)
+"""Beginnings of the names that the server imports when a worker has; see [Note: what workers have loaded].
+
+They start no thread and touch no device when they are imported.
+"""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -67,6 +84,7 @@ def serve(control_fd: int) -> None:
             break
         ask = json.loads(line)
         if "spawn" in ask:
+            _learn(ask["modules"], ask["path"])
             answer: Any = _spawn(ask["spawn"], fds, control)
             children.update(answer)
             folders.add(ask["spawn"])
@@ -80,6 +98,24 @@ def serve(control_fd: int) -> None:
     _reap(list(children), 5.0)
     for folder in folders:  # the test process may have had no time to
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _learn(modules: list[str], path: list[str]) -> None:
+    """Import what workers have imported, and discover the plugins on the tests' present path."""
+    sys.path[:] = path
+    for name in modules:
+        # A module may be a test's own, gone by now, or want an environment that the test has set.
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    if "ds_core.plugins" in sys.modules:
+        from ds_core.discovery import discover, reset_discovery, unmet
+
+        # Workers keep what was discovered as long as their path is the one that it was found on.
+        reset_discovery()
+        for found in discover():
+            unmet(found.dist)
+    if modules:
+        gc.freeze()
 
 
 def _request(control: socket.socket) -> tuple[bytes, list[int]]:
@@ -193,12 +229,21 @@ def work(rank: int, size: int, sock: socket.socket) -> None:
     wire.send(sock, {"store_port": store.port if store is not None else None})
     group = _WorkerGroup(rank, size, store)
     modules: dict[tuple[str, int, int], ModuleType] = {}
+    known = set(sys.modules)
     while True:
         try:
             task = wire.receive(sock)
         except wire.Closed:
             return
-        wire.send(sock, _answer(task, group, modules))
+        answer = _answer(task, group, modules)
+        wire.send(sock, answer | {"loaded": _loaded(known)})
+
+
+def _loaded(known: set[str]) -> list[str]:
+    """The modules of `LEARNED` that are not `known` yet, in the order of their import."""
+    new = [name for name in list(sys.modules) if name not in known]
+    known.update(new)
+    return [name for name in new if name.startswith(LEARNED)]
 
 
 def _answer(
