@@ -26,7 +26,7 @@ TRAIN = (
     "compression checkpoints migrate"
 )
 WATCH = "monitors reports profiling when-ranks-disagree"
-EXTEND = "plugins kernels architecture checkpoint-format"
+EXTEND = "plugins kernels architecture checkpoint-format decisions/index"
 REFERENCE = (
     "glossary reference/configuration errors reference/messages reference/hooks "
     "reference/api/index "
@@ -44,15 +44,18 @@ PARTS = {
 
 
 def navigation(app, docname, source):
-    """Put the table of contents below index.md.
+    """Put the table of contents below index.md, and that of the decisions below theirs.
 
     A page that no part names is listed in the second part.
     """
+    if docname == "decisions/index":
+        source[0] += "\n\n```{toctree}\n:hidden:\n:glob:\n\n[0-9]*\n```\n"
     if docname != "index":
         return
     named = {page for pages in PARTS.values() for page in pages.split()} | {"index"}
     here = {page.relative_to(DOCS).with_suffix("").as_posix() for page in DOCS.rglob("*.md")}
-    others = sorted(page for page in here - named if not page.startswith("reference/"))
+    elsewhere = ("reference/", "decisions/")
+    others = sorted(page for page in here - named if not page.startswith(elsewhere))
     for title, pages in PARTS.items():
         listed = [page for page in pages.split() if page in here] + (
             others if title == "Train" else []
