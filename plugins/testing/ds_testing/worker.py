@@ -108,7 +108,7 @@ def _learn(modules: list[str], path: list[str]) -> None:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     if "ds_core.plugins" in sys.modules:
-        from ds_core.discovery import discover, reset_discovery, unmet
+        from ds_core.plugins.discovery import discover, reset_discovery, unmet
 
         # Workers keep what was discovered as long as their path is the one that it was found on.
         reset_discovery()
