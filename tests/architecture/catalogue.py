@@ -70,6 +70,43 @@ def described(name: str, row: dict[str, Any], sections: dict[str, str]) -> dict[
     return {**row, "owner": "", "why": f"{row['owner']} is not in this version"}
 
 
+def offered(plugins: Any, folders: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """What the distributions of `folders` offer by name, by kind."""
+    catalogue: dict[str, dict[str, Any]] = {}
+    for hook, kind in HOOKS.items():
+        answers = [a for a in plugins.offers(hook) if a.plugin.dist in folders]
+        catalogue[kind] = {name: a.plugin.dist for a in answers for name in a.value}
+    kernels = [
+        (e, a.plugin.dist)
+        for a in plugins.offers("ds_kernels")
+        for e in a.value
+        if a.plugin.dist in folders
+    ]
+    catalogue["kernels"] = {
+        e.op: dist for e, dist in sorted(kernels, key=lambda row: -row[0].priority)
+    }
+    starts = [
+        (a.value, a.plugin.dist)
+        for a in plugins.offers("ds_rendezvous")
+        if a.plugin.dist in folders
+    ]
+    catalogue["launch_variables"] = {
+        name: dist for entry, dist in starts if entry for name in entry.variables
+    }
+    rows = [
+        (hook, report.found)
+        for report in plugins.reports()
+        for hook in report.hooks
+        if hook in DRIVERS
+    ]
+    catalogue["drivers"] = {hook: found.dist for hook, found in rows if found.dist in folders}
+    methods = plugins.merged("ds_engine_methods", installed=True)
+    catalogue["engine_methods"] = {
+        name: a.plugin.dist for name, a in methods.items() if a.plugin.dist in folders
+    }
+    return catalogue
+
+
 def made() -> str:
     """The file as it should be."""
     from ds_core.plugins import Plugins
@@ -107,37 +144,7 @@ def made() -> str:
     catalogue["documented"] = {
         name: described(name, row, sections) for name, row in listed["sections"].items()
     }
-    for hook, kind in HOOKS.items():
-        answers = [a for a in plugins.offers(hook) if a.plugin.dist in folders]
-        catalogue[kind] = {name: a.plugin.dist for a in answers for name in a.value}
-    kernels = [
-        (e, a.plugin.dist)
-        for a in plugins.offers("ds_kernels")
-        for e in a.value
-        if a.plugin.dist in folders
-    ]
-    catalogue["kernels"] = {
-        e.op: dist for e, dist in sorted(kernels, key=lambda row: -row[0].priority)
-    }
-    starts = [
-        (a.value, a.plugin.dist)
-        for a in plugins.offers("ds_rendezvous")
-        if a.plugin.dist in folders
-    ]
-    catalogue["launch_variables"] = {
-        name: dist for entry, dist in starts if entry for name in entry.variables
-    }
-    rows = [
-        (hook, report.found)
-        for report in plugins.reports()
-        for hook in report.hooks
-        if hook in DRIVERS
-    ]
-    catalogue["drivers"] = {hook: found.dist for hook, found in rows if found.dist in folders}
-    methods = plugins.merged("ds_engine_methods", installed=True)
-    catalogue["engine_methods"] = {
-        name: a.plugin.dist for name, a in methods.items() if a.plugin.dist in folders
-    }
+    catalogue |= offered(plugins, folders)
     return (
         json.dumps({kind: dict(sorted(rows.items())) for kind, rows in catalogue.items()}, indent=1)
         + "\n"
