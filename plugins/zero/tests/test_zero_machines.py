@@ -8,15 +8,9 @@ from typing import Any
 import pytest
 import torch
 from ds_testing import run_ranks
-from ds_zero.buckets.masters import (
-    Deferred,
-    DeviceCopy,
-    Evicted,
-    InStore,
-    Masters,
-    Sizes,
-    masters_kind,
-)
+from ds_zero.buckets.choose import masters_kind
+from ds_zero.buckets.evicted import Evicted
+from ds_zero.buckets.masters import Deferred, DeviceCopy, InStore, Masters, Sizes
 from ds_zero.buckets.weights import EvictedShard, HostShard, Sharded, Weights
 from ds_zero.reduce.bucket_grads import Grads, HostGrads
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ds_core import comm
+from ds_zero.buckets.choose import choose_masters
 from ds_zero.buckets.layout import Layout
-from ds_zero.buckets.masters import Masters, choose_masters
+from ds_zero.buckets.masters import Masters
 from ds_zero.buckets.weights import Weights, place_weights
 from ds_zero.comm.hierarchy import outer_axes, sharding_axes
 from ds_zero.init.sharded_param import pop_weight

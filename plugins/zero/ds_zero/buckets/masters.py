@@ -1,25 +1,25 @@
 """What the optimizer updates of a bucket, and where it is kept: one class per resting place.
 
-`Masters` is the contract. To add a resting place, write a class here and choose it in
-`choose_masters`; nothing else asks where masters are. `ds_zero.buckets.full_tensors` has the
-one for optimizers that need full tensors.
+`Masters` is the contract. To add a resting place, write a class and choose it in
+`ds_zero.buckets.choose`; nothing else asks where masters are. `ds_zero.buckets.evicted` has the
+class for stores that free memory, `ds_zero.buckets.full_tensors` that for optimizers that need full
+tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from ds_run_state.states import set_optimizer_state
-from ds_state_stores import StateStore, is_evicted, owns_storage
+from ds_state_stores import StateStore
 from torch import Tensor, nn
 
 from ds_zero.buckets.records import Fragment
-from ds_zero.buckets.weights import HostShard, Weights
-from ds_zero.reduce.bucket_grads import EvictedGrads, Grads, HostGrads
+from ds_zero.reduce.bucket_grads import Grads, HostGrads
 
 if TYPE_CHECKING:
     from ds_run_state.states import StateTensor
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from ds_zero.buckets.flat import FlatBucket
     from ds_zero.buckets.records import DeferredUpdates
-    from ds_zero.offload.placement import StatePlacement
     from ds_zero.reduce.bucket_grads import GradRules
 
 
@@ -293,128 +292,6 @@ class InStore(DeviceCopy):
         return replace(found, staged=sizes.shard * sizes.weight.itemsize if staged else 0)
 
 
-class Evicted(InStore):
-    """Masters and optimizer states in a store that frees memory: a step brings in one bucket.
-
-    [Note: joined] Optimizers make one tensor per state and parameter. Those of a bucket are joined
-    into one tensor per state, of which they become views, so that a store reads and writes few
-    large tensors.
-    """
-
-    store: StateStore
-
-    def __init__(
-        self, bucket: FlatBucket, flat: Shaped[Tensor, " shard"], store: StateStore | None
-    ) -> None:
-        super().__init__(bucket, flat, store)
-        self.evicts = store
-        # The joined optimizer states, by name.
-        self.joined: dict[str, Tensor] = {}
-
-    def rest(self) -> None:
-        """See `Masters.rest`."""
-        self.store.evict([self.flat])
-
-    @contextlib.contextmanager
-    def in_memory(self) -> Iterator[None]:
-        """See `Masters.in_memory`."""
-        if not is_evicted(self.flat):
-            yield
-            return
-        self.store.fetch([self.flat])
-        self.store.wait([self.flat])
-        try:
-            yield
-        finally:
-            self.store.evict([self.flat])
-
-    @property
-    def _writes_evicted(self) -> bool:
-        return True
-
-    def publish(self, unused: Iterable[Fragment]) -> None:
-        """Nothing: weights are written in the step, while masters are in memory."""
-
-    def new_grads(self, rules: GradRules) -> Grads:
-        """See `Masters.new_grads`."""
-        return EvictedGrads(self.bucket, rules, self.store)
-
-    def set_state(
-        self, optimizer: Optimizer, fragment: Fragment, values: Mapping[str, Any]
-    ) -> None:
-        """See `Masters.set_state`; joined states are given up, and joined anew by the next step."""
-        self.joined.clear()
-        old = optimizer.state.get(fragment.master, {})
-        self.store.discard(
-            [v for k, v in old.items() if isinstance(v, Tensor) and (k in values or not values)]
-        )
-        # Own storages, which the store can free.
-        own = {k: v.clone() for k, v in values.items()}
-        set_optimizer_state(optimizer, fragment.master, own)
-        self.store.evict([v for v in own.values() if v.dim()])
-
-    # -- in a step ---------------------------------------------------------------------------------
-
-    def states(self, optimizer: Optimizer) -> list[Tensor]:
-        """Masters and the optimizer's states of one value per element: a tensor of each storage."""
-        found = {_storage(t): t for t in (self.flat, *self.joined.values())}
-        for fragment in self.fragments:
-            for value in optimizer.state.get(fragment.master, {}).values():
-                if _is_moment(value, fragment.master) and _storage(value) not in found:
-                    if is_evicted(value) or owns_storage(value):
-                        found[_storage(value)] = value
-        return list(found.values())
-
-    @contextlib.contextmanager
-    def step(
-        self,
-        optimizer: Optimizer,
-        reduced: Sequence[Tensor],
-        following: Sequence[Tensor],
-        *,
-        all_used: bool,
-    ) -> Iterator[None]:
-        """Inside, states, masters and gradients are in memory, and `following` are fetched.
-
-        reduced: the shard of gradients. following: what the next bucket's step will need.
-        all_used: whether the step writes every element of the weights.
-        """
-        store = self.store
-        needed = [*reduced, *self.states(optimizer)]
-        store.fetch(needed)
-        shard: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self.staged is self.bucket.weights.shard:
-            shard = self.bucket.weights.in_memory(write=True, fresh=all_used)
-        with shard:
-            store.wait(needed)
-            store.fetch(following)
-            yield
-            store.evict(reduced, changed=False)
-        self._join(optimizer)
-        store.evict(self.states(optimizer))
-
-    def _join(self, optimizer: Optimizer) -> None:
-        """Move states that have memory of their own into those of the bucket; see [Note: joined].
-
-        They are in memory.
-        """
-        made = {_storage(t) for t in self.joined.values()}
-        for fragment in self.fragments:
-            state = optimizer.state.get(fragment.master, {})
-            for key, value in state.items():
-                own = _is_moment(value, fragment.master) and owns_storage(value)
-                if not own or _storage(value) in made:
-                    continue
-                joined = self.joined.get(key)
-                if joined is None:
-                    joined = self.store.buffer(self.flat.numel(), value.dtype).zero_()
-                    self.joined[key] = joined
-                    made.add(_storage(joined))
-                if joined.dtype == value.dtype:
-                    state[key] = joined[fragment.within].view(value.shape).copy_(value)
-                    self.store.discard([value])
-
-
 class Deferred(InStore):
     """Masters in host memory that somebody updates at times of its own, weights as well.
 
@@ -441,58 +318,6 @@ class Deferred(InStore):
         return iter(()) if self.updates is None else self.updates.saved(fragment, store)
 
 
-def masters_kind(
-    weights: type[Weights], *, same: bool, resident: bool | None, deferred: bool = False
-) -> type[Masters]:
-    """The masters of a bucket that an optimizer updates; also for plans, which have no tensors.
-
-    same: whether masters have the dtype of the weights. resident: whether their store keeps them in
-    memory; None: there is no store. deferred: whether they are updated at other times.
-    """
-    if resident is None:
-        on_device = not issubclass(weights, HostShard)
-        return Masters if same and on_device else DeviceCopy
-    if deferred:
-        return Deferred
-    if not resident:
-        return Evicted
-    # The host's step can update weights in place that stay in its memory in the masters' dtype.
-    return Masters if same and weights is HostShard else InStore
-
-
-@torch.no_grad()
-def choose_masters(
-    bucket: FlatBucket, placement: StatePlacement, wanted: torch.dtype | None, *, updated: bool
-) -> Masters:
-    """The masters of `bucket`, made from its weights, which are in memory.
-
-    wanted: the dtype of master weights; None: that of the weights. updated: whether an optimizer
-    gets them.
-    """
-    weights = bucket.weights
-    store = placement.masters if bucket.trains else None
-    dtype = wanted if wanted is not None and bucket.full.is_floating_point() else bucket.dtype
-    kind = masters_kind(
-        type(weights),
-        same=dtype == bucket.dtype,
-        resident=None if store is None else store.resident,
-        deferred=placement.deferred,
-    )
-    if not updated or not bucket.trains or kind is Masters:
-        return Masters(bucket, weights.shard, store)
-    if store is None:
-        return kind(bucket, bucket.own_shard(bucket.full).to(dtype, copy=True), None)
-    return kind(bucket, store.copy_in(weights.shard, dtype), store)
-
-
 def _together(shard: Tensor, master: Tensor) -> bool:
     """Whether the step that updates the master can write the shard."""
     return shard.device == master.device
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _is_moment(value: Any, master: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == master.shape and value.numel() > 0

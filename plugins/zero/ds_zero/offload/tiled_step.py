@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ds_core.errors import UsageError
-from ds_zero.buckets.masters import Evicted
+from ds_zero.buckets.evicted import Evicted
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
