@@ -117,12 +117,12 @@ class Reducer(GradientSource):
         self._keeps = self.section.stage == 1
         self._pool = BufferPool(None if self._keeps else 2 * IN_FLIGHT)
         rules = GradRules(
-            self.ctx.precision.accumulate,
-            self.ctx.batch.gas == 1,
-            self._keeps,
-            self._pool,
-            self.ctx.kernels.accumulate,
-            self._squares,
+            accumulate=self.ctx.precision.accumulate,
+            once=self.ctx.batch.gas == 1,
+            keeps=self._keeps,
+            pool=self._pool,
+            add=self.ctx.kernels.accumulate,
+            squares=self._squares,
         )
         self._all = {b: b.masters.new_grads(rules) for b in buckets}
         self._index_of = {p: (self._all[b], i) for b in buckets for i, p in enumerate(b.params)}
