@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ds_core.errors import DSError, UsageError
 from ds_core.precision import WIRE_DTYPES
 from ds_core.process import STATE
+from ds_zero.attributes import describe_all
 from ds_zero.base import ZeroPartitioner
 from ds_zero.buckets.flat import FlatBucket
 from ds_zero.buckets.make import make_buckets
@@ -36,8 +37,7 @@ from ds_zero.gather.hooks import GatherHooks
 from ds_zero.gather.leaves import leaf_flag, mark_leaf
 from ds_zero.gather.scheduler import GatherScheduler, narrower_dtype
 from ds_zero.gather.unit import BucketUnit, UnitState
-from ds_zero.init.sharded_param import mark_in_place, remove_attributes
-from ds_zero.init.status import ZeroParamStatus
+from ds_zero.init.sharded_param import remove_attributes
 from ds_zero.offload.placement import StatePlacement, Transfers
 from ds_zero.offload.quantised_store import QuantisedStore
 from ds_zero.offload.state_offload import BACKWARD
@@ -214,28 +214,8 @@ class Stage3(ZeroPartitioner):
         for part in module.modules():
             for param in externals(part):
                 self.hooks.add_external(part, param)
-        self._describe_all(module)
+        describe_all(self, module)
         return out
-
-    def _describe_all(self, module: nn.Module) -> None:
-        """Set the documented attributes of every parameter, also of those that no optimizer updates
-        and no rank cuts.
-
-        Programs look for them at stage 3 however a parameter is kept.
-        """
-        for bucket in self.buckets:
-            for fragment in bucket.fragments:
-                part = bucket.weights.parts[fragment.index]
-                _describe(fragment.param, fragment.name, torch.Size(fragment.shape), part)
-                if not bucket.weights.sharded:
-                    _describe_unsharded(fragment.param)
-        for param in module.parameters():
-            if param not in self.bucket_of:
-                axes = sharding_axes(self.ctx.mesh, self.ctx.params[param].replicas)
-                part = _part(param, self.ctx.mesh.index(*axes), self.ctx.mesh.size(*axes))
-                _describe(param, self.ctx.params[param].name, param.shape, part)
-                _describe_unsharded(param)
-                mark_in_place(param)
 
     def gather_of(self, unit: BucketUnit) -> WeightGather | None:
         """How the weights of `unit` are gathered now for running modules; None: exactly, as the
@@ -483,34 +463,6 @@ class Stage3(ZeroPartitioner):
         self._two_steps.clear()
         if self._reduce_4 is not None:
             self._reduce_4.close()
-
-
-def _describe(param: Any, name: str, shape: torch.Size, part: Tensor) -> None:
-    """Set the documented attributes of a parameter of stage 3. part: what this rank has of it, or
-    would have.
-    """
-    param.ds_id = name
-    param.ds_tensor = part
-    param.ds_shape = shape
-    param.ds_numel = shape.numel()
-    param.ds_persist = False
-    # for code that clears it; modules that need the weight are in its unit
-    param.ds_active_sub_modules = set()
-
-
-def _describe_unsharded(param: Any) -> None:
-    """Of one that always has its weight; the unit of any other sets its status."""
-    param.ds_persist = True
-    param.ds_status = ZeroParamStatus.AVAILABLE
-
-
-def _part(param: nn.Parameter, index: int, ranks: int) -> Tensor:
-    """The elements of a replicated parameter that rank `index` would have: a view of it, where it
-    is contiguous.
-    """
-    flat = param.data.reshape(-1)
-    each = -(-param.numel() // ranks)
-    return flat[index * each : (index + 1) * each]
 
 
 def _own_groups(mesh: Mesh, wanted: set[tuple[str, ...]]) -> dict[tuple[str, ...], Any]:

@@ -1,0 +1,67 @@
+"""The attributes of parameters that DeepSpeed documents for stage 3: ``ds_id``, ``ds_tensor``, ..."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_zero.comm.hierarchy import sharding_axes
+from ds_zero.init.sharded_param import mark_in_place
+from ds_zero.init.status import ZeroParamStatus
+
+if TYPE_CHECKING:
+    from ds_zero.base import ZeroPartitioner
+
+
+def describe_all(owner: ZeroPartitioner, module: nn.Module) -> None:
+    """Set the documented attributes of every parameter, also of those that no optimizer updates and
+    no rank cuts.
+
+    Programs look for them at stage 3 however a parameter is kept.
+    """
+    for bucket in owner.buckets:
+        for fragment in bucket.fragments:
+            part = bucket.weights.parts[fragment.index]
+            _describe(fragment.param, fragment.name, torch.Size(fragment.shape), part)
+            if not bucket.weights.sharded:
+                _describe_unsharded(fragment.param)
+    mesh = owner.ctx.mesh
+    # Those in no bucket: the part that this rank would have.
+    for param in module.parameters():
+        if param not in owner.bucket_of:
+            info = owner.ctx.params[param]
+            axes = sharding_axes(mesh, info.replicas)
+            part = _part(param, mesh.index(*axes), mesh.size(*axes))
+            _describe(param, info.name, param.shape, part)
+            _describe_unsharded(param)
+            mark_in_place(param)
+
+
+def _describe(param: Any, name: str, shape: torch.Size, part: Tensor) -> None:
+    """Set the documented attributes of a parameter of stage 3. part: what this rank has of it, or
+    would have.
+    """
+    param.ds_id = name
+    param.ds_tensor = part
+    param.ds_shape = shape
+    param.ds_numel = shape.numel()
+    param.ds_persist = False
+    # for code that clears it; modules that need the weight are in its unit
+    param.ds_active_sub_modules = set()
+
+
+def _describe_unsharded(param: Any) -> None:
+    """Of one that always has its weight; the unit of any other sets its status."""
+    param.ds_persist = True
+    param.ds_status = ZeroParamStatus.AVAILABLE
+
+
+def _part(param: nn.Parameter, index: int, ranks: int) -> Tensor:
+    """The elements of a replicated parameter that rank `index` would have: a view of it, where it
+    is contiguous.
+    """
+    flat = param.data.reshape(-1)
+    each = -(-param.numel() // ranks)
+    return flat[index * each : (index + 1) * each]
