@@ -119,7 +119,12 @@ def test_links_are_found_and_broken_ones_are_told(tmp_path: Path) -> None:
 def test_the_index_leads_to_every_page() -> None:
     named = {target.partition("#")[0] for _, target in links(DOCS / "index.md")}
     missing = (
-        {page.relative_to(DOCS).as_posix() for page in pages() if page.is_relative_to(DOCS)}
+        # records are linked from decisions/index.md, which test_decisions.py holds
+        {
+            page.relative_to(DOCS).as_posix()
+            for page in pages()
+            if page.is_relative_to(DOCS) and not page.name[0].isdigit()
+        }
         - named
         - {"index.md"}
     )
