@@ -47,7 +47,6 @@ CROWDED_FOLDERS = {
     "ds_core": 34,
 }
 LONG_FILES = {
-    "plugins/zero/ds_zero/stage3.py",
     "plugins/zero/tests/test_zero_access.py",
     "plugins/zero/tests/test_zero_gathered.py",
     "plugins/zero/tests/test_zero_grain.py",
