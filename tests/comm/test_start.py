@@ -18,10 +18,10 @@ from ds_testing.kits.tools.rendezvous import start_rank
 from ds_testing.processes import free_port, output
 from ds_testing.processes import start as start_python
 
-from ds_core.comm import start
+from ds_core.comm import is_initialized, start
 from ds_core.comm.start import Job, Rendezvous, _default_timeout, find_rendezvous, local_rank
 from ds_core.entries import RendezvousEntry
-from ds_core.errors import CommError, PluginError
+from ds_core.errors import CommError, ConfigError, PluginError
 from ds_core.plugins import Plugins
 from ds_core.plugins.discovery import BACKENDS, Found
 
@@ -260,9 +260,12 @@ def test_two_processes_by_a_file(tmp_path: Path) -> None:
     assert [output(p) for p in both] == ["0 2 0 3.0", "1 2 0 3.0"]
 
 
-def test_bad_arguments_are_errors() -> None:
-    said = output(start_rank({}, dist_backend="gloo", init_method="tcp://127.0.0.1:1"))
-    assert "init_method 'tcp://127.0.0.1:1' needs rank and world_size" in said
-    assert "steps_per_print" in output(
-        start_rank({}, dist_backend="gloo", config={"steps_per_print": "maybe"})
-    )
+def test_bad_arguments_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is started, so in this process."""
+    for name in ENV:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="'tcp://127.0.0.1:1' needs rank and world_size"):
+        start.init_distributed("gloo", init_method="tcp://127.0.0.1:1")
+    with pytest.raises(ConfigError, match="steps_per_print"):
+        start.init_distributed("gloo", config={"steps_per_print": "maybe"})
+    assert not is_initialized()
