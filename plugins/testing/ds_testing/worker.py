@@ -108,12 +108,12 @@ def _learn(modules: list[str], path: list[str]) -> None:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     if "ds_core.plugins" in sys.modules:
-        from ds_core.plugins.discovery import discover, reset_discovery, unmet
+        import ds_core
+        from ds_core.plugins import discover
 
         # Workers keep what was discovered as long as their path is the one that it was found on.
-        reset_discovery()
-        for found in discover():
-            unmet(found.dist)
+        ds_core.reset()
+        discover()
     if modules:
         gc.freeze()
 
