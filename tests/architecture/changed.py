@@ -25,14 +25,10 @@ sys.path.insert(0, str(HERE))
 from distributions import PACKAGES, ROOT  # noqa: E402
 from graph import imports, read_modules, resolve  # noqa: E402
 
-CORE_TESTS = (
-    "tests/core",
-    "tests/config",
-    "tests/comm",
-    "tests/accelerator",
-    "plugins/testing/tests/kit",
-)
+CORE_TESTS = ("tests/core", "tests/config", "plugins/testing/tests/kit")
 """What holds the core's own behaviour, and the kits' (which are written against it)."""
+CORE_PARTS = ("accelerator", "comm")
+"""Folders of the core whose tests, of the same name, are chosen for their own changes only."""
 FAST = "not slow and not gpu and not integration and not hosts"
 SOURCE = (".py", ".pyi", ".cpp", ".h", ".cu", ".jinja", ".j2", ".json", ".toml")
 TESTED = ("tests", "plugins", "ops", "monitors", "examples")
@@ -201,7 +197,11 @@ def choose(changed: Iterable[str], repository: Repository) -> Chosen:
 def _of_package(package: str, paths: set[str], repository: Repository, chosen: Chosen) -> None:
     why = f"{package} changed"
     own = repository.tests_of(package)
-    chosen.add(CORE_TESTS if package == "ds_core" else [own] if own else [], why)
+    if package == "ds_core":
+        parts = [part for part in CORE_PARTS for path in paths if f"ds_core/{part}/" in path]
+        chosen.add([*CORE_TESTS, *(f"tests/{part}" for part in parts)], why)
+    else:
+        chosen.add([own] if own else [], why)
     for importer in sorted(repository.importers[package]):
         chosen.add(
             repository.conformance(repository.tests_of(importer)), f"{importer} imports {package}"

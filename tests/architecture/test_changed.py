@@ -50,6 +50,10 @@ def repository(tmp_path: Path) -> Repository:
     [
         # the core: its own tests, and the conformance tests of what stands on it
         ("ds_core/engine.py", [*CORE_TESTS, "plugins/a/tests/test_one.py::TestA"]),
+        (
+            "ds_core/comm/start.py",
+            [*CORE_TESTS, "tests/comm", "plugins/a/tests/test_one.py::TestA"],
+        ),
         # a kit: its own, the conformance tests of what imports it, and who imports what changed
         (
             "plugins/kit/ds_kit/parts.py",
