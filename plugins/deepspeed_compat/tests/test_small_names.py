@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from ds_comms_logger import comms_text
-from ds_deepspeed_compat import launcher
+from ds_deepspeed_compat import io_command, launcher
 from ds_deepspeed_compat.configs import config_readers
 from ds_deepspeed_compat.configs.ragged_config import RaggedInferenceEngineConfig
-from ds_deepspeed_compat.services import io_command
 from ds_deepspeed_compat.services.checkpoint_engines import (
     CheckpointCommitInfo,
     CheckpointEngine,
