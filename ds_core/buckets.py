@@ -51,7 +51,7 @@ class Bucket:
         # The parameters whose gradients have arrived in the running backward.
         self.arrived: set[Tensor] = set()
         self._group = group
-        # What its reductions are for, as interceptors are told.
+        # The purpose of its reductions, as the label that interceptors are given.
         self._about = about
         # Factors before and after the sum over ranks.
         self._before = before

@@ -107,7 +107,7 @@ def _with_sections_of(model: nn.Module, read: ConfigSource) -> ConfigSource:
         for section, values in getattr(module, "ds_sections", {}).items():
             given = {} if raw.get(section) is None else raw[section]
             if not isinstance(given, Mapping):
-                continue  # an error that the section's own model tells
+                continue  # the section's own model reports this error
             for key, value in values.items():
                 if (known := given.get(key, "auto")) not in ("auto", value):
                     why = (

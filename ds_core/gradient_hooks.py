@@ -73,11 +73,12 @@ class GradientHooks:
         # In a backward that the engine did not start, and after which `leave` will be called.
         self._entered = False
         self._handles: list[Any] = []
-        # Also where all parameters are frozen, so that there is none to hook.
+        # A flag of its own: if all parameters are frozen, hooks are installed and `_handles` is
+        # empty.
         self._installed = False
         # By parameter, as it was when hooks were installed: frozen ones cannot have one.
         self._trainable: list[bool] = []
-        # Whether the next backward's plan has to say that it changed.
+        # Whether the plan of the next backward is marked as changed.
         self._changed = True
         engine.partitioner.gradient_hooks = self
         self.serial = STATE.enter(self)
@@ -238,11 +239,11 @@ class GradientHooks:
         if self._installed and self._trainable != [p.requires_grad for p in self._ctx.trained]:
             self.install()
         plan = plan if plan is not None else self.accumulation.plan
-        # Of several engines only the one whose backward it is may wait for other ranks in it: they
-        # may reach another one first.
+        # With several engines, only the one whose `backward` was called may wait for other ranks:
+        # those may reach the engines in another order.
         several = self.joint is not None and self.joint.group is not None
         may_wait = not several or self.origin is Origin.ENGINE
-        # The plans of nearly all backwards are one of three constants, so nothing is made anew.
+        # Nearly all backwards use one of three constant plans, so usually nothing is copied.
         if self._changed or not may_wait:
             plan = dataclasses.replace(plan, changed=self._changed, may_wait=may_wait)
         self.plan = plan

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ds_core.plugins.discovery import Found
 
 __getattr__ = names_of(__name__)
-__path__: list[str] = []  # for modules that lay below it and have moved
+__path__: list[str] = []  # for modules that were below it and have moved
 
 log = logging.getLogger("ds_core.kernels")
 

@@ -63,7 +63,7 @@ def open_run(
     asked = chosen.plugins.members()
     accelerator = get_accelerator(chosen.plugins)
     rank, world_size = (0, 1) if alone else _place(chosen.plugins)
-    # Providers matter where there is somebody to talk to; a name that is wrong, in any case.
+    # Providers matter only where ranks communicate; a wrong name is an error in any case.
     several = not alone and (world_size > 1 or core.collectives is not None)
     providers = (
         comm.choose_providers(chosen.plugins, core.collectives, chosen.config) if several else {}
@@ -95,7 +95,7 @@ def open_run(
     if not alone:
         kernels.resolve_all(accelerator.device_type, str(updated).removeprefix("torch."))
         add_interceptors_of(chosen.plugins, chosen.config)
-    # Before the first collective of the model, which ranks that differ would not make alike.
+    # Before the model's first collective: ranks that differ would not call the same ones.
     if planned.world_size > 1:
         comm.check_ranks_agree(_fingerprint(ctx) | served)
     if planned.rank == 0:

@@ -159,7 +159,7 @@ def choose(kind: Kind, config: RunConfig, plugins: Plugins) -> tuple[Choice | No
         return (
             replace(chosen, plugin=answer.plugin, offered=name) if chosen is not None else None
         ), problems
-    # Not offered by anybody: a dotted path, or the name of a class of torch.
+    # No plugin offers it: a dotted path, or the name of a class of torch.
     ref = ":".join(name.rsplit(".", 1)) if "." in name else _torch_class(kind, name)
     if ref is not None:
         return _by_reference(kind, ref, params)

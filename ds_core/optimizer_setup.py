@@ -42,7 +42,7 @@ def optimizer_entry(optimizer: Any, chosen: Composition) -> OptimizerEntry:
         return OptimizerEntry(UNDECLARED, grain=grain)
     for answer in chosen.plugins.offers("ds_optimizers") if issubclass(cls, Optimizer) else ():
         for name, entry in answer.value.items():
-            # The name alone says little: anybody may call a class "Adam".
+            # The name alone is not enough: any package may call a class "Adam".
             same_package = re.split("[.:]", entry.load)[0] == cls.__module__.partition(".")[0]
             if same_package and name.lower() == cls.__name__.lower():
                 chosen.plugins.join(answer.plugin)
@@ -52,7 +52,7 @@ def optimizer_entry(optimizer: Any, chosen: Composition) -> OptimizerEntry:
 
 def check_step(optimizer: Optimizer) -> None:
     """Raise UsageError where `Engine.step` could not call the optimizer's ``step()``."""
-    # Of the class: torch's schedules put another one into the instance.
+    # The class's `step`: torch's schedules wrap that of the instance.
     if needs := required(type(optimizer).step.__get__(optimizer)):
         raise UsageError(
             f"{type(optimizer).__name__}.step needs {', '.join(needs)}, and engine.step() has "

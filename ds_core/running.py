@@ -68,7 +68,7 @@ class RunningEngine(ABC):
 
     # -- checkpoints
     _checkpointer: Checkpointer | None = None
-    # Folder and tag of a checkpoint that observers have not heard of.
+    # Folder and tag of a checkpoint that observers were not informed of yet.
     _unannounced: tuple[str, str] | None = None
 
     # -- what runners call -------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class RunningEngine(ABC):
         """
         from ds_core.checkpointer import SaveOptions
 
-        # Observers hear of the last checkpoint, once it is durable, before the next one begins.
+        # Observers are informed of the last checkpoint, once it is durable, before the next begins.
         self._announce_saved()
         if self.partitioner.gradient_hooks.unfinished and self.ctx.rank == 0:
             log.warning(UNFINISHED)
@@ -207,7 +207,7 @@ class RunningEngine(ABC):
         checkpointer.save(self, save_dir, options)
         if self.telemetry.observes("ds_checkpoint_saved"):
             self._unannounced = str(save_dir), name
-            # Else with the next save, or at the end: what observers hear of is durable.
+            # Otherwise with the next save, or at the end: observers only see durable checkpoints.
             if not checkpointer.saving:
                 self._announce_saved()
         return True

@@ -78,14 +78,14 @@ class WeightUpdate:
         """
         partitioner = engine.partitioner
         scaler = engine.scaler
-        # For gradients that no backward has reduced; else this does nothing.
+        # Reduce gradients that no backward has reduced; usually there are none.
         partitioner.finish(REDUCE)
         # The norm is taken before unscaling, so that gradients are read once and written never:
         # the optimizer multiplies by one factor as it reads them.
         unscale = partitioner.gradient_hooks.unscaling()
         raw = self._norm(engine, unscale)
         norm = raw * unscale
-        # All ranks have the same norm, so all decide alike without talking.
+        # All ranks have the same norm, so they decide the same without communicating.
         overflow = not math.isfinite(raw)
         applied = (
             not (overflow and engine.ctx.precision.skip_nonfinite) and engine.optimizer is not None
@@ -93,7 +93,8 @@ class WeightUpdate:
         if overflow:
             engine.telemetry.nonfinite(engine)
         if applied:
-            # 1e-6 as torch.nn.utils.clip_grad_norm_ has it, so that both clip alike.
+            # torch.nn.utils.clip_grad_norm_ adds the same 1e-6, so that both clip by the same
+            # factor.
             clip = self._clip / (norm + 1e-6) if self._clip and not overflow else 1.0
             partitioner.step(engine.optimizer, unscale * min(1.0, clip))  # type: ignore[arg-type]
             partitioner.publish()
@@ -240,7 +241,7 @@ class Stepper:
     def _write_copies(self) -> None:
         pairs = [(c, m) for c, m in zip(self._copies, self.masters, strict=True) if c is not None]
         pairs = [(c, m) for c, m in pairs if self._every or m.grad is not None]
-        # One kernel for all, where the device has such.
+        # One call for all: on most devices that is one kernel instead of one per parameter.
         if pairs:
             torch._foreach_copy_([c for c, _ in pairs], [m for _, m in pairs])
 

@@ -95,7 +95,7 @@ class MonitorMaster:
                     *(a if takes else [Event(n, float(v), s) for n, v, s in a] for a in arguments)
                 )
             except Exception as error:
-                # Training does not end because somebody's server is down.
+                # An unreachable monitoring server must not end training.
                 self.monitors.remove(monitor)
                 what = f"{method} ({type(error).__name__}: {error})"
                 log.warning(
@@ -168,23 +168,24 @@ class Telemetry:
         self._observers: dict[str, list[tuple[int, Observer]]] = {}
         # Those of them that are called in the step that runs now.
         self._now: dict[str, list[Observer]] = {}
-        # Periods of more than one step, and those of them that end with the step that runs now.
+        # Periods of more than one step.
         self._periods: tuple[int, ...] = ()
+        # Those of them that end with the step that runs now.
         self._due: tuple[int, ...] | None = None
-        # Periods at which anybody on any rank reads what a step was like; None until ranks have
-        # told each other.
+        # Periods at which some observer on any rank reads the step's facts; None until ranks have
+        # exchanged theirs.
         self._read_at: frozenset[int] | None = None
         # Whether phases are observed in this step.
         self.follows_phases = False
         # Whether observers read what it is like.
         self._is_read = False
-        # Whether `ds_metrics` is called after it, on all ranks alike. In the first step, at whose
-        # end ranks agree on it: whether it may be.
+        # Whether `ds_metrics` is called after this step, the same on all ranks. In the first step,
+        # at whose end ranks agree on it, True means that it may be.
         self.collects = False
         self._losses: list[Tensor] = []
-        # Whether observers have yet to hear of the end; and what gives the program its own handling
-        # of errors back.
+        # Whether observers still have to be called at the end of the run.
         self._open = False
+        # Restores the program's own handling of uncaught errors.
         self._restore: Any = None
 
     # -- observers ---------------------------------------------------------------------------------
@@ -452,7 +453,8 @@ def _watch_uncaught(telemetry: Telemetry) -> Any:
         hook.before(kind, error, trace)  # type: ignore[attr-defined]
 
     def restore() -> None:
-        # else somebody has put theirs before it, and it stays in the chain, without effect
+        # otherwise another hook was installed over it, and this one stays in the chain without
+        # effect
         if sys.excepthook is hook:
             sys.excepthook = before
 

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from ds_core.comm.collectives import all_gather_into_tensor, members, rank
 from ds_core.errors import CommError, LostRankError, RankMismatchError
 
-SHOWN = 5  # differences spelled out; the rest are counted
+SHOWN = 5  # differences spelled out; the others are only counted
 _WIDTH = 200  # characters of one value in the message
 _RANKS = 8  # ranks named for one value
 _FAILED = "ds_core: failed on rank"  # the key of what a rank sends that has failed

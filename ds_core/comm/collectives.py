@@ -107,7 +107,8 @@ def _intercepted(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         arguments = {**dict(zip(names, args)), **kwargs}  # noqa: B905 (the rest are defaults)
         group = arguments.get("group") or dist.group.WORLD
-        # Nothing is sent, so there is nothing to see; the label was for this call all the same.
+        # A group of one sends nothing, so interceptors do not see the call; its label is used up,
+        # or the next collective would get it.
         if not isinstance(group, ProcessGroup) or group.size() == 1:
             interceptor.label("")
             return function(*args, **kwargs)

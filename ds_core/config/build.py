@@ -163,7 +163,7 @@ def check_rules(
     """
     problems: list[Problem] = []
     while new := plugins.members() - newer_than:
-        # A rule that chooses, say, a state store brings in the plugin that offers it.
+        # A rule that chooses, for example, a state store joins the plugin that offers it.
         for answer in plugins.ask(
             "ds_check", newer_than=newer_than, config=config, plugins=plugins
         ):
@@ -206,7 +206,7 @@ def build_config(
     """
     source = read_config(source)
     problems: list[Problem] = []
-    # An "auto" that an integration has not filled in is one problem, wherever it stands.
+    # An "auto" that no integration has filled in is one problem, wherever in the config it is.
     autos = _leftover_autos(source.raw, models)
     # an "auto" takes its list with it
     lists = {path.rpartition("[")[0] for path in autos if path.endswith("]")}

@@ -76,7 +76,8 @@ def offers() -> tuple[str, ...]:
         try:
             if not inspect.signature(HOOKS[name]).parameters:
                 found.append(name)
-        except PluginError as error:  # of a package's; whoever has such a hook is told so
+        # A hook of a package's; plugins that implement it get the error.
+        except PluginError as error:
             log.warning("%s", error)
     return tuple(found)
 

@@ -162,7 +162,7 @@ def give_plans(made: Partitioner) -> None:
     told.hold = False
     told.may_wait = True
     told.updated = True
-    for name in {*old, "begin"}:  # `begin` tells of the plan in any case
+    for name in {*old, "begin"}:  # `begin` sets the attributes from the plan in any case
         setattr(told, name, _with_plan(told, name))
 
 

@@ -88,7 +88,7 @@ class Registry:
         self._manager = _Manager("ds_core")
         self._manager.add_hookspecs(hookspecs)
         self._reports: dict[Found, Report] = {}
-        # Of what is loaded.
+        # The modules of loaded plugins, with their entry points.
         self._by_module: dict[str, Found] = {}
         # The modules of those that take part.
         self._members: set[str] = set()
@@ -253,7 +253,7 @@ class Registry:
             return
         if report.state is PluginState.QUARANTINED:
             raise PluginError(report.why)
-        if found.module in self._by_module:  # one module may stand in both groups
+        if found.module in self._by_module:  # one module may be in both entry-point groups
             report.state = PluginState.LOADED
             report.hooks = self._reports[self._by_module[found.module]].hooks
             return

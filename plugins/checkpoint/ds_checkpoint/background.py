@@ -195,7 +195,7 @@ def _reports(folder: Path, world_size: int) -> list[Any]:
         if len(reports) < world_size:
             if not folder.is_dir():
                 raise _Elsewhere("another rank could not write its files")
-            # The other ranks may have been killed: after the program's end nobody would stop this
+            # The other ranks may have been killed: after the program's end nothing else stops this
             # wait.
             if ended is None and not threading.main_thread().is_alive():
                 ended = time.monotonic()

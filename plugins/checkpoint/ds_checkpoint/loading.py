@@ -52,7 +52,7 @@ def load(
     where checkpoints are there, but neither a tag nor ``latest``.
     """
     action = f"cannot load a checkpoint from {folder!s:.200}"
-    # Find: rank 0 decides for all which checkpoints may be loaded, the wanted one first.
+    # Find: rank 0 decides for all which checkpoints may be loaded, the requested one first.
     root, _ = on_every_rank(action, lambda: check_folder(folder, "load_dir"))
     site = find_site(node_local)
     device = run.ctx.accelerator.current_device()

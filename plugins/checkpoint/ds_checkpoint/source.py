@@ -92,8 +92,7 @@ class SavedStates:
         # Ranks that read the same begin with another file each, and find in the system's cache what
         # another has read.
         first = self._turn % len(state.chunks)
-        # Chunks that share nothing with the wanted range give no moves, and their file is not
-        # opened.
+        # Chunks outside the requested range give no moves, so their file is not opened.
         for chunk in state.chunks[first:] + state.chunks[:first]:
             held = (chunk.start, chunk.stop)
             for box, at in parts:
@@ -200,7 +199,7 @@ class SavedStates:
         Files of version 1 have no checksum and are taken as they are.
         """
         marks = self.manifest.files
-        # The largest to the rank that has read least, which every rank works out alike.
+        # The largest goes to the rank that has read least; every rank computes the same assignment.
         load = [0] * world_size
         for name in sorted(marks, key=lambda n: (-marks[n].size, n)):
             reader = load.index(min(load))

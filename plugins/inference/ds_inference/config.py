@@ -336,7 +336,7 @@ class DeepSpeedInferenceConfig(Section):
             name = next((n for n in (section, *aliases) if n in moved), section)
             inner = _opened(moved.get(name))
             if not isinstance(inner, dict):
-                continue  # an error that the section tells
+                continue  # the section itself reports this error
             if key in inner and inner[key] is not value and inner[key] != value:
                 raise PydanticCustomError(
                     "ds_clash",

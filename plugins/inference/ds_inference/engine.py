@@ -99,7 +99,7 @@ class InferenceEngine(nn.Module):
                 )
                 return self.module(**given)
             self._track_weights()
-            # The rest is for `finish`: labels, the form of the output.
+            # The other inputs are for `finish`: labels, the form of the output.
             served = {name: given[name] for name in run.SERVED if given.get(name) is not None}
             return lowered.finish(run.forward(lowered, runnable, **served), **given)
 
@@ -124,7 +124,7 @@ class InferenceEngine(nn.Module):
             try:
                 return hf_generate(self.generator, answer, *inputs, **kwargs)
             finally:
-                # Also after an error: the other ranks wait in their next forward.
+                # After an error too: the other ranks wait in their next forward.
                 if self._eager is not None:
                     self._eager.drain()
 
@@ -135,7 +135,7 @@ class InferenceEngine(nn.Module):
             else kwargs.get("input_ids", kwargs.get("inputs", kwargs.get("inputs_embeds")))
         )
         most = self._config.max_out_tokens
-        # It may stand in a call or in its generation config.
+        # It may be given in the call or in its generation config.
         configured = getattr(kwargs.get("generation_config"), "max_time", None)
         if self.ctx.mesh.world_size > 1 and (kwargs.get("max_time") or configured):
             raise UsageError(

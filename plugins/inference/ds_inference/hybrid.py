@@ -44,15 +44,15 @@ class GenerationStats:
     """Of all calls of ``engine.generate`` on this rank; times in seconds."""
 
     calls: int = 0
-    # In all calls.
+    # The time in all calls.
     seconds: float = 0.0
-    # Of these, until the weights were in memory.
+    # The part of `seconds` until the weights were in memory.
     gather_seconds: float = 0.0
-    # Between the calls.
+    # The time between the calls.
     train_seconds: float = 0.0
     prompt_tokens: int = 0
     new_tokens: int = 0
-    # Of the last call; last_new_tokens likewise.
+    # `seconds` and `new_tokens` of the last call alone.
     last_seconds: float = 0.0
     last_new_tokens: int = 0
 
@@ -65,7 +65,7 @@ class _Model:
     program: Program
     # Logits of a row; None: unknown.
     vocab: int | None
-    # Of a sequence; None: unknown.
+    # The most positions of a sequence; None: unknown.
     positions: int | None
     # Tokens that end a text.
     eos: tuple[int, ...]
@@ -86,12 +86,12 @@ class _State:
     section: HybridEngine
     # Made at the first call, when the weights are known to be in memory.
     model: _Model | None = None
-    # Of the last call, where it is kept.
+    # The last call's cache, if it is kept for the next one.
     cache: KVCache | None = None
     stats: GenerationStats = field(default_factory=GenerationStats)
     # `stats` when `metrics` was last called.
     reported: GenerationStats = field(default_factory=GenerationStats)
-    # When the last call did.
+    # When the last call ended.
     ended: float | None = None
 
 

@@ -133,8 +133,8 @@ def _dense(
     """
     experts = len(routing.counts)
     if capacity is None:
-        # Without dropping the fullest expert sets the capacity, on all ranks alike: dense tensors
-        # are exchanged in equal parts.
+        # Without dropping, the fullest expert sets the capacity, the same on all ranks: dense
+        # tensors are exchanged in equal parts.
         largest = routing.counts.max()
         if group is not None and comm.world_size(group) > 1:
             comm.all_reduce(largest, op=ReduceOp.MAX, group=group)
@@ -241,8 +241,8 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # Every rank goes on with the same tokens, so the gradient is the same everywhere: each keeps
-        # its part, and nothing is summed.
+        # Every rank continues with the same tokens, so the gradient is the same everywhere: each
+        # keeps its part, and nothing is summed.
         return _drop(grad, *ctx.how), None, None
 
 

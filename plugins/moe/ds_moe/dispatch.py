@@ -167,7 +167,7 @@ class _PermuteTokens(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Float[Tensor, "kept hidden"]
     ) -> tuple[Float[Tensor, "tokens hidden"], None, None]:
-        # A token's gradient is the sum over its rows: the same bags as on the way back, unweighted.
+        # A token's gradient is the sum over its rows: the same bags as in the combine, unweighted.
         return _serving("expert_sums", sums, ctx.kernels, grad)(grad, ctx.plan, None), None, None
 
 

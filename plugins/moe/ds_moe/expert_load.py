@@ -24,7 +24,7 @@ class ExpertLoad:
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
-        # False once it is known that nobody reads metrics.
+        # False once it is known that no monitor or observer reads metrics.
         self.watched = True
         # fp64 [num_experts + 3]: choices of each expert, dropped choices, the sum of auxiliary
         # losses, and how many those were. One tensor, so that a step makes one collective.

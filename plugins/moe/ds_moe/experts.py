@@ -127,7 +127,7 @@ class Experts(nn.Module):
         # "ffn", "grouped" or "loop", see the module's docstring.
         self.way = "ffn" if self.what is not None else "loop"
         self.stacked: nn.Module = Stack(expert, count)
-        # Of the run; None: the reference functions.
+        # The run's kernels; None: the reference functions.
         self.kernels: Kernels | None = None
         # The module that `loop` calls, without weights; in a list, so that it is no child.
         self._plain: list[nn.Module] = []

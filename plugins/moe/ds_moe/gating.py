@@ -112,7 +112,7 @@ def top1(
         weights = gates.gather(1, chosen)
     chosen = chosen[:, 0]
     experts = chosen if used is None else chosen.masked_fill(used == 0, -1)
-    # The loss is of what tokens want, so it is taken before any choice is dropped.
+    # The balance loss counts the gate's choices, so it is computed before any are dropped.
     counts = _count(experts, logits.shape[1])
     l_aux = _balance(gates, counts)
     if capacity is not None:
@@ -201,7 +201,7 @@ def _renormalize(
 
 
 def _count(experts: Int[Tensor, " choices"], num: int) -> Int[Tensor, " experts"]:
-    # bincount takes no negative numbers: the first bin is for -1, and left out
+    # bincount accepts no negative numbers: the first bin counts -1, and is left out
     return torch.bincount(experts + 1, minlength=num + 1)[1:]
 
 

@@ -257,7 +257,8 @@ def take_deepspeed_names(
         # A full checkpoint has all experts, one of a rank only its own, numbered from 0.
         begin_at = first if len(rows) == experts else 0
         wanted = range(begin_at, begin_at + count)
-        if all(row in rows for row in wanted):  # else it stays missing, which load_state_dict tells
+        # Otherwise it stays missing, and load_state_dict reports it.
+        if all(row in rows for row in wanted):
             state_dict[f"{prefix}experts.stacked.{name}"] = torch.stack(
                 [rows[row] for row in wanted]
             )

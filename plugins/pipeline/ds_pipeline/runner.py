@@ -74,15 +74,15 @@ class _PipeBuffer:
 
     # -- Forward.
 
-    # From the loader or another stage; released once forward has run.
+    # The inputs, from the loader or another stage; released once forward has run.
     inputs: Any = None
-    # Those inputs from another stage whose gradient is sent back, as autograd leaves.
+    # Inputs from another stage whose gradients are sent back, as autograd leaves.
     leaves: list[Tensor] = field(default_factory=list)
-    # In the last part of the model alone.
+    # The labels; only in the last part of the model.
     labels: Any = None
-    # Of the chunk, until they are sent or backward begins; the loss in the last part.
+    # What the chunk returned, until it is sent or backward begins; the loss in the last part.
     outputs: list[Tensor] = field(default_factory=list)
-    # Whether the chunk gave a tuple: the next stage is called likewise.
+    # Whether the chunk returned a tuple: the next stage is called with one too.
     is_tuple: bool = False
     # How the outputs were sent.
     meta: Meta | None = None

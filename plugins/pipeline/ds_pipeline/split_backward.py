@@ -24,9 +24,9 @@ from torch.autograd.graph import GradientEdge
 class WeightBackward:
     """The second half of a backward."""
 
-    # By node of the graph: the weights whose gradients wait there.
+    # Node of the graph -> the weights whose gradients are computed there in the second half.
     cuts: dict[Any, list[Tensor]] = field(default_factory=dict)
-    # By node: the gradients that came into it in the first half.
+    # Node of the graph -> the gradients that reached it in the first half.
     caught: dict[Any, Sequence[Tensor | None]] = field(default_factory=dict)
 
     def run(self) -> None:

@@ -98,7 +98,8 @@ class StageTransport:
 
         # -- The messages.
 
-        # Shapes of what comes into a part, by whether gradients are wanted. See [Note: shapes].
+        # Shapes of what a part receives, by (whether gradients are needed, part). See [Note:
+        # shapes].
         self._known: dict[tuple[bool, int], Meta] = {}
         # With one stage, what its chunks give to each other.
         self._local: dict[str, deque[tuple[Meta, list[Tensor]]]] = {"act": deque(), "grad": deque()}
@@ -116,15 +117,16 @@ class StageTransport:
         self._wants: dict[str, deque[Incoming]] = {"act": deque(), "grad": deque()}
         for want in incoming:
             self._wants[want.kind].append(want)
-        # Parts whose header was sent, or was received, in this batch.
+        # Parts whose header was sent in this batch.
         self._told: set[int] = set()
+        # Parts whose header was received in this batch.
         self._heard: set[int] = set()
         # Per kind the messages that are being sent, with their tensors, the oldest first.
         self._sending: dict[str, deque[list[tuple[Any, Tensor]]]] = {
             "act": deque(),
             "grad": deque(),
         }
-        # Per kind the messages whose receipt has begun, in their order.
+        # By kind, the messages whose receipt has begun, in their order.
         self._posted: dict[str, deque[tuple[Meta, list[_Arriving]]]] = {
             "act": deque(),
             "grad": deque(),

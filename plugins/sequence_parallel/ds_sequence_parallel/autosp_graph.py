@@ -198,7 +198,8 @@ class _Division:
             return None
         counts = {self._count(first_tensor(value_of(n)).shape[d]) for n, d in given.items()}
         if name not in _RESHAPES and counts != {self._count(out.shape[found[0]])}:
-            # Concatenation along the sequence, say: its parts would be interleaved rank by rank.
+            # For example a concatenation along the sequence: its parts would be interleaved by
+            # rank.
             return None
         if name in _BY_ROW and not self._by_row(node, name, given):
             return None

@@ -458,7 +458,7 @@ class ShardedModel:
             output.past_key_values = None
         if not inputs.labelled:
             return output
-        # A loss function that another transform put in front may well not call this one.
+        # A loss function that another transform installed may not call this one.
         if not inputs.losses and self.model.loss_function is self.loss:
             raise UsageError(
                 f"sequence_parallel: {type(self.model).__name__} computes its loss itself, over "

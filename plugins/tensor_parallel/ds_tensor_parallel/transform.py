@@ -103,7 +103,7 @@ def _divide(model: nn.Module, ctx: Context, undo: Undo) -> nn.Module:
     cuts = _Cuts(model, ctx, place)
     families = _Families(model, _overlaps(section, ctx))
     hand_written = list(_bind_hand_written(model, section, place, cuts, families))
-    # 3. Errors of all pipeline stages together: one stage may well have no layer to divide.
+    # 3. Errors of all pipeline stages together: one stage alone may have no layer to divide.
     stages = ctx.mesh.group("pp") if ctx.mesh.has("pp") else ALONE
     reports = comm.all_gather_json(
         [bool(plan.divisions or hand_written), plan.unmatched, plan.absent], group=stages

@@ -26,7 +26,7 @@ class Move(NamedTuple):
     # How many runs there are, and how long each is.
     rows: int
     length: int
-    # From the start of one run to that of the next.
+    # Distance from the start of one run to the start of the next.
     source_step: int
     target_step: int
 

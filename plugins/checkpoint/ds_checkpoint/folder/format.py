@@ -146,12 +146,12 @@ class Mark:
 class Manifest:
     """All of a checkpoint but its tensors."""
 
-    # Drawn anew for each save, and also in every file's metadata.
+    # A new random id for each save, which is also in every file's metadata.
     save_id: str
     tag: str
     step: int
-    # Counts the saves into one folder, so that they have an order whatever the clocks say; 0 in
-    # checkpoints from before there was one.
+    # Counts the saves into one folder, so that they are ordered whatever the clocks say; 0 in
+    # checkpoints older than this field.
     serial: int
     # -- the run that saved it
     world_size: int
@@ -248,7 +248,7 @@ def parse_manifest(path: Path) -> Manifest:
             f"{path} does not say it is a {FORMAT!r}; was it written by another program?"
         )
     if int(said[1] or 0) > VERSION:
-        raise _other_version(path, int(said[1]))  # whose checksum may be another
+        raise _other_version(path, int(said[1]))  # its checksum may be of another kind
     body, seal, rest = text.rpartition(_SEAL)
     sealed = bool(seal) and rest == checksum(body).encode() + b'"\n}\n'
     if seal and not sealed:

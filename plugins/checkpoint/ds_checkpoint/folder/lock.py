@@ -39,7 +39,7 @@ class FolderLock:
         folder = folder.resolve()
         path = folder / LOCK
         descriptor = self._held.pop(folder, None)
-        # the folder was removed and made anew
+        # the folder was removed and created again
         if descriptor is not None and not _is_at(descriptor, path):
             os.close(descriptor)
             descriptor = None

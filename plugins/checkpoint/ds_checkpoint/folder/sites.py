@@ -48,7 +48,7 @@ def find_site(local: bool) -> Site:
     """This rank's. Collective when `local`: a site is then a host."""
     if not local:
         return Site(comm.rank(), comm.world_size())
-    # Hosts may bear the same name: the id of the boot tells them apart.
+    # Hosts may have the same name: the boot id distinguishes them.
     boot = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

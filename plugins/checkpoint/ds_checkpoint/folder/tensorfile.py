@@ -56,7 +56,7 @@ _MAX_TENSORS = 1 << 19  # of one file; to read a header of more would take secon
 _BLOCK = 1 << 20
 # Bytes after which the system is asked to begin bringing them to the disk.
 _STRIDE = 1 << 25
-# Rows shorter than a page are read with what lies between them.
+# Rows shorter than a page are read together with the gaps between them.
 _PAGE = 1 << 12
 
 Item = tuple[str, tuple[int, ...], torch.dtype, Callable[[], Tensor]]
@@ -160,7 +160,7 @@ def _begin_writing(handle: int, stop: int) -> None:
     fsync. Linux only.
     """
     begin = getattr(_libc(), "sync_file_range", None)
-    if begin is not None:  # a hint: whether it worked, fsync tells
+    if begin is not None:  # only a hint: fsync reports whether it worked
         whence = ctypes.c_int64(stop - _STRIDE)
         count = ctypes.c_int64(_STRIDE)
         begin(ctypes.c_int(handle), whence, count, ctypes.c_uint(2))  # SYNC_FILE_RANGE_WRITE
@@ -296,7 +296,7 @@ class TensorFile:
                 self.read_into(
                     key, move.source + row * move.source_step, out[place : place + move.length]
                 )
-        else:  # what lies between short rows is on the same pages
+        else:  # the gaps between short rows are on the same pages
             at_once = max(1, _BLOCK // (move.source_step * out.itemsize))
             for row in range(0, move.rows, at_once):
                 rows = min(at_once, move.rows - row)

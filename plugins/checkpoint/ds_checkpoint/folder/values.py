@@ -141,7 +141,7 @@ def decode(data: Any, tensor: Callable[[str], Tensor], where: str, depth: int = 
         return [inside(v) for v in data]
     if not any(key.startswith("$") for key in data):
         return {k: inside(v) for k, v in data.items()}
-    # An object of ours has one key, which says what it stands for.
+    # An encoded object has one key, which names its type.
     (tag, inner), *rest = data.items()
     try:
         if rest:

@@ -82,7 +82,7 @@ class Lowered:
     # What the program gave for a batch [b, t, ...] and the keywords of the model's forward -> the
     # model's output, by its own code.
     finish: Callable[..., Any]
-    # Of the tokens.
+    # The embedding of tokens.
     embedding: nn.Embedding
     # See `Transformer`.
     counted: bool

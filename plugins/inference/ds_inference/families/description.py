@@ -39,15 +39,15 @@ class Attention:
     out: nn.Module
     head_dim: int
     scale: float
-    # Of one layer for all: its outputs lie head by head (q, k and v of the first head, ...), else
-    # all of q first.
+    # Only for one layer for all: its outputs are ordered by head (q, k and v of the first head,
+    # ...); otherwise all of q comes first.
     interleaved: bool = False
-    # Of each head of q and of k.
+    # Norms of each head of q and of each head of k; None: there are none.
     norms: tuple[nn.Module, nn.Module] | None = None
     rotary: Tables | None = None
     # Tokens that are seen; None: all.
     window: int | None = None
-    # Of ALiBi, of all ranks' heads.
+    # ALiBi's slopes, for the heads of all ranks; None: no ALiBi.
     slopes: Tensor | None = None
 
 
@@ -103,7 +103,7 @@ class Transformer:
     embedded: nn.Module | None = None
     # After the layers, before project_out.
     norm: nn.Module | None = None
-    # Between `tokens` and the rest.
+    # Projections between the embedding's width and the layers' width, before and after the layers.
     project_in: nn.Module | None = None
     project_out: nn.Module | None = None
     # Positions that the caller does not give are those among the tokens that are not padding, else

@@ -31,7 +31,7 @@ class Derived:
     """A tensor that is made from parameters: a view of one, or small."""
 
     tensor: Tensor
-    # Makes it anew after the parameters moved.
+    # Computes it again after the parameters moved.
     make: Callable[[], Tensor]
 
 
@@ -43,7 +43,7 @@ def emit(
     x = e.embed(model)
     for number, layer in enumerate(model.layers):
         e.layer(layer, x, number, model.causal)
-    # The rest is only needed for rows whose output somebody wants.
+    # From here on only the rows are needed whose output is requested.
     x = e.put(p.Keep(x, kept := e.register("kept", e.widths[x])), kept)
     if model.norm is not None:
         e.normalize(model.norm, x, x)

@@ -102,7 +102,7 @@ class Beams:
         follow = order.tolist()
         self._paths = [paths[place] for place in follow]
         self._open = self._open and self._may_improve()
-        # Over: nothing can become better, all places are taken, or nothing is left that goes on.
+        # Finished: nothing can become better, all places are taken, or no running beam is left.
         full = self._params.early_stopping is True and bool(self._over.all())
         return None if not self._open or full or all(hits) else [found[place] for place in follow]
 

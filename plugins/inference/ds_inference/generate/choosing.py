@@ -100,8 +100,7 @@ class Choice:
         self, raw: Tensor, scores: Tensor, tokens: list[int], errors: dict[int, Exception]
     ) -> None:
         """Log-probabilities, scores and logits, for those that want them."""
-        # Of the model's own scores, before penalties and filters, as OpenAI's log-probabilities
-        # are.
+        # From the model's own scores, before penalties and filters, as OpenAI's log-probabilities.
         for i in self._logged:
             result = self.sequences[i].result
             most = self.sequences[i].group.params.logprobs

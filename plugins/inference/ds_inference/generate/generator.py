@@ -289,13 +289,13 @@ class Generator:
                         opened(handle)
                 for output in self.step():
                     if output.handle not in mine:
-                        # whoever submitted it gets it from the next step
+                        # its own caller gets it from the next step
                         self._ended.append(output)
                         continue
                     if output.handle.error is not None and opened is not None:
                         raise output.handle.error
                     yield output
-                # Also of those that another caller cancelled, of which no output tells.
+                # Another caller may have cancelled some, for which there is no output.
                 for handle in [handle for handle in mine if handle.done]:
                     del mine[handle]
         finally:
@@ -333,7 +333,7 @@ class Generator:
         if choice.sequences:
             tokens, ids, errors = choice(logits)
             for place, (sequence, token) in enumerate(zip(choice.sequences, tokens, strict=True)):
-                # Its tokens are not wanted any more.
+                # The request has ended, so the token is dropped.
                 if sequence.group.handle.done:
                     continue  # another sequence of it has failed in this step
                 if place in errors:
@@ -430,7 +430,7 @@ class Generator:
         except Exception as error:  # criteria and decoding are the caller's code
             self._fail(group, error)
             return
-        # Appended by `Choice` before, where the request wants them.
+        # `Choice` has appended them before, if the request asks for log-probabilities.
         chance, top = (result.logprobs[-1], result.top[-1]) if result.logprobs else (None, ())
         if finished is not None:
             result.finished = finished

@@ -208,7 +208,7 @@ class _Rows:
                 "limit"
             )
 
-        # As transformers' streamers want it: a tensor on the CPU for each token.
+        # transformers' streamers expect a tensor on the CPU for each token.
         def put(output: Output) -> None:
             if output.token is not None:
                 streamer.put(torch.tensor([output.token]))
@@ -262,7 +262,7 @@ class _Rows:
         others = []
         for criterion in self.criteria:
             if type(criterion) is kinds.MaxLengthCriteria:
-                # From the padded length, as transformers counts.
+                # transformers counts from the padded length.
                 lengths.append(criterion.max_length - self.given.shape[1])
             elif type(criterion) is kinds.EosTokenCriteria:
                 stops |= set(criterion.eos_token_id.flatten().tolist())
@@ -284,7 +284,7 @@ class _Rows:
 
         mine: list[Any] = []
         for processor in self.processors:
-            # What holds data of the whole batch is made anew for this row.
+            # Processors that keep data of the whole batch are created again for this row.
             if type(processor) is kinds.RepetitionPenaltyLogitsProcessor:
                 skipped = processor.prompt_ignore_length
                 skipped = int(skipped[row * self.each]) if isinstance(skipped, Tensor) else skipped

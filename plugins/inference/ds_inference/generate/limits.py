@@ -17,11 +17,11 @@ class Limits:
 
     # Tokens are below it; None: whatever the program has.
     vocab: int | None
-    # Of a sequence.
+    # The largest length of a sequence.
     max_positions: int
-    # That decode at the same time.
+    # The most sequences that decode at the same time.
     max_sequences: int
-    # Of the cache.
+    # The number of blocks in the cache.
     blocks: int
     # What an error names as the key that limits the length of a sequence.
     most_key: str

@@ -58,9 +58,9 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     # More than 1: beam search; with `temperature` > 0 its candidates are drawn.
     num_beams: int = 1
-    # Of beams: a score is divided by length to this power.
+    # Beam search: a score is divided by length to this power.
     length_penalty: float = 1.0
-    # Of beams, as in transformers: True ends at `num_beams` answers, "never" when none can be
+    # Beam search, as in transformers: True ends at `num_beams` answers, "never" when none can be
     # better.
     early_stopping: bool | Literal["never"] = False
     # Besides the model's own, which ignore_eos switches off.
@@ -150,7 +150,7 @@ class Request:
 
     prompt: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
-    # The caller's own, for whatever it wants.
+    # An identifier of the caller's own, which is not looked at.
     id: object = None
 
 
@@ -164,16 +164,17 @@ class Result:
     finished: Finish | None = None
     # With the generator's `decode`, up to a stop string.
     text: str | None = None
-    # Of each token, where the request wants them; top: of the most probable ones beside it.
+    # The log-probability of each token, and in `top` those of the most probable tokens beside it;
+    # empty unless the request asks for them.
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
-    # Of a beam: its summed log-probability divided by length ** length_penalty.
+    # Beam search: the summed log-probability divided by length ** length_penalty.
     score: float | None = None
     # fp32, one tensor a step: [vocabulary], or [num_beams, vocabulary] at the first of a prompt's
     # beams. logits: likewise.
     scores: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
-    # Of a beam: the beams that its tokens came from.
+    # Beam search: the beam that each token came from.
     beam_indices: tuple[int, ...] = ()
 
 
@@ -201,10 +202,11 @@ class Output:
     handle: Handle
     # None: there is none with this output.
     token: int | None
-    # Of the token, where the request wants it; top: of the most probable ones.
+    # The token's log-probability, and in `top` those of the most probable tokens, if the request
+    # asks for them.
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
-    # Why the answer ended; None: it goes on.
+    # Why the answer ended; None: it continues.
     finished: Finish | None = None
     # Which answer of the request.
     index: int = 0

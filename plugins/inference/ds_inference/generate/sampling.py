@@ -60,7 +60,7 @@ def process(
             score < 0, score * params.repetition_penalty, score / params.repetition_penalty
         )
     if params.presence_penalty or params.frequency_penalty:
-        # Of the answer alone, as OpenAI defines both.
+        # Counted in the answer only, without the prompt, as OpenAI defines both penalties.
         said, counts = ids[prompt:].unique(return_counts=True)
         row[said] -= params.presence_penalty + params.frequency_penalty * counts
     if len(tokens) - prompt < params.min_new_tokens:

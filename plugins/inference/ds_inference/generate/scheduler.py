@@ -43,7 +43,7 @@ class Sequence:
     tokens: list[int]
     # Which answer of its request.
     index: int = 0
-    # Where new tokens go; None: of beams, whose answers are made at the end.
+    # Where new tokens are appended; None: a beam, whose answers are made at the end.
     result: Result | None = None
     # Draws the numbers of this sequence alone, so that it does not depend on others.
     random: Random | None = None
@@ -51,7 +51,7 @@ class Sequence:
     stops: StopStrings | None = None
     # How many of `tokens` the cache has, in `blocks`.
     cached: int = 0
-    # In the order of tokens: token p lies in ``blocks[p // BLOCK]``.
+    # In the order of tokens: token p is in ``blocks[p // BLOCK]``.
     blocks: list[int] = field(default_factory=list)
 
 
@@ -72,7 +72,7 @@ class Group:
     rows: int
     # Tokens that end a sequence.
     stop_ids: frozenset[int]
-    # Of its draws.
+    # The seed of its random draws.
     seed: int
     sequences: list[Sequence] = field(default_factory=list)
     # Whether all of `sequences` have rows; otherwise the first computes the prompt for all.
@@ -109,7 +109,7 @@ class Plan:
 
     # Sequences with their numbers of rows, in the order of the step's rows.
     parts: list[tuple[Sequence, int]]
-    # Sequences whose next token the logits of this step say, in the order of the logits.
+    # Sequences whose next token is chosen from this step's logits, in the order of the logits.
     chosen: list[Sequence]
     # The tensors.
     step: Step
@@ -258,7 +258,7 @@ class Scheduler:
         """Add rows of `group` to `parts`; how many rows are left for prompts."""
         mine: list[tuple[Sequence, int]] = []
         active = group.active
-        # Beams choose together, so none goes to its end before all can.
+        # Beams choose together: while one has older tokens to compute, none computes its last one.
         behind = (
             group.split
             and group.beams is not None
@@ -324,7 +324,7 @@ class Scheduler:
     def _take(self, group: Group) -> int | None:
         """A block for `group`, from the pool or from whoever came last; None: that was `group`."""
         while (block := self.blocks.take()) is None:
-            # The request that came last has the least to lose, and the oldest always goes on.
+            # The latest request has the least work to lose, and the oldest always continues.
             last = self.running.pop()
             for sequence in last.sequences:
                 self.drop(sequence)

@@ -46,7 +46,7 @@ def refusal(lowered: Lowered, keywords: Mapping[str, Any]) -> str | None:
     for name, value in keywords.items():
         if name not in SERVED and name not in FINISHED and value is not None and value is not False:
             return f"{name} is not served"
-    # Shapes and values that rows without padding cannot stand for.
+    # Shapes and values that cannot be packed as rows without padding.
     tokens, mask, positions = (
         keywords.get(name) for name in ("input_ids", "attention_mask", "position_ids")
     )

@@ -55,7 +55,7 @@ class Choice:
         self._name = name
         # Tokens whose text is not shown yet: it may turn out to be part of a stop string.
         self._pieces: list[Piece] = []
-        # Why it ended, once it has.
+        # The reason why it ended; None while it runs.
         self.finish: str | None = None
         self.begun = False
 

@@ -43,7 +43,7 @@ class Served:
     name: str
     generator: Generator
     tokens: Tokens
-    # Of a prompt and its answer together.
+    # The most tokens of a prompt and its answer together.
     most_tokens: int
     # Joins the ranks that divide it.
     link: Link = lambda commands: commands
@@ -112,13 +112,13 @@ class Choices:
     dtype: str | None = None
     # int8 or int4, of linear layers.
     quantize: str | None = None
-    # Of all running requests.
+    # The size of the KV cache: tokens of all running requests.
     cache_tokens: int | None = None
     # Ranks that divide the model.
     tp: int = 1
-    # Of a CPU.
+    # How many CPU threads compute.
     threads: int | None = None
-    # One of ds_core, whose weights replace MODEL's.
+    # A checkpoint of ds_core, whose weights replace MODEL's.
     checkpoint: Path | None = None
 
 
@@ -210,7 +210,8 @@ def _load(path: Path, choices: Choices) -> tuple[Any, Any]:
     except CommandError:
         raise
     except Exception as error:  # a folder may hold anything, and each format has errors of its own
-        if "trust_remote_code" in str(error):  # which transformers advises, and nobody can set here
+        # Transformers advises it, and this command does not offer it.
+        if "trust_remote_code" in str(error):
             raise CommandError(
                 f"{path} needs code of its own, which `dscore serve` does not run"
             ) from None

@@ -35,13 +35,13 @@ _USUAL_TOKENS = 16
 class Limits:
     """What a request may cost."""
 
-    # Bytes.
+    # Bytes of its body.
     body: int
-    # For the body to come.
+    # Time in which the body must arrive.
     body_seconds: float
-    # From the beginning of a request to the end of its answer.
+    # Time from the beginning of a request to the end of its answer.
     seconds: float
-    # Of an answer; None: as many as the model can.
+    # Tokens of an answer; None: as many as the model can.
     tokens: int | None
 
 
@@ -53,7 +53,7 @@ class _Job:
     prompts: list[list[int]]
     # What each answer begins with, by prompt.
     echoes: list[str]
-    # Of each of the `n` answers to a prompt.
+    # The parameters of each of the `n` answers to a prompt.
     params: list[SamplingParams]
     # Whether the answer comes as events.
     stream: bool
@@ -96,8 +96,8 @@ class Answering(Generic[T]):
         """Answer one request."""
         began = time.monotonic()
         body = await self._body(scope, receive)
-        # A tokenizer needs milliseconds for a long text, in which the event loop would serve
-        # nobody.
+        # Tokenizing a long text takes milliseconds, in which the event loop would answer no other
+        # request.
         if len(body) <= _QUICK:
             job = self._job(body)
         else:
@@ -114,7 +114,7 @@ class Answering(Generic[T]):
                 await self._answer(job, ticket, usage, began, send)
             finally:
                 watch.cancel()
-                # Also of an answer that was cut off: its tokens were computed.
+                # Answers that were cut off count too: their tokens were computed.
                 self._metrics.completion_tokens.inc(usage.completion)
                 scope["state"]["tokens"] = usage
         self._metrics.whole.observe(time.monotonic() - began)
@@ -126,7 +126,7 @@ class Answering(Generic[T]):
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != b"application/json":  # which no web page can send here without being asked
             raise Refusal(415, "the header Content-Type must be application/json")
-        # Refused before a byte is read; the header may lie, so what comes is counted too.
+        # Refused before a byte is read; the header may be wrong, so received bytes are counted too.
         with contextlib.suppress(ValueError):
             self._check_size(int(headers.get(b"content-length", b"0")))
         try:
@@ -223,7 +223,7 @@ class Answering(Generic[T]):
             raise Refusal(
                 400, f"`{name}` may be {cap} at most on this server", "invalid_value", name
             )
-        # A chat goes on to its own end; a completion has OpenAI's 16.
+        # A chat runs to its natural end by default; a completion has OpenAI's default of 16 tokens.
         usual = room if isinstance(asked, ChatRequest) else _USUAL_TOKENS
         return min(wanted or usual, room, cap or room)
 

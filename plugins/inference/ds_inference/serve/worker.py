@@ -136,7 +136,7 @@ class Worker:
 
     def fail_all(self, error: Exception) -> None:
         """Every open request ends with `error`."""
-        # A ticket stands in the table once for each of its answers.
+        # A ticket is in the table once for each of its answers.
         for ticket in {id(t): t for t, _ in self._tickets.values()}.values():
             ticket.fail(error)
 
@@ -150,7 +150,7 @@ class Worker:
             if output.finished is not None:
                 del self._tickets[number]
             if output.finished in (Finish.ERROR, Finish.CANCELLED):
-                # To the log alone: what an exception says may contain another request's text.
+                # Only to the log: the exception's text may contain another request's text.
                 if output.handle.error is not None:
                     log.error("an answer failed: %s", describe(output.handle.error))
                 ticket.fail(Refusal(500, "this answer failed; see the server's log"))
@@ -160,7 +160,7 @@ class Worker:
     def _on_refused(self, number: int, error: Exception) -> None:
         ticket, _ = self._tickets.pop(number, (None, 0))
         self.waiting.pop(number, None)
-        # Our own errors say what is wrong with the request; others are faults of the server.
+        # Our own errors describe what is wrong with the request; others are the server's faults.
         if isinstance(error, DSError):
             refusal = Refusal(400, str(error))
         else:
@@ -184,7 +184,7 @@ class Worker:
             while driver.obey(self._link(self._commands())):
                 if outputs := driver.step():
                     self._call(self._deliver, outputs)
-        # SystemExit too: without this thread nobody would be answered
+        # SystemExit too: without this thread no request is answered
         except BaseException as error:
             log.error("the generator failed: %s", describe(error))
             self._call(self._on_broken)
@@ -218,7 +218,7 @@ class Ticket:
 
     def fail(self, error: Exception) -> None:
         """Whoever iterates gets `error` next; the answers are cancelled."""
-        # Cancelled at once: whoever iterates may not come back (a client that left).
+        # Cancelled at once: the consumer may never continue the iteration (a client that left).
         for number in self._numbers:
             self._worker.cancel(number)
         self._failure = self._failure or error

@@ -160,9 +160,9 @@ def fill(
 class _Recipe:
     """How a weight of the model is read."""
 
-    # The names of the file that it is made of.
+    # The names in the file that it is made from.
     sources: tuple[str, ...]
-    # Of the full weight, where it is known beforehand.
+    # The shape of the full weight, if it is known beforehand.
     shape: tuple[int, ...] | None
     # What a slice keeps of it, or all of it for None.
     read: Callable[[Slice | None], Tensor]

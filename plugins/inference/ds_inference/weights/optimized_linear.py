@@ -56,7 +56,7 @@ class QuantizationConfig:
     """How the base is stored: whole numbers of 8 or 4 bits."""
 
     q_bits: int = 8
-    # Of DeepSpeed's floating-point formats, as q_dtype: without effect.
+    # For DeepSpeed's floating-point formats, as q_dtype is: accepted, without effect.
     mantissa_bits: int = 3
     # Numbers of a row with a scale in common, at most.
     group_size: int = 512

@@ -34,7 +34,7 @@ class AutoEPMoELayer(nn.Module):
         # Parameters stay the objects that the model and its optimizer have, under the same names.
         for name, param in block.named_parameters(recurse=False):
             self.register_parameter(name, param)
-        # Only state_dict tells, in public, which buffers are not persistent.
+        # Only state_dict shows, by public API, which buffers are not persistent.
         kept = block.state_dict(keep_vars=True)
         for name, buffer in block.named_buffers(recurse=False):
             self.register_buffer(name, buffer, persistent=name in kept)

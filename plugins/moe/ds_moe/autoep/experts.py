@@ -101,7 +101,7 @@ class _Experts(nn.Module):
         def run(rows: Tensor, groups: Groups) -> Tensor:
             if share.check:
                 _check_arrival(share, top_k_index, groups)
-            # Under autocast experts give 16-bit rows; the way back is of the tokens' dtype.
+            # Under autocast experts give 16-bit rows; the combine needs the tokens' dtype.
             return self.compute(rows, groups).to(rows.dtype)
 
         if share.combine == "weighted_sum" or share.apply == "pre":

@@ -125,7 +125,7 @@ def _fetch(elsewhere: dict[int, dict[str, torch.Size]], plan: BlockPlan) -> None
         return
     ranks = mesh.ranks("ep")
     group = mesh.group("ep")
-    # The engine may have changed dtypes, alike for all experts.
+    # The engine may have changed dtypes, for all experts in the same way.
     dtypes = {name: param.dtype for name, param in plan.listed[share.first].named_parameters()}
     for number, expert in enumerate(plan.listed):
         # In the order of the full list, which is the same on every rank: broadcasts are collectives.

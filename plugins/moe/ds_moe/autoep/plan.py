@@ -197,7 +197,7 @@ class BlockPlan:
                     f"parameter {name!r} of shape {tuple(param.shape)} is not one of {self.count} "
                     "experts stacked",
                 )
-        # An arithmetic that a plugin brings knows its own weights.
+        # A plugin's arithmetic checks its own weights.
         if self._arithmetic is gated:
             weights = {role: self.params[name] for name, role in roles.items()}
             self._check_gated(weights, set(self.params) - set(roles))

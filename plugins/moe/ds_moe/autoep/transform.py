@@ -68,8 +68,8 @@ def replace(model: nn.Module, ctx: Context) -> nn.Module:
     plans = [
         BlockPlan(name, block, preset, section, model_config, ctx) for name, block in blocks.items()
     ]
-    # 4. The same numbers as before? Blocks of one class and one way to route are alike, so one of
-    # each is tried out.
+    # 4. The same numbers as before? Blocks of one class with one way to route behave the same, so
+    # one of each is tried.
     for plan in {(type(p.block), type(p.experts), p.how): p for p in reversed(plans)}.values():
         try_out(plan)
     # 5. The change. Its undo is one step: the model's own blocks need full weights.

@@ -26,7 +26,7 @@ SIZES = {
     "large": [1100, 0, 3],
 }
 """Rows of three experts."""
-# Of the largest value, that rounding explains.
+# Differences that rounding explains, as a share of the largest value.
 ROUNDING = {"float64": 1e-13, "float32": 2e-6, "float16": 5e-3, "bfloat16": 4e-2}
 
 

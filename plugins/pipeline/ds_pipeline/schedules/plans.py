@@ -36,7 +36,7 @@ class StagePlans:
         self._chunks = chunks
         # What makes a plugin's schedule; None: one of ds-pipeline's.
         self._make_own = find_schedule(name, plugins)
-        # By the number of micro-batches, and whether they are trained on.
+        # Plans by (number of micro-batches, whether they are trained on).
         self._plans: dict[tuple[int, bool], StagePlan] = {}
 
     def get(self, count: int, *, train: bool) -> StagePlan:

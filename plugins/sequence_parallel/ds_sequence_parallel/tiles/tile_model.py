@@ -160,7 +160,7 @@ def tile_loss(
     model.loss_function = TiledLoss(before, head, shards_of(section), sharded)  # type: ignore[assignment]
     place = list(inspect.signature(type(model).forward).parameters).index("labels") - 1
 
-    # Without labels users want logits: the head computes them as ever.
+    # Without labels users expect logits: the head computes them as usual.
     def arm(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         labels = args[place] if len(args) > place else kwargs.get("labels")
         head.defers = labels is not None

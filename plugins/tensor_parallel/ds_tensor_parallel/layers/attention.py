@@ -144,7 +144,7 @@ def keep_heads(module: Any, heads: Heads, mine: Share) -> None:
         local = {n: mine.count for n in QUERY_HEADS if getattr(config, n, None) == heads.queries}
         local |= {n: keys for n in KEY_HEADS if getattr(config, n, None) == heads.keys}
         module.config = HeadsConfig(config, local)
-    # Biases of all heads are made outside, for every layer alike.
+    # Biases for all heads are computed outside, the same for every layer.
     for place, name in enumerate(inspect.signature(module.forward).parameters):
         if name in BIASES:
             narrow = _BiasesOf(heads.queries, mine.first, mine.count, place, name)

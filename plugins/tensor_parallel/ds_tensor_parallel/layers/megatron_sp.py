@@ -39,7 +39,7 @@ class _Tokens:
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        # Of the full sequence; set by `begin`, for the gathers of this forward.
+        # The length of the full sequence; set by `begin`, for the gathers of this forward.
         self.length = 0
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -169,7 +169,7 @@ class _Layer(Function):
         inputs = grad @ (weight.t() if ctx.way.transposed else weight)
         return (
             inputs,
-            # Of the token: any value makes autograd run `_Weight`; None would not.
+            # The token's gradient: any value makes autograd run `_Weight`; None would not.
             grad.new_zeros(()) if ctx.needs_input_grad[1] else None,
             None,
             None,

@@ -210,7 +210,7 @@ class FullTensors(Masters):
     def targets(self) -> list[Tensor | None]:
         """See `Masters.targets`."""
         shard = self.bucket.weights.shard
-        # The step does not bring an evicted shard into memory.
+        # The step does not read an evicted shard into memory.
         if self.bucket.weights.evicts is not None:
             return [None] * len(self.fragments)
         return [self._target(p, shard) for p in self.fragments]
@@ -234,7 +234,7 @@ class FullTensors(Masters):
         for fragment, copy in zip(self.fragments, self.targets(), strict=True):
             if fragment.stop > fragment.start and copy is None and self._local(fragment.index):
                 self._in_shard(shard, fragment.index).copy_(fragment.master)
-        # The way back of what `_collect` brings: counts change places.
+        # The exchange of `_collect` in reverse: send and receive counts are swapped.
         if not self._moves:
             return
         mine = [self.fragments[i].master.reshape(-1).to(shard.dtype) for i in self._arriving]

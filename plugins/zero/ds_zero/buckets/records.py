@@ -18,13 +18,14 @@ class Fragment:
 
     name: str
     param: nn.Parameter
-    # Of the full parameter.
+    # The shape of the full parameter.
     shape: tuple[int, ...]
-    # Of the parameter in its bucket.
+    # The parameter's index in its bucket.
     index: int
-    # Its elements, and their offset in the shard.
+    # The fragment is the elements start : stop of the flattened parameter.
     start: int
     stop: int
+    # Its offset in the shard.
     at: int
     # What the optimizer updates.
     master: nn.Parameter

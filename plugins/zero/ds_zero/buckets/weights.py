@@ -134,7 +134,7 @@ class EvictedShard(HostShard):
     def __init__(self, mine: Tensor, slices: Sequence[slice], placement: StatePlacement) -> None:
         super().__init__(mine, slices, placement)
         self.evicts = self.on_host
-        self._users = 1  # who builds the bucket, until `rest`
+        self._users = 1  # whoever builds the bucket, until `rest`
         self._ahead = False
         self._changed = True
 

@@ -225,13 +225,13 @@ class SecondCopy(WeightGather):
     """
 
     def __init__(self, group: Any, size: int, place: int) -> None:
-        # The inner ranks, how many they are, and this one's place.
+        # hpZ's inner ranks, their number, and this rank's index among them.
         self.group = group
         self.size = size
         self.place = place
         # How weights are gathered over all ranks; their values are kept as they came.
         self.gather: WeightGather = AllGather()
-        # This rank's share of them.
+        # This rank's share of the gathered weights, for the gathers over the inner ranks.
         self.copy: Tensor | None = None
         # Whether it is that of the weights now; equal on all ranks.
         self.valid = False

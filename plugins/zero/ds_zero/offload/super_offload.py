@@ -72,7 +72,7 @@ class SuperOffload(Updates):
 
         # -- the worker --
         self._worker: HostWorker | None = None
-        # What to say since an update did not end; "": all is well.
+        # The error to raise after an update did not end; "": there was none.
         self._stuck = ""
 
         # -- the running step --
@@ -227,7 +227,7 @@ class SuperOffload(Updates):
             if not attempt.future.cancelled() and (error := attempt.future.exception()) is not None:
                 failure = failure or (bucket, error)
         if failure is not None:
-            self._worker = None  # it does no more; another begins anew
+            self._worker = None  # it has stopped; the next step starts another one
             for attempt in attempts.values():
                 attempt.undo()
             bucket, error = failure
@@ -288,10 +288,10 @@ class _Attempt:
     # Done when it was made, or cancelled.
     future: Future[None] = field(init=False)
 
-    # What it has changed, and the values of that from before, in the same order.
+    # The tensors that it has changed, and copies of their earlier values, in the same order.
     changed: tuple[list[Tensor], list[Tensor]] | None = None
 
-    # The optimizer's states of each fragment from before; None: it had none.
+    # The optimizer's earlier states of each fragment; None: it had none.
     states: list[tuple[Fragment, dict[str, Any] | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -89,8 +89,9 @@ class Grads:
     def __init__(self, bucket: FlatBucket, rules: GradRules) -> None:
         self.bucket = bucket
         self.rules = rules
-        # LOCAL -> RUNNING -> REDUCED, see `_NEXT`; how many reductions are under way.
+        # LOCAL -> RUNNING -> REDUCED, see `_NEXT`.
         self.state = GradState.LOCAL
+        # How many reductions are under way.
         self._running = 0
 
         # -- this rank's own, not reduced yet --
@@ -98,8 +99,9 @@ class Grads:
         self.local: Tensor | None = None
         # Which parameters `local` has.
         self.filled = [False] * len(bucket.params)
-        # Of this backward: which gradients have arrived, and how many will.
+        # Indices of the parameters whose gradients have arrived in this backward.
         self.arrived: set[int] = set()
+        # How many gradients will arrive in this backward.
         self.awaited = len(bucket.params)
 
         # -- reduced --
@@ -358,7 +360,7 @@ class EvictedGrads(HostGrads):
     def _evict(self) -> None:
         """Evict the shard, which is complete for now."""
         assert self.shard is not None
-        # The norm is taken now, so that nobody reads the shard for that.
+        # The norm is computed now, so that the shard need not be read again for it.
         self.norm = self.rules.squares([self.shard]).double().sqrt().view(1)
         self.store.evict([self.shard])
 

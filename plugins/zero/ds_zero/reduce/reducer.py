@@ -129,7 +129,7 @@ class Reducer(GradientSource):
 
         # -- the running backward --
         self._plan = BackwardPlan()
-        # Of the backward as a whole; each bucket's `Grads` has its own.
+        # The state of the whole backward; each bucket's `Grads` has its own.
         self._state = GradState.LOCAL
         # Buckets in the order in which they are reduced, and the place of the next one.
         self._queue: list[Grads] = []
@@ -304,7 +304,8 @@ class Reducer(GradientSource):
             return
         if self._state is GradState.LOCAL:
             self._start()
-        # Buckets whose gradients have not all come: other ranks may have them.
+        # Buckets that still lack gradients: other ranks may have them, so all ranks must reduce
+        # them.
         for grads in self._queue[self._next :]:
             self._launch(grads)
         # Buckets that any rank had more gradients for since they were reduced.
@@ -373,7 +374,7 @@ class Reducer(GradientSource):
             for grads in self._all.values():
                 grads.bring()
         mine: list[list[Tensor | None]] = []
-        # Of shards that are not in memory: nobody reads them for the norm of all gradients.
+        # Norms of shards that are not in memory, so that they are not read for the norm of all.
         norms: dict[FlatBucket, Tensor] = {}
         for bucket, grads in self._all.items():
             given = bucket.masters.gradients(grads)

@@ -77,7 +77,7 @@ class ZenFlow(Updates):
         self.begun = False
         # Rounds of warm-up done.
         self.warm = 0
-        # The buckets whose new weights on the host are not taken over yet.
+        # Buckets whose new weights on the host are not copied to the device yet.
         self.pending: list[Tile] = []
         self._pace = Pace(self.ctx, keys)
 

@@ -42,7 +42,7 @@ def make_app(
     hosts: names by which a request may call this server; None: any.
     """
     g = worker.generator
-    # Read when somebody asks for metrics, so that nothing has to be kept up to date.
+    # Computed when metrics are read, so that nothing has to be kept up to date.
     now: dict[tuple[str, str], Callable[[], float]] = {
         ("requests_running", "Answers that are generated."): lambda: g.running,
         ("requests_waiting", "Answers without a token yet."): lambda: len(worker.waiting),

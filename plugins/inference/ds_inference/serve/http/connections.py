@@ -32,9 +32,9 @@ _AGAIN = 0.5
 class Patient(H11Protocol):
     """One connection. Its timer runs while it should send a request's head, or should read."""
 
-    # Connections at a time.
+    # The most connections at a time.
     most: int
-    # Seconds that each may be stuck.
+    # Seconds for which a connection may make no progress.
     patience: float
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
@@ -56,7 +56,7 @@ class Patient(H11Protocol):
         super().data_received(data)
         # Between requests: the next head must come in time. During an answer: the client lives.
         if self.cycle is None or self.cycle.response_complete:
-            self._wait()  # for the rest of a head; the body has a limit of its own
+            self._wait()  # time for the head to be completed; the body has a limit of its own
         elif not self.flow.write_paused:
             self._go_on()
 

@@ -21,7 +21,7 @@ _KINDS = {
 class Refusal(Exception):
     """An answer with an error."""
 
-    # Of HTTP.
+    # The HTTP status code.
     status: int
     message: str
     # OpenAI's word for the error, where it has one.

@@ -41,7 +41,7 @@ class Settings:
     max_connections: int
     # Seconds that answers get to end after SIGTERM.
     grace: float
-    # What requests must bear; None: nothing.
+    # The token that requests must send; None: no token is needed.
     token: str | None = None
     # Seconds for the head of a request to come, and for a client to go on reading.
     patience: float = 20.0
@@ -122,7 +122,7 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=int(settings.grace + settings.patience) + 1,
         )
         super().__init__(config)
-        # uvicorn hears them all; those that a shell lets background jobs ignore are for others.
+        # uvicorn handles them all; signals that a shell ignores for background jobs stay ignored.
         self._ignored = [
             n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is signal.SIG_IGN
         ]
@@ -130,7 +130,7 @@ class Server(uvicorn.Server):
     def serve_until_stopped(self) -> bool:
         """Serve until a signal, or until `should_exit` is set; whether all ended well."""
         with listen(self._settings.host, self._settings.port, self._settings.token) as heard:
-            # An IPv6 address in a URL stands in brackets.
+            # An IPv6 address in a URL is written in brackets.
             name = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
             self._address = f"http://{name}:{heard.getsockname()[1]}"
             self.run(sockets=[heard])
@@ -159,7 +159,7 @@ class Server(uvicorn.Server):
         """A signal came; the second one ends at once."""
         if sig in self._ignored:
             return
-        # uvicorn's: with `force_exit` it does not wait for answers.
+        # `force_exit` is uvicorn's: it does not wait for running answers.
         self.force_exit = self.should_exit
         self.should_exit = True
 
