@@ -118,7 +118,10 @@ class Window:
         return 1 if self.seen & ENGINE or self.seen & JOINT else self.gas
 
     def add(self, origin: Origin, factor: float = 1.0) -> None:
-        """A backward gives gradients. factor: what another engine multiplied a joint loss by."""
+        """A backward gives gradients.
+
+        factor: what another engine multiplied a joint loss by.
+        """
         # Here, not only in `check`: the backward that follows may reduce the sum.
         if self.seen & PLAIN and origin == ENGINE and self.gas > 1:
             raise UsageError(MIXED)
@@ -137,7 +140,8 @@ class Window:
     def check(self, factor: float, *, scales: bool) -> None:
         """``engine.step`` was called: raise UsageError for gradients that cannot be right.
 
-        factor: what this engine multiplies losses by. scales: whether it has a loss scaler.
+        factor: what this engine multiplies losses by.
+        scales: whether it has a loss scaler.
         """
         # With one micro-batch all backwards are divided by 1, so any mixture is right.
         several = self.gas > 1

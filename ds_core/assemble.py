@@ -176,8 +176,11 @@ def _prepare(ctx: Context, model: nn.Module) -> nn.Module:
 
 
 def _to_device(model: nn.Module, accelerator: Accelerator) -> None:
-    """Move the model. To a vendor's device torch makes new parameters, untied and unknown to the
-    user's optimizer, unless it may swap."""
+    """Move the model.
+
+    To a vendor's device torch makes new parameters, untied and unknown to the user's optimizer,
+    unless it may swap.
+    """
     swap = torch.__future__.get_swap_module_params_on_conversion()
     vendors = torch._C._get_privateuse1_backend_name()
     away = accelerator.device_type == vendors and any(

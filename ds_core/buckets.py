@@ -187,8 +187,9 @@ def arrange(
     """Which parameters share a buffer: runs of one kind, in reverse order, about that in which
     backward finishes them.
 
-    kind: what must be the same in a buffer. full: kind, elements in the buffer, elements of the
-    next parameter -> whether that one begins a new buffer.
+    kind: what must be the same in a buffer.
+    full: kind, elements in the buffer, elements of the next parameter -> whether that one begins a
+        new buffer.
     """
     runs: dict[K, list[list[nn.Parameter]]] = {}
     filled: dict[K, int] = {}

@@ -69,13 +69,15 @@ def missing(
     instead: str = "",
     more: str = "",
 ) -> Problem:
-    """Nobody who is installed offers `name`: who would, or which name is like it. `str` of it is an
-    error message.
+    """Nobody who is installed offers `name`: who would, or which name is like it.
 
-    kind: as in `known`, where there is more to know. installed: the names that there are. path: the
-        config key.
-    instead: what else can be done, if not to take one of `installed`. more: goes to the end, as
-        `Plugins.quarantined`.
+    `str` of it is an error message.
+
+    kind: as in `known`, where there is more to know.
+    installed: the names that there are.
+    path: the config key.
+    instead: what else can be done, if not to take one of `installed`.
+    more: goes to the end, as `Plugins.quarantined`.
     """
     what = kind.removesuffix("s").replace("_", " ")
     names = sorted(installed)

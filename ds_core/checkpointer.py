@@ -37,12 +37,14 @@ class SaveOptions:
 class LoadOptions:
     """The arguments of ``engine.load_checkpoint`` except the folder.
 
-    tag: None: the checkpoint that was saved last with `save_latest`. strict: weights that only the
-        model or only the checkpoint has are an error. optimizer: load its states, its
-        hyperparameters and the loss scaler. scheduler: load the schedule. module_only: load weights
-        and buffers, nothing else. custom: loads the weights itself, from the unsharded module
-        tensors (CPU, by name) into the module. missing_ok: that there is no checkpoint is no
-        warning.
+    tag: None: the checkpoint that was saved last with `save_latest`.
+    strict: weights that only the model or only the checkpoint has are an error.
+    optimizer: load its states, its hyperparameters and the loss scaler.
+    scheduler: load the schedule.
+    module_only: load weights and buffers, nothing else.
+    custom: loads the weights itself, from the unsharded module tensors (CPU, by name) into the
+        module.
+    missing_ok: that there is no checkpoint is no warning.
     fallback: where the checkpoint cannot be loaded, take the newest that can.
     """
 

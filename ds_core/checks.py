@@ -35,8 +35,9 @@ class WrongAnswer(TypeError):
 
 
 def gives(check: Check, *, observer: bool = False) -> Callable[[F], F]:
-    """Declare a hook, and the check of what it returns. observer: a plugin that fails in it is
-    switched off.
+    """Declare a hook, and the check of what it returns.
+
+    observer: a plugin that fails in it is switched off.
     """
 
     def mark(hook: F) -> F:
@@ -80,8 +81,9 @@ def one_or_none(item: Item) -> Check:
 
 
 def many(item: Item, *, or_none: bool = False) -> Check:
-    """An iterable of `item`; given back as a tuple. or_none: None is an answer too, and given back
-    as it is.
+    """An iterable of `item`; given back as a tuple.
+
+    or_none: None is an answer too, and given back as it is.
     """
 
     def check(value: Any) -> Any:
@@ -209,8 +211,9 @@ def blame(found: Found, what: str, error: BaseException) -> PluginError:
 def blaming(
     found: Found, what: str, *, passing: tuple[type[BaseException], ...] = ()
 ) -> Iterator[None]:
-    """Whatever is raised inside, SystemExit included, is raised as `blame` tells it. passing:
-    errors left alone.
+    """Whatever is raised inside, SystemExit included, is raised as `blame` tells it.
+
+    passing: errors left alone.
     """
     try:
         yield

@@ -83,8 +83,10 @@ def compose(
     model: the attribute ``ds_sections`` (section -> keys) of its modules fills in what the config
         leaves out.
     fill_later: see `ds_core.config.load_config`; `config.autos` then says what is still to be
-        filled in. Raises ConfigError with every problem found, or PluginError when a named plugin
-        is missing or broken.
+        filled in.
+
+    Raises ConfigError with every problem found, or PluginError when a named plugin is missing or
+    broken.
     """
     read = read_config(source)
     if model is not None:

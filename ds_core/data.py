@@ -232,8 +232,8 @@ def make_loader(
     """A loader of this rank's share of `dataset`: a plugin's (hook `ds_loader`), else
     `DistributedLoader`.
 
-    batch_size: samples per micro-batch; None: the config's. options: other fields of
-    `LoaderRequest`.
+    batch_size: samples per micro-batch; None: the config's.
+    options: other fields of `LoaderRequest`.
     """
     options = {
         "drop_last": ctx.config.core.dataloader_drop_last,

@@ -138,10 +138,11 @@ class KernelEntry(_Record):
     """One provider of one named operation; the highest available `priority` serves.
 
     devices, dtypes: torch names without the ``torch.`` (``"cpu"``, ``"float32"``); empty means any.
-    By convention cuda 30, triton 20, cpp 10, reference 0. build: reference to the
-    `ds_kernel_kit.build.Extension` that is compiled on first use, for ``dscore ops build``. check:
-    for an operation of the plugin's own, reference to a function like those in
-    `ds_kernel_kit.comparisons.CHECKS`, for ``dscore ops test`` and `KernelConformance`.
+        By convention cuda 30, triton 20, cpp 10, reference 0.
+    build: reference to the `ds_kernel_kit.build.Extension` that is compiled on first use, for
+        ``dscore ops build``.
+    check: for an operation of the plugin's own, reference to a function like those in
+        `ds_kernel_kit.comparisons.CHECKS`, for ``dscore ops test`` and `KernelConformance`.
     """
 
     op: str
@@ -161,8 +162,9 @@ class CollectivesEntry(_Record):
     available priority serves.
 
     load: called as ``load(group, messages)`` on each rank of a group, when it is first used; gives
-    a `ds_core.comm.GroupCollectives`. Where it takes an argument ``config``, it is given the
-    `RunConfig` too, of the first run that uses the group. build: as `KernelEntry.build`.
+        a `ds_core.comm.GroupCollectives`. Where it takes an argument ``config``, it is given the
+        `RunConfig` too, of the first run that uses the group.
+    build: as `KernelEntry.build`.
     """
 
     load: Ref
@@ -207,8 +209,9 @@ class SchedulerEntry(_Record):
 
 @dataclass(frozen=True, slots=True)
 class StateStoreEntry(_Record):
-    """Where model states can rest. `load` is called as ``load(ctx, options)`` and gives a
-    `ds_state_stores.StateStore`.
+    """Where model states can rest.
+
+    `load` is called as ``load(ctx, options)`` and gives a `ds_state_stores.StateStore`.
 
     options: the keys next to ``device`` where the config chose it.
     """
@@ -228,8 +231,9 @@ class LauncherEntry(_Record):
 
 @dataclass(frozen=True, slots=True)
 class Chart(_Record):
-    """Something that ``dscore plan`` shows of a config. name: of its file; svg: a drawing that
-    stands on its own.
+    """Something that ``dscore plan`` shows of a config.
+
+    name: of its file; svg: a drawing that stands on its own.
     """
 
     name: str
@@ -242,8 +246,8 @@ class Chart(_Record):
 class Request(_Record):
     """What a plugin asks all ranks to do after a step (`ds_request`).
 
-    stop: end training, ``engine.should_stop`` is true from now on. save: save a checkpoint into
-        this folder.
+    stop: end training, ``engine.should_stop`` is true from now on.
+    save: save a checkpoint into this folder.
     exit_code: when it is durable, end the program with SystemExit of this code, 1 to 255.
     """
 
@@ -254,12 +258,14 @@ class Request(_Record):
 
 @dataclass(frozen=True, slots=True)
 class RendezvousEntry(_Record):
-    """How ranks find each other where torchrun's variables are missing, and how they meet. The
-    highest priority serves.
+    """How ranks find each other where torchrun's variables are missing, and how they meet.
+
+    The highest priority serves.
 
     find: gives ``environment -> ds_core.comm.Job``, or None for a process alone; it is asked only
-    where one of `variables` is set. store: gives ``(ds_core.comm.Rendezvous, timedelta) -> torch
-    Store``, at which all ranks meet; it raises CommError within the time. None: torch's `TCPStore`.
+        where one of `variables` is set.
+    store: gives ``(ds_core.comm.Rendezvous, timedelta) -> torch Store``, at which all ranks meet;
+        it raises CommError within the time. None: torch's `TCPStore`.
     """
 
     find: Ref | None = None
@@ -280,13 +286,14 @@ class CommandEntry(_Record):
 
 @dataclass(frozen=True, slots=True)
 class Axis(_Record):
-    """A named axis of the process mesh. With ``inside="dp"`` it folds into dp and does not multiply
-    the world.
+    """A named axis of the process mesh.
+
+    With ``inside="dp"`` it folds into dp and does not multiply the world.
 
     outermost: its ranks are as far apart as can be (little is sent along it); along an axis that is
-    neither that nor inside dp they are neighbours. Inside dp `size` counts the ranks of the axes
-    that fold inside it, too: an axis of 8 around one of 2 has 4. same_batch: ranks along it, inside
-    dp, get the same samples, to work on a part each.
+        neither that nor inside dp they are neighbours. Inside dp `size` counts the ranks of the
+        axes that fold inside it, too: an axis of 8 around one of 2 has 4.
+    same_batch: ranks along it, inside dp, get the same samples, to work on a part each.
     """
 
     name: str

@@ -164,9 +164,9 @@ class GradientHooks:
 
         factor: what the engine multiplies losses by; other engines whose parameters the loss comes
             through receive it.
-        phase: times the phases "backward", "backward_inner" and "backward_allreduce". plan: a
-            runner's, which knows its batch; None: the accumulation's. alike: all ranks run it now;
-            else they call `finish_joint` later, together.
+        phase: times the phases "backward", "backward_inner" and "backward_allreduce".
+        plan: a runner's, which knows its batch; None: the accumulation's.
+        alike: all ranks run it now; else they call `finish_joint` later, together.
         """
         outer, self.origin = self.origin, Origin.ENGINE
         joint = self.joint
@@ -235,7 +235,10 @@ class GradientHooks:
         self.window.add(self.origin, 1.0 if driver is None else driver[1])
 
     def begin(self, plan: BackwardPlan | None = None) -> None:
-        """Tell the partitioner that a backward begins. plan: see `run`."""
+        """Tell the partitioner that a backward begins.
+
+        plan: see `run`.
+        """
         if self._installed and self._trainable != [p.requires_grad for p in self._ctx.trained]:
             self.install()
         plan = plan if plan is not None else self.accumulation.plan

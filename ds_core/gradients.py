@@ -20,12 +20,14 @@ class GradientShard:
     """This rank's elements of one parameter's gradient: the range [start, stop) of the row-major
     flattened parameter.
 
-    name: the parameter's. tensor: the elements, to be changed in place: in the parameter's `shape`
-    or flat, in the dtype in which they are accumulated, times 1 / `Gradients.factor`. shape: of the
-    parameter. held: mesh axes along which ranks have different parameters under this name. axes:
-    mesh axes along which all ranks' elements are disjoint; along the others every rank has the
-    same, and must change them alike. counted: False for a copy of a parameter that another rank
-    counts (tied weights).
+    name: the parameter's.
+    tensor: the elements, to be changed in place: in the parameter's `shape` or flat, in the dtype
+        in which they are accumulated, times 1 / `Gradients.factor`.
+    shape: of the parameter.
+    held: mesh axes along which ranks have different parameters under this name.
+    axes: mesh axes along which all ranks' elements are disjoint; along the others every rank has
+        the same, and must change them alike.
+    counted: False for a copy of a parameter that another rank counts (tied weights).
     """
 
     name: str
@@ -47,9 +49,10 @@ class GradientShard:
 class Gradients:
     """One step's gradients, reduced and finite.
 
-    shards: those of this rank; of a parameter that no rank used there are none. factor: a gradient
-    is its tensor times `factor`, which undoes the loss scale and divides by what is not divided
-    yet. norm: the global L2 norm of the gradients (times `factor`) before any plugin changed them.
+    shards: those of this rank; of a parameter that no rank used there are none.
+    factor: a gradient is its tensor times `factor`, which undoes the loss scale and divides by what
+        is not divided yet.
+    norm: the global L2 norm of the gradients (times `factor`) before any plugin changed them.
     step: the optimizer step, counted from 0.
     """
 

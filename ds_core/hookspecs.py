@@ -84,8 +84,10 @@ def ds_config_formats() -> Mapping[str, entries.Ref]:  # type: ignore[empty-body
 def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:  # type: ignore[empty-body]
     """Hook: rules that span sections, checked after all sections parsed and before processes talk.
 
-    Ask by capability ("is gradient_clipping set?"), not by another plugin's name. plugins: to ask
-    for what a name in the config means, as in ``plugins.named("ds_state_stores", "state_store")``.
+    Ask by capability ("is gradient_clipping set?"), not by another plugin's name.
+
+    plugins: to ask for what a name in the config means, as in
+        ``plugins.named("ds_state_stores", "state_store")``.
     """
 
 
@@ -143,8 +145,9 @@ def ds_mesh_axes(config: RunConfig) -> Iterable[entries.Axis]:  # type: ignore[e
 
 @gives(one_or_none("ds_core.config:Batch"))
 def ds_batch(config: RunConfig, dp_world: int) -> Batch | None:
-    """Driver: the batch sizes on `dp_world` data-parallel ranks. None: not this plugin. Nobody: the
-    three batch keys.
+    """Driver: the batch sizes on `dp_world` data-parallel ranks.
+
+    None: not this plugin. Nobody: the three batch keys.
 
     Called on every rank before processes talk, and by tools. Raise `ConfigError` where so many
     ranks are not possible.
@@ -165,6 +168,7 @@ def ds_mesh(mpu: Any, rank: int, world_size: int) -> Mesh | None:
 @gives(many("ds_core.comm.interceptor:Interceptor"))
 def ds_interceptors(config: RunConfig) -> Iterable[Interceptor]:  # type: ignore[empty-body]
     """Hook: what is called around every collective from here on, in order of `Interceptor.order`.
+
     Every rank.
 
     Called by ``initialize`` when the process group runs and ranks have agreed on the config, and by
@@ -222,8 +226,9 @@ def ds_checkpointer(ctx: Context) -> Checkpointer | None:
 
 @gives(one_or_none("ds_core.precision:Precision"))
 def ds_precision(config: RunConfig, base: Precision) -> Precision | None:
-    """Driver: the precision mode of a run: dtypes, casts, loss scaler, layer replacement. None: not
-    this plugin.
+    """Driver: the precision mode of a run: dtypes, casts, loss scaler, layer replacement.
+
+    None: not this plugin.
 
     base: what the core's own sections (fp16, bf16, torch_autocast, data_types) ask for; return
     ``dataclasses.replace(base, ...)`` to build on it. Nobody: `base`. Called on every rank before
@@ -233,8 +238,9 @@ def ds_precision(config: RunConfig, base: Precision) -> Precision | None:
 
 @gives(one_or_none(("__iter__", "state_dict", "load_state_dict")))
 def ds_loader(ctx: Context, request: LoaderRequest) -> Loader | None:
-    """Driver: who turns a dataset into this rank's batches. None: not this plugin. Nobody:
-    `DistributedLoader`.
+    """Driver: who turns a dataset into this rank's batches.
+
+    None: not this plugin. Nobody: `DistributedLoader`.
 
     Called on every rank, for ``training_data`` and by `ds_core.data.make_loader`; the position of
     the loader of ``training_data`` is part of every checkpoint. What a loader owes is in
@@ -256,8 +262,9 @@ def ds_engine_methods() -> Mapping[str, entries.Ref]:  # type: ignore[empty-body
 
 @gives(nothing)
 def ds_open(ctx: Context) -> None:
-    """Hook: the engine is built, and nothing has run yet: ``ctx.engine`` is whole. Every rank,
-    once, in plugin order.
+    """Hook: the engine is built, and nothing has run yet: ``ctx.engine`` is whole.
+
+    Every rank, once, in plugin order.
 
     Last in `initialize`. What is made here may change numerics, so an exception ends `initialize`,
     on all ranks. Collectives are allowed. `ds_close` is called for whoever was asked.
@@ -315,6 +322,7 @@ def ds_metrics(ctx: Context, step: int) -> Mapping[str, float | Tensor]:  # type
 @gives(nothing, observer=True)
 def ds_step_end(ctx: Context, step: int, metrics: Mapping[str, float]) -> None:
     """Hook (observer): an optimizer step is done (or was skipped: ``metrics["skipped"]`` is 1).
+
     Every rank.
 
     metrics: ``lr``, ``grad_norm``, ``loss_scale``, ``skipped``, ``skipped_steps``, ``samples``;
@@ -325,8 +333,9 @@ def ds_step_end(ctx: Context, step: int, metrics: Mapping[str, float]) -> None:
 
 @gives(one_or_none("ds_core.entries:Request"), observer=True)
 def ds_request(ctx: Context, step: int, metrics: Mapping[str, float]) -> entries.Request | None:
-    """Hook (observer): ask all ranks to stop training, to save a checkpoint now, or to end. Called
-    after `ds_step_end`.
+    """Hook (observer): ask all ranks to stop training, to save a checkpoint now, or to end.
+
+    Called after `ds_step_end`.
 
     It is enough that one rank asks: all agree, by one small collective per step, and act within
     ``engine.step()``.
@@ -335,8 +344,9 @@ def ds_request(ctx: Context, step: int, metrics: Mapping[str, float]) -> entries
 
 @gives(nothing, observer=True)
 def ds_phase_begin(ctx: Context, phase: str, inputs: Any) -> None:
-    """Hook (observer): a phase begins. Every rank; those of a step once per micro-batch, in a
-    pipeline and per stage.
+    """Hook (observer): a phase begins.
+
+    Every rank; those of a step once per micro-batch, in a pipeline and per stage.
 
     phase: ``"forward"``, whose `inputs` are (args, kwargs) of the model or of the first stage of a
     pipeline, else None; ``"backward"``, and in it, where the engine runs it, ``"backward_inner"``
@@ -372,8 +382,9 @@ def ds_checkpoint_loaded(ctx: Context, path: str) -> None:
 
 @gives(nothing, observer=True)
 def ds_close(ctx: Context, error: BaseException | None) -> None:
-    """Hook (observer): training ends. Once for each engine: it is being destroyed, or an exception
-    ends the program.
+    """Hook (observer): training ends.
+
+    Once for each engine: it is being destroyed, or an exception ends the program.
 
     error: what nothing has caught, or what passes while the engine is destroyed; None where all
     went well, as with StopIteration and ``sys.exit(0)``. With an error other ranks may not be here,

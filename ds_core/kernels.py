@@ -63,7 +63,10 @@ class Candidate:
 
 
 class _Served(NamedTuple):
-    """What serves one (op, device, dtype). better: why providers of a higher priority do not."""
+    """What serves one (op, device, dtype).
+
+    better: why providers of a higher priority do not.
+    """
 
     by: str
     better: tuple[str, ...] = ()

@@ -101,8 +101,9 @@ class Mesh:
         return tuple(a for a in self.expand(("dp",)) if a not in without)
 
     def build_groups(self, timeout: Any = None, *, own: bool = False) -> None:
-        """Make every group and open its transport. Collective over the world; torch.distributed
-        must be initialised.
+        """Make every group and open its transport.
+
+        Collective over the world; torch.distributed must be initialised.
 
         own: a group of its own also where the default group would do, which no other code uses.
         """

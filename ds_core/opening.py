@@ -51,10 +51,12 @@ def open_run(
 ) -> Context:
     """Open a run: the context that plugins are given, without a model. Collective, but for `alone`.
 
-    mesh: ``(rank, world size) -> mesh``; None: the config's own (`Composition.mesh`). late: it
-        needs the process group.
-    alone: this process takes part in nothing, whatever else runs. model: what is to be trained; an
-        engine that has it already ends here. Raises ConfigError, PluginError or RankMismatchError.
+    mesh: ``(rank, world size) -> mesh``; None: the config's own (`Composition.mesh`).
+    late: it needs the process group.
+    alone: this process takes part in nothing, whatever else runs.
+    model: what is to be trained; an engine that has it already ends here.
+
+    Raises ConfigError, PluginError or RankMismatchError.
     """
     make = mesh if mesh is not None else lambda rank, world_size: chosen.mesh(world_size, rank)
     core = chosen.config.core

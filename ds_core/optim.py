@@ -94,8 +94,8 @@ class Choice:
     """An optimizer or schedule that the config names, validated: call `build` with the groups or
     the optimizer.
 
-    notes: parameters that are accepted and have no effect. plugin: who offers it, and as what
-    (`offered`); None for what is torch's or named by its path.
+    notes: parameters that are accepted and have no effect.
+    plugin: who offers it, and as what (`offered`); None for what is torch's or named by its path.
     """
 
     name: str
@@ -120,7 +120,10 @@ class Choice:
             return made
 
     def groups(self, groups: Any, names: Mapping[Any, str]) -> Any:
-        """The parameter groups as the optimizer wants them split. names: of the parameters."""
+        """The parameter groups as the optimizer wants them split.
+
+        names: of the parameters.
+        """
         split = self.entry.groups if isinstance(self.entry, OptimizerEntry) else None
         if split is None:
             return groups

@@ -70,7 +70,8 @@ def check_whole(
 ) -> None:
     """Raise ConfigError where `built` needs whole what this mesh divides over ranks. Collective.
 
-    given: the `optimizer` of `initialize`. entry: what is declared of it.
+    given: the `optimizer` of `initialize`.
+    entry: what is declared of it.
     """
     grain = entry.grain
     if grain is None:  # what a function of the user's makes is known only now
@@ -89,8 +90,10 @@ def attach(
 ) -> Optimizer | None:
     """Let the partitioner take the model, and the optimizer the tensors that it is to update.
 
-    attached: the partitioner is added to it once it has the model. given: the `optimizer` of
-    `initialize`. Returns the optimizer; None where nothing is to be updated.
+    attached: the partitioner is added to it once it has the model.
+    given: the `optimizer` of `initialize`.
+
+    Returns the optimizer; None where nothing is to be updated.
     """
     assert ctx.module is not None
     if isinstance(given, Optimizer):

@@ -41,8 +41,8 @@ class ParamInfo:
     """A parameter's (or buffer's) name, and how it is distributed over the mesh.
 
     held: axes along which ranks have different parameters of this name (grid order, size > 1).
-    replicas: the axes of dp along which it is equal, so over which gradients are reduced. counted:
-    whether the norm and checkpoints use this copy; see `COUNTED_ELSEWHERE`.
+    replicas: the axes of dp along which it is equal, so over which gradients are reduced.
+    counted: whether the norm and checkpoints use this copy; see `COUNTED_ELSEWHERE`.
     """
 
     name: str
@@ -98,7 +98,10 @@ def check_grain(ctx: Context, grain: Grain | None, path: str, what: str) -> None
 
     A parameter that ranks hold differently is whole where its name is this rank's alone (a layer of
     a pipeline), and a part where others along its axes have one of that name (a slice, a stack of
-    experts). grain: of `what`; None: unknown. path: the key that asks for it.
+    experts).
+
+    grain: of `what`; None: unknown.
+    path: the key that asks for it.
     """
     if grain == "element" or ctx.world_size == 1:
         return
@@ -167,8 +170,10 @@ class GradNorm:
     Sums of squares are added over each group's axes, so each element of the model counts once.
     Which sets of axes occur is agreed once, when it is built: a rank without parameters on some
     axes takes part in their sum.
-    kernel_for: device type, dtype -> kernel ``squared_norm``. like: tensors on the devices and of
-        the dtypes that gradients will mostly have, so that the kernels are found at once.
+
+    kernel_for: device type, dtype -> kernel ``squared_norm``.
+    like: tensors on the devices and of the dtypes that gradients will mostly have, so that the
+        kernels are found at once.
     """
 
     def __init__(

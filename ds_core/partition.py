@@ -102,9 +102,11 @@ class Partitioner(ABC):
         """Take over `module`, whose weights are cast and on their device, and make ranks agree on
         them.
 
-        groups: optimizer parameter groups over the module's parameters. updated: whether there will
-        be an optimizer; without one weights stay as they are. Returns the same groups with the
-        tensors that the optimizer is to update in the place of the parameters. Collective.
+        groups: optimizer parameter groups over the module's parameters.
+        updated: whether there will be an optimizer; without one weights stay as they are.
+
+        Returns the same groups with the tensors that the optimizer is to update in the place of the
+        parameters. Collective.
         """
 
     def adopt(self, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,8 +124,9 @@ class Partitioner(ABC):
         """A backward begins, and `finish` will be called after it with the same plan."""
 
     def on_gradient(self, param: nn.Parameter) -> None:  # noqa: B027
-        """``param.grad`` is complete for this backward; may move it elsewhere. Runs inside
-        backward.
+        """``param.grad`` is complete for this backward; may move it elsewhere.
+
+        Runs inside backward.
 
         Called again for the same parameter where a backward is nested in another (re-entrant
         activation checkpointing).
@@ -144,6 +147,7 @@ class Partitioner(ABC):
     @abstractmethod
     def finish(self, plan: BackwardPlan) -> None:
         """A backward is over: complete the reduction of all gradients if the plan is to `reduce`.
+
         Collective.
 
         Also called without a backward, before a step. Does nothing where no reduction is due.

@@ -118,9 +118,12 @@ class LossScaler:
     """Static or dynamic loss scale (api.md section 4.2; Micikevicius et al., "Mixed Precision
     Training", section 3.2).
 
-    scale: multiplies the loss. window: clean steps before it grows by `factor`. hysteresis:
-    overflows before it shrinks. minimum: an overflow at this scale raises LossScaleError. A
-    plugin's scaler has `scale` and these methods.
+    scale: multiplies the loss.
+    window: clean steps before it grows by `factor`.
+    hysteresis: overflows before it shrinks.
+    minimum: an overflow at this scale raises LossScaleError.
+
+    A plugin's scaler has `scale` and these methods.
     """
 
     scale: float

@@ -189,11 +189,12 @@ class RunningEngine(ABC):
     ) -> bool:
         """Save all that a resumed run needs to ``save_dir/tag``. Every rank calls it.
 
-        tag: default ``global_step{N}``. client_state: rank 0's values are kept, and given back by
-            `load_checkpoint`.
-        save_latest: a load without a tag takes this one. exclude_frozen_parameters: leave out
-            weights that do not require gradients. UsageError where no checkpointer is installed;
-            CheckpointError, on all ranks, when it fails.
+        tag: default ``global_step{N}``.
+        client_state: rank 0's values are kept, and given back by `load_checkpoint`.
+        save_latest: a load without a tag takes this one.
+        exclude_frozen_parameters: leave out weights that do not require gradients.
+
+        UsageError where no checkpointer is installed; CheckpointError, on all ranks, when it fails.
         """
         from ds_core.checkpointer import SaveOptions
 
@@ -240,8 +241,9 @@ class RunningEngine(ABC):
         missing_ok: bool = False,
         fallback: bool = False,
     ) -> tuple[str | None, Any]:
-        """Read a checkpoint, saved at any world size; returns (path, client_state). Every rank
-        calls it.
+        """Read a checkpoint, saved at any world size; returns (path, client_state).
+
+        Every rank calls it.
 
         Without a tag and without any checkpoint: (None, None) and a warning, or (None, {}) with
         missing_ok.

@@ -157,8 +157,9 @@ def required(function: Callable[..., Any]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What ``optimizer.step(inputs=...)`` is given. Lists are in the order of the parameters of all
-    groups.
+    """What ``optimizer.step(inputs=...)`` is given.
+
+    Lists are in the order of the parameters of all groups.
     """
 
     scale: float = 1.0

@@ -266,8 +266,9 @@ class Telemetry:
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[Metrics]:
-        """To evaluate in: the phase "eval". It is no part of a step, so all observers of phases
-        hear of it.
+        """To evaluate in: the phase "eval".
+
+        It is no part of a step, so all observers of phases hear of it.
 
         What is put into the metrics that it gives is read when an observer asks.
         """

@@ -8,8 +8,9 @@ from typing import Any
 
 
 class Undo:
-    """The steps that give a model back as it was. A transform adds its own:
-    ``ctx.undo(handle.remove)``.
+    """The steps that give a model back as it was.
+
+    A transform adds its own: ``ctx.undo(handle.remove)``.
 
     They run in reverse order when the engine is destroyed, or when `initialize` fails. With
     ``collective=True`` a step talks to other ranks. Where an exception ends training, these may not
@@ -25,7 +26,9 @@ class Undo:
         self._steps.append((step, collective))
 
     def run(self, *, alone: bool = False) -> None:
-        """Change everything back. alone: without other ranks.
+        """Change everything back.
+
+        alone: without other ranks.
 
         A step that fails does not stop the others.
         """

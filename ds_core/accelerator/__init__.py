@@ -75,9 +75,11 @@ class HostEvent:
 class Accelerator(ABC):
     """One device type. The constructor and `device_count` must not initialize a device.
 
-    name: the value of ``DS_ACCELERATOR`` that selects it, as in its AcceleratorEntry. device_type:
-    torch's name of the device type. Memory is in bytes, and of the current device. The methods that
-    are not abstract are right for a device with one stream and without pinned memory.
+    name: the value of ``DS_ACCELERATOR`` that selects it, as in its AcceleratorEntry.
+    device_type: torch's name of the device type.
+
+    Memory is in bytes, and of the current device. The methods that are not abstract are right for a
+    device with one stream and without pinned memory.
     """
 
     name: str

@@ -22,8 +22,10 @@ from ds_core.errors import AcceleratorError
 class TorchAccelerator(Accelerator):
     """Drives the devices of ``torch.get_device_module(device_type)``.
 
-    name: the value of ``DS_ACCELERATOR`` that selects it; default: the device type. module:
-    replaces torch's module. Raises AcceleratorError if torch has no module for the device type.
+    name: the value of ``DS_ACCELERATOR`` that selects it; default: the device type.
+    module: replaces torch's module.
+
+    Raises AcceleratorError if torch has no module for the device type.
     """
 
     def __init__(self, device_type: str, *, name: str = "", module: Any = None) -> None:

@@ -30,8 +30,9 @@ _FAILED = "ds_core: failed on rank"  # the key of what a rank sends that has fai
 
 
 def all_gather_json(obj: Any, group: ProcessGroup | None = None) -> list[Any]:
-    """Every rank's `obj` (what JSON can hold), in rank order. Collective; for small things, such as
-    settings.
+    """Every rank's `obj` (what JSON can hold), in rank order.
+
+    Collective; for small things, such as settings.
 
     LostRankError where another rank failed in the work that they do together; see [Note: one fails,
     all fail].

@@ -33,10 +33,11 @@ Maker = Callable[[ProcessGroup, bool], GroupCollectives]
 class _Group:
     """What is kept per live process group; it goes with the group.
 
-    made: by maker, also those in use no longer. serving: by device type, those in use. carriers: by
-    device type, who carries messages, since a receive must look where its message is: the first
-    provider, or torch.distributed if there were messages before it. count, messages: what this rank
-    called; messages by sender and receiver.
+    made: by maker, also those in use no longer.
+    serving: by device type, those in use.
+    carriers: by device type, who carries messages, since a receive must look where its message is:
+        the first provider, or torch.distributed if there were messages before it.
+    count, messages: what this rank called; messages by sender and receiver.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -300,8 +301,9 @@ def called() -> list[tuple[ProcessGroup, int, Mapping[tuple[int, int], int]]]:
 
 
 def _serving(group: ProcessGroup | None, device: str, count: int = 1) -> GroupCollectives:
-    """What serves the group's collectives of tensors on `device`. count: of collectives that are
-    called now.
+    """What serves the group's collectives of tensors on `device`.
+
+    count: of collectives that are called now.
     """
     live = _live(group)
     known = _known(live)
@@ -320,8 +322,9 @@ def _serving(group: ProcessGroup | None, device: str, count: int = 1) -> GroupCo
 def _carrier(
     tensor: Tensor, group: ProcessGroup | None, *, to: int = -1, source: int = -1
 ) -> GroupCollectives:
-    """Who carries the group's messages of such tensors. to, source: the other end's global rank,
-    one of them.
+    """Who carries the group's messages of such tensors.
+
+    to, source: the other end's global rank, one of them.
     """
     members(group)
     if (me := dist.get_rank()) in (to, source):

@@ -40,7 +40,8 @@ TAG_BITS = 27
 class Order(IntEnum):
     """Where an interceptor stands among others.
 
-    OBSERVE: times and counts. CHECK: compares ranks, and may set a tag.
+    OBSERVE: times and counts.
+    CHECK: compares ranks, and may set a tag.
     """
 
     OBSERVE = 10
@@ -50,11 +51,13 @@ class Order(IntEnum):
 class Collective:
     """A collective that this thread is starting.
 
-    op: the function of `ds_core.comm`, one of `OPERATIONS` or "open_transport". group: never None.
-    arguments: what the function was called with, by name. label: what the caller said of it, or "".
+    op: the function of `ds_core.comm`, one of `OPERATIONS` or "open_transport".
+    group: never None.
+    arguments: what the function was called with, by name.
+    label: what the caller said of it, or "".
     tag: None, or a number below ``2 ** TAG_BITS`` that an interceptor sets: equal on all ranks for
-    the same collective, different for others. Transports send it along where they can, so that data
-    of two collectives is never mixed up.
+        the same collective, different for others. Transports send it along where they can, so that
+        data of two collectives is never mixed up.
     """
 
     __slots__ = ("arguments", "group", "label", "op", "tag")

@@ -254,8 +254,10 @@ def choose_providers(
     """(device type, backend) -> what serves its groups: the highest priority that is available, or
     `wanted` alone.
 
-    config: of the run, for providers that have a section. Raises ConfigError when no plugin offers
-    `wanted` or it is not available, PluginError for two of one priority.
+    config: of the run, for providers that have a section.
+
+    Raises ConfigError when no plugin offers `wanted` or it is not available, PluginError for two of
+    one priority.
     """
     offers = plugins.named("ds_collectives", "collectives")
     if wanted is not None and wanted.lower() not in (PLAIN, *offers):

@@ -40,8 +40,9 @@ _choice: tuple[Answer | None] | None = None  # the `ds_rendezvous` answer of thi
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where this process stands, and the address of rank 0's store. source: whose variables said
-    so, for errors.
+    """Where this process stands, and the address of rank 0's store.
+
+    source: whose variables said so, for errors.
     """
 
     rank: int
@@ -55,9 +56,10 @@ class Rendezvous:
 class Job:
     """What a `ds_rendezvous` answer finds in an environment.
 
-    source: whose variables say so, to go after "from". variables: what they mean, by torchrun's
-        names, as far as they tell. address: for a job that does not tell MASTER_ADDR: ``(rank,
-        world size) -> rank 0's address``, collective.
+    source: whose variables say so, to go after "from".
+    variables: what they mean, by torchrun's names, as far as they tell.
+    address: for a job that does not tell MASTER_ADDR: ``(rank, world size) -> rank 0's address``,
+        collective.
     hint: another way to tell it, for the error message, where there is no `address`.
     """
 
@@ -99,13 +101,16 @@ def init_distributed(
     """Start torch's default process group, unless one runs already; of one, if no launcher started
     this process.
 
-    dist_backend: None takes the accelerator's. auto_mpi_discovery: ask `ds_rendezvous` (MPI, Slurm,
-        ...) when torchrun's variables are missing. distributed_port: of rank 0, where no
-        MASTER_PORT says otherwise. timeout: of collectives; None means DEEPSPEED_TIMEOUT minutes,
-        or 30. init_method: torch's, with `rank` and `world_size`.
-    dist_init_required: False means that a process group must be running already. config: its
-        interceptors (`ds_interceptors`) are installed. Collective. Raises CommError, which names
-        each variable that is missing or wrong, or who was expected where.
+    dist_backend: None takes the accelerator's.
+    auto_mpi_discovery: ask `ds_rendezvous` (MPI, Slurm, ...) when torchrun's variables are missing.
+    distributed_port: of rank 0, where no MASTER_PORT says otherwise.
+    timeout: of collectives; None means DEEPSPEED_TIMEOUT minutes, or 30.
+    init_method: torch's, with `rank` and `world_size`.
+    dist_init_required: False means that a process group must be running already.
+    config: its interceptors (`ds_interceptors`) are installed.
+
+    Collective. Raises CommError, which names each variable that is missing or wrong, or who was
+    expected where.
     """
     plugins = None
     run = None
@@ -171,10 +176,12 @@ def find_rendezvous(
 ) -> Rendezvous | None:
     """What the environment says; None when nothing in it speaks of several processes.
 
-    discover: ask `ds_rendezvous` where torchrun's variables are missing. rank, world_size: given
-    values take precedence (-1: not given). collective: rank 0 may be asked for its address.
-    plugins: the run's, to choose the `ds_rendezvous` answer from. Raises CommError for an
-    incomplete answer.
+    discover: ask `ds_rendezvous` where torchrun's variables are missing.
+    rank, world_size: given values take precedence (-1: not given).
+    collective: rank 0 may be asked for its address.
+    plugins: the run's, to choose the `ds_rendezvous` answer from.
+
+    Raises CommError for an incomplete answer.
     """
     if plugins is not None:
         _provider(plugins)
@@ -248,8 +255,9 @@ def add_interceptors_of(plugins: Plugins, config: RunConfig) -> None:
 
 
 def _provider(plugins: Plugins | None = None) -> Answer | None:
-    """The `ds_rendezvous` answer of this process: chosen earlier, else now. plugins: choose again
-    from these.
+    """The `ds_rendezvous` answer of this process: chosen earlier, else now.
+
+    plugins: choose again from these.
     """
     global _choice
     if _choice is None or plugins is not None:

@@ -31,10 +31,11 @@ Models = Mapping[str, tuple[type[BaseModel], str]]
 class RunConfig:
     """A checked config, handed to everything that runs.
 
-    core: the core's keys. sections: the plugins' sections that the config names. origin: where it
-        came from.
-    raw: the data as given; it may hold secrets, so show `redacted()` instead. notes: see
-        `notes_on`.
+    core: the core's keys.
+    sections: the plugins' sections that the config names.
+    origin: where it came from.
+    raw: the data as given; it may hold secrets, so show `redacted()` instead.
+    notes: see `notes_on`.
     autos: the path of every "auto" that is still to be filled in (only with `fill_later`, see
         `load_config`).
     """
@@ -129,12 +130,14 @@ def _digest(value: Any) -> str:
 
 
 def load_config(source: Any, *, fill_later: bool = False) -> tuple[Plugins, RunConfig]:
-    """Load the plugins that a config, with DS_CONFIG_OVERRIDES, names, and check it. source: see
-    `read_config`.
+    """Load the plugins that a config, with DS_CONFIG_OVERRIDES, names, and check it.
+
+    source: see `read_config`.
 
     fill_later: keys that say "auto" count as left out, because an integration will fill them in
-    before training. Raises ConfigError with every problem, or PluginError when a named plugin is
-    missing or broken.
+        before training.
+
+    Raises ConfigError with every problem, or PluginError when a named plugin is missing or broken.
     """
     from ds_core.plugins import Plugins
 
@@ -158,8 +161,10 @@ def check_rules(
     """Ask `ds_check` of all that take part, until no new plugin does: a rule may itself choose what
     a plugin offers.
 
-    newer_than: who has been asked already. more: problems that were found before. Raises
-    ConfigError with them all.
+    newer_than: who has been asked already.
+    more: problems that were found before.
+
+    Raises ConfigError with them all.
     """
     problems: list[Problem] = []
     while new := plugins.members() - newer_than:
@@ -198,11 +203,13 @@ def build_config(
 ) -> RunConfig:
     """Check everything and build the frozen config.
 
-    source: a `ConfigSource`, or anything `read_config` takes. models: of the loaded sections.
-    installed: section names that enabled plugins claim (for suggestions). disabled: section -> why
-        it is off.
-    later: see `load_config`. Raises ConfigError with every problem of the core and of all sections,
-        in the order of the file.
+    source: a `ConfigSource`, or anything `read_config` takes.
+    models: of the loaded sections.
+    installed: section names that enabled plugins claim (for suggestions).
+    disabled: section -> why it is off.
+    later: see `load_config`.
+
+    Raises ConfigError with every problem of the core and of all sections, in the order of the file.
     """
     source = read_config(source)
     problems: list[Problem] = []

@@ -274,7 +274,10 @@ CORE_KEYS: frozenset[str] = frozenset(CoreConfig.model_fields) | {"bfloat16"}
 
 
 def cross_problems(core: CoreConfig, raw: dict[str, Any]) -> Iterator[Problem]:
-    """What is wrong between keys of the core. raw: tells by which of its names a key was given."""
+    """What is wrong between keys of the core.
+
+    raw: tells by which of its names a key was given.
+    """
     mode = "fp16" if core.fp16.enabled else "bf16" if core.bf16.enabled else "fp32"
     if core.fp16.enabled and core.bf16.enabled:
         bf16 = "bfloat16" if "bfloat16" in raw else "bf16"
@@ -304,7 +307,10 @@ def cross_problems(core: CoreConfig, raw: dict[str, Any]) -> Iterator[Problem]:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Sizes in samples. train: per optimizer update over all ranks. micro: per rank and forward.
+    """Sizes in samples.
+
+    train: per optimizer update over all ranks.
+    micro: per rank and forward.
     gas: micro-batches.
     """
 

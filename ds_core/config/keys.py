@@ -37,8 +37,9 @@ def bare(hint: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One known key. path: dotted, with ``[]`` for list items and ``*`` for the names of an open
-    object.
+    """One known key.
+
+    path: dotted, with ``[]`` for list items and ``*`` for the names of an open object.
 
     name: the field's own name, of which the path may show another spelling.
     """
@@ -54,8 +55,10 @@ class Key:
 
 
 def iter_keys(hint: Any, prefix: str = "", depth: int = 8) -> Iterator[Key]:
-    """Every key below `prefix`, depth first. depth: how far to follow models that hold
-    themselves."""
+    """Every key below `prefix`, depth first.
+
+    depth: how far to follow models that hold themselves.
+    """
     hint = bare(hint)
     if depth == 0:
         return
@@ -97,7 +100,10 @@ def secret_names(models: Iterable[type[BaseModel]]) -> frozenset[str]:
 
 
 def names_taking_auto(models: Mapping[str, type[BaseModel]]) -> set[str]:
-    """The names of keys and sections that accept the text "auto". models: of the sections."""
+    """The names of keys and sections that accept the text "auto".
+
+    models: of the sections.
+    """
     names = {name for name, model in models.items() if _says_auto(bare(model))}
     keys = (key for model in models.values() for key in iter_keys(model))
     return names | {
@@ -120,7 +126,8 @@ def _says_auto(hint: Any) -> bool:
 class Place:
     """Where a location of a pydantic error lies.
 
-    keys: the path as the user wrote it. hint: the expected type, Annotated with its bounds.
+    keys: the path as the user wrote it.
+    hint: the expected type, Annotated with its bounds.
     given: the value there, as the user wrote it; PydanticUndefined when the data are not at hand.
     parent: the model that the last key belongs to.
     union: how many keys lead to the outermost union that was passed, None without one.
@@ -144,8 +151,9 @@ def known_names(model: type[BaseModel]) -> dict[str, str]:
 
 
 def locate(model: Any, loc: Sequence[str | int], data: Any = None) -> Place:
-    """Follow `loc` from `model` down. data: what was validated, to name keys by the spelling that
-    was used.
+    """Follow `loc` from `model` down.
+
+    data: what was validated, to name keys by the spelling that was used.
     """
     place = Place([], model, given=PydanticUndefined if data is None else data)
     for at, part in enumerate(loc):
@@ -161,8 +169,9 @@ def locate(model: Any, loc: Sequence[str | int], data: Any = None) -> Place:
 
 
 def _enter(place: Place, hint: Any, key: str | int) -> None:
-    """Go on to the value under `key`. hint: the type of the value that `place` is at, without what
-    is around it.
+    """Go on to the value under `key`.
+
+    hint: the type of the value that `place` is at, without what is around it.
     """
     field: FieldInfo | None = None
     place.parent = hint if is_class(hint, BaseModel) else None

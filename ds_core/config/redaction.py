@@ -52,8 +52,10 @@ def redact(
 ) -> Any:
     """A copy of plain data in which every value under a secret name is ``***``, at any depth.
 
-    marked: more names that are secret. hide: what is shown for a secret. A secret key whose value
-    is null stays: it hides nothing. Log-ins inside URLs are hidden too.
+    marked: more names that are secret.
+    hide: what is shown for a secret.
+
+    A secret key whose value is null stays: it hides nothing. Log-ins inside URLs are hidden too.
     """
     if isinstance(value, dict):
         return {

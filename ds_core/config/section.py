@@ -44,7 +44,8 @@ def option(
 ) -> Any:
     """A field of a section; `field` goes to `pydantic.Field` (``gt=0``, ``alias=...``).
 
-    default: ``...`` for a required key. description: what it does, with the unit.
+    default: ``...`` for a required key.
+    description: what it does, with the unit.
     old: deprecated spellings of the key: their value is moved here, with a note in the log; both
         set is an error.
     secret: shown as ``***`` in every echo, log, error and checkpoint.
@@ -118,8 +119,9 @@ class Trait:
 
 
 class Clash(NamedTuple):
-    """Stands in for the value of a key of which two spellings are set. kind: what `old` is of
-    `new`.
+    """Stands in for the value of a key of which two spellings are set.
+
+    kind: what `old` is of `new`.
     """
 
     old: str

@@ -28,8 +28,9 @@ MAX_VALUES = 200_000
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ConfigSource:
-    """Plain data and where it came from. raw: only dict, list, str, int, float, bool and None; may
-    hold secrets.
+    """Plain data and where it came from.
+
+    raw: only dict, list, str, int, float, bool and None; may hold secrets.
     """
 
     raw: dict[str, Any]
@@ -43,7 +44,8 @@ def read_config(source: Any) -> ConfigSource:
     """Read a config and copy it; nothing of the caller's is kept or changed.
 
     source: a mapping; the path of a .json file, or of one whose format a plugin reads (anything
-    else is read as JSON, then hjson where that is installed); or JSON text in URL-safe base64.
+        else is read as JSON, then hjson where that is installed); or JSON text in URL-safe base64.
+
     Raises ConfigError for everything that is not a config.
     """
     if isinstance(source, ConfigSource):
@@ -245,7 +247,10 @@ def _printable(text: str) -> str:
 
 
 class Unreadable(Exception):
-    """The text is not of its format. path: the key that is at fault, when it is known."""
+    """The text is not of its format.
+
+    path: the key that is at fault, when it is known.
+    """
 
     def __init__(self, message: str, path: str = "", line: int = 0, column: int = 0) -> None:
         where = f"line {line}, column {column}: " if line else ""

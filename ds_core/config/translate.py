@@ -38,9 +38,10 @@ def translate_errors(
 ) -> list[Problem]:
     """Every error of `model`, in plain words, with paths that start with `path`.
 
-    owner: who owns the section, named with suggestions. data: what was validated, so that keys are
-    named by the spelling that was used and unions are understood. elsewhere: key -> the path where
-    it belongs, for keys that stand in the wrong place.
+    owner: who owns the section, named with suggestions.
+    data: what was validated, so that keys are named by the spelling that was used and unions are
+        understood.
+    elsewhere: key -> the path where it belongs, for keys that stand in the wrong place.
     """
     rows = []
     hidden = secrets_in(data, secret_names([model]))

@@ -45,8 +45,9 @@ def unknown_key(
 ) -> Problem:
     """The problem of a key that `section` does not have.
 
-    names: the keys that it has. owner: of the section. belongs: the path at which this key is
-    known.
+    names: the keys that it has.
+    owner: of the section.
+    belongs: the path at which this key is known.
     """
     names = sorted(names)
     where = join(section, key)

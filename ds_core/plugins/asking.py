@@ -36,11 +36,12 @@ class Plugins(Registry):
         installed: bool = False,
         **arguments: Any,
     ) -> list[Answer]:
-        """What those who take part answer to `hook`, in plugin order; None is left out. Errors are
-        fatal.
+        """What those who take part answer to `hook`, in plugin order; None is left out.
 
-        newer_than: leave out those who took part by then. installed: ask every backend, also one
-        that takes no part.
+        Errors are fatal.
+
+        newer_than: leave out those who took part by then.
+        installed: ask every backend, also one that takes no part.
         """
         among = self._members
         if installed:

@@ -35,6 +35,7 @@ class Answer:
 
     def resolve(self, ref: Ref | Callable[..., Any], what: str) -> Any:
         """Import what a reference of the plugin's names; a failure is an error of the plugin's.
+
         what: it is for.
         """
         with blaming(self.plugin, f"cannot serve {what}"):
@@ -42,10 +43,12 @@ class Answer:
 
 
 class Offers(Mapping[str, Answer]):
-    """Lower-case name -> the offer that serves it. Two offers of one name are an error only when it
-    is looked up.
+    """Lower-case name -> the offer that serves it.
 
-    rows: name -> plugin -> what it offers. choose: which plugin serves a name.
+    Two offers of one name are an error only when it is looked up.
+
+    rows: name -> plugin -> what it offers.
+    choose: which plugin serves a name.
     """
 
     def __init__(

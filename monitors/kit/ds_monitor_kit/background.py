@@ -42,8 +42,9 @@ LAST_PATIENCE = 300.0
 
 
 class Background:
-    """A monitor that calls `monitor` in a thread. Order is kept; `flush` and `close` return when
-    all is done.
+    """A monitor that calls `monitor` in a thread.
+
+    Order is kept; `flush` and `close` return when all is done.
 
     A forked process writes nothing: what is queued is its parent's. queued, patience,
     last_patience, told: for tests.

@@ -128,11 +128,14 @@ class Buffering(TypedDict, total=False):
 
 
 class BufferedMonitor:
-    """A monitor that keeps events for a while and then has its sink write them. Rank 0 only, as
-    every monitor.
+    """A monitor that keeps events for a while and then has its sink write them.
 
-    name: as `Monitor.name`. flush_events, flush_seconds: events are written as soon as so many
-    wait, or so long after the last writing. clock: seconds, for tests.
+    Rank 0 only, as every monitor.
+
+    name: as `Monitor.name`.
+    flush_events, flush_seconds: events are written as soon as so many wait, or so long after the
+        last writing.
+    clock: seconds, for tests.
 
     An OSError (a full disk, a folder that cannot be made) is raised from the call that had to
     write; `MonitorMaster` then switches the monitor off and training goes on.

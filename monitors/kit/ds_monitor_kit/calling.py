@@ -54,8 +54,9 @@ def _of_environment() -> set[str]:
 
 @contextlib.contextmanager
 def telling(name: str, what: str, after: float | None = None) -> Iterator[None]:
-    """One warning where what is done inside takes longer than `after` seconds. what: that, such as
-    "start".
+    """One warning where what is done inside takes longer than `after` seconds.
+
+    what: that, such as "start".
     """
     after = LONG if after is None else after
     said = f"monitor {name}: its {what} takes longer than {after:g} s, and training waits for it"

@@ -38,8 +38,9 @@ def service_monitors(
 ) -> list[Monitor]:
     """For `ds_monitors`: one monitor in the background when ``name.enabled``, else none.
 
-    make: imports `package`, and makes the monitor of the section. Raises PluginError where the
-    import fails.
+    make: imports `package`, and makes the monitor of the section.
+
+    Raises PluginError where the import fails.
     """
     section = ctx.config.section(name)
     if section is None or not getattr(section, "enabled", False):

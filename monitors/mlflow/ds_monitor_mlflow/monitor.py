@@ -42,7 +42,8 @@ class MLflowMonitor(BufferedMonitor):
     """Logs to the active run where the program has started one, else to the run of the section,
     which it ends.
 
-    config: recorded with a new run; it must hold no secrets. buffering: see `BufferedMonitor`.
+    config: recorded with a new run; it must hold no secrets.
+    buffering: see `BufferedMonitor`.
     """
 
     def __init__(

@@ -124,7 +124,10 @@ def _without(x: Tensor, dim: int) -> list[int]:
 
 
 def _lengths(length: int, sizes: Sizes, count: int, spread: bool) -> list[int]:
-    """`sizes`, or equal ones. spread: they divide `length`; else each is `length`."""
+    """`sizes`, or equal ones.
+
+    spread: they divide `length`; else each is `length`.
+    """
     if sizes is not None:
         return list(sizes)
     return [length // count if spread else length] * count

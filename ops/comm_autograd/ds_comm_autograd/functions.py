@@ -51,8 +51,9 @@ def mean(x: Tensor, group: ProcessGroup | None) -> Tensor:
 def gather(x: Tensor, group: ProcessGroup | None, dim: int, sizes: Sizes = None) -> Tensor:
     """The parts of all ranks along `dim`; the gradient is this rank's part.
 
-    For ranks that then all do the same with the whole. sizes: the ranks' lengths along `dim`, where
-    they differ.
+    For ranks that then all do the same with the whole.
+
+    sizes: the ranks' lengths along `dim`, where they differ.
     """
     members = _live(group)
     if members is None:
@@ -110,8 +111,10 @@ def all_to_all(
     """Cut `x` along dimension `cut`, send part i to rank i, and join what comes along dimension
     `join`.
 
-    cut_sizes: the lengths of the parts, where they differ. join_sizes: the ranks' lengths along
-    `join`, where they differ. The gradient takes the same way back.
+    cut_sizes: the lengths of the parts, where they differ.
+    join_sizes: the ranks' lengths along `join`, where they differ.
+
+    The gradient takes the same way back.
     """
     members = _live(group)
     if members is None:

@@ -31,10 +31,10 @@ class GlooCollectives(GroupCollectives):
     """Collectives of one gloo group on CPU tensors; see `GroupCollectives`.
 
     opener: opens the transport of ranks on one host; None: there is none. See the notes of
-    `ds_comm_gloo.transports`. Once open, `transport` serves reductions and gathers, and `carrier`
-    messages; `exchanger` has all_to_all to itself, since its parts are messages, which must not be
-    mixed up with others between the same ranks. key: tells which ranks share a host, those whose
-    keys are equal.
+        `ds_comm_gloo.transports`. Once open, `transport` serves reductions and gathers, and
+        `carrier` messages; `exchanger` has all_to_all to itself, since its parts are messages,
+        which must not be mixed up with others between the same ranks.
+    key: tells which ranks share a host, those whose keys are equal.
     """
 
     def __init__(
@@ -69,7 +69,10 @@ class GlooCollectives(GroupCollectives):
             self.carrier = self.transport
 
     def _open(self, ranks: Members, lane: int) -> Transport | TwoLevel | None:
-        """A transport of the group; collective. lane: of its messages between hosts."""
+        """A transport of the group; collective.
+
+        lane: of its messages between hosts.
+        """
         self._hosts = self._hosts or meet(ranks, self._key())
         if self._hosts.two_level:
             return open_two_level(self.queue, ranks, self._hosts, self._opener, lane)

@@ -47,8 +47,9 @@ class Transport(Protocol):
     """
 
     def takes(self, kind: str, size: int, dtype: torch.dtype, op: str) -> bool:
-        """Whether to run this one here; the same on every rank. size: bytes of the whole buffer, of
-        all ranks.
+        """Whether to run this one here; the same on every rank.
+
+        size: bytes of the whole buffer, of all ranks.
         """
 
     def all_reduce(self, flat: Tensor, op: str, tag: int) -> None:
@@ -68,8 +69,9 @@ class Transport(Protocol):
         """Replace `flat` by that of rank `src`."""
 
     def isend(self, flat: Tensor, to: int) -> Any:
-        """Start sending any number of bytes to rank `to` of the group; a work. Blocks in no case,
-        nor does `irecv`.
+        """Start sending any number of bytes to rank `to` of the group; a work.
+
+        Blocks in no case, nor does `irecv`.
 
         Messages of two ranks arrive in the order in which they were sent, in that in which receives
         were posted. A sender need not wait longer than until the receive is posted. Both are
@@ -84,8 +86,9 @@ class Transport(Protocol):
 class Members:
     """What an opener is given: the ranks of a group, all in this call at once.
 
-    rank, size: in the group. names: the ranks' numbers in the world. timeout: of collectives, in
-        seconds.
+    rank, size: in the group.
+    names: the ranks' numbers in the world.
+    timeout: of collectives, in seconds.
     exchange: gives this rank's JSON object to all, and returns theirs in rank order; collective.
     """
 

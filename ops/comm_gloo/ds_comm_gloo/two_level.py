@@ -59,8 +59,8 @@ def open_two_level(
 ) -> TwoLevel:
     """The transport of a group on several hosts. Collective.
 
-    opener: opens the transport of one host's ranks; None: they have none. lane: of messages between
-    hosts.
+    opener: opens the transport of one host's ranks; None: they have none.
+    lane: of messages between hosts.
     """
     names = {
         rank: f"rank {members.names[rank]} on {host.name}"

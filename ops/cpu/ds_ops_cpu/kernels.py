@@ -228,8 +228,9 @@ def _is_as_expected() -> bool:
 
 
 def _plain(lists: Sequence[Tensors], mixed: bool = False) -> Any:
-    """The lists for C++, when all is plain: on the CPU, contiguous, sizes and dtypes alike. Else
-    None.
+    """The lists for C++, when all is plain: on the CPU, contiguous, sizes and dtypes alike.
+
+    Else None.
 
     mixed: a list may hold several dtypes.
     """

@@ -96,8 +96,11 @@ class Receiving:
         self.error = ""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the message is in its tensor. LostRankError when that cannot be or takes too
-        long; CommError when the message has another length."""
+        """Block until the message is in its tensor.
+
+        LostRankError when that cannot be or takes too long; CommError when the message has another
+        length.
+        """
         self.post.receive(self, self.post.timeout if timeout is None else timeout.total_seconds())
         return True
 

@@ -51,8 +51,9 @@ def column_sums(x: Tensor, deterministic: bool) -> Tensor:
 
 
 def softmax_forward(x: Tensor, mask: Tensor | None, p: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Probabilities, and those after dropout (the same tensor where p is 0). x: [b, h, q, k]; mask
-    broadcasts to it.
+    """Probabilities, and those after dropout (the same tensor where p is 0).
+
+    x: [b, h, q, k]; mask broadcasts to it.
     """
     probs = F.softmax(wide(x) if mask is None else wide(x) + wide(mask), -1).to(x.dtype)
     return probs, dropout(probs, p, seed)
@@ -87,8 +88,9 @@ def layer_norm_backward(
     invertible: bool,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of input, weight and bias (the last two in fp32 or fp64). kept: the input, or
-    the output.
+    """The gradients of input, weight and bias (the last two in fp32 or fp64).
+
+    kept: the input, or the output.
     """
     del deterministic
     g = wide(grad)

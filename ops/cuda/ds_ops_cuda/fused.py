@@ -112,8 +112,9 @@ def gelu_linear(
     recompute: bool = False,
     deterministic: bool = True,
 ) -> Tensor:
-    """``bias_gelu(x, bias) @ weight.T``: [..., out]. weight: [out, cols]; recompute: do not keep
-    GELU's output.
+    """``bias_gelu(x, bias) @ weight.T``: [..., out].
+
+    weight: [out, cols]; recompute: do not keep GELU's output.
     """
     _check("gelu_linear", x, bias=bias)
     return _apply(_GeluLinear, x, bias, weight, approximate, recompute, deterministic)

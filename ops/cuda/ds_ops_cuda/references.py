@@ -27,8 +27,9 @@ def wide(x: Tensor) -> Tensor:
 def bias_gelu(
     x: Tensor, bias: Tensor, *, approximate: str = "tanh", deterministic: bool = True
 ) -> Tensor:
-    """GELU of ``x + bias``. x: [..., cols]; bias: [cols]; approximate: as
-    `torch.nn.functional.gelu` has it.
+    """GELU of ``x + bias``.
+
+    x: [..., cols]; bias: [cols]; approximate: as `torch.nn.functional.gelu` has it.
     """
     del deterministic  # gradients are always the same bits here
     return F.gelu(wide(x) + wide(bias), approximate=approximate).to(x.dtype)
@@ -43,8 +44,9 @@ def layer_norm(
     invertible: bool = False,
     deterministic: bool = True,
 ) -> Tensor:
-    """Layer norm over the last dim. x: [..., cols]; weight, bias: [cols]; invertible only changes
-    what is kept.
+    """Layer norm over the last dim.
+
+    x: [..., cols]; weight, bias: [cols]; invertible only changes what is kept.
     """
     del invertible, deterministic
     return F.layer_norm(wide(x), x.shape[-1:], wide(weight), wide(bias), eps).to(x.dtype)
@@ -53,8 +55,9 @@ def layer_norm(
 def softmax_dropout(
     x: Tensor, mask: Tensor | None = None, *, p: float = 0.0, seed: int = 0
 ) -> Tensor:
-    """Dropout of the softmax of ``x + mask`` over the last dim. mask: broadcasts to the 4-d x; not
-    differentiated.
+    """Dropout of the softmax of ``x + mask`` over the last dim.
+
+    mask: broadcasts to the 4-d x; not differentiated.
     """
     scores = wide(x) if mask is None else wide(x) + wide(mask.detach())
     return dropout(F.softmax(scores, -1).to(x.dtype), p, seed)
@@ -69,7 +72,10 @@ def bias_dropout_add(
     seed: int = 0,
     deterministic: bool = True,
 ) -> Tensor:
-    """``residual + dropout(x + bias)``. x, residual: [..., cols], of one type; bias: [cols]."""
+    """``residual + dropout(x + bias)``.
+
+    x, residual: [..., cols], of one type; bias: [cols].
+    """
     del deterministic
     return (dropout(wide(x) + wide(bias), p, seed) + wide(residual)).to(x.dtype)
 
@@ -138,6 +144,8 @@ def philox(
 
 def draw_seed(salt: int = 0) -> int:
     """A seed from torch's CPU generator, so that `torch.manual_seed` decides it, activation
-    checkpoints draw it again, and no device is waited for. salt: seeds of different salts
-    differ."""
+    checkpoints draw it again, and no device is waited for.
+
+    salt: seeds of different salts differ.
+    """
     return int(torch.randint(_SEEDS, ()).item()) ^ (salt * 0x9E3779B97F4A7C15 % _SEEDS)

@@ -104,8 +104,9 @@ class DeepSpeedTransformerConfig:
         return cls.from_dict(values)
 
     def check(self, *, draws_weights: bool) -> None:
-        """UsageError for settings that no layer can have. draws_weights: whether initial weights
-        are to be drawn.
+        """UsageError for settings that no layer can have.
+
+        draws_weights: whether initial weights are to be drawn.
         """
         where = "DeepSpeedTransformerConfig"
         for name in ("hidden_size", "heads", "intermediate_size"):

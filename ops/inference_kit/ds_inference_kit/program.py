@@ -314,4 +314,7 @@ class Load(Protocol):
     """The kernel ``inference_program``."""
 
     def __call__(self, program: Program, collectives: Collectives | None = None) -> Runnable:
-        """Load `program`. collectives: for one with `Reduce` or `Gather`."""
+        """Load `program`.
+
+        collectives: for one with `Reduce` or `Gather`.
+        """

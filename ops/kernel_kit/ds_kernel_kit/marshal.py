@@ -52,8 +52,9 @@ def sorted_out(
     """One `call` for the places of each kind, `reference` for those of kind None; the values of
     all, in order.
 
-    What `call` is given has its memory in one order at each place. has_copies: the last list is
-    `reference`'s copies.
+    What `call` is given has its memory in one order at each place.
+
+    has_copies: the last list is `reference`'s copies.
     """
     kinds: dict[Hashable | None, list[int]] = {}
     rows: list[Row] = list(zip(*lists, strict=True))

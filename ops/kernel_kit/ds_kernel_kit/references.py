@@ -40,7 +40,10 @@ def adam(
     scale: float = 1.0,
     copies: Tensors | None = None,
 ) -> None:
-    """Adam, or AdamW when `decoupled`. step: the number of this update, from 1."""
+    """Adam, or AdamW when `decoupled`.
+
+    step: the number of this update, from 1.
+    """
     if not params:
         return
     if (
@@ -159,7 +162,11 @@ def sgd(
     scale: float = 1.0,
     copies: Tensors | None = None,
 ) -> None:
-    """SGD. momenta: None without momentum. first: momenta begin as the gradient, undampened."""
+    """SGD.
+
+    momenta: None without momentum.
+    first: momenta begin as the gradient, undampened.
+    """
     if not params:
         return
     # torch 2.13 leaves most elements of 16-bit parameters as they were in a first step on the CPU.
@@ -256,11 +263,13 @@ def quantize(
     """The elements of `x` in whole numbers, `group` of them (in order; the last group may be
     shorter) to a scale.
 
-    Returns q, scales and lows (fp32, one per group; lows None when symmetric). symmetric: q in
-    ±(2^(bits-1) - 1) and x ≈ q * scale; else q in 0 .. 2^bits - 1 and x ≈ q * scale + low. bits 8:
-    q has one element for each of x, int8 or uint8. bits 4: uint8, two to a byte, the first in the
-    low half; `group` must be even. A group that is all one value (symmetric: all zero), or whose
-    range is not finite, is all zeros; what is not finite shows in its scale.
+    Returns q, scales and lows (fp32, one per group; lows None when symmetric).
+
+    symmetric: q in ±(2^(bits-1) - 1) and x ≈ q * scale; else q in 0 .. 2^bits - 1 and x ≈ q * scale
+        + low. bits 8: q has one element for each of x, int8 or uint8. bits 4: uint8, two to a byte,
+        the first in the low half; `group` must be even. A group that is all one value (symmetric:
+        all zero), or whose range is not finite, is all zeros; what is not finite shows in its
+        scale.
     out: contiguous tensors that are filled and returned.
     """
     check_quantize(bits, group)
@@ -308,8 +317,9 @@ def dequantize(
     dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
-    """What `quantize` was given, but for rounding: a flat tensor of `numel` elements. lows: None
-    when symmetric.
+    """What `quantize` was given, but for rounding: a flat tensor of `numel` elements.
+
+    lows: None when symmetric.
 
     out: a contiguous tensor of `dtype` that is filled and returned.
     """
@@ -339,8 +349,8 @@ def dequantize_sum(
     """The sum of what rows of symmetrically quantised values stand for, in order, in fp32, and
     rounded once.
 
-    q, scales: each row what `quantize` gives of `numel` elements; rows are contiguous. out: as for
-    `dequantize`.
+    q, scales: each row what `quantize` gives of `numel` elements; rows are contiguous.
+    out: as for `dequantize`.
     """
     check_quantize(bits, group)
     total = torch.zeros(numel, device=q.device)

@@ -66,8 +66,8 @@ def add_libraries(
 ) -> None:
     """Compile `extensions` (``module:name``) of the distribution at `root`, for its wheel.
 
-    directory: where hatchling builds. build_data: hatchling's, to which libraries and the wheel's
-    tags are added.
+    directory: where hatchling builds.
+    build_data: hatchling's, to which libraries and the wheel's tags are added.
     """
     clone = clone_of(root)
     # The builder of this clone goes before an installed one: the two may be of different versions.

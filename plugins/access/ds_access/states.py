@@ -139,6 +139,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 @torch.no_grad()
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Make `value` the master weight, and, rounded, the module's weight wherever it is whole now.
+
     Collective.
 
     Were `value` to differ between ranks, each element's would be that of the rank that owns it, on
@@ -169,6 +170,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 @torch.no_grad()
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Make `value` the optimizer's state `optim_state_key` (a number for one value per parameter).
+
     Collective.
 
     Raises ValueError on every rank for a key that the optimizer does not have for it.

@@ -97,8 +97,10 @@ def flags(helds: Sequence[ParamShard]) -> list[tuple[bool, bool, bool]]:
 
 
 def whole_grads(helds: Sequence[ParamShard], needed: str = "") -> list[Tensor | None]:
-    """The whole gradients; None for those that no rank has. needed: who cannot go on without
-    any."""
+    """The whole gradients; None for those that no rank has.
+
+    needed: who cannot go on without any.
+    """
     found = flags(helds)
     if needed and not any(f[-1] for f in found):
         raise UsageError(f"{needed}: there are no gradients now; {WHEN}")
@@ -145,8 +147,8 @@ def _reduce(helds: Sequence[ParamShard], dtype: torch.dtype) -> list[Tensor]:
 class Kind:
     """What ranks agree an optimizer state is.
 
-    value: of a state that is one number per parameter, else None. whole: it is not one value per
-    element.
+    value: of a state that is one number per parameter, else None.
+    whole: it is not one value per element.
     """
 
     dtype: torch.dtype

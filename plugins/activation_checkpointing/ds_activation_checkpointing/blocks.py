@@ -144,7 +144,10 @@ def _fills(value: Any) -> bool:
 def install(
     model: nn.Module, chosen: Mapping[str, nn.Module], options: Options, ctx: Context, measure: bool
 ) -> None:
-    """Recompute the modules `chosen`, by name. measure: measure them until `choose_by_budget`."""
+    """Recompute the modules `chosen`, by name.
+
+    measure: measure them until `choose_by_budget`.
+    """
     if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         raise UsageError(_TWICE.format("the model"))
     blocks = []
@@ -170,6 +173,7 @@ def _some(names: Iterable[str]) -> str:
 
 def choose_by_budget(ctx: Context, budget: int) -> None:
     """After the first step: let as many blocks keep their activations as `budget` bytes allow.
+
     Collective, once.
 
     Those with the most work per byte come first; of equal ones the last, whose activations backward
@@ -210,8 +214,9 @@ def choose_by_budget(ctx: Context, budget: int) -> None:
 
 
 def _chosen(found: list[tuple[str, list[int]]], budget: int) -> tuple[set[str], int]:
-    """The blocks that are not recomputed, and the bytes that all take then. found: full, held,
-    flops, peak by name.
+    """The blocks that are not recomputed, and the bytes that all take then.
+
+    found: full, held, flops, peak by name.
     """
     total = sum(held * peak for _, (_, held, _, peak) in found)
     # Bytes that a block needs more when it keeps its activations, as often as it is alive at once.

@@ -87,7 +87,10 @@ class KeptOutputs:
         self._kept: deque[_Kept] = deque()
 
     def recording(self, saved: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
-        """Inside, outputs are kept. saved: grows with each tensor that autograd saves."""
+        """Inside, outputs are kept.
+
+        saved: grows with each tensor that autograd saves.
+        """
         return _Mode(self._policy, lambda op, run: self._record(op, run, len(saved)))
 
     def serving(self) -> contextlib.AbstractContextManager[Any]:

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 class Meter:
     """Measures the forwards of one block while it is recomputed.
 
-    full: bytes that autograd would save in a forward, the largest. held: bytes that recomputation
-        keeps instead.
-    flops: of a forward. peak: forwards at once that wait for their backward.
+    full: bytes that autograd would save in a forward, the largest.
+    held: bytes that recomputation keeps instead.
+    flops: of a forward.
+    peak: forwards at once that wait for their backward.
     """
 
     def __init__(self, module: nn.Module) -> None:

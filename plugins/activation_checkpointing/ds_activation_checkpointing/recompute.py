@@ -79,7 +79,10 @@ def _inside() -> bool:
 
 
 class Slot:
-    """The place of one saved tensor in the graph. value: None until the function has run again."""
+    """The place of one saved tensor in the graph.
+
+    value: None until the function has run again.
+    """
 
     __slots__ = ("__weakref__", "kind", "region", "value")
 

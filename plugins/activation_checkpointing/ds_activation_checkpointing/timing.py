@@ -14,7 +14,9 @@ log = logging.getLogger("ds_activation_checkpointing")
 
 
 class Watch:
-    """What happens where a block begins and ends. logs: whether its time goes to the log.
+    """What happens where a block begins and ends.
+
+    logs: whether its time goes to the log.
     synchronize: wait there.
     """
 

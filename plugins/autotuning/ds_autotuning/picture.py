@@ -23,8 +23,9 @@ BOTTOM = 64.0
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """One trial. shape: "dot" or "cross"; colour: number of its group; text: what is shown under
-    the pointer.
+    """One trial.
+
+    shape: "dot" or "cross"; colour: number of its group; text: what is shown under the pointer.
     """
 
     x: float
@@ -45,8 +46,9 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """All coordinates, in units of the view box. groups: the legend; line: points of the best so
-    far.
+    """All coordinates, in units of the view box.
+
+    groups: the legend; line: points of the best so far.
     """
 
     marks: tuple[Mark, ...]

@@ -100,7 +100,10 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Row:
-    """One trial of a search, as results show it. setting: dotted key of the config -> its value."""
+    """One trial of a search, as results show it.
+
+    setting: dotted key of the config -> its value.
+    """
 
     number: int
     name: str
@@ -111,8 +114,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A module's own parameter. shape: of the whole. shared: its first full name, where it has
-    several.
+    """A module's own parameter.
+
+    shape: of the whole.
+    shared: its first full name, where it has several.
     """
 
     name: str
@@ -135,10 +140,11 @@ class ModuleRow:
 class Profile:
     """What a short run tells of a model.
 
-    parameters, trainable: numbers of elements. modules: in the order of ``named_modules``.
+    parameters, trainable: numbers of elements.
+    modules: in the order of ``named_modules``.
     activation_bytes_per_sample, fixed_bytes: memory beyond model states is their line in the
-        micro-batch size, per device; None where it was not measured. seconds: micro-batch size -> s
-        per step.
+        micro-batch size, per device; None where it was not measured.
+    seconds: micro-batch size -> s per step.
     facts: pipeline (bool), experts (number), transformers (bool), sequence_length, hidden_size,
         layers, world, device (torch's name of the type), device_memory, host_memory (free bytes per
         rank when the run began), host_base (bytes of a process besides model states), recomputes

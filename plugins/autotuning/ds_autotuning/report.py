@@ -38,9 +38,11 @@ def write_results(
     """Write ``summary.txt`` and ``index.html``, and of `best` ``ds_config_optimal.json`` and
     ``cmd_optimal.txt``.
 
-    config: that of `best`, whole. command: that starts the script with it. Each file is whole or
-    not there. Secrets of the config are in ``ds_config_optimal.json`` alone, which others then may
-    not read; the summary names their keys.
+    config: that of `best`, whole.
+    command: that starts the script with it.
+
+    Each file is whole or not there. Secrets of the config are in ``ds_config_optimal.json`` alone,
+    which others then may not read; the summary names their keys.
     """
     folder.mkdir(parents=True, exist_ok=True)
     secrets = texts_to_hide(config)

@@ -49,8 +49,9 @@ SECTION = "autotuning"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a tuning found. config: to train with: whole where a file was given, else what differs
-    from the script's.
+    """What a tuning found.
+
+    config: to train with: whole where a file was given, else what differs from the script's.
     """
 
     rows: Sequence[Row]
@@ -255,8 +256,9 @@ class _Session:
         config: Mapping[str, Any],
         setting: Mapping[str, Any],
     ) -> Result:
-        """Run one trial with top-level keys of the config replaced. setting: what tells it from
-        others.
+        """Run one trial with top-level keys of the config replaced.
+
+        setting: what tells it from others.
         """
         section = self.section
         own = {

@@ -37,6 +37,7 @@ def save_16bit_model(
     exclude_frozen_parameters: bool,
 ) -> bool:
     """Write all weights and buffers to one safetensors file, by rank 0, atomically; True.
+
     Collective.
 
     False, with a warning, where the config says that the partitioner's weights are not to be

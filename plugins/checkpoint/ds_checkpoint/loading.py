@@ -44,8 +44,10 @@ def load(
 
     Without a tag, and without a checkpoint in `folder`, nothing is loaded: the answer is (None,
     None), with a warning, or (None, {}) with `missing_ok`. With `module_only` the client state is
-    {}. verify: compare all files with their checksums first. node_local: each host has a folder of
-    its own.
+    {}.
+
+    verify: compare all files with their checksums first.
+    node_local: each host has a folder of its own.
 
     Raises CheckpointError on every rank, naming the file and the fix, before anything in `run` was
     changed, when the checkpoint is missing, damaged, of another format, or of another model; and

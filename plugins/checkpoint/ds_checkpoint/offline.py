@@ -173,11 +173,14 @@ def export_weights(
     written.
 
     One ``model.safetensors``, or with more than `max_shard_size` bytes
-    ``model-00001-of-0000N.safetensors`` and an index. dtype: "fp32", "bf16", "fp16" (for
-    floating-point tensors), or "saved" to leave them. Shared tensors are stored once; their other
-    names are in the metadata. overwrite: replace weights that are in the folder, all of them; else
-    they are an error. Other files there are left alone. CheckpointError when a weight is cut along
-    mesh axes.
+    ``model-00001-of-0000N.safetensors`` and an index.
+
+    dtype: "fp32", "bf16", "fp16" (for floating-point tensors), or "saved" to leave them. Shared
+        tensors are stored once; their other names are in the metadata.
+    overwrite: replace weights that are in the folder, all of them; else they are an error. Other
+        files there are left alone.
+
+    CheckpointError when a weight is cut along mesh axes.
     """
     folder = Path(output_dir)
     check_output(folder, overwrite)
@@ -295,8 +298,9 @@ Opener = Callable[[str | Path, str | None], contextlib.AbstractContextManager[Sa
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """Stands for a weight that is still on the disk; `contiguous` reads it. dtype, shape: as it
-    will have.
+    """Stands for a weight that is still on the disk; `contiguous` reads it.
+
+    dtype, shape: as it will have.
     """
 
     read: Callable[[], Tensor]
@@ -320,8 +324,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
     stage and world size.
 
     checkpoint_dir: the folder above the tag's; tag None: the one that ``latest`` names. Shared
-    tensors appear under all their names. lazy_mode: values are `LazyTensor`, read one by one by
-    their ``contiguous()``. opened: what opens checkpoints, for those of another form.
+        tensors appear under all their names.
+    lazy_mode: values are `LazyTensor`, read one by one by their ``contiguous()``.
+    opened: what opens checkpoints, for those of another form.
     """
     with opened(checkpoint_dir, tag) as saved:
         lazy = functools.partial(_read, opened, saved.path) if lazy_mode else None
@@ -358,8 +363,9 @@ def load_state_dict_from_zero_checkpoint(
 def _fp32_state_dict(
     saved: Saved, exclude_frozen_parameters: bool, lazy: Callable[[str], Tensor] | None = None
 ) -> dict[str, Any]:
-    """All weights and buffers, under all their names. lazy: reads one, when its `LazyTensor` is
-    asked for it.
+    """All weights and buffers, under all their names.
+
+    lazy: reads one, when its `LazyTensor` is asked for it.
     """
     _refuse_split(saved)
     left_out = set(saved.manifest.frozen) if exclude_frozen_parameters else set()
@@ -404,9 +410,12 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """Write a checkpoint's fp32 weights to safetensors files, with an index when there are several;
     the files.
 
-    Weights that are in `output_dir` are replaced. safe_serialization: False, which asks for
-    pickles, is answered with safetensors too, and a warning. dtype: another, as in
-    `export_weights`. opened: as in `get_fp32_state_dict_from_zero_checkpoint`.
+    Weights that are in `output_dir` are replaced.
+
+    safe_serialization: False, which asks for pickles, is answered with safetensors too, and a
+        warning.
+    dtype: another, as in `export_weights`.
+    opened: as in `get_fp32_state_dict_from_zero_checkpoint`.
     """
     if not safe_serialization:
         log.warning(

@@ -47,14 +47,17 @@ def save(
     lock: FolderLock,
     later: Background,
 ) -> Path:
-    """Write a checkpoint to ``folder/tag`` and return that path; atomic and durable. Collective:
-    every rank calls it.
+    """Write a checkpoint to ``folder/tag`` and return that path; atomic and durable.
+
+    Collective: every rank calls it.
 
     The tag is equal on all ranks (config ``checkpoint.tag_validation``). Client state: None, bool,
-    int, float, str, tensors, and lists, tuples and dicts (str keys) of them. lock: of the folders
-    that this engine saves into. later: with ``checkpoint.async`` it goes on writing after this
-    function has returned, unless states rest in a store that gives memory back: there may be no
-    memory for a copy of them, so they are streamed.
+    int, float, str, tensors, and lists, tuples and dicts (str keys) of them.
+
+    lock: of the folders that this engine saves into.
+    later: with ``checkpoint.async`` it goes on writing after this function has returned, unless
+        states rest in a store that gives memory back: there may be no memory for a copy of them, so
+        they are streamed.
 
     Raises CheckpointError on every rank, with the rank and the cause, when it fails on any; what
     was in `folder` before is then as it was. One job at a time may save to a folder: it is locked

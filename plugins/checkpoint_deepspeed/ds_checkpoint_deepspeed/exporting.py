@@ -43,9 +43,13 @@ def export_deepspeed(
 
     It goes below `output_dir`, under its tag, and ``latest`` there names it. DeepSpeed loads it
     with that stage and number of ranks only, and MoE layers with ep_size 1; `export_universal` fits
-    any. sub_group_size: the config's, at stage 3. The files are pickles of plain values, which is
-    the only form that DeepSpeed loads. CheckpointError for weights that differ along mesh axes, or
-    an optimizer whose states the form cannot hold.
+    any.
+
+    sub_group_size: the config's, at stage 3. The files are pickles of plain values, which is the
+        only form that DeepSpeed loads.
+
+    CheckpointError for weights that differ along mesh axes, or an optimizer whose states the form
+    cannot hold.
     """
     if stage not in (0, 1, 2, 3) or world_size < 1:
         raise CheckpointError(

@@ -50,8 +50,9 @@ def import_checkpoint(
         ``.safetensors`` file; a folder with ``model.safetensors`` or its index, as Hugging Face has
         them; or a state dict that torch saved.
     tag: default as in `source`, or ``imported``. `engine.load_checkpoint` then resumes at any stage
-        and world size. CheckpointError when it is none of these, or would need code in it to be
-        run.
+        and world size.
+
+    CheckpointError when it is none of these, or would need code in it to be run.
     """
     path = Path(source)
     folder = find_deepspeed(path, None)

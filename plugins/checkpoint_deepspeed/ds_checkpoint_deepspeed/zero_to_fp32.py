@@ -62,8 +62,9 @@ def convert_zero_checkpoint_to_state_dict(
     """Write a checkpoint's weights to safetensors files, with an index when there are several; the
     files.
 
-    Weights that are in `output_dir` are replaced. dtype: of floating-point tensors: float32,
-    float16 or bfloat16.
+    Weights that are in `output_dir` are replaced.
+
+    dtype: of floating-point tensors: float32, float16 or bfloat16.
     safe_serialization: False, which asks for pickles, is answered with safetensors too, and a
         warning.
     """

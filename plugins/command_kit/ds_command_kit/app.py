@@ -119,7 +119,10 @@ def find_command(name: str) -> Any:
 
 
 def make_app(own: Mapping[str, CommandEntry] = MappingProxyType({})) -> typer.Typer:
-    """The whole command. own: commands that need no search, and are listed first."""
+    """The whole command.
+
+    own: commands that need no search, and are listed first.
+    """
     app = typer.Typer(
         cls=type("Group", (Group,), {"own": own}),
         help="Distributed training whose every feature is a pip package.",

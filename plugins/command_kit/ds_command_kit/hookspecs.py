@@ -39,6 +39,7 @@ def ds_commands() -> Mapping[str, entries.CommandEntry]:  # type: ignore[empty-b
 @checks.gives(checks.many("ds_core.entries:Chart"))
 def ds_charts(config: RunConfig, plugins: Plugins) -> Iterable[entries.Chart]:  # type: ignore[empty-body]
     """Hook: what ``dscore plan`` shows of a config besides memory and messages, such as a timeline.
+
     Nothing runs.
 
     plugins: to ask for what a name in the config means, as in `ds_check`.
@@ -55,6 +56,7 @@ def ds_memory(  # type: ignore[empty-body]
     What answers `ds_partitioner` tells of the model states, and nobody: they are replicated. Others
     tell of what they add, such as averages of the weights; all answers are added up
     (`ds_command_kit.memory.memory_of`).
-    module: what a rank computes with, of meta tensors in the dtypes of training. world:
-        data-parallel ranks.
+
+    module: what a rank computes with, of meta tensors in the dtypes of training.
+    world: data-parallel ranks.
     """

@@ -13,8 +13,9 @@ from ds_comms_guard.verdict import Position
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Where are you? id: of this question. silent: ranks that have not answered it, and their
-    processes.
+    """Where are you? id: of this question.
+
+    silent: ranks that have not answered it, and their processes.
     """
 
     id: str = ""
@@ -22,8 +23,9 @@ class Question:
 
 
 class Board:
-    """Keys of a store of torch.distributed. open: connects to the store; called at the first use,
-    once.
+    """Keys of a store of torch.distributed.
+
+    open: connects to the store; called at the first use, once.
 
     Every method may raise RuntimeError: who keeps the store has ended. It may also block, if that
     process is stopped.

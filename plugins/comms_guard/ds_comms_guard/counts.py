@@ -28,8 +28,9 @@ _TORCH = distributed_c10d.__file__
 
 
 class Counts:
-    """How much was called on each group. device: the accelerator, where a backend lets the host go
-    on.
+    """How much was called on each group.
+
+    device: the accelerator, where a backend lets the host go on.
     """
 
     def __init__(self, device: Accelerator) -> None:
@@ -79,10 +80,13 @@ def _lets_go(group: ProcessGroup, kind: str) -> bool:
 
 
 class Seen(NamedTuple):
-    """A wait of a thread. frame: the function that waits. wait: (group name, number), where it is
-    known.
+    """A wait of a thread.
 
-    queued: it is for some of what was called. exact: it began with the last call.
+    frame: the function that waits.
+    wait: (group name, number), where it is known.
+
+    queued: it is for some of what was called.
+    exact: it began with the last call.
     """
 
     frame: FrameType
@@ -93,8 +97,9 @@ class Seen(NamedTuple):
 
 
 def find_wait(packages: Collection[str]) -> Seen | None:
-    """What a thread of this process waits for; the main thread's wait first. packages: with works
-    of their own.
+    """What a thread of this process waits for; the main thread's wait first.
+
+    packages: with works of their own.
     """
     frames = sys._current_frames()
     me = threading.get_ident()

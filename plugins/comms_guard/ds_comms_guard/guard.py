@@ -76,8 +76,9 @@ class GuardedWork:
 
 
 class HangGuard(comm.Interceptor):
-    """Numbers this process's collectives, for a watcher that proves. world: the process group of
-    the job.
+    """Numbers this process's collectives, for a watcher that proves.
+
+    world: the process group of the job.
     """
 
     order = comm.Order.CHECK
@@ -156,9 +157,12 @@ def guard_of_job(section: CommsGuard, packages: Iterable[str] = ()) -> HangGuard
     """Watch the waits of this job, and give the guard to install: the installed one, or with
     `enabled` a new one.
 
-    Every rank calls it with the same section, the process group running. packages: modules whose
-    lines are not the user's, besides those of installed plugins. A guard stays on when a later
-    engine does not want it. None: nothing is to be proved, or there is one rank.
+    Every rank calls it with the same section, the process group running.
+
+    packages: modules whose lines are not the user's, besides those of installed plugins.
+
+    A guard stays on when a later engine does not want it. None: nothing is to be proved, or there
+    is one rank.
     """
     world = dist.group.WORLD
     installed = installed_guard()

@@ -30,8 +30,10 @@ JUDGE_LOST = 6
 class Judge:
     """What this rank has found out as the judge, or would if it became it.
 
-    patience, tick (between looks): seconds. proves: whether the job ends when positions prove that
-    it cannot go on."""
+    patience, tick (between looks): seconds.
+
+    proves: whether the job ends when positions prove that it cannot go on.
+    """
 
     def __init__(self, board: Board, patience: float, tick: float, proves: bool) -> None:
         self._board = board

@@ -59,8 +59,10 @@ class Call:
 
 
 def describe(op: str, numel: int, dtype: Any, ends: Sequence[int] | None) -> str:
-    """An operation in words. numel: -1 where it has no message. ends: of a message between two
-    ranks.
+    """An operation in words.
+
+    numel: -1 where it has no message.
+    ends: of a message between two ranks.
     """
     what = f"{op} of {numel} {str(dtype).removeprefix('torch.')}" if numel >= 0 else op
     if op in MESSAGES and ends is not None:
@@ -74,8 +76,10 @@ def channel_name(group: str, ends: Sequence[int]) -> str:
 
 
 class _GroupCalls:
-    """What this rank has called on one group. members: global ranks. digest: of all calls so far,
-    in order.
+    """What this rank has called on one group.
+
+    members: global ranks.
+    digest: of all calls so far, in order.
 
     Messages from one rank to another are a group of their own: `channels`, by the argument that
     names the other one.
@@ -96,9 +100,9 @@ class Ledger:
     """Every collective of this process gets a number in its group, and is folded into the group's
     digest, its tag.
 
-    waiting: by thread, the call that it waits for. device: the accelerator, where the host may go
-    on before a collective has ended; None: it waits. streams: those that calls were queued on since
-    somebody took the set.
+    waiting: by thread, the call that it waits for.
+    device: the accelerator, where the host may go on before a collective has ended; None: it waits.
+    streams: those that calls were queued on since somebody took the set.
     """
 
     def __init__(self, device: Accelerator) -> None:

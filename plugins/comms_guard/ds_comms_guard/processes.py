@@ -22,15 +22,20 @@ _CORE = os.path.dirname(os.path.abspath(ds_core.__file__)) + os.sep
 
 
 class State(NamedTuple):
-    """What the system says of a process that does not answer. settled: it cannot answer."""
+    """What the system says of a process that does not answer.
+
+    settled: it cannot answer.
+    """
 
     text: str
     settled: bool = False
 
 
 class Home(NamedTuple):
-    """A process. machine: equal for processes that see each other's numbers. born: tells it from a
-    later one.
+    """A process.
+
+    machine: equal for processes that see each other's numbers.
+    born: tells it from a later one.
     """
 
     host: str

@@ -13,8 +13,10 @@ from ds_comms_guard.verdict import SHOWN, Position, ranks_text, where
 def describe_waits(
     positions: Mapping[int, Position], silent: Mapping[int, str], size: int, seconds: float
 ) -> str:
-    """The text for the log. positions: of the ranks that answered. silent: what is known of the
-    others.
+    """The text for the log.
+
+    positions: of the ranks that answered.
+    silent: what is known of the others.
     """
     waiting = {rank: p for rank, p in positions.items() if p.waits and not p.ended}
     alike: dict[tuple[object, str], list[int]] = {}

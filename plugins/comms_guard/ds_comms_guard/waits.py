@@ -29,8 +29,10 @@ class Wait:
 
 
 class Waits:
-    """Looks for waits. still_after: seconds without a call until this rank stands still. packages:
-    see `find_wait`.
+    """Looks for waits.
+
+    still_after: seconds without a call until this rank stands still.
+    packages: see `find_wait`.
     """
 
     def __init__(

@@ -44,8 +44,9 @@ class TellsActivity(Protocol):
 class Watcher:
     """Runs until `stop`, or until the process group is gone.
 
-    world: the process group. proves: whether the job ends when positions prove that it cannot go
-    on. packages: top-level names of modules whose lines are not shown as the user's.
+    world: the process group.
+    proves: whether the job ends when positions prove that it cannot go on.
+    packages: top-level names of modules whose lines are not shown as the user's.
 
     The store is looked at when this rank has waited for half of `patience`, or has made no
     collective for a quarter of it, and else after every half.
@@ -96,8 +97,11 @@ class Watcher:
             self._thread.join(5.0)
 
     def position(self, wait: Wait | None, ended: str = "") -> Position:
-        """Where this rank stands. wait: what it waits for. ended: how it ended, "" if it did
-        not."""
+        """Where this rank stands.
+
+        wait: what it waits for.
+        ended: how it ended, "" if it did not.
+        """
         self._beat += 1
         return Position(
             self._rank,

@@ -39,7 +39,9 @@ def calc_bw_log(comm_op: str, size: float, duration: float) -> tuple[float, floa
     """The algorithm's and the bus's bandwidth of a collective, in Mbit per unit of `duration`.
 
     size: bytes that one rank gives. The bus's is what links between ranks carry (NVIDIA's
-    nccl-tests, PERFORMANCE.md). Raises ValueError for a name that is no collective's.
+        nccl-tests, PERFORMANCE.md).
+
+    Raises ValueError for a name that is no collective's.
     """
     ranks = comm.world_size()
     others = (ranks - 1) / ranks

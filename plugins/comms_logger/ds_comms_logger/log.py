@@ -52,8 +52,10 @@ _LOGGED_AS = {
 
 @dataclass(frozen=True, slots=True)
 class CommsRow:
-    """One line of the summary. bytes: of one message. site: where it was called, "" without
-    `debug`.
+    """One line of the summary.
+
+    bytes: of one message.
+    site: where it was called, "" without `debug`.
 
     algbw, busbw: GB/s over all calls. straggler_ms: the total time of the slowest rank less that of
         the fastest;
@@ -83,7 +85,9 @@ class _Tally:
 class CommsLog(Interceptor):
     """Times each collective, synchronised, and adds it up.
 
-    ops: the operations to log, None for all. verbose: log every call. debug: keep call sites apart.
+    ops: the operations to log, None for all.
+    verbose: log every call.
+    debug: keep call sites apart.
     """
 
     ops: frozenset[str] | None = None

@@ -13,7 +13,8 @@ def log_summary(show_straggler: bool = False, *, show: bool = True) -> list[Comm
     """Print the summary on rank 0 and return this rank's rows; empty when the log is off.
 
     show_straggler: also how far the slowest rank is behind the fastest, per row; collective then,
-    so that every rank must call it. show: print; the same on every rank.
+        so that every rank must call it.
+    show: print; the same on every rank.
     """
     log = installed_log()
     rows = log.rows() if log is not None else []

@@ -104,9 +104,11 @@ def compile_model(
 ) -> None:
     """Compile the model with torch.compile, in place; `engine.compile` calls it.
 
-    backend, compile_kwargs: what torch.compile takes. schedule: ``(step, passes)`` pairs, from
-    which step on which passes run, by name or as functions; None: those of ``compile.passes`` from
-    the start. Every rank calls it.
+    backend, compile_kwargs: what torch.compile takes.
+    schedule: ``(step, passes)`` pairs, from which step on which passes run, by name or as
+        functions; None: those of ``compile.passes`` from the start.
+
+    Every rank calls it.
     """
     if compiled_autograd_enabled:
         raise UsageError(

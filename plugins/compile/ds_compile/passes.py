@@ -32,7 +32,10 @@ REGISTERED: StashKey[dict[str, GraphPass]] = StashKey("ds-compile passes of the 
 
 @dataclass(frozen=True)
 class Passes:
-    """Passes by name, in order. shown: whether graphs go to the log."""
+    """Passes by name, in order.
+
+    shown: whether graphs go to the log.
+    """
 
     passes: Mapping[str, GraphPass]
     shown: bool

@@ -40,8 +40,9 @@ HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Outputs of `owner` (inputs, for heads) to keep, and what is cut with it. path: of the
-    config's key.
+    """Outputs of `owner` (inputs, for heads) to keep, and what is cut with it.
+
+    path: of the config's key.
     """
 
     path: str

@@ -30,9 +30,9 @@ _ATTRIBUTE = "_ds_compression_progress"
 class Progress:
     """What a model was prepared with, and how far it is.
 
-    step: optimizer steps done; None: not known, or buffers were loaded. hooks: those on the model;
-        the first notices loaded states, the second follows an engine. missing: patterns of the
-        config that match nothing in this rank's part.
+    step: optimizer steps done; None: not known, or buffers were loaded.
+    hooks: those on the model; the first notices loaded states, the second follows an engine.
+    missing: patterns of the config that match nothing in this rank's part.
     factor: of a layer's period, by eigenvalues, where there are.
     """
 

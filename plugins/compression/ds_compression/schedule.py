@@ -16,7 +16,9 @@ def bits_at(age: int, start: int, target: int, period: int) -> int:
 class Pace:
     """How a layer loses bits whose eigenvalue is looked at whenever it loses one.
 
-    due: the age at which the next bit goes. last: that of the last one. lost: bits so far.
+    due: the age at which the next bit goes.
+    last: that of the last one.
+    lost: bits so far.
     """
 
     due: int

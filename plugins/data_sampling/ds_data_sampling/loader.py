@@ -85,7 +85,8 @@ def _make_order(ctx: Context, section: DataEfficiency, data: Any) -> Order:
 class PlannedLoader:
     """Batches of steps that are planned for all ranks; see `ds_core.data.Loader`.
 
-    data: a map-style dataset. samples_seen: samples in the batches of all ranks yielded so far.
+    data: a map-style dataset.
+    samples_seen: samples in the batches of all ranks yielded so far.
     """
 
     def __init__(

@@ -109,11 +109,13 @@ def compute_elastic_config(
     """(train batch size, numbers of ranks that divide it), and the micro batch size where it is
     known or asked for.
 
-    ds_config: a whole config. target_deepspeed_version: the version that will run it. world_size:
-    check that so many ranks divide the batch, and return their micro batch size. Version 0.2 needs
-    a number of ranks: `world_size`, or the variable WORLD_SIZE. Raises ElasticityConfigError,
-    ElasticityIncompatibleWorldSize, or ElasticityError for a version that is too old; ValueError
-    when `ds_config` is no mapping.
+    ds_config: a whole config.
+    target_deepspeed_version: the version that will run it.
+    world_size: check that so many ranks divide the batch, and return their micro batch size.
+        Version 0.2 needs a number of ranks: `world_size`, or the variable WORLD_SIZE.
+
+    Raises ElasticityConfigError, ElasticityIncompatibleWorldSize, or ElasticityError for a version
+    that is too old; ValueError when `ds_config` is no mapping.
     """
     if not isinstance(ds_config, Mapping):
         raise ValueError(f"ds_config must be a dict, not {type(ds_config).__name__}")

@@ -139,7 +139,10 @@ output.
 
 
 def _recurrent(rows: int, weight: Tensor, recurrent: Tensor) -> Work:
-    """One layer in one direction; rows: steps times batch. weight: [gates * hidden, in]."""
+    """One layer in one direction; rows: steps times batch.
+
+    weight: [gates * hidden, in].
+    """
     macs = rows * (weight.numel() + recurrent.numel())
     hidden = recurrent.shape[1]
     return _products(macs, rows * hidden * _GATES.get(weight.shape[0] // hidden, 1))

@@ -39,10 +39,12 @@ def get_model_profile(
     with units.
 
     input_shape: the model is called with one tensor of ones of this shape, in its first parameter's
-    dtype and on its device; else with `args` and `kwargs`. print_profile, detailed, module_depth,
-    top_modules, output_file: see `FlopsProfiler.print_model_profile`. warm_up: calls before the one
-    that is timed; operations are counted in the last of them. ignore_modules: classes of modules
-    whose work counts at their callers. mode: "forward", or "generate" for ``model.generate``.
+        dtype and on its device; else with `args` and `kwargs`.
+    print_profile, detailed, module_depth, top_modules, output_file: see
+        `FlopsProfiler.print_model_profile`.
+    warm_up: calls before the one that is timed; operations are counted in the last of them.
+    ignore_modules: classes of modules whose work counts at their callers.
+    mode: "forward", or "generate" for ``model.generate``.
     device: "meta" computes nothing and allocates nothing, whatever device the model is on.
     """
     call = _call(model, input_shape, args, kwargs or {}, mode, device)

@@ -25,9 +25,11 @@ from ds_flops_profiler.units import (
 class FlopsProfiler:
     """FLOPs, MACs, parameters and latency of the forward of a model, by module.
 
-    model: a module, or an engine, whose module is meant. ds_engine: the engine that trains it; its
-    world size, batch and parameters over ranks are then printed too. recompute_fwd_factor: forwards
-    that the backward does again, for the assumed FLOPs of the backward.
+    model: a module, or an engine, whose module is meant.
+    ds_engine: the engine that trains it; its world size, batch and parameters over ranks are then
+        printed too.
+    recompute_fwd_factor: forwards that the backward does again, for the assumed FLOPs of the
+        backward.
     """
 
     def __init__(
@@ -62,8 +64,9 @@ class FlopsProfiler:
         return self._counter
 
     def start_profile(self, ignore_list: Collection[type] | None = None) -> None:
-        """Profile from here on, from zero. ignore_list: classes of modules whose work counts at
-        their callers.
+        """Profile from here on, from zero.
+
+        ignore_list: classes of modules whose work counts at their callers.
         """
         self.attach(ignore_list)
         self._active.enter_context(self.counter.measuring())
@@ -131,8 +134,10 @@ class FlopsProfiler:
         """Print the totals, the most expensive kinds of modules by depth, and with `detailed` the
         tree of modules.
 
-        profile_step: printed in the heading. module_depth: how deep; -1: all. top_modules: how many
-        kinds at each depth. output_file: written instead of standard output; its folder is made.
+        profile_step: printed in the heading.
+        module_depth: how deep; -1: all.
+        top_modules: how many kinds at each depth.
+        output_file: written instead of standard output; its folder is made.
         """
         rows = report.totals(self)
         self.write(rows, profile_step, module_depth, top_modules, detailed, output_file)

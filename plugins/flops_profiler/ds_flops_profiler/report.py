@@ -68,7 +68,10 @@ def totals(profiler: FlopsProfiler) -> Rows:
 def of_training(
     everywhere: Sequence[Mapping[str, Any]], batch: Batch, recompute: float
 ) -> Iterator[tuple[str, str]]:
-    """Of one micro-batch, on rank 0 and over all ranks. everywhere: what each rank has measured."""
+    """Of one micro-batch, on rank 0 and over all ranks.
+
+    everywhere: what each rank has measured.
+    """
     mine = everywhere[0]
     ranks = len(everywhere)
     seconds = mine["seconds"]

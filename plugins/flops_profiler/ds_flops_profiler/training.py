@@ -132,7 +132,8 @@ def _of_the_model(row: Mapping[str, Any]) -> float:
 class StepRate:
     """FLOPs per second of the steps after a profiled one, which are taken to compute as much.
 
-    teraflops: of one step, the mean over ranks. peak: teraflops per second of a rank's device.
+    teraflops: of one step, the mean over ranks.
+    peak: teraflops per second of a rank's device.
     """
 
     def __init__(self, teraflops: float, peak: float | None) -> None:

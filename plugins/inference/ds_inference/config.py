@@ -171,8 +171,9 @@ class WeightQuantConfig(BaseQuantConfig):
         )
 
     def layers(self, bits: int) -> Mapping[str, LayerQuantization]:
-        """Name of layers, the first that fits counts -> how they are quantised. bits: that dtype
-        asks for.
+        """Name of layers, the first that fits counts -> how they are quantised.
+
+        bits: that dtype asks for.
         """
         found = dict(self.post_init_quant) if self.enabled else {}
         if self.enabled and isinstance(self.quantized_initialization, LayerQuantization):

@@ -160,8 +160,9 @@ class InferenceEngine(nn.Module):
             yield
 
     def serve(self, requests: Iterable[Request], tokens: bool = False) -> Iterator[Output]:
-        """Answer many requests, which share the steps of the model; outputs as they come. See
-        `Generator.serve`.
+        """Answer many requests, which share the steps of the model; outputs as they come.
+
+        See `Generator.serve`.
 
         tokens: every output, else only the one that ends a request. With several ranks all give the
         same requests.
@@ -248,6 +249,7 @@ class InferenceEngine(nn.Module):
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
         """Measure each call of the model from now on; `model_times` has the result.
+
         use_cuda_events: on the device.
 
         A call is a forward, or a step of a generation: one for each token, and those that read
@@ -263,8 +265,9 @@ class InferenceEngine(nn.Module):
         return times
 
     def destroy(self) -> None:
-        """Let go of all but the module, which answers by itself from now on. Calling it again does
-        nothing.
+        """Let go of all but the module, which answers by itself from now on.
+
+        Calling it again does nothing.
 
         Where `zero` keeps the weights elsewhere, it is left as the training engine's `destroy`
         leaves a module.

@@ -27,9 +27,11 @@ log = logging.getLogger("ds_inference")
 def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
     """An engine that answers with `model`.
 
-    config: a dict, the path of a JSON file, or a `DeepSpeedInferenceConfig`. kwargs: more of its
-    keys. Collective where several ranks divide the model. Raises ValueError for a key with two
-    values, ConfigError for what is wrong in it.
+    config: a dict, the path of a JSON file, or a `DeepSpeedInferenceConfig`.
+    kwargs: more of its keys.
+
+    Collective where several ranks divide the model. Raises ValueError for a key with two values,
+    ConfigError for what is wrong in it.
     """
     from ds_inference.engine import InferenceEngine
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 
 class LayerPolicy:
-    """A family that is known by itself. layer: the class of its layers, in transformers."""
+    """A family that is known by itself.
+
+    layer: the class of its layers, in transformers.
+    """
 
     layer = ""
 

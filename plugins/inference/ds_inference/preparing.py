@@ -138,8 +138,10 @@ def prepare(model: nn.Module, config: DeepSpeedInferenceConfig) -> Prepared:
 def quantise(
     model: nn.Module, weight: WeightQuantConfig, bits: int, qkv: bool, ctx: Context
 ) -> None:
-    """Quantise linear layers as the config says. bits: that dtype asks for. qkv: also queries,
-    keys, values.
+    """Quantise linear layers as the config says.
+
+    bits: that dtype asks for.
+    qkv: also queries, keys, values.
     """
     wanted = weight.layers(bits)
     if not wanted:

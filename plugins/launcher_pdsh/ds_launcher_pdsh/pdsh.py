@@ -1,5 +1,6 @@
-"""One pdsh for all hosts. It carries no input, so settings are an argument, which `ps` shows on the
-hosts.
+"""One pdsh for all hosts.
+
+It carries no input, so settings are an argument, which `ps` shows on the hosts.
 
 What it does give: standard input of an agent ends when pdsh does, however that ends.
 """

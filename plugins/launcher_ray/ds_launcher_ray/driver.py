@@ -197,7 +197,10 @@ def _start(
 
 
 class _Watch:
-    """Brings the output of all agents until they have ended. names: of their hosts."""
+    """Brings the output of all agents until they have ended.
+
+    names: of their hosts.
+    """
 
     def __init__(
         self, ray: Any, nodes: list[Any], names: list[str], grace: float, gone: threading.Event

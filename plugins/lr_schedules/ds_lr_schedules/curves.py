@@ -30,7 +30,8 @@ def warmup(t: int, num_steps: int, kind: str) -> float:
     """Progress of the warm-up, in [0, 1]; 1 from step `num_steps` on and 0 before the first step;
     without one 1.
 
-    num_steps: as `warmup_steps` gives it. kind: ``"log"`` or ``"linear"``.
+    num_steps: as `warmup_steps` gives it.
+    kind: ``"log"`` or ``"linear"``.
     """
     if num_steps == 0:
         return 1.0

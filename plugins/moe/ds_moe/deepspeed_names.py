@@ -112,8 +112,9 @@ def topkgating(
 
     Returns (auxiliary loss, combine weights [tokens, experts, capacity], where they are not 0,
     choices of each expert before dropping); with sparse_routes (auxiliary loss, capacity, experts,
-    their indices, -1 for none, places and weights, each [k, tokens], choices). ep_group: without
-    dropping, experts' places are as many on all its ranks.
+    their indices, -1 for none, places and weights, each [k, tokens], choices).
+
+    ep_group: without dropping, experts' places are as many on all its ranks.
     """
     capacity = _places(logits, k * capacity_factor, min_capacity) if drop_tokens else None
     routing = topk(logits, k, capacity, policy=drop_policy)

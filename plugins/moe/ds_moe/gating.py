@@ -129,7 +129,10 @@ def top2(
     """Each token to its best expert and to the best other one, weights summing to 1.
 
     A full expert accepts first choices before second ones, and earlier tokens before later ones.
-    gumbel: noise to add for the second choice. Raises UsageError for fewer than two experts.
+
+    gumbel: noise to add for the second choice.
+
+    Raises UsageError for fewer than two experts.
     """
     if logits.shape[1] < 2:
         raise UsageError(f"top-2 gating needs at least 2 experts, not {logits.shape[1]}; use k=1")

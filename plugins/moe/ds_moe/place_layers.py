@@ -73,7 +73,10 @@ def bind_layers(model: nn.Module, ctx: Context) -> nn.Module:
 
 
 def _piece(layer: MoE, tensor: Tensor, dim: int, mesh: Mesh) -> Slice:
-    """This rank's slice of stacked experts. dim: of `tensor`, sharded evenly over ``tp``; -1: none."""
+    """This rank's slice of stacked experts.
+
+    dim: of `tensor`, sharded evenly over ``tp``; -1: none.
+    """
     tp = mesh.size("tp") if dim >= 0 and mesh.has("tp") else 1
     # The full shape first: all experts, and the sharded dimension of all tp ranks.
     shape = [layer.num_experts, *tensor.shape[1:]]

@@ -29,8 +29,9 @@ class Names:
 
 
 def names_of(name: str, kind: str = "") -> Names:
-    """The forms of `name`. Raises CommandError for one that cannot be used, and says why and what
-    could.
+    """The forms of `name`.
+
+    Raises CommandError for one that cannot be used, and says why and what could.
 
     kind: of `KINDS`; what configs and commands name it by must be free too.
     """

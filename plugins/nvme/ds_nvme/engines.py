@@ -128,9 +128,10 @@ class Engine(ABC):
         """Start to move `nbytes` between memory at `address` and `file`, which is closed in the
         end.
 
-        Of a file that is open for direct I/O, all three numbers are multiples of ALIGNMENT. sums:
-        with b"" a write makes checksums (see `Transfer.sums`), with those a read compares them;
-        None: neither.
+        Of a file that is open for direct I/O, all three numbers are multiples of ALIGNMENT.
+
+        sums: with b"" a write makes checksums (see `Transfer.sums`), with those a read compares
+            them; None: neither.
         """
 
     @abstractmethod
@@ -229,8 +230,9 @@ def _move(
     checks: bool,
     expected: int | None,
 ) -> int:
-    """Move one block; its checksum where `checks`, else 0. expected: what the sum of a block that
-    is read must be.
+    """Move one block; its checksum where `checks`, else 0.
+
+    expected: what the sum of a block that is read must be.
     """
     memory = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
     call = os.pwritev if write else os.preadv

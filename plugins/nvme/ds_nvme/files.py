@@ -67,7 +67,8 @@ class DiskError(DSError, RuntimeError):
     """A file of offloaded tensors cannot be written or read, or has other contents than were
     written.
 
-    path: the file. errno: the operating system's number of the error; None where there is none.
+    path: the file.
+    errno: the operating system's number of the error; None where there is none.
     """
 
     def __init__(self, message: str, path: str = "", number: int | None = None) -> None:
@@ -77,8 +78,10 @@ class DiskError(DSError, RuntimeError):
 
 
 def disk_error(doing: str, path: str | Path, number: int, at: str = "") -> DiskError:
-    """The error for errno `number`. doing: "write", "read", "open" and so on. at: which part of the
-    file.
+    """The error for errno `number`.
+
+    doing: "write", "read", "open" and so on.
+    at: which part of the file.
     """
     advice = _ADVICE.get(number, "look at `dmesg` and at the folder")
     return DiskError(

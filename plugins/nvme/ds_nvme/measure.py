@@ -25,8 +25,9 @@ class Speed:
 def measure(
     folder: str | Path, engine: Engine, *, nbytes: int, seconds: float = 0.5, checks: bool = False
 ) -> Speed:
-    """Write and read a file of `nbytes` over and over, each for about `seconds`. checks: with
-    checksums.
+    """Write and read a file of `nbytes` over and over, each for about `seconds`.
+
+    checks: with checksums.
     """
     path = Path(folder) / f"bench-{os.getpid()}"
     nbytes = nbytes // ALIGNMENT * ALIGNMENT

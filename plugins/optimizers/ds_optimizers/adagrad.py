@@ -70,7 +70,10 @@ class CPUAdagrad(Adagrad):
 
 
 class DeepSpeedCPUAdagrad(Adagrad):
-    """The same for parameters on the CPU (UsageError elsewhere). amsgrad: not offered."""
+    """The same for parameters on the CPU (UsageError elsewhere).
+
+    amsgrad: not offered.
+    """
 
     def __init__(
         self,

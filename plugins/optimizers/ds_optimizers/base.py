@@ -224,11 +224,12 @@ class KernelOptimizer(Optimizer):
         place: int,
         inputs: StepInputs,
     ) -> Iterator[StepBatch]:
-        """Those of `params` that have gradients, by what one kernel call can take. See [Note: the
-        clock].
+        """Those of `params` that have gradients, by what one kernel call can take.
 
-        params: some of `group`, the first at `place` among all parameters. known: their states, if
-        they all have one.
+        See [Note: the clock].
+
+        params: some of `group`, the first at `place` among all parameters.
+        known: their states, if they all have one.
         """
         # A thousand tensors pass here in every step, most of them no longer in any cache: each
         # question costs. So all is done on lists, and by parameter only where it must be.

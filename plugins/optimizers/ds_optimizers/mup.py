@@ -32,9 +32,12 @@ def split_like_adam(
     """Groups for optimizers whose update does not grow with the gradient: matrices by 1 / width,
     the rest as they are.
 
-    A matrix has two dimensions that grew. names: of parameters, for errors. params: of the
-    optimizer; ``lr`` and ``weight_decay`` are for groups without their own. Raises ConfigError
-    (UsageError without names) for a parameter without ``infshape``.
+    A matrix has two dimensions that grew.
+
+    names: of parameters, for errors.
+    params: of the optimizer; ``lr`` and ``weight_decay`` are for groups without their own.
+
+    Raises ConfigError (UsageError without names) for a parameter without ``infshape``.
     """
     return _split(
         groups, names, params, lambda shape: 1 / shape.width_mult() if shape.ninf() == 2 else 1.0

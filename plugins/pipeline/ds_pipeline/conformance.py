@@ -29,9 +29,10 @@ TOLERANCE = 1e-12  # in fp64, where micro-batches are summed in another order
 class PipelineScheduleConformance:
     """Inherit, and set `name` and `plugin`; the class's name must start with Test.
 
-    name: what configs call the schedule. plugin: its declaration module, where that is not
-    installed. chunks: parts of the model on each stage. shapes: (stages, micro-batches) that it
-    must serve.
+    name: what configs call the schedule.
+    plugin: its declaration module, where that is not installed.
+    chunks: parts of the model on each stage.
+    shapes: (stages, micro-batches) that it must serve.
     """
 
     name: str = ""

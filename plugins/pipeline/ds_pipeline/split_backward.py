@@ -49,8 +49,10 @@ def backward_inputs(
 ) -> WeightBackward:
     """Accumulate the gradients of `inputs` (leaves that require them); returns the second half.
 
-    outputs: tensors with a graph. grads: their gradients. Gradients of weights that cannot wait
-    accumulate as well.
+    outputs: tensors with a graph.
+    grads: their gradients.
+
+    Gradients of weights that cannot wait accumulate as well.
     """
     now, cuts, alive = _cut([t.grad_fn for t in outputs], inputs)
     if any(

@@ -54,8 +54,9 @@ class Meta(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """A message that will be received. kind: "act" or "grad"; part: the part of the model that it
-    is for.
+    """A message that will be received.
+
+    kind: "act" or "grad"; part: the part of the model that it is for.
     """
 
     kind: str
@@ -70,8 +71,8 @@ def describe(tensors: Sequence[Tensor], is_tuple: bool) -> Meta:
 class StageTransport:
     """This stage's messages. Made on all ranks together.
 
-    stages, chunks: of the pipeline. split: whether tensor-parallel ranks send shares of
-    activations, of gradients.
+    stages, chunks: of the pipeline.
+    split: whether tensor-parallel ranks send shares of activations, of gradients.
     """
 
     def __init__(
@@ -106,8 +107,10 @@ class StageTransport:
         self.begin((), train=True, headers="none", most=1)
 
     def begin(self, incoming: Iterable[Incoming], *, train: bool, headers: str, most: int) -> None:
-        """A batch begins. incoming: what will be received, in order. headers: "none", "first" (per
-        part) or "each".
+        """A batch begins.
+
+        incoming: what will be received, in order.
+        headers: "none", "first" (per part) or "each".
 
         most: messages of a kind that may be under way at a time.
         """

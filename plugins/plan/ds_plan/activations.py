@@ -33,7 +33,10 @@ class Activations:
     """
 
     def least(self, checkpointing: bool) -> int:
-        """What is kept. checkpointing: whether the config checkpoints the repeated blocks."""
+        """What is kept.
+
+        checkpointing: whether the config checkpoints the repeated blocks.
+        """
         if checkpointing and self.recomputed is not None:
             return self.recomputed
         return self.kept
@@ -44,6 +47,7 @@ def count_activations(module: nn.Module, tokens: int) -> Activations:
 
     module: its forward accepts token ids of shape (1, tokens); on the meta device, in the dtypes of
         training.
+
     Raises UsageError where its forward cannot be run without values.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode

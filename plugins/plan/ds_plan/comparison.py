@@ -126,7 +126,10 @@ def compare(need: Need, states: int, snapshot: Snapshot) -> list[Line]:
 def _compare_kinds(
     need: Need, states: int, snapshot: Snapshot, place: str, also: str | None = None
 ) -> Iterator[Line]:
-    """The kinds of one place that were planned or held. also: a place that is planned with it."""
+    """The kinds of one place that were planned or held.
+
+    also: a place that is planned with it.
+    """
     where = "" if place == "device" else " on the host"
     for kind in RESTING:
         planned = getattr(getattr(need, place), kind)

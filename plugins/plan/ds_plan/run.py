@@ -57,7 +57,8 @@ class PlannedRun:
     ) -> PlannedRun:
         """The run of a config.
 
-        optimizer: the config's. module: the model, in the dtypes of training.
+        optimizer: the config's.
+        module: the model, in the dtypes of training.
         """
         like = next((p for p in module.parameters() if p.requires_grad), None)
         measured = measure_states(optimizer, precision, like)

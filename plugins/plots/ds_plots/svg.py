@@ -30,7 +30,10 @@ class Svg:
         self._add("rect", x=x, y=y, width=width, height=height, **attributes)
 
     def text(self, x: float, y: float, text: str, **attributes: float | str) -> None:
-        """A line of text. y: of its base line."""
+        """A line of text.
+
+        y: of its base line.
+        """
         self._lines.append(f"{_open('text', x=x, y=y, **attributes)}>{escape(text, False)}</text>")
 
     def polyline(self, points: Iterable[Point], **attributes: float | str) -> None:

@@ -12,8 +12,10 @@ QUARTERS = (1, 2, 2.5, 5, 10)
 def round_step(rough: float, factors: Sequence[float] = DECIMAL, tolerance: float = 1.0) -> float:
     """The smallest of `factors` times a power of ten that is at least `rough` times `tolerance`.
 
-    1 where `rough` is not positive. tolerance: a little below 1 accepts a round number that `rough`
-    exceeds by an error of rounding only.
+    1 where `rough` is not positive.
+
+    tolerance: a little below 1 accepts a round number that `rough` exceeds by an error of rounding
+        only.
     """
     power = 10.0 ** math.floor(math.log10(rough)) if rough > 0 else 1.0
     return next(power * factor for factor in factors if power * factor >= rough * tolerance)

@@ -103,8 +103,9 @@ def open_store(where: Rendezvous, timeout: timedelta) -> Store:
 
 @functools.cache
 def address_by_mpi(rank: int, world_size: int) -> str:
-    """Rank 0's address, which it broadcasts as plain bytes. Collective; importing mpi4py starts
-    MPI.
+    """Rank 0's address, which it broadcasts as plain bytes.
+
+    Collective; importing mpi4py starts MPI.
 
     Raises CommError when mpi4py does not see the job.
     """

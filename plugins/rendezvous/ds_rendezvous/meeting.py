@@ -95,8 +95,9 @@ def meet_at_store(place: Participant, timeout: timedelta, *, kept: bool = False)
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """What one process says of itself. job: which run it belongs to, as far as the environment
-    tells.
+    """What one process says of itself.
+
+    job: which run it belongs to, as far as the environment tells.
     """
 
     number: int

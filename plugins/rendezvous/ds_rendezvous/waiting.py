@@ -13,8 +13,9 @@ TOLD_AFTER = 60.0
 
 
 class Waiting:
-    """A wait that begins now. number: whose; 0 and 1 tell of it first, since one is enough for all
-    to read.
+    """A wait that begins now.
+
+    number: whose; 0 and 1 tell of it first, since one is enough for all to read.
     """
 
     def __init__(self, number: int) -> None:

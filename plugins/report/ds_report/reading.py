@@ -79,11 +79,14 @@ class Columns:
 
 @dataclass(slots=True)
 class RankRecord:
-    """What one rank wrote. starts: the lines ``start``. last: "running", or how it ended, and
-    `error` why.
+    """What one rank wrote.
 
-    memory: (step, bytes in use, bytes at peak). events: the lines of other kinds. bad: how many
-    lines were unreadable.
+    starts: the lines ``start``.
+    last: "running", or how it ended, and `error` why.
+
+    memory: (step, bytes in use, bytes at peak).
+    events: the lines of other kinds.
+    bad: how many lines were unreadable.
     """
 
     rank: int

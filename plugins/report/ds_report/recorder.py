@@ -46,7 +46,8 @@ MOST_WAITING = 200_000
 class Recorder:
     """The record of one engine on this rank. It begins with a line ``start``, which has `facts`.
 
-    seconds: between two writes. secrets: texts that no line may hold.
+    seconds: between two writes.
+    secrets: texts that no line may hold.
     """
 
     def __init__(

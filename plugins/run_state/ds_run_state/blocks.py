@@ -54,9 +54,12 @@ def find_blocks(
     blocks where it is empty.
 
     Whether an entry fits, and whether a block is repeated, is a question about the whole model, of
-    which ranks may have parts (the stages of a pipeline). otherwise: what to do where no block is
-    repeated. Collective; raises UsageError, on all ranks, for an entry that fits no module of any
-    of them, and where there is no block.
+    which ranks may have parts (the stages of a pipeline).
+
+    otherwise: what to do where no block is repeated.
+
+    Collective; raises UsageError, on all ranks, for an entry that fits no module of any of them,
+    and where there is no block.
     """
     mine = dict(_composed(model))
     everyone = comm.all_gather_json([mine, [entry for entry in wanted if _fits(model, entry, key)]])
@@ -146,7 +149,9 @@ def chosen(model: nn.Module, wanted: Sequence[str], key: str) -> dict[str, nn.Mo
     """The outermost modules that `wanted` names: class names, or names of modules with ``*`` and
     the like.
 
-    key: of the config, for messages. Raises UsageError for an entry that fits no module.
+    key: of the config, for messages.
+
+    Raises UsageError for an entry that fits no module.
     """
     found: dict[str, nn.Module] = {}
     modules: Mapping[str, nn.Module] = dict(model.named_modules())

@@ -58,6 +58,7 @@ def changing(model: nn.Module, undo: Undo) -> Iterator[None]:
 @torch.no_grad()
 def gather_slices(pieces: Mapping[nn.Parameter, Slice], mesh: Mesh, axis: str) -> None:
     """Give the ranks along `axis` whole parameters again, of which `pieces` says what this one has.
+
     Collective.
 
     For ``ctx.undo(functools.partial(gather_slices, pieces, ctx.mesh, axis), collective=True)``.

@@ -21,8 +21,9 @@ LAZY = "_ds_lazy_weight"
 
 @runtime_checkable
 class LazyWeight(Protocol):
-    """A weight that is kept elsewhere. ranks: the global ranks that share it, and have the same
-    values.
+    """A weight that is kept elsewhere.
+
+    ranks: the global ranks that share it, and have the same values.
     """
 
     @property

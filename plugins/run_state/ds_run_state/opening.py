@@ -39,7 +39,10 @@ def open_plain(path: Path, *, links: bool = False) -> tuple[int, int]:
 
 
 def read_small(path: Path, most: int, *, links: bool = False) -> bytes:
-    """A file's bytes; CheckpointError when it has more than `most`. links: see `open_plain`."""
+    """A file's bytes; CheckpointError when it has more than `most`.
+
+    links: see `open_plain`.
+    """
     descriptor, size = open_plain(path, links=links)
     with open(descriptor, "rb") as file:
         if size > most:

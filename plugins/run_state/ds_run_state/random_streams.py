@@ -35,8 +35,9 @@ _OFFSET = 2718  # from the seed of the run to those of model-parallel ranks
 class Snapshot:
     """All random states at one moment.
 
-    current: that of the generators. inside: the stream that is being used. own: what the generators
-    go on with when no stream is used any more.
+    current: that of the generators.
+    inside: the stream that is being used.
+    own: what the generators go on with when no stream is used any more.
     """
 
     current: Tensor
@@ -46,8 +47,9 @@ class Snapshot:
 
 
 class RandomStreams:
-    """Random states by name, of the CPU and one accelerator. accelerator: None: the one of the
-    process.
+    """Random states by name, of the CPU and one accelerator.
+
+    accelerator: None: the one of the process.
     """
 
     def __init__(self, accelerator: Accelerator | None = None) -> None:

@@ -52,9 +52,11 @@ class HasRankState(Protocol):
 class SavedRun:
     """A checkpoint, as `RunState.restore` takes it.
 
-    states: the tensors. common, local: what the methods of `RunState` gave; local is another rank's
-        where `own` is False (there were fewer ranks). world_size: when it was saved. partial:
-        weights were left out on purpose.
+    states: the tensors.
+    common, local: what the methods of `RunState` gave; local is another rank's where `own` is False
+        (there were fewer ranks).
+    world_size: when it was saved.
+    partial: weights were left out on purpose.
     shared: further name -> name of module tensors that share memory.
     """
 
@@ -108,8 +110,9 @@ class RunState:
     # -- saving ------------------------------------------------------------------------------------
 
     def pieces(self, *, exclude: Sequence[str] = ()) -> Iterator[StateTensor]:
-        """The pieces that this rank is to save: over all ranks every element once. exclude: names
-        of states.
+        """The pieces that this rank is to save: over all ranks every element once.
+
+        exclude: names of states.
         """
         left_out = set(exclude)
         return shares(
@@ -217,8 +220,9 @@ class RunState:
         """Raise CheckpointError where a weight is missing or a state has another shape than on this
         rank.
 
-        excluded: states that were left out on purpose. Returns the weights that this rank has no
-        place for.
+        excluded: states that were left out on purpose.
+
+        Returns the weights that this rank has no place for.
         """
         optimizer = self.optimizer if options.optimizer and not options.module_only else None
         mine = {state.name: tuple(state.shape) for state in self._owner.states(optimizer)}

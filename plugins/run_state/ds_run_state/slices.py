@@ -76,9 +76,11 @@ class Part(NamedTuple):
 class Slice:
     """The part of a full parameter that this rank has.
 
-    shape: of the full parameter. ranges: of each dimension, those that are here, one after the
-    other; more than one in one dimension at most. axes: the mesh axes along which other ranks have
-    the other parts, which form a grid; they must be among the param axes.
+    shape: of the full parameter.
+    ranges: of each dimension, those that are here, one after the other; more than one in one
+        dimension at most.
+    axes: the mesh axes along which other ranks have the other parts, which form a grid; they must
+        be among the param axes.
     """
 
     shape: tuple[int, ...]

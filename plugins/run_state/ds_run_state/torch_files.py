@@ -60,8 +60,11 @@ def read_torch_file(path: Path, *, stand_ins: Sequence[StandIn] = (), links: boo
     """What `torch.save` wrote to `path`, on the host; tensors are mapped, not read.
 
     stand_ins: (callable, name of a class) for classes that the file may name; the callable is
-    called instead. links: whether `path` may be a link. Files of before torch 1.6 have no
-    checksums: their tensors are read, and only their sizes are checked.
+        called instead.
+    links: whether `path` may be a link.
+
+    Files of before torch 1.6 have no checksums: their tensors are read, and only their sizes are
+    checked.
 
     Raises CheckpointError, which names the file and the record or tensor, for a file that is
     damaged, is no regular one, names another class, or whose tensors claim more elements than it
@@ -221,7 +224,10 @@ def _check_claims(path: Path, found: Any, most: int) -> None:
 def _weigh(
     path: Path, name: str, value: Any, known: dict[int, tuple[int, int] | None]
 ) -> tuple[int, int]:
-    """(values, bytes of tensors) when all is copied. known: of containers."""
+    """(values, bytes of tensors) when all is copied.
+
+    known: of containers.
+    """
     if isinstance(value, Tensor):
         return 1, _claimed(path, name, value)
     if value is None or isinstance(value, str | bytes | int | float):

@@ -163,8 +163,9 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """[batch, heads, tokens, size] -> the same. key_padding_mask: [batch, tokens], true for
-        tokens that count.
+        """[batch, heads, tokens, size] -> the same.
+
+        key_padding_mask: [batch, tokens], true for tokens that count.
         """
         if self.attention is None:
             raise UsageError(

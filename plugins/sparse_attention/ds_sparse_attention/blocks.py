@@ -191,8 +191,9 @@ def _attend_group(
     dropout: float,
     scale: float | None,
 ) -> Tensor:
-    """[batch, lanes, g, shared, tokens of a tile, size] of one group. mask: [batch or 1, g, tokens
-    of a tile, keys].
+    """[batch, lanes, g, shared, tokens of a tile, size] of one group.
+
+    mask: [batch or 1, g, tokens of a tile, keys].
     """
     batch, lanes, _, share, rows, size = q.shape
     g, m = columns.shape

@@ -122,8 +122,10 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """[batch, heads, tokens, size] each. key_padding_mask: [batch, tokens]. attn_mask: [tokens,
-        tokens].
+        """[batch, heads, tokens, size] each.
+
+        key_padding_mask: [batch, tokens].
+        attn_mask: [tokens, tokens].
         """
         if rpe is not None:
             raise UsageError(

@@ -26,7 +26,10 @@ log = logging.getLogger("ds_state_stores")
 
 
 class _Buffer:
-    """Host memory. busy: the event after which it may be written; None: now."""
+    """Host memory.
+
+    busy: the event after which it may be written; None: now.
+    """
 
     def __init__(self, data: Tensor) -> None:
         self.data = data
@@ -36,8 +39,8 @@ class _Buffer:
 class HostCopy:
     """The copy of one tensor. Its host memory is used again when the last reference to it is gone.
 
-    shape, stride: of the tensor that `HostCopies.back` gives. nbytes: of host memory; 0 where
-    nothing was copied.
+    shape, stride: of the tensor that `HostCopies.back` gives.
+    nbytes: of host memory; 0 where nothing was copied.
     """
 
     def __init__(self, owner: HostCopies, tensor: Tensor) -> None:
@@ -74,10 +77,11 @@ class HostCopy:
 class HostCopies:
     """Makes and reads back copies, in pinned memory that is used again.
 
-    pin_memory: page-locked host memory; without it, a device waits for each copy. in_flight: how
-    many tensors may be on their way to the host at once: so many stay on the device longer. On a
-    device whose memory is the host's, nothing is copied. held: bytes of host memory now; peak: the
-    maximum of `held`. moved: bytes copied to the host.
+    pin_memory: page-locked host memory; without it, a device waits for each copy.
+    in_flight: how many tensors may be on their way to the host at once: so many stay on the device
+        longer. On a device whose memory is the host's, nothing is copied.
+    held: bytes of host memory now; peak: the maximum of `held`.
+    moved: bytes copied to the host.
     """
 
     def __init__(

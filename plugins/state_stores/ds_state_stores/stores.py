@@ -37,8 +37,11 @@ class StateStore(ABC):
     """A place for host tensors that are not always needed.
 
     Subclasses that free memory set `resident` to False. `fetch`, `wait`, `evict` and `discard` act
-    on the whole storage of each tensor, which may be a view. ctx: the run. options: the keys of the
-    config section that chose this store, without ``device``; ``pin_memory`` is one.
+    on the whole storage of each tensor, which may be a view.
+
+    ctx: the run.
+    options: the keys of the config section that chose this store, without ``device``;
+        ``pin_memory`` is one.
     """
 
     resident = True
@@ -95,8 +98,9 @@ class StateStore(ABC):
 
     @abstractmethod
     def evict(self, tensors: Sequence[Tensor], *, changed: bool = True) -> None:
-        """Save tensors that are in memory, and free it. A tensor that is new to the store is
-        managed from now on.
+        """Save tensors that are in memory, and free it.
+
+        A tensor that is new to the store is managed from now on.
 
         changed: False if their values are those of the last time they were evicted.
         """

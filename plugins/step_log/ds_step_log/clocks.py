@@ -92,8 +92,10 @@ class StepTimes:
 
 
 class StepClock:
-    """Marks the steps of one engine. new_event: of its accelerator. phases: whether phases are
-    marked too.
+    """Marks the steps of one engine.
+
+    new_event: of its accelerator.
+    phases: whether phases are marked too.
     """
 
     def __init__(self, new_event: Callable[[bool], Any], *, phases: bool) -> None:

@@ -29,8 +29,9 @@ class Used:
 
 
 class PhaseMemory:
-    """Memory per phase of one step. The device's peak counter is read and reset at each begin and
-    end of a phase.
+    """Memory per phase of one step.
+
+    The device's peak counter is read and reset at each begin and end of a phase.
 
     highest: the most of the whole run. Nothing waits for the device: memory is counted when work is
     queued.

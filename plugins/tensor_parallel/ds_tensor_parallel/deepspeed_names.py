@@ -55,8 +55,11 @@ def tp_model_init(
     returns the model.
 
     The weights are converted to `dtype` now: fp32, or that of ``fp16`` or ``bf16``, which it
-    switches on; None records nothing. config: other keys of the section ``tensor_parallel``, or an
-    `AutoTPConfig`, which is its ``partition_config``. tp_group: use ``initialize(mpu=...)``.
+    switches on; None records nothing.
+
+    config: other keys of the section ``tensor_parallel``, or an `AutoTPConfig`, which is its
+        ``partition_config``.
+    tp_group: use ``initialize(mpu=...)``.
     """
     if tp_group is not None:
         raise UsageError(
@@ -118,7 +121,9 @@ class GatherReplacedLayerParams:
 
     Collective along the axis ``tp``. Parameters that are not divided, and those of no live engine,
     are as they are.
-    params: one or several. module: whose they are.
+
+    params: one or several.
+    module: whose they are.
     """
 
     def __init__(

@@ -393,7 +393,10 @@ RULES = (
 
 
 def examine(subject: Subject, without: frozenset[str] = frozenset()) -> Iterator[Verdict]:
-    """What each rule says of the plugin. without: names of rules that are not asked."""
+    """What each rule says of the plugin.
+
+    without: names of rules that are not asked.
+    """
     for rule in RULES:
         if rule.name in without:
             continue

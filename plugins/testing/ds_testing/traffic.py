@@ -13,8 +13,10 @@ from ds_core import comm
 
 @dataclass(frozen=True, slots=True)
 class SentCollective:
-    """One collective. bytes: of the whole message, of all `ranks` together. label: what it was for,
-    or "".
+    """One collective.
+
+    bytes: of the whole message, of all `ranks` together.
+    label: what it was for, or "".
     """
 
     op: str

@@ -318,7 +318,10 @@ def _forget() -> None:
 def find_function(
     reference: Mapping[str, Any], modules: dict[tuple[str, int, int], ModuleType] | None = None
 ) -> Any:
-    """What `ds_testing.pool.reference` describes. modules: those that were run before, by file."""
+    """What `ds_testing.pool.reference` describes.
+
+    modules: those that were run before, by file.
+    """
     found: Any = _module(reference["module"], reference["file"], {} if modules is None else modules)
     for part in reference["qualname"].split("."):
         found = getattr(found, part)

@@ -88,7 +88,11 @@ def unavailable() -> str:
 
 
 class Host:
-    """One host of a `Lab`. name: its host name. address: on the lab's network."""
+    """One host of a `Lab`.
+
+    name: its host name.
+    address: on the lab's network.
+    """
 
     def __init__(self, lab: Lab, name: str, number: int) -> None:
         self.name = name
@@ -213,8 +217,9 @@ class Host:
         return Path(f"/proc/{self._on.pid}/root")
 
     def disk(self, folder: str | Path, size: str | None = None) -> None:
-        """Mount an empty disk of its own on a folder, which is made where it is not there. size: as
-        "2m".
+        """Mount an empty disk of its own on a folder, which is made where it is not there.
+
+        size: as "2m".
         """
         self.run(["mkdir", "-p", str(folder)])
         self.run(
@@ -244,7 +249,9 @@ class Host:
     def link(self, *, rate: float | None = None, latency: float = 0.0, loss: float = 0.0) -> None:
         """Shape its link, in each direction.
 
-        rate: bit/s, None for no limit. latency: seconds. loss: share of packets.
+        rate: bit/s, None for no limit.
+        latency: seconds.
+        loss: share of packets.
         """
         for holder, device in ((self._on, "eth0"), (self._lab.switch, f"v{self.number}")):
             if rate is None:
@@ -378,7 +385,8 @@ class Lab:
     """Hosts with these names, and ``head``, where launchers run. Close it, or use it in ``with``.
 
     shared: folders that all hosts see. What lies under /tmp, /run and /dev/shm is each host's own
-    otherwise; the rest of the file system is this machine's. ssh: with an OpenSSH server on each.
+        otherwise; the rest of the file system is this machine's.
+    ssh: with an OpenSSH server on each.
     """
 
     def __init__(self, *names: str, ssh: bool = False, shared: Sequence[str | Path] = ()) -> None:

@@ -115,8 +115,9 @@ class Launched:
 
 
 class HostsConformance:
-    """Inherit, name the launcher, and mark the class with ``pytest.mark.hosts``. The class's name
-    must start with Test.
+    """Inherit, name the launcher, and mark the class with ``pytest.mark.hosts``.
+
+    The class's name must start with Test.
     """
 
     launcher: ClassVar[str] = ""

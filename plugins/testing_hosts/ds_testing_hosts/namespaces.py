@@ -71,8 +71,9 @@ class Process:
 
 
 class Holder:
-    """Namespaces, and the process that holds them. pid: of the first process inside, as this
-    process sees it.
+    """Namespaces, and the process that holds them.
+
+    pid: of the first process inside, as this process sees it.
     """
 
     def __init__(self, name: str, table: str, keep: Sequence[str]) -> None:

@@ -25,7 +25,9 @@ sys.exit(sum(node["Alive"] for node in ray.nodes()) != int(sys.argv[1]))
 def start_ray(
     lab: Lab, folder: Path, *, cpus: int = 2, options: Sequence[str] = (), timeout: float = 180.0
 ) -> None:
-    """Return when every host is a node. folder: for what the nodes say.
+    """Return when every host is a node.
+
+    folder: for what the nodes say.
 
     Needs ray beside this Python.
     """

@@ -23,8 +23,10 @@ MESSAGES = {"send": "send", "isend": "send", "recv": "recv", "irecv": "recv"}
 class Named:
     """A collective, or a message between two ranks.
 
-    op: as called, `send` or `recv` for messages. ranks: of its group, as text. key: the same on all
-    ranks that take part in it. peer: the other rank of a message; None for a collective.
+    op: as called, `send` or `recv` for messages.
+    ranks: of its group, as text.
+    key: the same on all ranks that take part in it.
+    peer: the other rank of a message; None for a collective.
     """
 
     op: str

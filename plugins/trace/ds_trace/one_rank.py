@@ -175,8 +175,9 @@ def _on_host(seen: _Seen, begin: float, end: float) -> tuple[list[Stall], Iterab
 
 
 def _on_device(seen: _Seen, begin: float, end: float) -> tuple[float, list[Stall], Iterable[Span]]:
-    """When the device has done the work, and collectives where nothing else runs on it. What was
-    queued before does not count.
+    """When the device has done the work, and collectives where nothing else runs on it.
+
+    What was queued before does not count.
     """
     kernels = list(_pairs(seen.kernels))
     # The device may finish after the program has left the last step.

@@ -22,8 +22,9 @@ _DECODER = json.JSONDecoder(strict=False)  # names may hold control characters
 
 
 def read_trace(path: Path, head: Callable[[str, Any], None]) -> Iterator[dict[str, Any]]:
-    """The events of a trace file, ``.json`` or ``.json.gz``. head: called with each other key of
-    the file, as read.
+    """The events of a trace file, ``.json`` or ``.json.gz``.
+
+    head: called with each other key of the file, as read.
 
     Raises UsageError for a file that is no trace, or that was cut off.
     """

@@ -40,8 +40,9 @@ def describe_all(owner: ZeroPartitioner, module: nn.Module) -> None:
 
 
 def _describe(param: Any, name: str, shape: torch.Size, part: Tensor) -> None:
-    """Set the documented attributes of a parameter of stage 3. part: what this rank has of it, or
-    would have.
+    """Set the documented attributes of a parameter of stage 3.
+
+    part: what this rank has of it, or would have.
     """
     param.ds_id = name
     param.ds_tensor = part

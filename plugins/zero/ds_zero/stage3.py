@@ -1,5 +1,6 @@
-"""Stage 3: weights are sharded too. A module's weights are gathered before it runs and released
-afterwards.
+"""Stage 3: weights are sharded too.
+
+A module's weights are gathered before it runs and released afterwards.
 
 Small parameters stay replicated, as in stage 2. Gradients are reduced on process groups of their
 own, so that their order is independent of gathers.

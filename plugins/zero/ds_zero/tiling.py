@@ -75,9 +75,11 @@ class _Tiles(nn.Module):
         """Give the tiles the values of `linear`, a full layer.
 
         linear: has ``weight`` of (out_features, in_features), and ``bias`` of (out_features,) where
-        this layer has one and None or none where it has not; any device, any dtype. Weights that
-        are partitioned are gathered, one tile at a time, and the first rank's count; every rank
-        calls it then. Raises UsageError when the layers do not fit; no value is changed then.
+            this layer has one and None or none where it has not; any device, any dtype. Weights
+            that are partitioned are gathered, one tile at a time, and the first rank's count; every
+            rank calls it then.
+
+        Raises UsageError when the layers do not fit; no value is changed then.
         """
         weight = _param(linear, "weight", (self.out_features, self.in_features))
         full = [weight]

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 
 class Updates:
-    """Updates in `step`. A subclass may begin earlier (see `Reducer.on_reduced`) or end later; then
-    it keeps `settle`.
+    """Updates in `step`.
+
+    A subclass may begin earlier (see `Reducer.on_reduced`) or end later; then it keeps `settle`.
 
     `ZeroPartitioner` calls these methods, on its own thread.
     """

@@ -82,8 +82,9 @@ def _tensors(instruction: p.Instruction) -> Iterable[Tensor]:
 
 
 def translate(program: p.Program, device: torch.device, blocks: int) -> Table:
-    """The table of `program`, whose weights are on `device`. blocks: that the device should have at
-    work at once.
+    """The table of `program`, whose weights are on `device`.
+
+    blocks: that the device should have at work at once.
     """
     return _Translation(program, device, blocks).table
 

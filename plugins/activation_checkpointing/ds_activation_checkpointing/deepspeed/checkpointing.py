@@ -47,8 +47,9 @@ class Settings:
         group: ProcessGroup | None,
         accelerator: Accelerator,
     ) -> Settings:
-        """What the section says. group: the ranks that keep a part each of every activation; None:
-        none.
+        """What the section says.
+
+        group: the ranks that keep a part each of every activation; None: none.
         """
         timed = section.profile or section.synchronize_checkpoint_boundary
         arena = (
@@ -130,11 +131,15 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Choose how `checkpoint` keeps inputs. Arguments win over the section
-    ``activation_checkpointing``.
+    """Choose how `checkpoint` keeps inputs.
+
+    Arguments win over the section ``activation_checkpointing``.
 
     ``mpu_``: has ``get_tensor_model_parallel_group`` or ``get_model_parallel_group``, the ranks
-    over which activations are partitioned. deepspeed_config: a dict, or the path of a JSON file.
+    over which activations are partitioned.
+
+    deepspeed_config: a dict, or the path of a JSON file.
+
     Raises ConfigError where they do not fit.
     """
     given = {

@@ -14,8 +14,9 @@ from ds_core.process import STATE
 
 
 class CudaRNGStatesTracker:
-    """Named states of the random generators. streams: None: streams of its own, which checkpoints
-    do not replay.
+    """Named states of the random generators.
+
+    streams: None: streams of its own, which checkpoints do not replay.
     """
 
     def __init__(self, streams: RandomStreams | None = None) -> None:

@@ -26,8 +26,10 @@ BATCH = (TRAIN, MICRO, GAS)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting and what is known of it before it is run. config: whole; None where it is
-    refused."""
+    """A setting and what is known of it before it is run.
+
+    config: whole; None where it is refused.
+    """
 
     setting: Setting
     config: Mapping[str, Any] | None
@@ -40,9 +42,10 @@ class Candidate:
 class Judge:
     """Gives the `Candidate` of a setting.
 
-    base: the config as given, without the section ``autotuning``. world: ranks. forecast: bytes of
-        a composed config;
-    None: cannot tell. refuses: why a forecast does not fit; "" where it does.
+    base: the config as given, without the section ``autotuning``.
+    world: ranks.
+    forecast: bytes of a composed config; None: cannot tell.
+    refuses: why a forecast does not fit; "" where it does.
     """
 
     def __init__(
@@ -78,8 +81,9 @@ class Judge:
         return found
 
     def batch_keys(self, config: Mapping[str, Any], setting: Setting, dp: int) -> dict[str, int]:
-        """The three batch sizes. A global batch that the config gives stays, unless bounds for it
-        are given.
+        """The three batch sizes.
+
+        A global batch that the config gives stays, unless bounds for it are given.
 
         Raises ConfigError where they do not multiply out, or leave the bounds.
         """
@@ -141,7 +145,8 @@ def micro_batches(
     """Sizes worth a trial, ascending: powers of two from the least; with a given global batch, what
     divides it.
 
-    most: none is larger. own: the user's sizes, instead; the bounds hold for them too.
+    most: none is larger.
+    own: the user's sizes, instead; the bounds hold for them too.
     """
     low = section.min_train_micro_batch_size_per_gpu
     high = section.max_train_micro_batch_size_per_gpu

@@ -82,8 +82,9 @@ def room_of(profile: Profile, device_gb: float | None = None, host_gb: float | N
 
 
 def states_of(profile: Profile, chosen: Composition, world: int) -> Mapping[str, float]:
-    """Bytes of model states per rank on "device", "host" and "disk", at their peak. world: all
-    ranks.
+    """Bytes of model states per rank on "device", "host" and "disk", at their peak.
+
+    world: all ranks.
 
     Raises UsageError or ConfigError where ranks do not divide as the config says.
     """

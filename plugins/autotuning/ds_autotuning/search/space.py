@@ -37,7 +37,10 @@ Setting = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Mark:
-    """A field that a plugin offers for tuning. names: every dotted spelling, the current first."""
+    """A field that a plugin offers for tuning.
+
+    names: every dotted spelling, the current first.
+    """
 
     names: tuple[str, ...]
     values: tuple[Any, ...] | str
@@ -48,7 +51,9 @@ class Mark:
 
 @dataclass(frozen=True)
 class Dimension:
-    """One key and its values. stages: of ZeRO in which it has an effect; (): all.
+    """One key and its values.
+
+    stages: of ZeRO in which it has an effect; (): all.
 
     implied: the first value is what the config has anyway, so that it need not be written.
     """
@@ -216,8 +221,9 @@ def space_of(
     """The dimensions of a run, without the micro-batch size, whose values are found while it is
     tuned.
 
-    base: the config as given. facts: of the model's profile. own: the user's dimensions
-        (``autotuning.space``).
+    base: the config as given.
+    facts: of the model's profile.
+    own: the user's dimensions (``autotuning.space``).
     mapped: keys of ``autotuning.arg_mappings``.
     """
     dimensions: dict[str, Dimension] = {}

@@ -26,10 +26,12 @@ WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """A value that the best setting does not have. metric: the best of the trials with it; None:
-    none came so far.
+    """A value that the best setting does not have.
 
-    part: of the winner's; above 1 it would be better. note: what came of those trials.
+    metric: the best of the trials with it; None: none came so far.
+
+    part: of the winner's; above 1 it would be better.
+    note: what came of those trials.
     """
 
     value: str

@@ -32,8 +32,10 @@ _KILLED = 137  # by SIGKILL, as the launcher reports it
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one trial. seconds: from its start to its end. memory: bytes of each process on the host,
-    0: none.
+    """Of one trial.
+
+    seconds: from its start to its end.
+    memory: bytes of each process on the host, 0: none.
     """
 
     seconds: float
@@ -43,8 +45,9 @@ class Limits:
 class Experiments:
     """The folder of trials, held by one tuner at a time.
 
-    identity: what makes results comparable: the command, the config, what is measured. Raises
-    UsageError where the folder has trials of another identity, or another tuner works in it.
+    identity: what makes results comparable: the command, the config, what is measured.
+
+    Raises UsageError where the folder has trials of another identity, or another tuner works in it.
     """
 
     def __init__(
@@ -161,8 +164,10 @@ def _is_trial(folder: Path) -> bool:
 
 
 def why_it_failed(code: int, in_time: bool, seconds: float, said: str) -> tuple[Status, str]:
-    """What to make of a trial that left no result. code: exit code of its launcher. said: the end
-    of its output.
+    """What to make of a trial that left no result.
+
+    code: exit code of its launcher.
+    said: the end of its output.
     """
     if not in_time:
         return (

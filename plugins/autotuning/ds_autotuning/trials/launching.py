@@ -29,10 +29,12 @@ _FORMATS = (".json", ".hjson", ".yaml", ".yml", ".toml")
 
 @dataclass(frozen=True)
 class Launch:
-    """``dscore run OPTIONS SCRIPT ARGUMENTS``. config: the file among the arguments, "" where there
-    is none.
+    """``dscore run OPTIONS SCRIPT ARGUMENTS``.
 
-    nproc: processes per machine, None where the launcher counts accelerators. nodes: machines.
+    config: the file among the arguments, "" where there is none.
+
+    nproc: processes per machine, None where the launcher counts accelerators.
+    nodes: machines.
     is_module, is_command: what `script` is, if no file of Python's.
     """
 

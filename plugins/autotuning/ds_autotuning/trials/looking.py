@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 
 class Look:
-    """A transform that changes nothing. model: what is known so far; its sequence length from the
-    first forward on.
+    """A transform that changes nothing.
+
+    model: what is known so far; its sequence length from the first forward on.
     """
 
     def __init__(self, ctx: Context) -> None:

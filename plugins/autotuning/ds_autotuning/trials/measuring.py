@@ -75,7 +75,10 @@ def profile_path(section: Autotuning) -> Path | None:
 
 
 class Measuring:
-    """Of one rank. end: called when the result is written; it does not return, except in tests."""
+    """Of one rank.
+
+    end: called when the result is written; it does not return, except in tests.
+    """
 
     def __init__(
         self, ctx: Context, section: Autotuning, end: Callable[[], None] = end_process

@@ -81,8 +81,10 @@ def build(
     """A module on the meta device with the tree, the class names and the parameters of the profiled
     one.
 
-    It cannot be run. shape: ``(name, parameter) -> shape`` of what one rank has of it; by default
-    all. without: paths of modules that are left out, with all below them.
+    It cannot be run.
+
+    shape: ``(name, parameter) -> shape`` of what one rank has of it; by default all.
+    without: paths of modules that are left out, with all below them.
     """
     import torch
     from torch import nn

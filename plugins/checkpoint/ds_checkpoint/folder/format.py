@@ -116,8 +116,9 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """One model state. at: coordinates on the mesh axes along which other states bear the same
-    name.
+    """One model state.
+
+    at: coordinates on the mesh axes along which other states bear the same name.
 
     dtype: as safetensors spells it ("F32").
     """

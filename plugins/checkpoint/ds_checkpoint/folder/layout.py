@@ -19,7 +19,10 @@ Row = dict[str, Any]
 
 
 def rows_of(pieces: Sequence[StateTensor], coord: Mapping[str, int], file: str) -> list[Row]:
-    """Per piece what the manifest says of it; JSON. coord: this rank's place on the mesh."""
+    """Per piece what the manifest says of it; JSON.
+
+    coord: this rank's place on the mesh.
+    """
     return [
         {
             "name": piece.name,

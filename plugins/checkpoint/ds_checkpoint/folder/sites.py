@@ -59,6 +59,7 @@ def find_site(local: bool) -> Site:
 
 def introduce(action: str, root: Path, tag: str | None, site: Site, device: torch.device) -> None:
     """Tell every host of the newest checkpoint that a host's ``latest`` names, or of `tag`.
+
     Collective.
 
     Rank 0's host may be new, or have been away.
@@ -114,6 +115,7 @@ def spread(
     action: str, folder: Path, names: Sequence[str], site: Site, device: torch.device
 ) -> None:
     """Copy files to every host whose `folder` lacks them, from the first rank that sees them.
+
     Collective.
 
     names: equal on all ranks.

@@ -182,8 +182,10 @@ def carry(move: Move, values: Tensor, out: Tensor) -> None:
 class TensorFile:
     """An open safetensors file whose header has been checked against its size.
 
-    links: whether `path` may be a link. bytes_read: tensor data read so far. Raises CheckpointError
-    naming the file for anything wrong with it.
+    links: whether `path` may be a link.
+    bytes_read: tensor data read so far.
+
+    Raises CheckpointError naming the file for anything wrong with it.
     """
 
     def __init__(self, path: Path, *, links: bool = False) -> None:

@@ -40,12 +40,17 @@ _FIXES = {
 def encode(
     value: Any, where: str, tensors: dict[str, Tensor], *, own: bool = False, depth: int = 0
 ) -> Any:
-    """`value` as JSON. where: its path, for errors. Tensors go into `tensors`, under keys made from
-    the path's head.
+    """`value` as JSON.
+
+    where: its path, for errors.
+
+    Tensors go into `tensors`, under keys made from the path's head.
 
     own: a state of ours or torch's, in which mappings may have int keys (a MultiStepLR's
-    milestones, for one). Raises CheckpointError, naming the path and the fix, for anything that
-    would not be decoded to an equal value.
+        milestones, for one).
+
+    Raises CheckpointError, naming the path and the fix, for anything that would not be decoded to
+    an equal value.
     """
     kind = type(value)
     if value is None or kind in (bool, str):
@@ -124,8 +129,9 @@ def _fix(value: Any) -> str:
 
 
 def decode(data: Any, tensor: Callable[[str], Tensor], where: str, depth: int = 0) -> Any:
-    """The reverse of `encode`; CheckpointError for what that never makes. tensor: gives the tensor
-    of a key.
+    """The reverse of `encode`; CheckpointError for what that never makes.
+
+    tensor: gives the tensor of a key.
     """
     if not isinstance(data, (list, dict)):
         return data

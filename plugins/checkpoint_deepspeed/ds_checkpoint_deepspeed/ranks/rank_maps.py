@@ -208,8 +208,9 @@ def get_model_3d_descriptor_from_metadata(
     """The degrees, from the names of files and what their model states say of them.
 
     model_state_metadata: (path, its ``checkpoint_parallel_dimensions``); files of before DeepSpeed
-    0.19 have none, and their names are counted. Raises CheckpointError where files contradict each
-    other.
+        0.19 have none, and their names are counted.
+
+    Raises CheckpointError where files contradict each other.
     """
     models = len(model_state_metadata)
     said = [(path, values.get(_DIMENSIONS)) for path, values in model_state_metadata]

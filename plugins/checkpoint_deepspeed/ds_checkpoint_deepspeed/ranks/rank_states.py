@@ -80,8 +80,10 @@ def partition_data(data_list: Sequence[Row], num_partitions: int) -> list[list[R
 
 
 def merge_state(state_a: Any, state_b: Any, key_list: Sequence[str] = ()) -> Any:
-    """Tensors one after the other, in dicts, lists and tuples too; of other values the first. Keys
-    are those of the second. Raises ValueError for values of different kinds."""
+    """Tensors one after the other, in dicts, lists and tuples too; of other values the first.
+
+    Keys are those of the second. Raises ValueError for values of different kinds.
+    """
     if type(state_a) is not type(state_b):
         where = ".".join(key_list) or "the states"
         raise ValueError(

@@ -99,8 +99,8 @@ class SDLoaderBase(ABC):
         together)).
 
         module_key: where a file has the weights: a key of it, ``auto`` for ``module`` or ``model``,
-        None for the whole file. is_pipe_parallel: with a key, files of another number of ranks have
-        all the same in them.
+            None for the whole file.
+        is_pipe_parallel: with a key, files of another number of ranks have all the same in them.
         """
         _refuse_quantizing(quantize)
         self.module_key = module_key
@@ -211,8 +211,9 @@ class SDLoaderBase(ABC):
 
 
 class MegatronSDLoader(SDLoaderBase):
-    """Megatron's names. Its rows of queries, keys and values lie in one of three orders, by the
-    checkpoint's version.
+    """Megatron's names.
+
+    Its rows of queries, keys and values lie in one of three orders, by the checkpoint's version.
 
     [Note: versions of Megatron's checkpoints] 0, also where a checkpoint names none: all queries,
     then all keys, then all values. 1.0: head by head, and in a head the three of each number. 2.0:

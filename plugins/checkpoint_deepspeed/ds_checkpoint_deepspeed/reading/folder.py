@@ -66,9 +66,10 @@ Grid = dict[tuple[int, int], Path]
 class Files:
     """A folder's files by what they hold. Keys are (model-parallel rank, data-parallel rank).
 
-    layers: (layer, tensor-parallel rank) -> file of a pipeline. experts: those of `mp` ranks.
-    expert_parts: optimizers at stage 0, by expert-parallel rank. universal: whether it has a folder
-    per parameter.
+    layers: (layer, tensor-parallel rank) -> file of a pipeline.
+    experts: those of `mp` ranks.
+    expert_parts: optimizers at stage 0, by expert-parallel rank.
+    universal: whether it has a folder per parameter.
     """
 
     folder: Path

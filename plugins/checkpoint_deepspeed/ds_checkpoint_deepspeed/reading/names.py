@@ -34,7 +34,10 @@ def expert_row(name: str) -> tuple[str, int] | None:
 
 
 def our_name(name: str, *, pipeline: bool) -> str:
-    """Our name of what is no expert's. pipeline: whether names begin with a layer's number."""
+    """Our name of what is no expert's.
+
+    pipeline: whether names begin with a layer's number.
+    """
     if (found := _MOE.fullmatch(name)) is not None:
         name = f"{found['before']}{found['rest']}"
     return pipeline_name(name) if pipeline else name
@@ -60,7 +63,10 @@ def their_expert(name: str) -> tuple[str, str] | None:
 
 
 def their_name(name: str, moe: set[str], *, pipeline: bool) -> str:
-    """DeepSpeed's name. moe: what the names of MoE layers begin with."""
+    """DeepSpeed's name.
+
+    moe: what the names of MoE layers begin with.
+    """
     found = _GATE.fullmatch(name)
     if found is not None and found["before"] in moe:
         name = f"{found['before']}deepspeed_moe.gate.{found['rest']}"

@@ -27,8 +27,9 @@ from ds_core.errors import CheckpointError
 def join(
     parts: Sequence[Part], info: dict[str, Any] | None
 ) -> tuple[Part, list[list[StateTensor]], list[str]]:
-    """(what is the same for all ranks, per rank what is not, what the user is to know). parts: one
-    per rank.
+    """(what is the same for all ranks, per rank what is not, what the user is to know).
+
+    parts: one per rank.
     """
     first = parts[0]
     if len(parts) == 1:

@@ -48,9 +48,11 @@ def explain(key: str, models: Models, named: Mapping[str, Models] | None = None)
     """Explain a dotted path such as ``fp16.loss_scale`` or
     ``tensor_parallel.layer_specs[0].patterns``, or its end.
 
-    models: section -> its model and owner. named: ``optimizer`` and ``scheduler`` -> name -> the
-    model of the ``params`` under that name, and its owner. Raises ConfigError that names the
-    nearest known key when there is none such.
+    models: section -> its model and owner.
+    named: ``optimizer`` and ``scheduler`` -> name -> the model of the ``params`` under that name,
+        and its owner.
+
+    Raises ConfigError that names the nearest known key when there is none such.
     """
     if key in models:
         model, owner = models[key]

@@ -65,8 +65,9 @@ PREFIXES = (
 
 
 def report(findings: Sequence[Finding], config: Path | None = None) -> str:
-    """The whole text. config: a file that was used; its problems are told, and its secrets taken
-    out of everything.
+    """The whole text.
+
+    config: a file that was used; its problems are told, and its secrets taken out of everything.
     """
     secrets, said = _config(config) if config is not None else (set(), [])
     parts = [

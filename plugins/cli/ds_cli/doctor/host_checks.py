@@ -348,7 +348,10 @@ def trip_text(seconds: float) -> str:
 def host_rows(
     reports: Sequence[HostReport], levels: Mapping[str, str]
 ) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the table of hosts. levels: of each host's worst finding."""
+    """Columns and rows of the table of hosts.
+
+    levels: of each host's worst finding.
+    """
     columns = [
         "host",
         "state",

@@ -297,7 +297,10 @@ def _receive(link: socket.socket, seconds: float) -> float:
 
 
 def answer(request: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-    """Carry out one request. state: the listener that waits for its peer."""
+    """Carry out one request.
+
+    state: the listener that waits for its peer.
+    """
     kind = request["do"]
     if kind == "facts":
         return facts(request)

@@ -65,9 +65,9 @@ def gather(
     """The failures of one attempt in order of time, and how many processes were ended because of
     them.
 
-    known: (rank, local rank, pid, code) that the launcher knows of besides `endings`. grace:
-    seconds between the first failure and the launcher's own SIGKILL; who had one sooner was killed
-    by somebody else.
+    known: (rank, local rank, pid, code) that the launcher knows of besides `endings`.
+    grace: seconds between the first failure and the launcher's own SIGKILL; who had one sooner was
+        killed by somebody else.
     """
     rows = [
         _failure(folder, attempt, one.local_rank, one.rank, one.pid, ending.code, ending.time)

@@ -81,8 +81,10 @@ def decide(
     used: int,
     most: int,
 ) -> Decision:
-    """What `reports` amount to. hosts: what to call each host, by number. used: restarts so far, of
-    at most `most`.
+    """What `reports` amount to.
+
+    hosts: what to call each host, by number.
+    used: restarts so far, of at most `most`.
 
     The cause is what was noticed first and is no mere echo of a lost peer. A host that has not
     reported is lost, and the cause where there is nothing else than echoes.
@@ -133,7 +135,8 @@ def _causes(
 ) -> list[tuple[int, float, WorkerFailure | None, int]]:
     """What may have come first: (order of the alarm, time, failure, host); None: the host is lost.
 
-    silent: hosts without a report. hosts: how many there are.
+    silent: hosts without a report.
+    hosts: how many there are.
     """
     causes: list[tuple[int, float, WorkerFailure | None, int]] = []
     for report in reports:

@@ -99,8 +99,9 @@ class _Round:
 
 
 class HostMonitor:
-    """While entered, and a round runs: checks this host and the others. The main thread calls its
-    methods.
+    """While entered, and a round runs: checks this host and the others.
+
+    The main thread calls its methods.
     """
 
     def __init__(
@@ -158,8 +159,9 @@ class HostMonitor:
     ) -> None:
         """The machines have met. Raises for machines that do not fit together.
 
-        store: a connection for this alone; main: it is this machine's. attempt: a number that all
-        have for the start of the processes, where each machine counts for itself.
+        store: a connection for this alone; main: it is this machine's.
+        attempt: a number that all have for the start of the processes, where each machine counts
+            for itself.
         """
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -200,8 +202,9 @@ class HostMonitor:
             now.store.set("regroup", "")
 
     def end(self, known: Sequence[tuple[int, int, int, int]] = ()) -> None:
-        """The processes of the round have ended, badly unless regrouped. Raises Ended unless they
-        are to start again.
+        """The processes of the round have ended, badly unless regrouped.
+
+        Raises Ended unless they are to start again.
 
         known: failures that torch tells of, as for `gather`.
         """

@@ -44,7 +44,9 @@ class RanksStore:
         self._server: Any = None
 
     def open(self, store: Any, number: int, size: int, address: str) -> RendezvousStoreInfo:
-        """Where it is, on all machines. store: a part of the machines' for this round alone.
+        """Where it is, on all machines.
+
+        store: a part of the machines' for this round alone.
         address: machine 0's.
         """
         self._server = None

@@ -79,8 +79,9 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def rewritten(text: str, *, code: bool = True) -> str:
-    """`text` with today's names. code: it is Python, whose imports of single names are divided by
-    their new homes.
+    """`text` with today's names.
+
+    code: it is Python, whose imports of single names are divided by their new homes.
     """
     if code:
         text = _imports(_methods(text))

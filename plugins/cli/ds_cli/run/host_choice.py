@@ -17,8 +17,9 @@ log = logging.getLogger("ds_cli")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The words that choose hosts. count: the most hosts, nproc: of processes on each; 0 and None:
-    not told.
+    """The words that choose hosts.
+
+    count: the most hosts, nproc: of processes on each; 0 and None: not told.
     """
 
     hostfile: str = ""

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 
 def named_hosts(request: LaunchRequest, launcher: str, users: bool = False) -> tuple[Host, ...]:
-    """The hosts, for a launcher that takes them from the hostfile and cannot add any later. Raises
-    CommandError.
+    """The hosts, for a launcher that takes them from the hostfile and cannot add any later.
+
+    Raises CommandError.
 
     users: ``user@host`` is understood.
     """

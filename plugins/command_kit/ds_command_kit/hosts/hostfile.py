@@ -33,8 +33,9 @@ def _is_address(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine of a run. slots: the accelerators to use there, one process each; None: as many as
-    there are.
+    """A machine of a run.
+
+    slots: the accelerators to use there, one process each; None: as many as there are.
     """
 
     name: str

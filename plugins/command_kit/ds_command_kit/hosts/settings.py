@@ -71,8 +71,8 @@ def agent_command(
 ) -> list[str]:
     """What to run on a host. Its folder may be any; the same Python must be at the same path.
 
-    number: the host's, from 0; a text is one that the tool replaces (pdsh's "%n"). settings: how
-        they reach the agent.
+    number: the host's, from 0; a text is one that the tool replaces (pdsh's "%n").
+    settings: how they reach the agent.
     lifeline: its standard input stays open as long as the launcher lives, with a line break every
         few seconds; "end": with nothing.
     """

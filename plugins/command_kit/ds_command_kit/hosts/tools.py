@@ -84,11 +84,15 @@ def run_tools(
     """Run all `commands` (by host) until all have ended; the exit code of the first that ends
     badly, or 0.
 
-    With ``request.show`` they are printed instead. environment: theirs, besides this process's own.
-    feed: goes to the standard input of each. lifeline: that then stays open, with a line break
-    every few seconds, and its end is how they are asked to end; otherwise it is SIGTERM. explain:
-    called as ``explain(where, code)`` for the first bad end, gives what to say of it; "" where the
-    agents say it. again: one that ends badly while others go on is tried again until they end too.
+    With ``request.show`` they are printed instead.
+
+    environment: theirs, besides this process's own.
+    feed: goes to the standard input of each.
+    lifeline: that then stays open, with a line break every few seconds, and its end is how they are
+        asked to end; otherwise it is SIGTERM.
+    explain: called as ``explain(where, code)`` for the first bad end, gives what to say of it; ""
+        where the agents say it.
+    again: one that ends badly while others go on is tried again until they end too.
     """
     tools = [_Tool(where, list(argv), feed) for where, argv in commands.items()]
     return _run(

@@ -46,8 +46,8 @@ def largest_eigenvalue(
 ) -> tuple[float, int]:
     """The eigenvalue of greatest size of the Hessian, and the iterations that found it.
 
-    grads: of the loss by `params`, with a graph. average: brings the products of all ranks
-    together, in place.
+    grads: of the loss by `params`, with a graph.
+    average: brings the products of all ranks together, in place.
     """
     wide = [torch.float64 if p.dtype == torch.float64 else torch.float32 for p in params]
     vector = [
@@ -139,6 +139,7 @@ class Eigenvalue:
         self, module: nn.Module, device: Any = None, scale: float = 1.0
     ) -> Mapping[int, Any]:
         """``id`` of each parameter of a block -> (relative eigenvalue, number of the block).
+
         device: without effect.
 
         scale: that of the loss whose gradients there are.

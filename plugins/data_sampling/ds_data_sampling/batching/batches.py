@@ -35,8 +35,9 @@ CHUNK = 32
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """What a micro-batch may hold. tokens: samples times the longest of them. samples: the fewest
-    and the most.
+    """What a micro-batch may hold.
+
+    tokens: samples times the longest of them. samples: the fewest and the most.
     """
 
     tokens: int
@@ -56,9 +57,9 @@ class TokenBudget:
 class Feed:
     """Samples in order. Those that a step has taken and not used come first in the next.
 
-    usable: whether a sample can be used at all; the others are passed over. again: the same order
-    once more, at the start of the epoch: what fills up the last step; None: an incomplete step is
-    left out.
+    usable: whether a sample can be used at all; the others are passed over.
+    again: the same order once more, at the start of the epoch: what fills up the last step; None:
+        an incomplete step is left out.
     """
 
     def __init__(

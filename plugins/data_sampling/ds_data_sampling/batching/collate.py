@@ -66,7 +66,9 @@ class Packer:
     ``labels`` and other values of one number per token. The batch has ``input_ids``, ``labels`` and
     ``position_ids`` [rows, tokens], and the others. Positions begin at 0 with each sample, which is
     how attention tells samples apart; no label leads from one sample to the next. What fills up is
-    a sample of its own, without labels. truncate: a longer sample is cut.
+    a sample of its own, without labels.
+
+    truncate: a longer sample is cut.
     """
 
     def __init__(self, tokens: int, token: int = 0, *, truncate: bool = False) -> None:

@@ -41,7 +41,8 @@ class Lengths:
     """The tokens of each sample, found at the first use: making a loader reads no sample.
 
     dataset: its attribute ``lengths``, where it has one, is a sequence, or a function that returns
-    one. from_files: reads them from the files of an analysis instead.
+        one.
+    from_files: reads them from the files of an analysis instead.
     """
 
     def __init__(

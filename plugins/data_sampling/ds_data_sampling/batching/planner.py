@@ -19,7 +19,10 @@ PlanSteps = Callable[[Feed, int, int], Sequence[Plan]]
 
 @dataclass(frozen=True)
 class Method:
-    """How steps are planned. shape: what its plans depend on besides the order; JSON."""
+    """How steps are planned.
+
+    shape: what its plans depend on besides the order; JSON.
+    """
 
     plan: PlanSteps
     shape: Mapping[str, Any]
@@ -27,8 +30,11 @@ class Method:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step. number: counted over all epochs. state: of the planner, before this
-    step."""
+    """One optimizer step.
+
+    number: counted over all epochs.
+    state: of the planner, before this step.
+    """
 
     plan: Plan
     number: int
@@ -51,8 +57,9 @@ def at_start(epoch: int, step: int) -> dict[str, Any]:
 class Planner:
     """Plans steps.
 
-    make_order: gives an order of samples. usable: whether a sample can be used at all. drop_last:
-    an incomplete step at the end of an epoch is left out.
+    make_order: gives an order of samples.
+    usable: whether a sample can be used at all.
+    drop_last: an incomplete step at the end of an epoch is left out.
     """
 
     def __init__(

@@ -41,11 +41,14 @@ def analyze(
     processes: int = 0,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Measure `dataset` on all ranks, a part on each, and combine. Returns what the JSON files say,
-    by metric.
+    """Measure `dataset` on all ranks, a part on each, and combine.
 
-    metrics: as `metrics.named` takes them, or measures. processes: on each rank, that load samples
-    and measure them; 0: the rank itself. Every rank must see `folder`. Collective.
+    Returns what the JSON files say, by metric.
+
+    metrics: as `metrics.named` takes them, or measures.
+    processes: on each rank, that load samples and measure them; 0: the rank itself.
+
+    Every rank must see `folder`. Collective.
     """
     asked = [each if isinstance(each, Measure) else named(each) for each in metrics]
     given = [each for each in asked if each.function is not RARITY.function]
@@ -92,7 +95,9 @@ def measure(
     """Measure the part of `dataset` that the worker `worker` of `workers` has, and write it below
     `folder`.
 
-    collate_fn: of batched measures; torch's default. processes: that load and measure; 0: this one.
+    collate_fn: of batched measures; torch's default.
+    processes: that load and measure; 0: this one.
+
     Raises UsageError for a value that is not finite, or not of the dtype that the measure says.
     """
     if not 0 <= worker < workers:

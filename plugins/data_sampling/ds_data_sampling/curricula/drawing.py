@@ -153,7 +153,10 @@ def as_svg(curves: list[Curve]) -> str:
 
 
 def _draw(curve: Curve, svg: Svg, top: int) -> None:
-    """One panel. top: its upper edge, in pixels."""
+    """One panel.
+
+    top: its upper edge, in pixels.
+    """
     bottom = top + PANEL
     right = LEFT + POINTS
     svg.text(LEFT, top - 8, curve.title, font_size=14)

@@ -1,5 +1,6 @@
-"""The files of an analysis: samples in order of a metric. They are memory-mapped, and nothing in
-them is executed.
+"""The files of an analysis: samples in order of a metric.
+
+They are memory-mapped, and nothing in them is executed.
 
 Ours are two arrays in numpy's format, of one entry per sample: the samples, easiest first, and
 their values. Those of DeepSpeed's analyzer are read as well: ``.bin`` and ``.idx``, with one row of
@@ -29,9 +30,10 @@ TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "u2", 7: "u4", 8: "u8"}
 class MetricIndex:
     """Samples in order of a metric.
 
-    samples: their indices, easiest first. values: increasing values of the metric. ends: how many
-    samples have a value of at most the one at this place of `values`; None where `values` has an
-    entry for each sample.
+    samples: their indices, easiest first.
+    values: increasing values of the metric.
+    ends: how many samples have a value of at most the one at this place of `values`; None where
+        `values` has an entry for each sample.
     """
 
     samples: Array
@@ -54,6 +56,7 @@ def read_index(samples: str, metric: str | None, size: int | None = None) -> Met
     any).
 
     metric: None where only percentiles are asked for. Both files are read once, to check them.
+
     Raises UsageError for files that are missing, damaged, or of another data set.
     """
     if not _is_rows(samples):
@@ -150,7 +153,9 @@ def read_rows(path: str) -> tuple[Array, Array]:
     """All elements of a file of rows that DeepSpeed or Megatron wrote, row after row, and the
     length of each row.
 
-    path: without ``.idx`` and ``.bin``. Raises UsageError for files that are missing or damaged.
+    path: without ``.idx`` and ``.bin``.
+
+    Raises UsageError for files that are missing or damaged.
     """
     table = Path(f"{path}.idx")
     data = Path(f"{path}.bin")

@@ -19,10 +19,10 @@ from ds_data_sampling.curricula.index import Array
 class Measure:
     """Something to measure.
 
-    function: of a sample, or with `batched` of a batch as collate_fn makes it. kind: "value" gives
-    a number per sample (batched: an array of them, in order); "sum" gives an array that is added up
-    over all samples; shorter ones are filled up with zeros. dtype: what the numbers must be, as
-    numpy says it; "": any.
+    function: of a sample, or with `batched` of a batch as collate_fn makes it.
+    kind: "value" gives a number per sample (batched: an array of them, in order); "sum" gives an
+        array that is added up over all samples; shorter ones are filled up with zeros.
+    dtype: what the numbers must be, as numpy says it; "": any.
     """
 
     name: str

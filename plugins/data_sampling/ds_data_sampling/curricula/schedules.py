@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 def difficulty_at(schedule: Schedule, step: int, custom: Callable[[int], int] | None = None) -> int:
     """The difficulty of the optimizer step `step`, which counts from 1.
 
-    schedule: a complete one (`Schedule.check_schedule`). custom: the function of a ``custom``
-    schedule; UsageError where it is missing.
+    schedule: a complete one (`Schedule.check_schedule`).
+    custom: the function of a ``custom`` schedule;
+
+    UsageError where it is missing.
     """
     numbers = schedule.schedule_config
     low = schedule.min_difficulty

@@ -23,11 +23,14 @@ KINDS: dict[str, Literal["value", "sum"]] = {
 class DataAnalyzer:
     """Measures a data set: `run_map` on every worker, then `run_reduce` on one.
 
-    metric_functions: of a batch, as collate_fn makes it. metric_types: ``single_value_per_sample``
-    gives an array with a number for each sample, ``accumulate_value_over_samples`` one that is
-    added up. num_threads: processes that load and measure. What is written is described in
-    `ds_data_sampling.curricula.analysis`; num_threads_reduce is of no use there. Raises UsageError for
-    specific_threads, custom_map_*, custom_reduce and sample_indices, which there are not.
+    metric_functions: of a batch, as collate_fn makes it.
+    metric_types: ``single_value_per_sample`` gives an array with a number for each sample,
+        ``accumulate_value_over_samples`` one that is added up.
+    num_threads: processes that load and measure. What is written is described in
+        `ds_data_sampling.curricula.analysis`; num_threads_reduce is of no use there.
+
+    Raises UsageError for specific_threads, custom_map_*, custom_reduce and sample_indices, which
+    there are not.
     """
 
     def __init__(

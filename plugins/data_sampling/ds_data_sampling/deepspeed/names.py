@@ -18,8 +18,9 @@ class CurriculumScheduler:
     """The difficulty of a metric, step by step.
 
     config: ``min_difficulty``, ``max_difficulty``, ``schedule_type`` and ``schedule_config``; other
-    keys, as those of a metric, are left to others. Raises ValueError for a schedule that is not
-    complete.
+        keys, as those of a metric, are left to others.
+
+    Raises ValueError for a schedule that is not complete.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -70,9 +71,9 @@ class DeepSpeedDataSampler:
     after the other.
 
     data_efficiency_config: the section. All ranks plan all steps, so no messages are sent and no
-    file is written; data_parallel_group, an object with ``size()``, and global_rank are not needed.
-    Where an epoch ends in the middle of a step, the next one fills it up. drop_last: whether the
-    last step of all, where it is not whole, is left out.
+        file is written; data_parallel_group, an object with ``size()``, and global_rank are not
+        needed. Where an epoch ends in the middle of a step, the next one fills it up.
+    drop_last: whether the last step of all, where it is not whole, is left out.
     """
 
     def __init__(

@@ -15,7 +15,10 @@ from ds_data_sampling.curricula.index import HEADER, MAGIC, TYPES, Array, read_r
 
 
 class MMapIndexedDataset(torch.utils.data.Dataset[Any]):
-    """The rows of a pair of files, memory-mapped. path: without ``.idx`` and ``.bin``."""
+    """The rows of a pair of files, memory-mapped.
+
+    path: without ``.idx`` and ``.bin``.
+    """
 
     def __init__(self, path: str, skip_warmup: bool = False) -> None:
         super().__init__()
@@ -60,8 +63,10 @@ class MMapIndexedDataset(torch.utils.data.Dataset[Any]):
 
 
 class MMapIndexedDatasetBuilder:
-    """Writes rows. out_file: the ``.bin``; `finalize` writes the ``.idx``. dtype: integers, numpy's
-    or torch's.
+    """Writes rows.
+
+    out_file: the ``.bin``; `finalize` writes the ``.idx``.
+    dtype: integers, numpy's or torch's.
     """
 
     def __init__(self, out_file: str, dtype: Any = np.int64) -> None:

@@ -31,8 +31,10 @@ class Migration:
 
     renamed, idle: notes on keys that have another name now, and on those that have no effect and
         are left out.
-    remarks: what else there is to say. lost: what cannot be had. to_install: what a package must be
-        installed for; its keys are kept. autos: what a front-end fills in.
+    remarks: what else there is to say.
+    lost: what cannot be had.
+    to_install: what a package must be installed for; its keys are kept.
+    autos: what a front-end fills in.
     """
 
     config: dict[str, Any]
@@ -153,8 +155,9 @@ def _core_and_sections(chosen: Composition, raw: Mapping[str, Any]) -> dict[str,
 
 
 def _renamed(parsed: Any, given: Any) -> Any:
-    """`given` with the current name of each key; values stay as written. parsed: the section that
-    it became.
+    """`given` with the current name of each key; values stay as written.
+
+    parsed: the section that it became.
     """
     if isinstance(parsed, BaseModel) and isinstance(given, Mapping):
         return _section(parsed, given)

@@ -325,7 +325,9 @@ def load_module_state_dict(
     """Load weights into the module, master weights with them; a checkpoint's dict is known by its
     key ``module``.
 
-    custom_load_fn: called with ``src`` and ``dst`` instead. Every rank calls it.
+    custom_load_fn: called with ``src`` and ``dst`` instead.
+
+    Every rank calls it.
     """
     weights = state_dict["module"] if isinstance(state_dict.get("module"), Mapping) else state_dict
     if custom_load_fn is not None:

@@ -180,8 +180,9 @@ def CreateLossScaler(
     """A scaler for gradients of `dtype`: one that changes where that is asked for, and 1 for any
     but fp16.
 
-    dynamic_loss_args: those of `DynamicLossScaler`. Raises UsageError where a scale is to change
-    and they are None.
+    dynamic_loss_args: those of `DynamicLossScaler`.
+
+    Raises UsageError where a scale is to change and they are None.
     """
     # Only fp16 has a range so small that gradients need a scale.
     if dtype != torch.half:

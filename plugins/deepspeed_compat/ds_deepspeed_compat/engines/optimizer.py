@@ -266,8 +266,9 @@ class _Listed:
 
 
 def wrapped(engine: Engine, groups: list[list[nn.Parameter]]) -> Optimizer | None:
-    """What ``engine.optimizer`` is with DeepSpeed. groups: the model's parameters that are trained,
-    group by group.
+    """What ``engine.optimizer`` is with DeepSpeed.
+
+    groups: the model's parameters that are trained, group by group.
     """
     if engine.optimizer is None:
         return None

@@ -45,5 +45,8 @@ def differs(target: str, how: str) -> Name:
 
 
 def missing(instead: str) -> Name:
-    """A documented name that is not offered. instead: what to use."""
+    """A documented name that is not offered.
+
+    instead: what to use.
+    """
     return Name(State.MISSING, "", instead)

@@ -138,7 +138,8 @@ class FastFileWriterConfig:
 
     dnvme_handle: accepted; files are written by the system's calls, past its cache where it allows
         that.
-    pinned_tensor: uint8; its memory is the buffer. double_buffer: accepted.
+    pinned_tensor: uint8; its memory is the buffer.
+    double_buffer: accepted.
     num_parallel_writers, writer_rank: of so many writers that are given the same storages this is
         which.
     """

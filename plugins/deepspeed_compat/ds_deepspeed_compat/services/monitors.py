@@ -20,8 +20,9 @@ from ds_core.telemetry import MonitorMaster as Monitors
 
 
 class _OfSection(Monitors):
-    """The monitor of one section; only rank 0 makes it. It is closed at the end of the program, or
-    by `close`.
+    """The monitor of one section; only rank 0 makes it.
+
+    It is closed at the end of the program, or by `close`.
 
     config: the section, as `get_monitor_config` gives it.
     """

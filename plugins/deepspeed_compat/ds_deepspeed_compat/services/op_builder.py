@@ -16,7 +16,8 @@ from ds_core.plugins import Plugins
 class OpBuilder:
     """A kernel of ds_core under the name of DeepSpeed's builder.
 
-    NAME: DeepSpeed's name of the operation. op, device: the kernel's; see ``dscore ops list``.
+    NAME: DeepSpeed's name of the operation.
+    op, device: the kernel's; see ``dscore ops list``.
     """
 
     NAME = ""

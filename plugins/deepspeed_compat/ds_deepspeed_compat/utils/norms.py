@@ -218,9 +218,12 @@ def _or_invalid(norm: Tensor) -> float:
 class CheckOverflow:
     """Whether gradients are not finite, on any of the ranks that must agree.
 
-    param_groups: lists of parameters. zero_reduce_scatter: all ranks agree. mpu: its ranks do.
-    deepspeed: an engine that does not reduce by itself makes all ranks agree. Ranks with other
-    experts of an engine's agree too.
+    param_groups: lists of parameters.
+    zero_reduce_scatter: all ranks agree.
+    mpu: its ranks do.
+    deepspeed: an engine that does not reduce by itself makes all ranks agree.
+
+    Ranks with other experts of an engine's agree too.
     """
 
     def __init__(

@@ -184,7 +184,10 @@ class _Emitter:
         self.added(out, a.out, total)
 
     def apart(self, fused: int, head_dim: int | None) -> tuple[int, int, int]:
-        """q, k and v of one register. head_dim: they lie head by head; else all of q first."""
+        """q, k and v of one register.
+
+        head_dim: they lie head by head; else all of q first.
+        """
         width = self.widths[fused] // 3
         each = width if head_dim is None else head_dim
         q, k, v = (self.register(name, width) for name in "qkv")

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 
 def finisher(model: Any, base: Any, logits: bool) -> Callable[..., Any]:
-    """The function (output of the program, keywords of forward) -> output of `model`. logits: the
-    program gave them.
+    """The function (output of the program, keywords of forward) -> output of `model`.
+
+    logits: the program gave them.
     """
     outputs = importlib.import_module("transformers.modeling_outputs")
     if logits:

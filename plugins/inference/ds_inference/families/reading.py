@@ -93,8 +93,9 @@ def rotary(module: Any, config: Any) -> Tables:
 
 
 def tables(module: Any, positions: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of all positions. "dynamic" frequencies change with positions behind those of
-    training only.
+    """cos and sin of all positions.
+
+    "dynamic" frequencies change with positions behind those of training only.
     """
     speeds = module.original_inv_freq.float()
     angles = torch.arange(positions, device=speeds.device, dtype=torch.float32)[:, None] * speeds

@@ -69,7 +69,8 @@ class Beams:
     def advance(self, logits: Tensor, beams: Sequence[list[int]]) -> list[tuple[int, int]] | None:
         """The next beams, as (which of `beams` it goes on with, token); None: the search is over.
 
-        logits: [beams, vocabulary], or one row for all. beams: the tokens of each, prompt included.
+        logits: [beams, vocabulary], or one row for all.
+        beams: the tokens of each, prompt included.
         """
         count = self._params.num_beams
         # Sum up the log-probabilities along each beam, over all continuations of all beams at once.

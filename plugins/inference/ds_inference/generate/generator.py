@@ -234,8 +234,10 @@ class Generator:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         stream: Callable[[Output], None] | None = None,
     ) -> list[list[Result]]:
-        """The results of each prompt. params: for all, or one each. stream: called with each output
-        as it comes.
+        """The results of each prompt.
+
+        params: for all, or one each.
+        stream: called with each output as it comes.
         """
         each = (
             list(params)
@@ -267,8 +269,9 @@ class Generator:
     def _run(
         self, requests: Iterator[Request], opened: Callable[[Handle], None] | None
     ) -> Iterator[Output]:
-        """Outputs of `requests` until all have ended. opened: told of each handle, and errors are
-        raised.
+        """Outputs of `requests` until all have ended.
+
+        opened: told of each handle, and errors are raised.
         """
         mine: dict[Handle, None] = {}
         more = True

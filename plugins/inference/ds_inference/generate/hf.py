@@ -364,8 +364,8 @@ def _translate(processors: list[Any], length: int, keep: int) -> dict[str, Any] 
     """`processors` as fields of `SamplingParams`; None: there is one without a field, or they are
     in another order.
 
-    length: of the prompts with padding, from which transformers counts. keep: tokens that filters
-    must leave.
+    length: of the prompts with padding, from which transformers counts.
+    keep: tokens that filters must leave.
     """
     from transformers.generation import logits_process as kinds
 

@@ -27,7 +27,9 @@ class Limits:
     most_key: str
 
     def new_tokens(self, prompt: list[int], params: SamplingParams, *, decodes: bool) -> int:
-        """How many tokens may be added to `prompt`. decodes: whether there is a tokenizer.
+        """How many tokens may be added to `prompt`.
+
+        decodes: whether there is a tokenizer.
 
         UsageError if it cannot be answered as the parameters say.
         """

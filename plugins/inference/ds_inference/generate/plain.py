@@ -28,9 +28,11 @@ def plain_generate(
 ) -> Tensor:
     """Prompts [batch, length] and their answers [batch * num_return_sequences, longest].
 
-    attention_mask: 0 at padding. do_sample: draw tokens (at temperature 1 unless it is given), else
-    the most probable one. Other keywords: those of `SamplingParams`; temperature counts with
-    do_sample alone, as in transformers. What ends before the longest is followed by pad_token_id.
+    attention_mask: 0 at padding.
+    do_sample: draw tokens (at temperature 1 unless it is given), else the most probable one.
+
+    Other keywords: those of `SamplingParams`; temperature counts with do_sample alone, as in
+    transformers. What ends before the longest is followed by pad_token_id.
     """
     if input_ids is None or input_ids.dim() != 2:
         raise UsageError("generate takes the tokens of prompts, a tensor [batch, length]")

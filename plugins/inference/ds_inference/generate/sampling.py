@@ -42,8 +42,8 @@ def process(
 ) -> Float[Tensor, " vocab"]:
     """`row`, fp32, changed by penalties, `min_new_tokens` and logits processors.
 
-    tokens: of the sequence, the first `prompt` of which were given. stops: tokens that end a
-    sequence.
+    tokens: of the sequence, the first `prompt` of which were given.
+    stops: tokens that end a sequence.
     """
     width = row.shape[0]
     # The row may be a view of the step's logits, which `Result.logits` and log-probabilities read

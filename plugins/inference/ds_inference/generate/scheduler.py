@@ -181,8 +181,9 @@ class Scheduler:
         return sum(group.rows for group in self.running)
 
     def plan(self, tokens: Tensor | None) -> Plan | None:
-        """The next step; None: there is nothing to do. tokens: what the sequences of the last got,
-        in order.
+        """The next step; None: there is nothing to do.
+
+        tokens: what the sequences of the last got, in order.
         """
         self._copies = []
         if self._last is not None and tokens is not None and not self._admissible():

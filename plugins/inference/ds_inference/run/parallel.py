@@ -40,8 +40,9 @@ log = logging.getLogger("ds_inference")
 def sections(
     config: DeepSpeedInferenceConfig, model: nn.Module, rows: Sequence[str]
 ) -> dict[str, Any]:
-    """What the config is in the words of a run: its sections. rows: names of linears whose outputs
-    are summed.
+    """What the config is in the words of a run: its sections.
+
+    rows: names of linears whose outputs are summed.
     """
     raw: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
     if config.kernels:
@@ -192,8 +193,9 @@ def load(lowered: Any, model: nn.Module, ctx: Context, device: torch.device) -> 
 
 
 def record(runnable: Runnable, what: str, key: str = "enable_cuda_graph") -> None:
-    """Have steps recorded as CUDA graphs from now on. what, key: for the ConfigError where what
-    serves cannot.
+    """Have steps recorded as CUDA graphs from now on.
+
+    what, key: for the ConfigError where what serves cannot.
     """
     capture = getattr(
         runnable.runnable if isinstance(runnable, Embedded) else runnable, "capture", None

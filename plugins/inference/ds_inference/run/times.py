@@ -30,8 +30,9 @@ class Stopwatch:
         self._hooks: list[Any] = []
 
     def start(self, module: nn.Module, events: bool) -> None:
-        """Measure each call of `module`, and each `call`. events: by events of the device, where it
-        has them.
+        """Measure each call of `module`, and each `call`.
+
+        events: by events of the device, where it has them.
         """
         if self._times is not None:
             return
@@ -115,7 +116,10 @@ def _event_clock() -> Callable[[], float]:
 
 
 def _host_clock(device: torch.device | None = None) -> Callable[[], float]:
-    """As `_event_clock`, by the host's clock. device: one whose work is waited for."""
+    """As `_event_clock`, by the host's clock.
+
+    device: one whose work is waited for.
+    """
     if device is not None:
         torch.cuda.synchronize(device)
     first = time.perf_counter()

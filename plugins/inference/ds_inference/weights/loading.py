@@ -100,8 +100,9 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
 def fill(
     model: nn.Module, source: Source, slices: Mapping[str, Slice], device: torch.device
 ) -> None:
-    """Give every weight of `model` its values. CheckpointError names weights that `source` lacks,
-    or of other shapes.
+    """Give every weight of `model` its values.
+
+    CheckpointError names weights that `source` lacks, or of other shapes.
 
     slices: of parameters of which only a part is here, by name.
     """

@@ -155,9 +155,13 @@ def quantise_model(
     """Replace linear layers of `model` by `QuantizedLinear`, each freed before the next; says so in
     the log.
 
-    [Note: what is quantised]. group: columns to a scale. symmetric: no lows; None: in 8 bits, which
-    need none. skip: names of modules, with wildcards. head_bits: of the output head; None: it
-    stays. kernel: a provider of ``quantize``.
+    [Note: what is quantised].
+
+    group: columns to a scale.
+    symmetric: no lows; None: in 8 bits, which need none.
+    skip: names of modules, with wildcards.
+    head_bits: of the output head; None: it stays.
+    kernel: a provider of ``quantize``.
     """
     if bits not in (4, 8):
         raise ValueError(f"weights are quantised in 8 or 4 bits, not {bits}")

@@ -1,5 +1,6 @@
-"""Weights in files, by name: any box of any weight can be read without the rest. Nothing is
-unpickled.
+"""Weights in files, by name: any box of any weight can be read without the rest.
+
+Nothing is unpickled.
 
 What can be opened: a folder of Hugging Face's (safetensors, or ``.bin`` files, which torch reads
 with ``weights_only=True``), one such file, a JSON file that lists files, what `save_parts` wrote,
@@ -52,8 +53,9 @@ class Source(Protocol):
 
 @contextlib.contextmanager
 def open_weights(given: str | Mapping[str, Any], root: str = "") -> Iterator[Source]:
-    """Open weights. given: a path, below `root` if it is relative, or the contents of a JSON file
-    that lists files.
+    """Open weights.
+
+    given: a path, below `root` if it is relative, or the contents of a JSON file that lists files.
 
     Of a JSON file that is there as `given` says, the files that it lists are below `root`.
 

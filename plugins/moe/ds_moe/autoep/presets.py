@@ -160,8 +160,9 @@ def find(name: str) -> Preset | None:
 
 
 def for_model_type(model_types: Iterable[str]) -> Preset | None:
-    """The preset for one of these model types; None if there is none. Raises PluginError when there
-    are two.
+    """The preset for one of these model types; None if there is none.
+
+    Raises PluginError when there are two.
 
     A preset that cannot be loaded is skipped with a warning, since the config does not name it.
     """

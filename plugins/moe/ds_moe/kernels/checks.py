@@ -186,7 +186,10 @@ def _compare_plan(
 def random_weights(
     what: FFN, bias: bool, widths: tuple[int, int, int], generator: torch.Generator | None = None
 ) -> dict[str, Tensor | None]:
-    """fp64 weights of three experts, as `ffn` takes them. widths: hidden, inner, out."""
+    """fp64 weights of three experts, as `ffn` takes them.
+
+    widths: hidden, inner, out.
+    """
     hidden, inner, out = widths
     weights: dict[str, Tensor | None] = {}
     for name in (what.up, what.gate, what.down):

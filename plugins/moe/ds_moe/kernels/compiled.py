@@ -1,5 +1,6 @@
-"""Feed-forward experts by the compiled kernel: fp32 on the CPU. Its matrix products are those of
-torch's own BLAS.
+"""Feed-forward experts by the compiled kernel: fp32 on the CPU.
+
+Its matrix products are those of torch's own BLAS.
 
 [Note: what is kept] Of an expert's inner values only those before the activation are kept for
 backward, which makes the others again: half of what separate layers keep.

@@ -125,7 +125,10 @@ class Exchange:
         self.full += 2 * sizes * (self.ranks - 1) // self.ranks
 
     def _to_servers(self, signs: Tensor, scales: Tensor, counts: Tensor) -> Tensor:
-        """Everybody's chunk of mine, averaged. signs: (ranks, bytes); scales: (tensors,)."""
+        """Everybody's chunk of mine, averaged.
+
+        signs: (ranks, bytes); scales: (tensors,).
+        """
         # Scales as bytes behind the signs: one message.
         message = torch.cat([signs, _bytes(scales).expand(self.ranks, -1)], dim=1).contiguous()
         received = torch.empty_like(message)
@@ -141,8 +144,9 @@ class Exchange:
         return total.div_(self.ranks)
 
     def _to_all(self, signs: Tensor, scales: Tensor, counts: Tensor) -> Tensor:
-        """Every rank's average of its chunk, (ranks, elements). signs: (bytes,); scales:
-        (tensors,).
+        """Every rank's average of its chunk, (ranks, elements).
+
+        signs: (bytes,); scales: (tensors,).
         """
         message = torch.cat([signs, _bytes(scales)])
         received = message.new_empty(self.ranks, message.numel())
@@ -174,8 +178,9 @@ def _scales(views: Sequence[Tensor]) -> Tensor:
 
 
 def _values(signs: Tensor, scales: Tensor, counts: Tensor) -> Tensor:
-    """Signs times the scale of the tensor that each belongs to. signs: (..., bytes); counts:
-    elements per tensor.
+    """Signs times the scale of the tensor that each belongs to.
+
+    signs: (..., bytes); counts: elements per tensor.
     """
     return unpack_signs(signs, scales.dtype) * scales.repeat_interleave(counts)
 

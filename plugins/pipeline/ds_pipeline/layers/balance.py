@@ -65,8 +65,10 @@ def partition(
 ) -> list[int]:
     """Boundaries of `parts` parts by the documented `method` (case does not matter).
 
-    names: class or function name of each layer. parameters, times: of each layer, called when the
-    method needs them. Raises ValueError for an unknown method, or one that matches no layer.
+    names: class or function name of each layer.
+    parameters, times: of each layer, called when the method needs them.
+
+    Raises ValueError for an unknown method, or one that matches no layer.
     """
     wanted = method.lower()
     if wanted == "uniform":

@@ -62,7 +62,9 @@ class LayerFiles:
         data-parallel ranks.
 
         checkpoint_engine: the caller's; its ``save(state_dict=..., path=...)`` decides the form of
-        the files. Raises UsageError where weights are not here whole (ZeRO 3).
+            the files.
+
+        Raises UsageError where weights are not here whole (ZeRO 3).
         """
         if self._grid.data_parallel_id != 0:
             return

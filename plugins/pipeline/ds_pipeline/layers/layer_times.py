@@ -23,7 +23,8 @@ def measure(makers: Sequence[Callable[[], Made]], example: Any) -> list[float]:
     """Seconds of forward and backward of each layer on the accelerator, the least of several runs.
 
     makers: each builds one layer, and returns its callable and the module behind it, if any. Layers
-    are built and moved to the device one at a time. example: the first layer's input.
+        are built and moved to the device one at a time.
+    example: the first layer's input.
     """
     accelerator = get_accelerator()
     device = accelerator.device(accelerator.local_index(comm.local_rank()))

@@ -124,11 +124,12 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 
 class PipelineParallelGrid:
-    """Coordinates of this rank, and the mpu getters. Groups exist once `ds_core.initialize` has
-    bound it to the mesh.
+    """Coordinates of this rank, and the mpu getters.
 
-    topology: None is data parallelism alone. process_group: the ranks that the topology numbers;
-        None is the world.
+    Groups exist once `ds_core.initialize` has bound it to the mesh.
+
+    topology: None is data parallelism alone.
+    process_group: the ranks that the topology numbers; None is the world.
     rank: None is this process's.
     """
 

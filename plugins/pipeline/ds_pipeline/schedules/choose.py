@@ -22,8 +22,9 @@ OWN = ("auto", "1f1b", "interleaved", "zero_bubble")
 
 
 def find_schedule(name: str, plugins: Plugins) -> Callable[..., Any] | None:
-    """What makes the schedule `name` for one stage; None for those of `OWN`. The plugin that offers
-    it takes part.
+    """What makes the schedule `name` for one stage; None for those of `OWN`.
+
+    The plugin that offers it takes part.
 
     Raises UsageError for a name that nobody offers.
     """
@@ -55,8 +56,10 @@ def make_schedule(
     train: bool = True,
     make: Callable[..., Any] | None = None,
 ) -> PipeSchedule:
-    """The schedule of one stage. name: of ``pipeline.schedule``; only training asks for it. make:
-    see `find_schedule`.
+    """The schedule of one stage.
+
+    name: of ``pipeline.schedule``; only training asks for it.
+    make: see `find_schedule`.
 
     Raises UsageError for one that does not fit the chunks, or is no schedule.
     """

@@ -29,8 +29,9 @@ from ds_pipeline.schedules.schedule import (
 
 
 class Op(NamedTuple):
-    """BatchRequest of one stage. kind: "F", "B" (with the weights' part unless the plan splits it)
-    or "W".
+    """BatchRequest of one stage.
+
+    kind: "F", "B" (with the weights' part unless the plan splits it) or "W".
     """
 
     kind: str

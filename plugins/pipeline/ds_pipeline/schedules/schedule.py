@@ -107,8 +107,11 @@ class RecvGrad(BufferOpInstruction):
 class PipeSchedule(ABC):
     """The work of one stage on one batch.
 
-    micro_batches: M of them. stages: S. stage_id: which of 0 .. S - 1. chunks: parts of the model
-    that each stage has; part c of stage s is number c * S + s in the order of the model.
+    micro_batches: M of them.
+    stages: S.
+    stage_id: which of 0 .. S - 1.
+    chunks: parts of the model that each stage has; part c of stage s is number c * S + s in the
+        order of the model.
     """
 
     chunks = 1

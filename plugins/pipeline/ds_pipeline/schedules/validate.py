@@ -39,8 +39,9 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """Time in which a stage computes. kind: "F", "B" (full backward), "I" (inputs' half) or "W"
-    (weights' half).
+    """Time in which a stage computes.
+
+    kind: "F", "B" (full backward), "I" (inputs' half) or "W" (weights' half).
     """
 
     kind: str
@@ -54,9 +55,10 @@ class Busy:
 class ScheduleProof:
     """What a run of a schedule is like, in units of one forward of one chunk.
 
-    makespan: from the first to the last work. bubble: share of all stages' time in which they wait.
-    activations: per stage the most micro-batch chunks whose activations it keeps. spans: per stage,
-    in order.
+    makespan: from the first to the last work.
+    bubble: share of all stages' time in which they wait.
+    activations: per stage the most micro-batch chunks whose activations it keeps.
+    spans: per stage, in order.
     """
 
     makespan: float
@@ -114,8 +116,8 @@ def check(
     """Carry out the schedules ``make(0) .. make(stages - 1)``; ScheduleError when they do not do
     their work.
 
-    train: whether every micro-batch must also go backward, be reduced and stepped. waiting: sends
-        wait for receives.
+    train: whether every micro-batch must also go backward, be reduced and stepped.
+    waiting: sends wait for receives.
     capacity: a send waits while so many messages of its kind from its stage are not received yet
         (None: never).
     forward, backward: time of one chunk's passes; each half of a split backward takes half.

@@ -77,8 +77,9 @@ class Chart:
         ]
 
     def path(self, line: Line, mean: bool = False) -> str:
-        """The curve in a square of 1000 by 1000, with gaps where values are not finite. mean: its
-        course.
+        """The curve in a square of 1000 by 1000, with gaps where values are not finite.
+
+        mean: its course.
         """
         xs, ys = (line.mean_x, line.mean_y) if mean else (line.x, line.y)
         x0, x1 = self.x_range

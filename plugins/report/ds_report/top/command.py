@@ -33,8 +33,9 @@ def top(
         bool, typer.Option("--once", help="Show the run as it is now, and end.")
     ] = False,
 ) -> None:
-    """Watch a run until it ends, or until Ctrl-C. Without a terminal: a line whenever there are new
-    steps.
+    """Watch a run until it ends, or until Ctrl-C.
+
+    Without a terminal: a line whenever there are new steps.
 
     The exit code is 1 when the run has failed or died.
     """

@@ -55,7 +55,10 @@ class _Tail:
 
 @dataclass(frozen=True, slots=True)
 class RankNow:
-    """One rank. seconds: in `phase` for so long. wait: part of a step that it waits for others.
+    """One rank.
+
+    seconds: in `phase` for so long.
+    wait: part of a step that it waits for others.
 
     NaN: unknown.
     """
@@ -75,8 +78,10 @@ class RankNow:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A run at one moment. losses, rates: of the last steps. left: seconds until the planned end,
-    NaN where unknown.
+    """A run at one moment.
+
+    losses, rates: of the last steps.
+    left: seconds until the planned end, NaN where unknown.
     """
 
     name: str

@@ -61,7 +61,10 @@ def gave_no_sign(now: Mapping[str, Any], clock: float) -> bool:
 def standing(
     ranks: Iterable[RankRecord], now: Mapping[int, Mapping[str, Any]], clock: float | None = None
 ) -> Standing:
-    """The state of a run. now: rank -> what it is doing."""
+    """The state of a run.
+
+    now: rank -> what it is doing.
+    """
     ranks = list(ranks)
     clock = time.time() if clock is None else clock
     if not ranks:

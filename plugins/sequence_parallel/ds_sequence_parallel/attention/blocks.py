@@ -149,7 +149,10 @@ def _scores(
 
 
 def _exp(scores: Tensor, lse: Tensor, rows: bool = True) -> Tensor:
-    """exp(scores - lse); zero where a row sees nothing. rows: scores have one dimension more."""
+    """exp(scores - lse); zero where a row sees nothing.
+
+    rows: scores have one dimension more.
+    """
     # A row that sees nothing has -inf - -inf = NaN; with 0 instead its exponentials are 0.
     lse = lse.masked_fill(lse == float("-inf"), 0.0)
     return (scores - (lse.unsqueeze(-1) if rows else lse)).exp_()

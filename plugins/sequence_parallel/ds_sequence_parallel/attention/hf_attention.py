@@ -77,8 +77,9 @@ def make_part(
 ) -> Part:
     """What stands for the mask of these tokens.
 
-    before: the attention whose mask the whole sequence gets. options: as transformers calls a mask
-    function. build: the mask function of `before`, if not the one that is registered.
+    before: the attention whose mask the whole sequence gets.
+    options: as transformers calls a mask function.
+    build: the mask function of `before`, if not the one that is registered.
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
@@ -132,7 +133,9 @@ def attend_part(
     """The attention of this rank's tokens: [batch, heads, positions, size] -> [batch, positions,
     heads, size].
 
-    before: the attention function of whole sequences, or its name. Collective along `group`.
+    before: the attention function of whole sequences, or its name.
+
+    Collective along `group`.
     """
     # The model built a mask itself, of its part of the sequence.
     if not isinstance(part, Part):

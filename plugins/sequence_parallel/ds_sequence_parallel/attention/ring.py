@@ -95,7 +95,9 @@ class RingAttention(AlongSequence):
     group: of the ranks that divide the sequence; None: the axis ``sp``, once `ds_core.initialize`
         has the model.
     zigzag: whether the parts are as `Layout` has them with ``zigzag``; the config's ``mode: ring``
-        cuts inputs so. All ranks have equally many positions.
+        cuts inputs so.
+
+    All ranks have equally many positions.
     """
 
     def __init__(

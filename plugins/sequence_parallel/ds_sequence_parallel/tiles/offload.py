@@ -89,7 +89,8 @@ class _Saved:
 class Offload:
     """Moves what is saved for backward ``with offload.saving(module):``.
 
-    min_bytes: smaller tensors stay. prefetch: tensors that backward fetches ahead.
+    min_bytes: smaller tensors stay.
+    prefetch: tensors that backward fetches ahead.
     """
 
     def __init__(self, copies: HostCopies, *, min_bytes: int = 1 << 20, prefetch: int = 2) -> None:

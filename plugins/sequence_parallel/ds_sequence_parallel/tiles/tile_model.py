@@ -138,6 +138,7 @@ def tile_loss(
     """Compute the model's logits and loss in tiles; gives a function that undoes it.
 
     sharded: what cuts the model's sequences, and shifts its labels, if they are cut.
+
     Raises UsageError for a model of which it is not known how.
     """
     key = "sequence_parallel.tiled_loss"

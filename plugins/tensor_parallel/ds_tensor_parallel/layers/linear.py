@@ -75,7 +75,10 @@ class Siblings:
         self._way: Overlapped | None = None
 
     def add(self, layer: Any, plain: bool) -> None:
-        """One more layer. plain: it computes as `nn.Linear` does, or with a transposed weight."""
+        """One more layer.
+
+        plain: it computes as `nn.Linear` does, or with a transposed weight.
+        """
         self.layers.append(layer)
         # One backward for all: with a forward of its own, or another layout, a layer cannot take
         # part.

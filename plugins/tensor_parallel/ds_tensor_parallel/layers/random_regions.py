@@ -97,8 +97,10 @@ class _Region:
     """Where a rank draws from its own stream.
 
     Opened by the output of a column-parallel layer, closed by the input of a row-parallel one or
-    the end. lasting: it is opened where a block begins, too, which is not called again when the
-    block is recomputed: then `STREAMS` alone knows that it is open.
+    the end.
+
+    lasting: it is opened where a block begins, too, which is not called again when the block is
+        recomputed: then `STREAMS` alone knows that it is open.
     """
 
     def __init__(self, *, lasting: bool = False) -> None:

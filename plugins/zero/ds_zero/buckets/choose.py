@@ -20,8 +20,9 @@ def masters_kind(
 ) -> type[Masters]:
     """The masters of a bucket that an optimizer updates; also for plans, which have no tensors.
 
-    same: whether masters have the dtype of the weights. resident: whether their store keeps them in
-    memory; None: there is no store. deferred: whether they are updated at other times.
+    same: whether masters have the dtype of the weights.
+    resident: whether their store keeps them in memory; None: there is no store.
+    deferred: whether they are updated at other times.
     """
     if resident is None:
         on_device = not issubclass(weights, HostShard)
@@ -40,8 +41,8 @@ def choose_masters(
 ) -> Masters:
     """The masters of `bucket`, made from its weights, which are in memory.
 
-    wanted: the dtype of master weights; None: that of the weights. updated: whether an optimizer
-    gets them.
+    wanted: the dtype of master weights; None: that of the weights.
+    updated: whether an optimizer gets them.
     """
     weights = bucket.weights
     store = placement.masters if bucket.trains else None

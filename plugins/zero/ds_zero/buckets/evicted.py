@@ -105,7 +105,8 @@ class Evicted(InStore):
     ) -> Iterator[None]:
         """Inside, states, masters and gradients are in memory, and `following` are fetched.
 
-        reduced: the shard of gradients. following: what the next bucket's step will need.
+        reduced: the shard of gradients.
+        following: what the next bucket's step will need.
         all_used: whether the step writes every element of the weights.
         """
         store = self.store

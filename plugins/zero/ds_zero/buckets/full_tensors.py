@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 
 
 def choose_owners(sizes: Sequence[int], holders: Sequence[int | None], world: int) -> list[int]:
-    """The owner of each tensor; no rank gets more than ``sum(sizes) / world + max(sizes)``. See
-    [Note: owners].
+    """The owner of each tensor; no rank gets more than ``sum(sizes) / world + max(sizes)``.
+
+    See [Note: owners].
 
     holders: the rank whose shard contains a tensor; None for one that crosses a border (or is
     empty).

@@ -37,7 +37,8 @@ class Span(NamedTuple):
 class Layout:
     """`sizes` elements one after the other, cut over `world` ranks.
 
-    offsets: where each tensor begins. shard_numel: elements per rank, padding included.
+    offsets: where each tensor begins.
+    shard_numel: elements per rank, padding included.
     """
 
     sizes: tuple[int, ...]

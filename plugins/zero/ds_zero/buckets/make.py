@@ -39,10 +39,11 @@ def make_buckets(
     """Assign `params` to buckets in reverse order, which is about the order in which backward
     finishes them. Collective over their replicas.
 
-    capacity: world size -> the most elements of a bucket. masters: whether an optimizer will update
-    them. Frozen parameters have buckets of their own, which are not reduced until they are thawed.
-    placement: where each parameter's states are. small_on_host: buckets in host memory have at most
-    `HOST_BYTES`.
+    capacity: world size -> the most elements of a bucket.
+    masters: whether an optimizer will update them. Frozen parameters have buckets of their own,
+        which are not reduced until they are thawed.
+    placement: where each parameter's states are.
+    small_on_host: buckets in host memory have at most `HOST_BYTES`.
     """
 
     def kind(param: nn.Parameter) -> tuple[Any, ...]:

@@ -148,7 +148,10 @@ class EvictedShard(HostShard):
         self.release()
 
     def acquire(self, *, fresh: bool = False) -> None:
-        """Bring it into memory until `release`; calls nest. fresh: all of it will be written."""
+        """Bring it into memory until `release`; calls nest.
+
+        fresh: all of it will be written.
+        """
         if not self._users and fresh and not self._ahead:
             self._store.allocate([self.shard])
             self.shard.zero_()  # padding is saved too, and must not depend on what was there
@@ -159,7 +162,10 @@ class EvictedShard(HostShard):
         self._users += 1
 
     def release(self, *, changed: bool = False) -> None:
-        """Undo one `acquire`; the last one evicts it. changed: whether it was written."""
+        """Undo one `acquire`; the last one evicts it.
+
+        changed: whether it was written.
+        """
         assert self._users > 0
         self._users -= 1
         self._changed |= changed

@@ -157,8 +157,9 @@ class GradientReduce(ABC):
         """Start to reduce `source`, of several ranks, which it may overwrite.
 
         Returns what to wait for, and the tensor that this rank's shard of the sum is in then:
-        `room`'s, or a view of `source`. group: the bucket's ranks, in its order; no other
-        collectives are on it.
+        `room`'s, or a view of `source`.
+
+        group: the bucket's ranks, in its order; no other collectives are on it.
         """
 
 

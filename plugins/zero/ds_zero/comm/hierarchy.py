@@ -177,8 +177,9 @@ class TwoSteps(WeightGather):
     """MiCS: shards go to the other hosts' ranks at this one's place there, and then everything to
     all ranks of a host.
 
-    So each shard crosses a link between two hosts once. hosts: blocks of ranks that are on one
-    host.
+    So each shard crosses a link between two hosts once.
+
+    hosts: blocks of ranks that are on one host.
     """
 
     hosts: Levels

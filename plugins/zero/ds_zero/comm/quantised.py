@@ -223,7 +223,11 @@ class Feedback:
 
 
 class QuantisedReduce(GradientReduce):
-    """qgZ. blocks: see `blocks`; buckets without have one exchange. feedback: of LoCo, if any."""
+    """qgZ.
+
+    blocks: see `blocks`; buckets without have one exchange.
+    feedback: of LoCo, if any.
+    """
 
     def __init__(
         self, coder: Coder, blocks: Mapping[tuple[str, ...], Levels], feedback: Feedback | None

@@ -62,9 +62,11 @@ class _Shared:
 class HostWorker:
     """Does the jobs it is given, those with `first` before others, else in order.
 
-    name: of the thread, and in messages. cores: where it runs; it uses as many threads. None:
-    anywhere. threads: how many it uses without cores; 0: as many as torch does. The thread ends
-    with `close`, or when nobody has the worker any more.
+    name: of the thread, and in messages.
+    cores: where it runs; it uses as many threads. None: anywhere.
+    threads: how many it uses without cores; 0: as many as torch does.
+
+    The thread ends with `close`, or when nobody has the worker any more.
     """
 
     def __init__(self, name: str, cores: Sequence[int] | None = None, threads: int = 0) -> None:
@@ -86,7 +88,9 @@ class HostWorker:
         return self._shared.failure is not None
 
     def submit(self, what: str, job: Callable[[], None], *, first: bool = False) -> Future[None]:
-        """Have `job` done, unless its future is cancelled before it begins. what: in words.
+        """Have `job` done, unless its future is cancelled before it begins.
+
+        what: in words.
 
         Raises WorkerError where an earlier one has failed.
         """
@@ -151,6 +155,7 @@ def _work(shared: _Shared, name: str, cores: Sequence[int], threads: int) -> Non
 
 def cores_for(kept: float) -> list[int] | None:
     """The cores of this rank's worker: all that it may use but the share `kept`, at least one.
+
     None: not known.
 
     Ranks of one host that may use the same cores divide them first.

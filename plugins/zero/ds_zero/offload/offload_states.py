@@ -30,11 +30,13 @@ def offload_states(
     the program.
 
     include: None for all. Without ``optim_states`` and ``hp_params`` the model still runs, and only
-    the step raises; without gradients forwards that build a graph raise, without ``lp_params`` all
-    forwards. Master weights that are the weights themselves (fp32 training) belong to
-    ``lp_params``. Graphs from before weights or gradients were offloaded cannot be used again.
-    Needs stage 3 without offload_param. Every rank calls it, outside forward and backward. Raises
-    ValueError for a device other than the cpu.
+        the step raises; without gradients forwards that build a graph raise, without ``lp_params``
+        all forwards. Master weights that are the weights themselves (fp32 training) belong to
+        ``lp_params``. Graphs from before weights or gradients were offloaded cannot be used again.
+        Needs stage 3 without offload_param.
+
+    Every rank calls it, outside forward and backward. Raises ValueError for a device other than the
+    cpu.
     """
     if OffloadDeviceEnum(device) is not OffloadDeviceEnum.cpu:
         raise ValueError(

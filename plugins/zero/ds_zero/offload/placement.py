@@ -160,7 +160,10 @@ def _close(stores: Sequence[StateStore]) -> None:
 
 
 class Copy:
-    """One copy between device and host. then: what the host does with the data after it."""
+    """One copy between device and host.
+
+    then: what the host does with the data after it.
+    """
 
     def __init__(self, event: Any, then: Callable[[], Any] | None = None) -> None:
         self._event = event

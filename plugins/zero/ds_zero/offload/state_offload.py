@@ -167,8 +167,9 @@ class OffloadedStates:
         self.require("forward", BACKWARD if torch.is_grad_enabled() else FORWARD)
 
     def require(self, what: str, kinds: frozenset[OffloadStateTypeEnum] | None = None) -> None:
-        """Raise UsageError when anything (of `kinds`) is offloaded. what: the operation, for the
-        message.
+        """Raise UsageError when anything (of `kinds`) is offloaded.
+
+        what: the operation, for the message.
         """
         if self._copies and (missing := self.kinds if kinds is None else self.kinds & kinds):
             names = ", ".join(sorted(k.value for k in missing))

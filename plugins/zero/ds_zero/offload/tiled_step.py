@@ -30,9 +30,11 @@ def step(
     """`Stepper.step` for the buckets of `source`.
 
     grads: of the masters of all buckets, in order; for evicted buckets views of
-    ``source.reduced(bucket)``, which may be evicted too. ahead: while one bucket is updated the
-    next one is fetched. Weights are written before their masters are evicted again; the store may
-    save both behind the step.
+        ``source.reduced(bucket)``, which may be evicted too.
+    ahead: while one bucket is updated the next one is fetched.
+
+    Weights are written before their masters are evicted again; the store may save both behind the
+    step.
     """
     owners = [b.masters for b in source.buckets for _ in b.masters.fragments]
     with_grads = dict.fromkeys(m for m, g in zip(owners, grads, strict=True) if g is not None)

@@ -201,7 +201,10 @@ class Grads:
     # -- the reduced shard -------------------------------------------------------------------------
 
     def _add(self, out: Tensor, source: Tensor, inside: bool) -> None:
-        """Add a reduced shard. inside: it is a view of `source`."""
+        """Add a reduced shard.
+
+        inside: it is a view of `source`.
+        """
         rules = self.rules
         if self.shard is not None:
             rules.add(self.shard, out)

@@ -30,8 +30,9 @@ def held(
 
     On the device chosen elements and their states; on the host sums of gradients, the last one, and
     new weights.
-    kept: bytes of the optimizer's states per element of a dtype. master, grad: the dtypes of
-        masters and of reduced gradients.
+
+    kept: bytes of the optimizer's states per element of a dtype.
+    master, grad: the dtypes of masters and of reduced gradients.
     """
     parts = states = sums = arrived = staged = never = 0
     for bucket in trained:

@@ -18,8 +18,9 @@ class StateStoreConformance:
     """Inherit, and implement `make_store`. The class's name must start with Test."""
 
     def make_store(self, ctx: Any, tmp_path: Path) -> StateStore:
-        """A new store; files go below `tmp_path`. ctx: stands in for the run; it has an
-        `accelerator`.
+        """A new store; files go below `tmp_path`.
+
+        ctx: stands in for the run; it has an `accelerator`.
         """
         raise NotImplementedError
 

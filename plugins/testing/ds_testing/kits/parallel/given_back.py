@@ -127,8 +127,9 @@ def _own(whole: Tensor, param: Tensor, piece: Slice | None) -> Tensor:
 
 
 def given_back(names: list[Any], extra: dict[str, Any], one_process: bool) -> dict[str, float]:
-    """On a rank, for `ShardedTransformConformance`. one_process: the model can be called without an
-    engine.
+    """On a rank, for `ShardedTransformConformance`.
+
+    one_process: the model can be called without an engine.
     """
     import torch
     from ds_run_state.slices import SLICES

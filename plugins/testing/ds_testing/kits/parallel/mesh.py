@@ -27,8 +27,9 @@ def _rows() -> Tensor:
 
 
 class MeshAxisConformance:
-    """Inherit; for a plugin with `ds_mesh_axes` or `ds_param_axes`. The class's name must start
-    with Test.
+    """Inherit; for a plugin with `ds_mesh_axes` or `ds_param_axes`.
+
+    The class's name must start with Test.
     """
 
     config: ClassVar[Mapping[str, Any]] = {}
@@ -176,8 +177,9 @@ class MeshConformance:
 
 
 def _train(functions: list[Any], extra: dict[str, Any], load: list[str]) -> dict[str, Any]:
-    """Three steps on each rank, whose random numbers differ. functions: of the model, a batch, and
-    an mpu or none.
+    """Three steps on each rank, whose random numbers differ.
+
+    functions: of the model, a batch, and an mpu or none.
     """
     import torch
 

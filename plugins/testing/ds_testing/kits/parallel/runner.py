@@ -42,8 +42,9 @@ def default_batch(step: int, micro: int, index: int) -> Any:
 
 
 class RunnerConformance:
-    """Subclass me; see the module's docstring. `cases` chooses from the product of `variants`,
-    `gas` and `dtypes`.
+    """Subclass me; see the module's docstring.
+
+    `cases` chooses from the product of `variants`, `gas` and `dtypes`.
     """
 
     config: ClassVar[Mapping[str, Any]] = {}

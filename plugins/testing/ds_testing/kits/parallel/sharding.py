@@ -35,8 +35,9 @@ CLIP = 0.3
 
 
 class ShardedTransformConformance:
-    """Subclass me; see the module's docstring. The name must start with Test, so that pytest
-    collects it.
+    """Subclass me; see the module's docstring.
+
+    The name must start with Test, so that pytest collects it.
     """
 
     axis: ClassVar[str] = ""

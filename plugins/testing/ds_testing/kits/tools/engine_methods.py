@@ -21,8 +21,9 @@ CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "par
 
 
 class EngineMethodsConformance:
-    """Inherit, and set `config` and `names`. ``class TestMine(EngineMethodsConformance)``, so that
-    pytest collects it.
+    """Inherit, and set `config` and `names`.
+
+    ``class TestMine(EngineMethodsConformance)``, so that pytest collects it.
 
     Add tests of what the methods do, with the fixture `engine`.
     """

@@ -68,8 +68,9 @@ if __name__ == "__main__":
 
 
 class LauncherConformance:
-    """Inherit, and set `load` to the reference in your `LauncherEntry`. The class's name must start
-    with Test.
+    """Inherit, and set `load` to the reference in your `LauncherEntry`.
+
+    The class's name must start with Test.
 
     For real hosts override `popen`, which starts the launcher, and set `master_addr` to "".
     """

@@ -26,8 +26,9 @@ KEPT = "ds_testing.kits.train.kept_state"
 
 
 class CheckpointerConformance:
-    """Subclass me; see the module's docstring. The name must start with Test, so that pytest
-    collects it.
+    """Subclass me; see the module's docstring.
+
+    The name must start with Test, so that pytest collects it.
     """
 
     config: ClassVar[Mapping[str, Any]] = {}

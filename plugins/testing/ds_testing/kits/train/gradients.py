@@ -19,8 +19,8 @@ from ds_testing.pool import run_ranks
 class GradientsConformance:
     """Subclass me; see the module's docstring.
 
-    partitioners: by name, what is added to the config to shard gradients in another way. tolerance:
-    of the largest relative difference of a weight, in fp64.
+    partitioners: by name, what is added to the config to shard gradients in another way.
+    tolerance: of the largest relative difference of a weight, in fp64.
     """
 
     config: ClassVar[Mapping[str, Any]] = {}
@@ -94,8 +94,9 @@ def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
 
 
 def _train(gas: int, extra: dict[str, Any], load: list[str], plain: bool = False) -> dict[str, Any]:
-    """Three steps of `gas` micro-batches on each rank; returns unsharded weights, in fp64. plain:
-    ``backward()``.
+    """Three steps of `gas` micro-batches on each rank; returns unsharded weights, in fp64.
+
+    plain: ``backward()``.
     """
     import ds_core
     from ds_core import comm
