@@ -67,8 +67,9 @@ def initialize(
     mesh_param: tuple[int, int] | None = None,
     config_params: Any = None,
 ) -> tuple[Engine, Optimizer | None, Loader | None, Any]:
-    """Make a model trainable as its config says; returns ``(engine, optimizer, dataloader,
-    lr_scheduler)``.
+    """Make a model trainable as its config says.
+
+    Returns ``(engine, optimizer, dataloader, lr_scheduler)``; what does not apply is None.
 
     args: parsed arguments, a namespace or a mapping, whose ``deepspeed_config`` may name the config
         file.
@@ -234,8 +235,7 @@ def _loader(ctx: Context, training_data: Dataset[Any] | None) -> Loader | None:
 
 
 def _begin(engine: Engine) -> None:
-    """Let plugins act on the engine; where one fails, on any rank, the engine is destroyed on
-    all."""
+    """Call plugins' `ds_open`; if one fails on any rank, the engine is destroyed on all."""
     failed = None
     try:
         with comm.together():
@@ -252,9 +252,7 @@ def _begin(engine: Engine) -> None:
 
 
 def _argument(args: Any, name: str) -> Any:
-    """One of the user's arguments, which are a namespace or a mapping; None when it is not among
-    them.
-    """
+    """One of the user's arguments, from a namespace or a mapping; None when it is not there."""
     return args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
 
 

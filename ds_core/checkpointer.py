@@ -35,26 +35,23 @@ class SaveOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """The arguments of ``engine.load_checkpoint`` except the folder.
+    """The arguments of ``engine.load_checkpoint`` except the folder."""
 
-    tag: None: the checkpoint that was saved last with `save_latest`.
-    strict: weights that only the model or only the checkpoint has are an error.
-    optimizer: load its states, its hyperparameters and the loss scaler.
-    scheduler: load the schedule.
-    module_only: load weights and buffers, nothing else.
-    custom: loads the weights itself, from the unsharded module tensors (CPU, by name) into the
-        module.
-    missing_ok: that there is no checkpoint is no warning.
-    fallback: where the checkpoint cannot be loaded, take the newest that can.
-    """
-
+    # The subfolder; None: the checkpoint that was saved last with `save_latest`.
     tag: str | None = None
+    # Weights that only the model or only the checkpoint has are an error.
     strict: bool = True
+    # Load the optimizer's states, its hyperparameters and the loss scaler.
     optimizer: bool = True
+    # Load the schedule.
     scheduler: bool = True
+    # Load weights and buffers, nothing else.
     module_only: bool = False
+    # Loads the weights itself, from the unsharded module tensors (CPU, by name) into the module.
     custom: Callable[[dict[str, Tensor], nn.Module], None] | None = None
+    # Do not warn when there is no checkpoint.
     missing_ok: bool = False
+    # If the checkpoint cannot be loaded, load the newest one that can.
     fallback: bool = False
 
 

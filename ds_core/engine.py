@@ -1,5 +1,6 @@
-"""The engine: forward, backward, step. It knows no feature; a partitioner, a runner and hooks do
-the work.
+"""The engine: forward, backward, step.
+
+It knows no feature; a partitioner, a runner and hooks do the work.
 
 One step: gradients are final (`Partitioner.finish`) -> norm, the same on all ranks -> not finite:
 skip -> unscale and clip in one pass -> optimizer -> publish -> schedule -> observers and monitors.
@@ -44,9 +45,10 @@ __getattr__ = names_of(__name__)
 
 
 class Engine(RunningEngine):
-    """A model being trained. Made by `ds_core.initialize`; unknown attributes are methods of
-    plugins that take part (`ds_engine_methods`), then the module's, then methods of installed
-    backends.
+    """A model being trained, made by `ds_core.initialize`.
+
+    Unknown attributes are methods of plugins that take part (`ds_engine_methods`), then the
+    module's, then methods of installed backends.
 
     Its parts, counters and getters: `RunningEngine`.
     """
@@ -93,8 +95,7 @@ class Engine(RunningEngine):
         watch_zero_grad(self.optimizer, self.module)
 
     def begin(self) -> None:
-        """Let plugins hear that the engine is built, and say at which steps they listen; the last
-        act of `initialize`.
+        """Call plugins' `ds_open`, and begin to call observers; the last act of `initialize`.
 
         Raises what a plugin raises; the engine is to be destroyed then, on all ranks.
         """
@@ -131,9 +132,7 @@ class Engine(RunningEngine):
         self._methods |= given
 
     def _follow_phases(self) -> None:
-        """Keep what every forward and backward of a step would otherwise ask again: whether phases
-        are observed.
-        """
+        """Look up once per step whether phases are observed, for its forwards and backwards."""
         followed = self.telemetry.follows_phases
         self._plain_forward = self.ctx.precision.plain_forward and not followed
         self._phase = self.telemetry.phase if followed else None
@@ -141,9 +140,7 @@ class Engine(RunningEngine):
     # -- forward and backward ----------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module; under the config's autocast, with inputs cast when ``fp16.auto_cast`` is
-        set.
-        """
+        """Run the module under the config's autocast; ``fp16.auto_cast`` casts its inputs."""
         if not self.runner.manual:
             self._refuse_by_hand("forward")
         if self._plain_forward and not torch.is_autocast_enabled(self.ctx.accelerator.device_type):
@@ -165,9 +162,7 @@ class Engine(RunningEngine):
             raise UsageError(f"{what} cannot be called explicitly: {self.runner.manual_reason}")
 
     def scale(self, loss: Tensor) -> Tensor:
-        """`loss` times the loss scale, for a ``loss.backward()`` of your own; unchanged without a
-        loss scaler.
-        """
+        """`loss` times the loss scale, for your own ``loss.backward()``; without a scaler, `loss`."""
         check_loss(loss)
         self._window.scaled = True
         return loss if self.scaler is None else loss * self.scaler.scale
@@ -181,12 +176,13 @@ class Engine(RunningEngine):
         retain_graph: bool = False,
         scale_wrt_gas: bool = True,
     ) -> Tensor:
-        """Scale `loss` (by the loss scale and 1/gas), run backward, and reduce gradients at the
-        boundary.
+        """Scale `loss`, run backward, and reduce gradients at the accumulation boundary.
 
-        loss: 0-d tensor with a graph. allreduce_gradients: False is an error where there are other
-        ranks to average with. scale_wrt_gas=False: the caller has divided by gas already. Returns
-        the loss divided by gas, detached when `release_loss`.
+        loss: 0-d tensor with a graph.
+        allreduce_gradients: False is an error where there are other ranks to average with.
+        scale_wrt_gas: divide by gas; False: the caller has done so already.
+
+        Returns the loss divided by gas, detached when `release_loss`.
         """
         if not allreduce_gradients and self.ctx.mesh.size("dp") > 1:
             raise UsageError(
@@ -248,9 +244,7 @@ class Engine(RunningEngine):
         self._accumulation.force_boundary(is_boundary)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """No gradient is reduced inside; the backward after the block (or the step) reduces what
-        has accumulated.
-        """
+        """Reduce no gradient inside; the next backward (or the step) reduces their sum."""
         self._refuse_by_hand("no_sync")
         return self._accumulation.no_sync()
 
@@ -260,8 +254,7 @@ class Engine(RunningEngine):
         return self._accumulation.coalesced()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the batch by changing the accumulation steps; a multiple of micro x dp (ValueError
-        otherwise).
+        """Change the batch by its accumulation steps; ValueError unless a multiple of micro x dp.
 
         In the middle of an accumulation window it holds from the next window on, and so do the
         getters.
@@ -269,8 +262,9 @@ class Engine(RunningEngine):
         self._accumulation.set_batch(with_train_batch_size, train_batch_size)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch, and with it the batch; accumulation steps stay. Takes effect as
-        the train size does.
+        """Change the micro-batch, and with it the batch; accumulation steps stay the same.
+
+        Takes effect when a new train batch size would.
 
         The engine's own loader follows from its next iteration on (`train_batch` starts one at
         once).
@@ -280,8 +274,9 @@ class Engine(RunningEngine):
     # -- step --------------------------------------------------------------------------------------
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """At the accumulation boundary: unscale, clip, update, zero gradients, then step the
-        schedule.
+        """Update the weights at the accumulation boundary.
+
+        At the boundary: unscale, clip, update, zero the gradients, then step the schedule.
 
         Before the boundary it only counts. Overflowed (non-finite) gradients: no update, no
         schedule step, ``skipped_steps += 1``. lr_kwargs go to the schedule's ``step``. Collective
@@ -298,9 +293,7 @@ class Engine(RunningEngine):
         self._end_step(1, request)
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> Request | None:
-        """One optimizer step, the schedule's, and what is reported of them; returns what plugins
-        ask for.
-        """
+        """Step the optimizer and the schedule, and report; returns what plugins ask for."""
         self._weight_update.check(self, lr_kwargs)
         self.telemetry.step_begin(self.global_steps)
         with self.telemetry.phase("step"):
@@ -345,17 +338,14 @@ class Engine(RunningEngine):
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of the optimizer's parameters, and how they came about; the window
-        goes on counting.
-        """
+        """Drop the gradients of the optimizer's parameters; the accumulation window continues."""
         self._accumulation.drop_gradients()
         self.telemetry.drop_loss()
 
     # -- whole batches -----------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """One optimizer step over gas micro-batches from `data_iter` (or the engine's own endless
-        loader).
+        """One optimizer step over gas micro-batches from `data_iter`, or the engine's own loader.
 
         Tensors in batches, also nested ones, are brought to the accelerator's device, and so they
         are in `eval_batch`. Returns the mean loss over micro-batches and dp ranks, a 0-d tensor.
@@ -453,8 +443,7 @@ class Engine(RunningEngine):
         self._accumulation.begin_window()
 
     def destroy(self) -> None:
-        """Close monitors, free buffers, and give the module back: whole weights, and nothing of the
-        run. Collective.
+        """Close monitors, free buffers, and give the module back with full weights. Collective.
 
         A checkpoint that is being saved is waited for. Any later use of the engine is an error, but
         for its counters. While an exception passes, other ranks may not be here: what takes them
@@ -473,8 +462,7 @@ class Engine(RunningEngine):
 
 
 class DestroyedEngine(Engine):
-    """What an engine is after `destroy`. Its hooks are gone, so it would train each rank for
-    itself.
+    """What an engine is after `destroy`: its hooks are gone, so it would train each rank alone.
 
     The class of the object is changed rather than asked for at each call, which would cost every
     forward.

@@ -54,9 +54,7 @@ def resolve(ref: Ref) -> Any:
 
 
 def ask(probe: Probe | None) -> str | None:
-    """Run a probe; an exception in it counts as a reason, since a probe must never take the process
-    down.
-    """
+    """Run a probe; an exception counts as a reason: no probe may take the process down."""
     if probe is None:
         return None
     try:
@@ -96,9 +94,7 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 class _Record:
-    """Checks its fields when it is made, so that the traceback ends in the line of the plugin that
-    is wrong.
-    """
+    """Checks its fields when it is made, so that the traceback ends in the plugin's faulty line."""
 
     __slots__ = ()
 
@@ -158,9 +154,9 @@ class KernelEntry(_Record):
 
 @dataclass(frozen=True, slots=True)
 class CollectivesEntry(_Record):
-    """A provider of collectives for tensors on `device` in groups of `backend`; the highest
-    available priority serves.
+    """A provider of collectives; the available one of the highest priority serves.
 
+    device, backend: it serves tensors on this device, in groups of this backend.
     load: called as ``load(group, messages)`` on each rank of a group, when it is first used; gives
         a `ds_core.comm.GroupCollectives`. Where it takes an argument ``config``, it is given the
         `RunConfig` too, of the first run that uses the group.
@@ -221,8 +217,9 @@ class StateStoreEntry(_Record):
 
 @dataclass(frozen=True, slots=True)
 class LauncherEntry(_Record):
-    """A way to start processes for ``dscore run --launcher NAME``; `load` gives ``(LaunchRequest)
-    -> exit code``.
+    """A way to start processes for ``dscore run --launcher NAME``.
+
+    load: gives ``(LaunchRequest) -> exit code``.
     """
 
     load: Ref
@@ -276,8 +273,9 @@ class RendezvousEntry(_Record):
 
 @dataclass(frozen=True, slots=True)
 class CommandEntry(_Record):
-    """A sub-command of ``dscore``: `load` gives a function (typer reads its signature) or a
-    ``typer.Typer``.
+    """A sub-command of ``dscore``.
+
+    load: gives a function, whose signature typer reads, or a ``typer.Typer``.
     """
 
     load: Ref

@@ -17,26 +17,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GradientShard:
-    """This rank's elements of one parameter's gradient: the range [start, stop) of the row-major
-    flattened parameter.
+    """This rank's elements of one parameter's gradient."""
 
-    name: the parameter's.
-    tensor: the elements, to be changed in place: in the parameter's `shape` or flat, in the dtype
-        in which they are accumulated, times 1 / `Gradients.factor`.
-    shape: of the parameter.
-    held: mesh axes along which ranks have different parameters under this name.
-    axes: mesh axes along which all ranks' elements are disjoint; along the others every rank has
-        the same, and must change them alike.
-    counted: False for a copy of a parameter that another rank counts (tied weights).
-    """
-
+    # The parameter's name.
     name: str
+    # The elements, to be changed in place: in the parameter's `shape` or flat, in the dtype in
+    # which they are accumulated, times 1 / `Gradients.factor`.
     tensor: Tensor
+    # The full parameter's shape.
     shape: tuple[int, ...]
+    # The shard is the range [start, stop) of the row-major flattened parameter.
     start: int
     stop: int
+    # Mesh axes along which ranks have different parameters under this name.
     held: tuple[str, ...]
+    # Mesh axes along which all ranks' elements are disjoint; along the others every rank has the
+    # same, and must change them alike.
     axes: tuple[str, ...]
+    # False for a copy of a parameter that another rank counts (tied weights).
     counted: bool = True
 
     def take(self, values: Tensor) -> Tensor:

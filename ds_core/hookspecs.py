@@ -60,8 +60,7 @@ Use it for pluggy's ordering options.
 
 @gives(model_class)
 def ds_config() -> type[BaseModel] | Mapping[str, type[BaseModel]]:  # type: ignore[empty-body]
-    """Driver, by section: the pydantic model of the section whose name is this plugin's entry-point
-    name.
+    """Driver, by section: the pydantic model of the section that the entry point names.
 
     Of a module with several entry points, a mapping: section -> its model. It takes part when the
     config names any. Called once per process before any other hook, on every rank. Forbid extra
@@ -98,8 +97,7 @@ def ds_accelerators() -> Iterable[entries.AcceleratorEntry]:  # type: ignore[emp
 
 @gives(one_or_none("ds_core.entries:RendezvousEntry"))
 def ds_rendezvous() -> entries.RendezvousEntry | None:
-    """Driver, by priority: how this process finds the other ranks, and how they meet before the
-    process group starts.
+    """Driver, by priority: how this process finds the other ranks before the process group starts.
 
     Asked before there is a config. None: not here. Nobody: torchrun's variables and torch's own
     store, which the answer's `find` need not know. Two answers of one priority are an error.
@@ -113,8 +111,7 @@ def ds_kernels() -> Iterable[entries.KernelEntry]:  # type: ignore[empty-body]
 
 @gives(named("ds_core.entries:CollectivesEntry"))
 def ds_collectives() -> Mapping[str, entries.CollectivesEntry]:  # type: ignore[empty-body]
-    """Driver, by (device, backend) and priority, or by the name in ``collectives``: who serves
-    collectives.
+    """Driver, by (device, backend) and priority, or by name in ``collectives``: the provider.
 
     Asked where several ranks run, before they talk; what it leaves is served by torch.distributed.
     """
@@ -156,8 +153,9 @@ def ds_batch(config: RunConfig, dp_world: int) -> Batch | None:
 
 @gives(one_or_none("ds_core.mesh:Mesh"))
 def ds_mesh(mpu: Any, rank: int, world_size: int) -> Mesh | None:
-    """Driver: the mesh over the process groups of `mpu`, the object given as
-    ``initialize(mpu=...)``. None: not mine.
+    """Driver: the mesh over the process groups of `mpu`, the object of ``initialize(mpu=...)``.
+
+    None: not mine.
 
     Asked on every rank when the process group runs, and only where `mpu` is given; then no axes are
     planned. Where no plugin that takes part answers, installed backends are asked.
@@ -189,8 +187,7 @@ def ds_transforms(ctx: Context) -> Iterable[entries.Transform]:  # type: ignore[
 
 @gives(many("builtins:str", or_none=True))
 def ds_param_axes(name: str, param: nn.Parameter, ctx: Context) -> Collection[str] | None:
-    """Hook, merged by union: the mesh axes on which ranks hold *different* parameters under this
-    name.
+    """Hook, merged by union: mesh axes along which ranks have *different* parameters of this name.
 
     name: the parameter's name in the transformed model. None or an empty collection: no opinion.
     Asked about buffers too (`param` is a plain tensor then). Gradient reduction, the global norm,
@@ -250,8 +247,7 @@ def ds_loader(ctx: Context, request: LoaderRequest) -> Loader | None:
 
 @gives(references)
 def ds_engine_methods() -> Mapping[str, entries.Ref]:  # type: ignore[empty-body]
-    """Hook: methods for the engine, by name: references to functions whose first argument is the
-    engine.
+    """Hook: methods for the engine, as name -> reference to a function of the engine.
 
     The engine has those of plugins that take part. A name that it has itself, or that another
     plugin gives with another function, is an error; names of the module are shadowed. Installed
@@ -273,8 +269,7 @@ def ds_open(ctx: Context) -> None:
 
 @gives(nothing)
 def ds_gradients(ctx: Context, gradients: Gradients) -> None:
-    """Hook: see or change the gradients of an optimizer step, before their norm is taken and they
-    are clipped.
+    """Hook: see or change the gradients of a step, before their norm is taken and they are clipped.
 
     Called on every rank, in plugin order, once per step whose gradients are finite. They are
     reduced; of sharded ones each rank has its shards (`ds_core.gradients.GradientShard`), to be
@@ -287,8 +282,9 @@ def ds_gradients(ctx: Context, gradients: Gradients) -> None:
 
 @gives(periods)
 def ds_listens(ctx: Context) -> Mapping[str, int]:  # type: ignore[empty-body]
-    """Hook: at which steps this plugin's observers are called: hook -> n, for every n-th step; 0:
-    never; else 1.
+    """Hook: how often this plugin's observers are called, as hook -> n.
+
+    n: in every n-th step; 0: never; hooks that are not named: in every step.
 
     For `ds_step_begin`, `ds_metrics`, `ds_step_end`, `ds_phase_begin` and `ds_phase_end`. With n
     they are called in the steps whose number, counted from 1, is a multiple of n: phases also in
@@ -309,8 +305,9 @@ def ds_step_begin(ctx: Context, step: int) -> None:
 
 @gives(numbers, observer=True)
 def ds_metrics(ctx: Context, step: int) -> Mapping[str, float | Tensor]:  # type: ignore[empty-body]
-    """Hook (observer): numbers about the step that is done, by event, such as
-    "Train/Samples/tokens_per_second".
+    """Hook (observer): numbers about the step that is done, by event name.
+
+    An event is named as in "Train/Samples/tokens_per_second".
 
     Observers of `ds_step_end` get them, and monitors those of rank 0. A 0-d tensor (do not change
     it), or an object with `__float__` and `late`, is read when it is needed. Called where anybody

@@ -58,8 +58,9 @@ KEEP = BackwardPlan(reduce=False, keep_local=True)
 
 
 class GradState(enum.Enum):
-    """How far a partitioner's gradients are reduced: LOCAL -> RUNNING -> REDUCED, and back to LOCAL
-    when others come.
+    """How far a partitioner's gradients are reduced.
+
+    LOCAL -> RUNNING -> REDUCED, and back to LOCAL when others arrive.
     """
 
     LOCAL = "local"
@@ -71,8 +72,7 @@ class GradState(enum.Enum):
 
 
 class Partitioner(ABC):
-    """Owns how parameters, gradients and optimizer states are spread over the ranks that would
-    otherwise have the same ones.
+    """Spreads parameters, gradients and optimizer states over ranks that would have the same.
 
     The core calls `attach` once. Around every backward that reaches its parameters, from the engine
     or not, it calls `begin`, `on_gradient` for each gradient, and `finish`; for an optimizer step
@@ -99,8 +99,7 @@ class Partitioner(ABC):
     def attach(
         self, module: nn.Module, groups: ParamGroups, *, updated: bool = True
     ) -> ParamGroups:
-        """Take over `module`, whose weights are cast and on their device, and make ranks agree on
-        them.
+        """Take over `module`, whose weights are cast and on their device; ranks then agree on them.
 
         groups: optimizer parameter groups over the module's parameters.
         updated: whether there will be an optimizer; without one weights stay as they are.
@@ -110,8 +109,7 @@ class Partitioner(ABC):
         """
 
     def adopt(self, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of the `state` that a user's optimizer already had for `param` when it
-        was attached.
+        """This rank's part of the `state` that a user's optimizer already had for `param`.
 
         It becomes the state of what the optimizer updates in its place; empty: none.
         """
@@ -133,8 +131,9 @@ class Partitioner(ABC):
         """
 
     def add_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Accumulate `grad`, of the whole shape of `param`, as a backward would: for gradients made
-        in other ways.
+        """Accumulate `grad`, of the full shape of `param`, as a backward would.
+
+        For gradients that are computed in other ways.
 
         No hooks on `param` run: what `grad` was made of has been through them.
         """
@@ -161,8 +160,7 @@ class Partitioner(ABC):
         """
 
     def gradient_shards(self) -> Iterable[GradientShard]:
-        """What `gradients` has just given, by parameter: the same tensors, so that changes in place
-        count.
+        """What `gradients` has just returned, by parameter: the same tensors, to change in place.
 
         Optional: asked only where a plugin implements `ds_gradients`, and `initialize` refuses such
         a plugin beside a partitioner without it.
@@ -171,8 +169,9 @@ class Partitioner(ABC):
 
     @abstractmethod
     def step(self, optimizer: Optimizer, factor: float) -> None:
-        """Let `optimizer` update its tensors from what `gradients` gave, times `factor` (unscaling
-        and clipping).
+        """Let `optimizer` update its tensors from the result of `gradients`, times `factor`.
+
+        factor: unscales and clips.
 
         This rank's weights are written as well: `ds_core.stepping.Stepper` has all of it done in
         one pass where the optimizer can, and does it next to the optimizer's step where not.

@@ -29,22 +29,20 @@ Models = Mapping[str, tuple[type[BaseModel], str]]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RunConfig:
-    """A checked config, handed to everything that runs.
+    """A checked config, handed to everything that runs."""
 
-    core: the core's keys.
-    sections: the plugins' sections that the config names.
-    origin: where it came from.
-    raw: the data as given; it may hold secrets, so show `redacted()` instead.
-    notes: see `notes_on`.
-    autos: the path of every "auto" that is still to be filled in (only with `fill_later`, see
-        `load_config`).
-    """
-
+    # The core's keys.
     core: CoreConfig
+    # The plugins' sections that the config names.
     sections: Mapping[str, BaseModel]
+    # Where it came from.
     origin: str
+    # The data as given; it may hold secrets, so show `redacted()` instead.
     raw: dict[str, Any]
+    # See `notes_on`.
     notes: tuple[Problem, ...] = ()
+    # The path of every "auto" that is still to be filled in (only with `fill_later`, see
+    # `load_config`).
     autos: tuple[str, ...] = ()
 
     @overload

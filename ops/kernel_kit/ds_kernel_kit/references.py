@@ -40,10 +40,7 @@ def adam(
     scale: float = 1.0,
     copies: Tensors | None = None,
 ) -> None:
-    """Adam, or AdamW when `decoupled`.
-
-    step: the number of this update, from 1.
-    """
+    """Adam, or AdamW when `decoupled`. step: the number of this update, from 1."""
     if not params:
         return
     if (

@@ -13,8 +13,9 @@ from ds_comms_guard.verdict import Position
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Where are you? id: of this question.
+    """Asks the other ranks where they are.
 
+    id: of this question.
     silent: ranks that have not answered it, and their processes.
     """
 

@@ -189,16 +189,14 @@ class WeightQuantConfig(BaseQuantConfig):
 
 
 class WeightQuantization(WeightQuantConfig):
-    """The section ``weight_quantization``: linear layers are quantised when a run begins, for
-    inference.
+    """The section ``weight_quantization``: linear layers are quantised for inference.
 
     All in `num_bits`, unless quantized_initialization or post_init_quant say which.
     """
 
 
 class ActivationQuantConfig(BaseQuantConfig):
-    """Activations, which are not quantised ahead; kernels round them in products as they see
-    fit."""
+    """Activations, which are not quantised beforehand; kernels may round them in products."""
 
     def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
         """What is given has no effect."""

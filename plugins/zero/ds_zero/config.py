@@ -1,6 +1,4 @@
-"""The section ``zero_optimization``: every documented key, with its documented default
-(torch-free).
-"""
+"""The section ``zero_optimization``: every documented key with its documented default."""
 
 from __future__ import annotations
 
@@ -318,9 +316,7 @@ class ZeroConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _old_offload(cls, data: Any) -> Any:
-        """Move ``cpu_offload`` and ``cpu_offload_param``; other values than booleans are reported
-        later.
-        """
+        """Move ``cpu_offload`` and ``cpu_offload_param``; leave what is no boolean to later checks."""
         if not isinstance(data, dict):
             return data
         moved = dict(data)
@@ -415,8 +411,7 @@ class AllowUntestedOptimizer(RootModel[bool]):
 
 
 class ForceOwnOptimizer(RootModel[bool]):
-    """Refuse an optimizer object of the user's where optimizer states are offloaded; default
-    true."""
+    """Refuse an optimizer object of the user's where states are offloaded; default true."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 

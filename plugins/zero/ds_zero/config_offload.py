@@ -108,9 +108,7 @@ class OffloadOptimizer(_Place):
 
 
 class ZenFlowConfig(Section):
-    """Which columns of weights are updated in every step, on the device, and when the others are,
-    on the host.
-    """
+    """Which columns are updated on the device in every step; the host updates the others later."""
 
     topk_ratio: float = option(
         0.1, "The share of a weight's columns that are updated in every step.", ge=0, le=1
