@@ -291,7 +291,7 @@ class Stage3(ZeroPartitioner):
     @property
     def weights_away(self) -> bool:
         """See `ds_run_state.blocks.HoldsWeights`."""
-        return any(unit.away for unit in self.units)
+        return any(unit.offloaded_numel for unit in self.units)
 
     @contextlib.contextmanager
     def weights_held(self, at_once: int) -> Iterator[None]:

@@ -11,6 +11,7 @@ from ds_core.process import STATE
 from ds_zero.gather.weights import owner_of
 
 _REGISTERED = "_ds_external_parameters"
+"""The attribute of a module that has its registered parameters; `initialize` reads them."""
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -22,14 +23,16 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     the parameter; `initialize` checks those registered before.
     """
     _check(module, parameter)
+    # Before `initialize` no engine has the parameter yet; it is known to be a mistake only if the
+    # module is in an engine already.
     owner = owner_of(parameter)
     if owner is None and in_engine(module):
         raise UsageError(
             f"register_external_parameter: the parameter of shape {tuple(parameter.shape)} belongs "
-            "to no module that "
-            "was given to initialize"
+            "to no module that was given to initialize"
         )
     registered = externals(module)
+    # By identity: `in` would compare the tensors by value.
     if not any(p is parameter for p in registered):
         module.__dict__.setdefault(_REGISTERED, []).append(parameter)
     if owner is not None:
@@ -46,8 +49,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     if not any(p is parameter for p in registered):
         raise UsageError(
             f"unregister_external_parameter: the parameter of shape {tuple(parameter.shape)} was "
-            "not registered with "
-            f"this {type(module).__name__}"
+            f"not registered with this {type(module).__name__}"
         )
     module.__dict__[_REGISTERED] = [p for p in registered if p is not parameter]
     owner = owner_of(parameter)

@@ -1,5 +1,6 @@
-"""Which parameters of stage 3 stay unsharded, and which module gathers which: decisions from the
-module tree alone.
+"""Which parameters of stage 3 stay unsharded, and which module gathers which.
+
+Decisions from the module tree alone, so that `dscore plan` makes the same.
 """
 
 from __future__ import annotations
@@ -22,21 +23,26 @@ log = logging.getLogger("ds_zero")
 
 @dataclass(frozen=True, slots=True)
 class Gatherer:
-    """A module that gathers `params` before it runs; leaf: those of everything below it too."""
+    """A module that gathers parameters before it runs."""
 
+    # In `named_modules()` of the model; "" is the model itself.
     name: str
     module: nn.Module
+    # What it gathers.
     params: tuple[nn.Parameter, ...]
+    # Whether `params` has those of everything below the module too, which has no hooks then.
     leaf: bool
 
 
 def persistent(params: Sequence[nn.Parameter], section: ZeroConfig) -> set[nn.Parameter]:
-    """The parameters that stay unsharded: small ones, in order, up to
-    ``model_persistence_threshold`` elements.
+    """The parameters that stay unsharded: small ones, up to a number of elements in all.
+
+    In order, up to ``model_persistence_threshold`` elements.
     """
     chosen: set[nn.Parameter] = set()
     total = 0
     for param in params:
+        # A parameter without elements has nothing to shard, whatever the threshold is.
         small = param.numel() < section.param_persistence_threshold or param.numel() == 0
         if small and total + param.numel() <= section.model_persistence_threshold:
             chosen.add(param)
@@ -47,8 +53,9 @@ def persistent(params: Sequence[nn.Parameter], section: ZeroConfig) -> set[nn.Pa
 def gatherers(
     root: nn.Module, partitioned: set[nn.Parameter], section: ZeroConfig, leaves: set[nn.Module]
 ) -> list[Gatherer]:
-    """The modules to hook, in the order of the tree; none below a leaf, none without partitioned
-    parameters.
+    """The modules to hook, in the order of the tree.
+
+    None below a leaf, none without partitioned parameters.
     """
     return list(_walk("", root, partitioned, leaves, section.module_granularity_threshold, set()))
 
@@ -56,14 +63,15 @@ def gatherers(
 def members(
     modules: Sequence[Gatherer], trained: set[nn.Parameter]
 ) -> Iterator[tuple[Gatherer, list[nn.Parameter], bool]]:
-    """The parameters of each module's units: those that no earlier module has.
+    """(module, parameters, whether the optimizer updates them) of each unit.
 
-    True: the optimizer updates them.
+    A parameter that several modules share is in the unit of the first.
     """
     taken: set[nn.Parameter] = set()
     for gatherer in modules:
         own = [p for p in gatherer.params if p not in taken]
         taken.update(own)
+        # Frozen parameters have no gradients and no masters, so they are units of their own.
         yield gatherer, [p for p in own if p in trained], True
         yield gatherer, [p for p in own if p not in trained], False
 
@@ -77,12 +85,13 @@ def _walk(
     seen: set[nn.Module],
 ) -> Iterator[Gatherer]:
     if module in seen:
-        return
+        return  # a module that is in the tree twice is hooked once
     seen.add(module)
     below = [p for p in dict.fromkeys(module.parameters()) if p in partitioned]
     if not below:
         return
-    leaf = module in leaves or _fine(module, granularity)
+    # Below a leaf nothing is hooked, so the leaf gathers all that is there.
+    leaf = module in leaves or _is_fine_grained(module, granularity)
     own = (
         below
         if leaf
@@ -101,7 +110,7 @@ def _walk(
             )
 
 
-def _fine(module: nn.Module, threshold: int) -> bool:
+def _is_fine_grained(module: nn.Module, threshold: int) -> bool:
     """Whether the module has so few elements per submodule that it is gathered as one unit."""
     descendants = sum(1 for _ in module.modules()) - 1
     return (
@@ -118,6 +127,7 @@ def find_leaves(root: nn.Module, wanted: LeafModules) -> set[nn.Module]:
     found: set[nn.Module] = set()
     matched: set[tuple[str, str]] = set()
     for name, module in root.named_modules():
+        # By name, plain or dotted: the config has no objects. Subclasses match too.
         classes = {
             n
             for c in type(module).__mro__
@@ -127,9 +137,11 @@ def find_leaves(root: nn.Module, wanted: LeafModules) -> set[nn.Module]:
         hits += [("names", n) for n in wanted.names if n == name]
         hits += [("name_suffixes", s) for s in wanted.name_suffixes if name.endswith(s)]
         matched.update(hits)
+        # What code has set on the module takes precedence over the config.
         flag = leaf_flag(module)
         if bool(hits) if flag is None else flag:
             found.add(module)
+    # The defaults name classes of well-known models; most models have none of them.
     entries = [("classes", c) for c in wanted.classes if c not in LEAF_CLASSES]
     entries += [("names", n) for n in wanted.names] + [
         ("name_suffixes", s) for s in wanted.name_suffixes

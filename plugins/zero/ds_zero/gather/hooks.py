@@ -1,5 +1,6 @@
-"""Module hooks of stage 3: they report to `GatherScheduler` which module runs, in forward and in
-backward.
+"""Module hooks of stage 3: they report to `GatherScheduler` which module runs.
+
+In forward and in backward.
 
 [Note: parameters used elsewhere] A parameter that a running module reads from another one
 (``self.emb.weight`` in the forward of a parent) is gathered at that moment. From then on the
@@ -42,12 +43,14 @@ class _ObservedParams(dict[str, Any]):
 
     def __init__(self, given: Mapping[str, Any], read: Callable[[nn.Parameter], None]) -> None:
         super().__init__(given)
-        self._read = read
+        self._on_read = read
 
     def __getitem__(self, name: str) -> Any:
+        # `nn.Module.__getattr__` reads parameters by this method, `parameters()` and other walks
+        # over the modules by `items()`: those use no weights.
         param = super().__getitem__(name)
         if param is not None:
-            self._read(param)
+            self._on_read(param)
         return param
 
     def __reduce__(self) -> Any:  # copies of a module, by copy or pickle, have a plain dict
@@ -57,7 +60,8 @@ class _ObservedParams(dict[str, Any]):
 class GatherHooks:
     """The gather hooks of one engine.
 
-    modules: those that gather parameters. unit_of: the unit of each sharded parameter.
+    modules: those that gather parameters.
+    unit_of: the unit of each sharded parameter.
     backward_began: called when the first hook of a backward runs.
     """
 
@@ -73,21 +77,41 @@ class GatherHooks:
         self._gathering = gathering
         self._unit_of = unit_of
         self._backward_began = backward_began
+
+        # -- What each module gathers.
+
+        # The units of each hooked module, which grow with the parameters it is seen to use.
         self._units = {g.module: list(dict.fromkeys(unit_of[p] for p in g.params)) for g in modules}
-        # the leaf above
+        # The leaf that gathers for a module: itself, or one above it.
         self._below = {m: g.module for g in modules if g.leaf for m in g.module.modules()}
-        self._traced: set[nn.Module] = set()  # by torch.compile, see [Note: compiled modules]
-        self._known = set(root.parameters())
+        # Traced by torch.compile, see [Note: compiled modules].
+        self._traced: set[nn.Module] = set()
+        # By `register_external_parameter`; what hooks have seen is not in it.
         self._registered: dict[nn.Module, list[BucketUnit]] = {}
-        self._changed = False
-        self._stack: list[tuple[nn.Module, list[BucketUnit]]] = []
+        # Names for messages.
         self._names = {g.module: g.name for g in modules}
-        self._in_backward_of: nn.Module | None = None  # the last module that backward has reached
-        # See [Note: compiled modules].
+
+        # -- Changes of the model.
+
+        # Whether a module or parameter was registered anywhere since the last forward.
+        self._changed = False
+        # The parameters that were there, or that the user was warned of.
+        self._known = set(root.parameters())
+
+        # -- What runs.
+
+        # The modules whose forward runs, outermost first, and what each uses.
+        self._stack: list[tuple[nn.Module, list[BucketUnit]]] = []
+        # The last module that backward has reached.
+        self._in_backward_of: nn.Module | None = None
+
+        # -- The hooks, which torch.compile must not trace: see [Note: compiled modules].
+
         self._pre_forward = torch.compiler.disable(self._enter)
         self._post_forward = torch.compiler.disable(self._leave)
-        self._pre_root_forward = torch.compiler.disable(self._look_again)
+        self._pre_root_forward = torch.compiler.disable(self._hook_added)
         self._read_elsewhere = torch.compiler.disable(self._use_elsewhere)
+        # To be removed by `remove`: torch's handles, and the modules with an `_ObservedParams`.
         self._hooks: list[Any] = []
         self._owners: list[nn.Module] = []
         self.install()
@@ -98,6 +122,7 @@ class GatherHooks:
             self._hook(module)
         for module in self._root.modules():
             self._observe(module)
+        # Torch has no hook of one model for what is added to it, so these see every module's.
         if self._unit_of:
             self._hooks.append(register_module_module_registration_hook(self._note_change))
             self._hooks.append(register_module_parameter_registration_hook(self._note_change))
@@ -106,6 +131,8 @@ class GatherHooks:
             )
 
     def _hook(self, module: nn.Module) -> None:
+        # Before the user's hooks, which may read weights; after an exception too, or the module
+        # would count as running for ever.
         self._hooks.append(
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
         )
@@ -128,6 +155,7 @@ class GatherHooks:
     def gather_whole(self, module: nn.Module) -> None:
         """From now on `module` gathers all units below it, and nothing below it has hooks."""
         units = [self._unit_of[p] for p in module.parameters() if p in self._unit_of]
+        # All hooks are installed anew: those below `module`, and dicts that notice reads, must go.
         self.remove()
         for below in module.modules():
             self._units.pop(below, None)
@@ -161,21 +189,22 @@ class GatherHooks:
         if unit not in left:
             return
         left.remove(unit)
+        # It may be registered for another parameter of the same unit, or own one of its parameters.
         own = any(self._unit_of.get(p) is unit for p in module.parameters(recurse=False))
         if unit not in left and not own and module not in self._below:
             self._units[module].remove(unit)
 
     def _note_change(self, module: nn.Module, name: str, added: Any) -> None:
-        # anywhere in the process; the next forward checks whether it is in this model
+        # Anywhere in the process; the next forward checks whether it is in this model.
         self._changed = True
 
-    def _look_again(self, root: nn.Module, args: Any) -> None:
-        """After a module or parameter was added somewhere: hook modules that have parameters of a
-        unit.
-        """
+    def _hook_added(self, root: nn.Module, args: Any) -> None:
+        """If a module or parameter was added: hook modules that have parameters of a unit."""
         if not self._changed:
             return
         self._changed = False
+        # A module that was added may have taken over a sharded weight (adapters do so): it has to
+        # gather it. A parameter that is new altogether is in no bucket and no optimizer.
         untrained = []
         for name, module in root.named_modules():
             for key, param in module._parameters.items():
@@ -190,17 +219,18 @@ class GatherHooks:
             more = f" and {len(untrained) - 5} more" if len(untrained) > 5 else ""
             log.warning(
                 "parameters added to the model after initialize are not trained, and each rank has "
-                "its own: %s%s; "
-                "add modules before initialize to train them",
+                "its own: %s%s; add modules before initialize to train them",
                 ", ".join(untrained[:5]),
                 more,
             )
             self._known.update(root.parameters())
 
     def activity(self) -> tuple[str, int, tuple[str, ...], tuple[str, ...]]:
-        """What runs now, how many passes through the model have ended, the modules of this one and
-        of the last one.
+        """What runs now, how many passes have ended, and the modules of the last two passes.
+
+        First those of this pass, then those of the one before.
         """
+        # Called by another thread, so the stack is copied before it is looked at.
         gathering = self._gathering
         running = [module for module, _ in list(self._stack)]
         text = f"in forward of module {self._names[running[-1]]!r}" if running else ""
@@ -212,11 +242,14 @@ class GatherHooks:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         gathering = self._gathering
+        # The outermost module begins a pass, unless it is recomputed in a backward (activation
+        # checkpointing). Autograd has no task on this thread when no backward runs.
         if not self._stack:
             if gathering.in_backward and torch._C._current_graph_task_id() == -1:
                 gathering.end_pass()  # that backward has failed
             if not gathering.in_backward:
                 gathering.open()
+        # A copy: what it uses in this forward may grow, see `_use_elsewhere`.
         units = list(self._units[module])
         self._stack.append((module, units))
         for unit in units:
@@ -226,11 +259,14 @@ class GatherHooks:
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not any(m is module for m, _ in self._stack):
             return  # it failed before it was entered
-        while True:  # modules that an exception left
+        # Modules inside that an exception left have not been popped: their uses end too.
+        while True:
             left, units = self._stack.pop()
             if left is module:
                 break
             self._end_use(units)
+        # The order matters: what the module returns is given to the module around it before its own
+        # use ends, or it would be released in between.
         if torch.is_grad_enabled() and units:
             self._expect_backward(module, (args, kwargs), output)
         self._note_returned(output, units)
@@ -256,18 +292,21 @@ class GatherHooks:
                 self._use_elsewhere(unit)
 
     def _on_read(self, param: nn.Parameter) -> None:
+        # The common case, a module that reads its own parameter, must be fast: its unit has a use.
         unit = self._unit_of.get(param)
         if unit is not None and self._stack and not unit.uses.forward:
             self._read_elsewhere(unit)
 
     def _use_elsewhere(self, unit: BucketUnit) -> None:
         """The running module uses a unit of another module: gather it with its own from now on."""
+        # The outermost module returned it: nothing shows when its caller has done with it.
         if not self._stack:
-            unit.uses.rest_of_pass = True  # the caller of the model has it
+            unit.uses.rest_of_pass = True
             return
         module, units = self._stack[-1]
         if unit in units:
             return
+        # In this forward, and in the next ones and in backward, where it is gathered before.
         units.append(unit)
         if unit not in self._units[module]:
             self._units[module].append(unit)
@@ -281,14 +320,17 @@ class GatherHooks:
         units = self._units[module]
         outputs = [t for t in tensors_of(output) if t.requires_grad]
         if not outputs:
-            # it may hide tensors, so no hook shows when backward reaches this module
+            # It may hide tensors, so no hook shows when backward reaches this module.
             if not _is_searched(output):
                 for unit in units:
                     unit.uses.rest_of_pass |= unit.bucket.trainable
             return
+        # The gradient of any output comes before autograd computes anything of the module.
         register_multi_grad_hook(
             outputs, functools.partial(self._before_backward, module), mode="any"
         )
+        # `on_gradient` shows the end of a unit whose parameters all get a gradient. Frozen ones get
+        # none, and of a leaf's some may not be used: there the gradients of the inputs show it.
         if any(not p.requires_grad for u in units for p in u.bucket.params) or any(
             u.leaf for u in units
         ):
@@ -302,6 +344,8 @@ class GatherHooks:
             gathering.in_backward = True
             self._backward_began()
         self._in_backward_of = module
+        # Grad mode is on in a backward with create_graph only, see [Note: double backward] of
+        # `scheduler`.
         create_graph = torch.is_grad_enabled()
         gathering.kept_graph |= create_graph
         for unit in self._units[module]:
@@ -330,6 +374,7 @@ class GatherHooks:
     def _end_backward_use(self, unit: BucketUnit) -> None:
         unit.uses.backward = False
         unit.arrived.clear()
+        # It may have been released already, as when the pass has ended.
         if unit.state is UnitState.UNSHARDED:
             self._gathering.drop(unit)
 
@@ -347,6 +392,7 @@ class GatherHooks:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        # With plain dicts, modules are as they were before `initialize`.
         for module in self._owners:
             module._parameters = dict(module._parameters)
         self._owners.clear()

@@ -1,6 +1,6 @@
-"""Leaf modules: everything below one is gathered with it, so that ranks may run different parts of
-it.
+"""Leaf modules: everything below one is gathered with it.
 
+So ranks may run different parts of it: gathers are collectives, and all ranks must start the same.
 What these functions set takes precedence over ``leaf_module`` of the config.
 """
 
@@ -14,9 +14,12 @@ from torch import nn
 from ds_core.errors import UsageError, nearest
 from ds_zero.gather.weights import owner_of
 
-_FLAG = "_ds_z3_leaf_flag"  # on a module: what `set_z3_leaf_module` was given
-_NOW = "_ds_z3_leaf"  # on a module: whether it is a leaf
-_LEAVES = "_ds_z3_leaves"  # on a parameter: the ids of the leaves above it
+# On a module: what `set_z3_leaf_module` was given.
+_FLAG = "_ds_z3_leaf_flag"
+# On a module: that it is a leaf, by a call or by the config.
+_NOW = "_ds_z3_leaf"
+# On a parameter: the ids of the leaves above it, of which one may be inside another.
+_LEAVES = "_ds_z3_leaves"
 
 
 def set_z3_leaf_modules(
@@ -27,8 +30,10 @@ def set_z3_leaf_modules(
     """Make modules of these classes leaves; returns them. Call it before `initialize`.
 
     leaf_module_classes: classes (subclasses match too), plain class names, or dotted ones
-    (``"package.module.Class"``). Raises ValueError when there is none, TypeError for anything else
-    in the list.
+        (``"package.module.Class"``).
+    raise_if_not_found: raise ValueError when no module has one of the classes.
+
+    Raises TypeError for anything else in the list.
     """
     return _change(model, leaf_module_classes, True, raise_if_not_found)
 
@@ -44,6 +49,7 @@ def unset_z3_leaf_modules(
 
 def _change(model: nn.Module, wanted: Any, flag: bool, strict: bool) -> list[nn.Module]:
     wanted = [wanted] if isinstance(wanted, (str, type)) else list(wanted)
+    # All entries are checked before a module is changed.
     for entry in wanted:
         if not isinstance(entry, str) and not (
             isinstance(entry, type) and issubclass(entry, nn.Module)
@@ -72,10 +78,10 @@ def _matches(module: nn.Module, entry: type | str) -> bool:
 def set_z3_leaf_modules_by_name(
     model: nn.Module, names: Iterable[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Make the modules of these names (as ``named_modules()`` has them) leaves; returns them and
-    the names not found.
+    """Make the modules of these names leaves; returns them and the names that were not found.
 
-    Raises ValueError when a name is not found.
+    names: as ``named_modules()`` has them.
+    raise_if_not_found: raise ValueError when a name is not found.
     """
     return _by(model, names, "name", lambda name, entry: name == entry, raise_if_not_found)
 
@@ -83,10 +89,11 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, suffixes: Iterable[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Make modules whose names end with one of `suffixes` leaves; returns them and the suffixes
-    that match none.
+    """Make modules whose names end with one of `suffixes` leaves.
 
-    Raises ValueError when a suffix matches none.
+    Returns them and the suffixes that match none.
+
+    raise_if_not_found: raise ValueError when there is such a suffix.
     """
     return _by(model, suffixes, "name that ends with", str.endswith, raise_if_not_found)
 
@@ -98,6 +105,7 @@ def _by(
     for entry in entries:
         if not isinstance(entry, str):
             raise TypeError(f"leaf modules are named by strings here, not {entry!r}")
+    # An error must leave the model as it was, so what is missing is known before modules are set.
     named = list(model.named_modules())
     found = [m for n, m in named if any(matches(n, entry) for entry in entries)]
     missing = [entry for entry in entries if not any(matches(n, entry) for n, _ in named)]
@@ -112,6 +120,7 @@ def _by(
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Make this module a leaf, or no leaf. Raises UsageError after `initialize`."""
+    # In stages 1 and 2 nothing is gathered, so the call has no effect there and does no harm.
     for param in model.parameters():
         owner = owner_of(param)
         if owner is not None and owner[0].section.stage == 3:
@@ -124,8 +133,9 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 
 def mark_leaf(module: nn.Module, flag: bool) -> None:
-    """Record on the module and on the parameters below it whether it is a leaf; what is none has no
-    record.
+    """Record on the module and on the parameters below it whether it is a leaf.
+
+    What is no leaf, and in none, has no record.
     """
     if flag:
         module.__dict__[_NOW] = True

@@ -1,5 +1,4 @@
-"""Hooks by which modules with sharded weights support apply, load_state_dict, state_dict, forward
-and deepcopy.
+"""Hooks of modules with sharded weights: apply, load_state_dict, state_dict, forward, deepcopy.
 
 Where torch has no hook (``apply`` and ``__deepcopy__``), an attribute of the instance does it.
 `remove_hooks` removes all of them.
@@ -29,26 +28,27 @@ from ds_zero.init.sharded_param import unshard_module, untracked
 log = logging.getLogger("ds_zero")
 
 _HANDLES = "_ds_handles"
-_ABSENT = (
+"""The attribute of a module that has torch's handles of its hooks."""
+
+_NOT_SAVED = (
     "state_dict(): partitioned weights are empty tensors in it (the first is %r), because their "
-    "values are spread over "
-    "ranks. For whole weights use engine.save_checkpoint or engine.save_16bit_model, or call "
-    "state_dict() on every "
-    "rank inside ds_zero.GatheredParameters(module), which takes the memory of the unsharded model"
+    "values are spread over ranks. For whole weights use engine.save_checkpoint or "
+    "engine.save_16bit_model, or call state_dict() on every rank inside "
+    "ds_zero.GatheredParameters(module), which takes the memory of the unsharded model"
 )
 _NOT_LOADED = (
     "load_state_dict(): the state dict has a tensor without values for a partitioned weight (the "
-    "first is %r), as "
-    "state_dict() gives it at stage 3; such weights stay as they are"
+    "first is %r), as state_dict() gives it at stage 3; such weights stay as they are"
 )
 
 
 def install_hooks(module: nn.Module, *, apply: bool, engine: bool) -> None:
     """Install the hooks of `module`, whose own weights may be sharded.
 
-    apply: ``module.apply(fn)`` gathers. engine: there is an engine, so forward is allowed, and
-    deepcopy gives a plain module.
+    apply: ``module.apply(fn)`` gathers.
+    engine: there is an engine, so forward is allowed, and deepcopy gives a plain module.
     """
+    # An engine's take the place of those that `Init` has installed.
     if engine:
         remove_hooks(module)
     elif _HANDLES in module.__dict__:
@@ -60,6 +60,7 @@ def install_hooks(module: nn.Module, *, apply: bool, engine: bool) -> None:
     if not engine:
         handles.append(module.register_forward_pre_hook(_refuse_forward, prepend=True))
     module.__dict__[_HANDLES] = handles
+    # What an `apply` of the class itself does is unknown, so it is left alone.
     if apply and type(module).apply is nn.Module.apply:
         module.__dict__["apply"] = types.MethodType(_apply, module)
     if engine:
@@ -71,6 +72,7 @@ def remove_hooks(module: nn.Module) -> None:
     for handle in module.__dict__.pop(_HANDLES, ()):
         handle.remove()
     for name, function in (("apply", _apply), ("__deepcopy__", _deepcopy)):
+        # Only ours: the user may have set another one on the instance meanwhile.
         method = module.__dict__.get(name)
         if isinstance(method, types.MethodType) and method.__func__ is function:
             del module.__dict__[name]
@@ -84,13 +86,15 @@ def materialize(module: nn.Module) -> None:
 
 
 def _apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
-    """`nn.Module.apply` with each module's own parameters unsharded during `fn`; what the first
-    rank writes counts.
+    """`nn.Module.apply` with each module's own parameters unsharded during `fn`.
 
-    Parameters of other modules are gathered when `fn` accesses them.
+    What the first rank writes counts. Parameters of other modules are gathered when `fn` accesses
+    them.
     """
+    # Children first, as torch does.
     for child in self.children():
         child.apply(fn)
+    # What a `GatheredParameters` around the call has gathered is unsharded, and its to write back.
     own = [
         p
         for p in self._parameters.values()
@@ -107,9 +111,12 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     Collective at stage 3: every rank copies. The user's hooks are copied as torch does; ZeRO's are
     not.
     """
+    # Of every engine that has a part of the module: hooks refer to the engine, which would be
+    # copied as well.
     mine = set(self.modules())
     engines = [e for e in STATE.engines if not mine.isdisjoint(e.module.modules())]
     with contextlib.ExitStack() as stack:
+        # By their serial numbers, which are equal on all ranks: removing hooks may be collective.
         for engine in sorted(engines, key=lambda e: e.serial):
             if (hooks_off := getattr(engine.partitioner, "module_hooks_removed", None)) is not None:
                 stack.enter_context(hooks_off())
@@ -118,6 +125,7 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
             for p in self.parameters()
             if (handle := handle_of(p)) is not None and not handle.in_context
         ]
+        # Without a modifier: the copies are written to, not these.
         stack.enter_context(GatheredParameters(inside))
         return copy.deepcopy(self, memo)
 
@@ -136,23 +144,27 @@ def hooks_removed(module: nn.Module) -> Iterator[None]:
 
 
 def _put_placeholders(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """Put an empty tensor in the place of each of the module's sharded weights, whether or not it
-    is gathered now.
+    """Put an empty tensor in the place of each of the module's sharded weights.
+
+    Whether or not it is gathered now: what a state dict has must not depend on what was prefetched.
     """
+    # Code inside `GatherOnAccess` gets weights with their values, by a state dict too.
     if gathering_on_access():
         return
     for name, param in module._parameters.items():
         handle = handle_of(param)
         key = prefix + name
+        # `held`: by a `GatheredParameters`, in which a state dict is complete. The parameter itself
+        # is in it with keep_vars.
         if (
             handle is None
             or not handle.sharded_at_rest
             or handle.held
             or state_dict.get(key) is param
         ):
-            continue  # it is, with keep_vars
+            continue
         state_dict[key] = torch.empty(0, dtype=handle.param.dtype, device=handle.device)
-        _warn_once(handle, _ABSENT, key)
+        _warn_once(handle, _NOT_SAVED, key)
 
 
 def _load(
@@ -165,16 +177,17 @@ def _load(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Load the module's own weights; in `state_dict` they are replaced by the parameters, so torch
-    copies nothing.
+    """Load the module's own weights, instead of torch.
 
-    Nothing is asked of other ranks about a weight that is not in `state_dict`: loaders that have
-    one file of several at a time call this on the first rank only.
+    In `state_dict` they are replaced by the parameters, so that torch copies nothing. There is no
+    collective for a weight that is not in `state_dict`: loaders that read one file of several at a
+    time call this on the first rank only.
     """
     for name, param in module._parameters.items():
         handle = handle_of(param)
         key = prefix + name
         value = state_dict.get(key)
+        # In a `GatheredParameters` torch copies into the unsharded weight.
         if (
             handle is None
             or handle.in_context
@@ -182,20 +195,24 @@ def _load(
             or value is param
         ):
             continue
+        # Into a replicated weight torch's own copy is right; with `assign` it would put another
+        # tensor in the place of the one that the engine trains.
         if not handle.sharded_at_rest and not local_metadata.get("assign_to_params_buffers"):
-            continue  # replicated: torch's own copy does it
-        found = _agreed(handle, _judge(handle, value))
+            continue
+        # Loading is collective, so all ranks must do the same, whatever each one's state dict has.
+        given = _classify(handle, value)
+        found = _agree(handle, given)
         if found is _Given.MISFIT:
             errors.append(
                 f"size mismatch for {key}: its shape is {tuple(handle.shape)} in the model and "
-                f"{tuple(value.shape)} in "
-                "the state dict of this rank; each rank gives its whole weight, or a placeholder"
+                f"{tuple(value.shape)} in the state dict of this rank; each rank gives its whole "
+                "weight, or a placeholder"
             )
-        elif found is _Given.WHOLE:
+        elif found is _Given.FULL:
             # On other ranks than the first it is only the place of the first one's values.
-            here = _judge(handle, value) is _Given.WHOLE
+            full = given is _Given.FULL
             handle.assign(
-                value.detach() if here else torch.empty(handle.shape, dtype=handle.param.dtype)
+                value.detach() if full else torch.empty(handle.shape, dtype=handle.param.dtype)
             )
         else:
             _warn_once(handle, _NOT_LOADED, key)
@@ -209,31 +226,32 @@ def _warn_once(handle: WeightHandle, message: str, key: str) -> None:
 
 
 class _Given(enum.IntEnum):
-    """What the state dict has for a sharded weight.
+    """What the state dict has for a sharded weight; the largest value of all ranks counts."""
 
-    PLACEHOLDER: no values, an empty tensor or one on the meta device. MISFIT: of another shape; it
-    counts most.
-    """
-
+    # No values: an empty tensor, or one on the meta device.
     PLACEHOLDER = 0
-    WHOLE = 1
+    # The unsharded weight.
+    FULL = 1
+    # A tensor of another shape.
     MISFIT = 2
 
 
-def _judge(handle: WeightHandle, value: torch.Tensor) -> _Given:
+def _classify(handle: WeightHandle, value: torch.Tensor) -> _Given:
     """What `value` is on this rank."""
     if value.shape == handle.shape:
-        return _Given.PLACEHOLDER if value.is_meta else _Given.WHOLE
+        return _Given.PLACEHOLDER if value.is_meta else _Given.FULL
     return _Given.PLACEHOLDER if value.shape == (0,) else _Given.MISFIT
 
 
 @untracked
-def _agreed(handle: WeightHandle, given: _Given) -> _Given:
-    """MISFIT where any rank has one, so that all refuse; else what the first rank has, whose values
-    count.
+def _agree(handle: WeightHandle, given: _Given) -> _Given:
+    """MISFIT where any rank has one, so that all refuse; else what the first rank has.
+
+    Collective over the ranks that share the weight.
     """
     if len(handle.ranks) == 1:
         return given
+    # The values of the first rank count, so what the others have matters only if it is wrong.
     counts = (
         given if given is _Given.MISFIT or comm.rank() == handle.ranks[0] else _Given.PLACEHOLDER
     )
@@ -250,8 +268,6 @@ def _refuse_forward(module: nn.Module, args: Any) -> None:
         if handle is not None and handle.is_sharded:
             raise UsageError(
                 f"{type(module).__name__}: its weights were partitioned by ds_zero.Init; give the "
-                "model to "
-                "ds_core.initialize with zero_optimization.stage 3 (1 and 2 will do), or gather "
-                "them with "
-                "ds_zero.GatheredParameters"
+                "model to ds_core.initialize with zero_optimization.stage 3 (1 and 2 will do), or "
+                "gather them with ds_zero.GatheredParameters"
             )

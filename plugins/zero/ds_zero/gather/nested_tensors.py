@@ -1,4 +1,4 @@
-"""The tensors in what modules take and return."""
+"""The tensors in the arguments and results of modules."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch import Tensor
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors in `value`, in lists, tuples, sets, mappings and dataclasses, depth first, in
-    their order.
+    """The tensors in `value`, depth first, in their order.
+
+    Searched are lists, tuples, sets, mappings and dataclasses.
     """
     if isinstance(value, Tensor):
         yield value
@@ -22,5 +23,6 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
         for item in value.values():
             yield from tensors_of(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # A field that was declared and never set has no value.
         for field in dataclasses.fields(value):
             yield from tensors_of(getattr(value, field.name, None))

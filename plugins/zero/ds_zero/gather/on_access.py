@@ -23,7 +23,11 @@ from ds_zero.gather.weights import WeightHandle, handle_of
 from ds_zero.init.sharded_param import fill_alias, untracked
 
 _DEPTH: contextvars.ContextVar[int] = contextvars.ContextVar("ds_zero.GatherOnAccess", default=0)
+"""How many `GatherOnAccess` are active on this thread, one inside another."""
+
 _TENSOR: Any = Tensor
+"""Untyped, for the getters of its properties."""
+
 _SHAPE = {
     _TENSOR.shape.__get__,
     _TENSOR.ndim.__get__,
@@ -36,6 +40,8 @@ _SHAPE = {
     Tensor.stride,
     Tensor.is_contiguous,
 }
+"""Functions that are answered by a tensor of the right shape, without values."""
+
 _NEED_NO_VALUES = {
     _TENSOR.requires_grad.__get__,
     _TENSOR.requires_grad.__set__,
@@ -70,7 +76,9 @@ class GatherOnAccess(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        # What was gathered, and not yet written back and resharded.
         self._open: dict[nn.Parameter, WeightHandle] = {}
+        # To restore `_DEPTH`; the context may be entered several times.
         self._tokens: list[Any] = []
 
     def __enter__(self) -> Any:
@@ -78,10 +86,12 @@ class GatherOnAccess(TorchFunctionMode):
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        # The mode ends first: what follows calls torch functions with these parameters.
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         _DEPTH.reset(self._tokens.pop())
         if kind is None:
             self.release(all_weights=True)
+        # After an error writes may be incomplete, and other ranks may not come here.
         else:
             for handle in self._open.values():
                 handle.reshard()
@@ -92,6 +102,7 @@ class GatherOnAccess(TorchFunctionMode):
         sharded = []
         for tensor in tensors_of((args, kwargs)):
             handle = handle_of(tensor)
+            # Not one of ours, but maybe made of one and still empty.
             if handle is None:
                 if func not in _NEED_NO_VALUES:
                     fill_alias(tensor)
@@ -99,9 +110,12 @@ class GatherOnAccess(TorchFunctionMode):
                 sharded.append(handle)
         if not sharded or func in _NEED_NO_VALUES:
             return func(*args, **kwargs)
+        # A shape is no reason for a collective.
         if func in _SHAPE:
             meta = torch.empty(sharded[0].shape, device="meta")
             return func(meta, *args[1:], **kwargs)
+        # The last weights go before the next ones come, so that memory stays that of one call.
+        # Sorted, since the order of gathers must be equal on all ranks.
         self.release()
         for handle in sorted(sharded, key=lambda h: h.order):
             handle.unshard()
@@ -109,12 +123,15 @@ class GatherOnAccess(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def release(self, *, all_weights: bool = False) -> None:
-        """Write back and reshard what was gathered; weights with a live view only with
-        `all_weights`.
+        """Write back and reshard what was gathered.
+
+        all_weights: also weights of which a view is alive.
         """
         if not self._open:
             return
         handles = sorted(self._open.values(), key=lambda h: h.order)
+        # Garbage is collected at another time on each rank, so ranks have to agree which views
+        # live.
         in_use = (
             [False] * len(handles)
             if all_weights
@@ -124,7 +141,8 @@ class GatherOnAccess(TorchFunctionMode):
             if stays:
                 continue
             del self._open[handle.param]
-            # an engine may own it by now, or other code has resharded it
+            # An engine may own it by now, or other code has resharded it. What is inside a
+            # `GatheredParameters` is written back at its end.
             now = handle_of(handle.param)
             if now is not None and now.order == handle.order and not now.is_sharded:
                 now.reshard() if now.in_context else now.commit()
@@ -132,9 +150,8 @@ class GatherOnAccess(TorchFunctionMode):
 
 @untracked
 def _in_use(param: nn.Parameter) -> bool:
-    """Whether there is another reference to the parameter's storage (the question itself makes one
-    more).
-    """
+    """Whether there is another reference to the parameter's storage, as a view has."""
+    # Two are there anyway: the parameter's, and `storage`.
     storage = param.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) > 2
 
@@ -142,10 +159,12 @@ def _in_use(param: nn.Parameter) -> bool:
 @untracked
 def _agree(handles: list[WeightHandle], flags: list[bool]) -> list[bool]:
     """`flags`, each true if it is true on any rank that shares the parameter."""
+    # One collective for all weights that the same ranks share.
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, handle in enumerate(handles):
         groups.setdefault(handle.ranks, []).append(index)
     agreed = list(flags)
+    # In the order of the ranks: a rank in several groups comes to them in the same order as others.
     for ranks in sorted(groups):
         members = groups[ranks]
         first = handles[groups[ranks][0]]

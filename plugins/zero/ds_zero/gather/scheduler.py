@@ -31,36 +31,56 @@ log = logging.getLogger("ds_zero")
 class GatherScheduler:
     """Decides when units are gathered, prefetched and released; hooks report which modules run.
 
-    live: elements unsharded or being gathered now. peak: the maximum of `live`. wire: a function of
-    a unit that gives the wire of its next gather for running modules; None: `exact`, by which
-    callers get exact weights.
+    gather_of: gives how a unit is gathered now for running modules, which may round its weights;
+        None: by `exact`.
     """
 
     def __init__(
         self,
         section: ZeroConfig,
         units: Sequence[GatherUnit],
-        wire: Callable[[Any], WeightGather | None] = lambda unit: None,
+        gather_of: Callable[[Any], WeightGather | None] = lambda unit: None,
     ) -> None:
         self.section = section
         self.units = list(units)
-        self._wire = wire
+        self._gather_of = gather_of
+        # How callers get weights: the bits of the shards.
         self.exact = weight_gather(section)
+        # Elements of shards that may be read ahead from a store; 0: no store frees their memory.
         offload = section.weights_offload
-        reads = offload is not None and any(u.away for u in units)
+        reads = offload is not None and any(u.offloaded_numel for u in units)
         self._window = (
             offload.buffer_count * offload.buffer_size if offload is not None and reads else 0
         )
+        # Elements of each unit, by its index.
         self.sizes = [u.size for u in units]
-        self.live = self.peak = 0
-        self.passes = 0  # how many have ended
+
+        # -- Memory.
+
+        # Elements that are unsharded or being gathered now, and their maximum.
+        self.live = 0
+        self.peak = 0
+
+        # -- The running pass.
+
+        # How many passes have ended.
+        self.passes = 0
+        # Whether a backward runs.
         self.in_backward = False
-        self.kept_graph = False  # by the running backward, see [Note: double backward]
-        self._traces = {True: Trace(), False: Trace()}  # by whether grad mode is on
+        # Whether it keeps its graph, see [Note: double backward].
+        self.kept_graph = False
+
+        # -- What is expected.
+
+        # By whether grad mode is on: an evaluation has another order than a training step.
+        self._traces = {True: Trace(), False: Trace()}
         self._trace = self._traces[True]
+        # Whether the next fetch is the first one of an outermost forward.
         self._opening = False
-        # counts fetches in forwards; its value when the last forward began
-        self._clock = self._began = 0
+        # Counts fetches in forwards.
+        self._clock = 0
+        # The value of `_clock` when the last forward began.
+        self._began = 0
 
     # -- passes ------------------------------------------------------------------------------------
 
@@ -69,6 +89,7 @@ class GatherScheduler:
         self._trace = self._traces[torch.is_grad_enabled()]
         self._opening = True
         self._began = self._clock
+        # Without gradients each outermost forward is a pass of its own.
         if not self.in_backward and self._trace is self._traces[False]:
             self._trace.end()
 
@@ -84,6 +105,7 @@ class GatherScheduler:
         self.in_backward = False
         self.passes += 1
         self._traces[True].end()
+        # What the graph needs has `rest_of_pass` set, so it is not idle and stays.
         if self.kept_graph:
             self.kept_graph = False
             self._end_uses()
@@ -92,8 +114,9 @@ class GatherScheduler:
             self.release_all()
 
     def trails(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The modules (named by a weight) of this pass, in order, and of the last one with
-        gradients.
+        """The modules of this pass, in order, and those of the last one with gradients.
+
+        Each is named by one of its weights.
         """
 
         def named(units: list[int]) -> tuple[str, ...]:
@@ -125,6 +148,7 @@ class GatherScheduler:
 
     def pin_all(self, at_once: int) -> None:
         """`pin` every unit; gathers of `at_once` units are under way at a time."""
+        # Several gathers overlap, but all at once would need too many buffers of the collectives.
         for first in range(0, len(self.units), at_once):
             some = self.units[first : first + at_once]
             for unit in some:
@@ -135,6 +159,7 @@ class GatherScheduler:
 
     def _begin_pin(self, unit: GatherUnit) -> None:
         unit.uses.callers += 1
+        # Modules may be given rounded weights (in 8 bits, or a narrower dtype), callers may not.
         if unit.state is UnitState.SHARDED:
             unit.for_caller = True
             self._start(unit, exact=True)
@@ -144,6 +169,7 @@ class GatherScheduler:
     def unpin(self, unit: GatherUnit) -> None:
         """Undo one `pin`; a unit that was gathered only for it is released at once."""
         unit.uses.callers -= 1
+        # What was unsharded before the caller came is kept for reuse, as it was.
         if unit.for_caller and unit.idle:
             self.release(unit)
 
@@ -164,6 +190,7 @@ class GatherScheduler:
 
     def fetch(self, unit: GatherUnit) -> None:
         """Unshard `unit`, and start to gather what is expected next."""
+        # Recorded whether or not it is sharded now: the order is that of uses, not of gathers.
         if (
             not self._trace.visit(unit.index, opening=self._opening)
             and self.section.log_trace_cache_warnings
@@ -174,6 +201,7 @@ class GatherScheduler:
                 unit.name,
             )
         self._opening = False
+        # A module that runs twice in a forward has needed its unit first at the first time.
         if not self.in_backward:
             if unit.first_use < self._began:
                 unit.first_use = self._clock
@@ -181,6 +209,8 @@ class GatherScheduler:
         if unit.state is UnitState.SHARDED:
             self._make_room(unit)
             self._start(unit)
+        # What comes next starts before this unit is waited for, so that collectives and reads
+        # overlap with it and with the module.
         if self._window:
             self._read_ahead()
         self._prefetch()
@@ -188,8 +218,8 @@ class GatherScheduler:
             unit.complete()
 
     def _start(self, unit: GatherUnit, *, exact: bool = False) -> None:
-        wire = self._wire(unit)
-        unit.start(self.exact if wire is None or (exact and not wire.exact) else wire)
+        gather = self._gather_of(unit)
+        unit.start(self.exact if gather is None or (exact and not gather.exact) else gather)
         self.live += unit.size
         self.peak = max(self.peak, self.live)
 
@@ -199,7 +229,9 @@ class GatherScheduler:
         for index in self._trace.ahead():
             unit = self.units[index]
             if unit.state is UnitState.SHARDED:
-                room -= unit.away
+                room -= unit.offloaded_numel
+                # In order: a later, smaller one must not take the place of one that is needed
+                # first.
                 if room < 0:
                     return
                 unit.read()
@@ -209,6 +241,7 @@ class GatherScheduler:
         budget = self.section.prefetch_bucket_size
         for index in self._trace.ahead():
             unit = self.units[index]
+            # What is unsharded already counts too: the bucket size says how far ahead to look.
             if unit.state is UnitState.UNSHARDED:
                 budget -= unit.size
             elif unit.state is UnitState.SHARDED:
@@ -232,6 +265,7 @@ class GatherScheduler:
         """A use of `unit` has ended: release it, unless it is in use or needed again soon."""
         if not unit.idle:
             return
+        # An unknown distance (the first pass, or one that departed from the order) is a far one.
         distance = self._trace.distance(unit.index, self.sizes)
         near = distance is not None and distance <= self.section.max_reuse_distance
         if not near or self.live > self.section.max_live_parameters:
@@ -246,9 +280,12 @@ class GatherScheduler:
 def narrower_dtype(
     params: Sequence[nn.Parameter], own: torch.dtype, listed: Mapping[nn.Parameter, torch.dtype]
 ) -> torch.dtype | None:
-    """The dtype that `listed` allows for all of `params`, if it is narrower than their own; else
-    None.
+    """The dtype that `listed` allows for all of `params`; None unless it is narrower than `own`.
+
+    own: the dtype of the parameters.
+    listed: the dtype to which autocast casts a parameter anyway.
     """
+    # One bucket is sent in one dtype.
     wanted = {listed.get(p) for p in params}
     dtype = wanted.pop() if len(wanted) == 1 else None
     return dtype if dtype is not None and dtype.itemsize < own.itemsize else None

@@ -1,5 +1,6 @@
-"""The order in which units were needed in the last pass, and predictions from it: arithmetic only,
-no tensors.
+"""The order in which units were needed in the last pass, and predictions from it.
+
+Arithmetic only, no tensors.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ class Trace:
     """
 
     def __init__(self) -> None:
+        # The order of the last pass that has ended.
         self._expected: list[int] = []
+        # What this pass has needed so far.
         self._seen: list[int] = []
+        # Whether this pass has departed from `_expected`.
         self._diverged = False
 
     def visit(self, unit: int, *, opening: bool = False) -> bool:
@@ -28,11 +32,12 @@ class Trace:
         if opening and self._seen and self._seen[0] == unit and self.ahead()[:1] != [unit]:
             self._seen = []
             self._diverged = False
-        here = len(self._seen)
+        position = len(self._seen)
         self._seen.append(unit)
+        # Without a prediction nothing is unexpected: one departure is reported once.
         if self._diverged or not self._expected:
             return True
-        self._diverged = here >= len(self._expected) or self._expected[here] != unit
+        self._diverged = position >= len(self._expected) or self._expected[position] != unit
         return not self._diverged
 
     def seen(self) -> list[int]:
@@ -48,8 +53,11 @@ class Trace:
         return [] if self._diverged else self._expected[len(self._seen) :]
 
     def distance(self, unit: int, sizes: Sequence[int]) -> int | None:
-        """Elements of other units that are needed before `unit` is needed again; None: not again,
-        or not known.
+        """Elements of other units that are needed before `unit` is needed again.
+
+        None: it is not needed again, or nothing is known.
+
+        sizes: of all units, in elements.
         """
         between = 0
         for index in range(len(self._seen), 0 if self._diverged else len(self._expected)):
@@ -60,6 +68,7 @@ class Trace:
 
     def end(self) -> None:
         """The pass is over."""
+        # A pass is ended again where it may have been ended before; that must not erase the order.
         if self._seen:
             self._expected = self._seen
         self._seen = []

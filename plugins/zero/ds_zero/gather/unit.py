@@ -34,16 +34,15 @@ class UnitState(enum.Enum):
 
 @dataclass
 class Uses:
-    """Reference counts of a unit by reason: while any is set, it has to be unsharded.
+    """Reference counts of a unit by reason: while any is set, it has to be unsharded."""
 
-    forward: modules whose forward runs. backward: backward has reached a module of the unit, and
-        has not used it yet.
-    rest_of_pass: it is needed until the pass ends. callers: how often it is pinned.
-    """
-
+    # How many modules with it have a forward that runs.
     forward: int = 0
+    # Whether backward has reached a module of the unit, and has not used it yet.
     backward: bool = False
+    # Whether it is needed until the pass ends.
     rest_of_pass: bool = False
+    # How often callers have pinned it.
     callers: int = 0
 
     def __bool__(self) -> bool:
@@ -51,29 +50,39 @@ class Uses:
 
 
 class GatherUnit(ABC):
-    """State and reference counts of a unit; subclasses move the data.
+    """State and reference counts of a unit; subclasses move the data."""
 
-    index: of the unit. size: elements, padding included. leaf: belongs to a leaf module, below
-    which ranks may run different modules. name: a parameter of it, for messages. exact: whether the
-    last gather gave the bits of the shards. for_caller: whether it was gathered for a caller only.
-    arrived: parameters whose gradient this backward has computed. first_use: when the last forward
-    first needed it, as a count of fetches; -1: never.
-    """
+    offloaded_numel = 0
+    """Elements of this rank's shard, where it is in a store that frees memory; else 0."""
 
     def __init__(self, index: int, size: int, leaf: bool, name: str) -> None:
+        # Its place among the units of the model.
         self.index = index
+        # Elements, padding included.
         self.size = size
+        # Whether it belongs to a leaf module, below which ranks may run different modules.
         self.leaf = leaf
+        # One of its parameters, for messages.
         self.name = name
+
+        # -- What it is now, and why.
+
         self.state = UnitState.SHARDED
         self.uses = Uses()
+        # Whether the last gather gave the bits of the shards.
         self.exact = True
+        # Whether it was gathered for a caller only.
         self.for_caller = False
+
+        # -- What the pass has done.
+
+        # The parameters whose gradient this backward has computed.
         self.arrived: set[nn.Parameter] = set()
+        # When the last forward first needed it, as a count of fetches; -1: never.
         self.first_use = -1
 
     @abstractmethod
-    def _begin(self, wire: WeightGather) -> None:
+    def _begin(self, gather: WeightGather) -> None:
         """Start the collectives."""
 
     @abstractmethod
@@ -84,11 +93,8 @@ class GatherUnit(ABC):
     def _free(self) -> None:
         """Free the memory of the unsharded weights."""
 
-    away = 0
-    """Elements of this rank's shard, where it rests in a store that frees memory."""
-
     def read(self) -> None:  # noqa: B027
-        """Start to read the shard, where it is `away`, for a gather that is expected."""
+        """Start to read the shard from the store that has it, for a gather that is expected."""
 
     def forget(self) -> None:  # noqa: B027
         """Free the shard's memory, where it was read and not gathered."""
@@ -97,10 +103,10 @@ class GatherUnit(ABC):
         assert self.state is state, f"{self.name} is {self.state.value}, not {state.value}"
 
     @torch.no_grad()
-    def start(self, wire: WeightGather) -> None:
-        """Begin to gather by `wire`. Collective over the bucket's ranks."""
+    def start(self, gather: WeightGather) -> None:
+        """Begin to gather. Collective over the bucket's ranks."""
         self._expect(UnitState.SHARDED)
-        self._begin(wire)
+        self._begin(gather)
         self.state = UnitState.GATHERING
 
     def complete(self) -> None:
@@ -109,14 +115,14 @@ class GatherUnit(ABC):
         self._finish()
         self.state = UnitState.UNSHARDED
 
-    def refresh(self, wire: WeightGather) -> None:
-        """Gather again, by a `wire` that is exact, into the memory of which the parameters are
-        views.
-        """
+    def refresh(self, gather: WeightGather) -> None:
+        """Gather again, exactly, into the memory of which the parameters are views."""
+        # Two gathers into the same memory must not run at once.
         if self.state is UnitState.GATHERING:
             self.complete()
-        self.state = UnitState.SHARDED  # but the memory stays
-        self.start(wire)
+        # Nothing is freed: views of the weights that others have stay valid.
+        self.state = UnitState.SHARDED
+        self.start(gather)
         self.complete()
 
     def release(self) -> None:
@@ -124,6 +130,7 @@ class GatherUnit(ABC):
 
         Only uses that outlive this (forward's and callers' counts) are kept.
         """
+        # Memory that a collective still writes to cannot be freed.
         if self.state is UnitState.GATHERING:
             self.complete()
         self._expect(UnitState.UNSHARDED)
@@ -156,11 +163,14 @@ class BucketUnit(GatherUnit):
     def __init__(self, index: int, bucket: FlatBucket, leaf: bool) -> None:
         super().__init__(index, bucket.layout.total, leaf, bucket.names[0])
         self.bucket = bucket
+        # The collectives that run.
         self._works: list[Any] = []
+        # Of the storage, when it has its memory.
         self._bytes = bucket.full.untyped_storage().nbytes()
+        # What each parameter is while it is sharded; made once, and not at each release.
         self._empty = [p.data.new_empty(0) for p in bucket.params]
         self._free()
-        self.away = 0 if bucket.weights.evicts is None else bucket.layout.shard_numel
+        self.offloaded_numel = 0 if bucket.weights.evicts is None else bucket.layout.shard_numel
 
     def read(self) -> None:
         """See `GatherUnit.read`."""
@@ -170,11 +180,13 @@ class BucketUnit(GatherUnit):
         """See `GatherUnit.forget`."""
         self.bucket.weights.forget()
 
-    def _begin(self, wire: WeightGather) -> None:
+    def _begin(self, gather: WeightGather) -> None:
         bucket = self.bucket
+        # The same storage gets its memory back, see [Note: storage].
         bucket.full.untyped_storage().resize_(self._bytes)
-        self.exact = wire.exact or bucket.world == 1
-        self._works = bucket.start_gather(wire)
+        # One rank has all weights, and sends none.
+        self.exact = gather.exact or bucket.world == 1
+        self._works = bucket.start_gather(gather)
         self._set_status(ZeroParamStatus.INFLIGHT)
 
     def _finish(self) -> None:
@@ -188,6 +200,7 @@ class BucketUnit(GatherUnit):
         self._set_status(ZeroParamStatus.AVAILABLE)
 
     def _free(self) -> None:
+        # The parameters first: none may be a view of a storage without memory.
         for param, empty in zip(self.bucket.params, self._empty, strict=True):
             param.data = empty
         self.bucket.full.untyped_storage().resize_(0)

@@ -1,5 +1,4 @@
-"""Access to the weight of one ZeRO-managed parameter, with or without an engine: gather it, write
-it, release it.
+"""Access to the weight of one ZeRO-managed parameter: gather it, write it, release it.
 
 There are two kinds of parameters: those that `Init` has sharded, and those of a running engine of
 any stage. Methods that move weights are collective over the ranks that share the parameter.
@@ -39,19 +38,22 @@ FIRST = -1
 
 
 class WeightOwner(Partitioner):
-    """The part of a ZeRO partitioner by which the weights of single parameters are reached.
-
-    fragments, bucket_of, unit_of: what each parameter belongs to; frozen parameters that stay
-    replicated have no bucket, and only those that stage 3 shards have a unit. param_index: each
-    parameter's index in the model. in_context: those inside a `GatheredParameters`.
-    """
+    """The part of a ZeRO partitioner by which the weights of single parameters are reached."""
 
     ctx: Context
     section: ZeroConfig
+
+    # -- What each parameter belongs to. Frozen ones that stay replicated are in no bucket.
+
+    # Its place in its bucket.
     fragments: dict[nn.Parameter, Fragment]
     bucket_of: dict[nn.Parameter, FlatBucket]
+    # Only parameters that stage 3 shards have a unit.
     unit_of: dict[nn.Parameter, BucketUnit]
+    # Its index in the model, which is equal on all ranks.
     param_index: dict[nn.Parameter, int]
+
+    # The parameters inside a `GatheredParameters`.
     in_context: set[nn.Parameter]
 
     def pin(self, unit: BucketUnit) -> None:
@@ -66,23 +68,23 @@ class WeightOwner(Partitioner):
         raise NotImplementedError
 
     def add_external(self, module: nn.Module, param: nn.Parameter) -> None:
-        """`module` uses `param`, which another module owns. Has an effect in stage 3."""
+        """Gather `param`, which another module owns, for `module`. Has an effect in stage 3."""
 
     def remove_external(self, module: nn.Module, param: nn.Parameter) -> None:
         """Undo `add_external`."""
 
     def settle(self) -> None:
-        """Masters are about to be written: no copy and no update of them may be running."""
+        """Wait until no copy and no update of masters runs, before they are written."""
         raise NotImplementedError
 
 
 class WeightHandle(ABC):
-    """How to gather, write and release one ZeRO-managed parameter. order: sort key, equal on all
-    ranks.
-    """
+    """How to gather, write and release one ZeRO-managed parameter."""
 
     param: nn.Parameter
+    # Sort key, equal on all ranks: collectives for several parameters go in this order.
     order: tuple[int, ...]
+    # Whether writes that would be lost are errors, see ``enable_sanity_checks``.
     checks = False
 
     @property
@@ -128,8 +130,9 @@ class WeightHandle(ABC):
 
     @abstractmethod
     def write_back(self, source: int) -> None:
-        """Make what the parameter holds on global rank `source` the weight on all ranks, masters
-        too. Collective.
+        """Make the value on global rank `source` the weight on all ranks, masters too.
+
+        Collective.
         """
 
     @abstractmethod
@@ -152,12 +155,12 @@ class WeightHandle(ABC):
         """
         if modifier in self.ranks:
             return modifier
+        # Rank 0 is what callers name who know nothing of experts, whose ranks may be others.
         if modifier in (FIRST, 0):
             return self.ranks[0]
         raise UsageError(
             f"modifier_rank {modifier} does not share parameter {self.name!r}, which is on ranks "
-            f"{list(self.ranks)}; "
-            "give one of those, or 0 for the first of each parameter's ranks"
+            f"{list(self.ranks)}; give one of those, or 0 for the first of each parameter's ranks"
         )
 
     @property
@@ -170,8 +173,7 @@ class WeightHandle(ABC):
         if self.param.device.type != self.device.type:
             raise UsageError(
                 f"parameter {self.name!r} was moved to {self.param.device} inside "
-                "GatheredParameters; "
-                f"leave it on {self.device}"
+                f"GatheredParameters; leave it on {self.device}"
             )
         if self.param.shape != self.shape:
             raise UsageError(
@@ -196,6 +198,7 @@ class _InitWeight(WeightHandle):
     def __init__(self, param: nn.Parameter, sharded: ShardedParam) -> None:
         self.param = param
         self._sharded = sharded
+        # Before all engines' parameters, in the order in which they were built.
         self.order = (0, sharded.serial)
         self.checks = sharded.spec.checks
 
@@ -238,6 +241,7 @@ class _InitWeight(WeightHandle):
     @untracked
     def unshard(self) -> None:
         sharded = self._sharded
+        # The first user gathers, and further ones find the weight unsharded.
         if not sharded.users:
             check_not_assigned(self.param, sharded)
             self.param.data = sharded.gather().to(self.param.dtype)
@@ -251,7 +255,7 @@ class _InitWeight(WeightHandle):
 
     @untracked
     def commit(self) -> None:
-        # the constructor that wrote to it may have changed its shape
+        # No check: the constructor that wrote to it may have changed its shape.
         shard_param(self.param, self._sharded.spec)
         self.reshard()
 
@@ -261,12 +265,14 @@ class _InitWeight(WeightHandle):
         sharded.users -= 1
         if not sharded.users:
             self.param.data = sharded.placeholder(self.param.dtype)
-        elif not self.param.numel():  # written back, but another user still needs it
+        # It was written back, which leaves it empty, but another user still needs it.
+        elif not self.param.numel():
             self.param.data = sharded.gather().to(self.param.dtype)
         set_status(self.param, sharded)
 
     @untracked
     def assign(self, value: Tensor) -> None:
+        # Sharded as after construction; who has the weight unsharded gets the new values.
         self.param.data = value.to(self.device, self.param.dtype, copy=True)
         shard_param(self.param, self._sharded.spec)
         if self._sharded.users:
@@ -283,6 +289,7 @@ class _EngineWeight(WeightHandle):
         self._bucket = owner.bucket_of.get(param)
         self._unit = owner.unit_of.get(param)
         self._info = owner.ctx.params[param]
+        # Of several engines the older one's first.
         self.order = (1, serial, owner.param_index[param])
         self.checks = owner.section.enable_sanity_checks
 
@@ -336,18 +343,21 @@ class _EngineWeight(WeightHandle):
         self._check()
         group = self.group
         data = self.param.data
-        if self._bucket is None or self._fragment is None:  # frozen, and in no bucket
+        # Frozen, and in no bucket: there is no shard and no master to be written.
+        if self._bucket is None or self._fragment is None:
             flat = data.contiguous()
             if group is not None and flat.numel():
                 comm.broadcast(flat, src=source, group=group)
             data.copy_(flat)
             return
+        # Code may have assigned another tensor to `param.data`; the weight lives in the bucket.
         view = self._bucket.view(self._bucket.full, self._fragment.index)
         if data.data_ptr() != view.data_ptr() or data.stride() != view.stride():
             view.copy_(data)
             self.param.data = view
         if group is not None and view.numel():
             comm.broadcast(view, src=source, group=group)
+        # Each rank writes its own range into its shard and its master.
         self._owner.settle()
         self._bucket.write(self._fragment.index, view)
 
@@ -362,6 +372,7 @@ class _EngineWeight(WeightHandle):
         value = value.to(self.device, self.param.dtype, copy=True).contiguous()
         if group is not None and value.numel():
             comm.broadcast(value, src=self.ranks[0], group=group)
+        # A sharded weight needs no gather: its shards are written, and the next gather gives them.
         if not self.is_sharded:
             self.param.data.copy_(value)
         if self._bucket is not None and self._fragment is not None:
@@ -370,9 +381,11 @@ class _EngineWeight(WeightHandle):
 
 
 def owner_of(param: nn.Parameter) -> tuple[WeightOwner, int] | None:
-    """The live ZeRO partitioner that owns `param`, and its engine's serial number; None for any
-    other parameter.
+    """The live ZeRO partitioner that owns `param`, and its engine's serial number.
+
+    None for any other parameter.
     """
+    # Frozen parameters may be in several engines; the oldest one's answer is equal on all ranks.
     found = [
         (e.partitioner, e.serial)
         for e in STATE.engines
@@ -385,6 +398,7 @@ def handle_of(param: Any) -> WeightHandle | None:
     """The handle of `param`; None when ZeRO does not manage it."""
     if not isinstance(param, nn.Parameter):
         return None
+    # An engine removes the mark of `Init` when it has taken the weight over.
     if (sharded := sharded_param_of(param)) is not None:
         return _InitWeight(param, sharded)
     owner = owner_of(param)

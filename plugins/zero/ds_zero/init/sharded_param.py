@@ -56,8 +56,7 @@ _ATTRIBUTES = (
 """The documented attributes of a parameter of stage 3."""
 
 _IN_PLACE = "_ds_in_place"
-"""The attribute of a frozen parameter that rests where it was, so that several engines may have it.
-"""
+"""The attribute of a frozen parameter that no engine has moved, so that several may have it."""
 
 STORED = 1 << 16
 """The least bytes of a shard that a store keeps; smaller ones stay in memory."""
@@ -71,32 +70,44 @@ _MARK = LAZY
 
 @dataclass(frozen=True, eq=False)
 class ShardSpec:
-    """Over which ranks parameters are sharded, and how.
+    """Over which ranks parameters are sharded, and how."""
 
-    ranks: the global ranks that share the parameters; the weights of the first count. group:
-    theirs; None for one rank alone. over, block: the group of the ranks over which they are
-    sharded, and how many those are: all, or with MiCS a block of them. index: this rank's index in
-    its block. device: of unsharded weights. shard_device: of shards. pin: shards are in page-locked
-    memory. dtype: of floating-point weights; None keeps their own. checks: see
-    ``enable_sanity_checks``. store: keeps the shards, in place of memory, except for small ones.
-    """
+    # -- The ranks that share the parameters.
 
+    # Their process group; None for one rank alone.
     group: Any
+    # Their global ranks; the weights of the first count.
     ranks: tuple[int, ...]
+
+    # -- The ranks over which a weight is divided: all of them, or with MiCS a block of them.
+
+    # Their process group.
     over: Any
+    # How many they are.
     block: int
+    # This rank's index among them.
     index: int
+
+    # -- Where weights are.
+
+    # The device of unsharded weights.
     device: torch.device
+    # The device of shards.
     shard_device: torch.device
+    # Whether shards are in page-locked memory.
     pin: bool = False
+    # The dtype of floating-point weights; None keeps their own.
     dtype: torch.dtype | None = None
+    # Whether writes that would be lost are errors, see ``enable_sanity_checks``.
     checks: bool = False
+    # Keeps the shards, in place of memory, except for small ones.
     store: StateStore | None = None
 
 
 def untracked(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` without autograd and without torch function modes, ours (see `gather_on_access`)
-    and others'.
+    """`function` without autograd and without torch function modes.
+
+    Neither ours (see `ds_zero.gather.on_access`) nor others'.
     """
 
     @functools.wraps(function)
@@ -108,23 +119,28 @@ def untracked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class ShardedParam:
-    """The sharded weight of one parameter.
-
-    shard: this rank's; None while the weight has no value yet (it was on the meta device). users:
-    how many callers need the parameter unsharded now. in_context: whether it is inside a
-    `GatheredParameters`. consumed: whether the weight was handed on, usually to an engine. serial:
-    equal on all ranks.
-    """
+    """The sharded weight of one parameter."""
 
     def __init__(self, spec: ShardSpec, shape: torch.Size, dtype: torch.dtype, serial: int) -> None:
         self.spec = spec
+        # Of the unsharded weight.
         self.shape = shape
         self.dtype = dtype
+        # Equal on all ranks, since all build the same parameters in the same order.
         self.serial = serial
+        # This rank's; None while the weight has no value yet (it was on the meta device).
         self.shard: Tensor | None = None
+        # Whether the spec's store has it, which frees its memory.
         self._stored = False
+
+        # -- Who uses the weight.
+
+        # How many callers need the parameter unsharded now.
         self.users = 0
-        self.in_context = self.consumed = False
+        # Whether it is inside a `GatheredParameters`.
+        self.in_context = False
+        # Whether the weight was handed on, usually to an engine.
+        self.consumed = False
 
     @property
     def shard_numel(self) -> int:
@@ -135,6 +151,7 @@ class ShardedParam:
         """Keep this rank's shard of the flat unsharded weight."""
         size = self.shard_numel
         index = self.spec.index
+        # The last ranks' ranges may be shorter, or empty: their shards are padded.
         mine = flat[size * index : size * (index + 1)]
         shard = torch.zeros(size, dtype=self.dtype, device=self.spec.shard_device)
         if self.spec.pin:
@@ -146,6 +163,7 @@ class ShardedParam:
         """Make this the shard, in the store if it is to have it; the old one is forgotten."""
         store = self.spec.store
         self._stored = False
+        # The store would keep the space of a tensor that nobody refers to.
         if store is not None and self.shard is not None:
             store.discard([self.shard])
         self.shard = shard
@@ -155,13 +173,14 @@ class ShardedParam:
             store.evict([self.shard])
 
     @contextlib.contextmanager
-    def here(self) -> Iterator[Tensor]:
+    def in_memory(self) -> Iterator[Tensor]:
         """The shard, which is in memory inside."""
         assert self.shard is not None
         if self._stored and self.spec.store is not None:
             self.spec.store.fetch([self.shard])
             self.spec.store.wait([self.shard])
             yield self.shard
+            # It was only read, so the store need not write it.
             self.spec.store.evict([self.shard], changed=False)
         else:
             yield self.shard
@@ -170,8 +189,9 @@ class ShardedParam:
         """Have the weight in another dtype."""
         self.dtype = dtype
         if self.shard is not None:
-            with self.here() as shard:
+            with self.in_memory() as shard:
                 shard = shard.to(dtype)
+            # A cast makes a new tensor, which is not page-locked.
             self._keep(get_accelerator().pin(shard) if self.spec.pin else shard)
 
     def consume(self) -> None:
@@ -186,16 +206,19 @@ class ShardedParam:
         """
         numel = self.shape.numel()
         world = self.spec.block
+        # Without a value on this rank it has none on the others: no collective is needed.
         if self.shard is None:
             fill = float("nan") if self.dtype.is_floating_point else 0
             return torch.full(self.shape, fill, dtype=self.dtype, device=self.spec.device)
-        with self.here() as found:
+        # A copy where the shard itself would be handed out, or its memory is freed after this.
+        with self.in_memory() as found:
             shard = found.to(self.spec.device, copy=world == 1 or self._stored)
         if world == 1:
             return shard.view(self.shape)
         full = torch.empty(world * shard.numel(), dtype=self.dtype, device=self.spec.device)
         if shard.numel():
             comm.all_gather_into_tensor(full, shard, group=self.spec.over)
+        # Without the padding.
         return full[:numel].view(self.shape)
 
     @property
@@ -218,16 +241,16 @@ class ShardedParam:
         if self.shard is None and self.shape.numel():
             raise UsageError(
                 f"{getattr(param, 'ds_id', 'a parameter')} of shape {tuple(self.shape)} was built "
-                "on the meta device "
-                "and has no value yet; load weights before initialize"
+                "on the meta device and has no value yet; load weights before initialize"
             )
         found = pop_weight(param, [])
         assert found is not None
         return found[0]
 
     def placeholder(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The empty tensor that the parameter holds while its weight is sharded; see [Note:
-        aliases].
+        """The empty tensor that the parameter is while its weight is sharded.
+
+        Its storage has the mark, see [Note: aliases].
         """
         placeholder = torch.empty(0, dtype=dtype or self.dtype, device=self.spec.device)
         setattr(placeholder.untyped_storage(), _MARK, self)
@@ -242,12 +265,12 @@ def sharded_param_of(param: Any) -> ShardedParam | None:
 
 @untracked
 def fill_alias(tensor: Tensor) -> None:
-    """Fill a tensor that was made of an empty parameter (``nn.Parameter(linear.weight)``) with the
-    weight's values.
+    """Fill a tensor that was made of an empty parameter with the weight's values.
 
-    Does nothing for other tensors, else collective. Raises UsageError when the weight has gone to
-    an engine.
+    Such as ``nn.Parameter(linear.weight)``. Does nothing for other tensors, else collective. Raises
+    UsageError when the weight has gone to an engine.
     """
+    # Only what looks like a placeholder, so that other tensors cost little. Some have no storage.
     if (
         tensor.dim() == 1
         and not tensor.numel()
@@ -257,14 +280,13 @@ def fill_alias(tensor: Tensor) -> None:
         sharded = sharded_param_of(tensor.untyped_storage())
         if sharded is None:
             return
+        # The values have gone to the engine, which lays them out anew.
         if sharded.consumed:
             raise UsageError(
                 f"this tensor was made of parameter 'init.{sharded.serial}' of shape "
-                f"{tuple(sharded.shape)} while "
-                "that was partitioned, and had no values when an engine took over the weight; make "
-                "it inside "
-                "ds_zero.GatheredParameters(param), or put it into a module in the same "
-                "ds_zero.Init"
+                f"{tuple(sharded.shape)} while that was partitioned, and had no values when an "
+                "engine took over the weight; make it inside ds_zero.GatheredParameters(param), "
+                "or put it into a module in the same ds_zero.Init"
             )
         tensor.data = sharded.gather().to(tensor.dtype)
 
@@ -272,15 +294,18 @@ def fill_alias(tensor: Tensor) -> None:
 @untracked
 def shard_param(param: nn.Parameter, spec: ShardSpec, source: int | None = None) -> None:
     """Keep only this rank's shard of the weight in `param`, as global rank `source` has it.
-    Collective.
 
-    source: None: the group's first rank. A parameter on the meta device has no value yet.
+    Collective. A parameter on the meta device has no value yet.
+
+    source: None: the group's first rank.
     """
+    # One that is sharded already keeps its serial number and its users.
     old = sharded_param_of(param)
     sharded = ShardedParam(spec, param.shape, param.dtype, next(_SERIAL)) if old is None else old
     sharded.shape = param.shape
     sharded.dtype = param.dtype
     if not param.is_meta:
+        # Ranks may have drawn other random values: one rank's count.
         flat = param.data.to(spec.device).contiguous().reshape(-1)
         if len(spec.ranks) > 1 and flat.numel():
             comm.broadcast(flat, src=spec.ranks[0] if source is None else source, group=spec.group)
@@ -311,6 +336,7 @@ def set_status(param: Any, sharded: ShardedParam) -> None:
 @untracked
 def cast_param(param: nn.Parameter) -> None:
     """Cast a sharded weight to the dtype of its spec, after construction: see [Note: bits]."""
+    # A module may have been given to an engine inside the context: its weights are not ours now.
     sharded = sharded_param_of(param)
     if (
         sharded is None
@@ -329,13 +355,14 @@ def _replace_meta(param: nn.Parameter, data: Tensor) -> None:
 
     The object stays the same.
     """
+    # Attributes that the user has set on the parameter stay, too.
     new = nn.Parameter(data, requires_grad=param.requires_grad)
     new.__dict__.update(param.__dict__)
     torch.utils.swap_tensors(param, new)
 
 
 def mark_in_place(param: nn.Parameter) -> None:
-    """`param` is described as one of stage 3, and no partitioner has moved its weight."""
+    """Record that no partitioner has moved the weight of `param`, though it has the attributes."""
     setattr(param, _IN_PLACE, True)
 
 
@@ -348,21 +375,22 @@ def remove_attributes(param: nn.Parameter) -> None:
 
 @untracked
 def check_not_assigned(param: nn.Parameter, sharded: ShardedParam, name: str = "") -> None:
-    """Raise UsageError if ``param.data`` was assigned while the weight is sharded: that would be
-    lost.
+    """Raise UsageError if ``param.data`` was assigned while the weight is sharded.
+
+    The assigned values would be lost.
     """
     if not sharded.users and param.numel():
         raise UsageError(
             f"parameter {name or getattr(param, 'ds_id', '')!r} of shape {tuple(sharded.shape)} "
-            "was given data of "
-            f"shape {tuple(param.shape)} while it is partitioned; write to it inside "
-            "ds_zero.GatheredParameters(param, modifier_rank=0)"
+            f"was given data of shape {tuple(param.shape)} while it is partitioned; write to it "
+            "inside ds_zero.GatheredParameters(param, modifier_rank=0)"
         )
 
 
 @untracked
 def expand_placeholder(param: nn.Parameter, sharded: ShardedParam) -> None:
     """Give `param` its shape without memory, for code that only looks at shapes."""
+    # One element, that all indices refer to.
     if not sharded.users:
         param.data = torch.empty((), dtype=param.dtype, device=param.device).expand(sharded.shape)
 
@@ -377,6 +405,7 @@ def pop_weight(param: nn.Parameter, ranks: list[int]) -> tuple[Tensor, bool] | N
     sharded = sharded_param_of(param)
     if sharded is None:
         return None
+    # `sharded` is forgotten only after the gather, which needs its shard.
     full = param.data if sharded.users else sharded.gather().to(param.device, param.dtype)
     remove_attributes(param)
     sharded.consume()
@@ -384,31 +413,32 @@ def pop_weight(param: nn.Parameter, ranks: list[int]) -> tuple[Tensor, bool] | N
 
 
 def prepare_module(module: nn.Module, ctx: Context) -> None:
-    """Check the parameters of `module` before a partitioner lays them out, and give sharded ones
-    their shapes.
+    """Check the parameters of `module` before a partitioner lays them out.
 
-    Raises UsageError for a weight without a value, one that was assigned while it was sharded, or
-    one that another engine owns.
+    Sharded ones get their shapes, without values. Raises UsageError for a weight without a value,
+    one that was assigned while it was sharded, or one that another engine owns.
     """
     lacking = []
     for param, info in ctx.params.items():
         sharded = sharded_param_of(param)
         if sharded is None:
+            # Attributes of stage 3 without the mark of `Init`: an engine has taken the weight over.
             if hasattr(param, "ds_id") and not hasattr(param, _IN_PLACE):
                 raise UsageError(
                     f"parameter {info.name!r} is partitioned by another engine; call that engine's "
-                    "destroy() first, or "
-                    "initialize the complete model once"
+                    "destroy() first, or initialize the complete model once"
                 )
             continue
         check_not_assigned(param, sharded, info.name)
         if sharded.shard is None and sharded.shape.numel():
             lacking.append(info.name)
+        # Experts, say, should start with other values on each rank of their axis, but `Init` has
+        # made those of one rank the values of all.
         if info.held and set(ctx.mesh.ranks(*info.held)) & set(sharded.spec.ranks) != {ctx.rank}:
             log.warning(
                 "%s differs over the mesh axes %s, but was built by ds_zero.Init over ranks that "
-                "differ there, so all "
-                "start with the same values; give Init a data_parallel_group, or build it outside",
+                "differ there, so all start with the same values; give Init a "
+                "data_parallel_group, or build it outside",
                 info.name,
                 list(info.held),
             )
@@ -416,10 +446,10 @@ def prepare_module(module: nn.Module, ctx: Context) -> None:
         more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
         raise UsageError(
             f"{', '.join(lacking[:5])}{more}: built on the meta device and still without a value: "
-            "their modules "
-            "have no reset_parameters. Load weights (load_state_dict), or write them inside "
-            "ds_zero.GatheredParameters(..., modifier_rank=0), before initialize"
+            "their modules have no reset_parameters. Load weights (load_state_dict), or write "
+            "them inside ds_zero.GatheredParameters(..., modifier_rank=0), before initialize"
         )
+    # After all checks, so that an error leaves every parameter as it was.
     for param in ctx.params:
         if (sharded := sharded_param_of(param)) is not None:
             expand_placeholder(param, sharded)

@@ -1,5 +1,6 @@
-"""The values of ``param.ds_status``: where the weight of a partitioned parameter is now
-(torch-free).
+"""The values of ``param.ds_status``: where the weight of a partitioned parameter is now.
+
+Declared without torch.
 """
 
 from __future__ import annotations
@@ -8,11 +9,11 @@ import enum
 
 
 class ZeroParamStatus(enum.Enum):
-    """AVAILABLE: unsharded.
+    """Where a weight is; DeepSpeed's names and values."""
 
-    NOT_AVAILABLE: the parameter is empty, each rank has a shard. INFLIGHT: being gathered.
-    """
-
+    # Unsharded.
     AVAILABLE = 1
+    # The parameter is empty, each rank has a shard.
     NOT_AVAILABLE = 2
+    # Being gathered.
     INFLIGHT = 3

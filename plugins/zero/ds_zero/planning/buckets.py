@@ -70,7 +70,7 @@ class SimulatedUnit(GatherUnit):
         # In one forward and backward.
         self.gathers = 0
 
-    def _begin(self, wire: WeightGather) -> None:
+    def _begin(self, gather: WeightGather) -> None:
         self.gathers += 1
 
     def _finish(self) -> None:
