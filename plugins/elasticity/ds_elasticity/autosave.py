@@ -68,6 +68,7 @@ def ds_request(ctx: Context, step: int) -> Request | None:
     """Save now and then; and when this rank was told to stop, have all ranks save and end."""
     section = _section(ctx)
     notice = ctx.stash.get(NOTICE)
+    # One rank's request stops all: the others may get no signal of their own.
     if notice is not None and notice.heard:
         where = f"rank {ctx.rank} on {socket.gethostname()}"
         log.warning(

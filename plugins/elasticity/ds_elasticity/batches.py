@@ -121,6 +121,7 @@ def compute_elastic_config(
         raise ValueError(f"ds_config must be a dict, not {type(ds_config).__name__}")
     section = _enabled_section(ds_config)
     _check_version(target_deepspeed_version)
+    # Version 0.2 counts in whole hosts, so it cannot do without the number of ranks.
     current = world_size or (_world_of_environment() if section.version == 0.2 else 0)
     sizes = _sizes(section, current)
     log.info("elasticity: train batch size %d, numbers of ranks %s", sizes.train, sizes.worlds)
@@ -143,6 +144,7 @@ def run_batch(section: Elasticity, dp_world: int) -> Batch:
     Raises ElasticityIncompatibleWorldSize.
     """
     sizes = _sizes(section, dp_world * section.model_parallel_size)
+    # Each rank needs one sample at least; this message names the key to change.
     if sizes.train < dp_world:
         why = f"{section.max_train_batch_size} is too small for {dp_world} data-parallel ranks"
         fix = f"use at least {min(section.micro_batch_sizes) * dp_world}"
@@ -255,6 +257,8 @@ def _sizes(section: Elasticity, gpus: int) -> Sizes:
     node = section.num_gpus_per_node
     parallel = section.model_parallel_size
     per_node = node // parallel
+    # Version 0.2 adds and removes whole hosts: choose the batch of one data-parallel rank per host,
+    # for numbers of hosts, and multiply it by the ranks per host.
     by_node = _most_divisible(section, limit // per_node, low // node, high // node)
     worlds = [nodes * per_node for nodes in by_node.worlds]
     if gpus // parallel in worlds:
@@ -277,6 +281,7 @@ def _most_divisible(section: Elasticity, limit: int, low: int, high: int) -> Siz
     micros = section.micro_batch_sizes
     low = low or 1
     high = high or limit // min(micros)
+    # The multiple of all micro batch sizes gives batches that every one of them divides.
     candidates = {_candidate(base, limit) for base in (*micros, math.lcm(*micros))}
     rows = [
         (len(worlds := _worlds(train, micros, low, high)), train, worlds) for train in candidates
@@ -284,6 +289,7 @@ def _most_divisible(section: Elasticity, limit: int, low: int, high: int) -> Siz
     most = max(count for count, _, _ in rows)
     if most == 0 and not section.prefer_larger_batch:
         return Sizes(min(micros), [])
+    # Several candidates may serve equally many numbers of ranks: `prefer_larger_batch` decides.
     best = [(train, worlds) for count, train, worlds in rows if count == most]
     return Sizes(*(max if section.prefer_larger_batch else min)(best))
 
@@ -306,6 +312,7 @@ def _worlds(train: int, micros: list[int], low: int, high: int) -> list[int]:
 
 
 def _divisors(number: int) -> set[int]:
+    # Each divisor up to the square root has a partner above it.
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return {*small, *(number // n for n in small)}
 

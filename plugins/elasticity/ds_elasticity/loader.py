@@ -48,5 +48,7 @@ class WholeBatches(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self._request.seed + self.epoch)
         order = torch.randperm(self._length, generator=generator)
+        # Rank r of n reads samples r, r + n, ...: a step over all ranks covers one contiguous range
+        # of the order, whatever n is.
         filled = order.repeat(-(-self._total // self._length))[: self._total]
         return iter(filled[self._request.index :: self._request.replicas].tolist())

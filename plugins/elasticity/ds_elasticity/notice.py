@@ -24,7 +24,7 @@ class Notice:
         self._before: Any = signal.signal(signal.SIGTERM, self._hear)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a child that was forked meanwhile, and has this handler too
+        if os.getpid() != self._pid:  # a child that was forked later has this handler too
             if (
                 get_worker_info() is None
             ):  # loaders' workers get the signal of their group, and are needed until the end

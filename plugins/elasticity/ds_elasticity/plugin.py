@@ -70,6 +70,7 @@ def ds_loader(ctx: Context, request: LoaderRequest) -> Loader | None:
     from ds_core.data import DistributedLoader
     from ds_elasticity.loader import WholeBatches
 
+    # The user's sampler, or another plugin's loader, decides about the order then.
     own = request.sampler is not None or isinstance(request.dataset, IterableDataset)
     own |= len(ctx.plugins.implementing("ds_loader")) > 1
     if (

@@ -39,6 +39,7 @@ def plugin(
         raise CommandError(_which(kind))
     names = names_of(name, kind)
     target = Path(names.name) if folder is None else folder
+    # For `exists` a dangling link is not there, but it is in the way too.
     if target.exists() or target.is_symlink():
         raise CommandError(
             f"{target} is there already, and nothing is overwritten; give another --folder"

@@ -36,6 +36,7 @@ def names_of(name: str, kind: str = "") -> Names:
     kind: of `KINDS`; what configs and commands name it by must be free too.
     """
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9]*([-_.][A-Za-z0-9]+)*", name):
+        # Suggest the closest valid name: the letters and digits that were given.
         words = "-".join(re.findall(r"[a-z0-9]+", name.lower())).lstrip("-0123456789")
         fix = f"; {words!r} would do" if words else ""
         raise CommandError(
@@ -75,6 +76,7 @@ def _taken(names: Names) -> str:
         return f"{names.package!r} is a section of ds_core's documents"
     if names.package in _core_keys():
         return f"{names.package!r} is a key of the core's config"
+    # The last check, as it also finds what the checks above explain better.
     if importlib.util.find_spec(names.package) is not None:
         return f"a package {names.package!r} can be imported here, and the new one would hide it"
     return ""
@@ -99,6 +101,7 @@ def _offered(names: Names, kind: str) -> str:
     if hook is None:
         return ""
     what = hook.removeprefix("ds_")
+    # Templates offer what they make under the package's name or the class's; case does not count.
     given = {names.package, names.cls.lower()}
     offers = Plugins().named(hook, what) if hook in HOOKS else {}
     for name, answer in offers.items():

@@ -43,6 +43,7 @@ def render(kind: str, names: Names) -> dict[str, str]:
     given = _variables(kind, names)
     config = environment.get_template(f"{kind}/config.json.jinja").render(given)
     own: dict[str, Any] = json.loads(config)
+    # The README shows the plugin's own part of the config; the example's file has all of it.
     given["config"] = _pretty(own) if own else ""
     files = {
         path.format(package=names.package): environment.get_template(f"common/{file}").render(given)
@@ -53,6 +54,8 @@ def render(kind: str, names: Names) -> dict[str, str]:
     files[f"{names.package}/py.typed"] = ""
     files["example/config.json"] = _pretty({**BASE, **own}) + "\n"
     for file in modules(kind):
+        # Templates are named by their role: ``test.py`` is the distribution's test, others are
+        # modules.
         path = f"tests/test_{names.package}.py" if file == "test.py" else f"{names.package}/{file}"
         files[path] = environment.get_template(f"{kind}/{file}.jinja").render(given)
     return dict(sorted(files.items()))
@@ -106,6 +109,7 @@ def _environment() -> Any:
 
     made = Environment(
         loader=FileSystemLoader(TEMPLATES),
+        # A misspelt variable is an error here, and not a gap in the files that are written.
         undefined=StrictUndefined,
         keep_trailing_newline=True,
         trim_blocks=True,

@@ -156,7 +156,8 @@ class AcceleratorConformance:
             side.wait_stream(accelerator.current_stream())
         with accelerator.stream(side):
             for _ in range(20):
-                # the identity stays itself, exactly, if all is in order
+                # (I I + I) / 2 = I exactly, so a difference means that work was out of order. Many
+                # products, so that the stream is still busy when `seen` is queued.
                 data.copy_((data @ data + data) * 0.5)
             done.record()
         done.wait()
@@ -255,6 +256,7 @@ class AcceleratorConformance:
             accelerator.set_device(index)
             state = accelerator.get_rng_state()
             assert state.dtype == torch.uint8 and state.dim() == 1 and state.device.type == "cpu"
+            # A copy by value, as a checkpoint makes: the next draw must not change it.
             kept = torch.tensor(state.tolist(), dtype=torch.uint8)
             first = _draw(accelerator)
             assert torch.equal(state, kept), (

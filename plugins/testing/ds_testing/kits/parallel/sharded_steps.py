@@ -116,6 +116,7 @@ def one_step(engine: Any, batches: list[Any], dtype: Any, *, by_hand: bool = Tru
 
     from ds_core import comm
 
+    # Pipelines run whole batches only, so `train_batch` drives them.
     if not (by_hand and engine.runner.manual):
         return float(engine.train_batch(iter(batches)).item())
     total = torch.zeros((), dtype=torch.float64)

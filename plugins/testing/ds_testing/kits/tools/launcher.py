@@ -170,6 +170,8 @@ class LauncherConformance:
             if self.master_addr
             else {}
         )
+        # Variables may be passwords, so the tests look for this one on command lines and in the
+        # log.
         secret = [["KIT_SECRET", SECRET], ["PYTHONPATH", _path(tmp_path)]]
         return [[name, self.nproc] for name in self.hosts], secret, {**fixed, **place, **more}
 
@@ -251,6 +253,7 @@ class LauncherConformance:
             assert everyone and launcher.poll() is None, (
                 f"the processes did not start: {said(tmp_path)[-2000:]}"
             )
+            # Only once all processes run: one that starts later would be missed by the count.
             launcher.send_signal(signal.SIGKILL)
             launcher.wait()
         self._gone(tmp_path, self.patience + 20 * bool(self.hosts), "after the launcher was killed")
@@ -271,6 +274,7 @@ class LauncherConformance:
         """Assert that all processes end within `seconds`; those that did not are killed."""
         _until(lambda: not _running(tmp_path), seconds)
         left = _running(tmp_path)
+        # With another `popen` the ids may be those of another host or namespace.
         for pid in left if type(self).popen is LauncherConformance.popen else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -139,6 +139,8 @@ def _engine(
         def __init__(self) -> None:
             super().__init__()
             self.first = nn.Linear(width, 11)
+            # A norm with buffers, dropout with random numbers, and a counter as extra state: each
+            # would differ after a load that leaves it out.
             self.norm = nn.BatchNorm1d(11)
             self.drop = nn.Dropout(0.25)
             self.last = nn.Linear(11, 1)
@@ -166,6 +168,7 @@ def _engine(
     engine, *_ = ds_core.initialize(
         model=Net(), training_data=data, config={**base, **config, **(extra or {})}
     )
+    # Another seed on each rank, as dropout needs: random states are saved by rank.
     torch.manual_seed(seed + comm.rank() if comm.is_initialized() else seed)
     random.seed(seed)
     return engine
@@ -226,8 +229,10 @@ def _resume(config: dict[str, Any], folder: str, variants: dict[str, Any]) -> di
         _steps(engine, SAVED)
         engine.save_checkpoint(place, client_state={"note": (1, [2.5, None], "x")})
         engine.wait_for_checkpoint()
+        # The truth is the same run, which simply continues after the save.
         before = {"losses": _steps(engine, MORE), **_snapshot(engine)}
         engine.destroy()
+        # Another seed, so that nothing is equal unless it was loaded.
         engine = _engine(config, extra, seed=1)
         _, client = engine.load_checkpoint(place)
         after = {"losses": _steps(engine, MORE), **_snapshot(engine)}
@@ -317,6 +322,7 @@ def _failing(config: dict[str, Any], folder: str) -> list[Any]:
     engine.save_checkpoint(folder, tag="good")
     engine.wait_for_checkpoint()
     _steps(engine, 1)
+    # A plugin's state cannot be saved on the last rank; the others notice nothing by themselves.
     kept_state.of(engine.ctx).fails = engine.ctx.rank == engine.ctx.world_size - 1
     raised = False
     try:
@@ -340,6 +346,7 @@ def _other_model(config: dict[str, Any], folder: str) -> list[bool]:
     before = _snapshot(engine)
     with pytest.raises(CheckpointError):
         engine.load_checkpoint(folder)
+    # Taking a snapshot draws random numbers, so they differ in any case.
     del before["random"]
     after = _snapshot(engine)
     del after["random"]

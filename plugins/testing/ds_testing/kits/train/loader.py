@@ -199,6 +199,7 @@ class LoaderConformance:
         """From the state after any batch, another loader goes on exactly, into the next epoch."""
         from copy import deepcopy
 
+        # Two batches more than an epoch, so that a resumed loader also has to start the next one.
         count = len(self.take(self.make_loader(engine, 2))) + 2
         wanted = self.take(self.make_loader(engine, 2), count)
         loader = self.make_loader(engine, 2)
@@ -264,6 +265,7 @@ class LoaderConformance:
         if not hasattr(loader, "set_epoch"):
             return
         epochs = [self.take(plain) for _ in range(3)]
+        # Not in order: the epoch must not depend on the passes before it.
         for epoch in (2, 0, 1):
             loader.set_epoch(epoch)
             assert self.take(loader) == epochs[epoch]

@@ -121,6 +121,7 @@ def _restore(steps: int, extra: dict[str, Any], load: list[str]) -> list[str]:
     }
     states: dict[str, Any] = {}
     wrong: list[str] = []
+    # The first engine trains and gives its states; the second, which has not trained, loads them.
     for again in (False, True):
         engine, *_ = ds_core.initialize(model=_model(), config=with_plugins(config, extra, load))
         objects = engine.ctx.plugins.merged("ds_checkpointables", ctx=engine.ctx)

@@ -173,7 +173,8 @@ def _train_and_compare(
     rank = comm.rank()
     world = comm.world_size()
     truth_losses, truth = reference_run(case, world)
-    # ranks start differently; the partitioner makes them agree on rank 0's
+    # Ranks start with different weights, so that the test fails unless the partitioner makes them
+    # agree on rank 0's.
     model = build_model(case, seed=rank)
     engine, *_ = ds_core.initialize(
         model=model,
@@ -186,6 +187,7 @@ def _train_and_compare(
         mean = _one_step(engine, stream, case.gas, how)
         comm.all_reduce(mean)
         losses.append(mean.item() / world)
+    # Relative to the loss, but not to one near 0, which would enlarge rounding.
     worst = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(losses, truth_losses, strict=True))
     whole = whole_weights(engine)
     assert set(whole) == set(truth), f"names changed: {set(whole) ^ set(truth)}"
@@ -238,7 +240,8 @@ def whole_weights(engine: Any) -> dict[str, Any]:
         group = engine.ctx.mesh.group(*info.replicas, *along)
         shapes = comm.all_gather_json([list(p.shape) for p in mine], group=group)
         shape = torch.Size([p.shape for p in mine][0] if mine else next(s[0] for s in shapes if s))
-        # of values, and how many there are
+        # Row 0 sums the values, row 1 counts them: replicas may store the same elements several
+        # times, and dividing by the count gives the value again.
         sums = torch.zeros(2, shape.numel(), dtype=torch.float64)
         for piece in mine:
             box = piece.box or Box.whole(shape)
@@ -273,10 +276,12 @@ def _shards(kind: str, extra: dict[str, Any], load: list[str]) -> dict[str, Any]
     try:
         engine, *_ = ds_core.initialize(model=model, config=config)
     except UsageError as error:
+        # `gradient_shards` is optional: the refusal of the plugin is a correct answer.
         if "has no gradient_shards" in str(error):
             return {}
         raise
     before = whole_weights(engine)
+    # The truth sees the micro-batches of all ranks, with the weight of their mean.
     for index in range(world):
         (truth(**micro_batch(case, 0, 0, index)) / world).backward()
     engine.backward(engine(**micro_batch(case, 0, 0, comm.rank())))
@@ -329,6 +334,7 @@ def _train_axes(
     model = torch.nn.ModuleDict({n: _head(n, mine) for n in names}).double()
     engine, *_ = ds_core.initialize(model=model, config=with_plugins(config, extra, load))
     dp = engine.ctx.mesh.size("dp")
+    # The truth: every head that any rank has, once for each place at which it is held.
     heads = {(n, _key(n, c)): _head(n, c).double() for c in coords for n in names}
     optimizer = torch.optim.AdamW(
         [p for h in heads.values() for p in h.parameters()], lr=0.02, weight_decay=0.1
@@ -342,13 +348,15 @@ def _train_axes(
         seen = set()
         for c in coords:
             for n in names:
-                # ranks that differ otherwise would count it twice
+                # Ranks that differ only on other axes have the same head and the same data, which
+                # the truth counts once.
                 if (n, _key(n, c), c["dp"]) not in seen:
                     seen.add((n, _key(n, c), c["dp"]))
                     for turn in range(backwards):
                         x = _axes_data(step, c["dp"], turn)
                         (heads[n, _key(n, c)](x).square().mean() / dp).backward()
         parameters = [p for h in heads.values() for p in h.parameters()]
+        # Without clipping the limit is out of reach, and the call only computes the norm.
         norm = torch.nn.utils.clip_grad_norm_(parameters, clip or 1e9)
         ours = engine.get_global_grad_norm()
         assert ours is not None
@@ -418,6 +426,7 @@ def _overflow(extra: dict[str, Any], load: list[str]) -> dict[str, Any]:
     for step in range(3):
         batch = micro_batch(case, step, 0, comm.rank())
         if step == 1 and comm.rank() == comm.world_size() - 1:
+            # Only one rank's gradients are not finite; the others must learn of it.
             batch["x"] = torch.full_like(batch["x"], torch.nan)
         engine.backward(engine(**batch))
         engine.step()
