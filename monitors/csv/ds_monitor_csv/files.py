@@ -73,7 +73,7 @@ class CSVFiles:
         for name in list(self._rows):
             path = self._paths.get(name)
             block = "".join(self._rows[name]).encode()
-            # The first rows of this metric here, or somebody has removed the file meanwhile.
+            # The first rows of this metric, or its file was removed meanwhile.
             if path is None or not path.exists():
                 path, is_new = self._claim(name)
                 block = header(name) + block if is_new else block

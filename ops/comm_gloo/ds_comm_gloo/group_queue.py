@@ -203,7 +203,8 @@ def _serve(jobs: _Jobs, count: int = 0) -> None:
                 job()
         except BaseException as error:
             fault = error
-        # its tensors must not live until the next one, nor after somebody was told that it is done
+        # its tensors must not live until the next job comes, nor after its caller knows that it is
+        # done
         del job
         if fault is None:
             future.set_result(None)

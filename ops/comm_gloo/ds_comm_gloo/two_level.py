@@ -160,7 +160,7 @@ class TwoLevel:
             for h in range(len(self.hosts))
         ]
         yield self._rail.scatter(rows, sent, tag) if self._rail else ()
-        # 3. The hosts' sums are added in the order of the hosts, on every carrier alike.
+        # 3. The hosts' sums are added in the order of the hosts, the same on every carrier.
         self._fold(kept[self._host], rows, op)
         # 4. Each host has the total of its part: the rail gives it to the others.
         if not direct:

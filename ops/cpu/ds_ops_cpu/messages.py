@@ -144,7 +144,7 @@ class Post:
         self._backlog: dict[int, deque[Sending]] = {r: deque() for r in others}
         # Receives in the order of their calls, of all senders.
         self._posted: list[Receiving] = []
-        # Of each sender, the receive whose message has begun to arrive.
+        # Sender -> the receive whose message has begun to arrive.
         self._arriving: dict[int, Receiving] = {}
         self._due = dict.fromkeys(others, 0)  # bytes that are posted and have not come
         self._drained: set[int] = set()  # senders that a thread receives from
@@ -307,7 +307,7 @@ class Post:
         self._posted.remove(work)
         if self._arriving.get(work.source) is work:
             del self._arriving[work.source]
-        # Also of a message that failed, so that `_drain` comes to its end.
+        # A failed message counts too, or `_drain` would never finish.
         self._due[work.source] -= work.flat.nbytes + HEADER
         work.done = True
         work.error = error

@@ -101,7 +101,7 @@ class _Table:
         more = [self._rooms(i) for i in program.instructions if isinstance(i, p.Experts)]
         self._chosen = iter(more)
         self.native = native().Program(self.widths, program.output, program.dtype == torch.bfloat16)
-        # Of each instruction, its first op and the one after its last.
+        # For each instruction, its first op and the one after its last.
         self.spans: list[tuple[int, int]] = []
         for instruction in program.instructions:
             numbers = [self.native.add(kind, fields) for kind, fields in self._ops(instruction)]

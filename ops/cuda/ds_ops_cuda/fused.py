@@ -357,7 +357,7 @@ def _check_mask(x: Tensor, mask: Tensor | None) -> None:
             "softmax_dropout: the mask needs a gradient, which is not worked out; pass "
             "mask.detach()"
         )
-    # From the last dimension on, as broadcasting aligns shapes.
+    # Broadcasting aligns shapes from the last dimension on.
     sizes = zip(mask.shape[::-1], x.shape[::-1], strict=False)
     fits = (
         x.dim() == 4

@@ -35,16 +35,16 @@ class DeepSpeedTransformerConfig:
 
     # The largest batch that `forward` accepts.
     batch_size: int = -1
-    # Needed, as heads is.
+    # Required.
     hidden_size: int = -1
     # By default four times hidden_size.
     intermediate_size: int = -1
     heads: int = -1
-    # Of the attention's probabilities; not given: 0.
+    # Dropout of the attention's probabilities; not given: 0.
     attn_dropout_ratio: float = -1
-    # Of the two outputs that are added to the residual; not given: 0.
+    # Dropout of the two outputs that are added to the residual; not given: 0.
     hidden_dropout_ratio: float = -1
-    # Of the model, for adjust_init_range.
+    # The number of the model's layers, for adjust_init_range.
     num_hidden_layers: int = -1
     # The weights' standard deviation.
     initializer_range: float = -1
@@ -58,11 +58,11 @@ class DeepSpeedTransformerConfig:
     pre_layer_norm: bool = True
     # Layer norms keep their output and not their input.
     normalize_invertible: bool = False
-    # GELU's output is made anew in the backward pass.
+    # GELU's output is recomputed in the backward pass.
     gelu_checkpoint: bool = False
     # Weights of the two outputs start smaller, by sqrt(2 num_hidden_layers).
     adjust_init_range: bool = True
-    # The attention's dropout is made anew in the backward pass.
+    # The attention's dropout is recomputed in the backward pass.
     attn_dropout_checkpoint: bool = False
     # Sums of bias and norm gradients in any order: faster on a GPU, and not the same bits in every
     # run.

@@ -40,7 +40,7 @@ class Case:
     before: tuple[int, ...] = ()
     # Further fields of the step.
     step: tuple[tuple[str, Any], ...] = ()
-    # Of the cache; 0: there is none.
+    # Layers of the cache; 0: there is none.
     layers: int = 0
     kv_heads: int = 0
     head_dim: int = 0

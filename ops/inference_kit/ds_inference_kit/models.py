@@ -81,7 +81,7 @@ def _conversation(program: p.Program, device: str) -> tuple[list[Step], int]:
     it takes.
     """
     words = [torch.arange(200) * 7 % 101, torch.arange(9) * 5 % 101, torch.arange(70) * 3 % 101]
-    # Blocks lie in no order, and 9 stands where a sequence has none.
+    # Blocks are in no order, and 9 fills the places where a sequence has none.
     blocks = torch.tensor([[5, 1, 7, 0], [3, 2, 9, 9], [8, 6, 4, 9]])
     one = torch.ones(1)
     steps = [

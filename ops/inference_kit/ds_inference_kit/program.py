@@ -187,9 +187,9 @@ class Experts:
 
     x: Register
     out: Register
-    # Of the experts of all ranks.
+    # The router's weight, with rows for the experts of all ranks.
     router: Float[Tensor, "experts width"]
-    # Of this rank's experts.
+    # The weights of this rank's experts.
     gates: tuple[Weight, ...]
     ups: tuple[Weight, ...]
     downs: tuple[Weight, ...]
@@ -273,13 +273,13 @@ class Program:
 
     # In the order in which they run.
     instructions: tuple[Instruction, ...]
-    # Of each register.
+    # The width of each register.
     widths: tuple[int, ...]
     # The register that a run returns.
     output: Register
-    # Of the activations.
+    # The dtype of the activations.
     dtype: torch.dtype
-    # Of the KV cache; 0: there is none.
+    # The shape of the KV cache; 0 layers: there is none.
     layers: int = 0
     kv_heads: int = 0
     head_dim: int = 0

@@ -134,7 +134,7 @@ class Interpreter:
 
     def _rotate(self, i: p.Rotate, r: dict[int, Tensor], step: Step, cache: KVCache | None) -> None:
         x = r[i.x].unflatten(1, (-1, i.head_dim)).float()
-        # Some models rotate a part of each head, and leave the rest.
+        # Some models rotate only a part of each head.
         dims = 2 * i.cos.shape[1]
         cos, sin = (t[step.positions].unsqueeze(1) for t in (i.cos, i.sin))
         turned = x[..., :dims]

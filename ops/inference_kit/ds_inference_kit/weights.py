@@ -29,7 +29,7 @@ class Quantized:
     scales: Float[Tensor, "out groups"]
     # Likewise; None: symmetric.
     lows: Float[Tensor, "out groups"] | None
-    # Of a number: 8 or 4.
+    # Bits of a number: 8 or 4.
     bits: int
     # Divides `inner`, and is even, so that no byte has numbers of two groups.
     group: int

@@ -74,10 +74,10 @@ class Extension:
     # Where the units are; every header in it counts as a source.
     folder: Path
     units: tuple[Unit, ...]
-    # For each C++ unit; link: for the linker.
+    # Flags for each C++ unit; link: for the linker.
     flags: tuple[str, ...] = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden")
     link: tuple[str, ...] = ("-shared",)
-    # For each ``.cu`` unit.
+    # Flags for each ``.cu`` unit.
     cuda_flags: tuple[str, ...] = ()
     # Adds torch's include folders, and torch's version to the key.
     torch_headers: bool = False
@@ -177,7 +177,7 @@ def build(extension: Extension, *, again: bool = False) -> Path:
     target = _target(extension)
     with _lock(target.with_suffix(".lock"), extension.name):
         if not again and (found := _find_cached(extension)) is not None:
-            return found  # somebody else has built it meanwhile
+            return found  # another process has built it meanwhile
         if target.is_dir() and not target.is_symlink():  # a file or link is replaced
             raise KernelError(
                 f"{extension.name}: {target} is a folder, where the library that is built is to "

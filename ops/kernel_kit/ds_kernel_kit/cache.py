@@ -38,7 +38,7 @@ def cache_folder(*, make: bool = True) -> Path:
     try:
         if make:
             base.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # From the root on: whoever can rename a folder on the way can put another one in its place.
+        # From the root on: a user who can rename a folder of the path can replace all below it.
         for parent in reversed(folder.parents):
             _check(parent, _status(parent), folder)
         if make:

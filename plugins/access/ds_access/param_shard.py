@@ -41,7 +41,7 @@ class ParamShard(ABC):
     # Whether the partitioner shards weights at all, and whether it shards this one.
     partitions_weights: bool
     local: bool
-    # Of unsharded tensors and collectives.
+    # The device of unsharded tensors and of collectives.
     device: torch.device
 
     @property

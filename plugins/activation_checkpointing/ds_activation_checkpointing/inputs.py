@@ -71,7 +71,7 @@ class Held:
         self.divided = False
         # The tensor that was copied; None: it is kept as it is.
         self.source: weakref.ref[Tensor] | None = None
-        # The one that was moved before it, so is wanted after it in backward.
+        # The tensor that was moved before it, which backward therefore needs after it.
         self.before: weakref.ref[Held] | None = None
 
     def check(self, name: str, when: str) -> None:
@@ -182,7 +182,7 @@ class Keeper:
             assert self._copies is not None
             self._copies.settle()
             flat = self._copies.back(item.copy)
-            # The next one that backward wants comes while this block is computed.
+            # The next tensor that backward needs is copied while this block is computed.
             before = item.before() if item.before is not None else None
             if before is not None:
                 self._copies.prefetch(before.copy)

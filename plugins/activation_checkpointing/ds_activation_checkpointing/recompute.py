@@ -116,7 +116,7 @@ class Region:
         self._autocast = _autocast_now()
         self._random = STREAMS.snapshot()
 
-        # The saved tensors in order. Weak: a slot whose part of the graph is gone is not wanted.
+        # The saved tensors in order. Weak: a slot whose part of the graph was freed is not needed.
         self._slots: list[weakref.ref[Slot]] = []
         # Of the second run: slots passed so far, and the last one that is wanted.
         self._filled = 0
@@ -219,7 +219,7 @@ class Region:
                     f"{self._name}: tensor {place} that backward needs was {_format(*slot.kind)}, "
                     f"and is {_format(tensor.shape, tensor.dtype)} when it is computed again; {_SAME}"
                 )
-            # The second graph is not wanted, only its values; detached, it is freed.
+            # Only the values of the second run are needed; detached, its graph is freed.
             slot.value = tensor.detach() if tensor.requires_grad else tensor
         if place == self._last and self.options.stop_early:
             raise _Enough

@@ -39,7 +39,7 @@ class Result:
     latency: float | None = None
     # Floating-point operations per device and second.
     flops: float | None = None
-    # Of each timed step.
+    # Seconds of each timed step.
     seconds: tuple[float, ...] = ()
     # -- memory, in bytes, of the rank with most
     peak_device: int | None = None
@@ -92,7 +92,7 @@ class Forecast:
     disk: float = 0.0
     # Model states on the device.
     states: float = 0.0
-    # Of a micro-batch.
+    # Activations of one micro-batch.
     activations: float = 0.0
     # The same for all settings.
     fixed: float = 0.0

@@ -226,7 +226,7 @@ class _Session:
                 f"{log}"
             )
         profile = make_profile([self._file(1)])
-        # Memory of a process is seen in large steps, so on a host the two sizes lie further apart.
+        # A process's memory grows in large steps, so on a host the two sizes are further apart.
         larger = low * (8 if profile.facts.get("device") == "cpu" else 2)
         larger = min(larger, self.section.max_train_micro_batch_size_per_gpu)
         if larger > low and self._profile_run(2, larger, {}).status is Status.DONE:

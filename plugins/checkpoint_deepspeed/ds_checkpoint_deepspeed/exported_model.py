@@ -107,7 +107,7 @@ class _Names:
         self._saved = saved
         # Names here, in the manifest's order.
         self.ours = saved.weights()
-        # Of stacked experts: the name in DeepSpeed before and after the expert's number.
+        # Stacked experts -> DeepSpeed's name before and after the expert's number.
         self._stacked = {n: expert for n in self.ours if (expert := their_expert(n)) is not None}
         self._moe = {n.partition("experts.stacked.")[0] for n in self._stacked}
         # A pipeline's layers bear numbers, and DeepSpeed counts them as we do.

@@ -68,7 +68,7 @@ class Judge:
 
         wait: this rank's, whose position is published.
         """
-        # Another wait than at the last look: its time begins anew.
+        # Another wait than at the last look: its time starts again.
         if self._wait is None or (wait.since, wait.text) != (self._wait.since, self._wait.text):
             self._wait = wait
             self._due = self._patience
@@ -110,7 +110,7 @@ class Judge:
         ):
             self._board.set_verdict(proof.text)
             return proof.text
-        # Somebody has moved: the suspicion begins anew with what is so now.
+        # A rank has moved on: start again with the suspicion that fits the new positions.
         if before and any(r not in before or before[r][0] != i for r, (i, _) in beats.items()):
             self._suspected = beats
         return None

@@ -172,15 +172,15 @@ class Watcher:
         question = self.board.question()
         news = question != self._question
         self._question = question
-        # A position is published where somebody may need it: while waiting, once more after it, and
-        # when asked.
+        # A position is published where another rank may need it: while waiting, once after it, and
+        # on request.
         if wait is not None or self._waited or news:
             self.board.publish(self.position(wait))
         # This rank can look at the processes of its own host for ranks that do not answer.
         for rank, home in question.silent.items() if news else ():
             if home.machine == self._home.machine and rank != self._rank:
                 self.board.tell_state(rank, question, home.state())
-        # Who goes on cannot judge those that wait.
+        # A rank that continues cannot judge those that wait.
         if wait is None and self._waited:
             self.board.resign()
             self._judge.reset()

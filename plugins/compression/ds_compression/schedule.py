@@ -44,7 +44,7 @@ def share_at(age: int, start: int, target: int, period: int, ratio: float) -> fl
 
     It grows by `ratio` with each step, up to 1, and begins anew whenever there is one bit less.
     """
-    # Steps since the last bit went; after the target is reached it goes on growing.
+    # Steps since the last bit was removed; it keeps growing after the target is reached.
     since = age - min(age // period, start - target) * period
     return min(1.0, ratio * (since + 1))
 

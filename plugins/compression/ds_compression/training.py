@@ -73,7 +73,7 @@ def prepare(model: nn.Module, section: CompressionConfig, ctx: Context) -> nn.Mo
     ctx.stash[_SCORES] = _Scores(ctx)
     for hook in progress.hooks[1:]:
         hook.remove()  # of an engine before this one
-    # A compiled model would be compiled anew for each step's numbers.
+    # A compiled model would be compiled again for each step's numbers.
     follow = torch.compiler.disable(_Follow(ctx, progress))
     progress.hooks[1:] = [model.register_forward_pre_hook(follow)]
     # Layers stay compressed when the engine ends: their masks are what was trained.
@@ -236,7 +236,8 @@ class _Scores:
         end = max(1, shared.end)
         if not changes(coming, first, end, shared.schedule_offset_stride):
             return
-        # A pattern compares elements of a whole block or row, which may lie on several ranks.
+        # A pattern compares elements of a whole block or row, which may be spread over several
+        # ranks.
         whole = self._whole(list(pruned))
         for name, (module, mask) in pruned.items():
             assert mask.pattern is not None

@@ -108,7 +108,8 @@ class PlannedLoader:
         self._lengths = Lengths(data, files)
         self._checked = False
         self._state: Mapping[str, Any] = at_start(0, 0)
-        self._fresh = True  # the next iteration goes on at the state; else it is the next epoch
+        # The next iteration continues at the state; otherwise it is the next epoch.
+        self._fresh = True
         self._generator = torch.Generator()
         self._count = _Count()
         self._planner = Planner(

@@ -114,7 +114,7 @@ class Finder:
         folder = Folder(module.__name__)
         sys.path_importer_cache[folder.path] = folder
         module.__path__ = [folder.path]
-        # The rest is said once per process, and by rank 0 alone.
+        # What follows is done once per process, for the root package; only rank 0 logs.
         if module.__name__ != _ROOT:
             return
         module.__file__ = __file__

@@ -31,7 +31,7 @@ POLL_SECONDS = 2.0
 PATIENCE = 5.0  # after so many seconds of waiting for nodes, say so
 # as the agents among themselves: a host that does not answer for so long is lost
 SILENCE_SECONDS = 16.0
-# after the first bad end: how long the other agents may take to hear of it by themselves
+# after the first failure: how long the other agents may take to notice it by themselves
 OTHERS_SECONDS = 20.0
 
 
@@ -152,7 +152,7 @@ def _place(
             told = True
             say_error(f"waiting for {len(asked)} nodes of the Ray cluster with {asked[0]}")
     ray.cloudpickle.register_pickle_by_value(node)
-    kind = ray.remote(max_concurrency=2)(node.Node)  # `end` is heard while `read` waits
+    kind = ray.remote(max_concurrency=2)(node.Node)  # `end` can be called while `read` waits
     return [
         kind.options(
             num_cpus=bundle["CPU"],
@@ -258,7 +258,7 @@ class _Watch:
             return False
         for target, text in output:
             self.told = self.told or b"dscore: lost " in text
-            with contextlib.suppress(OSError):  # nobody reads us any more
+            with contextlib.suppress(OSError):  # the reader has gone
                 _write(target, text)
         if code:
             self.code = self.code or (code if code > 0 else 128 - code)

@@ -189,7 +189,7 @@ class RunFolder:
         with contextlib.suppress(FileExistsError):
             self.root.mkdir(mode=0o700, parents=True)
         with _own_folder(self.root) as root:
-            # Under the root's lock nobody sees a folder of ours that has no lock yet.
+            # Under the root's lock no other process sees our folder before it has its lock.
             _take_lock(root, self.root)
             os.mkdir(self.path.name, 0o700, dir_fd=root)
             with _below(root, self.path.name) as folder:

@@ -173,7 +173,7 @@ def aligned(nbytes: int, pin: Callable[[Tensor], Tensor] | None = None) -> Tenso
     room = room if pin is None else pin(room)
     skip = -room.data_ptr() % step
     found = room[skip : skip + nbytes]
-    # of the rest, pages are taken one by one, as used
+    # the other pages are allocated one by one, as they are used
     if step == _HUGE and (advise := _madvise()) is not None:
         advise(
             ctypes.c_void_p(found.data_ptr()),

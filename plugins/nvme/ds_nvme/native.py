@@ -60,7 +60,7 @@ def swapping() -> Any:
 
 def _swap_extension(torch: Any) -> Extension:
     libraries = Path(torch.__file__).parent / "lib"
-    # Of the C++ library that torch itself was built with.
+    # The ABI of the C++ library that torch itself was built with.
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
     return Extension(
         name="ds-nvme-swap",

@@ -52,7 +52,7 @@ class _Stored:
 
     # To the storage: as long as there is one, no other storage has its address.
     ref: StorageWeakRef
-    # Of the storage when it is in memory.
+    # The size of the storage when it is in memory.
     nbytes: int
     # Its file.
     path: str
@@ -305,7 +305,7 @@ class NvmeStore(StateStore):
             return
         try:
             self._settle(stored)
-        # Nobody needs the values any more, so the run goes on.
+        # The values are no longer needed, so the run continues.
         except DiskError as error:
             log.warning("%s (of a tensor that is used no more)", error)
             stored.transfer = None

@@ -251,7 +251,7 @@ class KernelOptimizer(Optimizer):
         # 2. States and counts.
         states, rows = self._states_of_live(group, live, known)
         steps: Sequence[float] = self._count_steps(states, places) if self.counts else (0,)
-        # 3. One batch where all are alike, which is nearly always; else sorted.
+        # 3. One batch if all have one layout, which is nearly always; otherwise sorted.
         layouts = set(map(_layout, grads))
         if layouts != {torch.strided}:
             self._refuse_sparse(live, grads)

@@ -129,9 +129,9 @@ class _Counter:
 
         # -- What was saved. A storage by its address, so that it counts once.
 
-        # Anywhere.
+        # All storages that were saved.
         self._all: Storages = {}
-        # Outside of the repeated blocks.
+        # Those saved outside of the repeated blocks.
         self._outside: Storages = {}
         # The inputs of the blocks, which activation checkpointing keeps.
         self._inputs: Storages = {}

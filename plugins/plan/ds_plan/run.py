@@ -68,7 +68,7 @@ class PlannedRun:
             states=measured.states,
             gas=config.core.gradient_accumulation_steps or 1,
             casts=measured.casts,
-            # An engine would have told the optimizer to narrow its states; there is none here.
+            # An engine would have the optimizer narrow its states; there is none here.
             wide=measured.wide and not config.core.bf16.bf16_optimizer_states,
         )
 

@@ -62,7 +62,7 @@ def _pass_theta(
         )
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # None: the engine was destroyed, so nobody trains the module.
+        # None: the engine was destroyed, and the module is no longer trained by it.
         if (engine := ctx.engine_ref()) is None:
             return None
         theta = theta_at(engine.global_steps, section.theta, section.gamma)

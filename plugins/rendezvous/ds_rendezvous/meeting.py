@@ -236,7 +236,7 @@ class _Host:
         self.stop = stop
         self.prefix = f"ds_core/start{store.add('ds_core/starts', 1)}"
         self.counted = 0  # what was posted up to this number has been read, but for `holes`
-        self.holes: list[int] = []  # numbers under which nothing stands yet
+        self.holes: list[int] = []  # numbers that nothing was posted under yet
         self.answered: dict[str, tuple[_Note, str]] = {}  # by token; with what is wrong with it
         self.here: dict[int, _Note] = {}
 

@@ -110,7 +110,7 @@ class Recorder:
         """Put one line into the queue."""
         if self._files is None:
             return
-        # The disk stands still; the record must not fill the memory.
+        # The disk does not keep up; the record must not fill the memory.
         if len(self._waiting) >= MOST_WAITING:
             self._lost += 1
             return
@@ -181,7 +181,7 @@ class Recorder:
                         **memory,
                     }
                 )
-            # What was dropped stands in the record at the place where it is missing.
+            # The record notes how many lines were dropped, at the place where they are missing.
             if self._lost:
                 rows.append(
                     {"kind": "lost", "time": self._clock + time.perf_counter(), "lines": self._lost}
@@ -194,7 +194,7 @@ class Recorder:
                 self._give_up(error)
 
     def _doing(self, memory: Mapping[str, int]) -> bytes:
-        phases = self._phases[-1:]  # a copy: the run goes on meanwhile
+        phases = self._phases[-1:]  # a copy: the run continues meanwhile
         phase, since = phases[0] if phases else ("", self._idle_since)
         facts: dict[str, Any] = {
             "time": self._clock + time.perf_counter(),

@@ -37,8 +37,8 @@ def changing(model: nn.Module, undo: Undo) -> Iterator[None]:
     What has changed again since, stays. What was replaced lives on until then: a transform that
     shall free memory empties it.
     """
-    # What hangs on modules and parameters is compared after the change: whoever changes them need
-    # not say what.
+    # Attributes of modules and parameters are compared after the change, so that nobody who changes
+    # them has to list what.
     before = [_Module.of(module) for module in model.modules()]
     params = [_Param.of(param) for param in model.parameters()]
     try:
@@ -48,7 +48,7 @@ def changing(model: nn.Module, undo: Undo) -> Iterator[None]:
         changed += [change for known in params for change in known.changes()]
 
         def change_back() -> None:
-            # Of several changes of one place, the first is the last to go.
+            # If one place was changed several times, the first change is undone last.
             for change in reversed(changed):
                 change()
 
@@ -142,7 +142,7 @@ class TrainingStandIn(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`train`'s output in training, else what the module gives."""
         engine = self.ctx.engine_ref()
-        # None: the engine was destroyed, so nobody trains the module.
+        # None: the engine was destroyed, and the module is no longer trained by it.
         if engine is None or not self.module.training:
             return self.forward(*args, **kwargs)
         return self.train(engine.global_steps, args, kwargs)

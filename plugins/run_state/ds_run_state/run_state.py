@@ -296,7 +296,7 @@ class RunState:
             self.ctx.world_size == saved.world_size
             and saved.local.get("optimizer_place") == self._place()
         )
-        # If one began anew alone, the others would take its errors for known.
+        # If one rank alone started again, the others would treat its errors as known.
         said = comm.all_gather_json([same, bool(kept)])
         if all(rank[0] for rank in said):
             optimizer.load_rank_state_dict(kept)

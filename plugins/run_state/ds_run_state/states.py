@@ -34,7 +34,7 @@ class StateTensor:
     name: str
     # The live piece.
     tensor: Tensor
-    # Of the full state.
+    # The shape of the full state.
     shape: tuple[int, ...]
     # The piece as a range of the row-major flattened state, or of `box`.
     start: int

@@ -101,9 +101,9 @@ class WorkerPool:
         # Has the outputs and stacks of the workers.
         self._folder: Path | None = None
         self._server: _Server | None = None
-        # Of the store by which the workers make process groups.
+        # The port of the store by which the workers make process groups.
         self._store_port = 0
-        # Counts how often they must make their groups anew.
+        # Counts how often they had to make their groups again.
         self._generation = 0
 
     @property

@@ -104,7 +104,8 @@ def _learn(modules: list[str], path: list[str]) -> None:
     """Import what workers have imported, and discover the plugins on the tests' present path."""
     sys.path[:] = path
     for name in modules:
-        # A module may be a test's own, gone by now, or want an environment that the test has set.
+        # A module may be a test's own and gone by now, or need an environment that the test has
+        # set.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     if "ds_core.plugins" in sys.modules:
@@ -334,7 +335,7 @@ def _module(name: str, file: str, modules: dict[tuple[str, int, int], ModuleType
     Two test files may well have one module name, and ``__main__`` must not be run as a script
     again.
     """
-    # A test file may be written anew during a session: its time and size tell versions apart.
+    # A test file may be rewritten during a session: its time and size distinguish versions.
     stat = os.stat(file)
     key = (file, stat.st_mtime_ns, stat.st_size)
     if key not in modules:

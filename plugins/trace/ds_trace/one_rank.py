@@ -31,11 +31,11 @@ class Made:
     """One collective of this rank; all times in milliseconds."""
 
     named: Named
-    # From the first traced step.
+    # The begin, counted from the first traced step.
     begin: float
     # The time in which the rank computed nothing for it.
     cost: float = 0.0
-    # From its begin to its end, where that is known; else as `cost`.
+    # The time from begin to end, if it is known; otherwise as `cost`.
     taken: float = 0.0
 
 
@@ -163,7 +163,7 @@ def _on_host(seen: _Seen, begin: float, end: float) -> tuple[list[Stall], Iterab
     """Of the thread that trains: its collectives, outermost where one is made in another; and all
     operations.
     """
-    # Of two that begin together the longer comes first: the outer one.
+    # Of two that begin together the longer comes first: it is the outer one.
     mine = sorted((b, -e, n) for n, b, e, thread in seen.comms[False] if thread in seen.threads)
     stalls: list[Stall] = []
     for b, negative, name in mine:

@@ -179,7 +179,7 @@ class CudaProgram:
         registers = [
             self._register(number, rows, kept) for number in range(len(self._program.widths))
         ]
-        # Views of the right length: behind `Keep` there are only the wanted rows.
+        # Views of the right length: after `Keep` there are only the requested rows.
         before = _Views((n, r[:rows]) for n, r in enumerate(registers) if n not in self._table.kept)
         behind = _Views((n, r[:kept]) for n, r in enumerate(registers))
         frame = native.native().Frame()

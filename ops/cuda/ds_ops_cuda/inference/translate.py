@@ -162,8 +162,8 @@ class _Translation:
         more: further weights of the same form, which stand at the same place of other experts.
         """
         parts = _parts(weight)
-        # One launch reads the weights of all experts by a table of addresses, so they must be
-        # alike.
+        # One launch reads the weights of all experts by a table of addresses, so all must have one
+        # form.
         if parts is None or any(_parts(w) is None or _form(w) != _form(weight) for w in more):
             return None
         kind, columns = parts

@@ -55,7 +55,7 @@ class Search:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.space = space
         self.allowed = allowed
-        # improvement that the next setting promises, as a share; 0: nobody can tell
+        # improvement that the next setting promises, as a share; 0: unknown
         self.expected = 0.0
         self.seen: set[str] = set()
         self._all: dict[str, dict[str, Any]] | None = None

@@ -150,7 +150,7 @@ def _stage(tuning: Tuning, space: Space) -> None:
 
 def _grow(tuning: Tuning, space: Space) -> list[int]:
     """Micro-batches of growing size, all else as given. Gives the best few, the best first."""
-    # All other keys keep the config's values, so that sizes are compared alike.
+    # All other keys keep the config's values, so that sizes are compared under equal conditions.
     base = space.meaning(space.base())
     seen = {}
     last = None
@@ -233,8 +233,8 @@ def _until_it_stops(
         if setting is None:
             return
         before = tuning.best
-        # Patience counts trials from which nothing was expected: while the model promises a gain,
-        # the search goes on.
+        # Patience counts trials from which nothing was expected: the search continues while the
+        # model promises a gain.
         promising = search.expected > PROMISING
         row = tuning.trial(setting)
         heard(row)

@@ -112,7 +112,7 @@ def _marked(mark: str) -> list[int]:
         try:
             marked = wanted in (entry / "environ").read_bytes().split(b"\0")
             dead = (entry / "stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-        except OSError:  # ended meanwhile, or of somebody else
+        except OSError:  # it has ended meanwhile, or belongs to another user
             continue
         if marked and not dead:
             found.append(pid)

@@ -107,8 +107,8 @@ class SDLoaderBase(ABC):
         count = len(self.ckpt_list)
         first = mp_rank * count // mp_world_size
         if is_pipe_parallel and module_key is not None and mp_world_size != count:
-            # The weights of a pipeline lie in files of layers, so these hold what all ranks have
-            # alike.
+            # The weights of a pipeline are in files of layers, so these have what is the same on
+            # all ranks.
             mp_world_size = count
             first = 0
         path = self.ckpt_list[first]

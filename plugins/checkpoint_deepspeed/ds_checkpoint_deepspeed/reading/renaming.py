@@ -61,7 +61,7 @@ def _renamed(piece: StateTensor, name: str, experts: dict[str, int]) -> Iterable
         if row[1] == 0:
             yield dataclasses.replace(piece, name=state)
     else:
-        # An expert is a row of the stack, so its elements lie behind those of the experts before
+        # An expert is a row of the stack, so its elements come after those of the experts before
         # it.
         shape = (experts[name], *piece.shape)
         before = row[1] * math.prod(piece.shape)

@@ -89,7 +89,7 @@ def read_stages_1_2(folder: Path, model: dict[str, Any], shards: list[dict[str, 
             order[-1] += named
             begin = 0
             paddings = _paddings(ranks[0], index, len(named))
-            # The ranks' flat tensors lie one after the other, with paddings between parameters.
+            # The ranks' flat tensors are concatenated, with paddings between parameters.
             for shard in ranks:
                 flat = shard["single_partition_of_fp32_groups"][index]
                 stretches = list(_stretches(named, paddings, begin, flat.numel()))
@@ -145,7 +145,7 @@ def _partitions(
         raise CheckpointError(
             f"{folder}: group {index} has {count} parts on {len(shards)} ranks; copy all files"
         )
-    # Expert ranks lie in blocks, or alternate, by the mesh that DeepSpeed was given.
+    # Expert ranks form blocks, or alternate, depending on the mesh that DeepSpeed was given.
     size = len(shards) // count
     data_first = bool((model.get("ds_config") or {}).get("use_data_before_expert_parallelism"))
     for rank in range(size):

@@ -197,7 +197,7 @@ def _kernels(plugins: Plugins) -> Iterator[Finding]:
     kernels = Kernels(plugins)
     try:
         device = select_accelerator(plugins).device_type
-    except DSError:  # told above
+    except DSError:  # reported above
         device = "cpu"
     for op in kernels.ops():
         rows = kernels.candidates(op, device, "float32")

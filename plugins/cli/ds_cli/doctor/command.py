@@ -76,7 +76,7 @@ def _this_host(report: Path | None, config: Path | None, as_json: bool) -> None:
     with other_output_to_stderr():
         findings = examine()
         text = _report(findings, config) if report is not None else ""
-    # A report is wanted of a broken installation above all, so writing one is a success.
+    # A report is needed most from a broken installation, so writing one is a success.
     if report is not None:
         _write(report, text)
         return

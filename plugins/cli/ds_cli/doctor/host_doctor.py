@@ -126,7 +126,8 @@ def show_hosts(found: Examination, as_json: bool) -> None:
             }
         )
     else:
-        levels = {f.part: f.level for f in reversed(found.findings)}  # the worst stands first
+        # Reversed: of several findings on a part the first, which is the worst, remains.
+        levels = {f.part: f.level for f in reversed(found.findings)}
         show_table(*host_rows(found.hosts, levels))
         if found.links:
             typer.echo("")

@@ -319,7 +319,7 @@ def main() -> None:
     """Answer until there is no more input. "stop" has no answer: it ends the wait for a peer."""
     state: dict[str, Any] = {}
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what else prints here must not stand among the answers
+    os.dup2(2, 1)  # what else is printed here must not mix with the answers
     while True:
         line = sys.stdin.buffer.readline()
         if not line:

@@ -15,7 +15,7 @@ from ds_command_kit.stopping import PREEMPTED, SAVED
 
 from ds_cli.local.process_monitor import Ending, Started
 
-# What a rank says whose peer has gone; the peer's own end is what the user wants to see.
+# What a rank writes whose peer has gone; users need to see the peer's own failure.
 _LOST_PEER = re.compile(
     r"connection (closed|reset)|closed by peer|broken pipe|remote process exited|ncclremoteerror|a "
     r"peer failed"

@@ -219,7 +219,7 @@ class _Run:
 
     def say_and_keep(self, said: str) -> None:
         """Show what is said of a failure, also to `dscore doctor --report`."""
-        with contextlib.suppress(OSError):  # nobody may listen any more
+        with contextlib.suppress(OSError):  # the reader may be gone
             sys.stderr.write(said + "\n")
             sys.stderr.flush()
         keep(said, shlex.join([self.request.script, *self.request.arguments]))
@@ -289,7 +289,7 @@ def _launch_config(
 
     options: dict[str, Any] = _rendezvous(request)
     options["rdzv_configs"]["monitor"] = monitor
-    # what torch's launcher can be told
+    # the settings that torch's launcher has
     newer = {field.name for field in dataclasses.fields(LaunchConfig)}
     if "shutdown_timeout" in newer:
         options["shutdown_timeout"] = math.ceil(max(request.grace, request.notice)) + 5

@@ -63,7 +63,7 @@ def members(session: int) -> list[int]:
 
 
 def _quietly(kill: Callable[[int, int], None], target: int) -> None:
-    # gone, or become somebody else's
+    # it has ended, or its number belongs to another user's process now
     with contextlib.suppress(ProcessLookupError, PermissionError):
         kill(target, signal.SIGKILL)
 

@@ -29,7 +29,7 @@ from ds_command_kit.stopping import PREEMPTED, STOPS, heeded
 from ds_cli.local import orphan_cleanup
 from ds_cli.local.orphan_cleanup import kill_session, members, starts
 
-DEAF_SECONDS = 3.0  # how long the main thread may take to hear a signal
+DEAF_SECONDS = 3.0  # how long the main thread may take to handle a signal
 
 
 class Stopped(BaseException):
@@ -132,7 +132,7 @@ class ProcessMonitor:
         self._dismiss_cleanup()
 
     def _dismiss_cleanup(self) -> None:
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # somebody has killed it
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # it was killed
             self._cleanup.communicate(b".", timeout=10)
 
     def started(self) -> Iterator[Started]:
@@ -165,7 +165,7 @@ class ProcessMonitor:
         for one in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(one.pid, signal.SIGTERM)
-                # A process that is stopped (SIGSTOP) receives SIGTERM only when it goes on.
+                # A process that is stopped (SIGSTOP) handles SIGTERM only when it continues.
                 os.kill(one.pid, signal.SIGCONT)
         self._end_later(attempt)
         return len(alive)

@@ -113,7 +113,7 @@ def decide(
         more = sorted({cause[3] for cause in causes if cause[2] is None} - {number})
         text += "".join(f"\ndscore: lost {hosts[other]} too" for other in more)
         return Decision(me, 1, text, again=elastic and not finished, used=used)
-    if row.code == PREEMPTED:  # a host that was told to stop may have left already
+    if row.code == PREEMPTED:  # a host that was asked to stop may have left already
         return Decision(
             number,
             PREEMPTED,

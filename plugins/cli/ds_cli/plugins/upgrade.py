@@ -85,8 +85,7 @@ def rewritten(text: str, *, code: bool = True) -> str:
     """
     if code:
         text = _imports(_methods(text))
-    # What lies below a module that has moved lies below the new one, so whole dotted names are
-    # looked up.
+    # Modules below one that has moved moved with it, so whole dotted names are looked up.
     return re.sub(r"(?<![\w.])ds_\w+(?:\.\w+)+", lambda name: moved.now(name[0]) or name[0], text)
 
 

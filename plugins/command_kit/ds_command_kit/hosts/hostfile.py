@@ -127,7 +127,8 @@ def _named(hosts: Mapping[str, list[int]], text: str) -> dict[str, list[int]]:
     """What a filter names."""
     named: dict[str, list[int]] = {}
     for part in filter(None, text.split("@")):
-        # An address has colons of its own; a host as it stands goes before one with slots.
+        # An address has colons of its own, so a name that is a known host is not split at its last
+        # colon.
         host, colon, slots = (part, "", "") if part in hosts else part.rpartition(":")
         if not colon:
             host = part

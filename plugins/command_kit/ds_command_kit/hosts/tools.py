@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ds_command_kit.launch import LaunchRequest
 
 BEAT_SECONDS = 5.0
-# after the first bad end: how long the other agents may take to hear of it by themselves
+# after the first failure: how long the other agents may take to notice it by themselves
 OTHERS_SECONDS = 10.0
 RETRY_SECONDS = 10.0
 ALONE_SECONDS = 60.0  # how long hosts are tried that have all gone
@@ -270,7 +270,7 @@ class _Loop:
         lines = [
             line for line in text[:end].splitlines(keepends=True) if self._is_shown(line, target)
         ]
-        with contextlib.suppress(OSError):  # nobody reads us any more: the run goes on
+        with contextlib.suppress(OSError):  # the reader has gone: the run continues
             _write(target, b"".join(lines))
         return bool(data)
 
@@ -315,7 +315,7 @@ class _Loop:
         for key in [key for key in self.selector.get_map().values() if key.data[0] is tool]:
             while self._copy(key.fileobj, *key.data):
                 pass
-            if key.fileobj in self.selector.get_map():  # somebody who lives on keeps it open
+            if key.fileobj in self.selector.get_map():  # a process that still runs keeps it open
                 self.selector.unregister(key.fileobj)
         tool.code = code
         self.alone = time.monotonic()

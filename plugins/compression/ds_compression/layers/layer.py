@@ -63,9 +63,9 @@ class WeightQuantiser:
     # -- at this step
     # 0: not quantised yet.
     bits: int = 0
-    # Of the quantised value in the weight that is used.
+    # The quantised value's share in the weight that is used.
     share: float = 1.0
-    # Of the noise of stochastic rounding; None: to the nearest level.
+    # The seed of stochastic rounding; None: round to the nearest level.
     seed: int | None = None
 
     def __call__(self, weight: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class Mask:
     tensor: str
     # Heads; 0 for other kinds.
     parts: int = 0
-    # Of snip_momentum, whose masks come from `ds_compression.training`.
+    # The pattern of snip_momentum, whose masks come from `ds_compression.training`.
     pattern: Pattern | None = None
     # -- at this step
     active: bool = False

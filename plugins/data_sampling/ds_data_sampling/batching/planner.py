@@ -129,7 +129,7 @@ class Planner:
             if not plans:
                 return None
             self._window = list(plans)
-        # The place before this step: a run that resumes within it plans nothing anew.
+        # The place before this step: a run that resumes within it repeats no planning.
         state = {
             "epoch": self.epoch,
             "step": self.step,

@@ -37,9 +37,9 @@ class Curve:
     title: str
     # The steps that are shown, from 1.
     steps: list[int]
-    # At these steps; empty for a custom schedule.
+    # The difficulty at each of `steps`; empty for a custom schedule.
     difficulties: list[int]
-    # Of samples that are admitted, 0 to 1; empty where the analysis has no files to read.
+    # The share of samples that are admitted, 0 to 1; empty where the analysis has no files to read.
     shares: list[float]
     # Why there are no shares, or no curve.
     note: str = ""
@@ -161,7 +161,7 @@ def _draw(curve: Curve, svg: Svg, top: int) -> None:
     right = LEFT + POINTS
     svg.text(LEFT, top - 8, curve.title, font_size=14)
     svg.rect(LEFT, top, POINTS, PANEL, fill="#f7f7f7", stroke="#999999")
-    # The share of samples lies below, so that the line of the difficulty stays readable.
+    # The share of samples is drawn below, so that the line of the difficulty stays readable.
     if curve.shares:
         area = [(LEFT, bottom), *_stairs(curve.steps, curve.shares, bottom), (right, bottom)]
         svg.polygon(area, fill="#4477aa", fill_opacity=0.25)

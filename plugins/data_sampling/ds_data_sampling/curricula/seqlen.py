@@ -87,7 +87,7 @@ def limit_lengths(model: nn.Module, ctx: Context, section: LegacyCurriculum) -> 
     takes = ARGUMENT in inspect.signature(type(model).forward).parameters
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # None: the engine was destroyed, so nobody trains the module.
+        # None: the engine was destroyed, and the module is no longer trained by it.
         if not module.training or ctx.engine_ref() is None:
             return None
         if takes:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 _COUNTS = ("close", "fileno", "flush", "write", "bytes", "write_secs", "write_GB/s")
-_SIZE = 8  # bytes of the size that stands before a storage
+_SIZE = 8  # bytes of the size that is written before a storage
 NO_DESCRIPTOR = -1
 
 

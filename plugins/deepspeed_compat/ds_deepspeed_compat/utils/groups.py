@@ -36,7 +36,7 @@ AXES = {
 in DeepSpeed, ranks of "data" have different samples; gradients are averaged over
 "sequence_data"."""
 
-# by the default group, which a process may start anew
+# by the default group, which a process may start again
 _alone: dict[ProcessGroup, ProcessGroup] = {}
 
 
@@ -115,7 +115,7 @@ def _clone_world_group() -> ProcessGroup:
 
 def _ask(kind: str, question: str) -> Any:
     axes = tuple(axis for axis in AXES[kind] if mesh().has(axis))
-    # nobody shares experts: they are data-parallel like the rest
+    # no ranks share experts: they are data-parallel like all parameters
     if kind == "expert_data" and not axes:
         axes = ("dp",)
     return _QUESTIONS[question](axes)

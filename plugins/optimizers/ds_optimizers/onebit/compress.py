@@ -106,7 +106,7 @@ class Exchange:
         counts = torch.tensor(chunks, device=values.device)
         signs = pack_signs(values)
         scales = _scales(views)
-        # 2. Signs and scales stand for the values; the difference is the new worker error.
+        # 2. Signs and scales replace the values; the difference is the new worker error.
         values -= _values(signs, scales, counts)
         torch._foreach_copy_([e.worker for e in errors], views)
 

@@ -129,8 +129,7 @@ class OneBitLamb(OneBit):
             if all(norms)
             else 1.0
         )
-        # A ratio of 1 stands for a norm of 0, or a tensor that is not adapted: not part of the
-        # mean.
+        # A ratio of 1 means a norm of 0, or a tensor that is not adapted: not part of the mean.
         if coeff != 1.0:
             state["lamb_coeff_freeze"].mul_(self.coeff_beta).add_((1 - self.coeff_beta) * coeff)
         self._coeffs[param] = coeff

@@ -58,8 +58,8 @@ class ZeroOneAdam(OneBit):
         self.local_step_scaler = local_step_scaler
         self.local_step_clipper = local_step_clipper
         keys = {"lr": lr, "betas": tuple(betas), "eps": eps, "eps_inside_sqrt": eps_inside_sqrt}
-        # Counters stand in the groups, so that a checkpoint has them; equal in all groups, but for
-        # the sum of rates.
+        # Counters are kept in the groups, so that a checkpoint has them; equal in all groups,
+        # except for the sum of rates.
         counters = {
             "step": 0,
             "var_interval": 1,
@@ -171,8 +171,9 @@ class ZeroOneAdam(OneBit):
                 state = self.state.get(param)
                 if not state or "momentum_accumulator" not in state:
                     continue
-                # Back to the weights that all ranks have. Multiplied by its divisor the sum of updates is
-                # a sum of momenta, whose elements are alike in size, as sign bits need it.
+                # Back to the weights that all ranks have. Multiplied by its divisor the sum of
+                # updates is a sum of momenta, whose elements have similar sizes, as compression to
+                # signs needs.
                 total = state["momentum_accumulator"]
                 param.sub_(total)
                 divisor = denominator(state["exp_avg_sq"], group)

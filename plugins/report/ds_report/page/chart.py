@@ -36,7 +36,7 @@ class Chart:
     lines: list[Line]
     # Whether the y axis begins at 0.
     zero: bool = False
-    # What stands below the chart.
+    # The text below the chart.
     note: str = ""
     # First and last value of each axis, and the ticks as (place in percent, text).
     x_range: tuple[float, float] = field(init=False)

@@ -53,7 +53,7 @@ def gave_no_sign(now: Mapping[str, Any], clock: float) -> bool:
             os.kill(pid, 0)
         except ProcessLookupError:
             return True
-        except OSError:  # somebody else's, so it is alive
+        except OSError:  # it belongs to another user, so it is alive
             pass
     return False
 

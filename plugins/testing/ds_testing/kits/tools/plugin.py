@@ -346,7 +346,7 @@ def _comparable(answer: Any) -> Any:
     time."""
     if isinstance(answer, dict):
         return {key: _comparable(entry) for key, entry in answer.items()}
-    # a model may be made anew each time
+    # the model may be created on each call
     if isinstance(answer, type) and issubclass(answer, BaseModel):
         return answer.__name__, answer.model_json_schema()
     if isinstance(answer, list):
