@@ -10,8 +10,9 @@ import torch
 from ds_testing import run_ranks
 from ds_zero.buckets.choose import masters_kind
 from ds_zero.buckets.evicted import Evicted
-from ds_zero.buckets.masters import Deferred, DeviceCopy, InStore, Masters, Sizes
-from ds_zero.buckets.weights import EvictedShard, HostShard, Sharded, Weights
+from ds_zero.buckets.masters import Deferred, DeviceCopy, InStore, Masters
+from ds_zero.buckets.sizes import Place, Sizes
+from ds_zero.buckets.weights import EvictedShard, HostShard, Sharded, Weights, weights_kind
 from ds_zero.reduce.bucket_grads import Grads, HostGrads
 
 from ds_core.partition import GradState
@@ -45,8 +46,51 @@ def test_masters_that_are_updated_at_other_times() -> None:
     assert masters_kind(Weights, same=True, resident=True, deferred=True) is Deferred
 
 
+@pytest.mark.parametrize(
+    ("sharded", "resident", "kind", "place"),
+    [
+        (False, None, Weights, Place.DEVICE),
+        (False, True, Weights, Place.DEVICE),  # replicated weights are not offloaded
+        (True, None, Sharded, Place.DEVICE),
+        (True, True, HostShard, Place.HOST),
+        (True, False, EvictedShard, Place.DISK),
+    ],
+)
+def test_where_weights_are(
+    sharded: bool, resident: bool | None, kind: type[Weights], place: Place
+) -> None:
+    assert weights_kind(sharded=sharded, resident=resident) is kind
+    assert kind.place is place
+
+
+def sizes_of(weights: Place) -> Sizes:
+    """A 16-bit bucket with wide masters."""
+    return Sizes(
+        total=100,
+        shard=50,
+        own=48,
+        weight=torch.bfloat16,
+        master=torch.float32,
+        gradient=torch.float32,
+        state_bytes=8,
+        weights=weights,
+    )
+
+
+def test_new_weights_are_staged_unless_the_step_writes_them_on_the_host() -> None:
+    assert InStore.memory(sizes_of(Place.DEVICE)).staged == 50 * 2
+    assert InStore.memory(sizes_of(Place.HOST)).staged == 0
+    assert DeviceCopy.memory(sizes_of(Place.HOST)).staged == 0
+
+
+def test_masters_updated_at_other_times_have_no_waiting_gradients() -> None:
+    deferred = Deferred.memory(sizes_of(Place.HOST))
+    assert (deferred.gradients, deferred.staged) == (0, 50 * 2)
+    assert InStore.memory(sizes_of(Place.HOST)).gradients == 50 * 4
+
+
 def bytes_of(zero: dict[str, Any], dtype: str, folder: Path | None) -> list[tuple[int, int]]:
-    """For each trained bucket, what `Masters.memory` says and what there is."""
+    """For each trained bucket, what its classes say of masters and weights, and what there is."""
     engine = make(zero, folder, dtype=dtype)
     x = torch.ones(2, 7, dtype=engine.ctx.precision.param or torch.float32)
     engine.backward(engine(x))
@@ -59,18 +103,21 @@ def bytes_of(zero: dict[str, Any], dtype: str, folder: Path | None) -> list[tupl
         grads = engine.partitioner.reducer.grads(bucket)
         host = grads.host if isinstance(grads, HostGrads) else None
         sizes = Sizes(
+            total=bucket.layout.total,
             shard=bucket.layout.shard_numel,
             own=sum(p.stop - p.start for p in bucket.fragments),
             weight=bucket.dtype,
             master=masters.dtype,
-            gradient=None if host is None else host.dtype,
+            gradient=grads.dtype if host is None else host.dtype,
             state_bytes=0,
-            on_host=bucket.weights.on_host is not None,
+            weights=bucket.weights.place,
         )
         said = type(masters).memory(sizes)
         there = 0 if masters.flat is bucket.weights.shard else masters.flat.nbytes
         there += 0 if host is None else host.numel() * host.itemsize
         found.append((said.masters + said.gradients, there))
+        kept = bucket.weights.shard if bucket.weights.sharded else bucket.full
+        found.append((bucket.weights.memory(sizes), kept.nbytes))
     engine.destroy()
     return found
 

@@ -8,6 +8,7 @@ import torch
 
 from ds_zero.buckets.evicted import Evicted
 from ds_zero.buckets.masters import Deferred, DeviceCopy, InStore, Masters
+from ds_zero.buckets.sizes import choose_dtype
 from ds_zero.buckets.weights import HostShard, Weights
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def choose_masters(
     """
     weights = bucket.weights
     store = placement.masters if bucket.trains else None
-    dtype = wanted if wanted is not None and bucket.full.is_floating_point() else bucket.dtype
+    dtype = choose_dtype(bucket.dtype, wanted)
     kind = masters_kind(
         type(weights),
         same=dtype == bucket.dtype,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ds_zero.buckets.masters import InStore
 from ds_zero.buckets.records import Fragment
+from ds_zero.buckets.sizes import Place
 from ds_zero.reduce.bucket_grads import EvictedGrads, Grads
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 class Evicted(InStore):
     """Masters and optimizer states in a store that frees memory: a step brings in one bucket."""
+
+    place = Place.DISK
 
     store: StateStore
 

@@ -29,6 +29,7 @@ from ds_core import comm
 from ds_zero.buckets.flat import FlatBucket
 from ds_zero.buckets.masters import Masters
 from ds_zero.buckets.records import Fragment
+from ds_zero.buckets.sizes import choose_dtype
 from ds_zero.reduce.bucket_grads import Grads
 
 if TYPE_CHECKING:
@@ -66,17 +67,18 @@ def assign_owners(ctx: Context, buckets: Sequence[FlatBucket]) -> None:
 
     Collective over the replicas.
     """
+    wanted = ctx.precision.master
     by_axes: dict[tuple[str, ...], list[FlatBucket]] = {}
     for bucket in buckets:
         by_axes.setdefault(bucket.axes, []).append(bucket)
     for members in by_axes.values():
         places = [(b, i) for b in members for i in range(len(b.params))]
-        sizes = [b.layout.sizes[i] * _master_dtype(ctx, b).itemsize for b, i in places]
+        sizes = [b.layout.sizes[i] * choose_dtype(b.dtype, wanted).itemsize for b, i in places]
         owners = choose_owners(sizes, [_holder(b, i) for b, i in places], members[0].world)
         for bucket in members:
             mine = owners[: len(bucket.params)]
             owners = owners[len(bucket.params) :]
-            bucket.masters = FullTensors(bucket, mine, _master_dtype(ctx, bucket))
+            bucket.masters = FullTensors(bucket, mine, choose_dtype(bucket.dtype, wanted))
             bucket.masters.refresh()
 
 
@@ -84,11 +86,6 @@ def _holder(bucket: FlatBucket, index: int) -> int | None:
     """The rank whose shard contains all of a parameter, if there is one."""
     ranks = bucket.layout.ranks(index)
     return ranks[0] if len(ranks) == 1 else None
-
-
-def _master_dtype(ctx: Context, bucket: FlatBucket) -> torch.dtype:
-    wanted = ctx.precision.master
-    return wanted if wanted is not None and bucket.full.is_floating_point() else bucket.dtype
 
 
 class FullTensors(Masters):

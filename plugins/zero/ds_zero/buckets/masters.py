@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from ds_state_stores import StateStore
 from torch import Tensor, nn
 
 from ds_zero.buckets.records import Fragment
+from ds_zero.buckets.sizes import Bytes, Place, Sizes
 from ds_zero.reduce.bucket_grads import Grads, HostGrads
 
 if TYPE_CHECKING:
@@ -29,42 +30,6 @@ if TYPE_CHECKING:
     from ds_zero.buckets.flat import FlatBucket
     from ds_zero.buckets.records import DeferredUpdates
     from ds_zero.reduce.bucket_grads import GradRules
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """One bucket on one rank, as `Masters.memory` counts it."""
-
-    # Elements of the shard, with its padding and without.
-    shard: int
-    own: int
-
-    weight: torch.dtype
-    master: torch.dtype
-    # Of reduced gradients that wait for the host; None: they are on the device.
-    gradient: torch.dtype | None
-
-    # Bytes of the optimizer's states per element.
-    state_bytes: int
-    # Whether the shard of the weights is in host memory, or behind it.
-    on_host: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Bytes:
-    """Bytes of one bucket on one rank, where its masters are kept."""
-
-    masters: int
-    """What the optimizer updates, where it is a copy."""
-
-    states: int
-    """The optimizer's states."""
-
-    gradients: int
-    """Reduced gradients that wait for the host."""
-
-    staged: int = 0
-    """New weights on their way from the host to the device."""
 
 
 class Masters:
@@ -78,6 +43,9 @@ class Masters:
 
     full_tensors = False
     """Whether fragments are full parameters in their shapes, not ranges of flattened ones."""
+
+    place: Place | None = None
+    """Where masters and optimizer states are between steps; None: where the shard is."""
 
     evicts: StateStore | None = None
     """The store that frees the memory of masters and optimizer states; None: always in memory."""
@@ -120,11 +88,16 @@ class Masters:
     @classmethod
     def memory(cls, sizes: Sizes) -> Bytes:
         """The memory that a bucket of these `sizes` takes; what `dscore plan` adds up."""
-        gradient = 0 if sizes.gradient is None else sizes.gradient.itemsize
+        place = sizes.weights if cls.place is None else cls.place
+        # On the device reduced gradients are in the reducer's buffers.
+        waits = place is not Place.DEVICE
+        full = sizes.shard * sizes.master.itemsize
         return Bytes(
-            masters=sizes.shard * sizes.master.itemsize if cls.copied else 0,
+            place,
+            masters=full if cls.copied else 0,
             states=sizes.own * sizes.state_bytes,
-            gradients=sizes.shard * gradient,
+            gradients=sizes.shard * sizes.gradient.itemsize if waits else 0,
+            cast=full if sizes.gradient != sizes.master else 0,
         )
 
     def rest(self) -> None:
@@ -228,6 +201,7 @@ class DeviceCopy(Masters):
     """Masters with memory of their own on the device, in any dtype."""
 
     copied = True
+    place = Place.DEVICE
 
     def __init__(
         self, bucket: FlatBucket, flat: Shaped[Tensor, " shard"], store: StateStore | None = None
@@ -279,6 +253,8 @@ class DeviceCopy(Masters):
 class InStore(DeviceCopy):
     """Masters in host memory, in a store that keeps them there: the host does the step."""
 
+    place = Place.HOST
+
     @property
     def movable(self) -> list[Fragment]:
         """See `Masters.movable`."""
@@ -287,9 +263,9 @@ class InStore(DeviceCopy):
     @classmethod
     def memory(cls, sizes: Sizes) -> Bytes:
         """See `Masters.memory`: also new weights that are copied to the device."""
-        staged = sizes.master != sizes.weight and not sizes.on_host
-        found = super().memory(sizes)
-        return replace(found, staged=sizes.shard * sizes.weight.itemsize if staged else 0)
+        # A step writes into weights that are on the host themselves.
+        to_device = sizes.weights is Place.DEVICE
+        return replace(super().memory(sizes), staged=sizes.narrow_bytes if to_device else 0)
 
 
 class Deferred(InStore):
@@ -300,6 +276,13 @@ class Deferred(InStore):
 
     updates: DeferredUpdates | None = None
     """Who updates them; None before it is there, and when it has ended."""
+
+    @classmethod
+    def memory(cls, sizes: Sizes) -> Bytes:
+        """See `Masters.memory`: without gradients, of which `updates` has sums in their dtype."""
+        # Weights keep their values until `updates` writes them, so new ones are made beside them,
+        # also on the host.
+        return replace(super().memory(sizes), gradients=0, cast=0, staged=sizes.narrow_bytes)
 
     def publish(self, unused: Iterable[Fragment]) -> None:
         """Nothing: `updates` writes weights."""

@@ -10,6 +10,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ds_zero.buckets.sizes import Place, Sizes
+
 if TYPE_CHECKING:
     from ds_state_stores import StateStore
     from jaxtyping import Shaped
@@ -24,6 +26,9 @@ class Weights:
 
     sharded = False
     """Whether a rank keeps its shard only, so that weights are gathered before they are used."""
+
+    place = Place.DEVICE
+    """Where they are between steps."""
 
     shard: Shaped[Tensor, " shard"]
     """This rank's shard, flat."""
@@ -49,6 +54,11 @@ class Weights:
     def _keep(self, mine: Tensor) -> Tensor:
         """The shard as it is kept, from this rank's range of the full buffer."""
         return mine
+
+    @classmethod
+    def memory(cls, sizes: Sizes) -> int:
+        """The bytes that a bucket of these `sizes` takes at `place`; `dscore plan` adds them up."""
+        return (sizes.shard if cls.sharded else sizes.total) * sizes.weight.itemsize
 
     def rest(self) -> None:
         """Free what need not be in memory between steps; called once, when masters were made."""
@@ -104,6 +114,8 @@ class Sharded(Weights):
 class HostShard(Sharded):
     """Offloaded: a store keeps the shard in host memory."""
 
+    place = Place.HOST
+
     def __init__(self, mine: Tensor, slices: Sequence[slice], placement: StatePlacement) -> None:
         assert placement.shards is not None and placement.transfers is not None
         self.on_host = placement.shards
@@ -130,6 +142,8 @@ class EvictedShard(HostShard):
 
     It goes from evicted to read ahead to in use and back; `acquire` and `release` count its users.
     """
+
+    place = Place.DISK
 
     def __init__(self, mine: Tensor, slices: Sequence[slice], placement: StatePlacement) -> None:
         super().__init__(mine, slices, placement)
@@ -204,6 +218,18 @@ class EvictedShard(HostShard):
             self._store.evict([self.shard], changed=False)
 
 
+def weights_kind(*, sharded: bool, resident: bool | None) -> type[Weights]:
+    """The class of a bucket's weights; also for plans, which have no tensors.
+
+    resident: whether the store of shards keeps them in memory; None: there is no store.
+    """
+    if not sharded:
+        return Weights
+    if resident is None:
+        return Sharded
+    return HostShard if resident else EvictedShard
+
+
 def place_weights(
     mine: Tensor, slices: Sequence[slice], sharded: bool, placement: StatePlacement
 ) -> Weights:
@@ -211,9 +237,8 @@ def place_weights(
 
     slices: the part of each parameter in it.
     """
-    if not sharded:
-        return Weights(mine, slices, placement.transfers)
-    if placement.shards is None:
-        return Sharded(mine, slices, placement.transfers)
-    kind = HostShard if placement.shards.resident else EvictedShard
-    return kind(mine, slices, placement)
+    store = placement.shards
+    kind = weights_kind(sharded=sharded, resident=None if store is None else store.resident)
+    if issubclass(kind, HostShard):
+        return kind(mine, slices, placement)
+    return kind(mine, slices, placement.transfers)

@@ -50,11 +50,6 @@ class SimulatedBucket:
         """Bytes of one rank's shard of the weights."""
         return self.layout.shard_numel * self.dtype.itemsize
 
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of the unsharded weights, padding included."""
-        return self.layout.total * self.dtype.itemsize
-
     def owned(self, rank: int) -> int:
         """Elements of parameters in the shard of `rank`: without padding."""
         spans = (self.layout.span(index, rank) for index in range(len(self.params)))

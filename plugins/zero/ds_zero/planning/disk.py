@@ -1,6 +1,6 @@
 """What a rank holds in memory and on disk where a store frees memory.
 
-See `ds_zero.offload.tiled_step` and `ds_zero.offload.away`.
+See `ds_zero.offload.tiled_step` and `ds_zero.buckets.evicted`.
 
 Stores keep their buffers, so what is at most under way counts for the whole run: the bucket that a
 step updates, with those that are read and written beside it, and the weights that are read ahead.
@@ -11,37 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ds_zero.buckets.sizes import Bytes, Place
 from ds_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Resting:
-    """Bytes of one bucket's states on this rank."""
-
-    masters: int
-
-    states: int
-
-    gradients: int
-
-    weights: int
-    """0 where they are not kept on disk."""
-
-    shard: int
-    """Its elements."""
-
-    kept: int = 2
-    """The number of the optimizer's states per parameter."""
-
-    @property
-    def tensors(self) -> list[int]:
-        """What a step writes, without weights: the masters, and each of the `kept` states."""
-        return [self.masters, *([self.states // self.kept] * self.kept if self.kept else [])]
-
-    @property
-    def tile(self) -> int:
-        """What a step brings into memory, without weights."""
-        return self.masters + self.states + self.gradients
+from ds_zero.planning.buckets import SimulatedBucket
+from ds_zero.planning.states import RankStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,55 +34,66 @@ class Rest:
     """What is on disk."""
 
 
-def rest_on_disk(buckets: Sequence[Resting], section: ZeroConfig) -> Rest:
+def rest_on_disk(
+    buckets: Sequence[SimulatedBucket], states: RankStates, section: ZeroConfig
+) -> Rest:
     """What `buckets` take under the config's offload sections, or their defaults."""
-    states = section.offload_optimizer or OffloadOptimizer()
     weights = section.weights_offload or OffloadParam()
     # The first buckets that fit stay in memory: what is needed first cannot be read ahead.
     in_memory = 0
     room = weights.max_in_cpu
-    offloaded: list[Resting] = []
+    evicted: list[SimulatedBucket] = []
     for bucket in buckets:
-        if bucket.weights and bucket.shard <= room:
-            room -= bucket.shard
-            in_memory += bucket.weights
-        elif bucket.weights:
-            offloaded.append(bucket)
+        if states.weights(bucket).place is not Place.DISK:
+            continue
+        if bucket.layout.shard_numel <= room:
+            room -= bucket.layout.shard_numel
+            in_memory += bucket.shard_bytes
+        else:
+            evicted.append(bucket)
+    tiles = [states.masters(bucket) for bucket in buckets if bucket.trained]
     return Rest(
         weights_in_memory=in_memory,
-        state_buffers=_state_buffers(buckets, states),
-        weight_buffers=_weight_buffers(offloaded, weights),
-        disk=sum(b.tile for b in buckets) + sum(b.weights for b in offloaded),
+        state_buffers=_state_buffers(
+            tiles, section.offload_optimizer or OffloadOptimizer(), states.run.states
+        ),
+        weight_buffers=_weight_buffers(evicted, weights),
+        disk=sum(tile.total for tile in tiles) + sum(b.shard_bytes for b in evicted),
     )
 
 
-def _state_buffers(buckets: Sequence[Resting], section: OffloadOptimizer) -> int:
-    """The most bytes of states in memory: in the step, or of gradients in backward."""
+def _state_buffers(tiles: Sequence[Bytes], section: OffloadOptimizer, kept: int) -> int:
+    """The most bytes of states in memory: in the step, or of gradients in backward.
+
+    kept: the number of the optimizer's states per parameter.
+    """
     most = 0
-    nothing = Resting(0, 0, 0, 0, 0)
-    tiles = [b for b in buckets if b.tile]
+    nothing = Bytes(Place.DISK)
+    tiles = [tile for tile in tiles if tile.total]
     writes_behind = section.pipeline_write and section.buffer_count
     leaving: list[int] = []
     for tile, following in zip(tiles, [*tiles[1:], nothing], strict=True):
         # Tensors of earlier buckets that are still being written.
         behind = sum(leaving[-section.buffer_count :]) if writes_behind else 0
-        leaving = [*leaving[-section.buffer_count :], *tile.tensors]
+        # A step writes the masters, and each of the `kept` states.
+        written = [tile.masters, *([tile.states // kept] * kept if kept else [])]
+        leaving = [*leaving[-section.buffer_count :], *written]
         read_ahead = following if section.pipeline_read else nothing
-        later = tile.tile + read_ahead.tile
+        later = tile.total + read_ahead.total
         # The first step makes the states, and joins them; there are none to be read yet.
-        first = tile.tile + tile.states + read_ahead.tile - read_ahead.states
+        first = tile.total + tile.states + read_ahead.total - read_ahead.states
         most = max(most, behind + max(later, first))
     # In backward reduced gradients are written while the next ones come.
-    reduced = sorted((b.gradients for b in tiles), reverse=True)[: section.buffer_count + 1]
+    reduced = sorted((tile.gradients for tile in tiles), reverse=True)[: section.buffer_count + 1]
     return max(most, sum(reduced))
 
 
-def _weight_buffers(offloaded: Sequence[Resting], section: OffloadParam) -> int:
+def _weight_buffers(evicted: Sequence[SimulatedBucket], section: OffloadParam) -> int:
     """The most bytes of weights in memory: while they are read ahead, or written in the step."""
-    sizes = [b.weights for b in offloaded]
-    if not sizes:
+    if not evicted:
         return 0
-    itemsize = max(b.weights // b.shard for b in offloaded if b.shard)
+    sizes = [b.shard_bytes for b in evicted]
+    itemsize = max(b.dtype.itemsize for b in evicted)
     window = section.buffer_count * section.buffer_size * itemsize
     reading = min(sum(sizes), window + max(sizes))
     leaving = sum(sorted(sizes, reverse=True)[: section.buffer_count + 1])

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ds_core.precision import Precision, wire_dtypes
+from ds_zero.buckets.sizes import choose_dtype
 from ds_zero.gather.scheduler import narrower_dtype
 
 if TYPE_CHECKING:
@@ -35,13 +36,11 @@ class Dtypes:
 
     def master(self, bucket: SimulatedBucket) -> torch.dtype:
         """Of what the optimizer updates."""
-        wanted = self.precision.master
-        return wanted if wanted is not None and bucket.dtype.is_floating_point else bucket.dtype
+        return choose_dtype(bucket.dtype, self.precision.master)
 
     def grad(self, bucket: SimulatedBucket) -> torch.dtype:
         """In which gradients accumulate on the device."""
-        wanted = self.precision.accumulate
-        return wanted if wanted is not None and bucket.dtype.is_floating_point else bucket.dtype
+        return choose_dtype(bucket.dtype, self.precision.accumulate)
 
     def reduced(self, bucket: SimulatedBucket) -> torch.dtype:
         """In which gradients are sent: the widest that any parameter asks for, as in `Reducer`."""

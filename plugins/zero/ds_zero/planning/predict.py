@@ -8,12 +8,12 @@ same parameters.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from ds_plan import Kinds, Need, Offload, PlannedRun, join
 from torch import nn
 
+from ds_zero.buckets.sizes import Place, choose_dtype
 from ds_zero.config import ZeroConfig
 from ds_zero.planning.buckets import Laid, SimulatedBucket, SimulatedUnit, bytes_of, lay_out
 from ds_zero.planning.disk import rest_on_disk
@@ -63,11 +63,13 @@ def predict(
     blocks = Blocks.of(section, run.world)
     dtypes = Dtypes.of(module, run.precision)
     laid = lay_out(module, section, blocks.sharded, offload.weights)
-    states = RankStates(run, offload, dtypes, rank % blocks.sharded)
-    device, host = _place_weights(laid, offload, blocks, dtypes)
+    states = RankStates(
+        run, offload, dtypes, rank % blocks.sharded, deferred=defers(section, offload)
+    )
+    device, host = _place_weights(laid, states, blocks)
     device = join(device, _count_passes(module, section, laid, blocks, states))
     more_on_device, more_on_host, disk = _place_states(section, laid, states)
-    traffic = Traffic(section, run, blocks, offload, dtypes)
+    traffic = Traffic(section, blocks, states)
     traffic.count(laid)
     return Need(
         stage=section.stage,
@@ -83,22 +85,19 @@ def predict(
     )
 
 
-def _place_weights(
-    laid: Laid, offload: Offload, blocks: Blocks, dtypes: Dtypes
-) -> tuple[Kinds, Kinds]:
+def _place_weights(laid: Laid, states: RankStates, blocks: Blocks) -> tuple[Kinds, Kinds]:
     """Weights between steps: on the device, on the host."""
-    full = sum(b.full_bytes for b in laid.buckets if b.replicated) + bytes_of(laid.loose)
-    shards = sum(b.shard_bytes for b in laid.buckets if not b.replicated)
+    found = dict.fromkeys(Place, 0)
+    found[Place.DEVICE] = bytes_of(laid.loose)
+    for bucket in laid.buckets:
+        found[states.weights(bucket).place] += states.weights(bucket).memory(states.sizes(bucket))
     if blocks.second:
-        # A second copy is kept in the dtype in which weights are gathered.
-        shards += sum(
-            unit.bucket.layout.total // blocks.size * dtypes.gathered(unit.bucket).itemsize
-            for unit in laid.units
-        )
-    if offload.weights and not offload.on_disk:
-        return Kinds(parameters=full), Kinds(parameters=shards)
+        for bucket in (unit.bucket for unit in laid.units):
+            # A second copy is kept in the dtype in which weights are gathered.
+            second = bucket.layout.total // blocks.size * states.dtypes.gathered(bucket).itemsize
+            found[states.weights(bucket).place] += second
     # What a store on disk leaves in memory is counted with its buffers.
-    return Kinds(parameters=full + (0 if offload.weights else shards)), Kinds()
+    return Kinds(parameters=found[Place.DEVICE]), Kinds(parameters=found[Place.HOST])
 
 
 def _count_passes(
@@ -115,7 +114,7 @@ def _count_passes(
         overlap=section.overlap,
         eager=section.contiguous_gradients or states.run.precision.accumulate is not None,
         scatter=section.reduce_scatter,
-        to_host=states.offload is not Offload.NONE and not defers(section, states.offload),
+        to_host=any(states.masters(bucket).gradients for bucket in laid.trained),
         grad=dtypes.grad,
         reduced=dtypes.reduced,
     )
@@ -151,34 +150,30 @@ def _order_of_arrival(module: nn.Module, trained: Sequence[SimulatedBucket]) -> 
 
 def _place_states(section: ZeroConfig, laid: Laid, states: RankStates) -> tuple[Kinds, Kinds, int]:
     """Masters, optimizer states and what a step needs: on the device, on the host, bytes on disk."""
-    offload = states.offload
     trained = laid.trained
-    if offload is Offload.NONE:
-        return states.optimized(trained), Kinds(), 0
-    if offload.on_disk:
-        rest = rest_on_disk([states.on_disk(bucket) for bucket in laid.buckets], section)
-        host = Kinds(
+    device = states.kept(trained, Place.DEVICE)
+    staged = sum(states.masters(bucket).staged for bucket in trained)
+    host = join(states.kept(trained, Place.HOST), Kinds(buckets=staged))
+    if states.offload is Offload.NONE:
+        return device, host, 0
+    if states.offload.on_disk:
+        rest = rest_on_disk(laid.buckets, states, section)
+        in_memory = Kinds(
             parameters=rest.weights_in_memory,
-            buckets=states.staged(trained) + rest.state_buffers,
+            buckets=rest.state_buffers,
             gathered=rest.weight_buffers,
         )
-        return Kinds(), host, rest.disk
-    if defers(section, offload):
-        assert section.zenflow is not None
+        return device, join(host, in_memory), rest.disk
+    if section.zenflow is not None:
         dtypes = states.dtypes
-        # The host has masters of all weights, also where it keeps weights in the same dtype.
-        optimized = replace(states, offload=Offload.OPTIMIZER).optimized(trained)
-        device, host = held(
+        chosen, sums = held(
             trained, section.zenflow, states.run.kept, states.rank, dtypes.master, dtypes.grad
         )
-        # `held` counts all gradients on the host.
-        return device, join(replace(optimized, cast=0), host), 0
-    buffers = states.copy_buffers(trained) + states.staged(trained)
+        return join(device, chosen), join(host, sums), 0
+    buffers = states.copy_buffers(trained)
     if section.offload_optimizer is not None and section.offload_optimizer.super_offload:
         buffers += sum(states.saved(bucket) for bucket in trained)
-    gradients = states.gradients_on_host(trained)
-    host = join(states.optimized(trained), Kinds(gradients=gradients, buckets=buffers))
-    return Kinds(), host, 0
+    return device, join(host, Kinds(buckets=buffers)), 0
 
 
 # -- stage 0 ---------------------------------------------------------------------------------------
@@ -216,9 +211,8 @@ def _replicated_states(param: nn.Parameter, wire: torch.dtype, run: PlannedRun) 
     precision = run.precision
     size = param.numel()
     own = param.dtype
-    floating = param.is_floating_point()
-    master = precision.master if precision.master and floating else own
-    grad = precision.accumulate if precision.accumulate and floating else own
+    master = choose_dtype(own, precision.master)
+    grad = choose_dtype(own, precision.accumulate)
     reduction = (size + 1) * wire.itemsize if run.world > 1 else 0
     gradients = reduction
     masters = cast = fresh = 0

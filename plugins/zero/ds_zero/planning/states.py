@@ -1,21 +1,26 @@
-"""Masters, optimizer states and gradients of one rank, on the device and on the host."""
+"""What one rank keeps of its buckets, and where, as the classes of training answer it.
+
+The classes are chosen by the functions that training calls (`ds_zero.buckets.weights.weights_kind`,
+`ds_zero.buckets.choose.masters_kind`), and say where their memory is and how much they take.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import torch
 from ds_plan import Kinds, Offload, PlannedRun
 
+from ds_zero.buckets.choose import masters_kind
+from ds_zero.buckets.sizes import Bytes, Place, Sizes, waiting_dtype
+from ds_zero.buckets.weights import Weights, weights_kind
 from ds_zero.planning.buckets import SimulatedBucket
-from ds_zero.planning.disk import Resting
 from ds_zero.planning.dtypes import Dtypes
 
 
 @dataclass(frozen=True, slots=True)
 class RankStates:
-    """What one rank keeps of buckets besides weights."""
+    """What one rank keeps of buckets."""
 
     run: PlannedRun
 
@@ -26,60 +31,69 @@ class RankStates:
     rank: int
     """Among those over which states are sharded."""
 
-    def optimized(self, buckets: Iterable[SimulatedBucket]) -> Kinds:
-        """Masters, the optimizer's states, and gradients in the masters' dtype."""
-        masters = states = cast = 0
-        for bucket in buckets:
-            size = bucket.layout.shard_numel
-            own = self.dtypes.master(bucket)
-            if self.copies_masters(bucket) or own != bucket.dtype:
-                masters += size * own.itemsize
-            # The optimizer has no state for padding.
-            states += bucket.owned(self.rank) * self.run.kept(own)
-            on_device = self.offload is Offload.NONE
-            grad = self.dtypes.grad(bucket) if on_device else self.host_grad(bucket)
-            if self.run.casts and grad != own:
-                cast += size * own.itemsize
-        return Kinds(masters=masters, states=states, cast=cast)
+    deferred: bool
+    """Whether ZenFlow updates masters, so that reduced gradients stay on the device until the step."""
 
-    def copies_masters(self, bucket: SimulatedBucket) -> bool:
-        """Whether masters are copies even in the weights' dtype.
+    _masters: dict[SimulatedBucket, Bytes] = field(default_factory=dict, init=False, repr=False)
+    """What `masters` has found."""
 
-        On the host they are, except of weights that are kept there too.
-        """
-        if self.offload is Offload.ALL:
-            return bucket.replicated
-        return self.offload is not Offload.NONE
+    def weights(self, bucket: SimulatedBucket) -> type[Weights]:
+        """The class of its weights."""
+        resident = not self.offload.on_disk if self.offload.weights else None
+        return weights_kind(sharded=not bucket.replicated, resident=resident)
 
-    def host_grad(self, bucket: SimulatedBucket) -> torch.dtype:
-        """The dtype of gradients on the host: the masters', in which they are summed, or, where
-        there is nothing to sum, that of the reduction.
-        """
-        accumulate = self.run.precision.accumulate
-        if accumulate is not None:
-            return accumulate
-        return self.dtypes.reduced(bucket) if self.run.gas == 1 else self.dtypes.master(bucket)
+    def masters(self, bucket: SimulatedBucket) -> Bytes:
+        """The masters, states and waiting gradients of a trained bucket, and where they are."""
+        if bucket not in self._masters:
+            kind = masters_kind(
+                self.weights(bucket),
+                same=self.dtypes.master(bucket) == bucket.dtype,
+                resident=None if self.offload is Offload.NONE else not self.offload.on_disk,
+                deferred=self.deferred,
+            )
+            self._masters[bucket] = kind.memory(self.sizes(bucket))
+        return self._masters[bucket]
 
-    def gradients_on_host(self, buckets: Iterable[SimulatedBucket]) -> int:
-        """Bytes of reduced gradients."""
-        return sum(b.layout.shard_numel * self.host_grad(b).itemsize for b in buckets)
+    def sizes(self, bucket: SimulatedBucket) -> Sizes:
+        """What the classes are asked with."""
+        master = self.dtypes.master(bucket)
+        if self.offload is Offload.NONE:
+            gradient = self.dtypes.grad(bucket)
+        else:
+            gradient = waiting_dtype(
+                self.dtypes.reduced(bucket),
+                master,
+                self.run.precision.accumulate,
+                once=self.run.gas == 1,
+            )
+        return Sizes(
+            total=bucket.layout.total,
+            shard=bucket.layout.shard_numel,
+            own=bucket.owned(self.rank),
+            weight=bucket.dtype,
+            master=master,
+            gradient=gradient,
+            state_bytes=self.run.kept(master),
+            weights=self.weights(bucket).place,
+        )
 
-    def is_staged(self, bucket: SimulatedBucket) -> bool:
-        """Whether a step on the host leaves 16-bit weights there, to be copied to the device."""
-        on_device = not self.offload.weights or bucket.replicated
-        return self.dtypes.master(bucket) != bucket.dtype and on_device
+    def kept(self, trained: Iterable[SimulatedBucket], place: Place) -> Kinds:
+        """What is at `place` besides weights."""
+        found = [f for f in map(self.masters, trained) if f.place is place]
+        return Kinds(
+            masters=sum(f.masters for f in found),
+            states=sum(f.states for f in found),
+            gradients=sum(f.gradients for f in found),
+            cast=sum(f.cast for f in found) if self.run.casts else 0,
+        )
 
-    def staged(self, buckets: Iterable[SimulatedBucket]) -> int:
-        """Bytes of those weights."""
-        return sum(bucket.shard_bytes for bucket in buckets if self.is_staged(bucket))
-
-    def copy_buffers(self, buckets: Iterable[SimulatedBucket]) -> int:
+    def copy_buffers(self, trained: Iterable[SimulatedBucket]) -> int:
         """Bytes of the two staging buffers for copies between device and host, see
         `ds_zero.offload.placement`.
         """
         sizes = (
             b.layout.shard_numel * max(self.dtypes.reduced(b).itemsize, b.dtype.itemsize)
-            for b in buckets
+            for b in trained
         )
         return 2 * max(sizes, default=0)
 
@@ -87,25 +101,11 @@ class RankStates:
         """Bytes in which a bucket that is updated before the step is saved, see
         `ds_zero.offload.super_offload`.
         """
-        own = self.dtypes.master(bucket)
+        found = self.masters(bucket)
         # Weights on the host that are their own masters are updated in the step alone.
-        if self.offload is Offload.ALL and not bucket.replicated and own == bucket.dtype:
+        if not found.masters:
             return 0
+        sizes = self.sizes(bucket)
         # 16-bit weights on the host are written to memory of their own until the step.
-        written = own != bucket.dtype and not self.is_staged(bucket)
-        itemsize = own.itemsize + self.run.kept(own) + (bucket.dtype.itemsize if written else 0)
-        return bucket.layout.shard_numel * itemsize
-
-    def on_disk(self, bucket: SimulatedBucket) -> Resting:
-        """What a store that frees memory has of a bucket."""
-        trained = [bucket] if bucket.trained else []
-        optimized = self.optimized(trained)
-        weights = self.offload.weights and not bucket.replicated
-        return Resting(
-            masters=optimized.masters,
-            states=optimized.states,
-            gradients=self.gradients_on_host(trained),
-            weights=bucket.shard_bytes if weights else 0,
-            shard=bucket.layout.shard_numel,
-            kept=self.run.states,
-        )
+        written = 0 if found.staged else sizes.narrow_bytes
+        return found.masters + sizes.shard * sizes.state_bytes + written

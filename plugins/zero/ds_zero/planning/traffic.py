@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ds_plan import Offload, PlannedRun
-
 from ds_core.errors import UsageError
+from ds_zero.buckets.sizes import Place
 from ds_zero.comm.quantised import GRADIENT_BITS, WEIGHT_BITS, Message, can_quantise
 from ds_zero.config import ZeroConfig
 from ds_zero.planning.buckets import Laid, SimulatedBucket, SimulatedUnit
-from ds_zero.planning.dtypes import Dtypes
+from ds_zero.planning.states import RankStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +48,8 @@ class Traffic:
     """
 
     section: ZeroConfig
-    run: PlannedRun
     blocks: Blocks
-    offload: Offload
-    dtypes: Dtypes
+    states: RankStates
 
     # -- The sums.
 
@@ -87,11 +84,11 @@ class Traffic:
             self._count_reduction(bucket)
             if bucket.replicated:
                 self._count_update(bucket)
-            if self.offload is not Offload.NONE:
+            if self.states.masters(bucket).place is not Place.DEVICE:
                 self._count_copies(bucket)
         for unit in laid.units:
             self._count_gathers(unit)
-        if self.blocks.size == self.run.world:
+        if self.blocks.size == self.states.run.world:
             self.across = 0
 
     @property
@@ -99,16 +96,17 @@ class Traffic:
         """Reductions of a bucket per step: stage 1 accumulates locally, later stages reduce each
         micro-batch.
         """
-        return self.run.gas if self.section.stage > 1 else 1
+        return self.states.run.gas if self.section.stage > 1 else 1
 
     def _count_reduction(self, bucket: SimulatedBucket) -> None:
         """Gradients to the ranks that own them."""
         section = self.section
         shard = bucket.layout.shard_numel
-        itemsize = self.dtypes.reduced(bucket).itemsize
+        itemsize = self.states.dtypes.reduced(bucket).itemsize
         times = self.reductions
+        world = self.states.run.world
         # MiCS: the reduced shards are summed over the blocks, by an all-reduce.
-        summed = times * shard * 2 * (self.run.world - self.blocks.sharded) // self.run.world
+        summed = times * shard * 2 * (world - self.blocks.sharded) // world
         # An all-reduce sends everything twice.
         by_all_reduce = not section.reduce_scatter and section.use_multi_rank_bucket_allreduce
         messages = times * (2 if by_all_reduce else 1)
@@ -139,8 +137,8 @@ class Traffic:
         zenflow = self.section.zenflow
         # ZenFlow copies gradients in the step, others after each reduction.
         times = self.reductions if zenflow is None else 1
-        self.link += bucket.layout.shard_numel * times * self.dtypes.reduced(bucket).itemsize
-        if bucket.replicated or not self.offload.weights:
+        self.link += bucket.layout.shard_numel * times * self.states.dtypes.reduced(bucket).itemsize
+        if self.states.weights(bucket).place is Place.DEVICE:
             every = 1 if zenflow is None else zenflow.update_interval
             # The pace of "auto" is not known before the run.
             self.link += bucket.shard_bytes // (every if isinstance(every, int) else 1)
@@ -150,9 +148,9 @@ class Traffic:
         section = self.section
         bucket = unit.bucket
         shard = bucket.layout.shard_numel
-        itemsize = self.dtypes.gathered(bucket).itemsize
+        itemsize = self.states.dtypes.gathered(bucket).itemsize
         factor = 2 if section.use_all_reduce_for_fetch_params else 1
-        count = unit.gathers * self.run.gas
+        count = unit.gathers * self.states.run.gas
         # hpZ: all gathers stay inside of the block but the first one after a step, which made the
         # second copies stale.
         inner = count - bucket.trained if self.blocks.second and count else 0
@@ -169,5 +167,5 @@ class Traffic:
             itemsize = bucket.dtype.itemsize
         self.sent += message * outer * self.others + inside * itemsize
         self.across += message * outer * self.outside
-        if self.offload.weights:
+        if self.states.weights(bucket).place is not Place.DEVICE:
             self.link += bucket.shard_bytes * outer

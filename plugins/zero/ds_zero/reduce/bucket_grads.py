@@ -16,6 +16,7 @@ from ds_state_stores import StateStore, is_evicted
 from torch import Tensor
 
 from ds_core.partition import GradState
+from ds_zero.buckets.sizes import choose_dtype, waiting_dtype
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped
@@ -190,8 +191,7 @@ class Grads:
     @property
     def wide(self) -> torch.dtype:
         """The dtype in which gradients accumulate on the device."""
-        wanted = self.rules.accumulate if self.bucket.full.is_floating_point() else None
-        return wanted or self.bucket.dtype
+        return choose_dtype(self.bucket.dtype, self.rules.accumulate)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -276,9 +276,14 @@ class HostGrads(Grads):
         wide = self._sum_dtype
         first = self.shard is None
         if first:
-            # The only one of a step needs no wide sum: half the memory, and no cast.
-            narrow_will_do = self.rules.once and self.rules.accumulate is None
-            self._use_host(out.dtype if narrow_will_do else wide)
+            self._use_host(
+                waiting_dtype(
+                    out.dtype,
+                    self.bucket.masters.dtype,
+                    self.rules.accumulate,
+                    once=self.rules.once,
+                )
+            )
         else:
             self.bring()
         assert self.shard is not None

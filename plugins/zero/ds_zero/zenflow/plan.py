@@ -28,13 +28,12 @@ def held(
 ) -> tuple[Kinds, Kinds]:
     """What is on the device, and on the host beside masters and states.
 
-    On the device chosen elements and their states; on the host sums of gradients, the last one, and
-    new weights.
+    On the device chosen elements and their states; on the host sums of gradients, and the last one.
 
     kept: bytes of the optimizer's states per element of a dtype.
     master, grad: the dtypes of masters and of reduced gradients.
     """
-    parts = states = sums = arrived = staged = never = 0
+    parts = states = sums = arrived = never = 0
     for bucket in trained:
         size = bucket.layout.shard_numel
         own = master(bucket)
@@ -53,7 +52,6 @@ def held(
             )
         sums += size * max(own.itemsize, 4) * (2 if keys.overlap_step else 1)
         arrived += size * grad(bucket).itemsize
-        staged += size * bucket.dtype.itemsize if own != bucket.dtype else 0
     device = Kinds(masters=parts, states=states)
-    host = Kinds(gradients=sums + arrived, buckets=staged, states=-never)  # no step there, no state
+    host = Kinds(gradients=sums + arrived, states=-never)  # no step there, no state
     return (Kinds(cast=device.resting), join(host, device)) if keys.offload else (device, host)
