@@ -38,10 +38,11 @@ def offered_by(kind: str, name: str) -> str | None:
 def documented() -> Mapping[str, Mapping[str, Any]]:
     """Documented section -> what is known of it.
 
-    owner: its distribution; "" where ``why`` says why there is none, and what to use. switch, off:
-    the key that turns it off, and the values that do, where that is not ``enabled`` and false.
-    infinity_is_null: Infinity, which some integrations write, is read as null. keys: key -> null,
-    or the keys below it; ``*`` matches any name.
+    owner: its distribution; "" where ``why`` says why there is none, and what to use.
+    switch, off: the key that turns it off, and the values that do, where that is not ``enabled``
+        and false.
+    infinity_is_null: Infinity, which some integrations write, is read as null.
+    keys: key -> null, or the keys below it; ``*`` matches any name.
     """
     return _catalogue()["documented"]
 

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 class Loader(Protocol):
-    """What `training_data` becomes: this rank's batches, epoch after epoch, at a position that can
-    be saved.
+    """This rank's batches, epoch after epoch, at a position that can be saved.
+
+    `training_data` becomes one.
 
     Iterating again starts the next epoch. Making one reads no sample: some ranks never iterate
     theirs. Batches of unequal size carry a weight, since losses are averaged with equal ones; see

@@ -66,9 +66,7 @@ class CommError(DSError, RuntimeError):
 
 
 class LostRankError(CommError):
-    """Another rank did not take part in a collective: its process has ended, or it has given up, or
-    it is too late.
-    """
+    """Another rank did not take part in a collective: it has ended, given up, or is too late."""
 
 
 class RankMismatchError(CommError):

@@ -115,8 +115,9 @@ def _shown(value: Any) -> str:
 
 @dataclass(eq=False)
 class LossScaler:
-    """Static or dynamic loss scale (api.md section 4.2; Micikevicius et al., "Mixed Precision
-    Training", section 3.2).
+    """Static or dynamic loss scale.
+
+    Source: api.md section 4.2; Micikevicius et al., "Mixed Precision Training", section 3.2.
 
     scale: multiplies the loss.
     window: clean steps before it grows by `factor`.

@@ -92,8 +92,9 @@ def show_log() -> None:
 
 
 def reset() -> None:
-    """Destroy live engines, and forget all other state of the process: accelerator, interceptors,
-    plugins.
+    """Destroy live engines, and forget all other state of the process.
+
+    That is the accelerator, interceptors and plugins.
     """
     for engine in STATE.engines:
         engine.destroy()

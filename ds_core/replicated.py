@@ -61,9 +61,7 @@ class Slot:
 
 
 class Replicated(Partitioner):
-    """Every rank holds everything; gradients are averaged over each parameter's replicas in
-    overlapped buckets.
-    """
+    """Every rank keeps all states; gradients are averaged over replicas in overlapped buckets."""
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx

@@ -59,8 +59,10 @@ class Runner(ABC):
 
 
 class Sequential(Runner):
-    """Micro-batches one after the other, forward then backward; the module's output holds the
-    loss."""
+    """Runs micro-batches one after the other, forward then backward.
+
+    The module's output has the loss.
+    """
 
     def train(self, engine: RunningEngine, batches: Iterator[Any], count: int) -> Tensor:
         """See `Runner.train`."""

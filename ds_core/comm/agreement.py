@@ -79,8 +79,9 @@ def together() -> Iterator[None]:
 
 
 def check_ranks_agree(items: Mapping[str, str]) -> None:
-    """Compare `items` (name -> value, secrets already hashed) over all ranks of the world;
-    collective.
+    """Compare `items` over all ranks of the world; collective.
+
+    items: name -> value, with secrets already hashed.
 
     One hash is compared, and the items are exchanged only when it differs. Raises RankMismatchError
     on every rank, naming each key that differs, its values and who holds which.

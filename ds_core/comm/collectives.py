@@ -55,8 +55,7 @@ _makers: Mapping[tuple[str, str], Maker] = {}
 
 
 def use_providers(makers: Mapping[tuple[str, str], Maker]) -> None:
-    """Let ``maker(group, messages)`` give what serves groups of each ``(device type, backend)``
-    from here on.
+    """Serve groups of each ``(device type, backend)`` by ``maker(group, messages)`` from now on.
 
     messages: whether others carried messages of the group before. Every rank calls this between the
     same collectives.
@@ -194,8 +193,9 @@ def reduce_scatter_tensor(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Fill `output` with this rank's n-th part of the reduction of `input` (n times as long, any
-    shape).
+    """Fill `output` with this rank's n-th part of the reduction of `input`.
+
+    `input` is n times as long, of any shape.
     """
     size = members(group)
     _check_lengths("reduce_scatter_tensor", "input", input, "output", output, size)
@@ -219,8 +219,9 @@ def all_to_all_single(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Send the i-th part of `input` (along dim 0) to rank i; `output` takes the parts that come, in
-    rank order.
+    """Send the i-th part of `input` (along dim 0) to rank i.
+
+    `output` receives the ranks' parts, in rank order.
     """
     if (size := members(group)) == 1:
         output.detach().copy_(input.detach())
@@ -294,8 +295,9 @@ def _known(group: ProcessGroup) -> _Group:
 
 
 def called() -> list[tuple[ProcessGroup, int, Mapping[tuple[int, int], int]]]:
-    """Each group, how many collectives this rank has called on it, and how many messages by sender
-    and receiver.
+    """Each group, with the counts of this rank's collectives and messages on it.
+
+    Messages are counted by sender and receiver.
     """
     return [(group, known.count, known.messages) for group, known in list(_groups.items())]
 

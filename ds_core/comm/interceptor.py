@@ -149,9 +149,7 @@ def label(text: str) -> None:
 
 
 def tag() -> int | None:
-    """For transports: the tag of the collective that this thread is starting; None: messages need
-    none.
-    """
+    """The tag of the collective that this thread starts, for transports; None: no tag is needed."""
     return _local.current.tag if _local.current is not None else None
 
 

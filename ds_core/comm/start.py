@@ -98,8 +98,9 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Start torch's default process group, unless one runs already; of one, if no launcher started
-    this process.
+    """Start torch's default process group, unless one runs already.
+
+    It has one rank if no launcher started this process.
 
     dist_backend: None takes the accelerator's.
     auto_mpi_discovery: ask `ds_rendezvous` (MPI, Slurm, ...) when torchrun's variables are missing.

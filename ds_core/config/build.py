@@ -156,8 +156,9 @@ def check_rules(
     newer_than: frozenset[str] = frozenset(),
     more: Iterable[Problem] = (),
 ) -> None:
-    """Ask `ds_check` of all that take part, until no new plugin does: a rule may itself choose what
-    a plugin offers.
+    """Ask `ds_check` of all that take part, until no new plugin does.
+
+    A rule may itself choose what another plugin offers, which then takes part too.
 
     newer_than: who has been asked already.
     more: problems that were found before.

@@ -29,7 +29,9 @@ def bias_gelu(
 ) -> Tensor:
     """GELU of ``x + bias``.
 
-    x: [..., cols]; bias: [cols]; approximate: as `torch.nn.functional.gelu` has it.
+    x: [..., cols].
+    bias: [cols].
+    approximate: as in `torch.nn.functional.gelu`.
     """
     del deterministic  # gradients are always the same bits here
     return F.gelu(wide(x) + wide(bias), approximate=approximate).to(x.dtype)

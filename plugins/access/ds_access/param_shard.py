@@ -122,8 +122,9 @@ class ParamShard(ABC):
 
 @runtime_checkable
 class LocatesParams(Protocol):
-    """A partitioner that lets the states of single parameters be read and set (`Replicated` needs
-    no method for it).
+    """A partitioner that lets the states of single parameters be read and set.
+
+    `Replicated` needs no method for it.
     """
 
     def locate(self, param: nn.Parameter) -> ParamShard | None:

@@ -25,7 +25,9 @@ BOTTOM = 64.0
 class Mark:
     """One trial.
 
-    shape: "dot" or "cross"; colour: number of its group; text: what is shown under the pointer.
+    shape: "dot" or "cross".
+    colour: the number of its group.
+    text: what is shown under the pointer.
     """
 
     x: float

@@ -18,9 +18,7 @@ from ds_core.running import RunningEngine
 
 
 class FolderCheckpointer(Checkpointer):
-    """What saves and loads where the config names no other; its options are the section
-    ``checkpoint``.
-    """
+    """Saves and loads unless the config names another; its section is ``checkpoint``."""
 
     def __init__(self, ctx: Context) -> None:
         self._config = ctx.config.section(CheckpointConfig) or CheckpointConfig()

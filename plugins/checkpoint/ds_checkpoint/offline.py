@@ -66,8 +66,9 @@ class Saved:
 
 @contextlib.contextmanager
 def open_saved(path: str | Path, tag: str | None = None) -> Iterator[Saved]:
-    """Open ``path`` (a checkpoint), or ``path/tag``, or what ``path/latest`` names; CheckpointError
-    if it is none.
+    """Open ``path`` (a checkpoint), ``path/tag``, or what ``path/latest`` names.
+
+    CheckpointError if it is none of these.
     """
     folder = Path(path)
     if tag is not None:
@@ -92,8 +93,9 @@ def open_saved(path: str | Path, tag: str | None = None) -> Iterator[Saved]:
 
 
 def verify(path: str | Path, tag: str | None = None) -> Manifest:
-    """Compare every file of a checkpoint with its checksum; CheckpointError names the first that is
-    not as written.
+    """Compare every file of a checkpoint with its checksum.
+
+    CheckpointError names the first that differs.
     """
     with open_saved(path, tag) as saved:
         saved.source.verify(0, 1)
@@ -169,8 +171,9 @@ def export_weights(
     exclude_frozen_parameters: bool = False,
     overwrite: bool = False,
 ) -> list[Path]:
-    """Write the weights as safetensors in the layout of Hugging Face's `save_pretrained`; the files
-    written.
+    """Write the weights as safetensors in the layout of Hugging Face's `save_pretrained`.
+
+    Returns the files that were written.
 
     One ``model.safetensors``, or with more than `max_shard_size` bytes
     ``model-00001-of-0000N.safetensors`` and an index.
@@ -320,8 +323,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
     *,
     opened: Opener = open_saved,
 ) -> dict[str, Any]:
-    """The whole model's weights and buffers as one CPU state dict in fp32, of a checkpoint of any
-    stage and world size.
+    """The full weights and buffers as one CPU state dict in fp32.
+
+    The checkpoint may be of any stage and world size.
 
     checkpoint_dir: the folder above the tag's; tag None: the one that ``latest`` names. Shared
         tensors appear under all their names.
@@ -407,8 +411,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     dtype: str = "fp32",
     opened: Opener = open_saved,
 ) -> list[Path]:
-    """Write a checkpoint's fp32 weights to safetensors files, with an index when there are several;
-    the files.
+    """Write a checkpoint's fp32 weights to safetensors files, with an index if there are several.
+
+    Returns the files.
 
     Weights that are in `output_dir` are replaced.
 

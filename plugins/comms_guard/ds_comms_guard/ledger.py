@@ -97,8 +97,9 @@ class _GroupCalls:
 
 
 class Ledger:
-    """Every collective of this process gets a number in its group, and is folded into the group's
-    digest, its tag.
+    """Numbers every collective of this process in its group.
+
+    Each is folded into the group's digest, which is its tag.
 
     waiting: by thread, the call that it waits for.
     device: the accelerator, where the host may go on before a collective has ended; None: it waits.

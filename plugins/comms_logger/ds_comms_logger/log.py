@@ -56,10 +56,10 @@ class CommsRow:
 
     bytes: of one message.
     site: where it was called, "" without `debug`.
-
-    algbw, busbw: GB/s over all calls. straggler_ms: the total time of the slowest rank less that of
-        the fastest;
-    fastest_ms: the latter. Both are None unless they were asked for.
+    algbw, busbw: GB/s over all calls.
+    straggler_ms: the total time of the slowest rank less that of the fastest; None unless asked
+        for.
+    fastest_ms: the total time of the fastest rank; None unless asked for.
     """
 
     op: str

@@ -35,8 +35,9 @@ def get_model_profile(
     *,
     device: str | None = None,
 ) -> tuple[Any, Any, Any]:
-    """Call `model` in evaluation mode, and give its FLOPs, MACs and parameters: numbers, or strings
-    with units.
+    """Call `model` in evaluation mode, and return its FLOPs, MACs and parameters.
+
+    They are numbers, or strings with units.
 
     input_shape: the model is called with one tensor of ones of this shape, in its first parameter's
         dtype and on its device; else with `args` and `kwargs`.

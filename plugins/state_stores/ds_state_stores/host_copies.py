@@ -80,7 +80,8 @@ class HostCopies:
     pin_memory: page-locked host memory; without it, a device waits for each copy.
     in_flight: how many tensors may be on their way to the host at once: so many stay on the device
         longer. On a device whose memory is the host's, nothing is copied.
-    held: bytes of host memory now; peak: the maximum of `held`.
+    held: bytes of host memory now.
+    peak: the maximum of `held`.
     moved: bytes copied to the host.
     """
 

@@ -20,8 +20,7 @@ prints.
 
 
 class Later:
-    """A number that is read when it is asked for: ``float(later)`` waits for the device, if it has
-    to.
+    """A number that is read late: ``float(later)`` waits for the device, if it has to.
 
     late: tells ds_core so; monitors read it in a thread.
     """

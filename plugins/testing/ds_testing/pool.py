@@ -296,8 +296,9 @@ class WorkerPool:
 
 
 def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
-    """`WorkerPool.run` on this process's pool of `size` workers, which is kept until the process
-    ends.
+    """`WorkerPool.run` on this process's pool of `size` workers.
+
+    The pool is kept until the process ends.
     """
     if size not in _pools:
         _pools[size] = WorkerPool(size)

@@ -220,8 +220,9 @@ def is_configured() -> bool:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, whose activations are computed again in backward with the same
-    random numbers.
+    """``function(*args, **kwargs)``, whose activations are recomputed in backward.
+
+    The second run has the same random numbers.
     """
     return checkpoint_with(_Present.settings, function, *args, **kwargs)
 

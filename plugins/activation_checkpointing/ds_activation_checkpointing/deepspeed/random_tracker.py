@@ -67,8 +67,7 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the generators, and the state ``model-parallel-rng`` with another seed on each
-    model-parallel rank.
+    """Seed the generators, and the state ``model-parallel-rng`` by model-parallel rank.
 
     The rank is that of the mpu given to `configure`, else that along ``tp`` of the newest engine.
     """

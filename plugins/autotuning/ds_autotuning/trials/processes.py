@@ -29,7 +29,12 @@ is killed.
 
 
 class Ended(NamedTuple):
-    """code: as of subprocess. took: s. in_time: False where the limit ended it."""
+    """How a process ended.
+
+    code: as in subprocess.
+    took: seconds.
+    in_time: False if the limit ended it.
+    """
 
     code: int
     took: float

@@ -48,8 +48,10 @@ print(json.dumps({
 
 
 def facts(request: dict[str, Any]) -> dict[str, Any]:
-    """What this host is and has. names: of all hosts, to be looked up. port: of rank 0's store.
-    folder: a run's.
+    """What this host is and has.
+
+    request: ``names`` of all hosts, to be looked up; ``port`` of rank 0's store; the run's
+        ``folder``.
     """
     folder = request["folder"]
     return {

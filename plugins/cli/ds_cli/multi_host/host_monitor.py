@@ -159,7 +159,8 @@ class HostMonitor:
     ) -> None:
         """The machines have met. Raises for machines that do not fit together.
 
-        store: a connection for this alone; main: it is this machine's.
+        store: a connection for this alone.
+        main: the store is this machine's.
         attempt: a number that all have for the start of the processes, where each machine counts
             for itself.
         """

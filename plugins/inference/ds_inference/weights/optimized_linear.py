@@ -294,8 +294,9 @@ class QuantizedLinear(_OnBase):
 
 
 class LoRAOptimizedLinear(_OnBase):
-    """``x W' + (lora_alpha / lora_r) x A' B'``, with a frozen W and trained A (`lora_weight_1`) and
-    B.
+    """A linear layer with low-rank adaptation: ``x W' + (lora_alpha / lora_r) x A' B'``.
+
+    W is frozen; A (`lora_weight_1`) and B are trained.
     """
 
     def __init__(
@@ -367,8 +368,9 @@ def init_lora(model: nn.Module) -> None:
 
 
 class Init:
-    """Inside, models are built or loaded as ever; at the end their linear layers become
-    `OptimizedLinear`.
+    """Inside, models are built or loaded as usual; their linear layers become `OptimizedLinear`.
+
+    The layers are replaced at the end.
 
     With a LoRA config only those of its `target_mods`, and all that was built is frozen but the two
     matrices of each.

@@ -116,8 +116,7 @@ class PipeDataParallelTopology(ProcessTopology):
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Pipeline, data and model parallelism; ranks of a model-parallel group are next to each
-    other."""
+    """Pipeline, data and model parallelism; ranks of a model-parallel group are neighbours."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])

@@ -74,8 +74,9 @@ class Layout:
 
 
 def cut(whole: Tensor, group: ProcessGroup | None, dim: int = 1, *, zigzag: bool = False) -> Tensor:
-    """This rank's part of a tensor that all ranks of `group` have whole: tokens, labels, position
-    ids.
+    """This rank's part of a tensor that all ranks of `group` have in full.
+
+    For example tokens, labels or position ids.
 
     zigzag: as ring attention has it; see `Layout`. Gradients do not come back together: it is for
     inputs.
@@ -85,7 +86,8 @@ def cut(whole: Tensor, group: ProcessGroup | None, dim: int = 1, *, zigzag: bool
 
 
 def joined(part: Tensor, group: ProcessGroup | None, layout: Layout, dim: int = 1) -> Tensor:
-    """The whole of which each rank of `group` has its `part`, such as logits; the gradient is this
-    rank's part.
+    """The full tensor of which each rank of `group` has its `part`, such as logits.
+
+    The gradient is this rank's part.
     """
     return layout.in_order(gather(part, group, dim, layout.sizes), dim)

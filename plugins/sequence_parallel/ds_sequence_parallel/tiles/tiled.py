@@ -33,9 +33,7 @@ from ds_sequence_parallel.tiles.budget import TileBytes
 
 
 class TiledMLP:
-    """A layer that treats every position of a sequence alike, such as an MLP, in tiles along the
-    sequence.
-    """
+    """A layer that treats every position alike, such as an MLP, in tiles along the sequence."""
 
     @staticmethod
     def apply(
@@ -60,8 +58,9 @@ class TiledMLP:
 
 
 class TiledFusedLogitsLoss:
-    """Logits and their loss, in tiles along the sequence: the logits of one tile are in memory at a
-    time.
+    """Logits and their loss, in tiles along the sequence.
+
+    The logits of one tile are in memory at a time.
     """
 
     @staticmethod

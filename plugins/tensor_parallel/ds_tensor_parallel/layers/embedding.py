@@ -99,8 +99,9 @@ class _Hidden(nn.Module):
 
 
 class VocabParallelEmbedding(_Vocabulary, nn.Embedding):
-    """`nn.Embedding` of which each rank has some tokens; whole until ``ds_core.initialize`` binds
-    it.
+    """`nn.Embedding` of which each rank has some tokens.
+
+    It is full until ``ds_core.initialize`` binds it.
     """
 
     def __init__(
@@ -112,8 +113,9 @@ class VocabParallelEmbedding(_Vocabulary, nn.Embedding):
 
 
 class HiddenParallelEmbedding(_Hidden, nn.Embedding):
-    """`nn.Embedding` of which each rank has a part of every vector; whole until
-    ``ds_core.initialize`` binds it.
+    """`nn.Embedding` of which each rank has a part of every vector.
+
+    It is full until ``ds_core.initialize`` binds it.
     """
 
     def __init__(

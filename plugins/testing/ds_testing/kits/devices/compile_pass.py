@@ -15,8 +15,9 @@ from ds_testing.one_process import one_process_engine
 
 
 class CompilePassConformance:
-    """Inherit, set `plugin`, and give `make_model` and `make_batch` where your passes look for
-    something in a model.
+    """Tests of compile passes: inherit, and set `plugin`.
+
+    Give `make_model` and `make_batch` if your passes look for something in a model.
     """
 
     plugin: str = ""

@@ -33,8 +33,9 @@ OPS = {name: getattr(dist.ReduceOp, name) for name in ("SUM", "AVG", "MAX", "MIN
 
 
 class CollectivesConformance:
-    """Inherit, and set `provider`; ``class TestMine(CollectivesConformance)``, so that pytest
-    collects it.
+    """Tests of a provider of collectives: inherit, and set `provider`.
+
+    Name it as in ``class TestMine(CollectivesConformance)``, so that pytest collects it.
     """
 
     provider: ClassVar[str | None] = None

@@ -15,8 +15,9 @@ WORLD = 2
 
 
 class InterceptorConformance:
-    """Inherit and set `config`, so that your plugin's `ds_interceptors` returns what is to be
-    tested.
+    """Tests of interceptors: inherit, and set `config`.
+
+    With it your plugin's `ds_interceptors` returns what is to be tested.
 
     ``class TestMine(InterceptorConformance)``: the name must start with Test, so that pytest
     collects it.

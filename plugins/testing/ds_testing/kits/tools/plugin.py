@@ -74,8 +74,9 @@ print("\\0" + json.dumps({
 
 
 class PluginConformance:
-    """Inherit and set `entry_point`; with a config section also `section`, `good_config` and
-    `bad_configs`.
+    """Tests of any plugin: inherit, and set `entry_point`.
+
+    With a config section also set `section`, `good_config` and `bad_configs`.
 
     ``class TestMine(PluginConformance)``: the name must start with Test, so that pytest collects
     it.

@@ -24,8 +24,9 @@ _TRAINS: Mapping[str, Any] = {
 
 
 class TransformConformance:
-    """Inherit, set `plugin` and `config`, and give `make_model` and `make_batch` where the default
-    ones will not do.
+    """Tests of a transform: inherit, and set `plugin` and `config`.
+
+    Give `make_model` and `make_batch` if the default ones do not fit.
     """
 
     plugin: str = ""
