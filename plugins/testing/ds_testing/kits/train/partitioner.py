@@ -310,8 +310,7 @@ def _shards(kind: str, extra: dict[str, Any], load: list[str]) -> dict[str, Any]
 def _train_axes(
     axes: dict[str, int], clip: float, backwards: int, extra: dict[str, Any], load: list[str]
 ) -> dict[str, float]:
-    """Each rank trains the sum of small heads, each held on some axes; the truth holds every head
-    of every rank.
+    """Train small heads, each held on some axes; the truth has the heads of all ranks.
 
     backwards: how many there are before each step, each of other data.
     """
@@ -348,15 +347,13 @@ def _train_axes(
         seen = set()
         for c in coords:
             for n in names:
-                # Ranks that differ only on other axes have the same head and the same data, which
-                # the truth counts once.
+                # Ranks that differ on other axes only have the same head and data: count once.
                 if (n, _key(n, c), c["dp"]) not in seen:
                     seen.add((n, _key(n, c), c["dp"]))
                     for turn in range(backwards):
                         x = _axes_data(step, c["dp"], turn)
                         (heads[n, _key(n, c)](x).square().mean() / dp).backward()
         parameters = [p for h in heads.values() for p in h.parameters()]
-        # Without clipping the limit is out of reach, and the call only computes the norm.
         norm = torch.nn.utils.clip_grad_norm_(parameters, clip or 1e9)
         ours = engine.get_global_grad_norm()
         assert ours is not None
