@@ -105,8 +105,6 @@ def lerp(ema: nn.Module, model: nn.Module) -> None:
 def check_copies(stage: int) -> None:
     from ds_zero import GatheredParameters
 
-    import ds_core
-
     rank, _ = world()
     truth_ema = net()
     truth = plain(after=lambda model: lerp(truth_ema, model))
@@ -131,8 +129,30 @@ def check_copies(stage: int) -> None:
         assert off(copied, engine.module) == 0
     assert off(copied, truth) < 1e-12 and off(inner["whole"], truth) < 1e-12
 
-    # An ordinary module: hooks of the user's came along, none of ours; it runs, trains and is given
-    # to initialize.
+    frozen = use_copy(copied, seen, stage)
+
+    # And the engine goes on, as if nobody had copied.
+    engine.module.load_state_dict(truth.state_dict())
+    engine.backward(squares(engine, data(9, rank)))
+    engine.step()
+    with GatheredParameters(engine.module):
+        assert off(engine.module, truth) > 1e-6
+    if stage == 3:
+        engine.offload_states()
+        with pytest.raises(UsageError, match=r"copying the module needs .*reload_states"):
+            copy.deepcopy(engine.module)
+        engine.reload_states()
+    frozen.destroy()
+    engine.destroy()
+
+
+def use_copy(copied: Any, seen: list[int], stage: int) -> Any:
+    """An ordinary module: hooks of the user's came along, none of ours; it runs, trains and is
+    given to initialize. Returns its engine.
+    """
+    import ds_core
+
+    rank, _ = world()
     before = len(seen)
     loss = squares(copied, data(0, rank))
     loss.backward()
@@ -149,20 +169,7 @@ def check_copies(stage: int) -> None:
     frozen = ds_core.initialize(model=copied, config=config)[0]
     with torch.no_grad():
         assert abs(squares(frozen, data(0, rank)) - squares(net(), data(0, rank))) < 1e-12
-
-    # And the engine goes on, as if nobody had copied.
-    engine.module.load_state_dict(truth.state_dict())
-    engine.backward(squares(engine, data(9, rank)))
-    engine.step()
-    with GatheredParameters(engine.module):
-        assert off(engine.module, truth) > 1e-6
-    if stage == 3:
-        engine.offload_states()
-        with pytest.raises(UsageError, match=r"copying the module needs .*reload_states"):
-            copy.deepcopy(engine.module)
-        engine.reload_states()
-    frozen.destroy()
-    engine.destroy()
+    return frozen
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -5,8 +5,7 @@ one process.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pytest
@@ -17,23 +16,26 @@ from ds_zero.buckets.full_tensors import choose_owners
 from ds_zero.buckets.layout import Layout
 from torch import Tensor, nn
 
-SMALL = {"reduce_bucket_size": 150, "param_persistence_threshold": 15, "prefetch_bucket_size": 100}
-LOAD = {"plugins": {"load": ["whole_tensors"]}}
-GLOBAL = 4  # micro-batches per step over all ranks, at any world size
-DTYPES = {"float64": 1e-12, "float32": 1e-6, "bfloat16": 1e-2, "float16": 1e-3}
-
-
-@pytest.fixture(autouse=True)
-def _beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process and its workers import `whole_tensors`."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-
+from plugins.zero.tests.grain_models import (
+    DTYPES,
+    GLOBAL,
+    LOAD,
+    MAKERS,
+    PLUGIN,
+    SMALL,
+    build,
+    data,
+    groups_of,
+    start,
+    steps,
+    whole,
+)
 
 # -- the kit, with an element-wise optimizer that claims to need whole tensors ---------------------
 
 
 class _Whole(PartitionerConformance):
-    load: ClassVar[tuple[str, ...]] = ("whole_tensors",)
+    load: ClassVar[tuple[str, ...]] = (PLUGIN,)
     # of what is cut along tp or ep, or is on one pipeline stage
     refused = "needs each tensor whole"
     stage: ClassVar[int]
@@ -77,69 +79,6 @@ del _Whole  # not to be collected by itself
 # -- LAMB and Muon against one process -------------------------------------------------------------
 
 
-class Net(nn.Module):
-    """Uneven shapes, a shared, a frozen, an unused, an empty and a dimensionless parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp = nn.Linear(7, 13)
-        self.mid = nn.Linear(13, 13)
-        self.again = nn.Linear(13, 13, bias=False)
-        self.again.weight = self.mid.weight
-        self.frozen = nn.Linear(13, 11).requires_grad_(False)
-        self.conv = nn.Conv1d(1, 3, 2)
-        self.out = nn.Linear(30, 5, bias=False)
-        self.unused = nn.Linear(3, 5)
-        self.empty = nn.Parameter(torch.ones(0, 4))
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.mid(torch.tanh(self.inp(x)))) * self.scale
-        h = torch.tanh(self.frozen(torch.tanh(self.again(h))))
-        h = self.conv(h[:, None]).flatten(1)
-        return (
-            (self.out(h) + self.empty.sum()).float().square().mean()
-            if h.dtype != torch.float64
-            else self.loss(h)
-        )
-
-    def loss(self, h: Tensor) -> Tensor:
-        return (self.out(h) + self.empty.sum()).square().mean()
-
-
-def lamb(groups: Any) -> torch.optim.Optimizer:
-    from whole_tensors import PaperLamb
-
-    return PaperLamb(groups, lr=0.02)
-
-
-def muon(groups: Any) -> torch.optim.Optimizer:
-    return torch.optim.Muon(groups, lr=0.02)
-
-
-MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {"lamb": lamb, "muon": muon}
-
-
-def build(dtype: str, seed: int = 0) -> Net:
-    torch.manual_seed(seed)
-    return Net().to(torch.float64 if dtype == "float64" else torch.float32)
-
-
-def groups_of(model: Net, kind: str) -> list[dict[str, Any]]:
-    """Two groups with their own learning rates; Muon takes matrices only, and leaves the rest as it
-    is.
-    """
-    wanted = [p for p in model.parameters() if kind != "muon" or (p.dim() == 2 and p.numel())]
-    return [{"params": wanted[::2], "lr": 0.03}, {"params": wanted[1::2]}]
-
-
-def data(dtype: str, step: int, index: int) -> Tensor:
-    x = torch.randn(
-        3, 7, generator=torch.Generator().manual_seed(100 * step + index), dtype=torch.float64
-    )
-    return x.to(getattr(torch, dtype))
-
-
 def truth(
     kind: str, dtype: str, clip: float, steps: int = 4
 ) -> tuple[list[float], dict[str, Tensor]]:
@@ -180,60 +119,6 @@ def truth(
             for param, master in masters.items():
                 param.copy_(master)
     return losses, {n: p.detach().clone() for n, p in model.named_parameters()}
-
-
-def start(kind: str, dtype: str, stage: int, seed: int = 0, **config: Any) -> Any:
-    import ds_core
-    from ds_core import comm
-
-    model = build(dtype, seed)
-    sums = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
-    low: dict[str, Any] = {
-        "bfloat16": {"bf16": {"enabled": True}, **sums},
-        "float16": {"fp16": {"enabled": True, "loss_scale": 8}, **sums},
-    }
-    config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_accumulation_steps": GLOBAL // comm.world_size(),
-        "gradient_clipping": 0,
-        **({"zero_optimization": {"stage": stage, **SMALL}} if stage else {}),
-        **low.get(dtype, {}),
-        **LOAD,
-        **config,
-    }
-    if kind == "lamb":  # declared, by name
-        config["optimizer"] = {"type": "PaperLamb", "params": {"lr": 0.02}}
-        engine, *_ = ds_core.initialize(
-            model=model, model_parameters=groups_of(model, kind), config=config
-        )
-    else:  # an object of torch's
-        engine, *_ = ds_core.initialize(
-            model=model, optimizer=MAKERS[kind](groups_of(model, kind)), config=config
-        )
-    return engine
-
-
-def steps(engine: Any, dtype: str, which: range) -> list[float]:
-    from ds_core import comm
-
-    losses = []
-    for step in which:
-        total = torch.zeros((), dtype=torch.float64)
-        for micro in range(GLOBAL // comm.world_size()):
-            loss = engine(data(dtype, step, micro * comm.world_size() + comm.rank()))
-            total += loss.detach().double() / GLOBAL
-            engine.backward(loss)
-            engine.step()
-        comm.all_reduce(total)
-        losses.append(total.item())
-    return losses
-
-
-def whole(engine: Any) -> dict[str, Tensor]:
-    from ds_testing.kits.train.partitioner import whole_weights
-
-    found: dict[str, Tensor] = whole_weights(engine)
-    return found
 
 
 def train(kind: str, dtype: str, clip: float, stage: int) -> dict[str, float]:
@@ -411,192 +296,12 @@ def test_one_rank_sends_nothing() -> None:
         assert found == {"sent": 0, "calls": 0, "masters": 216, "extra": 0}
 
 
-# -- checkpoints -----------------------------------------------------------------------------------
-
-
-def save(folder: Path, kind: str, dtype: str, stage: int) -> tuple[list[float], dict[str, Tensor]]:
-    engine = start(kind, dtype, stage)
-    steps(engine, dtype, range(2))
-    engine.save_checkpoint(str(folder), tag="two")
-    rest = steps(engine, dtype, range(2, 4))
-    found = whole(engine)
-    engine.destroy()
-    return rest, found
-
-
-def resume(
-    folder: Path, kind: str, dtype: str, stage: int
-) -> tuple[list[float], dict[str, Tensor]]:
-    engine = start(kind, dtype, stage, seed=3)
-    steps(engine, dtype, range(7, 8))  # the states to be replaced are not empty
-    engine.load_checkpoint(str(folder), tag="two")
-    rest = steps(engine, dtype, range(2, 4))
-    found = whole(engine)
-    engine.destroy()
-    return rest, found
-
-
-ROUTES = [
-    ((3, 4), (1, 2)),
-    ((3, 2), (0, 1)),
-    ((0, 1), (3, 4)),
-    ((1, 2), (2, 4)),
-    ((2, 4), (3, 1)),
-    ((0, 2), (1, 4)),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("route", ROUTES, ids=lambda r: "-".join(f"stage{s}x{w}" for s, w in r))
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [("lamb", "float64"), ("lamb", "bfloat16"), ("muon", "float64")]
-)
-def test_any_layout_loads_into_any_other(kind: str, dtype: str, route: Any, tmp_path: Path) -> None:
-    (stage, world), (other, other_world) = route
-    losses, weights = run_ranks(world, save, tmp_path, kind, dtype, stage)[0]
-    again, found = run_ranks(other_world, resume, tmp_path, kind, dtype, other)[0]
-    tolerance = 2e-2 if dtype == "bfloat16" else 1e-12
-    assert again == pytest.approx(losses, abs=tolerance)
-    for key, value in weights.items():
-        assert torch.allclose(found[key], value, rtol=0, atol=tolerance), key
-
-
-def adamw(
-    folder: Path, dtype: str, whole_grain: bool, stage: int, *, load: bool
-) -> dict[str, Tensor]:
-    """AdamW for two steps into a checkpoint and two more, or from it for two; by elements or by
-    whole tensors.
-    """
-    import ds_core
-    from ds_core import comm
-
-    model = build(dtype, seed=3 if load else 0)
-    engine, *_ = ds_core.initialize(
-        model=model,
-        config={
-            "train_micro_batch_size_per_gpu": 3,
-            "gradient_accumulation_steps": GLOBAL // comm.world_size(),
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-            "zero_optimization": {"stage": stage, **SMALL},
-            "bf16": {"enabled": dtype == "bfloat16"},
-            **(LOAD if whole_grain else {}),
-        },
-    )
-    steps(engine, dtype, range(7, 8) if load else range(2))
-    if load:
-        engine.load_checkpoint(str(folder), tag="two")
-    else:
-        engine.save_checkpoint(str(folder), tag="two")
-    steps(engine, dtype, range(2, 4))
-    assert all(
-        b.masters.full_tensors == whole_grain
-        for b in engine.partitioner.buckets
-        if b.params[0].requires_grad
-    )
-    found = whole(engine)
-    engine.destroy()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [("float64", 1e-12), pytest.param("bfloat16", 2e-2, marks=pytest.mark.slow)],
-)
-@pytest.mark.parametrize("first", [True, False], ids=["whole-to-elements", "elements-to-whole"])
-def test_elements_and_whole_tensors_share_checkpoints(
-    first: bool, dtype: str, tolerance: float, tmp_path: Path
-) -> None:
-    expected = run_ranks(4, _save_adamw, tmp_path, dtype, first, 3)[0]
-    for stage, world in ((2, 2), (3, 2), (1, 4)):
-        found = run_ranks(world, _load_adamw, tmp_path, dtype, not first, stage)[0]
-        for name, value in expected.items():
-            assert torch.allclose(found[name], value, rtol=0, atol=tolerance), name
-
-
-def _save_adamw(folder: Path, dtype: str, whole_grain: bool, stage: int) -> dict[str, Tensor]:
-    return adamw(folder, dtype, whole_grain, stage, load=False)
-
-
-def _load_adamw(folder: Path, dtype: str, whole_grain: bool, stage: int) -> dict[str, Tensor]:
-    return adamw(folder, dtype, whole_grain, stage, load=True)
-
-
-# -- optimizers of the user's own ------------------------------------------------------------------
-
-
-def taken_over(cls_name: str, dtype: str, stage: int) -> float:
-    """Two plain steps on every rank, then the optimizer, with its states, goes to an engine; the
-    worst difference.
-    """
-    import whole_tensors
-    from ds_testing.kits.train.partitioner import relative
-
-    import ds_core
-    from ds_core import comm
-
-    cls = torch.optim.AdamW if cls_name == "AdamW" else getattr(whole_tensors, cls_name)
-
-    def plain(count: int) -> tuple[Net, torch.optim.Optimizer]:
-        model = build(dtype)
-        optimizer = cls(model.parameters(), lr=0.01)
-        for step in range(count):
-            for index in range(GLOBAL):
-                (model(data(dtype, step, index)) / GLOBAL).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return model, optimizer
-
-    expected, _ = plain(4)
-    model, optimizer = plain(2)
-    engine, *_ = ds_core.initialize(
-        model=model,
-        optimizer=optimizer,
-        config={
-            "train_micro_batch_size_per_gpu": 3,
-            "gradient_accumulation_steps": GLOBAL // comm.world_size(),
-            "gradient_clipping": 0,
-            "zero_optimization": {"stage": stage, **SMALL},
-            "zero_allow_untested_optimizer": cls_name != "AdamW",
-        },
-    )
-    assert all(b.masters.full_tensors == (cls_name != "AdamW") for b in engine.partitioner.buckets)
-    steps(engine, dtype, range(2, 4))
-    found = whole(engine)
-    engine.destroy()
-    return max(relative(found[n], p.detach()) for n, p in expected.named_parameters())
-
-
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("cls", ["AdamW", "Unknown", "Adam"])
-def test_an_optimizer_with_states_is_taken_over(cls: str, stage: int, world: int) -> None:
-    assert max(run_ranks(world, taken_over, cls, "float64", stage)) <= 1e-12
-
-
-def odd_state() -> str:
-    import ds_core
-    from ds_core.errors import UsageError
-
-    model = nn.Linear(3, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.state[model.weight]["rows"] = torch.ones(3, 1)
-    config = {"train_batch_size": 1, "zero_optimization": {"stage": 1}}
-    try:
-        ds_core.initialize(model=model, optimizer=optimizer, config=config)
-    except UsageError as error:
-        return str(error)
-    return ""
-
-
-def test_states_that_cannot_be_cut_are_refused() -> None:
-    (told,) = run_ranks(1, odd_state)
-    assert "'rows' of parameter 'weight' has shape (3, 1)" in told
+# -- who needs full tensors ------------------------------------------------------------------------
 
 
 def grains() -> dict[str, str | None]:
-    from whole_tensors import Adam, PaperLamb, Unknown
-
     import ds_core
+    from plugins.zero.tests.whole_tensors import Adam, PaperLamb, Unknown
 
     found: dict[str, str | None] = {}
     for name, optimizer in {

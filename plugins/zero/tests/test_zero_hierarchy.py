@@ -10,114 +10,19 @@ from unittest import mock
 import pytest
 import torch
 from ds_testing import run_ranks
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
-D = 8
-HPZ = {"zero_hpz_partition_size": 2}
-MICS = {"mics_shard_size": 2}
-SMALL = {"param_persistence_threshold": 10, "reduce_bucket_size": 300, "max_reuse_distance": 0}
-
-
-class Net(nn.Module):
-    """Recomputed, shared, frozen and small weights, and one module that no pass uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp = nn.Linear(D, D)
-        self.out = nn.Linear(D, D, bias=False)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)) for _ in range(2)
-        )
-        self.frozen = nn.Linear(D, D).requires_grad_(False)
-        self.unused = nn.Linear(D, D)
-        self.out.weight = self.inp.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=False)
-        loss: Tensor = self.out(torch.tanh(self.frozen(x))).square().mean()
-        return loss
-
-
-def train(
-    zero: dict[str, Any], extra: dict[str, Any], *, exact: bool = False, steps: int = 3
-) -> dict[str, Tensor]:
-    """Losses, weights and moments after some steps. exact: gradients are rounded, so that every sum
-    is exact.
-    """
-    from ds_testing.kits.train.partitioner import whole_weights
-
-    import ds_core
-    from ds_core import comm
-
-    torch.manual_seed(comm.rank())
-    model = Net().double() if exact else Net()
-    if exact:
-        for param in model.parameters():
-            if param.requires_grad:
-                param.register_hook(lambda grad: (grad * 2**24).round() / 2**24)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1}},
-        **extra,
-        "zero_optimization": {"stage": 3, **SMALL, **zero},
-    }
-    engine, *_ = ds_core.initialize(model=model, config=config)
-    found = {}
-    for step in range(steps * config.get("gradient_accumulation_steps", 1)):
-        torch.manual_seed(100 * step + comm.rank())
-        x = torch.randn(2, D, dtype=next(iter(model.buffers()), torch.empty(0)).dtype)
-        loss = engine(x.to(engine.module.inp.weight.dtype))
-        engine.backward(loss)
-        engine.step()
-        found[f"loss {step}"] = loss.detach()
-    with torch.no_grad():
-        found["evaluated"] = engine(torch.ones(2, D).to(engine.module.inp.weight.dtype))
-    found |= whole_weights(engine)
-    engine.destroy()
-    return found
-
-
-def differences(
-    variants: list[dict[str, Any]],
-    extra: dict[str, Any],
-    exact: bool,
-    plain: dict[str, Any] | None = None,
-) -> list[dict[str, float]]:
-    """Per variant, where it differs from plain stage 3 (with the keys of `plain`), relative to the
-    largest value.
-    """
-    truth = train(plain or {}, extra, exact=exact)
-    answers = []
-    for variant in variants:
-        found = train(variant, extra, exact=exact)
-        assert found.keys() == truth.keys()
-        other = {k: v for k, v in truth.items() if not torch.equal(found[k], v)}
-        answers.append(
-            {k: float((found[k] - v).abs().max() / v.abs().max()) for k, v in other.items()}
-        )
-    return answers
-
-
-# MiCS ends shards elsewhere than plain stage 3 does, and torch's fused Adam rounds what is left
-# over at the end of a tensor otherwise than what it does in vectors. Single operations round all
-# elements alike. Without bias correction torch's fused Adam does not serve, and in fp64 the update
-# is made of those.
-SINGLE_OPERATIONS = {
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": 0.01, "weight_decay": 0.1, "bias_correction": False},
-    }
-}
-RUNS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "accumulated": {"gradient_accumulation_steps": 2, "gradient_clipping": 0.1},
-    "bf16": {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2},
-    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-    "matrices": {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}},
-}
+from plugins.zero.tests.hierarchy_models import (
+    HPZ,
+    MICS,
+    RUNS,
+    SINGLE_OPERATIONS,
+    SMALL,
+    D,
+    Net,
+    differences,
+    train,
+)
 
 
 @pytest.mark.parametrize(
@@ -298,18 +203,17 @@ def look(zero: dict[str, Any]) -> dict[str, float]:
     grad = ds_access.safe_get_full_grad(weight)
     assert grad is not None
     found["gradient"] = float((grad - 2.5 / 2).abs().max())
-    piece = ds_access.safe_get_local_fp32_param(weight)
-    assert piece is not None
+    fragment = ds_access.safe_get_local_fp32_param(weight)
+    assert fragment is not None
     try:
-        ds_access.safe_set_local_fp32_param(weight, torch.zeros_like(piece))
+        ds_access.safe_set_local_fp32_param(weight, torch.zeros_like(fragment))
     except UsageError as error:
-        assert "zero_hpz_partition_size" in zero and "under hpZ other ranks do not see" in str(
-            error
-        )
+        assert "zero_hpz_partition_size" in zero
+        assert "under hpZ other ranks do not see" in str(error)
     engine.step()
     engine.backward(engine(x).sum())
     engine.step()
-    ds_access.safe_set_local_fp32_param(weight, torch.full_like(piece, 2.0))
+    ds_access.safe_set_local_fp32_param(weight, torch.full_like(fragment, 2.0))
     found["local"] = forward(2.0)
     engine.destroy()
     return found
@@ -319,97 +223,6 @@ def look(zero: dict[str, Any]) -> dict[str, float]:
 def test_weights_that_are_written_are_used(zero: dict[str, Any]) -> None:
     for answer in run_ranks(4, look, zero):
         assert all(error == 0 for error in answer.values()), answer
-
-
-def build(zero: dict[str, Any]) -> list[float]:
-    """A model built under MiCS_Init on each block, against plain construction on rank 0."""
-    import ds_zero
-    from ds_testing.kits.train.partitioner import whole_weights
-
-    import ds_core
-    from ds_core import comm
-
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW"},
-        "zero_optimization": {"stage": 3, "param_persistence_threshold": 0, **MICS, **zero},
-    }
-    torch.manual_seed(comm.rank())
-    with ds_zero.MiCS_Init(config_dict_or_path=config):
-        model = Net()
-    assert model.inp.weight.ds_tensor.numel() == D * D // 2
-    torch.manual_seed(0)
-    truth = dict(Net().named_parameters())
-    engine, *_ = ds_core.initialize(model=model, config=config)
-    whole = whole_weights(engine)
-    engine.destroy()
-    return [float((whole[n].view_as(p) - p).abs().max()) for n, p in truth.items() if n in whole]
-
-
-@pytest.mark.parametrize(
-    "offloads",
-    [(), pytest.param(("offload_param", "offload_optimizer"), marks=pytest.mark.slow)],
-    ids=["", "offload"],
-)
-def test_models_are_built_in_shard_groups(offloads: tuple[str, ...]) -> None:
-    for errors in run_ranks(4, build, {key: {"device": "cpu"} for key in offloads}):
-        assert len(errors) >= 12 and not any(errors)
-
-
-# -- checkpoints -----------------------------------------------------------------------------------
-
-
-def keep(folder: str, zero: dict[str, Any], load: str, tag: str) -> None:
-    """Train a step, or load; and save."""
-    import ds_core
-    from ds_core import comm
-
-    torch.manual_seed(comm.rank())
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW"},
-        "zero_optimization": {"stage": 3, **SMALL, **zero},
-    }
-    engine, *_ = ds_core.initialize(model=Net(), config=config)
-    if load:
-        engine.load_checkpoint(folder, tag=load)
-    else:
-        engine.backward(engine(torch.ones(2, D, dtype=torch.bfloat16)))
-        engine.step()
-    engine.save_checkpoint(folder, tag=tag)
-    engine.destroy()
-
-
-LAYOUTS: list[tuple[int, dict[str, Any]]] = [
-    (4, HPZ),
-    (1, {}),
-    (4, {"mics_shard_size": 4}),
-    (2, MICS),
-    (4, {}),
-]
-
-
-@pytest.mark.parametrize(
-    ("zero", "layouts"),
-    [
-        (MICS, LAYOUTS[:1]),
-        pytest.param(MICS, LAYOUTS, marks=pytest.mark.slow),
-        pytest.param(HPZ, [(4, MICS), (2, {})], marks=pytest.mark.slow),
-    ],
-)
-def test_checkpoints_load_at_other_sizes(
-    zero: dict[str, Any], layouts: list[tuple[int, dict[str, Any]]], tmp_path: Any
-) -> None:
-    from ds_checkpoint.offline import differences as differing
-    from ds_checkpoint.offline import open_saved
-
-    run_ranks(4, keep, str(tmp_path), zero, "", "from")
-    with open_saved(tmp_path, "from") as first:
-        for place, (world, other) in enumerate(layouts):
-            run_ranks(world, keep, str(tmp_path), other, "from", f"to{place}")
-            with open_saved(tmp_path, f"to{place}") as second:
-                assert list(differing(first, second)) == [], (world, other)
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -439,17 +252,6 @@ def test_what_cannot_be(zero: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ds_core.initialize(
             model=nn.Linear(2, 2), config={"train_batch_size": 1, "zero_optimization": zero}
-        )
-
-
-def test_construction_in_shard_groups_needs_their_size() -> None:
-    import ds_zero
-
-    from ds_core.errors import UsageError
-
-    with pytest.raises(UsageError, match="has no zero_optimization.mics_shard_size"):
-        ds_zero.MiCS_Init(
-            config_dict_or_path={"train_batch_size": 1, "zero_optimization": {"stage": 3}}
         )
 
 
@@ -485,35 +287,6 @@ def test_weights_and_states_that_leave_memory(tmp_path: Any) -> None:
         assert answer == [{}]
     for answer in run_ranks(4, differences, [{**MICS, **places}], SINGLE_OPERATIONS, True, places):
         assert answer == [{}]
-
-
-def export(folder: str, zero: dict[str, Any]) -> None:
-    """Save the model for others, of weights that are the same on every rank."""
-    import ds_core
-
-    torch.manual_seed(0)
-    config = {
-        "train_batch_size": 4,
-        "optimizer": {"type": "AdamW"},
-        "zero_optimization": {"stage": 3, **SMALL, **zero},
-    }
-    engine, *_ = ds_core.initialize(model=Net(), config=config)
-    engine(torch.ones(2, D))
-    assert engine.save_16bit_model(folder, "model.safetensors")
-    engine.destroy()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("zero", [HPZ, MICS], ids=["hpZ", "MiCS"])
-def test_models_are_exported(zero: dict[str, Any], tmp_path: Any) -> None:
-    from safetensors.torch import load_file
-
-    run_ranks(4, export, str(tmp_path), zero)
-    torch.manual_seed(0)
-    (file,) = tmp_path.rglob("*.safetensors")
-    found = load_file(file)
-    for name, value in Net().state_dict().items():
-        assert name == "out.weight" or torch.equal(found[name], value.to(found[name].dtype)), name
 
 
 # -- with quantised messages -----------------------------------------------------------------------

@@ -16,7 +16,7 @@ from ds_zero.buckets.weights import EvictedShard, HostShard, Sharded, Weights, w
 from ds_zero.reduce.bucket_grads import Grads, HostGrads
 
 from ds_core.partition import GradState
-from plugins.zero.tests.test_zero_offload_numbers import ALL, CPU, STATES, WEIGHTS, make
+from plugins.zero.tests.offload_models import ALL, CPU, STATES, WEIGHTS, make
 
 DISK = {"offload_optimizer": {"device": "disk"}, "offload_param": CPU}
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import ds_core
 from ds_core.accelerator.cpu import CpuAccelerator
 from ds_core.errors import ConfigError, UsageError
-from plugins.zero.tests.test_zero_offload_numbers import host_grads
+from plugins.zero.tests.offload_models import host_grads
 
 CPU = {"device": "cpu"}
 STORE = "plugins.zero.tests.disk_store"
@@ -289,12 +289,8 @@ def test_nothing_reads_what_a_copy_has_not_brought_yet(
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(9, 9) for _ in range(4)))
         states = {"device": "disk"} if disk else {**CPU, "ratio": 0.7}
-        zero = {
-            "stage": 3,
-            "offload_optimizer": states,
-            "offload_param": {"device": weights},
-            "reduce_bucket_size": 50,
-        }
+        zero: dict[str, Any] = {"stage": 3, "reduce_bucket_size": 50}
+        zero |= {"offload_optimizer": states, "offload_param": {"device": weights}}
         if disk:
             more |= {"plugins": {"load": [f"disk={STORE}"]}, "disk": {"path": str(tmp_path)}}
         engine = start(
@@ -471,7 +467,7 @@ def unused_beside_a_device(monkeypatched: bool) -> float:
     """
     import ds_zero.buckets.masters as masters
 
-    from plugins.zero.tests.test_zero_offload_numbers import make, steps, whole
+    from plugins.zero.tests.offload_models import make, steps, whole
 
     before, masters._together = masters._together, lambda shard, master: not monkeypatched
     try:

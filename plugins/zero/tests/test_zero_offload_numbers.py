@@ -11,110 +11,22 @@ from typing import Any
 import pytest
 import torch
 from ds_testing import run_ranks
-from torch import Tensor, nn
+from torch import Tensor
 
-STORE = "plugins.zero.tests.disk_store"
-CPU = {"device": "cpu", "pin_memory": True}
-FEW = {"device": "disk", "max_in_cpu": 0, "buffer_count": 2, "buffer_size": 300}
-STATES = {"offload_optimizer": CPU}
-WEIGHTS = {"offload_param": CPU}
-ALL = {"offload_optimizer": CPU, "offload_param": CPU}
-D = 24
-LAYERS = 5
-DTYPES: dict[str, dict[str, Any]] = {
-    "float32": {},
-    "bfloat16": {"bf16": {"enabled": True}},
-    "float16": {"fp16": {"enabled": True, "loss_scale": 64}},
-}
-
-
-class Net(nn.Module):
-    """Frozen, tied and odd-sized weights, and one that nobody uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp = nn.Linear(7, D)
-        self.layers = nn.ModuleList(nn.Linear(D, D, bias=i % 2 == 0) for i in range(LAYERS))
-        self.layers[3].weight = self.layers[1].weight
-        self.layers[2].weight.requires_grad_(False)
-        self.spare = nn.Linear(3, 5)
-        self.out = nn.Linear(D, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        for layer in self.layers:
-            x = torch.tanh(layer(x)) + x
-        return self.out(x).float().square().mean()
-
-
-def make(
-    zero: dict[str, Any], folder: Path | None = None, *, dtype: str = "float32", **more: Any
-) -> Any:
-    import ds_core
-
-    torch.manual_seed(0)
-    model = more.pop("model", None) or Net()
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
-        "zero_optimization": {"reduce_bucket_size": 900, "param_persistence_threshold": 20, **zero},
-        **DTYPES[dtype],
-    }
-    if folder is not None:
-        config |= {"plugins": {"load": [f"disk={STORE}"]}, "disk": {"path": str(folder)}}
-    optimizer = more.pop("optimizer", None)
-    if "optimizer_section" in more:
-        config["optimizer"] = more.pop("optimizer_section")
-    engine, *_ = ds_core.initialize(
-        model=model,
-        model_parameters=more.pop("model_parameters", None),
-        optimizer=optimizer,
-        config=config | more,
-    )
-    return engine
-
-
-def steps(engine: Any, which: range, gas: int = 1, width: int = 7) -> list[float]:
-    """Losses on this rank."""
-    from ds_core import comm
-
-    losses = []
-    dtype = engine.ctx.precision.param or torch.float32
-    for step in which:
-        for micro in range(gas):
-            seed = 1000 * step + 10 * micro + comm.rank()
-            x = torch.randn(2, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
-            loss = engine(x)
-            losses.append(loss.item())
-            engine.backward(loss)
-            engine.step()
-    return losses
-
-
-def whole(engine: Any) -> dict[str, Tensor]:
-    from ds_testing.kits.train.partitioner import whole_weights
-
-    found: dict[str, Tensor] = whole_weights(engine)
-    return found
-
-
-def host_grads(engine: Any) -> list[Tensor]:
-    """The host memory of reduced gradients."""
-    from ds_zero.reduce.bucket_grads import HostGrads
-
-    grads = [engine.partitioner.reducer.grads(b) for b in engine.partitioner.reducer.buckets]
-    return [g.host for g in grads if isinstance(g, HostGrads) and g.host is not None]
-
-
-def trained(
-    zero: dict[str, Any], dtype: str, gas: int, folder: Path | None = None, **more: Any
-) -> Any:
-    engine = make(zero, folder, dtype=dtype, gradient_accumulation_steps=gas, **more)
-    losses = steps(engine, range(3), gas)
-    found = whole(engine), losses, engine.get_global_grad_norm()
-    engine.destroy()
-    return found
+from plugins.zero.tests.offload_models import (
+    ALL,
+    CPU,
+    DISK,
+    FEW,
+    STATES,
+    STORE,
+    WEIGHTS,
+    host_grads,
+    make,
+    steps,
+    trained,
+    whole,
+)
 
 
 def difference(
@@ -435,106 +347,3 @@ def counting(folder: Path) -> str:
 def test_an_optimizer_that_counts_in_its_groups_is_refused(tmp_path: Path) -> None:
     (told,) = run_ranks(1, counting, tmp_path)
     assert "Counting changes its parameter groups in each step" in told
-
-
-# -- checkpoints -----------------------------------------------------------------------------------
-
-GLOBAL = 4
-DISK = {"offload_optimizer": {"device": "disk", "pipeline_read": True}, "offload_param": FEW}
-
-
-def saved(folder: Path, dtype: str, zero: dict[str, Any]) -> dict[str, Tensor]:
-    """Save after two steps, train two more."""
-    from ds_core import comm
-
-    gas = GLOBAL // comm.world_size()
-    engine = make(zero, folder, dtype=dtype, gradient_accumulation_steps=gas)
-    shared_steps(engine, range(2), gas)
-    engine.save_checkpoint(str(folder / "saved"), tag="two")
-    shared_steps(engine, range(2, 4), gas)
-    found = whole(engine)
-    engine.destroy()
-    return found
-
-
-def resumed(folder: Path, dtype: str, zero: dict[str, Any]) -> dict[str, Tensor]:
-    from ds_core import comm
-
-    gas = GLOBAL // comm.world_size()
-    engine = make(zero, folder, dtype=dtype, gradient_accumulation_steps=gas)
-    shared_steps(engine, range(7, 8), gas)  # the states to be replaced are not empty
-    engine.load_checkpoint(str(folder / "saved"), tag="two")
-    for piece in engine.partitioner.fragments.values() if zero["stage"] else ():
-        for key, value in engine.optimizer.state.get(piece.master, {}).items():
-            if value.dim():
-                assert (value.device, value.stride()) == (
-                    piece.master.device,
-                    piece.master.stride(),
-                ), key
-    shared_steps(engine, range(2, 4), gas)
-    found = whole(engine)
-    engine.destroy()
-    return found
-
-
-def shared_steps(engine: Any, which: range, gas: int) -> None:
-    """The same micro-batches at every world size."""
-    from ds_core import comm
-
-    dtype = engine.ctx.precision.param or torch.float32
-    for step in which:
-        for micro in range(gas):
-            seed = 100 * step + micro * comm.world_size() + comm.rank()
-            x = torch.randn(2, 7, generator=torch.Generator().manual_seed(seed)).to(dtype)
-            engine.backward(engine(x))
-            engine.step()
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "dtype"),
-    [
-        (({"stage": 3, **ALL}, 4), ({"stage": 0}, 1), "float32"),
-        (({"stage": 0}, 1), ({"stage": 3, **ALL}, 2), "bfloat16"),
-        (({"stage": 0}, 1), ({"stage": 3, **ALL}, 1), "float32"),
-        (({"stage": 2}, 2), ({"stage": 2, **STATES}, 4), "float32"),
-        (({"stage": 1, **STATES}, 2), ({"stage": 3, **DISK}, 2), "bfloat16"),
-        (({"stage": 3, **DISK}, 2), ({"stage": 3, **DISK}, 4), "float32"),
-        (({"stage": 3, **DISK}, 4), ({"stage": 1}, 2), "bfloat16"),
-    ],
-)
-def test_checkpoints_go_between_offload_choices(
-    source: Any, target: Any, dtype: str, tmp_path: Path
-) -> None:
-    truth = run_ranks(source[1], saved, tmp_path, dtype, source[0])[0]
-    found = run_ranks(target[1], resumed, tmp_path, dtype, target[0])[0]
-    for name, value in truth.items():
-        assert torch.allclose(
-            found[name], value, rtol=0, atol=1e-6 if dtype == "float32" else 2e-2
-        ), name
-
-
-def both_ways(folder: Path) -> bool:
-    """Saved and loaded where nothing else changes, so to the last bit; also a weights-only 16-bit
-    file.
-    """
-    from safetensors.torch import load_file
-
-    engine = make({"stage": 3, **ALL, **DISK}, folder, dtype="bfloat16", checkpoint={"async": True})
-    steps(engine, range(2))
-    engine.save_checkpoint(str(folder / "saved"), tag="two")
-    # no copy of states on disk is made for a thread
-    assert (folder / "saved" / "two" / "manifest.json").is_file()
-    engine.save_16bit_model(str(folder / "saved"))
-    weights = load_file(folder / "saved" / "model.safetensors")
-    same = all(torch.equal(weights[n], t.to(torch.bfloat16)) for n, t in whole(engine).items())
-    steps(engine, range(2, 4))
-    first = whole(engine)
-    engine.load_checkpoint(str(folder / "saved"), tag="two")
-    steps(engine, range(2, 4))
-    second = whole(engine)
-    engine.destroy()
-    return same and all(torch.equal(first[n], second[n]) for n in first)
-
-
-def test_resuming_with_states_on_disk_is_exact(tmp_path: Path) -> None:
-    assert run_ranks(2, both_ways, tmp_path) == [True, True]

@@ -151,7 +151,28 @@ def refusals(folder: str) -> None:
     with pytest.raises(ValueError, match="not a valid"):
         engine.offload_states(include=["weights"])
 
-    # What the step needs is away: the model runs, the step is refused in every way.
+    refused_without_states(engine, case, folder)
+    refused_without_weights(engine, case)
+
+    assert get_state_devices(engine, "lp_params") == {torch.device("cpu")}
+    assert get_state_devices(engine.module, OffloadStateTypeEnum.optim_states) == {
+        torch.device("cpu")
+    }
+    assert get_state_devices(engine, "lp_grads") == set()
+    with pytest.raises(ValueError, match="not a valid"):
+        get_state_devices(engine, "weights")
+    with pytest.raises(RuntimeError, match="no live engine under ZeRO"):
+        get_state_devices(nn.Linear(1, 1), "lp_params")
+    engine.offload_states()
+    engine.destroy()  # brings everything back first
+    assert all(p.numel() for p in engine.module.parameters())
+    engine.module(**micro_batch(case, 0, 0, 0))
+
+
+def refused_without_states(engine: Any, case: Case, folder: str) -> None:
+    """What the step needs is offloaded: the model runs, the step is refused in every way."""
+    from ds_zero import OffloadStateTypeEnum
+
     engine.offload_states(include=[OffloadStateTypeEnum.optim_states, "hp_params"])
     loss = forward(engine, case, 1)
     engine.backward(loss)
@@ -167,7 +188,9 @@ def refusals(folder: str) -> None:
     engine.zero_grad()
     one_step(engine, case, 1)
 
-    # Weights are away: nothing runs.
+
+def refused_without_weights(engine: Any, case: Case) -> None:
+    """Weights are offloaded: nothing runs."""
     loss = forward(engine, case, 2)
     another = forward(engine, case, 2)
     engine.offload_states(include=["lp_params"])
@@ -186,20 +209,6 @@ def refusals(folder: str) -> None:
         another.backward()  # the graph is from before
     engine.zero_grad()
     one_step(engine, case, 2)
-
-    assert get_state_devices(engine, "lp_params") == {torch.device("cpu")}
-    assert get_state_devices(engine.module, OffloadStateTypeEnum.optim_states) == {
-        torch.device("cpu")
-    }
-    assert get_state_devices(engine, "lp_grads") == set()
-    with pytest.raises(ValueError, match="not a valid"):
-        get_state_devices(engine, "weights")
-    with pytest.raises(RuntimeError, match="no live engine under ZeRO"):
-        get_state_devices(nn.Linear(1, 1), "lp_params")
-    engine.offload_states()
-    engine.destroy()  # brings everything back first
-    assert all(p.numel() for p in engine.module.parameters())
-    engine.module(**micro_batch(case, 0, 0, 0))
 
 
 @pytest.mark.parametrize("world", [1, 2])

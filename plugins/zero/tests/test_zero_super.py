@@ -14,7 +14,7 @@ import torch
 from ds_testing import run_ranks
 from torch import Tensor
 
-from plugins.zero.tests.test_zero_offload_numbers import Net, make, whole
+from plugins.zero.tests.offload_models import Net, make, whole
 
 NEVER = 1e6
 SOMETIMES = 4.2

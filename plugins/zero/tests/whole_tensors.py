@@ -15,7 +15,7 @@ from ds_core.entries import OptimizerEntry
 def ds_optimizers() -> Mapping[str, OptimizerEntry]:
     """What this plugin is for; two of them take over names of the core's."""
     return {
-        "PaperLamb": OptimizerEntry("whole_tensors:PaperLamb", grain="tensor"),
+        "PaperLamb": OptimizerEntry("plugins.zero.tests.whole_tensors:PaperLamb", grain="tensor"),
         "AdamW": OptimizerEntry(
             "ds_core.optim:make_adam", "ds_core.optim:AdamWParams", grain="tensor"
         ),
