@@ -179,7 +179,8 @@ class DistributedLoader:
         """The position: epoch, batches yielded in it on each rank, and their samples over all
         ranks.
         """
-        # Samples hold at any batch size and world size; batches are for whoever reads the state.
+        # Samples are valid at any batch size and world size; batches are for people who read the
+        # state.
         samples = self.position * self.batch_size * self._request.replicas
         return {"epoch": self.epoch, "batches": self.position, "samples": samples}
 

@@ -32,7 +32,7 @@ class GradientShard:
     # Mesh axes along which ranks have different parameters under this name.
     held: tuple[str, ...]
     # Mesh axes along which all ranks' elements are disjoint; along the others every rank has the
-    # same, and must change them alike.
+    # same, and must change them in the same way.
     axes: tuple[str, ...]
     # False for a copy of a parameter that another rank counts (tied weights).
     counted: bool = True

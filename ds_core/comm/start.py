@@ -204,8 +204,8 @@ def find_rendezvous(
         facts = {**job.variables, **facts}
     if "RANK" not in facts and "WORLD_SIZE" not in facts:
         return None
-    # What can be filled in: a process that is alone meets nobody, and one whose place was given has
-    # no launcher that counts the processes of a host.
+    # What can be filled in: a single process meets no others, and one whose place was given has no
+    # launcher that counts the processes of a host.
     facts = {"MASTER_PORT": str(port), **facts}
     if min(rank, world_size) >= 0 or facts.get("WORLD_SIZE") == "1":
         facts = {"LOCAL_RANK": "0", **facts}

@@ -139,8 +139,8 @@ class SavedStates:
     def file(self, name: str) -> TensorFile:
         """One of the checkpoint's files, opened, and known to belong to this checkpoint."""
         if name not in self._files:
-            # Files of different saves can stand under the names of one checkpoint when somebody
-            # copies folders together.
+            # Files of different saves can have the names of one checkpoint after folders were
+            # copied together.
             file = TensorFile(self.path / name)
             if (
                 file.metadata.get("save_id") != self.manifest.save_id

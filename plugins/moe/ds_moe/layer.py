@@ -133,7 +133,7 @@ class MoE(nn.Module):
             if shared is not None
         }
         copied = memo[id(self)] = type(self).__new__(type(self))
-        # torch.compile keeps its compiled call on the instance; a copy compiles anew.
+        # torch.compile keeps its compiled call on the instance; a copy is compiled again.
         copied.__dict__.update(
             copy.deepcopy({k: v for k, v in vars(self).items() if k != "_compiled_call_impl"}, memo)
         )

@@ -118,7 +118,7 @@ class PipelineRunner(Runner):
 
         self.stages = self.module.num_stages
         self.stage = self.module.stage_id
-        # Of this stage. A part is a chunk in the whole model: see `_part`.
+        # The chunks of this stage, and the parts of the whole model: see `_part`.
         self.chunks = self.module.chunks
         self.parts = self.stages * self.chunks
         self.makes_loss = self._has_last

@@ -155,7 +155,7 @@ class _Division:
             elif node.op in ("call_function", "call_method") and node not in self.divided:
                 if any(n in self.divided for n in node.all_input_nodes):
                     self._divide(node)
-        # 3. Example values are of full sequences: what follows must compute them anew.
+        # 3. Example values are of full sequences: the following nodes must compute them again.
         for node in self.graph.nodes:
             if node.op != "placeholder":
                 node.meta.pop("example_value", None)

@@ -453,7 +453,7 @@ class ShardedModel:
                 f"sequence_parallel: no attention of {type(self.model).__name__} was divided; is "
                 "it one?"
             )
-        # The stand-in for a cache is not for users.
+        # The placeholder for a cache is not returned to users.
         if not isinstance(output, tuple) and getattr(output, "past_key_values", None) is not None:
             output.past_key_values = None
         if not inputs.labelled:

@@ -341,8 +341,9 @@ class _Server:
         )
         theirs.close()
         self._read()
-        # What workers have loaded, and how many of these the server has been told.
+        # Modules that workers have loaded.
         self._modules: dict[str, None] = {}
+        # How many of them the server was given.
         self._told = 0
 
     @property

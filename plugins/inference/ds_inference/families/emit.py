@@ -159,7 +159,7 @@ class _Emitter:
             q, k, v = self.apart(
                 self.linear(x, a.qkv[0], "qkv"), a.head_dim if a.interleaved else None
             )
-        # Of this rank: a divided layer has fewer rows.
+        # This rank's heads: a divided layer has fewer rows.
         heads = self.widths[q] // a.head_dim
         kv_heads = self.widths[k] // a.head_dim
         if a.norms is not None:
@@ -246,7 +246,7 @@ class _Emitter:
         )
         count = module.experts if quantised else held[0].shape[0]
 
-        # Views of the stacked parameters, derived anew when those move.
+        # Views of the stacked parameters, derived again when those move.
         def part(of: int, expert: int, half: int, halves: int) -> p.Weight:
             if not quantised:
                 return self.derive(lambda: _held(module, of).detach()[expert].chunk(halves)[half])

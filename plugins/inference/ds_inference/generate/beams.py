@@ -87,7 +87,7 @@ class Beams:
         hits = [self._hit(beams[min(beam, len(beams) - 1)], token) for beam, token in found]
         hit = torch.tensor(hits, device=scores.device)
         paths = [(*self._paths[beam], beam) for beam, _ in found]
-        # What goes on: the best that do not end.
+        # The beams that continue: the best that do not end.
         going = scores + hit.float() * _NEVER
         order = going.topk(count)[1]
         self._finish(
@@ -175,7 +175,7 @@ class Beams:
         params = self._params
         count = self._params.num_beams
         # transformers lets an answer end only from among the first `num_beams` candidates: others
-        # would be worse than a beam that goes on.
+        # would be worse than a beam that continues.
         ended = hit & (torch.arange(len(found), device=hit.device) < count)
         scores = scores / self._steps**params.length_penalty
         # Once the search is over nothing replaces an answer, however good it is.

@@ -54,7 +54,7 @@ class Blocks:
         """Count one sequence less for each of `blocks`."""
         for block in blocks:
             self._holders[block] -= 1
-            # Its keys and values stay where they are: whoever gets the block writes each row before
+            # Its keys and values are not erased: the next user of the block writes each row before
             # reading it.
             if self._holders[block] == 0:
                 self._free.append(block)

@@ -70,7 +70,7 @@ class Choice:
                 )
                 errors.setdefault(i, UsageError(f"scores of the next token: {what}"))
         for places, index, filters in self._drawn:
-            # The usual step, in which all sequences draw alike, copies no rows.
+            # The usual step, in which all sequences draw in one way, copies no rows.
             mine = scores if len(places) == len(self.sequences) else scores[index]
             ids[index] = sampling.draw(mine, filters, [self._number(i, errors) for i in places])
         tokens: list[int] = ids.tolist()

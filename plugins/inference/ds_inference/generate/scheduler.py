@@ -229,8 +229,8 @@ class Scheduler:
     # Choosing rows.
 
     def _parts(self) -> list[tuple[Sequence, int]]:
-        # Running sequences come first and always have their row: nobody who is read by a user stops
-        # because others came.
+        # Running sequences come first and always have their row: an answer that a user reads must
+        # not stop because other requests arrive.
         decoding = sum(_decodes(s) for group in self.running for s in group.active)
         left = self.max_rows - decoding
         if decoding:
@@ -396,8 +396,8 @@ class Scheduler:
             torch.tensor(lengths, dtype=ints),
             torch.tensor(table, dtype=ints, device=device),
             None
-            # All rows are wanted: None saves an index. A step whose rows choose nothing still needs
-            # one row.
+            # All rows are requested: None saves an index. A step whose rows choose nothing still
+            # needs one row.
             if decoding
             else torch.tensor(last or [len(tokens) - 1], dtype=torch.int64, device=device),
         )

@@ -47,8 +47,8 @@ class Detokenizer:
     def _move(self, text: str) -> str:
         new = text[len(self._known) :]
         tail = self._tokens[-_CONTEXT:]
-        # Decoding stays constant in time: old tokens are dropped, and the rest is decoded anew to
-        # compare the next text with.
+        # The time per token stays constant: old tokens are dropped, and the others are decoded
+        # again to compare the next text with.
         if len(self._tokens) > 2 * _CONTEXT:
             text = self._decode(tail)
             self._tokens = tail

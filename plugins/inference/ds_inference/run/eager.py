@@ -97,7 +97,8 @@ class Eager:
         """
         if self._group is None:
             return
-        # A rank that still has steps counts itself, and all others run a forward that nobody reads.
+        # A rank that still has steps counts itself, and all others run a forward whose result is
+        # unused.
         while _count(self._device, 0, self._group):
             self._alone(torch.zeros(1, 1, dtype=torch.long, device=self._device))
 
@@ -145,7 +146,7 @@ class Eager:
         if self._cached:
             out = self.module(tokens, use_cache=True)
             layers = getattr(getattr(out, "past_key_values", None), "layers", None) or ()
-            # One shape for all layers, keys and values alike, is what a paged cache has room for.
+            # A paged cache has room for one shape: that of keys and values in all layers.
             shapes = {
                 (tuple(k.shape), k.dtype) for each in layers if (k := _keys(each)) is not None
             }

@@ -132,7 +132,7 @@ def forward(
     sizes = mask.sum(1).cpu()
     # A sequence that is all padding has no rows.
     sizes = sizes[sizes > 0].int()
-    # What follows `Keep`, the output head above all, is run for the wanted columns alone.
+    # What follows `Keep`, above all the output head, runs only for the requested columns.
     first = columns - logits_to_keep if 0 < logits_to_keep < columns else 0
     wanted = (where % columns >= first).nonzero().squeeze(1) if first else None
     step = Step(

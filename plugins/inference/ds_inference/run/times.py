@@ -24,7 +24,7 @@ class Stopwatch:
         # None: nothing is measured.
         self._times: list[float] | None = None
         self._depth = 0
-        # Begins to measure; what it returns ends that.
+        # Starts a measurement; the function that it returns ends it.
         self._clock: Callable[[], Callable[[], float]] = _host_clock
         self._ended: Callable[[], float] = lambda: 0.0
         self._hooks: list[Any] = []

@@ -172,7 +172,7 @@ class Column(_Parallel):
         if self.tp is None:
             return cast(Tensor, super().forward(x))
         y = self._outputs(x, self.tp.group)
-        # Divided logits are for the loss of a training step; in evaluation users want logits.
+        # Divided logits are for the loss of a training step; in evaluation users expect logits.
         # fp64 logits are gathered for torch's own loss.
         divided = (
             self.divides_loss

@@ -34,7 +34,7 @@ class Sizes:
 
     weight: torch.dtype
     master: torch.dtype
-    # Of reduced gradients that wait for the step.
+    # The dtype of reduced gradients that wait for the step.
     gradient: torch.dtype
 
     # Bytes of the optimizer's states per element.

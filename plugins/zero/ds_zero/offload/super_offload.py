@@ -252,7 +252,8 @@ class _Spare:
         staged = bucket.masters.staged
         # Whether attempts write 16-bit weights where the step's copy to the device expects them.
         self.steps = staged is not bucket.weights.shard
-        # Where they write them; None: nowhere. Weights themselves must not change before the step.
+        # Where attempts write 16-bit weights; None: nowhere. The weights themselves must not change
+        # before the step.
         self.copies = staged
         if staged is not None and not self.steps:
             self.copies = torch.empty_like(staged)

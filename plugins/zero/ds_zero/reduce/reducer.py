@@ -105,7 +105,8 @@ class Reducer(GradientSource):
         self._plain = gradient_reduce(self.section)
         # Sums become means by these factors: one before the reduction, one after it.
         self._before, self._after = averaging_factors(self.ctx, self.ctx.mesh.size("dp"))
-        # By bucket. Made in the first backward: autocast may list its parameters after `attach`.
+        # The dtype that each bucket's gradients are sent in. Filled in the first backward: autocast
+        # may list its parameters after `attach`.
         self._sent_dtypes: dict[FlatBucket, torch.dtype] = {}
         # A gradient can stay in param.grad only where it accumulates in the parameter's own dtype.
         self._eager = self.section.contiguous_gradients or self.ctx.precision.accumulate is not None
