@@ -93,6 +93,13 @@ def test_blocks_of_ranks() -> None:
         gained == pytest.approx(2 * count / 4, rel=0.01)
         and hpz.device.states == plain.device.states
     )
+    # The second copy is on the device also where the shards are on the host.
+    offloaded = ZeroConfig.model_validate({"stage": 3, "offload_param": {"device": "cpu"}})
+    without = predict(model, offloaded, run)
+    both = predict(model, offloaded.model_copy(update={"zero_hpz_partition_size": 4}), run)
+    gained = both.device.parameters - without.device.parameters
+    assert gained == pytest.approx(2 * count / 4, rel=0.01)
+    assert both.host == without.host
     assert mics.device.states == pytest.approx(4 * plain.device.states, rel=0.01)
     assert plain.across == 0
     gathers = 2 * count * 12 / 16

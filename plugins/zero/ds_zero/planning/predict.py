@@ -93,9 +93,10 @@ def _place_weights(laid: Laid, states: RankStates, blocks: Blocks) -> tuple[Kind
         found[states.weights(bucket).place] += states.weights(bucket).memory(states.sizes(bucket))
     if blocks.second:
         for bucket in (unit.bucket for unit in laid.units):
-            # A second copy is kept in the dtype in which weights are gathered.
+            # A second copy is kept in the dtype in which weights are gathered, on the device, also
+            # where the shards are offloaded: it is cut from weights that were gathered there.
             second = bucket.layout.total // blocks.size * states.dtypes.gathered(bucket).itemsize
-            found[states.weights(bucket).place] += second
+            found[Place.DEVICE] += second
     # What a store on disk leaves in memory is counted with its buffers.
     return Kinds(parameters=found[Place.DEVICE]), Kinds(parameters=found[Place.HOST])
 
