@@ -363,7 +363,7 @@ def test_a_missing_plugin_is_named(name: str) -> None:
     built |= {
         "zero_optimization": "pip install ./plugins/access ./ops/kernel_kit ./plugins/run_state "
         "./plugins/plan ./plugins/state_stores ./plugins/zero",
-        "pipeline": "pip install ./plugins/pipeline",
+        "pipeline": "pip install ./plugins/plots ./plugins/pipeline",
         "activation_checkpointing": "./plugins/activation_checkpointing` in a checkout",
     }
     built |= {

@@ -37,8 +37,9 @@ class Step:
     starts: Int[Tensor, " bounds"]
     # Tokens of each sequence that are in the cache after this step.
     lengths: Int[Tensor, " sequences"]
-    # Token p of sequence i is in block ``blocks[i, p // BLOCK]``; None: no cache.
-    blocks: Int[Tensor, "sequences most"] | None = None
+    # Token p of sequence i is in block ``blocks[i, p // BLOCK]``; a row for each sequence, and maybe
+    # more. None: no cache.
+    blocks: Int[Tensor, "tables most"] | None = None
     # The rows that `Keep` keeps, int64; None: all.
     wanted: Int[Tensor, " wanted"] | None = None
     # Token types.

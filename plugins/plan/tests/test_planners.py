@@ -23,7 +23,7 @@ def ds_config():
     return Sliced
 
 def ds_planners():
-    return {"sliced": "sliced_states:SlicedPlanner"}
+    return {"sliced": "sliced_planner:SlicedPlanner"}
 
 class SlicedPlanner(Planner):
     def prepare(self, raw):
@@ -39,7 +39,7 @@ class SlicedPlanner(Planner):
         return Need(7, Offload.NONE, Kinds(parameters=size), Kinds(), 0, 0, 0, 0)
 '''
 
-CONFIG: dict[str, Any] = {"plugins": {"load": ["sliced=sliced_states"]}, "sliced": {"on": True}}
+CONFIG: dict[str, Any] = {"plugins": {"load": ["sliced=sliced_planner"]}, "sliced": {"on": True}}
 
 
 class TestDeclaration(PluginConformance):
@@ -48,7 +48,7 @@ class TestDeclaration(PluginConformance):
 
 @pytest.fixture(autouse=True)
 def _beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "sliced_states.py").write_text(SLICED)
+    (tmp_path / "sliced_planner.py").write_text(SLICED)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
 

@@ -76,12 +76,15 @@ class _Zero(DeepSpeedConfigModel):
 
 _MODELS: Mapping[str, tuple[str, type[DeepSpeedConfigModel]]] = {
     "DeepSpeedZeroConfig": ("ds_zero.config:ZeroConfig", _Zero),
-    "DeepSpeedZeroOffloadParamConfig": ("ds_zero.config:OffloadParam", DeepSpeedConfigModel),
-    "DeepSpeedZeroOffloadOptimizerConfig": (
-        "ds_zero.config:OffloadOptimizer",
+    "DeepSpeedZeroOffloadParamConfig": (
+        "ds_zero.config_offload:OffloadParam",
         DeepSpeedConfigModel,
     ),
-    "ZenFlowConfig": ("ds_zero.config:ZenFlowConfig", DeepSpeedConfigModel),
+    "DeepSpeedZeroOffloadOptimizerConfig": (
+        "ds_zero.config_offload:OffloadOptimizer",
+        DeepSpeedConfigModel,
+    ),
+    "ZenFlowConfig": ("ds_zero.config_offload:ZenFlowConfig", DeepSpeedConfigModel),
     "DeepSpeedZeroLeafModuleConfig": ("ds_zero.config:LeafModules", DeepSpeedConfigModel),
     "TensorBoardConfig": ("ds_monitor_tensorboard.config:TensorBoardConfig", DeepSpeedConfigModel),
     "CSVConfig": ("ds_monitor_csv.config:CSVConfig", DeepSpeedConfigModel),
