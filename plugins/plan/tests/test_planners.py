@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,9 @@ def test_a_planner_adds_its_rows_and_leaves_keys_out() -> None:
     assert done.exit_code == 0, done.stderr
     rows = json.loads(done.stdout)["choices"]
     assert [row["device_peak"] for row in rows if row["stage"] == 7] == [2_000_000]
-    assert {row["stage"] for row in rows} == {0, 1, 2, 3, 7}
+    # ds-zero's rows are there where it is installed; this package alone has no planner.
+    zero = {0, 1, 2, 3} if importlib.util.find_spec("ds_zero") else set()
+    assert {row["stage"] for row in rows} == {7, *zero}
 
 
 def test_without_a_planner_the_error_says_what_to_install() -> None:
