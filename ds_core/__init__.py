@@ -30,13 +30,18 @@ def names_on_first_use(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The package's ``__getattr__`` and ``__dir__``.
 
-    homes: name -> the module that has it. Without it they are those that the package's
-        ``__init__.pyi`` imports, which is read when the first name is asked for.
+    homes: module below the package -> its names that the package has, joined by spaces. Without it
+        they are those that the package's ``__init__.pyi`` imports, which is read when the first
+        name is asked for.
     """
 
     @functools.cache
     def home() -> Mapping[str, str]:
-        return _imported_by_stub(package) if homes is None else homes
+        if homes is None:
+            return _imported_by_stub(package)
+        return {
+            name: f"{package}.{module}" for module, names in homes.items() for name in names.split()
+        }
 
     def load(name: str) -> Any:
         if name == "__all__":  # what `import *` asks for

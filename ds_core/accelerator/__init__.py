@@ -33,10 +33,7 @@ if TYPE_CHECKING:
 
 __getattr__, __dir__ = names_on_first_use(
     __name__,
-    {
-        "CpuAccelerator": "ds_core.accelerator.cpu",
-        "TorchAccelerator": "ds_core.accelerator.generic",
-    },
+    {"cpu": "CpuAccelerator", "generic": "TorchAccelerator"},
 )
 
 VARIABLE = "DS_ACCELERATOR"

@@ -101,3 +101,17 @@ def test_a_contract_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             f"DS_CONTRACT = {needs}\ndef ds_optimizers(): return {{}}\n"
         )
         Plugins(PluginSettings(load=[f"keeps_{needs}"])).named("ds_optimizers", "optimizer")
+
+
+def test_a_table_of_modules_and_their_names_still_hands_names_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "hands_on"
+    package.mkdir()
+    table = '__getattr__, __dir__ = names_on_first_use(__name__, {"one": "FIRST SECOND"})'
+    (package / "__init__.py").write_text(f"from ds_core import names_on_first_use\n{table}\n")
+    (package / "one.py").write_text("FIRST = 1\nSECOND = 2\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = importlib.import_module("hands_on")
+    assert (found.FIRST, found.SECOND) == (1, 2)
+    assert found.__getattr__("__all__") == ["FIRST", "SECOND"]
