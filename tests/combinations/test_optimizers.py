@@ -102,7 +102,7 @@ def pipelined(kind: str, stage: int, clip: float) -> float:
     import ds_optimizers
     import torch
     from ds_optimizers.muon import split_groups
-    from ds_testing.kits.train.partitioner import relative
+    from ds_testing.truth import relative
 
     import ds_core
 

@@ -41,7 +41,7 @@ def read_and_set(stage: int) -> dict[str, float]:
         safe_set_full_optimizer_state,
     )
     from ds_run_state.slices import SLICES
-    from ds_testing.kits.train.partitioner import relative
+    from ds_testing.truth import relative
 
     made = engine(stage)
     truth = m.whole().double()
@@ -96,7 +96,7 @@ def test_states_of_a_rank_are_its_parts(stage: int) -> None:
 
 def gathered(stage: int) -> list[Any]:
     import torch
-    from ds_testing.kits.train.partitioner import relative
+    from ds_testing.truth import relative
 
     made = engine(stage, sequence_parallel={"size": 2, "inputs": m.INPUTS})
     made.backward(made(**m.batch(0, 0, 0)))
@@ -132,7 +132,7 @@ def summed(stage: int) -> float:
     summed gradients.
     """
     import torch
-    from ds_testing.kits.train.partitioner import relative, whole_weights
+    from ds_testing.truth import relative, whole_weights
 
     import ds_core
 

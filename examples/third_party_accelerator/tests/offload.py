@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ds_testing.kits.train.partitioner import whole_weights
+from ds_testing.truth import whole_weights
 from torch import Tensor, nn
 
 import ds_core

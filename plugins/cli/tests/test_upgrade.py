@@ -21,7 +21,7 @@ from ds_cli.plugins.upgrade import rewritten
         ("from ds_testing.hosts import Lab\n", "from ds_testing_hosts.lab import Lab\n"),
         (
             "from ds_testing.partitioner import whole_weights\n",
-            "from ds_testing.kits.train.partitioner import whole_weights\n",
+            "from ds_testing.truth import whole_weights\n",
         ),
         # A name that moved twice gets its last place at once.
         ("from ds_core.cli.show import say_error\n", "from ds_command_kit.show import say_error\n"),

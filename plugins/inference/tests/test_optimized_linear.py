@@ -90,7 +90,7 @@ def batch(step: int) -> Tensor:
 
 def trains(stage: int, quantised: bool, sharded: bool, offload: bool) -> tuple[float, float]:
     """After three steps: distance of the trained matrices, and of the loss, from plain torch."""
-    from ds_testing.kits.train.partitioner import whole_weights
+    from ds_testing.truth import whole_weights
 
     world = comm.world_size()
     model = made({"base_weight_sharding": world if sharded else 1, "offload": offload}, quantised)

@@ -18,7 +18,7 @@ from ds_checkpoint import get_fp32_state_dict_from_zero_checkpoint
 from ds_checkpoint.offline import open_saved
 from ds_moe import MoE, utils
 from ds_testing import run_ranks
-from ds_testing.kits.train.partitioner import relative, whole_weights
+from ds_testing.truth import relative, whole_weights
 from test_moe_conformance import zero
 
 WORLD = 4

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import moe_models as m
 from ds_moe import MoE
 from ds_testing import run_ranks
-from ds_testing.kits.train.partitioner import relative, whole_weights
+from ds_testing.truth import relative, whole_weights
 from test_moe_conformance import zero
 
 

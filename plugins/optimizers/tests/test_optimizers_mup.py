@@ -125,7 +125,7 @@ def start(kind: str, stage: int, made: nn.Module | None = None, **config: Any) -
 
 
 def train(stage: int, kind: str, steps: int) -> dict[str, float]:
-    from ds_testing.kits.train.partitioner import relative, whole_weights
+    from ds_testing.truth import relative, whole_weights
 
     from ds_core import comm
 

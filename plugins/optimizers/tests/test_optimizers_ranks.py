@@ -101,7 +101,7 @@ def go(engine: Any, steps: range) -> None:
 
 
 def train(stage: int, steps: int, folder: str) -> dict[str, float]:
-    from ds_testing.kits.train.partitioner import relative, whole_weights
+    from ds_testing.truth import relative, whole_weights
 
     errors = {}
     for kind in KINDS:
@@ -131,7 +131,7 @@ def test_two_ranks_do_what_one_does(stage: int, steps: int, tmp_path: Path) -> N
 
 
 def across(folder: str, stage: int, other: int, kind: str) -> float:
-    from ds_testing.kits.train.partitioner import relative, whole_weights
+    from ds_testing.truth import relative, whole_weights
 
     engine = start(kind, stage)
     go(engine, range(6))

@@ -252,7 +252,7 @@ def test_partition_methods() -> None:
 
 
 def starts_unseeded(zero: int) -> list[Any]:
-    from ds_testing.kits.train.partitioner import whole_weights
+    from ds_testing.truth import whole_weights
 
     from ds_core import comm
 

@@ -21,7 +21,7 @@ from pipe_runs import batches, close, numbers, plain_loss, squares, start
 
 def trains_in(name: str, schedule: str, stages: int, chunks: int, zero: int) -> list[Any]:
     """(losses, weights, skipped) after 4 steps, the second of which overflows in fp16."""
-    from ds_testing.kits.train.partitioner import whole_weights
+    from ds_testing.truth import whole_weights
 
     sections: dict[str, dict[str, Any]] = {
         "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}},

@@ -54,7 +54,7 @@ def compare(stages: int, cases: list[list[Any]]) -> list[list[Any]]:
 def _compare(
     stages: int, schedule: str, chunks: int, zero: int, gas: int, reduce: str, interval: int
 ) -> list[float]:
-    from ds_testing.kits.train.partitioner import relative, whole_weights
+    from ds_testing.truth import relative, whole_weights
 
     section = {"reduce": reduce, "activation_checkpoint_interval": interval}
     engine = make_engine(stages, chunks, make_config(schedule, zero, gas, pipeline=section))

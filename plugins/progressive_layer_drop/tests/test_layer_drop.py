@@ -126,7 +126,7 @@ def train(stage: int, gas: int, folder: str, recompute: bool = False) -> float:
     """The largest difference of losses and weights from plain torch, through a checkpoint in the
     middle.
     """
-    from ds_testing.kits.train.partitioner import whole_weights
+    from ds_testing.truth import whole_weights
 
     from ds_core import comm
 

@@ -21,7 +21,7 @@ from ds_checkpoint.folder.format import checksum
 from ds_checkpoint.folder.layout import merge
 from ds_run_state.slices import SLICES, Slice
 from ds_testing import run_ranks
-from ds_testing.kits.train.partitioner import whole_weights
+from ds_testing.truth import whole_weights
 
 import ds_core
 from ds_core.errors import CheckpointError

@@ -35,7 +35,7 @@ def train(stage: int, offload: bool) -> Any:
     from ds_sequence_parallel.tiles import offload as module
     from ds_state_stores.host_copies import HostCopies
     from ds_testing.kits.devices.late_device import LateDevice
-    from ds_testing.kits.train.partitioner import whole_weights
+    from ds_testing.truth import whole_weights
 
     import ds_core
     from ds_core import comm

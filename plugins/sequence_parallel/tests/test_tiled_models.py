@@ -58,7 +58,7 @@ def batch(step: int, rank: int) -> dict[str, Any]:
 def train(kind: str, sections: dict[str, Any], stage: int) -> Any:
     """Losses, weights, and the bytes that weights took on the wire in the last step."""
     from ds_testing import Traffic
-    from ds_testing.kits.train.partitioner import whole_weights
+    from ds_testing.truth import whole_weights
 
     import ds_core
     from ds_core import comm

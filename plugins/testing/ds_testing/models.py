@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ds_testing.truth import plain, weights
 
 WIDTH = 7
 CLASSES = 5
@@ -139,39 +142,17 @@ def reference_run(
     Under bf16 the weights are bf16 copies of fp32 masters, as mixed precision means it.
     """
     model = build(case)
-    names = {p: n for n, p in model.named_parameters()}
-    groups = param_groups(case, model)
-    masters: dict[nn.Parameter, nn.Parameter] = {p: p for p in model.parameters()}
-    if case.dtype == "bfloat16":
-        masters = {p: nn.Parameter(p.detach().clone(), p.requires_grad) for p in model.parameters()}
-        model.to(torch.bfloat16)
-    optimizer = make_optimizer(
-        case, [{**g, "params": [masters[p] for p in g["params"]]} for g in groups]
+    losses = plain(
+        model,
+        lambda step, number: micro_batch(case, step, number // dp, number % dp),
+        case.steps,
+        count=case.gas * dp,
+        clip=case.clip,
+        optimizer=partial(make_optimizer, case),
+        groups=param_groups(case, model),
+        masters=case.dtype == "bfloat16",
     )
-    losses = []
-    for step in range(case.steps):
-        total = 0.0
-        for micro in range(case.gas):
-            for index in range(dp):
-                loss = model(**micro_batch(case, step, micro, index))
-                (loss / case.gas / dp).backward()
-                total += loss.item() / case.gas / dp
-        losses.append(total)
-        for param, master in masters.items():
-            if master is not param and param.grad is not None:
-                master.grad = param.grad.float()
-                param.grad = None
-        if case.clip:
-            torch.nn.utils.clip_grad_norm_(
-                [m for m in masters.values() if m.grad is not None], case.clip
-            )
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            for param, master in masters.items():
-                if master is not param:
-                    param.copy_(master)
-    return losses, {names[p]: p.detach().clone() for p in masters}
+    return losses, weights(model)
 
 
 def batches(case: Case, index: int, dp: int) -> Iterator[Mapping[str, Any]]:

@@ -58,7 +58,7 @@ def step(engine: Any, seed: int = 0) -> None:
 
 
 def weights(engine: Any) -> dict[str, Tensor]:
-    from ds_testing.kits.train.partitioner import whole_weights
+    from ds_testing.truth import whole_weights
 
     found: dict[str, Tensor] = whole_weights(engine)
     return found

@@ -42,7 +42,7 @@ def train(
     """Losses, weights and moments after some steps. exact: gradients are rounded, so that every sum
     is exact.
     """
-    from ds_testing.kits.train.partitioner import whole_weights
+    from ds_testing.truth import whole_weights
 
     import ds_core
     from ds_core import comm

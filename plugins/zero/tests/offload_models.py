@@ -88,7 +88,7 @@ def steps(engine: Any, which: range, gas: int = 1, width: int = 7) -> list[float
 
 
 def whole(engine: Any) -> dict[str, Tensor]:
-    from ds_testing.kits.train.partitioner import whole_weights
+    from ds_testing.truth import whole_weights
 
     found: dict[str, Tensor] = whole_weights(engine)
     return found

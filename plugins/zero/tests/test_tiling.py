@@ -354,7 +354,7 @@ def _train_tiled(cls_name: str, splits: int) -> dict[str, Any]:
     """Two steps of stage 3 with 8 x 8 weights; the weights, and the most elements that were
     gathered at once.
     """
-    from ds_testing.kits.train.partitioner import whole_weights
+    from ds_testing.truth import whole_weights
 
     import ds_core
     from ds_core import comm

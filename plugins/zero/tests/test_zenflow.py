@@ -85,7 +85,7 @@ def train(engine: Any, which: range, gas: int = 1) -> None:
 
 
 def whole(engine: Any) -> dict[str, Tensor]:
-    from ds_testing.kits.train.partitioner import whole_weights
+    from ds_testing.truth import whole_weights
 
     found: dict[str, Tensor] = whole_weights(engine)
     return found

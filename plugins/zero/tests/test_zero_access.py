@@ -175,7 +175,7 @@ def rounds(stage: int, name: str) -> list[str]:
     differed in it.
     """
     import ds_access as access
-    from ds_testing.kits.train.partitioner import whole_weights
+    from ds_testing.truth import whole_weights
 
     from ds_core import comm
 

@@ -126,7 +126,7 @@ def test_local_pieces(world: int) -> None:
 def axes(stage: int) -> list[str]:
     """Parameters that ranks hold differently: each rank reads and writes its own."""
     import ds_access as access
-    from ds_testing.kits.train.partitioner import whole_weights
+    from ds_testing.truth import whole_weights
 
     import ds_core
     from ds_core import comm

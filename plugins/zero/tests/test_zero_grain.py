@@ -122,7 +122,7 @@ def truth(
 
 
 def train(kind: str, dtype: str, clip: float, stage: int) -> dict[str, float]:
-    from ds_testing.kits.train.partitioner import relative
+    from ds_testing.truth import relative
 
     from ds_core import comm
 

@@ -134,7 +134,7 @@ def taken_over(cls_name: str, dtype: str, stage: int) -> float:
     """Two plain steps on every rank, then the optimizer, with its states, goes to an engine; the
     worst difference.
     """
-    from ds_testing.kits.train.partitioner import relative
+    from ds_testing.truth import relative
 
     import ds_core
     from ds_core import comm

@@ -14,7 +14,7 @@ from plugins.zero.tests.hierarchy_models import HPZ, MICS, SMALL, D, Net
 def build(zero: dict[str, Any]) -> list[float]:
     """A model built under MiCS_Init on each block, against plain construction on rank 0."""
     import ds_zero
-    from ds_testing.kits.train.partitioner import whole_weights
+    from ds_testing.truth import whole_weights
 
     import ds_core
     from ds_core import comm

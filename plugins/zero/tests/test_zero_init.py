@@ -26,7 +26,7 @@ def compare(stage: int, name: str, section: dict[str, Any]) -> None:
     """Weights after construction, losses and weights after training: the same bits with and without
     `Init`.
     """
-    from ds_testing.kits.train.partitioner import whole_weights
+    from ds_testing.truth import whole_weights
 
     import ds_core
     from ds_core import comm
@@ -201,7 +201,7 @@ def check_other_replicas() -> None:
     """Parameters that differ over an axis: parked over all ranks, partitioned over the ranks that
     share them.
     """
-    from ds_testing.kits.train.partitioner import whole_weights
+    from ds_testing.truth import whole_weights
 
     import ds_core
     from ds_core import comm

@@ -317,7 +317,7 @@ def test_coalesced_backwards_travel_once(stage: int) -> None:
 
 
 def trained(section: dict[str, Any] | None, config: dict[str, Any], gas: int) -> dict[str, Tensor]:
-    from ds_testing.kits.train.partitioner import whole_weights
+    from ds_testing.truth import whole_weights
 
     config = {**config, "gradient_accumulation_steps": gas}
     engine = start(0 if section is None else 3, section or {}, **config)
@@ -368,7 +368,7 @@ def test_the_core_s_reduction_keys_mean_the_same(
 
 
 def bits(stage: int, dtype: str) -> dict[str, Tensor]:
-    from ds_testing.kits.train.partitioner import whole_weights
+    from ds_testing.truth import whole_weights
 
     # Without clipping: its factor comes from a norm, whose sum runs in another order. Not with
     # fused Adam, which rounds the few elements that do not fill a vector register in another way

@@ -156,7 +156,7 @@ def train(early: bool) -> None:
     """Both containers are leaves, one by the API and one by the config; ranks take different ways
     through them.
     """
-    from ds_testing.kits.train.partitioner import whole_weights
+    from ds_testing.truth import whole_weights
 
     from ds_core import comm
 

@@ -106,7 +106,7 @@ def go(engine: Any, steps: range, gas: int = 1) -> None:
 
 
 def errors(engine: Any, wanted: dict[str, Tensor]) -> dict[str, float]:
-    from ds_testing.kits.train.partitioner import relative, whole_weights
+    from ds_testing.truth import relative, whole_weights
 
     found = whole_weights(engine)
     return {n: relative(found[n].float(), w.float()) for n, w in wanted.items()}

@@ -84,7 +84,7 @@ def there_and_back(dtype: str, model: str, non_blocking: bool) -> dict[str, Any]
                 assert all(torch.equal(a, v) for a, v in zip(again, values, strict=True))
                 assert all(a is b for a, b in zip(engine.optimizer.state, keys, strict=True))
         losses.append((one_step(still, case, step), one_step(moving, case, step)))
-    from ds_testing.kits.train.partitioner import whole_weights
+    from ds_testing.truth import whole_weights
 
     a = whole_weights(still)
     b = whole_weights(moving)

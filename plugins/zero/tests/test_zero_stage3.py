@@ -260,7 +260,7 @@ def nothing_gathered(engine: Any) -> None:
 
 
 def weights(engine: Any) -> dict[str, Tensor]:
-    from ds_testing.kits.train.partitioner import whole_weights
+    from ds_testing.truth import whole_weights
 
     found: dict[str, Tensor] = whole_weights(engine)
     return found

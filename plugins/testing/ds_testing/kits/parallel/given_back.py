@@ -145,7 +145,7 @@ def given_back(names: list[Any], extra: dict[str, Any], one_process: bool) -> di
         plain_optimizer,
         started,
     )
-    from ds_testing.kits.train.partitioner import relative
+    from ds_testing.truth import relative
 
     make, make_batch, make_truth = functions_of(names)
     model = made(make, torch.float64)

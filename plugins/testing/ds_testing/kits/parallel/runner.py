@@ -179,7 +179,7 @@ def _train(
 
     from ds_core.precision import cast_floats
     from ds_core.runner import call_with_batch, loss_of
-    from ds_testing.kits.train.partitioner import relative, whole_weights
+    from ds_testing.truth import relative, whole_weights
 
     _, make_batch, make_truth = _parts(names)
     engine = _engine(names, extra, load, gas, dtype)
@@ -217,7 +217,7 @@ def _train(
 def _short(names: list[Any], extra: dict[str, Any], load: list[str]) -> bool:
     import torch
 
-    from ds_testing.kits.train.partitioner import whole_weights
+    from ds_testing.truth import whole_weights
 
     _, make_batch, _ = _parts(names)
     engine = _engine(names, extra, load, 3)
@@ -237,7 +237,7 @@ def _evaluate(names: list[Any], extra: dict[str, Any], load: list[str]) -> list[
     import torch
 
     from ds_core.runner import call_with_batch, loss_of
-    from ds_testing.kits.train.partitioner import whole_weights
+    from ds_testing.truth import whole_weights
 
     _, make_batch, make_truth = _parts(names)
     engine = _engine(names, extra, load, 2)

@@ -293,7 +293,7 @@ def _train(
     import torch
 
     from ds_core import comm
-    from ds_testing.kits.train.partitioner import relative, whole_weights
+    from ds_testing.truth import relative, whole_weights
 
     make, make_batch, make_truth = functions_of(names)
     wide = torch.float32 if dtype == "bfloat16" else getattr(torch, dtype)
@@ -334,7 +334,7 @@ def _parts_of(names: list[Any], extra: dict[str, Any], axis: str, alike: bool) -
     from ds_run_state.slices import SLICES
 
     from ds_core import comm
-    from ds_testing.kits.train.partitioner import whole_weights
+    from ds_testing.truth import whole_weights
 
     make, _, make_truth = functions_of(names)
     engine = started(made(make, torch.float64, seed=0 if alike else comm.rank()), extra)
@@ -374,7 +374,7 @@ def _trained(names: list[Any], extra: dict[str, Any]) -> dict[str, Any]:
 def _evaluated(names: list[Any], extra: dict[str, Any]) -> dict[str, float]:
     import torch
 
-    from ds_testing.kits.train.partitioner import relative, whole_weights
+    from ds_testing.truth import relative, whole_weights
 
     make, make_batch, make_truth = functions_of(names)
     engine = started(made(make, torch.float64), extra)
@@ -405,7 +405,7 @@ def _evaluated(names: list[Any], extra: dict[str, Any]) -> dict[str, float]:
 def _own_optimizer(names: list[Any], extra: dict[str, Any]) -> dict[str, float]:
     import torch
 
-    from ds_testing.kits.train.partitioner import relative, whole_weights
+    from ds_testing.truth import relative, whole_weights
 
     make, make_batch, make_truth = functions_of(names)
     model = made(make, torch.float64)
@@ -443,7 +443,7 @@ def _go_on(names: list[Any], extra: dict[str, Any], folder: str, data: int) -> d
     """The optimizer's states are loaded too: two more steps end where four of one process do."""
     import torch
 
-    from ds_testing.kits.train.partitioner import relative, whole_weights
+    from ds_testing.truth import relative, whole_weights
 
     make, make_batch, make_truth = functions_of(names)
     engine = started(made(make, torch.float64, seed=1), extra)
@@ -472,7 +472,7 @@ def _export(names: list[Any], extra: dict[str, Any], folder: str) -> str:
     from safetensors.torch import load_file
 
     from ds_core import comm
-    from ds_testing.kits.train.partitioner import relative, whole_weights
+    from ds_testing.truth import relative, whole_weights
 
     make, _, make_truth = functions_of(names)
     engine = started(made(make, torch.float32), extra)

@@ -244,7 +244,7 @@ def _resume(config: dict[str, Any], folder: str, variants: dict[str, Any]) -> di
 
 
 def _weights(engine: Any) -> dict[str, list[float]]:
-    from ds_testing.kits.train.partitioner import whole_weights
+    from ds_testing.truth import whole_weights
 
     return {name: tensor.flatten().tolist() for name, tensor in whole_weights(engine).items()}
 

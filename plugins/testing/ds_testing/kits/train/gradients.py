@@ -87,7 +87,7 @@ class GradientsConformance:
 
 
 def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    from ds_testing.kits.train.partitioner import relative
+    from ds_testing.truth import relative
 
     assert list(one) == list(other)
     return max(relative(one[name], other[name]) for name in one)
@@ -100,8 +100,9 @@ def _train(gas: int, extra: dict[str, Any], load: list[str], plain: bool = False
     """
     import ds_core
     from ds_core import comm
-    from ds_testing.kits.train.partitioner import whole_weights, with_plugins
+    from ds_testing.kits.train.partitioner import with_plugins
     from ds_testing.models import Case, build_model, micro_batch
+    from ds_testing.truth import whole_weights
 
     case = Case(
         gas=gas, clip=0.5, optimizer="SGD", dtype="float32" if "fp16" in extra else "float64"

@@ -16,7 +16,10 @@ from typing import Any, ClassVar
 
 import pytest
 
+from ds_core.moved import names_of
 from ds_testing.pool import RemoteError, run_ranks
+
+__getattr__ = names_of(__name__)
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6, "bfloat16": 2e-2}
 
@@ -154,12 +157,6 @@ def with_plugins(config: dict[str, Any], extra: dict[str, Any], load: list[str])
     return merged
 
 
-def relative(ours: Any, truth: Any) -> float:
-    """The largest difference, as a part of the largest value of `truth`."""
-    scale = max(float(truth.abs().max()), 1e-3) if truth.numel() else 1.0
-    return float((ours.double() - truth.double()).abs().max()) / scale if truth.numel() else 0.0
-
-
 def _train_and_compare(
     case_fields: dict[str, Any], extra: dict[str, Any], load: list[str], how: str
 ) -> dict[str, float]:
@@ -168,6 +165,7 @@ def _train_and_compare(
     import ds_core
     from ds_core import comm
     from ds_testing.models import Case, batches, build_model, param_groups, reference_run
+    from ds_testing.truth import relative, whole_weights
 
     case = Case(**case_fields)
     rank = comm.rank()
@@ -217,46 +215,6 @@ def _one_step(engine: Any, stream: Iterator[Any], gas: int, how: str) -> Any:
     return total
 
 
-def whole_weights(engine: Any) -> dict[str, Any]:
-    """Full weights by name, through what the partitioner would store in a checkpoint; slices as
-    their wholes.
-    """
-    import torch
-    from ds_run_state import RunState
-    from ds_run_state.slices import SLICES, Box
-
-    from ds_core import comm
-
-    slices = engine.ctx.stash.get(SLICES) or {}
-    pieces: dict[str, list[Any]] = {}
-    for state in RunState(engine).states():
-        pieces.setdefault(state.name, []).append(state)
-    whole = {}
-    for info in engine.ctx.params.values():
-        mine = pieces.get(f"module/{info.name}", [])
-        # A rank may hold all of a parameter, some pieces of it, or none: ranks first agree on its
-        # shape.
-        along = slices[info.name].axes if info.name in slices else ()
-        group = engine.ctx.mesh.group(*info.replicas, *along)
-        shapes = comm.all_gather_json([list(p.shape) for p in mine], group=group)
-        shape = torch.Size([p.shape for p in mine][0] if mine else next(s[0] for s in shapes if s))
-        # Row 0 sums the values, row 1 counts them: replicas may store the same elements several
-        # times, and dividing by the count gives the value again.
-        sums = torch.zeros(2, shape.numel(), dtype=torch.float64)
-        for piece in mine:
-            box = piece.box or Box.whole(shape)
-            local = torch.zeros(2, box.numel, dtype=torch.float64)
-            local[0, piece.start : piece.stop] = piece.values().detach().reshape(-1).double()
-            local[1, piece.start : piece.stop] = 1
-            sums[0].view(shape)[box.slices()] += local[0].view(box.size)
-            sums[1].view(shape)[box.slices()] += local[1].view(box.size)
-        comm.all_reduce(sums, group=group)
-        values, times = sums
-        assert bool((times > 0).all()), f"no rank holds all of {info.name}"
-        whole[info.name] = (values / times).view(shape)
-    return whole
-
-
 def _shards(kind: str, extra: dict[str, Any], load: list[str]) -> dict[str, Any]:
     """What a `ds_gradients` plugin saw of one step, against plain torch; it sets zeros, so weights
     must not change.
@@ -266,6 +224,7 @@ def _shards(kind: str, extra: dict[str, Any], load: list[str]) -> dict[str, Any]
     from ds_core.errors import UsageError
     from ds_testing.kits.train import fake_gradients
     from ds_testing.models import Case, build_model, micro_batch
+    from ds_testing.truth import relative, whole_weights
 
     case = Case(model=kind, optimizer="SGD")
     world = comm.world_size()
@@ -318,6 +277,7 @@ def _train_axes(
 
     import ds_core
     from ds_core import comm
+    from ds_testing.truth import relative, whole_weights
 
     names = _head_names(axes)
     config = {
@@ -416,6 +376,7 @@ def _overflow(extra: dict[str, Any], load: list[str]) -> dict[str, Any]:
     import ds_core
     from ds_core import comm
     from ds_testing.models import Case, build_model, micro_batch
+    from ds_testing.truth import whole_weights
 
     case = replace(Case(), dtype="float32")
     config = with_plugins(case.config(comm.world_size()), extra, load)

@@ -191,7 +191,7 @@ def _train(what: list[Any], cases: list[Any], total: int) -> list[list[float]]:
 def _resume(what: list[Any], variant: dict[str, Any], folder: str) -> list[bool]:
     import torch
 
-    from ds_testing.kits.train.partitioner import whole_weights
+    from ds_testing.truth import whole_weights
 
     total = 4
     runs = []
@@ -211,7 +211,7 @@ def _resume(what: list[Any], variant: dict[str, Any], folder: str) -> list[bool]
 def _overflow(what: list[Any]) -> list[bool]:
     import torch
 
-    from ds_testing.kits.train.partitioner import whole_weights
+    from ds_testing.truth import whole_weights
 
     engine = _engine(what, {}, 1, 4)
     if engine.scaler is None:
