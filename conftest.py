@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -25,6 +26,40 @@ sys.dont_write_bytecode = False
 settings.register_profile("ds", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("ds"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "ds")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker that this repository has beside those of ds_testing."""
+    config.addinivalue_line(
+        "markers",
+        "fast_cases(*ids, **ids_by_test): the cases of a parametrised test that `make test` runs; "
+        "the others are slow. On a class, by the names of its tests",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark as slow what `fast_cases` does not name.
+
+    Raises UsageError for a name that no case has, unless cases were chosen by ``::``.
+    """
+    named: dict[str, set[str]] = {}
+    found: dict[str, set[str]] = defaultdict(set)
+    for item in items:
+        case = getattr(item, "callspec", None)
+        test = getattr(item, "originalname", "")
+        marks = item.iter_markers("fast_cases")
+        chosen = next((ids for m in marks if (ids := m.args or m.kwargs.get(test))), None)
+        if case is None or chosen is None:
+            continue
+        whole = item.nodeid.partition("[")[0]
+        named[whole] = set(chosen)
+        found[whole].add(case.id)
+        if case.id not in chosen:
+            item.add_marker(pytest.mark.slow)
+    unknown = {test: ids - found[test] for test, ids in named.items() if ids - found[test]}
+    if unknown and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"fast_cases names cases that there are not: {unknown}")
 
 
 def pytest_collection_finish() -> None:

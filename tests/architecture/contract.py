@@ -8,6 +8,7 @@ Names are added; one that has gone stays in the file, where a test asks for its 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import json
@@ -16,16 +17,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from graph import parse  # noqa: E402
+
 ROOT = Path(__file__).parents[2]
 FILE = Path(__file__).with_name("contract.json")
 Arguments = list[list[Any]]
 
 
+@functools.cache
 def imported(root: Path) -> set[str]:
     """``module:name`` of everything that packages beside the core import from it."""
     found = set()
     for file in sorted(root.glob("*/*/ds_*/**/*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(parse(file.read_text())):
             if (
                 isinstance(node, ast.ImportFrom)
                 and (node.module or "").partition(".")[0] == "ds_core"

@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 import ast
+import functools
+import gc
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+
+
+@functools.cache
+def parse(text: str) -> ast.Module:
+    """`ast.parse`, once in a session for each text: many tests read the same sources."""
+    gc.disable()
+    try:
+        return ast.parse(text)
+    finally:
+        # A tree is kept to the end. Else every collection would walk all trees that there are.
+        gc.freeze()
+        gc.enable()
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -35,7 +49,7 @@ def graph(modules: Mapping[str, str], faces: Iterable[str] = ()) -> dict[str, se
     """Module -> the modules it imports. faces: packages' ``__init__``, which only hand names on."""
     found: dict[str, set[str]] = {}
     for name, text in modules.items():
-        targets = {resolve(target, modules) for target in imports(ast.parse(text))}
+        targets = {resolve(target, modules) for target in imports(parse(text))}
         found[name] = targets - {name, "", *faces}
     return found
 

@@ -9,6 +9,7 @@ text. For comparison, pluggy, pytest and torch's FSDP2 measure packed 0-4, comme
 from __future__ import annotations
 
 import ast
+import gc
 import io
 import re
 import sys
@@ -16,6 +17,10 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from graph import parse  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 100
@@ -26,14 +31,15 @@ DIRECTIVE = re.compile(r"#\s*(noqa|type:|fmt:|mypy:|pragma)")
 """Comments for tools; they explain nothing to a reader."""
 DESCRIBED = re.compile(r"(?:^|[.;] |\. *\n\s*)\w+(?:, \w+)*: ")
 """The beginning of a description such as ``name: text`` in running text."""
-LAYOUT = {
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.COMMENT,
-    tokenize.ENDMARKER,
-}
+STRING_OR_COMMENT = re.compile(
+    r'"""(?:[^\\]|\\.)*?"""|'
+    + r"'''(?:[^\\]|\\.)*?'''"
+    + r'|"(?:[^"\\\n]|\\.)*"'
+    + r"|'(?:[^'\\\n]|\\.)*'|#[^\n]*",
+    re.DOTALL,
+)
+"""Whatever comes first is one: no comment begins in a string, and no string in a comment."""
+BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 TABLES = (ast.Dict, ast.List, ast.Tuple, ast.Set)
 
 
@@ -115,17 +121,28 @@ def crowded(docstring: str) -> int:
     return sum(len(DESCRIBED.findall(each)) >= ATTRIBUTES for each in paragraphs)
 
 
+def comments_and_code(text: str) -> tuple[int, set[int]]:
+    """(comments that are no directives, numbers of the lines that hold code)."""
+    comments = 0
+
+    def blank(found: re.Match[str]) -> str:
+        nonlocal comments
+        token = found[0]
+        if token[0] == "#":
+            comments += not DIRECTIVE.match(token)
+            return ""
+        # Every line of a string is one of code, also an empty one.
+        return "\n".join("s" for _ in token.split("\n"))
+
+    rows = STRING_OR_COMMENT.sub(blank, text).split("\n")
+    return comments, {number for number, row in enumerate(rows, 1) if row.strip()}
+
+
 def measure_text(text: str) -> Measure:
     """The counts of one module."""
-    tree = ast.parse(text)
+    tree = parse(text)
     rows = text.splitlines()
-    comments = 0
-    code: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            comments += not DIRECTIVE.match(token.string)
-        elif token.type not in LAYOUT:
-            code.update(range(token.start[0], token.end[0] + 1))
+    comments, code = comments_and_code(text)
     paragraphs = 0
     for owner, doc, words in docstrings(tree):
         code.difference_update(range(doc.lineno, (doc.end_lineno or doc.lineno) + 1))
@@ -153,9 +170,16 @@ def modules(package: Path) -> list[Path]:
 
 def functions(text: str) -> Iterator[tuple[str, int]]:
     """(name, lines) of each function, decorators not counted; nested ones too."""
-    for node in ast.walk(ast.parse(text)):
+    gc.disable()
+    todo: list[ast.AST] = [ast.parse(text)]
+    gc.enable()
+    while todo:
+        node = todo.pop()
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
+        # A function stands in a block of another statement, never in an expression.
+        for block in BLOCKS:
+            todo += getattr(node, block, ())
 
 
 def is_table(node: ast.AST) -> bool:

@@ -5,7 +5,12 @@ about the rest.
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from graph import parse
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = [
@@ -20,12 +25,17 @@ NAMED = {
 }
 
 
+def is_sections(node: ast.expr) -> bool:
+    """Whether it is ``....sections``."""
+    return isinstance(node, ast.Attribute) and node.attr == "sections"
+
+
 def named_sections(text: str) -> list[tuple[int, str]]:
     """(line, name) of each ``.section("name")`` of a config, ``.sections["name"]`` and ``"name" in
     ....sections``.
     """
     found = []
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parse(text)):
         name: ast.expr | None = None
         if (
             isinstance(node, ast.Call)
@@ -34,11 +44,9 @@ def named_sections(text: str) -> list[tuple[int, str]]:
         ):
             holder = ast.unparse(node.func.value)
             name = node.args[0] if node.args and not holder.endswith("plugins") else None
-        elif isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith(".sections"):
+        elif isinstance(node, ast.Subscript) and is_sections(node.value):
             name = node.slice
-        elif isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]).endswith(
-            ".sections"
-        ):
+        elif isinstance(node, ast.Compare) and is_sections(node.comparators[0]):
             name = node.left
         if isinstance(name, ast.Constant) and isinstance(name.value, str):
             found.append((name.lineno, name.value))

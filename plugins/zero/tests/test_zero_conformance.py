@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pytest
-from ds_testing.kits.train.partitioner import CASES, PRODUCTS, WAYS, PartitionerConformance
+from ds_testing.kits.train.partitioner import PRODUCTS, TRAINED, PartitionerConformance
 
 
 @pytest.mark.slow
@@ -34,8 +34,7 @@ STAGE3 = {
 class TestStage3(PartitionerConformance):
     config: ClassVar[Mapping[str, Any]] = {"zero_optimization": STAGE3}
 
-    @pytest.mark.parametrize(("how", "world"), WAYS)
-    @pytest.mark.parametrize("name", list(CASES))
+    @pytest.mark.parametrize(("name", "how", "world"), TRAINED)
     def test_trains_as_one_process(self, name: str, how: str, world: int) -> None:
         """A module that only some ranks run must be below a leaf."""
         leaf = {"leaf_module": {"classes": "_Net"}} if name == "partly-used" else {}
@@ -52,8 +51,7 @@ class _InBlocks(PartitionerConformance):
         keys = {self.key: size} if size > 1 or self.key == "mics_shard_size" else {}
         self.config = {"zero_optimization": {**STAGE3, **keys, **more}}  # type: ignore[misc]
 
-    @pytest.mark.parametrize(("how", "world"), WAYS)
-    @pytest.mark.parametrize("name", list(CASES))
+    @pytest.mark.parametrize(("name", "how", "world"), TRAINED)
     def test_trains_as_one_process(self, name: str, how: str, world: int) -> None:
         self._with(
             min(world, 2), **({"leaf_module": {"classes": "_Net"}} if name == "partly-used" else {})

@@ -7,6 +7,7 @@ strict and described config section, and references that lead somewhere.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib.util
 import inspect
@@ -14,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar, get_args
@@ -57,20 +59,37 @@ WITHOUT_ARGUMENTS = (
 )
 REFERENCES = ("load", "params", "probe", "available")
 
-_PROBE = """
-import importlib, json, os, sys, threading
+_PROBER = """
+import importlib, json, os, sys, threading, traceback
 sys.path[:] = json.loads(sys.argv[1])
-before, here = dict(os.environ), os.getcwd()
 from ds_core import hookspecs, entries, plugins
 import pydantic
-importlib.import_module(sys.argv[2])
-print("\\0" + json.dumps({
-    "modules": sorted(sys.modules),
-    "environment": sorted(k for k in {*before, *os.environ} if before.get(k) != os.environ.get(k)),
-    "moved": os.getcwd() != here,
-    "threads": threading.active_count() - 1,
-}))
+
+def probe(module, out, err):
+    for number, file in ((0, os.devnull), (1, out), (2, err)):
+        os.dup2(os.open(file, os.O_RDWR), number)
+    before, here = dict(os.environ), os.getcwd()
+    importlib.import_module(module)
+    print("\\0" + json.dumps({
+        "modules": sorted(sys.modules),
+        "environment": sorted(k for k in {*before, *os.environ} if before.get(k) != os.environ.get(k)),
+        "moved": os.getcwd() != here,
+        "threads": threading.active_count() - 1,
+    }), flush=True)
+
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        try:
+            probe(*json.loads(line))
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        os._exit(0)
+    print(os.waitpid(child, 0)[1], flush=True)
 """
+"""Reads ``[module, file for stdout, file for stderr]`` a line, and imports each module in a fork."""
 
 
 class PluginConformance:
@@ -330,16 +349,36 @@ class PluginConformance:
 
 @functools.cache
 def _imported_alone(module: str) -> dict[str, Any]:
-    """What importing `module` did in a fresh interpreter that has only ds_core's torch-free
-    modules.
-    """
-    path = json.dumps([os.path.abspath(entry) for entry in sys.path])
-    command = [sys.executable, "-c", _PROBE, path, module]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, f"{module} cannot be imported on its own:\n{done.stderr}"
-    printed, _, report = done.stdout.rpartition("\0")
+    """What importing `module` did in a process that has only ds_core's torch-free modules."""
+    prober = _prober(json.dumps([os.path.abspath(entry) for entry in sys.path]))
+    with (
+        tempfile.NamedTemporaryFile("r", prefix="ds-probe-") as out,
+        tempfile.NamedTemporaryFile("r", prefix="ds-probe-") as err,
+    ):
+        assert prober.stdin is not None and prober.stdout is not None
+        prober.stdin.write(json.dumps([module, out.name, err.name]) + "\n")
+        prober.stdin.flush()
+        status = prober.stdout.readline().strip()
+        assert status == "0", f"{module} cannot be imported on its own:\n{err.read()}"
+        printed, _, report = out.read().rpartition("\0")
     found: dict[str, Any] = json.loads(report)
     return found | {"printed": printed}
+
+
+@functools.cache
+def _prober(path: str) -> subprocess.Popen[str]:
+    """A process that imports modules in forks of itself: an interpreter for each would cost more
+    than what it imports.
+    """
+    started = subprocess.Popen(
+        [sys.executable, "-c", _PROBER, path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    # It ends when its input does; leaving the context closes that and waits.
+    atexit.register(started.__exit__, None, None, None)
+    return started
 
 
 def _comparable(answer: Any) -> Any:
