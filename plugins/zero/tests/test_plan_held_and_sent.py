@@ -87,6 +87,7 @@ def foretold(case: Case, world: int, rank: int) -> Need:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "numbers"),
     [

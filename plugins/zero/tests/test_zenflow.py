@@ -130,6 +130,7 @@ def far(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
 STEP = {"topk_ratio": 0.25, "select_strategy": "step"}
 
 
+@pytest.mark.fast_cases("2-keys3-1-2-2", "3-keys4-1-6-2", "1-keys5-1-100-2")
 @pytest.mark.parametrize(
     ("stage", "keys", "gas", "choose_every", "world"),
     [

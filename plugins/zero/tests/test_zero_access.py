@@ -52,6 +52,7 @@ def read(stage: int, name: str, *place: str) -> dict[str, float]:
     return errors
 
 
+@pytest.mark.fast_cases("0-1", "3-2")
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(
     "stage", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3]
@@ -144,6 +145,7 @@ def set_states(truth: Truth, params: dict[str, Any]) -> None:
     truth.publish()
 
 
+@pytest.mark.fast_cases("0-1", "3-2")
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(
     "stage", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3]
@@ -162,6 +164,7 @@ def test_what_is_set_is_what_the_step_uses(stage: int, world: int) -> None:
             assert {k: v for k, v in errors.items() if v > limit} == {}, name
 
 
+@pytest.mark.fast_cases("1-cpu", "3-disk")
 @pytest.mark.parametrize(("stage", "place"), [(1, "cpu"), (2, "disk"), (3, "cpu"), (3, "disk")])
 def test_wherever_states_rest(stage: int, place: str, tmp_path: Any) -> None:
     for what, name in itertools.product((read, write), ("fp64", "bf16")):

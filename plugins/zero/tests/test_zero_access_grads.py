@@ -66,6 +66,7 @@ def held_back(stage: int) -> dict[str, float]:
     return errors
 
 
+@pytest.mark.fast_cases("0-1", "1-4", "2-1", "3-4")
 @pytest.mark.parametrize("world", [1, 4])
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_that_are_held_back(stage: int, world: int) -> None:

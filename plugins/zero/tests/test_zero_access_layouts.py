@@ -171,6 +171,7 @@ def axes(stage: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.fast_cases("0-4", "1-2", "2-4", "3-2")
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("stage", STAGES)
 def test_parameters_held_on_an_axis(stage: int, world: int) -> None:

@@ -53,6 +53,7 @@ def check_writes(stage: int, dtype: str, optimizer: str, section: dict[str, Any]
     engine.destroy()
 
 
+@pytest.mark.fast_cases("1-1", "2-2", "1-4", "3-4")
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_writes_reach_every_rank_and_the_masters(stage: int, world: int) -> None:
@@ -73,6 +74,14 @@ OFFLOADED: list[tuple[int, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.fast_cases(
+    "1-bfloat16-section0-2",
+    "2-float32-section1-1",
+    "3-bfloat16-section2-2",
+    "3-float32-section3-1",
+    "3-float32-section4-2",
+    "3-bfloat16-section5-2",
+)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(("stage", "dtype", "section"), OFFLOADED)
 def test_writes_reach_masters_that_rest_elsewhere(

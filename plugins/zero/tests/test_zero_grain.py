@@ -152,6 +152,17 @@ def train(kind: str, dtype: str, clip: float, stage: int) -> dict[str, float]:
     return errors
 
 
+@pytest.mark.fast_cases(
+    "lamb-float64-0.0-3-1",
+    "lamb-float64-0.05-1-2",
+    "lamb-float32-0.05-3-1",
+    "lamb-bfloat16-0.05-3-2",
+    "lamb-float16-0.0-1-2",
+    "muon-float64-0.0-1-1",
+    "muon-float64-0.05-3-2",
+    "muon-float32-0.0-1-2",
+    "muon-float64-0.05-1-1",
+)
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(

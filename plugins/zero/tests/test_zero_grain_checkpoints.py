@@ -172,6 +172,9 @@ def taken_over(cls_name: str, dtype: str, stage: int) -> float:
     return max(relative(found[n], p.detach()) for n, p in expected.named_parameters())
 
 
+@pytest.mark.fast_cases(
+    "AdamW-1-1", "AdamW-3-2", "Unknown-2-1", "Unknown-3-2", "Adam-1-2", "Adam-3-1", "Adam-2-2"
+)
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("cls", ["AdamW", "Unknown", "Adam"])

@@ -80,6 +80,7 @@ def built_on_disk(folder: str) -> list[int]:
     return found
 
 
+@pytest.mark.fast_cases("1")
 @pytest.mark.parametrize("world", [1, 2])
 def test_shards_rest_on_disk(world: int, tmp_path: Any) -> None:
     for largest, files in run_ranks(world, built_on_disk, str(tmp_path)):
@@ -87,6 +88,7 @@ def test_shards_rest_on_disk(world: int, tmp_path: Any) -> None:
         assert files > 3
 
 
+@pytest.mark.fast_cases("float32-1", "float32-2", "bfloat16-4")
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
 def test_equals_plain_construction(world: int, name: str) -> None:

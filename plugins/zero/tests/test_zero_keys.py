@@ -348,6 +348,15 @@ def compare(config: dict[str, Any], gas: int) -> float:
     return worst
 
 
+@pytest.mark.fast_cases(
+    "1-config0-0.002",
+    "2-config1-1e-06",
+    "1-config2-1e-06",
+    "2-config3-1e-06",
+    "1-config4-1e-06",
+    "2-config5-1e-06",
+    "1-config6-0.01",
+)
 @pytest.mark.parametrize(
     ("config", "tolerance"),
     [

@@ -122,6 +122,13 @@ def bytes_of(zero: dict[str, Any], dtype: str, folder: Path | None) -> list[tupl
     return found
 
 
+@pytest.mark.fast_cases(
+    "offload0-float32",
+    "offload1-bfloat16",
+    "offload2-float32",
+    "offload3-bfloat16",
+    "offload4-float32",
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("offload", [{}, STATES, WEIGHTS, ALL, DISK])
 def test_memory_is_what_there_is(offload: dict[str, Any], dtype: str, tmp_path: Path) -> None:

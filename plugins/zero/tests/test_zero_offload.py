@@ -43,6 +43,7 @@ class _Some(PartitionerConformance):
         super().test_products_of_axes(name, clip)
 
 
+@pytest.mark.fast_cases(test_products_of_axes=("pp2-ep2-0.0",))
 class TestStage1(_Some):
     __test__ = True
     config: ClassVar[Mapping[str, Any]] = {
@@ -50,6 +51,7 @@ class TestStage1(_Some):
     }
 
 
+@pytest.mark.fast_cases(test_products_of_axes=("pp2-tp2-0.05",))
 class TestStage2(_Some):
     __test__ = True
     config: ClassVar[Mapping[str, Any]] = {
@@ -57,11 +59,13 @@ class TestStage2(_Some):
     }
 
 
+@pytest.mark.fast_cases(test_products_of_axes=("pp2-ep2-0.0",))
 class TestStage3(_Some):
     __test__ = True
     config: ClassVar[Mapping[str, Any]] = {"zero_optimization": ALL3}
 
 
+@pytest.mark.fast_cases(test_products_of_axes=("ep2-0.05",))
 class TestStage3InParts(_Some):
     """Some masters on the device, some on the host; on 4 ranks with axes, some parameters are of
     one rank only.

@@ -269,6 +269,7 @@ class LazyDevice(Lazy):
         return out
 
 
+@pytest.mark.fast_cases("none-False-bf16", "none-True-fp32", "cpu-False-fp32", "cpu-True-bf16")
 @pytest.mark.usefixtures("clean_ds")
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("disk", [False, True])

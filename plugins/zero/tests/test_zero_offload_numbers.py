@@ -43,6 +43,16 @@ def difference(
     return max(*far, 0.0 if abs(norm - other_norm) <= rounded * norm else 1.0)
 
 
+@pytest.mark.fast_cases(
+    "1-offload1-bfloat16-1-2",
+    "2-offload3-float16-1-2",
+    "3-offload6-bfloat16-1-4",
+    "3-offload7-float32-4-2",
+    "3-offload10-float16-1-2",
+    "3-offload11-float32-1-2",
+    "3-offload12-float32-1-2",
+    "3-offload14-bfloat16-1-2",
+)
 @pytest.mark.parametrize(
     ("stage", "offload", "dtype", "gas", "world"),
     [
@@ -98,6 +108,7 @@ def undeclared(zero: dict[str, Any], dtype: str) -> tuple[bool, bool]:
     return all(torch.equal(found[0][n], found[1][n]) for n in found[0]), apart
 
 
+@pytest.mark.fast_cases("1-float32-2", "3-float32-4")
 @pytest.mark.parametrize(
     ("stage", "dtype", "world"), [(1, "float32", 2), (2, "bfloat16", 4), (3, "float32", 4)]
 )
@@ -168,6 +179,14 @@ def alone() -> tuple[float, bool]:
 # -- a store that gives memory back ----------------------------------------------------------------
 
 
+@pytest.mark.fast_cases(
+    "3-nvme-float32-4-2-more1",
+    "3-disk-float16-1-1-more3",
+    "1-disk-bfloat16-4-2-more4",
+    "3-disk-float32-1-4-more7",
+    "3-disk-float16-1-2-more9",
+    "3-cpu-bfloat16-1-2-more10",
+)
 @pytest.mark.parametrize(
     ("stage", "device", "dtype", "gas", "world", "more"),
     [

@@ -164,6 +164,7 @@ def wire_against_reference(zero: dict[str, Any], block: int, dtype: torch.dtype)
     return worst
 
 
+@pytest.mark.fast_cases("2 ranks", "2 blocks", "2 blocks, LoCo")
 @pytest.mark.parametrize(
     ("world", "zero", "block", "dtype"),
     [
@@ -368,6 +369,7 @@ def compared(zero: dict[str, Any], extra: dict[str, Any]) -> tuple[float, float]
     return max(abs(a - b) / b for a, b in zip(losses, plain, strict=True)), weights
 
 
+@pytest.mark.fast_cases("offloaded, autocast")
 @pytest.mark.parametrize(
     ("zero", "extra"),
     [

@@ -111,6 +111,7 @@ def per_rank(model: nn.Module, section: ZeroConfig, world: int) -> list[int]:
     return sizes
 
 
+@pytest.mark.fast_cases("gpt2-xl")
 @pytest.mark.parametrize("name", MODELS)
 def test_every_rank_of_4096_holds_its_share(name: str) -> None:
     model = build(name)
@@ -260,6 +261,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("clean_ds")  # a group that another test of this process has left
 @pytest.mark.parametrize(("name", "stage", "world", "rank"), CASES)
 def test_one_process_as_one_rank_of_many(name: str, stage: int, world: int, rank: int) -> None:

@@ -307,6 +307,9 @@ def compare(name: str, direct: bool, gas: int) -> dict[str, float]:
     return worst
 
 
+@pytest.mark.fast_cases(
+    "Twice-False", "External-False", "Returned-False", "ReentrantShared-False", "Dynamic-False"
+)
 @pytest.mark.parametrize("direct", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", list(ZOO))
 def test_every_way_of_using_modules(name: str, direct: bool) -> None:

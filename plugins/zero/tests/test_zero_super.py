@@ -149,6 +149,7 @@ def both(*args: Any, **kwargs: Any) -> tuple[bool, int, int]:
     return same(plain, early), *counts
 
 
+@pytest.mark.fast_cases("2-float32-1-4.2-overflows1", "3-bfloat16-2-4.2-overflows3")
 @pytest.mark.parametrize(
     ("stage", "dtype", "gas", "clip", "overflows"),
     [
@@ -272,6 +273,9 @@ def disturbed(name: str, stage: int) -> tuple[bool, int, int]:
     return both(stage, "float32", between=globals()[name])
 
 
+@pytest.mark.fast_cases(
+    "learning_rate-3", "evaluation-2", "read-3", "late-2", "again-3", "dropped-2"
+)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(
     "between", ["learning_rate", "evaluation", "read", "late", "again", "dropped"]

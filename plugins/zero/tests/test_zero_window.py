@@ -82,6 +82,7 @@ def dropped(bf16: bool) -> list[str]:
     return left
 
 
+@pytest.mark.fast_cases("1-False", "2-True")
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("world", [1, 2])
 def test_zero_grad_of_optimizer_and_module_drops_gradients(world: int, bf16: bool) -> None:
