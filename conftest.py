@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "fast_cases(*ids, **ids_by_test): the cases of a parametrised test that `make test` runs; "
-        "the others are slow. On a class, by the names of its tests",
+        "the others are slow. On a class, by the names of its tests: test_name=() makes all of one slow",
     )
 
 
@@ -48,14 +48,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         case = getattr(item, "callspec", None)
         test = getattr(item, "originalname", "")
-        marks = item.iter_markers("fast_cases")
-        chosen = next((ids for m in marks if (ids := m.args or m.kwargs.get(test))), None)
-        if case is None or chosen is None:
+        marks = [m.args or m.kwargs.get(test) for m in item.iter_markers("fast_cases")]
+        chosen = next((ids for ids in marks if ids is not None), None)
+        if chosen is None:
             continue
-        whole = item.nodeid.partition("[")[0]
-        named[whole] = set(chosen)
-        found[whole].add(case.id)
-        if case.id not in chosen:
+        if case is not None:
+            whole = item.nodeid.partition("[")[0]
+            named[whole] = set(chosen)
+            found[whole].add(case.id)
+        if case is None or case.id not in chosen:
             item.add_marker(pytest.mark.slow)
     unknown = {test: ids - found[test] for test, ids in named.items() if ids - found[test]}
     if unknown and not any("::" in argument for argument in config.args):

@@ -142,6 +142,7 @@ print(comm.local_rank(), tensor.item())
 """
 
 
+@pytest.mark.slow
 def test_two_processes_with_torchs_store_alone() -> None:
     """Nobody answers ds_rendezvous; a second process group works too."""
     port = {"MASTER_ADDR": "localhost", "PORTS": f"{free_port()} {free_port()}", "WORLD_SIZE": "2"}

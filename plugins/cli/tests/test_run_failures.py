@@ -184,6 +184,7 @@ wait_for("over")
 """
 
 
+@pytest.mark.slow
 def test_signals_that_were_ignored_at_the_start_stay_so(script: Any, tmp_path: Path) -> None:
     """``nohup dscore run ... &`` outlives its terminal; SIGTERM ends it as ever."""
     running = command(tmp_path, "--nproc", "2", script(LASTS), background=True)

@@ -29,6 +29,7 @@ def listening(pid: int) -> set[str]:
     return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/net/tcp"), reason="Linux tells who listens where")
 def test_on_one_machine_nothing_listens_beyond_it(script: Any, tmp_path: Path) -> None:
     """The launcher's store and what the ranks talk over, in a script that uses torch alone."""
@@ -71,6 +72,7 @@ def test_what_strangers_write_where_machines_meet_is_not_unpickled(
     assert not mark.exists()
 
 
+@pytest.mark.slow
 def test_a_port_can_be_chosen_and_one_in_use_is_named(
     script: Any, tmp_path: Path, capfd: Any
 ) -> None:

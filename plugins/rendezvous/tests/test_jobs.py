@@ -6,8 +6,10 @@ import importlib.util
 import shutil
 import socket
 import sys
+import types
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ds_rendezvous import jobs
@@ -15,7 +17,13 @@ from ds_rendezvous.jobs import first_host
 from ds_testing.kits.tools.rendezvous import start_rank
 from ds_testing.processes import free_port, output, run, start
 
-from ds_core.comm import Rendezvous, find_rendezvous, local_rank
+from ds_core.comm import (
+    Rendezvous,
+    find_rendezvous,
+    init_distributed,
+    is_initialized,
+    local_rank,
+)
 from ds_core.errors import CommError
 
 ENV = {
@@ -151,6 +159,7 @@ def test_local_rank() -> None:
     assert local_rank({**OMPI, "LOCAL_RANK": "5"}) == 5
 
 
+@pytest.mark.slow
 def test_two_processes_under_open_mpi_variables() -> None:
     """The accelerator's own backend, the port from the argument."""
     port = free_port()
@@ -174,7 +183,7 @@ from pathlib import Path
 BYTE = "byte"
 class COMM_WORLD:
     Get_rank = staticmethod(lambda: int(os.environ["OMPI_COMM_WORLD_RANK"]))
-    Get_size = staticmethod(lambda: int(os.environ["FAKE_SIZE"]))
+    Get_size = staticmethod(lambda: 2)
     def Bcast(buffer, root):
         data, kind = buffer
         told = Path(__file__).with_name("told")
@@ -188,16 +197,13 @@ class COMM_WORLD:
 """
 
 
-def over_two_hosts(folder: Path, size: str) -> list[str]:
+def over_two_hosts(folder: Path) -> list[str]:
     (folder / "mpi4py").mkdir()
     (folder / "mpi4py" / "__init__.py").touch()
     (folder / "mpi4py" / "MPI.py").write_text(MPI4PY)
     code = f"import sys; sys.path.insert(0, {str(folder)!r})\n"
     code += SAYS.format(port=free_port())
-    envs = [
-        {**OMPI, "OMPI_COMM_WORLD_RANK": str(r), "OMPI_COMM_WORLD_SIZE": "2", "FAKE_SIZE": size}
-        for r in range(2)
-    ]
+    envs = [{**OMPI, "OMPI_COMM_WORLD_RANK": str(r), "OMPI_COMM_WORLD_SIZE": "2"} for r in range(2)]
     envs = [
         {**env, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
         for env in envs
@@ -226,13 +232,27 @@ def test_rank_0_broadcasts_its_address_by_mpi4py(tmp_path: Path) -> None:
     """Two processes that look to Open MPI as if each had a host of its own; the address is this
     machine's real one.
     """
-    assert over_two_hosts(tmp_path, "2") == ["True 3.0", "True 3.0"]
+    assert over_two_hosts(tmp_path) == ["True 3.0", "True 3.0"]
 
 
-def test_an_mpi4py_of_another_mpi_is_told(tmp_path: Path) -> None:
-    for rank, said in enumerate(over_two_hosts(tmp_path, "1")):
-        assert f"mpi4py sees rank {rank} of 1, but the job's variables say {rank} of 2" in said
-        assert "set MASTER_ADDR" in said
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_mpi4py_of_another_mpi_is_told(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process: the error comes before anything is sent."""
+    mpi: Any = types.ModuleType("mpi4py.MPI")
+    mpi.COMM_WORLD = types.SimpleNamespace(Get_rank=lambda: rank, Get_size=lambda: 1)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    env = {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+    }
+    with pytest.raises(CommError) as caught:
+        find_rendezvous(env, collective=True)
+    said = str(caught.value)
+    assert f"mpi4py sees rank {rank} of 1, but the job's variables say {rank} of 2" in said
+    assert "set MASTER_ADDR" in said
 
 
 @pytest.mark.skipif(
@@ -254,16 +274,20 @@ def test_under_mpirun(tmp_path: Path) -> None:
     assert run([*words, sys.executable, str(script)]).splitlines() == ["True 3.0"] * 2
 
 
+@pytest.mark.usefixtures("clean_ds")
 def test_a_tcp_address_is_met_at_in_our_way() -> None:
     """A port that is taken is told as elsewhere, instead of torch's words."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(CommError) as caught:
         method = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        said = output(start_rank({}, dist_backend="gloo", init_method=method, rank=0, world_size=2))
+        init_distributed("gloo", init_method=method, rank=0, world_size=2)
+    said = str(caught.value)
     assert "rank 0 of 2 cannot open the job's store: port" in said
     assert "(the place is from init_method)" in said
+    assert not is_initialized()
 
 
-def test_nobody_there_is_a_clear_error() -> None:
+@pytest.mark.usefixtures("clean_ds")
+def test_nobody_there_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     env = {
         "RANK": "1",
@@ -272,9 +296,14 @@ def test_nobody_there_is_a_clear_error() -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    said = output(start_rank(env, dist_backend="gloo", timeout=timedelta(seconds=1)))
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CommError) as caught:
+        init_distributed("gloo", timeout=timedelta(seconds=1))
+    said = str(caught.value)
     assert (
         f"rank 1 of 2 expected the store of rank 0 at 127.0.0.1:{port}, but nothing can be reached "
         "there" in said
     )
     assert "(the place is from the launcher's variables)" in said
+    assert not is_initialized()
