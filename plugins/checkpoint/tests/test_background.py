@@ -123,6 +123,7 @@ def failing(folder: str, bad: int, call: str, reports: bool) -> str:
     return str(caught.value)
 
 
+@pytest.mark.fast_cases("0-wait-False", "1-save-True", "1-save-False")
 @pytest.mark.parametrize("reports", [True, False])
 @pytest.mark.parametrize("call", ["save", "wait"])
 @pytest.mark.parametrize("bad", [0, 1])
@@ -250,6 +251,7 @@ def test_nothing_to_fall_back_to(ranks: Any, tmp_path: Path) -> None:
 # -- who writes what -------------------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases("4")
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_share_the_writing(ranks: Any, tmp_path: Path, world: int) -> None:
     ranks(world, save_two, str(tmp_path))

@@ -65,6 +65,13 @@ DAMAGE += [(name, how) for name in FILES[1:] for how in ("other step", "link", "
 DAMAGE += [("rank00000-local.safetensors", "swap ranks")]
 
 
+@pytest.mark.fast_cases(
+    "manifest.json-delete",
+    "rank00000-local.safetensors-truncate",
+    "rank00001-local.safetensors-delete",
+    "rank00001-local.safetensors-pickle",
+    "rank00001-local.safetensors-link",
+)
 @pytest.mark.parametrize(
     "name, how",
     [
@@ -118,6 +125,7 @@ print("events", sorted(set(seen)))
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_unpickled_or_executed(tmp_path: Path) -> None:
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),

@@ -69,6 +69,16 @@ CRASHES += [
 CRASHES += [("b", where, 1.0) for where in ("files.write_latest 1", "os.replace 2")]
 
 
+@pytest.mark.fast_cases(
+    "a-writing.write_tensors 1-1.0",
+    "a-files.write_file 1-1.0",
+    "a-os.replace 1-1.0",
+    "a-os.replace 2-1.0",
+    "a-files.discard 1-2.0",
+    "a-os.replace 3-2.0",
+    "a-os.replace 4-2.0",
+    "b-files.write_latest 1-1.0",
+)
 @pytest.mark.parametrize("tag, where, expected", CRASHES)
 def test_a_crash_leaves_a_whole_checkpoint(
     ranks: Any, tmp_path: Path, tag: str, where: str, expected: float
@@ -106,6 +116,7 @@ def full_disk(folder: str, size: int, full_rank: int, what: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.fast_cases("2000-0", "30000-0", "100-1")
 @pytest.mark.parametrize("size, rank", [(100, 0), (2000, 0), (30_000, 0), (100, 1)])
 def test_a_full_disk_on_any_rank_fails_all_and_harms_nothing(
     ranks: Any, tmp_path: Path, size: int, rank: int

@@ -73,6 +73,7 @@ def test_what_is_no_file_or_too_large_is_refused_unread(
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
 
 
+@pytest.mark.fast_cases("ours")
 @pytest.mark.parametrize(
     "begin", [b"", b'{"format": "ds_core.checkpoint", "version": 1, "a": '], ids=["foreign", "ours"]
 )

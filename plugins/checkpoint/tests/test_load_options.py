@@ -60,6 +60,7 @@ ALL = {
 }
 
 
+@pytest.mark.fast_cases("arguments2-different2", "arguments3-different3")
 @pytest.mark.parametrize(
     "arguments, different",
     [

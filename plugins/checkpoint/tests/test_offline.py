@@ -108,6 +108,7 @@ def test_prune(folder: Path) -> None:
     assert dscore("prune", folder / "b", "--keep", 1).exit_code == 1
 
 
+@pytest.mark.fast_cases("bf16", "fp16")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "saved"])
 def test_export(folder: Path, tmp_path: Path, dtype: str) -> None:
     done = dscore("export", folder, tmp_path / "out", "--dtype", dtype, "--max-shard-size", "3KB")

@@ -32,6 +32,7 @@ def second_life(folder: str, mode: str, steps: int = 5) -> Any:
     return train(engine, steps), everything(engine)
 
 
+@pytest.mark.fast_cases("fp16-2", "fp16 stage 2-2", "fp16 stage 3-2")
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("mode", [*MODES, *ZERO])
 def test_resume_is_bit_identical(ranks: Any, tmp_path: Path, mode: str, world: int) -> None:
@@ -85,6 +86,7 @@ def states_now(folder: str | None, mode: str = "fp32") -> Any:
     return everything(engine)
 
 
+@pytest.mark.fast_cases("worlds0", "worlds1")
 @pytest.mark.parametrize("worlds", [(2, 1), (1, 2), (2, 3)])
 def test_another_world_size(ranks: Any, tmp_path: Path, worlds: tuple[int, int]) -> None:
     saved = ranks(worlds[0], first_life_short, str(tmp_path))

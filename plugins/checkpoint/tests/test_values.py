@@ -57,6 +57,7 @@ plain = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(plain)
 def test_comes_back_as_it_was(value: Any) -> None:
     assert same(through(value), value)

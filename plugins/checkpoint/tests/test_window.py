@@ -92,6 +92,7 @@ def _resumed(
     return answer
 
 
+@pytest.mark.fast_cases("1-3-2-False", "1-1-0-True", "2-1-0-True")
 @pytest.mark.parametrize(("gas", "stage", "plain"), [(3, 2, False), (1, 0, True)])
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_window_runs_again_on_its_samples(

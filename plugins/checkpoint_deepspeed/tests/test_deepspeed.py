@@ -74,6 +74,7 @@ def mode_of(name: str) -> str:
     return name.partition("-")[0]
 
 
+@pytest.mark.fast_cases("bf16-0-0-1", "fp32-1-0-1", "fp32-2-2-2", "fp32-3-0-1")
 @pytest.mark.parametrize(
     ("stage", "world"), [(0, 1), (2, 2), pytest.param(3, 4, marks=pytest.mark.slow)]
 )

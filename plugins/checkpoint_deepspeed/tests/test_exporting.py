@@ -44,6 +44,9 @@ def same(first: Path, second: Path) -> list[str]:
         return [f"{d.name}: {d.kind} {d.detail}" for d in differences(one, two)]
 
 
+@pytest.mark.fast_cases(
+    "fp32-2-1", "bf16-3-0", "bf16-3-2", "bf16-3-universal", "parallel/moe-1-0", "parallel/pipe-1-3"
+)
 @pytest.mark.parametrize("form", ["0", "1", "2", "3", "universal"])
 @pytest.mark.parametrize("name", ["fp32-2", "bf16-3", "parallel/moe-1", "parallel/pipe-1"])
 def test_what_is_exported_is_imported_again(name: str, form: str, tmp_path: Path) -> None:
@@ -217,6 +220,7 @@ def test_files_name_no_class_but_those_that_deepspeed_writes(tmp_path: Path) -> 
     }
 
 
+@pytest.mark.fast_cases("../../../out", "a//b")
 @pytest.mark.parametrize("name", ["../../../out", "/{root}/out", "a/../../out", "a//b"])
 def test_a_name_that_leads_out_of_the_folder(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

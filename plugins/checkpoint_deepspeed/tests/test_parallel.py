@@ -44,6 +44,13 @@ def go_on(folder: str, kind: str, stage: int, parts: int) -> tuple[int, list[flo
     return rank, losses, client
 
 
+@pytest.mark.fast_cases(
+    "pipe-1-pipe-4-1-2",
+    "pipe-0-pipe-untied-2-1-2",
+    "moe-1-moe-4-2-2",
+    "moe-0-moe-2-0-1",
+    "tp-3-tp-2-3-1",
+)
 @pytest.mark.parametrize(
     ("name", "kind", "world", "stage", "parts"),
     [

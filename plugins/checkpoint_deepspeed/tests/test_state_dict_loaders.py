@@ -64,6 +64,7 @@ def written(folder: Path, ranks: int, version: float) -> list[str]:
     return paths
 
 
+@pytest.mark.fast_cases("1-1-1.0", "2-1-2.0", "4-1-0", "4-2-2.0", "4-4-2.0")
 @pytest.mark.parametrize("version", [0, 1.0, 2.0])
 @pytest.mark.parametrize("files", [1, 2, 4])
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -81,6 +81,7 @@ def _beside(order: str, stage: int) -> bool:
     return found == expected
 
 
+@pytest.mark.fast_cases("eep-2-1")
 @pytest.mark.parametrize(
     ("order", "world", "stage"),
     [

@@ -88,6 +88,7 @@ def truth() -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, model.state_dict()
 
 
+@pytest.mark.fast_cases("first3-3")
 @pytest.mark.parametrize(
     ("first", "zero"),
     [

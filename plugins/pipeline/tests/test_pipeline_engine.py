@@ -137,6 +137,7 @@ def test_names_of_deepspeed_s_module_say_what_there_is_instead() -> None:
         _ = engine.allreduce_tied_weight_gradients
 
 
+@pytest.mark.slow
 def test_other_axes() -> None:
     told = run_ranks(4, stands_beside_another_axis)
     assert [t[0] for t in told] == [0, 1, 2, 3]
@@ -259,6 +260,7 @@ def test_reports(tmp_path: Path) -> None:
     run_ranks(2, reports, tmp_path)
 
 
+@pytest.mark.fast_cases("3")
 @pytest.mark.parametrize("zero", [0, 3])
 def test_evaluation_alone_and_in_turns(zero: int) -> None:
     run_ranks(2, only_evaluates, zero)

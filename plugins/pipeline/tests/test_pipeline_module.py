@@ -270,6 +270,7 @@ def starts_unseeded(zero: int) -> list[Any]:
     return answer
 
 
+@pytest.mark.fast_cases("0")
 @pytest.mark.parametrize("zero", [0, 3])
 def test_replicas_and_ties_are_equal_from_the_start(zero: int) -> None:
     told = run_ranks(4, starts_unseeded, zero)

@@ -66,6 +66,7 @@ def evaluates(chunks: int) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_cases("1")
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_evaluation(chunks: int) -> None:
     run_ranks(2, evaluates, chunks)
@@ -225,6 +226,7 @@ def trains_with_shapes(schedule: str, chunks: int) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_cases("zero_bubble-1", "interleaved-2")
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 def test_shapes_that_depend_on_values(schedule: str, chunks: int) -> None:
     run_ranks(2, trains_with_shapes, schedule, chunks)

@@ -140,6 +140,7 @@ def test_inference_is_proven(m: int, s: int, waiting: bool) -> None:
     )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=50)
 @given(micro, stages, chunks)
 def test_interleaved_is_proven(m: int, s: int, c: int) -> None:

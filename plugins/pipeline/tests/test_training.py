@@ -97,6 +97,7 @@ def check(answers: list[list[list[Any]]]) -> None:
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "stages"),
     [
@@ -123,6 +124,7 @@ def test_adamw_recompute_and_early_reduction(world: int, stages: int) -> None:
     check(run_ranks(world, compare, stages, cases))
 
 
+@pytest.mark.fast_cases("2-2")
 @pytest.mark.parametrize(("world", "stages"), [(2, 2), (4, 4)])
 def test_a_schedule_of_ones_own_trains(world: int, stages: int) -> None:
     cases = [["own_schedule:GPipe", 1, zero, gas, "batch", 0] for zero, gas in [(0, 5), (2, 8)]]
@@ -174,6 +176,7 @@ def sends_all(cases: list[Any]) -> list[float]:
     return [sends(*case) for case in cases]
 
 
+@pytest.mark.slow
 def test_what_zero_sends_inside_stages() -> None:
     m = 3
     cases: list[tuple[int, str, float, float]] = [

@@ -82,6 +82,7 @@ def train(stage: int, offload: bool) -> Any:
     return losses, weights, moved
 
 
+@pytest.mark.fast_cases("3")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_same_bits(stage: int) -> None:
     plain, offloaded = (run_ranks(2, train, stage, offload) for offload in (False, True))

@@ -94,6 +94,7 @@ def train(kind: str, sections: dict[str, Any], stage: int) -> Any:
     return losses, weights, gathered
 
 
+@pytest.mark.fast_cases("tied-3")
 @pytest.mark.parametrize(("kind", "stage"), [("tied", 3), ("gemma2", 0)])
 def test_training(kind: str, stage: int) -> None:
     pytest.importorskip("transformers")

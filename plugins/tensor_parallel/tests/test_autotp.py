@@ -38,6 +38,7 @@ def compare(
     return off
 
 
+@pytest.mark.fast_cases("tp2-gpt2")
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize(
     ("world", "tp", "stages"),
@@ -115,6 +116,7 @@ def test_what_is_frozen_may_be_trained_later(stage: int) -> None:
     assert max(run_ranks(3, trained_later, stage)) < 1e-6
 
 
+@pytest.mark.fast_cases("even-llama")
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize(
     ("world", "tp", "stages"),

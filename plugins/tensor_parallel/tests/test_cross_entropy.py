@@ -102,6 +102,7 @@ def in_a_model(kind: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.fast_cases("gpt2")
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_models_compute_their_loss_from_divided_logits(kind: str) -> None:
     for found in run_ranks(2, in_a_model, kind):

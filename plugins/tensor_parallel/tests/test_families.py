@@ -99,6 +99,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tp", "kind", "preset"), CASES)
 def test_a_family_trains_as_one_process(
     tp: int, kind: str, preset: str | None, tmp_path: Path

@@ -202,6 +202,9 @@ def different(what: str) -> str:
     return ""
 
 
+@pytest.mark.fast_cases(
+    "inputs-ranks 0 and 1 are given different inputs: input_ids, labels;", "random-random state"
+)
 @pytest.mark.parametrize(
     ("what", "words"),
     [

@@ -401,6 +401,9 @@ LAUNCHERS = {
 }
 
 
+@pytest.mark.fast_cases(
+    "arguments through a shell", "leaves others", "no modules", "leaves orphans"
+)
 @pytest.mark.parametrize("what", LAUNCHERS)
 def test_launchers(tmp_path: Path, what: str) -> None:
     changed, only, why = LAUNCHERS[what]

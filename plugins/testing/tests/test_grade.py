@@ -67,6 +67,7 @@ def ds_config():
 """
 
 
+@pytest.mark.fast_cases("resumes", "quiet", "parallel")
 @pytest.mark.parametrize("rule", WRONG)
 def test_what_is_wrong_is_found(rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"wrong_{rule.replace('-', '_')}"

@@ -208,6 +208,9 @@ class Anything:
     """An mpu."""
 
 
+@pytest.mark.fast_cases(
+    "def ds_param_axes(name): return ['own']-test_what_is_shared_stays_the_same-bias differs between ranks"
+)
 @pytest.mark.parametrize(
     ("text", "check", "saying"),
     [
@@ -234,6 +237,9 @@ def test_wrong_axes(text: str, check: str, saying: str, plant: Plant) -> None:
     fails(getattr(kit, check), saying)
 
 
+@pytest.mark.fast_cases(
+    "plan_mesh([], world_size, rank)-test_objects_of_others_are_left-answer None for what is not yours"
+)
 @pytest.mark.parametrize(
     ("answer", "check", "saying"),
     [

@@ -137,6 +137,7 @@ def test_here_and_in_workers(ranks):
 """
 
 
+@pytest.mark.fast_cases("ds_optimizers ds_moe")
 @pytest.mark.parametrize("packages", ["ds_optimizers ds_moe", ""])
 def test_the_option_of_pytest(tmp_path: Path, packages: str) -> None:
     """`ds_shapes` reaches the workers; without it nothing is checked."""
@@ -151,6 +152,7 @@ def test_the_option_of_pytest(tmp_path: Path, packages: str) -> None:
     assert expected in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_production_imports_no_jaxtyping() -> None:
     code = (
         "import sys, ds_moe.layer, ds_moe.dispatch\n"

@@ -30,6 +30,7 @@ def zero(stage: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.fast_cases(test_trains_as_one_process=())
 class TestDividedLayers(ShardedTransformConformance):
     axis = "divided"
     configs = {2: divided(2)}

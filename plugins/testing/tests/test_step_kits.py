@@ -11,6 +11,7 @@ from ds_testing import GradientsConformance, ObserverConformance
 HEAD = "def ds_gradients(ctx, gradients):\n    import torch\n    for s in gradients.shards: "
 
 
+@pytest.mark.fast_cases("scale", "nothing")
 @pytest.mark.parametrize(
     ("body", "check"),
     [
