@@ -80,6 +80,7 @@ def same(model: Any, **keywords: Any) -> Any:
     return ours, theirs
 
 
+@pytest.mark.fast_cases("keywords4", "keywords5", "keywords6", "keywords7")
 @pytest.mark.parametrize("keywords", [
     {},
     {"eos_token_id": None},
@@ -107,6 +108,7 @@ CASES = [
 ]
 
 
+@pytest.mark.fast_cases("never-2.0")
 @pytest.mark.parametrize(("early", "penalty"), CASES)
 def test_beams(model: Any, early: bool | str, penalty: float) -> None:
     wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}

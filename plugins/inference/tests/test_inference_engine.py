@@ -41,6 +41,14 @@ def off(kind: str, config: dict[str, Any], sizes: dict[str, Any]) -> tuple[float
     return far, same
 
 
+@pytest.mark.fast_cases(
+    "1-llama-sizes0-True",
+    "2-llama-sizes1-False",
+    "2-gpt2-sizes2-False",
+    "2-mixtral-sizes3-False",
+    "2-mixtral-sizes3-True",
+    "2-bert-sizes4-True",
+)
 @pytest.mark.parametrize("inject", [False, True])
 @pytest.mark.parametrize(("tp", "kind", "sizes"), [
     (1, "llama", {}),

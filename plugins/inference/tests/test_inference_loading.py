@@ -72,6 +72,7 @@ def parts(kind: str, checkpoint: str, folder: str) -> tuple[float, float, int]:
     return first, off(kind, folder, config), here
 
 
+@pytest.mark.fast_cases("llama")
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_each_rank_reads_its_part_and_saves_it(kind: str, tmp_path: Path) -> None:
     folder = saved(kind, tmp_path / "whole")

@@ -77,6 +77,7 @@ def check(kind: str, world: int, cases: list[tuple[int, int]]) -> None:
             assert all(off[what] <= within[what] for what in within), f"rank {rank}, {case}: {off}"
 
 
+@pytest.mark.fast_cases("mixtral-2")
 @pytest.mark.parametrize(
     "world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 4))]
 )

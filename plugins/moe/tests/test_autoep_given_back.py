@@ -71,6 +71,7 @@ def give_back(kind: str, world: int, stage: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.fast_cases("stacked-2-3")
 @pytest.mark.parametrize(
     ("kind", "world", "stage"),
     [
@@ -112,6 +113,7 @@ def all_alike(listed: bool, dtype: str) -> float:
     return worst
 
 
+@pytest.mark.fast_cases("True")
 @pytest.mark.parametrize("listed", [False, True])
 def test_ranks_end_alike(listed: bool) -> None:
     for dtype in ("fp32", "bf16"):

@@ -132,6 +132,7 @@ def reroute(kind: str) -> dict[str, float]:
     return out
 
 
+@pytest.mark.fast_cases("mixtral", "deepseek_v2", "deepseek_v3")
 @pytest.mark.parametrize("kind", [*FAMILIES, "qwen2_moe"])
 def test_presets_say_what_the_models_routers_do(kind: str) -> None:
     for off in run_ranks(2, reroute, kind):

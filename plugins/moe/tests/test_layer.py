@@ -173,6 +173,7 @@ def test_every_kind_of_expert(name: str) -> None:
     _compare(ours, theirs, x)
 
 
+@pytest.mark.fast_cases("True-2", "False-1", "False-4")
 @pytest.mark.parametrize("k", [1, 2, 4])
 @pytest.mark.parametrize("drop", [True, False])
 def test_the_layer_is_the_plain_one(k: int, drop: bool) -> None:

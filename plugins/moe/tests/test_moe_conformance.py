@@ -74,6 +74,7 @@ class TestEp1Top2Residual(_Conformance):
     make_truth = staticmethod(m.plain_top2)
 
 
+@pytest.mark.fast_cases(test_train_batch_is_plain_torch=())
 class TestEp2Top2Residual(_Conformance):
     worlds = (2,)
     make_model = staticmethod(m.two_top2)

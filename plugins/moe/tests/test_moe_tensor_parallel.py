@@ -143,6 +143,7 @@ def tensor_parallel(ep: int, tp: int, stage: int, folder: str, first: bool) -> d
     return whole
 
 
+@pytest.mark.fast_cases("2-2-2")
 @pytest.mark.parametrize(("ep", "tp", "stage"), [(1, 2, 0), (2, 2, 2)])
 def test_checkpoints_of_experts_cut_over_tp_load_at_any_size(
     ep: int, tp: int, stage: int, tmp_path: Path
