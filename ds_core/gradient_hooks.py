@@ -107,10 +107,9 @@ class GradientHooks:
         self._changed |= self._trainable != before
         self._installed = self.partitioner.takes_gradients or self._origin_matters()
         if self._installed:
+            hook = _call_while_alive(self)
             self._handles = [
-                p.register_post_accumulate_grad_hook(self._on_gradient)
-                for p in trained
-                if p.requires_grad
+                p.register_post_accumulate_grad_hook(hook) for p in trained if p.requires_grad
             ]
 
     def remove(self) -> None:
@@ -264,6 +263,22 @@ class GradientHooks:
         self._entered = False
         if self.joint is not None:
             self.joint.forget()
+
+
+def _call_while_alive(hooks: GradientHooks) -> Callable[[Tensor], None]:
+    """A hook for parameters that does not keep `hooks` alive.
+
+    Python's garbage collector does not see what a parameter's hook refers to, so one that refers to
+    its engine's states would keep all of them, and the model, when the engine is dropped without
+    `destroy`.
+    """
+    ref = weakref.ref(hooks)
+
+    def on_gradient(param: Tensor) -> None:
+        if (alive := ref()) is not None:
+            alive._on_gradient(param)
+
+    return on_gradient
 
 
 # -- zero_grad of the optimizer and of the module --------------------------------------------------

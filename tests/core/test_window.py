@@ -5,8 +5,10 @@ has ended.
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import logging
+import weakref
 from typing import Any
 
 import pytest
@@ -269,6 +271,17 @@ def test_initialize_again_on_the_same_model_destroys_the_engine_before(
     second.zero_grad()
     run(second, xs)
     assert same(net, plain([xs]))
+
+
+@pytest.mark.parametrize("section", [{}, {"fp16": {"enabled": True}}], ids=["fp32", "fp16"])
+def test_an_engine_that_is_dropped_without_destroy_leaves_nothing(section: dict[str, Any]) -> None:
+    engine = start(2, **section)
+    xs = data(2)
+    engine.backward(engine(xs[0].to(engine.module[0].weight.dtype)).float().square().mean())
+    left = [weakref.ref(o) for o in (engine, engine.ctx, engine.module, engine.partitioner)]
+    del engine
+    gc.collect()
+    assert [ref() for ref in left] == [None] * 4
 
 
 # -- smaller promises ------------------------------------------------------------------------------
