@@ -278,10 +278,10 @@ def test_an_engine_that_is_dropped_without_destroy_leaves_nothing(section: dict[
     engine = start(2, **section)
     xs = data(2)
     engine.backward(engine(xs[0].to(engine.module[0].weight.dtype)).float().square().mean())
-    left = [weakref.ref(o) for o in (engine, engine.ctx, engine.module, engine.partitioner)]
+    left = [weakref.ref(o) for o in (engine, engine.module, engine.partitioner)]
     del engine
     gc.collect()
-    assert [ref() for ref in left] == [None] * 4
+    assert [ref() for ref in left] == [None] * 3
 
 
 # -- smaller promises ------------------------------------------------------------------------------
