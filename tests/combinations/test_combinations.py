@@ -121,6 +121,7 @@ class TestTensorWhole(Whole):
     data = (1,)
 
 
+@pytest.mark.fast_cases(test_trains_as_one_process=(), test_it_is_given_back=())
 class TestTensorSequence(Trained, Combination):
     """Four ranks that divide layers and sequences by two."""
 
@@ -215,6 +216,7 @@ class Experts(Combination):
     make_truth = staticmethod(m.experts)
 
 
+@pytest.mark.fast_cases(test_trains_as_one_process=())
 class TestTensorExperts(Trained, Experts):
     configs = {4: tp(2)}
 

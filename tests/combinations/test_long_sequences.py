@@ -62,6 +62,7 @@ def check(family: str, stage: int, attention: str, tiles: Any, **options: Any) -
     return runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "kind", ["plain", *(pytest.param(k, marks=pytest.mark.slow) for k in ("padded", "packed"))]

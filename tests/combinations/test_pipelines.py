@@ -191,6 +191,7 @@ FEW = [
 ]
 
 
+@pytest.mark.fast_cases("2-layouts0-4-0.05-float64")
 @pytest.mark.parametrize(("world", "layouts", "micros", "clip", "dtype"), FEW)
 def test_a_few(
     world: int, layouts: list[Layout], micros: int, clip: float, dtype: str, tmp_path: Path

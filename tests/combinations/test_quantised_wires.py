@@ -210,6 +210,7 @@ def check(answers: list[list[dict[str, Any]]], exchanges: dict[int, int], counts
     assert max(ratios) > (1.5 if max(counts) > 1 else 0.1)
 
 
+@pytest.mark.fast_cases("pipeline")
 @pytest.mark.parametrize(
     ("kind", "extra", "count"),
     [("experts", {}, GAS), ("pipeline", {"pipeline": {"reduce": "micro_batch"}}, GAS + 1)],

@@ -111,6 +111,7 @@ def refused(stages: int, case: str) -> tuple[str, float]:
     return "went on", 0.0
 
 
+@pytest.mark.fast_cases("quantised last", "recomputed blocks", "tiled")
 @pytest.mark.parametrize("case", HELD)
 def test_a_stage_may_have_none_of_the_layers(case: str) -> None:
     (alone,) = run_ranks(1, losses, 1, case)

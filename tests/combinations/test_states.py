@@ -81,6 +81,7 @@ def read_and_set(stage: int) -> dict[str, float]:
     return off
 
 
+@pytest.mark.fast_cases("1")
 @pytest.mark.parametrize(
     "stage",
     [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3],

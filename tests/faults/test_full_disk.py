@@ -60,6 +60,7 @@ def small_disk(folder: Path) -> list[str]:
     return ["unshare", *flags, "sh", "-c", inside, str(folder)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [pytest.param("foreground", marks=pytest.mark.slow), "background"])
 def test_a_full_disk(tmp_path: Path, how: str) -> None:
     disk = small_disk(tmp_path)

@@ -192,6 +192,7 @@ def test_the_extras_name_what_there_is(wheels: dict[str, Path]) -> None:
     assert standard < everything
 
 
+@pytest.mark.slow
 def test_the_core_alone_trains_on_one_and_two_ranks(
     environment: Environment, tmp_path: Path
 ) -> None:

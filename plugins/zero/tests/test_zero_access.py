@@ -145,7 +145,7 @@ def set_states(truth: Truth, params: dict[str, Any]) -> None:
     truth.publish()
 
 
-@pytest.mark.fast_cases("0-1", "3-2")
+@pytest.mark.fast_cases("0-2", "3-1", "3-2")
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(
     "stage", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3]
