@@ -212,6 +212,7 @@ def nested(opening: str, closing: str, depth: int = DEEP) -> str:
     return opening * depth + closing * depth
 
 
+@pytest.mark.fast_cases("c.json-3", "c.hjson-1", "c.yaml-2", "c.toml-0", "c.toml-1")
 @pytest.mark.parametrize(
     ("name", "text"),
     [

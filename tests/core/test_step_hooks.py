@@ -196,6 +196,7 @@ def test_an_exception_on_its_way_out_is_observed_once(start: Start) -> None:
     assert seen == [("close", None)]
 
 
+@pytest.mark.slow
 def test_an_exception_that_nobody_catches_is_observed(tmp_path: Path) -> None:
     (tmp_path / "watch.py").write_text("def ds_close(error): print('seen:', repr(error))")
     (tmp_path / "train.py").write_text(
