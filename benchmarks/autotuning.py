@@ -133,7 +133,7 @@ def _import_all() -> None:
     import torch.distributed.fsdp
 
     import ds_core
-    from ds_core.compose import compose
+    from ds_core.setup.compose import compose
 
     assert ds_core.initialize is not None
     for setting in settings():  # loads their plugins
@@ -366,7 +366,7 @@ def compare(title: str, data: dict[str, Any]) -> None:
     """Forecast and peak of the trials of one model."""
     from ds_autotuning.search.forecast import forecast, make_profile
 
-    from ds_core.compose import compose
+    from ds_core.setup.compose import compose
 
     with tempfile.TemporaryDirectory() as folder:
         files = []

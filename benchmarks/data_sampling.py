@@ -116,7 +116,7 @@ class Counted:
 def train(blocks: int, steps: int) -> None:
     lengths = np.random.default_rng(0).lognormal(4.2, 0.8, 8000).clip(8, 512).astype(int).tolist()
     engines = {way: start(llama(), way, Samples(lengths)) for way in WAYS}
-    from ds_core.data import RepeatingLoader
+    from ds_core.engine import RepeatingLoader
 
     data = {
         way: Counted(iter(RepeatingLoader(e.training_dataloader))) for way, e in engines.items()
@@ -143,7 +143,7 @@ def train(blocks: int, steps: int) -> None:
 
 def plan(blocks: int) -> None:
     import ds_core
-    from ds_core.data import DistributedLoader, LoaderRequest
+    from ds_core.engine import DistributedLoader, LoaderRequest
 
     class Ones(torch.utils.data.Dataset[torch.Tensor]):
         lengths = np.random.default_rng(0).integers(8, 512, 20_000)

@@ -20,7 +20,7 @@ from ds_ops_cuda.extension import available
 from torch import Tensor
 from torch.nn import functional as F
 
-from ds_core.params import squared_norm
+from ds_core.partition import squared_norm
 
 ADAM = {"step": 3, "lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 LION = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}

@@ -42,7 +42,7 @@ engine.backward(engine(x).square().mean())
 engine.step()
 """
 DECLARATIONS = """
-import ds_core, ds_core.builtin, ds_core.hookspecs
+import ds_core, ds_core.setup.builtin, ds_core.plugins.hookspecs
 import ds_lr_schedules.plugin, ds_monitor_csv.plugin, ds_monitor_tensorboard.plugin
 """
 

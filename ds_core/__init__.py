@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ds_core.moved import install
+from ds_core.moved import install, names_of
 
 __version__ = "0.1.0"
 contract = 2
@@ -48,7 +48,7 @@ def names_on_first_use(
             return sorted(home())
         # The import system asks for these, and a package that has them sets them.
         if name.startswith("__") or name not in home():
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            return names_of(package, 5)(name)
         value = getattr(importlib.import_module(home()[name]), name)
         # From now on it is found without this function.
         setattr(sys.modules[package], name, value)

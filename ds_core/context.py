@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from ds_core.accelerator import Accelerator
     from ds_core.config import RunConfig
     from ds_core.config.core import Batch
+    from ds_core.engine import RunningEngine
     from ds_core.entries import Grain
     from ds_core.kernels import Kernels
     from ds_core.mesh import Mesh
-    from ds_core.params import ParamInfo
+    from ds_core.partition import ParamInfo
     from ds_core.plugins import Plugins
     from ds_core.precision import Precision
-    from ds_core.running import RunningEngine
 
 T = TypeVar("T")
 

@@ -2,7 +2,7 @@
 
 A reference is a string ``"package.module:attribute"``; it is imported only when the core has chosen
 it, so a hundred installed plugins cost nothing until one is used. A record checks its fields when
-it is made; what a hook returns is checked by what `ds_core.checks.gives` declares at its
+it is made; what a hook returns is checked by what `ds_core.plugins.checks.gives` declares at its
 specification.
 """
 

@@ -66,21 +66,21 @@ def check_contract(plugin: object, needs: Any) -> None:
         )
 
 
-def names_of(module: str) -> Callable[[str], Any]:
+def names_of(module: str, stacklevel: int = 4) -> Callable[[str], Any]:
     """The ``__getattr__`` of a module of the core from which names have moved."""
 
     def find(name: str) -> Any:
-        target = NAMES[module].get(name)
+        target = NAMES.get(module, {}).get(name)
         if target is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return _from(f"{module}.{name}", target)
+        return _from(f"{module}.{name}", target, stacklevel)
 
     return find
 
 
-def _from(old: str, target: str) -> Any:
+def _from(old: str, target: str, stacklevel: int = 4) -> Any:
     home, _, name = target.partition(":")
-    _warn(old, f"{home}.{name}", stacklevel=4)
+    _warn(old, f"{home}.{name}", stacklevel)
     found = getattr(_import(old, home), name.removesuffix("()"))
     return found() if name.endswith("()") else found
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ds_core.gradient_hooks import GradientHooks
-    from ds_core.running import RunningEngine
+    from ds_core.engine import RunningEngine
+    from ds_core.gradients import GradientHooks
 
 log = logging.getLogger("ds_core")
 

@@ -156,7 +156,7 @@ hidden, mask = torch.randn(2, 4, requires_grad=True), torch.ones(2, 4)
 """,
     "plugins/run_state/README.md": ENGINE
     + """
-from ds_core.checkpointer import LoadOptions
+from ds_core.engine.checkpointer import LoadOptions
 
 seed, tp_index, dropout, hidden = 5, 0, nn.Dropout(0.5), torch.ones(4)
 

@@ -93,9 +93,9 @@ def index(root: Path, core: list[str], packages: dict[str, tuple[str, list[str]]
 
     homes = {}
     for name in ds_core.__getattr__("__all__"):
-        home = getattr(getattr(ds_core, name), "__module__", "ds_core.hookspecs")
-        homes[name] = home if home in core else "ds_core.hookspecs"
-    at = {"ds_core.hookspecs": "../hooks"}
+        home = getattr(getattr(ds_core, name), "__module__", "ds_core.plugins.hookspecs")
+        homes[name] = home if home in core else "ds_core.plugins.hookspecs"
+    at = {"ds_core.plugins.hookspecs": "../hooks"}
     names = "\n".join(
         f"| [`ds_core.{name}`]({at.get(home, home)}.md) | `{home}` |"
         for name, home in homes.items()

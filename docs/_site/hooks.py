@@ -1,4 +1,4 @@
-"""The hook reference: every hook of ds_core/hookspecs.py, with who calls it, its kit and a whole
+"""The hook reference: every hook of ds_core/plugins/hookspecs.py, with who calls it, its kit and a whole
 example.
 """
 
@@ -56,7 +56,10 @@ OWN_KITS = {"PipelineScheduleConformance"}
 
 def hook_pages(root: Path) -> dict[str, str]:
     """The page of all hooks."""
-    files = [root / "ds_core/hookspecs.py", *sorted(root.glob("plugins/*/ds_*/hookspecs.py"))]
+    files = [
+        root / "ds_core/plugins/hookspecs.py",
+        *sorted(root.glob("plugins/*/ds_*/hookspecs.py")),
+    ]
     homes = {
         node.name: file
         for file in files

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from ds_core.checks import blaming
 from ds_core.entries import CollectivesEntry, ask
 from ds_core.errors import CommError, ConfigError, PluginError
 from ds_core.plugins.calls import Answer
+from ds_core.plugins.checks import blaming
 
 if TYPE_CHECKING:
     from ds_core.config import RunConfig

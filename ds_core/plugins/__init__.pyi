@@ -1,9 +1,9 @@
-from ds_core.checks import blame as blame
-from ds_core.checks import blaming as blaming
 from ds_core.plugins.asking import Plugins as Plugins
 from ds_core.plugins.calls import Answer as Answer
 from ds_core.plugins.calls import Observer as Observer
 from ds_core.plugins.calls import Offers as Offers
+from ds_core.plugins.checks import blame as blame
+from ds_core.plugins.checks import blaming as blaming
 from ds_core.plugins.discovery import BACKENDS as BACKENDS
 from ds_core.plugins.discovery import SECTIONS as SECTIONS
 from ds_core.plugins.discovery import Found as Found

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ds_core.errors import PluginError, UsageError
 from ds_core.plugins.calls import Answer, Observer, Offers
-from ds_core.plugins.discovery import BACKENDS, SECTIONS, PluginState, offers
+from ds_core.plugins.discovery import BACKENDS, SECTIONS, Found, PluginState, Report, offers
 from ds_core.plugins.registry import Registry
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from ds_core.config import RunConfig
     from ds_core.entries import Axis
-    from ds_core.plugins.discovery import Found, Report
 
 
 class Plugins(Registry):

@@ -13,15 +13,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ds_core.checks import blame, blaming
 from ds_core.entries import Ref, resolve
 from ds_core.errors import ConfigError
-from ds_core.plugins.discovery import HOOKS, PluginState
+from ds_core.plugins.checks import blame, blaming
+from ds_core.plugins.discovery import HOOKS, Found, PluginState, Report
 
 if TYPE_CHECKING:
     import pluggy
 
-    from ds_core.plugins.discovery import Found, Report
 
 log = logging.getLogger("ds_core.plugins")
 

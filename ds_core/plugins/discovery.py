@@ -19,9 +19,9 @@ from typing import Any
 
 import importlib_metadata
 
-from ds_core import hookspecs
-from ds_core.checks import WrongAnswer, blaming, nothing
 from ds_core.errors import PluginError, did_you_mean
+from ds_core.plugins import hookspecs
+from ds_core.plugins.checks import WrongAnswer, blaming, nothing
 
 SECTIONS = "ds_core.plugins"
 BACKENDS = "ds_core.backends"
@@ -52,7 +52,7 @@ class Hooks(Mapping[str, Any]):
             spec = getattr(importlib.import_module(found.module), name)
             if not hasattr(spec, "ds_answer"):
                 raise WrongAnswer(
-                    "it is not marked by ds_core.checks.gives, which says what it may return"
+                    "it is not marked by ds_core.plugins.checks.gives, which says what it may return"
                 )
         return spec
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ds_core.context import Context
-    from ds_core.partition import BackwardPlan, Partitioner
+    from ds_core.gradients import BackwardPlan
+    from ds_core.partition import Partitioner
 
 Hooks = dict[str, Callable[..., Any]]
 

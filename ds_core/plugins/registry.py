@@ -23,11 +23,12 @@ from typing import Any, cast
 
 import pluggy
 
-from ds_core import __version__, hookspecs
-from ds_core.checks import blaming
+from ds_core import __version__
 from ds_core.errors import PluginError
 from ds_core.moved import HOOKS_BEFORE, check_contract
+from ds_core.plugins import hookspecs
 from ds_core.plugins.calls import Implementation
+from ds_core.plugins.checks import blaming
 from ds_core.plugins.discovery import (
     BACKENDS,
     HOOKS,
@@ -43,7 +44,7 @@ from ds_core.plugins.discovery import (
 )
 
 AUTOLOAD_OFF = "DS_PLUGINS_DISABLE_AUTOLOAD"
-BUILTIN = "ds_core.builtin"
+BUILTIN = "ds_core.setup.builtin"
 LOADED = "plugins.load"  # in place of a distribution, for modules that the config loads
 
 log = logging.getLogger("ds_core.plugins")

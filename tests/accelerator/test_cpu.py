@@ -9,7 +9,7 @@ import torch
 from ds_testing.kits.devices.accelerator import AcceleratorConformance
 
 from ds_core.accelerator import Accelerator, CpuAccelerator, HostEvent
-from ds_core.builtin import ds_accelerators
+from ds_core.setup.builtin import ds_accelerators
 
 
 def _peak_can_be_reset() -> bool:

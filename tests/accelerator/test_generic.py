@@ -15,8 +15,8 @@ import torch
 from ds_testing.kits.devices.accelerator import AcceleratorConformance
 
 from ds_core.accelerator import CpuAccelerator, TorchAccelerator
-from ds_core.builtin import ds_accelerators
 from ds_core.errors import AcceleratorError
+from ds_core.setup.builtin import ds_accelerators
 
 HOST = CpuAccelerator()
 

@@ -20,11 +20,11 @@ from ds_core.accelerator import (
     select_accelerator,
     set_accelerator,
 )
-from ds_core.builtin import ds_accelerators
 from ds_core.entries import AcceleratorEntry, ask
 from ds_core.errors import AcceleratorError, PluginError
 from ds_core.plugins import Plugins
 from ds_core.plugins.discovery import BACKENDS, Found
+from ds_core.setup.builtin import ds_accelerators
 
 
 class Vendor(CpuAccelerator):
@@ -303,8 +303,8 @@ def test_nothing_is_imported_or_initialised_too_early() -> None:
     """The package and its declarations load no torch; choosing one initialises no device."""
     code = """
 import sys
-import ds_core.accelerator, ds_core.builtin
-list(ds_core.builtin.ds_accelerators())
+import ds_core.accelerator, ds_core.setup.builtin
+list(ds_core.setup.builtin.ds_accelerators())
 assert "torch" not in sys.modules
 ds_core.get_accelerator()
 import torch

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from ds_core import catalogue
-from ds_core.compose import compose
 from ds_core.errors import ConfigError
+from ds_core.setup.compose import compose
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

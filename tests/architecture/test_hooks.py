@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SPECIFICATIONS = [
-    ROOT / "ds_core" / "hookspecs.py",
+    ROOT / "ds_core" / "plugins" / "hookspecs.py",
     *sorted(ROOT.glob("plugins/*/ds_*/hookspecs.py")),
 ]
 MOST = 34
@@ -81,5 +81,5 @@ def test_help_shows_every_hook() -> None:
     import ds_core
     from ds_core.plugins.discovery import CORE_HOOKS
 
-    shown = pydoc.plain(pydoc.render_doc(ds_core.hookspecs))
+    shown = pydoc.plain(pydoc.render_doc(ds_core.plugins.hookspecs))
     assert [name for name in CORE_HOOKS if f"    {name}(" not in shown] == []

@@ -109,7 +109,7 @@ def test_the_file_has_every_key_of_our_own_plugins(section: str) -> None:
 
 def test_the_catalogue_is_read_only_when_a_section_has_no_plugin() -> None:
     code = (
-        "from ds_core.compose import compose\nfrom ds_core.catalogue import _catalogue\n"
+        "from ds_core.setup.compose import compose\nfrom ds_core.catalogue import _catalogue\n"
         "for config in ({'fp16': {'enabled': False}}, {'nebula': {'enabled': False}}):\n"
         "    compose(config)\n"
         "    print(_catalogue.cache_info().currsize)"

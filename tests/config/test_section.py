@@ -11,10 +11,10 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, Field, SecretStr, ValidationError, field_validator
 
-from ds_core.compose import compose
 from ds_core.config import Section, build_config, option
 from ds_core.config.translate import translate_errors
 from ds_core.errors import ConfigError
+from ds_core.setup.compose import compose
 
 
 class Colour(Enum):

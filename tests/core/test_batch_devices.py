@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_core
-from ds_core.runner import Sequential
+from ds_core.engine import Sequential
 
 
 class Pair(NamedTuple):

@@ -15,7 +15,7 @@ from torch import nn
 
 import ds_core
 from ds_core.catalogue import install, offered_by
-from ds_core.checkpointer import Checkpointer
+from ds_core.engine import Checkpointer
 from ds_core.errors import PluginError, UsageError
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from ds_core.data import DistributedLoader, LoaderRequest, RepeatingLoader
+from ds_core.engine import DistributedLoader, LoaderRequest, RepeatingLoader
 from ds_core.errors import UsageError
 
 

@@ -211,7 +211,8 @@ class _Shared(nn.Module):
 
 
 def _reentrant(direct, limit):
-    from ds_core import buckets, comm
+    from ds_core import comm
+    from ds_core.gradients import buckets
 
     old, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, limit
     try:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_core
-from ds_core.accumulation import Origin
+from ds_core.gradients import Origin
 
 D = 4
 

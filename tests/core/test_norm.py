@@ -9,7 +9,7 @@ import torch
 from ds_testing import run_ranks
 from torch import Tensor
 
-from ds_core.params import GradGroup, GradNorm
+from ds_core.partition import GradGroup, GradNorm
 
 
 def test_the_norm_uses_the_kernel_of_the_masters_device_and_dtype() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 import ds_core
 from ds_core.entries import OptimizerEntry
 from ds_core.errors import PluginError, UsageError
-from ds_core.replicated import Replicated
+from ds_core.partition import Replicated
 
 
 def ds_optimizers() -> Mapping[str, OptimizerEntry]:

@@ -27,7 +27,7 @@ def _bucketed(limit):
     """Tiny buckets, so that many reductions overlap with backward."""
     from ds_testing.kits.train.partitioner import _train_and_compare
 
-    from ds_core import buckets
+    from ds_core.gradients import buckets
 
     old = buckets.BUCKET_BYTES
     launched = []
@@ -61,7 +61,7 @@ def _overlap():
     from torch import nn
 
     import ds_core
-    from ds_core import buckets
+    from ds_core.gradients import buckets
 
     seen = []
 
@@ -143,7 +143,7 @@ def test_sparse_embedding_gradients_train_as_dense_ones(world):
 def test_the_norm_takes_mixed_dtypes():
     import torch
 
-    from ds_core.params import squared_norm
+    from ds_core.partition import squared_norm
 
     tensors = [torch.ones(3, dtype=d) for d in (torch.float64, torch.float32, torch.bfloat16)]
     assert squared_norm(tensors).item() == pytest.approx(9)

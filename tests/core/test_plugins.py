@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from ds_core.config import Section, build_config
+from ds_core.engine import Sequential
 from ds_core.entries import OptimizerEntry
 from ds_core.errors import PluginError, Problem
-from ds_core.optim import choose
 from ds_core.plugins import Plugins, discovery
 from ds_core.plugins.discovery import BACKENDS, SECTIONS, Found, PluginState
 from ds_core.plugins.registry import PluginSettings
-from ds_core.runner import Sequential
+from ds_core.setup.optim import choose
 
 ONE = Problem("a", "one")
 TWO = Problem("a", "two")
@@ -198,7 +198,7 @@ def test_require_disable_load_and_autoload(module, monkeypatch):
     assert all(
         r.state is PluginState.DISABLED
         for r in off.reports()
-        if r.found.module != "ds_core.builtin"
+        if r.found.module != "ds_core.setup.builtin"
     )
 
 
@@ -234,7 +234,7 @@ def test_an_error_on_the_data_path_is_fatal_and_names_the_plugin(module):
 
 
 def test_wrappers_are_refused(module):
-    from ds_core.hookspecs import hookimpl
+    from ds_core.plugins.hookspecs import hookimpl
 
     @hookimpl(wrapper=True)
     def ds_check(config):

@@ -81,7 +81,7 @@ def test_every_block_says_what_it_is(page: Path) -> None:
 def test_configs_are_right(page: Path) -> None:
     from ds_config_formats.parsers import parse_yaml
 
-    from ds_core.compose import compose
+    from ds_core.setup.compose import compose
 
     for block in blocks(page):
         if block.left_out:

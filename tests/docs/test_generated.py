@@ -67,17 +67,24 @@ def summary(module: str) -> str:
     return re.split(r"(?<=[.;])\s", text)[0].rstrip(".;").replace("|", "\\|")
 
 
+def _names_in(layer: str) -> list[str]:
+    """The modules of one layer, as import-linter writes them."""
+    return re.split(r"\s*[|:]\s*", layer)
+
+
 def layers() -> str:
     """The table of the core's layers."""
-    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
-        "contracts"
-    ][0]
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    contracts = pyproject["tool"]["importlinter"]["contracts"]
+    within = {c["containers"][0].removeprefix("ds_core."): c["layers"] for c in contracts[1:]}
     rows = ["| layer | modules |", "| --- | --- |"]
-    for number, layer in enumerate(contract["layers"], 1):
-        names = re.split(r"\s*[|:]\s*", layer)
-        rows.append(
-            f"| {number} | " + "<br>".join(f"`{name}`: {summary(name)}" for name in names) + " |"
-        )
+    for number, layer in enumerate(contracts[0]["layers"], 1):
+        lines = []
+        for name in _names_in(layer):
+            lines.append(f"`{name}`: {summary(name)}")
+            inner = [m for below in within.get(name, []) for m in _names_in(below)]
+            lines += [f"`{name}/{module}`: {summary(f'{name}/{module}')}" for module in inner]
+        rows.append(f"| {number} | " + "<br>".join(lines) + " |")
     return "\n".join(["<!-- layers -->", *rows, "<!-- /layers -->"])
 
 

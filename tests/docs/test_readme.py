@@ -53,8 +53,8 @@ def test_the_plugin_is_short_and_works_without_installing_it(tmp_path):
 
 
 def test_its_error_is_the_one_that_is_given(tmp_path):
-    from ds_core.compose import compose
     from ds_core.errors import ConfigError
+    from ds_core.setup.compose import compose
 
     shown = re.search(r"optimizer\.params\.lrr: .*", README.read_text())[0]
     try:

@@ -55,10 +55,10 @@ def test_it_has_every_page_and_the_references(site: Path) -> None:
         'id="confval-zero_optimization.stage"'
         in (site / "reference/config/zero_optimization.html").read_text()
     )
-    assert 'id="ds_core.hookspecs.ds_loader"' in (site / "reference/hooks.html").read_text()
+    assert 'id="ds_core.plugins.hookspecs.ds_loader"' in (site / "reference/hooks.html").read_text()
     assert (
-        'id="ds_core.engine.Engine.backward"'
-        in (site / "reference/api/ds_core.engine.html").read_text()
+        'id="ds_core.engine.engine.Engine.backward"'
+        in (site / "reference/api/ds_core.engine.engine.html").read_text()
     )
     assert 'id="ds_zero.Init"' in (site / "reference/api/ds_zero.html").read_text()
     assert (site / "reference/packages/ds-zero.html").exists()

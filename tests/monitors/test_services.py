@@ -21,8 +21,8 @@ import pytest
 from ds_monitor_csv.files import file_stem
 from ds_testing import MonitorConformance
 
+from ds_core.engine import Monitor
 from ds_core.entries import Event
-from ds_core.telemetry import Monitor
 
 sys.path.insert(0, str(Path(__file__).parent))
 import records

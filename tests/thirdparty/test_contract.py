@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from odd_plugins import PLAIN, Write
 
-from ds_core.compose import compose
 from ds_core.errors import PluginError
 from ds_core.plugins import Plugins
 from ds_core.plugins.discovery import BACKENDS, HOOKS, SECTIONS, PluginState, offers
 from ds_core.plugins.registry import PluginSettings
+from ds_core.setup.compose import compose
 
 # What cannot even be loaded, and what is said of it.
 UNLOADABLE = {
@@ -218,7 +218,7 @@ def test_every_hook_says_what_it_may_return() -> None:
     """The check of each hook agrees with its annotation: None alone, None among others, mapping,
     iterable, class.
     """
-    from ds_core.checks import nothing
+    from ds_core.plugins.checks import nothing
 
     for name, hook in HOOKS.items():
         returns = str(hook.__annotations__["return"])

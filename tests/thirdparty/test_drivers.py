@@ -17,7 +17,7 @@ import ds_core
 from ds_core.errors import ConfigError, PluginError
 
 PARTITIONER = """
-from ds_core.replicated import Replicated
+from ds_core.partition.replicated import Replicated
 
 class Mine(Replicated):
     pass

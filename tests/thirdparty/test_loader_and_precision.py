@@ -20,7 +20,7 @@ import ds_core
 from ds_core.errors import CheckpointError, ConfigError, PluginError, RankMismatchError, UsageError
 
 HERE = Path(__file__).parent
-PUBLIC = {"ds_core.config", "ds_core.data", "ds_core.precision"}
+PUBLIC = {"ds_core.config", "ds_core.engine", "ds_core.precision"}
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import pytest
 from ds_testing import MemoryConformance
 from torch import nn
 
-from ds_core.compose import compose
 from ds_core.errors import PluginError
+from ds_core.setup.compose import compose
 
 SLICED = '''
 """Everything is cut into as many slices as there are ranks; moments rest on the host."""

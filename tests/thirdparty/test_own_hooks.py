@@ -116,7 +116,7 @@ def test_without_the_kit_only_an_optional_hook_is_passed_over(install: Install) 
             "'ds_weather'.*cannot specify ds_weather: ModuleNotFoundError",
         ),
         ("ds_weather = json", "cannot specify ds_weather: AttributeError"),
-        ("ds_weather = unmarked", "not marked by ds_core.checks.gives"),
+        ("ds_weather = unmarked", "not marked by ds_core.plugins.checks.gives"),
     ],
 )
 def test_a_kit_that_defines_no_hook(install: Install, hooks: str, said: str) -> None:

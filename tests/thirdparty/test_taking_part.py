@@ -13,11 +13,11 @@ from odd_plugins import PLAIN, Write
 from torch import nn
 
 import ds_core
-from ds_core.compose import compose
 from ds_core.errors import ConfigError, PluginError
 from ds_core.plugins import Plugins
 from ds_core.plugins.discovery import BACKENDS, SECTIONS, Found, PluginState
 from ds_core.plugins.registry import PluginSettings
+from ds_core.setup.compose import compose
 
 # -- who takes part --------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ for file in files:
 print(len(files), "modules")
 """
 KIT = """
-from ds_core.builtin import ds_accelerators
+from ds_core.setup.builtin import ds_accelerators
 from ds_testing import AcceleratorConformance
 
 class TestCpu(AcceleratorConformance):

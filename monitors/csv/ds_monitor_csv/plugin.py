@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from ds_core.context import Context
-    from ds_core.telemetry import Monitor
+    from ds_core.engine import Monitor
 
 
 def ds_config() -> type[BaseModel]:

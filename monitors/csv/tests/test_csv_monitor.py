@@ -16,8 +16,8 @@ from ds_monitor_csv.files import UNSAFE, file_stem
 from ds_monitor_csv.monitor import CSVMonitor
 from ds_testing import MonitorConformance
 
+from ds_core.engine import MonitorMaster
 from ds_core.entries import Event
-from ds_core.telemetry import MonitorMaster
 
 FullAt = Callable[[int], AbstractContextManager[None]]
 

@@ -24,7 +24,7 @@ from ds_core.errors import PluginError
 from ds_monitor_kit.calling import hiding, telling
 
 if TYPE_CHECKING:
-    from ds_core.telemetry import Monitor
+    from ds_core.engine import Monitor
 
 log = logging.getLogger("ds_monitor_kit")
 

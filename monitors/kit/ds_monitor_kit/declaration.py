@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from ds_core.config import RunConfig
     from ds_core.context import Context
+    from ds_core.engine import Monitor
     from ds_core.errors import Problem
-    from ds_core.telemetry import Monitor
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from ds_monitor_kit.calling import hiding, telling
 if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.context import Context
-    from ds_core.telemetry import Monitor
+    from ds_core.engine import Monitor
 
 
 def check_package(

@@ -17,8 +17,8 @@ import torch
 from ds_monitor_kit import Background
 from ds_testing import MonitorConformance
 
+from ds_core.engine import MonitorMaster
 from ds_core.entries import Event
-from ds_core.telemetry import MonitorMaster
 
 
 class Slow:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from ds_monitor_kit import Background, hiding, service_monitors
 
+from ds_core.engine import MonitorMaster
 from ds_core.entries import Event
 from ds_core.errors import PluginError
-from ds_core.telemetry import MonitorMaster
 
 
 class Service:

@@ -21,8 +21,8 @@ from ds_monitor_kit import BufferedMonitor, JobFolder, append_whole
 from ds_testing import MonitorConformance
 from pydantic import ValidationError
 
+from ds_core.engine import MonitorMaster
 from ds_core.entries import Event
-from ds_core.telemetry import MonitorMaster
 
 FullAt = Callable[[int], AbstractContextManager[None]]
 

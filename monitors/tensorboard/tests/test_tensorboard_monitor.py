@@ -19,8 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.compat.proto.event_pb2 import Event as Message
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
+from ds_core.engine import MonitorMaster
 from ds_core.entries import Event
-from ds_core.telemetry import MonitorMaster
 
 Row = tuple[str, float, int]
 FullAt = Callable[[int], AbstractContextManager[None]]

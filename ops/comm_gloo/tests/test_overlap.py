@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 import ds_core
-from ds_core import buckets, comm
+from ds_core import comm
+from ds_core.gradients import buckets
 
 LAYOUT = "aab"
 PATIENCE = 20.0

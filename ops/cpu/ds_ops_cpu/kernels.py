@@ -40,7 +40,7 @@ from ds_kernel_kit.quantized import quantized_operations
 from torch import Tensor
 
 from ds_core.errors import KernelError
-from ds_core.params import squared_norm as reference_squared_norm
+from ds_core.partition import squared_norm as reference_squared_norm
 from ds_ops_cpu.extension import EXTENSION
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -265,7 +265,7 @@ def _takes(dtypes: Sequence[torch.dtype], has_copies: bool) -> bool:
 
 
 def squared_norm(tensors: list[Tensor]) -> Tensor:
-    """See `ds_core.params.squared_norm`; summed in fp64, so finite exactly when every element
+    """See `ds_core.partition.squared_norm`; summed in fp64, so finite exactly when every element
     is."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64)

@@ -33,7 +33,7 @@ from ds_kernel_kit.quantized import quantized_operations
 from torch import Tensor
 
 from ds_core.errors import KernelError
-from ds_core.params import squared_norm as reference_squared_norm
+from ds_core.partition import squared_norm as reference_squared_norm
 from ds_ops_cuda import native
 from ds_ops_cuda.native import NONE, TYPES
 
@@ -134,7 +134,7 @@ def _blocks(sizes: Sequence[int]) -> int:
 
 
 def squared_norm(tensors: list[Tensor]) -> Tensor:
-    """See `ds_core.params.squared_norm`; fp64, so finite exactly when all elements are.
+    """See `ds_core.partition.squared_norm`; fp64, so finite exactly when all elements are.
 
     Never waits for the device.
     """

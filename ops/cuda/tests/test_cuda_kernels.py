@@ -12,7 +12,7 @@ from ds_ops_cuda import kernels
 from torch import Tensor
 
 from ds_core.errors import KernelError
-from ds_core.params import squared_norm as reference_norm
+from ds_core.partition import squared_norm as reference_norm
 
 SIZES = ((), (1,), (0,), (3,), (8192,), (8193,), (5, 7), (20_001,), (2,), (64, 64))
 F32 = torch.float32

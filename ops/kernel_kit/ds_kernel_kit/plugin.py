@@ -26,7 +26,7 @@ OPS = (
 def ds_kernels() -> Iterable[KernelEntry]:
     """The references, which serve where no faster provider does."""
     return (
-        KernelEntry("squared_norm", "reference", "ds_core.params:squared_norm", 0),
+        KernelEntry("squared_norm", "reference", "ds_core.partition.params:squared_norm", 0),
         *(KernelEntry(op, "reference", f"ds_kernel_kit.references:{op}", 0) for op in OPS),
     )
 

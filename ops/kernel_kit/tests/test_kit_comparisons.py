@@ -16,7 +16,7 @@ from ds_kernel_kit.comparisons import CHECKS, check
 from ds_testing import KernelConformance
 
 from ds_core.entries import KernelEntry
-from ds_core.params import squared_norm
+from ds_core.partition import squared_norm
 
 
 def without(op: str, **fixed: Any) -> Callable[..., Any]:

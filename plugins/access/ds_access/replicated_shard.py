@@ -11,7 +11,7 @@ from ds_access.param_shard import ParamShard
 from ds_core.partition import GradState
 
 if TYPE_CHECKING:
-    from ds_core.replicated import Replicated
+    from ds_core.partition import Replicated
 
 
 class ReplicatedShard(ParamShard):

@@ -42,12 +42,12 @@ from ds_access.unshard import (
 )
 from ds_core import comm
 from ds_core.errors import UsageError
+from ds_core.partition import Replicated
 from ds_core.process import STATE
-from ds_core.replicated import Replicated
 
 if TYPE_CHECKING:
     from ds_access.param_shard import ParamShard, Ranges
-    from ds_core.running import RunningEngine
+    from ds_core.engine import RunningEngine
 
     _Found = tuple[ParamShard, RunningEngine]
 

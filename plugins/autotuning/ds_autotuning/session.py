@@ -41,7 +41,7 @@ from ds_core.config import Trait, read_config
 from ds_core.errors import ConfigError, DSError, UsageError
 
 if TYPE_CHECKING:
-    from ds_core.compose import Composition
+    from ds_core.setup.compose import Composition
 
 OVERRIDES = "DS_CONFIG_OVERRIDES"
 SECTION = "autotuning"

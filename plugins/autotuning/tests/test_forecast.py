@@ -28,8 +28,8 @@ from ds_zero.config import ZeroConfig
 from ds_zero.planning.predict import predict
 from torch import nn
 
-from ds_core.compose import compose
 from ds_core.errors import UsageError
+from ds_core.setup.compose import compose
 
 MIB = 2**20
 BASE: dict[str, Any] = {

@@ -12,9 +12,8 @@ from ds_checkpoint.export import save_16bit_model
 from ds_checkpoint.folder.lock import FolderLock
 from ds_checkpoint.loading import load
 from ds_checkpoint.saving import save
-from ds_core.checkpointer import Checkpointer, Folder, Loaded, LoadOptions, SaveOptions
 from ds_core.context import Context
-from ds_core.running import RunningEngine
+from ds_core.engine import Checkpointer, Folder, Loaded, LoadOptions, RunningEngine, SaveOptions
 
 
 class FolderCheckpointer(Checkpointer):

@@ -31,7 +31,7 @@ from ds_checkpoint.folder.format import (
 from ds_checkpoint.folder.sites import Site, complete, find_site, introduce
 from ds_checkpoint.folder.values import decode
 from ds_checkpoint.source import SavedStates
-from ds_core.checkpointer import Folder, LoadOptions
+from ds_core.engine import Folder, LoadOptions
 from ds_core.errors import CheckpointError
 
 log = logging.getLogger("ds_checkpoint")

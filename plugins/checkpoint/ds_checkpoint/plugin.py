@@ -11,8 +11,8 @@ from ds_core.entries import CommandEntry
 
 if TYPE_CHECKING:
     from ds_checkpoint.config import CheckpointConfig
-    from ds_core.checkpointer import Checkpointer
     from ds_core.context import Context
+    from ds_core.engine import Checkpointer
 
 
 def ds_config() -> type[CheckpointConfig]:

@@ -27,7 +27,7 @@ from ds_checkpoint.folder.sites import Site, find_site, spread
 from ds_checkpoint.folder.tensorfile import check_tensor
 from ds_checkpoint.folder.values import encode
 from ds_checkpoint.folder.writing import Prepared, SaveJob, publish, seal, write
-from ds_core.checkpointer import Folder, SaveOptions
+from ds_core.engine import Folder, SaveOptions
 from ds_core.errors import CheckpointError
 from ds_core.process import log_once
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import pytest
 from ds_testing import CheckpointerConformance, PluginConformance
 
-from ds_core.compose import compose
+from ds_core.setup.compose import compose
 
 
 class TestDeclaration(PluginConformance):

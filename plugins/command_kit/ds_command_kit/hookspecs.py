@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from ds_core import checks, entries
+from ds_core import entries
+from ds_core.plugins import checks
 
 if TYPE_CHECKING:
     from torch import nn

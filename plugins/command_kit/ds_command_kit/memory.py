@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-    from ds_core.compose import Composition
+    from ds_core.setup.compose import Composition
 
 PLACES = ("device", "host", "disk")
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
     from torch import Tensor
 
-    from ds_core.running import RunningEngine
+    from ds_core.engine import RunningEngine
 
 
 PLAIN_EVERY_SECONDS = 5.0

@@ -29,7 +29,7 @@ import ds_core
 from ds_core import comm
 from ds_core.accelerator import set_accelerator
 from ds_core.accelerator.cpu import CpuAccelerator
-from ds_core.compose import compose
+from ds_core.setup.compose import compose
 
 PATIENCE = 1.0
 LINE = r"test_waits.py:\d+ in "

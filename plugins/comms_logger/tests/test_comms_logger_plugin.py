@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import pytest
 from ds_testing import InterceptorConformance, PluginConformance, run_ranks
 
-from ds_core.compose import compose
 from ds_core.errors import ConfigError
+from ds_core.setup.compose import compose
 
 
 class TestPlugin(PluginConformance):

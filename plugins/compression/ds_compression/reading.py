@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from ds_compression.config import CompressionConfig
-from ds_core.compose import compose
 from ds_core.errors import ConfigError
+from ds_core.setup.compose import compose
 
 ROOT = "compression_training"
 

@@ -11,8 +11,8 @@ import torch
 from ds_compression import init_compression
 from ds_testing import PluginConformance, TransformConformance
 
-from ds_core.compose import compose
 from ds_core.errors import ConfigError, UsageError
+from ds_core.setup.compose import compose
 
 sys.path.insert(0, str(Path(__file__).parent))
 from compressed_runs import config, net  # noqa: E402

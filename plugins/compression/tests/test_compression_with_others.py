@@ -17,8 +17,8 @@ from ds_testing import GradientsConformance
 from torch import Tensor, nn
 
 from ds_core import comm
-from ds_core.compose import compose
 from ds_core.errors import ConfigError
+from ds_core.setup.compose import compose
 
 sys.path.insert(0, str(Path(__file__).parent))
 from compressed_runs import BATCH, STEPS, WIDTH, batch, config, loss_of, net, off, train  # noqa: E402

@@ -14,7 +14,7 @@ from ds_core.errors import UsageError
 
 if TYPE_CHECKING:
     from ds_core.context import Context
-    from ds_core.running import RunningEngine
+    from ds_core.engine import RunningEngine
     from ds_data_sampling.curricula.config import Schedule
 
 log = logging.getLogger("ds_data_sampling")
@@ -59,7 +59,7 @@ def warn_unused(ctx: Context) -> None:
         log.warning(
             "data_efficiency.data_sampling has no effect: the batches come from a loader of the "
             "program's own; give "
-            "initialize training_data, or make a loader by ds_core.data.make_loader(engine.ctx, "
+            "initialize training_data, or make a loader by ds_core.engine.make_loader(engine.ctx, "
             "dataset)"
         )
     callbacks.loads = True

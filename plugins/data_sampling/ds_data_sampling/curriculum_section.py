@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from ds_core.config import RunConfig
     from ds_core.context import Context
+    from ds_core.engine import RunningEngine
     from ds_core.entries import Chart, Ref, Transform
-    from ds_core.running import RunningEngine
     from ds_data_sampling.curricula.config import LegacyCurriculum
 
 

@@ -41,7 +41,7 @@ from ds_data_sampling.lr_scaling import STEP_FACTOR, check_optimizer, scale
 
 if TYPE_CHECKING:
     from ds_core.context import Context
-    from ds_core.data import LoaderRequest
+    from ds_core.engine import LoaderRequest
     from ds_data_sampling.batching.order import Order
     from ds_data_sampling.config import DataEfficiency
 
@@ -83,7 +83,7 @@ def _make_order(ctx: Context, section: DataEfficiency, data: Any) -> Order:
 
 
 class PlannedLoader:
-    """Batches of steps that are planned for all ranks; see `ds_core.data.Loader`.
+    """Batches of steps that are planned for all ranks; see `ds_core.engine.Loader`.
 
     data: a map-style dataset.
     samples_seen: samples in the batches of all ranks yielded so far.

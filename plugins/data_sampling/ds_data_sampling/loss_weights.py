@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ds_core.engine import loss_of
 from ds_core.errors import UsageError
-from ds_core.runner import loss_of
 from ds_core.undo import Undo
 
 NAME = "loss_weight"
@@ -47,7 +47,7 @@ def weigh_losses(model: nn.Module, undo: Undo) -> nn.Module:
 
 
 def _weighted(output: Any, weight: Tensor) -> Any:
-    """`output` with its loss, found as `ds_core.runner.loss_of` finds it, times `weight`."""
+    """`output` with its loss, found as `ds_core.engine.loss_of` finds it, times `weight`."""
     loss = loss_of(output, required=False)
     if loss is None:
         raise UsageError(

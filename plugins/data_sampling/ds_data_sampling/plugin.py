@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.context import Context
-    from ds_core.data import Loader, LoaderRequest
+    from ds_core.engine import Loader, LoaderRequest
     from ds_core.entries import Chart, CommandEntry, Ref, Transform
     from ds_core.errors import Problem
     from ds_core.plugins import Plugins

@@ -7,7 +7,7 @@ import torch
 from ds_data_sampling.callbacks import callbacks_of
 from ds_testing import EngineMethodsConformance
 
-from ds_core.data import make_loader
+from ds_core.engine import make_loader
 from ds_core.errors import UsageError
 
 METRIC = {"clustering_type": "single_cluster", "min_difficulty": 8, "max_difficulty": 64}

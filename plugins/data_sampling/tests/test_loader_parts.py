@@ -20,7 +20,7 @@ from sampling_runs import LENGTHS, Bigrams, OfOneLength, Sentences, config
 from torch import nn
 
 import ds_core
-from ds_core.data import RepeatingLoader, make_loader
+from ds_core.engine import RepeatingLoader, make_loader
 from ds_core.errors import UsageError
 from ds_core.undo import Undo
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from ds_data_sampling.batching.order import Order, Shuffled
 
-from ds_core.data import DistributedLoader, LoaderRequest
+from ds_core.engine import DistributedLoader, LoaderRequest
 
 
 def epoch(order: Order, number: int, chunk: int) -> list[int]:

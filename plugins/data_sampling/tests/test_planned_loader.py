@@ -52,7 +52,7 @@ class TestFixedWithoutTheLast(LoaderConformance):
     ) -> Any:
         from dataclasses import replace
 
-        from ds_core.data import LoaderRequest
+        from ds_core.engine import LoaderRequest
 
         request = replace(
             LoaderRequest(dataset or self.make_dataset(), self.micro),

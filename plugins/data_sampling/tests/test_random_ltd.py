@@ -267,7 +267,7 @@ def test_a_mask_without_a_name_is_an_error() -> None:
 
 
 def test_what_does_not_go_together_is_an_error() -> None:
-    from ds_core.compose import compose
+    from ds_core.setup.compose import compose
 
     routing = {"enabled": True, "random_ltd": LTD}
     config = {"train_batch_size": 1, "data_efficiency": {"enabled": True, "data_routing": routing}}

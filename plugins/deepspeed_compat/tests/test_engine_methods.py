@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ds_core
-from ds_core.data import DistributedLoader
+from ds_core.engine import DistributedLoader
 
 
 def start(net: nn.Module | None = None, **config: Any) -> Any:

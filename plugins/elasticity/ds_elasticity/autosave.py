@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from ds_core.context import Context
-    from ds_core.running import RunningEngine
+    from ds_core.engine import RunningEngine
     from ds_elasticity.config import Autosave
     from ds_elasticity.notice import Notice
 

@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 from ds_core.errors import UsageError
 
 if TYPE_CHECKING:
-    from ds_core.data import LoaderRequest
+    from ds_core.engine import LoaderRequest
 
 
 class WholeBatches(Sampler[int]):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ds_core.config import Batch, RunConfig
     from ds_core.context import Context
-    from ds_core.data import Loader, LoaderRequest
+    from ds_core.engine import Loader, LoaderRequest
     from ds_core.errors import Problem
     from ds_elasticity.config import Elasticity
 
@@ -67,7 +67,7 @@ def ds_loader(ctx: Context, request: LoaderRequest) -> Loader | None:
 
     from torch.utils.data import IterableDataset
 
-    from ds_core.data import DistributedLoader
+    from ds_core.engine import DistributedLoader
     from ds_elasticity.loader import WholeBatches
 
     # The user's sampler, or another plugin's loader, decides about the order then.

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DistributedSampler, TensorDataset
 
 import ds_core
-from ds_core.data import LoaderRequest
+from ds_core.engine import LoaderRequest
 from ds_core.errors import UsageError
 
 ELASTIC = {

@@ -18,9 +18,9 @@ from ds_elasticity import (
     ensure_immutable_elastic_config,
 )
 
-from ds_core.compose import compose
 from ds_core.config import Batch
 from ds_core.errors import ConfigError
+from ds_core.setup.compose import compose
 
 # What DeepSpeed 0.17.6 computes. version, max_train_batch_size, micro_batch_sizes, (min_gpus,
 # max_gpus), prefer_larger_batch, (num_gpus_per_node, model_parallel_size), world_size -> its

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_core.engine import eval_mode
 from ds_core.errors import UsageError
 from ds_core.nested import map_leaves
-from ds_core.runner import eval_mode
 from ds_flops_profiler.profiler import FlopsProfiler
 from ds_flops_profiler.units import macs_to_string, number_to_string, params_to_string
 

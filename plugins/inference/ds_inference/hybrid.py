@@ -25,10 +25,9 @@ from ds_run_state.blocks import HoldsWeights
 from torch import Tensor, nn
 
 from ds_core.context import Context, StashKey
+from ds_core.engine import RunningEngine, eval_mode
 from ds_core.errors import ConfigError, Problem, UsageError
 from ds_core.process import log_once
-from ds_core.runner import eval_mode
-from ds_core.running import RunningEngine
 from ds_inference.families import Kind, Lowered, lower, why_not
 from ds_inference.generate.generator import Generator
 from ds_inference.generate.plain import plain_generate

@@ -34,7 +34,7 @@ from ds_inference.weights.quantised import QuantizedLinear, quantise_model
 from ds_inference.weights.sources import open_weights
 
 if TYPE_CHECKING:
-    from ds_core.running import RunningEngine
+    from ds_core.engine import RunningEngine
     from ds_inference.config import DeepSpeedInferenceConfig, WeightQuantConfig, WeightQuantization
 
 log = logging.getLogger("ds_inference")

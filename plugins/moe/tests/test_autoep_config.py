@@ -21,9 +21,9 @@ from ds_moe.config import ExpertParallelConfig
 from ds_testing import run_ranks
 
 import ds_core
-from ds_core.compose import compose
 from ds_core.errors import ConfigError, DSError, PluginError
 from ds_core.mesh import plan_mesh
+from ds_core.setup.compose import compose
 
 
 def test_defaults_are_those_of_the_documents() -> None:

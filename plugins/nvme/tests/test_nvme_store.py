@@ -14,8 +14,8 @@ from ds_nvme.aio import AsyncIO
 from ds_testing import PluginConformance, StateStoreConformance
 
 from ds_core.accelerator import get_accelerator
-from ds_core.compose import compose
 from ds_core.errors import ConfigError
+from ds_core.setup.compose import compose
 
 
 class TestStore(StateStoreConformance):

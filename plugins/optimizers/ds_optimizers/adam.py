@@ -138,7 +138,7 @@ def _choose(
 ) -> Optimizer:
     if not (torch_adam or amsgrad):
         return cls(groups, **params)
-    from ds_core.optim import make_adam as make_torch
+    from ds_core.setup.optim import make_adam as make_torch
 
     if not params.pop("bias_correction", True):
         raise ValueError(

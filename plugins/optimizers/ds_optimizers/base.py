@@ -27,8 +27,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from ds_core.errors import UsageError
 from ds_core.kernels import Kernels
+from ds_core.partition import StepInputs
 from ds_core.plugins import Plugins
-from ds_core.stepping import StepInputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -56,7 +56,7 @@ class StepBatch:
     step: int = 0
     """The number of this update, from 1; 0 where the optimizer does not count."""
     scale: float = 1.0
-    """Gradients are multiplied by it, as in `ds_core.stepping.StepInputs`."""
+    """Gradients are multiplied by it, as in `ds_core.partition.StepInputs`."""
     copies: list[Tensor] | None = None
     """16-bit tensors that get the new values; None: there are none."""
 
@@ -146,7 +146,7 @@ class KernelOptimizer(Optimizer):
         """One update of every parameter that has a gradient; `closure` as in torch.
 
         inputs: gradients in other dtypes than their parameters', what to multiply them by, and what
-        gets the new values in 16 bits; all in the same pass. See `ds_core.stepping`.
+        gets the new values in 16 bits; all in the same pass. See `ds_core.partition.stepping`.
         """
         loss = None
         if closure is not None:

@@ -16,9 +16,9 @@ from pydantic import BaseModel
 from torch import nn
 
 import ds_core
-from ds_core.compose import compose
 from ds_core.entries import resolve
 from ds_core.errors import ConfigError, UsageError
+from ds_core.setup.compose import compose
 
 LOAD = {"plugins": {"load": ["ds_optimizers.plugin"]}}
 NAMES = sorted(OPTIMIZERS)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ds_core import checks, entries
+from ds_core import entries
+from ds_core.plugins import checks
 
 
 @checks.gives(checks.named("builtins:str"))

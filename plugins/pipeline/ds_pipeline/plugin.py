@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from ds_core.config import RunConfig
     from ds_core.context import Context
+    from ds_core.engine import Runner
     from ds_core.plugins import Plugins
-    from ds_core.runner import Runner
 
 
 def ds_config() -> type[BaseModel]:

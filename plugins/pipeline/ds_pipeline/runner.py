@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ds_core import comm
+from ds_core.engine import Runner, check_loss, loss_of
 from ds_core.errors import UsageError
-from ds_core.params import COUNTED_ELSEWHERE
+from ds_core.partition import COUNTED_ELSEWHERE
 from ds_core.precision import cast_floats, forward_context
-from ds_core.runner import Runner, check_loss, loss_of
 from ds_pipeline.config import PipelineConfig
 from ds_pipeline.layers.module import PipelineModule
 from ds_pipeline.layers.tied_weights import Ties, copies_elsewhere
@@ -27,7 +27,7 @@ from ds_pipeline.transport import DTYPES, Incoming, Meta, StageTransport
 
 if TYPE_CHECKING:
     from ds_core.context import Context
-    from ds_core.running import RunningEngine
+    from ds_core.engine import RunningEngine
 
 RECEIVES = (s.RecvActivation, s.RecvGrad)
 
@@ -100,7 +100,7 @@ class _PipeBuffer:
 
 
 class PipelineRunner(Runner):
-    """See `ds_core.runner.Runner`. Created on all ranks together."""
+    """See `ds_core.engine.Runner`. Created on all ranks together."""
 
     manual = False
     manual_reason = BY_HAND

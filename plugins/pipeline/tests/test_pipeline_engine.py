@@ -18,9 +18,9 @@ from ds_testing import run_ranks
 from pipe_models import MICRO, Plain, batch, pipeline, specs
 from pipe_steps import linears, plain_step, rows, squares, start, trains_like
 
-from ds_core.compose import compose
 from ds_core.errors import ConfigError, UsageError
 from ds_core.mesh import plan_mesh
+from ds_core.setup.compose import compose
 
 # -- topologies and the mpu ------------------------------------------------------------------------
 

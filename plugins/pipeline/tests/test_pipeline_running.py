@@ -20,7 +20,7 @@ from ds_testing.pool import RemoteError
 from pipe_models import Plain, batch, pipeline
 from pipe_runs import SCHEDULES, batches, close, numbers, plain_loss, squares, start
 
-from ds_core.data import RepeatingLoader
+from ds_core.engine import RepeatingLoader
 from ds_core.errors import DSError, UsageError
 
 # -- evaluation ------------------------------------------------------------------------------------

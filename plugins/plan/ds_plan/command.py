@@ -17,10 +17,10 @@ from ds_plan.advice import Room, recommend
 if TYPE_CHECKING:
     from torch import nn
 
-    from ds_core.compose import Composition
     from ds_core.config import ConfigSource
     from ds_core.entries import Chart
     from ds_core.precision import Precision
+    from ds_core.setup.compose import Composition
     from ds_plan.activations import Activations
     from ds_plan.planner import Planner
     from ds_plan.run import PlannedRun
@@ -174,7 +174,7 @@ def _read(config: Path | None, imports: bool, dtype: str | None, gas: int | None
 
 def _compose(source: ConfigSource, planners: list[Planner]) -> Composition:
     """The checked config; batch sizes have no effect, and neither has what planners leave out."""
-    from ds_core.compose import compose
+    from ds_core.setup.compose import compose
 
     raw = dict(source.raw)
     for planner in planners:

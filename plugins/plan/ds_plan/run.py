@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class BuildsOptimizer(Protocol):
-    """The config's optimizer: `ds_core.compose.Composition.optimizer`."""
+    """The config's optimizer: `ds_core.setup.compose.Composition.optimizer`."""
 
     def groups(self, groups: Any, names: Mapping[Any, str]) -> Any:
         """The parameter groups as the optimizer wants them split."""
@@ -41,7 +41,7 @@ class PlannedRun:
     """Micro-batches per step."""
 
     casts: bool = True
-    """Whether the optimizer needs gradients in its tensors' dtype; see `ds_core.stepping`."""
+    """Whether the optimizer needs gradients in its tensors' dtype; see `ds_core.partition.stepping`."""
 
     wide: bool = False
     """Whether the states of 16-bit tensors are fp32; else they have the dtype of what is updated."""

@@ -19,8 +19,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 from ds_core.entries import OptimizerEntry
-from ds_core.optim import Choice
 from ds_core.precision import Precision, cast_module
+from ds_core.setup.optim import Choice
 
 MIXED = Precision(param=torch.float16, master=torch.float32)
 
@@ -136,7 +136,9 @@ def test_optimizers_that_need_unsharded_tensors_are_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     entry = OptimizerEntry("torch.optim:AdamW", grain="tensor")
-    monkeypatch.setattr("ds_core.compose.choose", lambda kind, *_: (Choice(kind, {}, entry), []))
+    monkeypatch.setattr(
+        "ds_core.setup.compose.choose", lambda kind, *_: (Choice(kind, {}, entry), [])
+    )
     done = dscore("--world", "8", "--params", "1M")
     assert done.exit_code == 0
     assert "needs unsharded tensors" in done.output + done.stderr

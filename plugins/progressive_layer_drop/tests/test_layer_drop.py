@@ -26,8 +26,8 @@ from ds_testing import run_ranks
 from torch import Tensor, nn
 
 import ds_core
-from ds_core.compose import compose
 from ds_core.errors import ConfigError, UsageError
+from ds_core.setup.compose import compose
 
 PLD = {"enabled": True, "theta": 0.3, "gamma": 0.5}
 SMALL = {"reduce_bucket_size": 100, "param_persistence_threshold": 5}

@@ -206,7 +206,7 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
 def test_a_flag_switches_it_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ds_report.recording import record_into
 
-    from ds_core.compose import compose
+    from ds_core.setup.compose import compose
 
     (tmp_path / "more.json").write_text('{"run_record": {"folder": "x"}, "gradient_clipping": 0.5}')
     monkeypatch.setenv("DS_CONFIG_OVERRIDES", str(tmp_path / "more.json"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ds_core import checks
+from ds_core.plugins import checks
 
 if TYPE_CHECKING:
     from ds_core.context import Context

@@ -23,9 +23,8 @@ from ds_run_state.states import states_of
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from ds_core.checkpointer import LoadOptions
     from ds_core.context import Context
-    from ds_core.running import RunningEngine
+    from ds_core.engine import LoadOptions, RunningEngine
     from ds_run_state.states import HasStates, StateSource, StateTensor
 
 log = logging.getLogger("ds_run_state")

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from ds_core.errors import UsageError
-from ds_core.replicated import Replicated
+from ds_core.partition import Replicated
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ds_core.context import Context
-    from ds_core.params import ParamInfo
-    from ds_core.partition import Partitioner
+    from ds_core.partition import ParamInfo, Partitioner
     from ds_run_state.slices import Box
 
 

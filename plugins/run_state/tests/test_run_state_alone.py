@@ -20,7 +20,7 @@ from ds_run_state.states import StateTensor
 from torch import Tensor, nn
 
 import ds_core
-from ds_core.checkpointer import LoadOptions
+from ds_core.engine import LoadOptions
 from ds_core.entries import Axis
 from ds_core.errors import CheckpointError
 from ds_core.mesh import plan_mesh

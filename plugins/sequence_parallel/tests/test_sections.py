@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from ds_core.compose import compose
 from ds_core.errors import ConfigError, UsageError
 from ds_core.mesh import plan_mesh
+from ds_core.setup.compose import compose
 
 
 def composed(**more: Any) -> Any:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ds_core import comm
-from ds_core.buckets import Bucket, averaging_factors, wire_dtype
-from ds_core.replicated import Replicated
+from ds_core.gradients import Bucket, averaging_factors, wire_dtype
+from ds_core.partition import Replicated
 from ds_sparse_gradients.rows import gather_rows, used_rows
 
 _NO_GRADIENT = -1

@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ds_core.catalogue import missing
-from ds_core.checks import blaming
 from ds_core.entries import resolve
 from ds_core.errors import DSError, PluginError, Problem, UsageError
 from ds_core.moved import METHODS
+from ds_core.plugins.checks import blaming
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from ds_core.running import RunningEngine
+    from ds_core.engine import RunningEngine
 
 KINDS = ("parameters", "buffers", "masters", "states", "gradients", "other")
 """parameters, buffers: of the model. masters: what the optimizer updates, where it is a copy.
@@ -115,6 +115,6 @@ def _is_ours(item: object) -> bool:
 
 def _leads_away(item: object) -> bool:
     from ds_core.context import Context
-    from ds_core.running import RunningEngine
+    from ds_core.engine import RunningEngine
 
     return isinstance(item, (Context, RunningEngine))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pydantic import RootModel
 
     from ds_core.context import Context
-    from ds_core.running import RunningEngine
+    from ds_core.engine import RunningEngine
 
 log = logging.getLogger("ds_core.engine")
 BREAKDOWN_EVERY = 10

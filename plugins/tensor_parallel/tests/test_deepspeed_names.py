@@ -24,8 +24,8 @@ from ds_tensor_parallel.planning.plan import make_plan
 from ds_testing import run_ranks
 from torch import nn
 
-from ds_core.compose import compose
 from ds_core.errors import ConfigError, UsageError
+from ds_core.setup.compose import compose
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -236,7 +236,7 @@ def _typed(subject: Subject) -> None:
 def _errors_name_it(subject: Subject) -> None:
     if subject.section is None:
         raise NotApplicable
-    from ds_core.compose import compose
+    from ds_core.setup.compose import compose
 
     wrong = {
         subject.section: {"no_such_key_in_any_section": 1},

@@ -41,7 +41,7 @@ PRELOAD = (
     "torch._dynamo",
     "pluggy",
     "importlib_metadata",
-    "ds_core.assemble",
+    "ds_core.setup.assemble",
 )
 """What nearly every worker would import by itself otherwise."""
 LEARNED = (

@@ -44,7 +44,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
 
 
 class TestCoreOptimizers(OptimizerConformance):
-    plugin = "ds_core.builtin"
+    plugin = "ds_core.setup.builtin"
     params = {name: {"lr": 0.01} for name in ("Adam", "AdamW", "SGD", "Adagrad")}
 
 

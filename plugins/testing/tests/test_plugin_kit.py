@@ -32,7 +32,7 @@ class TestGoodPlugin(PluginConformance):
 class TestCorePlugin(PluginConformance):
     """The core's own drivers go through the same door as everybody's."""
 
-    entry_point = "ds_core.builtin"
+    entry_point = "ds_core.setup.builtin"
 
 
 HEAD = """

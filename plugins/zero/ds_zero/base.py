@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from ds_core import comm
 from ds_core.errors import DSError, UsageError
 from ds_core.gradients import GradientShard
-from ds_core.params import GradGroup, check_grain
-from ds_core.partition import BackwardPlan, broadcast_module
+from ds_core.partition import BackwardPlan, GradGroup, broadcast_module, check_grain
 from ds_zero.buckets import states
 from ds_zero.buckets.flat import FlatBucket
 from ds_zero.buckets.fragment_shard import FragmentShard, LocalFragmentShard

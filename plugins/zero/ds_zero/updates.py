@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ds_core.stepping import Stepper
+from ds_core.partition import Stepper
 from ds_zero.offload.tiled_step import step
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from ds_testing import Traffic, run_ranks
 from ds_zero.config import ZeroConfig
 from ds_zero.planning.predict import predict
 
-from ds_core.compose import compose
 from ds_core.precision import cast_module, make_precision
+from ds_core.setup.compose import compose
 from plugins.zero.tests.held import Held
 from plugins.zero.tests.plan_cases import CASES, FEW, QUANTISED, WORDS, Case, D, Net
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ds_core.buckets import arrange
+from ds_core.gradients import arrange
 
 SIZES = st.lists(st.integers(0, 50), max_size=12)
 

@@ -217,7 +217,7 @@ def test_the_plan_counts_them(bf16: dict[str, Any], states: int) -> None:
         "bf16": {"enabled": True, **bf16},
         "optimizer": {"type": "AdamW"},
     }
-    from ds_core.compose import compose
+    from ds_core.setup.compose import compose
 
     chosen = compose({**config, "zero_optimization": {"stage": 1}})
     section: Any = chosen.config.section("zero_optimization")

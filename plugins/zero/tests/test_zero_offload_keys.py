@@ -157,7 +157,7 @@ class Pinning(CpuAccelerator):
 @pytest.mark.parametrize("wanted", [True, False])
 def test_pin_memory(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Pinning()
-    monkeypatch.setattr("ds_core.opening.get_accelerator", lambda plugins: device)
+    monkeypatch.setattr("ds_core.setup.opening.get_accelerator", lambda plugins: device)
     offload = {**CPU, "pin_memory": wanted}
     engine = start(
         {"stage": 3, "offload_optimizer": offload, "offload_param": offload}, bf16={"enabled": True}
@@ -325,7 +325,7 @@ def test_nothing_reads_what_a_copy_has_not_brought_yet(
     kept: list[Tensor] = []
     monkeypatch.setattr("ds_zero.buckets.masters._together", together)
     monkeypatch.setattr(StateStore, "buffer", buffer)
-    monkeypatch.setattr("ds_core.opening.get_accelerator", lambda plugins: Accelerator())
+    monkeypatch.setattr("ds_core.setup.opening.get_accelerator", lambda plugins: Accelerator())
     with device:
         found = run(tmp_path / "lazy")
     assert device.most >= 2

@@ -1,5 +1,5 @@
 """A mixed-precision step is a read for the norm and one pass of the kernel, at every stage; see
-`ds_core.stepping`.
+`ds_core.partition.stepping`.
 """
 
 from __future__ import annotations

@@ -449,8 +449,8 @@ def test_an_infinite_gradient_skips_the_step_and_leaves_no_error() -> None:
     ],
 )
 def test_keys_that_do_not_go_together_are_named(zero: dict[str, Any], message: str) -> None:
-    from ds_core.compose import compose
     from ds_core.errors import ConfigError
+    from ds_core.setup.compose import compose
 
     with pytest.raises(ConfigError) as caught:
         compose({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero})

@@ -17,7 +17,7 @@ def ds_optimizers() -> Mapping[str, OptimizerEntry]:
     return {
         "PaperLamb": OptimizerEntry("plugins.zero.tests.whole_tensors:PaperLamb", grain="tensor"),
         "AdamW": OptimizerEntry(
-            "ds_core.optim:make_adam", "ds_core.optim:AdamWParams", grain="tensor"
+            "ds_core.setup.optim:make_adam", "ds_core.setup.optim:AdamWParams", grain="tensor"
         ),
         "SGD": OptimizerEntry("torch.optim:SGD", grain="tensor"),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ds_core.checks import gives, many
+from ds_core.plugins.checks import gives, many
 
 if TYPE_CHECKING:
     from ds_core.context import Context

@@ -1,4 +1,4 @@
-// The sum of squares of many tensors, and quantisation in groups. ds_core.params.squared_norm and
+// The sum of squares of many tensors, and quantisation in groups. ds_core.partition.squared_norm and
 // ds_kernel_kit.references say what they mean; quantised values equal the reference's bit for bit.
 
 #include "table.h"

@@ -16,8 +16,8 @@ from ds_core.errors import ConfigError, DSError, Problem
 
 if TYPE_CHECKING:
     from ds_autotuning.config import Autotuning
-    from ds_core.compose import Composition
     from ds_core.config import Batch
+    from ds_core.setup.compose import Composition
 
 TRAIN = "train_batch_size"
 GAS = "gradient_accumulation_steps"
@@ -121,7 +121,7 @@ def checked(config: Mapping[str, Any]) -> Composition:
 
     Raises ConfigError or PluginError.
     """
-    from ds_core.compose import compose
+    from ds_core.setup.compose import compose
 
     return compose(dict(config), fill_later=True)
 

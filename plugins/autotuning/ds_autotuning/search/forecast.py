@@ -25,13 +25,13 @@ from ds_command_kit.memory import memory_of
 
 from ds_autotuning.records import Forecast, Parameter, Profile, read_json
 from ds_autotuning.trials.profile import build, fit_line
-from ds_core.compose import compose
 from ds_core.config import Trait
 from ds_core.errors import UsageError
+from ds_core.setup.compose import compose
 
 if TYPE_CHECKING:
-    from ds_core.compose import Composition
     from ds_core.mesh import Mesh
+    from ds_core.setup.compose import Composition
 
 GIB = 2**30
 HIDDEN = "***"

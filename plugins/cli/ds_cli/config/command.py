@@ -14,8 +14,8 @@ from ds_command_kit.show import other_output_to_stderr, say_error, show_json
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from ds_core.compose import Composition
     from ds_core.config import Batch
+    from ds_core.setup.compose import Composition
 
 
 def make_app() -> typer.Typer:
@@ -45,8 +45,8 @@ def check(
     imports: Imports = False,
 ) -> None:
     """Check a config as training would, before any process starts; prints every problem."""
-    from ds_core.compose import compose
     from ds_core.errors import ConfigError
+    from ds_core.setup.compose import compose
 
     try:
         chosen = compose(read_to_look_at(file, imports), fill_later=auto)

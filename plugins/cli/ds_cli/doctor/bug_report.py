@@ -143,8 +143,8 @@ def _config(file: Path) -> tuple[set[str], list[str]]:
     """(its secrets, the config without them and what is wrong with it)."""
     from ds_command_kit.config_code import named_code
 
-    from ds_core.compose import compose
     from ds_core.config import read_config
+    from ds_core.setup.compose import compose
 
     try:
         source = read_config(str(file))

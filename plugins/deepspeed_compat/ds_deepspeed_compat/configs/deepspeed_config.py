@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_core.compose import compose
+from ds_core.setup.compose import compose
 from ds_deepspeed_compat.configs import config_models as models
 from ds_deepspeed_compat.configs import section_defaults as defaults
 from ds_deepspeed_compat.constants import DEEPSPEED_OPTIMIZERS

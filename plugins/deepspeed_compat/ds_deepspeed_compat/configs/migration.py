@@ -19,10 +19,10 @@ import typer
 from ds_command_kit.config_code import Imports, read_to_look_at
 from pydantic import BaseModel
 
-from ds_core.compose import Composition, compose
 from ds_core.config import CORE_KEYS, read_config
 from ds_core.config.section import names_of, old_names
 from ds_core.errors import ConfigError, DSError, Problem, join
+from ds_core.setup.compose import Composition, compose
 
 
 @dataclass(frozen=True)

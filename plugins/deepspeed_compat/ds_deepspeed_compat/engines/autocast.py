@@ -10,7 +10,7 @@ from ds_core.process import STATE
 if TYPE_CHECKING:
     import torch
 
-    from ds_core.running import RunningEngine
+    from ds_core.engine import RunningEngine
 
 
 def get_default_autocast_lower_precision_modules() -> list[str]:

@@ -23,10 +23,10 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 import ds_core
-from ds_core.assemble import config_source
 from ds_core.config.source import ConfigSource, read_config
 from ds_core.engine import Engine
 from ds_core.process import log_once
+from ds_core.setup.assemble import config_source
 from ds_deepspeed_compat.configs.release_config import as_released
 from ds_deepspeed_compat.engines import engine_getters, engine_methods
 from ds_deepspeed_compat.engines.engine_getters import read

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ds_core import Engine
-    from ds_core.data import Loader
+    from ds_core.engine import Loader
 
 __all__ = [
     "_consolidated_16bit_state_dict",
@@ -76,7 +76,7 @@ def deepspeed_io(
     """A loader of this rank's share of `dataset`; shuffled for route "train", in order for any
     other.
     """
-    from ds_core.data import make_loader
+    from ds_core.engine import make_loader
 
     ctx = engine.ctx
     return make_loader(
@@ -130,7 +130,7 @@ def set_dataloader(engine: Engine, loader: Iterable[Any]) -> None:
     """What `train_batch` takes its micro-batches from when it is given nothing; started again
     whenever it ends.
     """
-    from ds_core.data import RepeatingLoader
+    from ds_core.engine import RepeatingLoader
 
     engine.set_dataiterator(RepeatingLoader(loader))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ds_core import comm
-from ds_core.data import DistributedLoader, LoaderRequest
+from ds_core.engine import DistributedLoader, LoaderRequest
 
 
 class DeepSpeedDataLoader(DistributedLoader):

@@ -9,14 +9,14 @@ from typing import Any
 
 from ds_core import comm
 from ds_core.accelerator import get_accelerator
-from ds_core.compose import compose
 from ds_core.context import Context
+from ds_core.engine import Monitor
+from ds_core.engine import MonitorMaster as Monitors
 from ds_core.errors import UsageError
 from ds_core.kernels import Kernels
 from ds_core.mesh import plan_mesh
 from ds_core.precision import make_precision
-from ds_core.telemetry import Monitor
-from ds_core.telemetry import MonitorMaster as Monitors
+from ds_core.setup.compose import compose
 
 
 class _OfSection(Monitors):

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.comm import ALONE
-from ds_core.compose import compose
 from ds_core.config import ConfigSource
 from ds_core.context import Context
 from ds_core.errors import ConfigError, Problem
 from ds_core.mesh import Mesh
-from ds_core.opening import open_run, transform
+from ds_core.setup.compose import compose
+from ds_core.setup.opening import open_run, transform
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

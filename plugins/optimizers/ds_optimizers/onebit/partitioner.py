@@ -16,16 +16,14 @@ from torch import Tensor
 
 from ds_core.comm import ALONE
 from ds_core.errors import UsageError
-from ds_core.params import GradGroup
-from ds_core.partition import Partitioner
-from ds_core.replicated import Replicated
+from ds_core.partition import GradGroup, Partitioner, Replicated
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
     from ds_core.context import Context
-    from ds_core.params import ParamInfo
+    from ds_core.partition import ParamInfo
 
 
 @runtime_checkable

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jaxtyping import Shaped
 
     from ds_core.mesh import Mesh
-    from ds_core.params import ParamInfo
+    from ds_core.partition import ParamInfo
     from ds_zero.buckets.records import Fragment
     from ds_zero.comm.collectives import WeightGather
     from ds_zero.offload.placement import StatePlacement

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ds_core.buckets import arrange
+from ds_core.gradients import arrange
 from ds_zero.buckets.flat import FlatBucket
 from ds_zero.comm.hierarchy import sharding_axes
 from ds_zero.offload.placement import ON_DEVICE, StatePlacement

@@ -92,8 +92,8 @@ def choose_group(data_parallel_group: Any, mpu: Any) -> Any:
 
 def read_config(source: Any) -> tuple[RunConfig | None, Plugins | None]:
     """The run's config and its plugins; a `RunConfig` has been composed, and comes without them."""
-    from ds_core.compose import compose
     from ds_core.config import RunConfig
+    from ds_core.setup.compose import compose
 
     if source is None or isinstance(source, RunConfig):
         return source, None

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from ds_core.errors import DSError, UsageError
+from ds_core.partition import Stepper
 from ds_core.process import log_once
-from ds_core.stepping import Stepper
 from ds_zero.offload.host_worker import HostWorker
 from ds_zero.offload.tiled_step import settings_of
 from ds_zero.reduce.reducer import Reducer

@@ -14,7 +14,7 @@ from ds_zero.buckets.evicted import Evicted
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from ds_core.stepping import Stepper
+    from ds_core.partition import Stepper
     from ds_zero.reduce.source import GradientSource
 
 

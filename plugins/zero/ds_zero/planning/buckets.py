@@ -1,6 +1,6 @@
 """The buckets and gather units in which ZeRO would lay out a model: sizes, no tensors.
 
-They are found by the functions that training calls (`ds_core.buckets.arrange`,
+They are found by the functions that training calls (`ds_core.gradients.arrange`,
 `ds_zero.gather.grouping`), so that a plan cannot differ from a run.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ds_core.buckets import arrange
+from ds_core.gradients import arrange
 from ds_zero.buckets.layout import Layout
 from ds_zero.gather.grouping import Gatherer, find_leaves, gatherers, members, persistent
 from ds_zero.gather.unit import GatherUnit

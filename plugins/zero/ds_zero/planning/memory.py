@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from ds_plan import Offload, PlannedRun
 
-from ds_core.optim import choose
 from ds_core.precision import make_precision
+from ds_core.setup.optim import choose
 from ds_zero.planning.predict import predict
 
 if TYPE_CHECKING:

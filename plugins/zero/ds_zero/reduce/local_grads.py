@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ds_core.params import GradGroup
+from ds_core.partition import GradGroup
 from ds_zero.reduce.source import GradientSource
 
 if TYPE_CHECKING:

@@ -29,9 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from ds_core import comm
-from ds_core.buckets import averaging_factors, wire_dtype
-from ds_core.params import GradGroup, squared_norm
-from ds_core.partition import BackwardPlan, GradState
+from ds_core.gradients import averaging_factors, wire_dtype
+from ds_core.partition import BackwardPlan, GradGroup, GradState, squared_norm
 from ds_core.process import log_once
 from ds_zero.comm.collectives import Chain, gradient_reduce
 from ds_zero.reduce.bucket_grads import BufferPool, GradRules, Grads

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from ds_core.errors import UsageError
-from ds_core.params import GradGroup
+from ds_core.partition import GradGroup
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped

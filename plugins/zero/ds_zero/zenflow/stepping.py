@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ds_core import comm
 from ds_core.errors import UsageError
-from ds_core.stepping import Stepper
+from ds_core.partition import Stepper
 from ds_zero.buckets.masters import Deferred
 from ds_zero.offload.host_worker import HostWorker, cores_for
 from ds_zero.offload.state_offload import OffloadedStates, OffloadStateTypeEnum

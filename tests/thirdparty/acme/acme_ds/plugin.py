@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ds_core.config import RunConfig
     from ds_core.context import Context
-    from ds_core.telemetry import Monitor
+    from ds_core.engine import Monitor
 
 STEPS = StashKey[list[int]]("acme steps")
 

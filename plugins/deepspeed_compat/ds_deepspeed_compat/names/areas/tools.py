@@ -59,7 +59,7 @@ NAMES: Mapping[str, Rows] = {
     },
     "deepspeed.monitor.monitor": {
         "MonitorMaster TensorBoardMonitor csvMonitor WandbMonitor CometMonitor": _MONITORS,
-        "Monitor": "ds_core.telemetry",
+        "Monitor": "ds_core.engine",
     },
     "deepspeed.monitor.config": {
         "TensorBoardConfig WandbConfig CometConfig CSVConfig": "ds_deepspeed_compat.configs.config_models",

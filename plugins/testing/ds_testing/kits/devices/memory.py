@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ds_core.compose import compose
+from ds_core.setup.compose import compose
 
 PLACES = {"device", "host", "disk"}
 

@@ -53,7 +53,7 @@ class InterceptorConformance:
 def _install(config: dict[str, Any]) -> list[Interceptor]:
     """What `ds_interceptors` returns, installed."""
     from ds_core import comm
-    from ds_core.compose import compose
+    from ds_core.setup.compose import compose
 
     chosen = compose(config)
     found = [

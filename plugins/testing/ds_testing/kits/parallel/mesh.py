@@ -219,7 +219,7 @@ def _train(functions: list[Any], extra: dict[str, Any], load: list[str]) -> dict
 
 
 def _strangers(extra: dict[str, Any], load: list[str]) -> list[str]:
-    from ds_core.compose import compose
+    from ds_core.setup.compose import compose
 
     plugins = compose(with_plugins({"train_micro_batch_size_per_gpu": 1}, extra, load)).plugins
     rows = [

@@ -177,8 +177,8 @@ def _train(
 ) -> list[float]:
     import torch
 
+    from ds_core.engine import call_with_batch, loss_of
     from ds_core.precision import cast_floats
-    from ds_core.runner import call_with_batch, loss_of
     from ds_testing.truth import relative, whole_weights
 
     _, make_batch, make_truth = _parts(names)
@@ -236,7 +236,7 @@ def _short(names: list[Any], extra: dict[str, Any], load: list[str]) -> bool:
 def _evaluate(names: list[Any], extra: dict[str, Any], load: list[str]) -> list[Any]:
     import torch
 
-    from ds_core.runner import call_with_batch, loss_of
+    from ds_core.engine import call_with_batch, loss_of
     from ds_testing.truth import whole_weights
 
     _, make_batch, make_truth = _parts(names)
@@ -262,8 +262,8 @@ def _evaluate(names: list[Any], extra: dict[str, Any], load: list[str]) -> list[
 
 
 def _manual(names: list[Any], extra: dict[str, Any], load: list[str]) -> bool:
+    from ds_core.engine import call_with_batch, loss_of
     from ds_core.errors import UsageError
-    from ds_core.runner import call_with_batch, loss_of
 
     engine = _engine(names, extra, load, 1)
     batch = _parts(names)[1](0, 0, 0)

@@ -102,7 +102,7 @@ def cast_batch(batch: Any, dtype: Any) -> Any:
 
 def loss_in(model: Any, batch: Any, dtype: Any) -> Tensor:
     """The loss that `model` gives of `batch`."""
-    from ds_core.runner import call_with_batch, loss_of
+    from ds_core.engine import call_with_batch, loss_of
 
     loss: Tensor = loss_of(call_with_batch(model, cast_batch(batch, dtype)))
     return loss

@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 from xml.etree import ElementTree
 
-from ds_core.compose import compose
 from ds_core.entries import Chart
 from ds_core.errors import ConfigError, Problem
+from ds_core.setup.compose import compose
 
 SVG = "{http://www.w3.org/2000/svg}svg"
 ASK = """
 import json, sys
 sys.path[:0] = json.loads(sys.argv[1])
-from ds_core.compose import compose
+from ds_core.setup.compose import compose
 from ds_core.errors import ConfigError
 try:
     chosen = compose(json.loads(sys.argv[2]))

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 
 import pytest
 
+from ds_core.engine import Monitor
 from ds_core.entries import Event, resolve
 from ds_core.errors import PluginError
-from ds_core.telemetry import Monitor
 from ds_testing.kits.tools.plugin import PluginConformance
 
 Row = tuple[str, float, int]
@@ -58,7 +58,7 @@ class MonitorConformance:
         """It has the contract's methods and a name to show in warnings."""
         monitor = self.make_monitor(tmp_path)
         assert isinstance(monitor, Monitor), (
-            f"{type(monitor).__name__} lacks a method of ds_core.telemetry.Monitor"
+            f"{type(monitor).__name__} lacks a method of ds_core.engine.Monitor"
         )
         assert isinstance(monitor.name, str) and monitor.name, "a monitor needs a name"
         monitor.close()

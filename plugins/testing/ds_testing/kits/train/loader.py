@@ -1,4 +1,4 @@
-"""`LoaderConformance`: does a loader keep the contract of `ds_core.data.Loader`?
+"""`LoaderConformance`: does a loader keep the contract of `ds_core.engine.Loader`?
 
 Subclass it, set `config` (and `load`) to what enables your loader, and implement `samples_of`.
 Data-parallel ranks are simulated by their requests, so all of it runs in one process. A
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-from ds_core.data import DistributedLoader, Loader, LoaderRequest, RepeatingLoader, make_loader
+from ds_core.engine import DistributedLoader, Loader, LoaderRequest, RepeatingLoader, make_loader
 
 if TYPE_CHECKING:
     from ds_core import Engine

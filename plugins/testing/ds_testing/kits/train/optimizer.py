@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ds_core.entries import OptimizerEntry, resolve
-from ds_core.stepping import StepInputs
+from ds_core.partition import StepInputs
 from ds_testing.one_process import one_process_engine
 
 ROWS = 6

@@ -12,18 +12,18 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any
 
 from ds_core.errors import UsageError
-from ds_core.partition import KEEP, LATER, REDUCE, BackwardPlan
 
 if TYPE_CHECKING:
     from ds_core.config.core import Batch
     from ds_core.context import Context
-    from ds_core.gradient_hooks import GradientHooks
+    from ds_core.engine import Batches
+    from ds_core.gradients.gradient_hooks import GradientHooks
     from ds_core.partition import Partitioner
-    from ds_core.runner import Batches
 
 MIXED = (
     "gradients of one accumulation window came both from engine.backward(loss), which divides by "
@@ -40,6 +40,36 @@ UNSCALED = (
     "loss.backward() was called without the loss scale that fp16 needs; write "
     "engine.scale(loss).backward(), or engine.backward(loss)"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardPlan:
+    """What becomes of the gradients of one backward.
+
+    The core decides it; a partitioner follows it.
+    """
+
+    changed: bool = False
+    """Whether parameters were frozen or unfrozen since the last backward; true in the first."""
+
+    reduce: bool = False
+    """Whether gradients are to be reduced, each as soon as it is ready; else a later backward, or
+    the step, does it.
+    """
+
+    keep_local: bool = False
+    """Whether gradients must stay with this rank for now, even partitioned ones (`reduce` is off
+    then).
+    """
+
+    may_wait: bool = True
+    """Whether `on_gradient` may wait for other ranks. False where a backward may reach the models
+    of several engines, in an order that differs between ranks."""
+
+
+REDUCE = BackwardPlan(reduce=True)
+LATER = BackwardPlan(reduce=False)
+KEEP = BackwardPlan(reduce=False, keep_local=True)
 
 
 class Origin(IntEnum):

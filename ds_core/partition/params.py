@@ -19,13 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from ds_core import comm
-from ds_core.context import StashKey
+from ds_core.context import Context, StashKey
 from ds_core.errors import ConfigError, PluginError, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from ds_core.context import Context
     from ds_core.entries import Grain
     from ds_core.mesh import Mesh
 

@@ -20,21 +20,21 @@ from torch import nn
 
 from ds_core import __version__, comm
 from ds_core.accelerator import get_accelerator
-from ds_core.checks import blaming
 from ds_core.comm.start import add_interceptors_of
 from ds_core.config import check_rules
 from ds_core.context import Context
 from ds_core.entries import Phase, Transform
 from ds_core.errors import DSError
+from ds_core.gradients import release_model
 from ds_core.kernels import Kernels
-from ds_core.multi_engine import release_model
 from ds_core.plugins import Plugins
+from ds_core.plugins.checks import blaming
 from ds_core.precision import make_precision
 from ds_core.process import STATE
 
 if TYPE_CHECKING:
-    from ds_core.compose import Composition
     from ds_core.mesh import Mesh
+    from ds_core.setup.compose import Composition
 
 log = logging.getLogger("ds_core")
 

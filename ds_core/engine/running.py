@@ -16,14 +16,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from ds_core.checkpointer import Checkpointer
     from ds_core.config import RunConfig
     from ds_core.context import Context
-    from ds_core.data import Loader
+    from ds_core.engine import Checkpointer, Loader, MonitorMaster, Runner, Telemetry
     from ds_core.partition import Partitioner
     from ds_core.precision import LossScaler
-    from ds_core.runner import Runner
-    from ds_core.telemetry import MonitorMaster, Telemetry
 
 log = logging.getLogger("ds_core.engine")
 
@@ -196,7 +193,7 @@ class RunningEngine(ABC):
 
         UsageError where no checkpointer is installed; CheckpointError, on all ranks, when it fails.
         """
-        from ds_core.checkpointer import SaveOptions
+        from ds_core.engine.checkpointer import SaveOptions
 
         # Observers are informed of the last checkpoint, once it is durable, before the next begins.
         self._announce_saved()
@@ -248,9 +245,9 @@ class RunningEngine(ABC):
         Without a tag and without any checkpoint: (None, None) and a warning, or (None, {}) with
         missing_ok.
         fallback: when it is damaged, take the newest that is not. The rest:
-            `ds_core.checkpointer.LoadOptions`.
+            `ds_core.engine.checkpointer.LoadOptions`.
         """
-        from ds_core.checkpointer import LoadOptions
+        from ds_core.engine.checkpointer import LoadOptions
 
         options = LoadOptions(
             tag=tag,

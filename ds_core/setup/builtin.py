@@ -45,6 +45,6 @@ def ds_accelerators() -> Iterable[AcceleratorEntry]:
 
 def ds_optimizers() -> Mapping[str, OptimizerEntry]:
     """torch's optimizers under their documented names."""
-    from ds_core.optim import OPTIMIZERS
+    from ds_core.setup.optim import OPTIMIZERS
 
     return OPTIMIZERS

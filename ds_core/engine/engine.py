@@ -18,30 +18,33 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ds_core.accumulation import Accumulation, Origin
 from ds_core.config.core import with_micro_batch_size, with_train_batch_size
+from ds_core.engine.runner import Batches, Runner, check_loss, eval_mode, mean_over_dp
+from ds_core.engine.running import RunningEngine
+from ds_core.engine.telemetry import Telemetry
 from ds_core.errors import PluginError, UsageError
-from ds_core.gradient_hooks import GradientHooks, unwatch_zero_grad, watch_zero_grad
-from ds_core.moved import names_of
-from ds_core.partition import KEEP, LATER, REDUCE
+from ds_core.gradients import (
+    KEEP,
+    LATER,
+    REDUCE,
+    Accumulation,
+    BackwardPlan,
+    GradientHooks,
+    Origin,
+    unwatch_zero_grad,
+    watch_zero_grad,
+)
+from ds_core.partition import Partitioner, WeightUpdate
 from ds_core.plugins.calls import Answer
 from ds_core.precision import cast_floats, forward_context
 from ds_core.process import STATE
-from ds_core.runner import Batches, check_loss, eval_mode, mean_over_dp
-from ds_core.running import RunningEngine
-from ds_core.stepping import WeightUpdate
-from ds_core.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ds_core.context import Context
-    from ds_core.data import Loader
+    from ds_core.engine import Loader
     from ds_core.entries import Request
-    from ds_core.partition import BackwardPlan, Partitioner
-    from ds_core.runner import Runner
-
-__getattr__ = names_of(__name__)
 
 
 class Engine(RunningEngine):

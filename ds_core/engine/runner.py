@@ -17,9 +17,8 @@ from ds_core.errors import UsageError
 from ds_core.nested import to_device
 
 if TYPE_CHECKING:
-    from ds_core.data import Loader
+    from ds_core.engine import Loader, RunningEngine
     from ds_core.mesh import Mesh
-    from ds_core.running import RunningEngine
 
 
 class Runner(ABC):
@@ -161,7 +160,7 @@ class Batches:
                 "initialize()"
             )
         if self._own is None:
-            from ds_core.data import RepeatingLoader
+            from ds_core.engine.data import RepeatingLoader
 
             self._own = iter(RepeatingLoader(self.loader))
         return self._own

@@ -19,17 +19,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ds_core.accumulation import Origin, Window
-from ds_core.partition import LATER
+from ds_core.gradients.accumulation import LATER, Accumulation, BackwardPlan, Origin, Window
 from ds_core.process import STATE, log_once
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ds_core.accumulation import Accumulation
-    from ds_core.multi_engine import JointBackwards
-    from ds_core.partition import BackwardPlan, Partitioner
-    from ds_core.running import RunningEngine
+    from ds_core.engine import RunningEngine
+    from ds_core.gradients.multi_engine import JointBackwards
+    from ds_core.partition import Partitioner
 
 log = logging.getLogger("ds_core.engine")
 
@@ -84,7 +82,7 @@ class GradientHooks:
         self.serial = STATE.enter(self)
         if len(STATE.present()) > 1:
             # The engines before this one need hooks too: they may now take part in its backward.
-            from ds_core.multi_engine import JOINT
+            from ds_core.gradients.multi_engine import JOINT
 
             JOINT.enter(engine.ctx)
         else:

@@ -5,56 +5,23 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ds_core import comm
-from ds_core.moved import names_of
-from ds_core.params import GradGroup
+from ds_core.gradients import LATER, BackwardPlan
+from ds_core.partition.params import GradGroup
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ds_core.context import Context
-    from ds_core.gradient_hooks import GradientHooks
-    from ds_core.gradients import GradientShard
+    from ds_core.gradients import GradientHooks, GradientShard
     from ds_core.mesh import Mesh
 
-__getattr__ = names_of(__name__)
 ParamGroups = list[dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardPlan:
-    """What becomes of the gradients of one backward.
-
-    The core decides it; a partitioner follows it.
-    """
-
-    changed: bool = False
-    """Whether parameters were frozen or unfrozen since the last backward; true in the first."""
-
-    reduce: bool = False
-    """Whether gradients are to be reduced, each as soon as it is ready; else a later backward, or
-    the step, does it.
-    """
-
-    keep_local: bool = False
-    """Whether gradients must stay with this rank for now, even partitioned ones (`reduce` is off
-    then).
-    """
-
-    may_wait: bool = True
-    """Whether `on_gradient` may wait for other ranks. False where a backward may reach the models
-    of several engines, in an order that differs between ranks."""
-
-
-REDUCE = BackwardPlan(reduce=True)
-LATER = BackwardPlan(reduce=False)
-KEEP = BackwardPlan(reduce=False, keep_local=True)
 
 
 class GradState(enum.Enum):
@@ -173,7 +140,7 @@ class Partitioner(ABC):
 
         factor: unscales and clips.
 
-        This rank's weights are written as well: `ds_core.stepping.Stepper` has all of it done in
+        This rank's weights are written as well: `ds_core.partition.stepping.Stepper` has all of it done in
         one pass where the optimizer can, and does it next to the optimizer's step where not.
         """
 

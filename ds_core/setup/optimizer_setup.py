@@ -13,14 +13,12 @@ from torch.optim import Optimizer
 from ds_core import comm
 from ds_core.entries import OptimizerEntry, resolve
 from ds_core.errors import UsageError
-from ds_core.optim import torch_grain
-from ds_core.params import check_grain
-from ds_core.stepping import required
+from ds_core.partition import ParamGroups, Partitioner, check_grain, required
+from ds_core.setup.optim import torch_grain
 
 if TYPE_CHECKING:
-    from ds_core.compose import Composition
     from ds_core.context import Context
-    from ds_core.partition import ParamGroups, Partitioner
+    from ds_core.setup.compose import Composition
 
 UNDECLARED = "torch.optim:Optimizer"
 """What an `OptimizerEntry` loads that only declares, of an optimizer that the user made."""

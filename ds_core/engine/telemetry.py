@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ds_core.context import Context
+    from ds_core.engine import RunningEngine
     from ds_core.plugins.calls import Observer
-    from ds_core.running import RunningEngine
 
 log = logging.getLogger("ds_core.engine")
 # One for all: making one for every phase of a step costs more than entering it.

@@ -18,17 +18,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ds_core import comm
-from ds_core.compose import Composition, compose
 from ds_core.config.source import ConfigSource, read_config
 from ds_core.context import Context
-from ds_core.engine import Engine
+from ds_core.engine import Engine, Runner, Sequential
 from ds_core.entries import OptimizerEntry, resolve
 from ds_core.errors import ConfigError, PluginError, UsageError
+from ds_core.gradients import give_back, keep
 from ds_core.kernels import UsesKernels
 from ds_core.mesh import Mesh
-from ds_core.multi_engine import give_back, keep
-from ds_core.opening import open_run, transform
-from ds_core.optimizer_setup import (
+from ds_core.partition import Partitioner, Replicated, collect_buffers, collect_params
+from ds_core.precision import WIRE_DTYPES, cast_module, wire_dtypes
+from ds_core.process import show_log
+from ds_core.setup.compose import Composition, compose
+from ds_core.setup.opening import open_run, transform
+from ds_core.setup.optimizer_setup import (
     UNDECLARED,
     attach,
     check_step,
@@ -36,18 +39,12 @@ from ds_core.optimizer_setup import (
     make_scheduler,
     optimizer_entry,
 )
-from ds_core.params import collect_buffers, collect_params
-from ds_core.partition import Partitioner
-from ds_core.precision import WIRE_DTYPES, cast_module, wire_dtypes
-from ds_core.process import show_log
-from ds_core.replicated import Replicated
-from ds_core.runner import Runner, Sequential
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from ds_core.accelerator import Accelerator
-    from ds_core.data import Loader
+    from ds_core.engine import Loader
 
 log = logging.getLogger("ds_core")
 
@@ -229,7 +226,7 @@ def _loader(ctx: Context, training_data: Dataset[Any] | None) -> Loader | None:
     """The loader of `training_data`; None without."""
     if training_data is None:
         return None
-    from ds_core.data import make_loader
+    from ds_core.engine import make_loader
 
     return make_loader(ctx, training_data)
 

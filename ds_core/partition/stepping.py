@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from ds_core.errors import UsageError
-from ds_core.params import GradNorm, squared_norm
-from ds_core.partition import REDUCE, Partitioner
+from ds_core.gradients import REDUCE
+from ds_core.partition.params import GradNorm, squared_norm
+from ds_core.partition.partitioner import Partitioner
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from ds_core.running import RunningEngine
+    from ds_core.engine import RunningEngine
 
 
 class WeightUpdate:

@@ -17,7 +17,7 @@ from ds_core.errors import UsageError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ds_core.running import RunningEngine
+    from ds_core.engine import RunningEngine
 
 Folder = str | os.PathLike[str]
 Loaded = tuple[str | None, dict[str, Any] | None]

@@ -18,24 +18,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ds_core.params import GradGroup
-from ds_core.partition import (
-    LATER,
-    BackwardPlan,
-    GradState,
-    ParamGroups,
-    Partitioner,
-    broadcast_module,
-)
-from ds_core.stepping import Stepper
+from ds_core.gradients import LATER, BackwardPlan
+from ds_core.partition.params import GradGroup, ParamInfo
+from ds_core.partition.partitioner import GradState, ParamGroups, Partitioner, broadcast_module
+from ds_core.partition.stepping import Stepper
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from ds_core.buckets import Bucket
     from ds_core.context import Context
-    from ds_core.gradients import GradientShard
-    from ds_core.params import ParamInfo
+    from ds_core.gradients import Bucket, GradientShard
 
 
 @dataclass(slots=True)
@@ -200,7 +192,7 @@ class Replicated(Partitioner):
         """The buckets of those of `params` that have replicas, in the order in which all ranks
         reduce them.
         """
-        from ds_core.buckets import make_buckets
+        from ds_core.gradients import make_buckets
 
         return make_buckets(params, self.ctx)
 

@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from ds_core.checks import blaming
-from ds_core.config import Section
+from ds_core.config import RunConfig, Section
 from ds_core.entries import Grain, OptimizerEntry, SchedulerEntry, resolve
 from ds_core.errors import ConfigError, PluginError, Problem, did_you_mean
+from ds_core.plugins.checks import blaming
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from ds_core.config import RunConfig
     from ds_core.plugins import Plugins
     from ds_core.plugins.discovery import Found
 
@@ -82,8 +81,8 @@ class AdamWParams(AdamParams):
 
 
 OPTIMIZERS: Mapping[str, OptimizerEntry] = {
-    "Adam": OptimizerEntry("ds_core.optim:make_adam", "ds_core.optim:AdamParams"),
-    "AdamW": OptimizerEntry("ds_core.optim:make_adam", "ds_core.optim:AdamWParams"),
+    "Adam": OptimizerEntry("ds_core.setup.optim:make_adam", "ds_core.setup.optim:AdamParams"),
+    "AdamW": OptimizerEntry("ds_core.setup.optim:make_adam", "ds_core.setup.optim:AdamWParams"),
     "SGD": OptimizerEntry("torch.optim:SGD"),
     "Adagrad": OptimizerEntry("torch.optim:Adagrad"),
 }

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ds_core.context import Context
-    from ds_core.gradient_hooks import GradientHooks
+    from ds_core.gradients.gradient_hooks import GradientHooks
 
 _ATTRIBUTE = "ds_undo"
 

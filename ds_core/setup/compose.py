@@ -7,17 +7,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from ds_core.config import check_rules, load_config, read_config, resolve_batch
+from ds_core.config import (
+    Batch,
+    ConfigSource,
+    RunConfig,
+    check_rules,
+    load_config,
+    read_config,
+    resolve_batch,
+)
 from ds_core.errors import ConfigError, Problem, did_you_mean
 from ds_core.kernels import Kernels
-from ds_core.mesh import plan_mesh
-from ds_core.optim import Choice, choose
+from ds_core.mesh import Mesh, plan_mesh
+from ds_core.setup.optim import Choice, choose
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ds_core.config import Batch, ConfigSource, RunConfig
-    from ds_core.mesh import Mesh
     from ds_core.plugins import Plugins
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from ds_core.checks import (
+from ds_core.plugins.checks import (
     gives,
     many,
     model_class,
@@ -29,28 +29,23 @@ from ds_core.checks import (
     periods,
     references,
 )
-from ds_core.moved import names_of
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
     from torch import Tensor, nn
 
     from ds_core import entries
-    from ds_core.checkpointer import Checkpointer
     from ds_core.comm.interceptor import Interceptor
     from ds_core.config import Batch, RunConfig
     from ds_core.context import Context
-    from ds_core.data import Loader, LoaderRequest
+    from ds_core.engine import Checkpointer, Loader, LoaderRequest, Monitor, Runner
     from ds_core.errors import Problem
     from ds_core.gradients import Gradients
     from ds_core.mesh import Mesh
     from ds_core.partition import Partitioner
     from ds_core.plugins import Plugins
     from ds_core.precision import Precision
-    from ds_core.runner import Runner
-    from ds_core.telemetry import Monitor
 
-__getattr__ = names_of(__name__)
 hookimpl = pluggy.HookimplMarker("ds_core")
 """Optional: names that start with ``ds_`` are hooks anyway.
 
@@ -203,7 +198,7 @@ def ds_partitioner(ctx: Context) -> Partitioner | None:
     """
 
 
-@gives(one_or_none("ds_core.runner:Runner"))
+@gives(one_or_none("ds_core.engine.runner:Runner"))
 def ds_runner(ctx: Context) -> Runner | None:
     """Driver: who turns micro-batches into forwards and backwards.
 
@@ -211,7 +206,7 @@ def ds_runner(ctx: Context) -> Runner | None:
     """
 
 
-@gives(one_or_none("ds_core.checkpointer:Checkpointer"))
+@gives(one_or_none("ds_core.engine.checkpointer:Checkpointer"))
 def ds_checkpointer(ctx: Context) -> Checkpointer | None:
     """Driver: who saves and loads checkpoints. None: not this plugin.
 
@@ -239,9 +234,9 @@ def ds_loader(ctx: Context, request: LoaderRequest) -> Loader | None:
 
     None: not this plugin. Nobody: `DistributedLoader`.
 
-    Called on every rank, for ``training_data`` and by `ds_core.data.make_loader`; the position of
+    Called on every rank, for ``training_data`` and by `ds_core.engine.data.make_loader`; the position of
     the loader of ``training_data`` is part of every checkpoint. What a loader owes is in
-    `ds_core.data.Loader`.
+    `ds_core.engine.data.Loader`.
     """
 
 

@@ -1,0 +1,1 @@
+"""How `initialize` puts a run together, from the config to an engine."""
