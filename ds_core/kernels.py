@@ -22,8 +22,7 @@ from ds_core.moved import names_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ds_core.plugins import Plugins
-    from ds_core.plugins.discovery import Found
+    from ds_core.plugins import Found, Plugins
 
 __getattr__ = names_of(__name__)
 __path__: list[str] = []  # for modules that were below it and have moved

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from ds_core.accelerator import Accelerator
     from ds_core.config import RunConfig
     from ds_core.config.core import FP16
-    from ds_core.plugins import Plugins
-    from ds_core.plugins.discovery import Found
+    from ds_core.plugins import Found, Plugins
 
 log = logging.getLogger("ds_core.precision")
 

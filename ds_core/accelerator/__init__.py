@@ -18,11 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ds_core import names_on_first_use
 from ds_core.entries import AcceleratorEntry, ask, resolve
 from ds_core.errors import AcceleratorError, PluginError, did_you_mean
-from ds_core.plugins import Plugins
-from ds_core.plugins.calls import Answer
-from ds_core.plugins.checks import blaming
-from ds_core.plugins.discovery import BACKENDS, PluginState
-from ds_core.plugins.registry import BUILTIN
+from ds_core.plugins import BACKENDS, BUILTIN, Answer, Plugins, PluginState, blaming
 
 if TYPE_CHECKING:
     import torch

@@ -19,13 +19,11 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from ds_core.entries import CollectivesEntry, ask
 from ds_core.errors import CommError, ConfigError, PluginError
-from ds_core.plugins.calls import Answer
-from ds_core.plugins.checks import blaming
+from ds_core.plugins import Answer, blaming
 
 if TYPE_CHECKING:
     from ds_core.config import RunConfig
-    from ds_core.plugins import Plugins
-    from ds_core.plugins.discovery import Found
+    from ds_core.plugins import Found, Plugins
 
 log = logging.getLogger("ds_core.comm")
 

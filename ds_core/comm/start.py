@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
     from ds_core.config import RunConfig
-    from ds_core.plugins import Plugins
-    from ds_core.plugins.calls import Answer
+    from ds_core.plugins import Answer, Plugins
 
 log = logging.getLogger("ds_core.comm")
 

@@ -18,8 +18,7 @@ from ds_core.config.source import ConfigSource, read_config
 from ds_core.errors import ConfigError, Problem, join
 
 if TYPE_CHECKING:
-    from ds_core.plugins import Plugins
-    from ds_core.plugins.registry import PluginSettings
+    from ds_core.plugins import Plugins, PluginSettings
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -27,8 +27,7 @@ from ds_core.entries import Phase, Transform
 from ds_core.errors import DSError
 from ds_core.gradients import release_model
 from ds_core.kernels import Kernels
-from ds_core.plugins import Plugins
-from ds_core.plugins.checks import blaming
+from ds_core.plugins import Plugins, blaming
 from ds_core.precision import make_precision
 from ds_core.process import STATE
 

@@ -23,8 +23,7 @@ from ds_core.plugins.checks import blaming
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from ds_core.plugins import Plugins
-    from ds_core.plugins.discovery import Found
+    from ds_core.plugins import Found, Plugins
 
 Kind = Literal["optimizer", "scheduler"]
 
