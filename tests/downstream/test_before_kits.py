@@ -117,17 +117,11 @@ def test_a_store_with_the_old_names_serves(site: Path, tmp_path: Path, stage: in
         assert any("Attic.stow is evict now" in text for text in warned)
 
 
-FEW = "TestDeclaration or overflow"
-"""Of the kit that `test_they_train_together` has too: the old name and the old form are what counts."""
-
-
-@pytest.mark.parametrize(
-    "tests", [FEW, pytest.param("not products and not two_backwards", marks=pytest.mark.slow)]
-)
-def test_the_partitioner_passes_todays_kit_by_its_old_name(site: Path, tests: str) -> None:
+@pytest.mark.slow
+def test_the_partitioner_passes_todays_kit_by_its_old_name(site: Path) -> None:
     """But for two backwards before a step, where it was wrong then, too: it has no `begin`."""
     (site / "test_plain.py").write_text(KIT)
-    said = passed(site, "test_plain.py", "-k", tests)
+    said = passed(site, "test_plain.py", "-k", "not products and not two_backwards")
     assert "ds_core.testing is ds_testing now" in said
 
 

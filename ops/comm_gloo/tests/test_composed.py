@@ -81,6 +81,7 @@ def several_blocks(rounds: int) -> None:
     assert torch.equal(mine, expected(parts, "SUM"))
 
 
+@pytest.mark.fast_cases("3")
 @pytest.mark.parametrize("size", [3, 4])
 def test_all_reduce_over_several_blocks(size: int) -> None:
     run_ranks(size, several_blocks, 2)

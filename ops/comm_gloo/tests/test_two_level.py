@@ -130,6 +130,7 @@ def several_blocks(layout: str) -> None:
         two_level.MESSAGE, two_level.DIRECT = before
 
 
+@pytest.mark.fast_cases("abab", "aaab")
 @pytest.mark.parametrize("layout", ["aabb", "abab", "aaab", "abca"])
 def test_bits_of_several_blocks(layout: str) -> None:
     run_ranks(4, several_blocks, layout)

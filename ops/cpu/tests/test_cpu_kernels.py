@@ -107,6 +107,7 @@ def among_many(op: str) -> list[list[Tensor]]:
     return [list(column) for column in zip(*rows, strict=True)]
 
 
+@pytest.mark.fast_cases("adam-2", "lion-2")
 @pytest.mark.parametrize("threads", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 @pytest.mark.parametrize("op", [op for op in STEPS if op != "lamb"])
 def test_many_tensors_are_stepped_as_each_would_be(op: str, threads: int) -> None:
@@ -132,6 +133,7 @@ def test_many_tensors_are_stepped_as_each_would_be(op: str, threads: int) -> Non
         run(*whole, **STEPS[op].trials[1])
 
 
+@pytest.mark.fast_cases("adagrad-2", "sgd-2")
 @pytest.mark.parametrize("threads", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 @pytest.mark.parametrize("op", [op for op in STEPS if op != "lamb"])
 def test_steps_in_portions_are_the_step(op: str, threads: int) -> None:
