@@ -71,8 +71,7 @@ def test_rules_and_levels() -> None:
 
 
 def test_exceptions_are_still_needed() -> None:
+    others = frozenset(rule.name for rule in RULES) - {"documented"}
     for module in DOCUMENTED:
-        (verdict,) = (
-            v for v in examine(Subject(module), RUN_ELSEWHERE) if v.rule.name == "documented"
-        )
+        (verdict,) = examine(Subject(module), others)
         assert verdict.passed is False, f"{module} needs no exception any more"
