@@ -68,7 +68,7 @@ def start(
 
 
 def loss_of(model: Any, batch: Any) -> Tensor:
-    """The loss of a micro-batch: what the model gives, or its ``loss``, or its mean square.
+    """The loss of a micro-batch: what the model gives, or its ``loss``, or its mean square in fp32.
 
     batch: keyword arguments (a mapping), positional ones (a tuple), or the one argument.
     """
@@ -79,7 +79,9 @@ def loss_of(model: Any, batch: Any) -> Tensor:
     else:
         out = model(batch)
     out = getattr(out, "loss", out)
-    loss: Tensor = out if out.dim() == 0 else out.square().mean()
+    if out.dim():
+        out = out.to(torch.promote_types(out.dtype, torch.float32)).square().mean()
+    loss: Tensor = out
     return loss
 
 
@@ -91,12 +93,14 @@ def train(
     loss: Loss = loss_of,
     direct: bool = False,
     mean: bool = True,
+    after: Callable[[int], object] | None = None,
 ) -> list[float]:
     """Train some steps; the loss of each, averaged over its micro-batches.
 
     steps: their numbers, or how many from 0.
     direct: call ``loss.backward()``, not ``engine.backward(loss)``.
     mean: of all ranks, which every rank then calls; else of this rank's micro-batches alone.
+    after: called with the number of each step when it is done.
     """
     from ds_core import comm
 
@@ -119,6 +123,8 @@ def train(
             comm.all_reduce(total)
             total /= comm.world_size()
         losses.append(total.item())
+        if after is not None:
+            after(step)
     return losses
 
 
@@ -133,6 +139,7 @@ def plain(
     groups: Sequence[dict[str, Any]] | None = None,
     loss: Loss = loss_of,
     masters: bool = False,
+    after: Callable[[int], object] | None = None,
 ) -> list[float]:
     """Train `model` with plain torch in this process, on what all ranks together see; the losses.
 
@@ -142,6 +149,7 @@ def plain(
     groups: parameter groups; default one, of all trainable parameters.
     masters: keep weights in fp32 and compute with a bf16 copy, as mixed precision does. The model
         is in bf16 afterwards.
+    after: called with the number of each step when it is done.
     """
     if groups is None:
         groups = [{"params": [p for p in model.parameters() if p.requires_grad]}]
@@ -172,6 +180,8 @@ def plain(
             for param, master in kept.items():
                 if master is not param:
                     param.copy_(master)
+        if after is not None:
+            after(step)
     return losses
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ds_testing.models import Case, build_model, make_optimizer, micro_batch, param_groups
+from ds_testing.truth import start
 from torch import Tensor, nn
 
 STAGES = [0, 1, 2, 3]
@@ -29,34 +30,30 @@ LOW = ("bfloat16", "float16")
 STORE = "plugins.zero.tests.disk_store"
 
 
-def start(case: Case, stage: int, place: str = "", folder: str = "") -> Any:
-    import ds_core
+def accessed(case: Case, stage: int, place: str = "", folder: str = "") -> Any:
+    """An engine whose states are at `place`: "" for the device, "cpu" or "disk"."""
     from ds_core import comm
 
-    config = case.config(comm.world_size())
+    sections = case.config(comm.world_size())
     extra: dict[str, Any] = {"offload_optimizer": {"device": place}} if place else {}
     if stage == 3 and place:
         extra["offload_param"] = {"device": place, "max_in_cpu": 0}
     if place == "disk":
-        config["plugins"] = {"load": [f"disk={STORE}"]}
-        config["disk"] = {"path": folder}
+        sections |= {"plugins": {"load": [f"disk={STORE}"]}, "disk": {"path": folder}}
     if case.dtype == "float16":
-        config["fp16"] = {"enabled": True, "loss_scale": LOSS_SCALE}
+        sections["fp16"] = {"enabled": True, "loss_scale": LOSS_SCALE}
     if stage:
         small = {
             "reduce_bucket_size": 100,
             "param_persistence_threshold": 6,
             "leaf_module": {"classes": "_Net"},
         }
-        config["zero_optimization"] = {"stage": stage, **small, **extra}
-    model = build(case, seed=comm.rank())
-    engine, *_ = ds_core.initialize(
-        model=model, model_parameters=param_groups(case, model), config=config
-    )
-    return engine
+        sections["zero_optimization"] = {"stage": stage, **small, **extra}
+    model = net(case, seed=comm.rank())
+    return start(model, model_parameters=param_groups(case, model), **sections)
 
 
-def build(case: Case, seed: int = 0) -> nn.Module:
+def net(case: Case, seed: int = 0) -> nn.Module:
     return build_model(replace(case, dtype="float32") if case.dtype in LOW else case, seed=seed)
 
 
@@ -87,7 +84,7 @@ class Truth:
     def __init__(self, case: Case, dp: int) -> None:
         self.case = case
         self.dp = dp
-        self.model = build(case)
+        self.model = net(case)
         self.scale = LOSS_SCALE if case.dtype == "float16" else 1.0
         low = case.dtype in LOW
         self.masters = {

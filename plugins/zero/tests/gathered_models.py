@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from ds_testing.truth import start
 from torch import Tensor, nn
 
 D = 6
@@ -23,30 +24,24 @@ class Net(nn.Module):
         return self.norm(self.frozen(self.b(torch.tanh(self.a(x))))) * self.small.sum()
 
 
-def start(
+def gathered_engine(
     stage: int,
     dtype: str = "float32",
     model: nn.Module | None = None,
     optimizer: str = "SGD",
     **section: Any,
 ) -> Any:
-    import ds_core
-
     torch.manual_seed(0)
     disk = section.pop("disk", None)
     elsewhere = {"disk": {"path": disk}, "plugins": {"load": [f"disk={DISK}"]}} if disk else {}
-    engine, *_ = ds_core.initialize(
-        model=Net() if model is None else model,
-        config=elsewhere
-        | {
-            "train_micro_batch_size_per_gpu": 4,
-            "gradient_clipping": 0.0,
-            "bf16": {"enabled": dtype == "bfloat16"},
-            "optimizer": {"type": optimizer, "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": stage, "param_persistence_threshold": 3, **section},
-        },
+    return start(
+        Net() if model is None else model,
+        micro=4,
+        optimizer={"type": optimizer, "params": {"lr": 0.1}},
+        bf16={"enabled": dtype == "bfloat16"},
+        zero_optimization={"stage": stage, "param_persistence_threshold": 3, **section},
+        **elsewhere,
     )
-    return engine
 
 
 def step(engine: Any, seed: int = 0) -> None:

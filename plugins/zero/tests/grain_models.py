@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from ds_testing.truth import start
 from torch import Tensor, nn
 
 SMALL = {"reduce_bucket_size": 150, "param_persistence_threshold": 15, "prefetch_bucket_size": 100}
@@ -58,7 +59,7 @@ def muon(groups: Any) -> torch.optim.Optimizer:
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {"lamb": lamb, "muon": muon}
 
 
-def build(dtype: str, seed: int = 0) -> Net:
+def net(dtype: str, seed: int = 0) -> Net:
     torch.manual_seed(seed)
     return Net().to(torch.float64 if dtype == "float64" else torch.float32)
 
@@ -78,35 +79,31 @@ def data(dtype: str, step: int, index: int) -> Tensor:
     return x.to(getattr(torch, dtype))
 
 
-def start(kind: str, dtype: str, stage: int, seed: int = 0, **config: Any) -> Any:
-    import ds_core
+def grained(kind: str, dtype: str, stage: int, seed: int = 0, **config: Any) -> Any:
     from ds_core import comm
 
-    model = build(dtype, seed)
+    model = net(dtype, seed)
     sums = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
     low: dict[str, Any] = {
         "bfloat16": {"bf16": {"enabled": True}, **sums},
         "float16": {"fp16": {"enabled": True, "loss_scale": 8}, **sums},
     }
-    config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_accumulation_steps": GLOBAL // comm.world_size(),
-        "gradient_clipping": 0,
-        **({"zero_optimization": {"stage": stage, **SMALL}} if stage else {}),
-        **low.get(dtype, {}),
-        **LOAD,
-        **config,
-    }
-    if kind == "lamb":  # declared, by name
-        config["optimizer"] = {"type": "PaperLamb", "params": {"lr": 0.02}}
-        engine, *_ = ds_core.initialize(
-            model=model, model_parameters=groups_of(model, kind), config=config
-        )
-    else:  # an object of torch's
-        engine, *_ = ds_core.initialize(
-            model=model, optimizer=MAKERS[kind](groups_of(model, kind)), config=config
-        )
-    return engine
+    # One is declared, by its name; the others are made by functions of torch's.
+    lamb = {"type": "PaperLamb", "params": {"lr": 0.02}}
+    groups = groups_of(model, kind)
+    return start(
+        model,
+        micro=3,
+        gas=GLOBAL // comm.world_size(),
+        optimizer=lamb if kind == "lamb" else MAKERS[kind](groups),
+        model_parameters=groups if kind == "lamb" else None,
+        **{
+            **({"zero_optimization": {"stage": stage, **SMALL}} if stage else {}),
+            **low.get(dtype, {}),
+            **LOAD,
+            **config,
+        },
+    )
 
 
 def steps(engine: Any, dtype: str, which: range) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from ds_testing.truth import start, whole_weights
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -36,15 +37,12 @@ class Net(nn.Module):
         return loss
 
 
-def train(
+def three_steps(
     zero: dict[str, Any], extra: dict[str, Any], *, exact: bool = False, steps: int = 3
 ) -> dict[str, Tensor]:
-    """Losses, weights and moments after some steps. exact: gradients are rounded, so that every sum
-    is exact.
+    """Losses and weights after some steps. exact: gradients are rounded, so that every sum is
+    exact.
     """
-    from ds_testing.truth import whole_weights
-
-    import ds_core
     from ds_core import comm
 
     torch.manual_seed(comm.rank())
@@ -53,15 +51,15 @@ def train(
         for param in model.parameters():
             if param.requires_grad:
                 param.register_hook(lambda grad: (grad * 2**24).round() / 2**24)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1}},
+    engine = start(
+        model,
+        clip=1.0,
+        optimizer={"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1}},
         **extra,
-        "zero_optimization": {"stage": 3, **SMALL, **zero},
-    }
-    engine, *_ = ds_core.initialize(model=model, config=config)
+        zero_optimization={"stage": 3, **SMALL, **zero},
+    )
     found = {}
-    for step in range(steps * config.get("gradient_accumulation_steps", 1)):
+    for step in range(steps * engine.gradient_accumulation_steps()):
         torch.manual_seed(100 * step + comm.rank())
         x = torch.randn(2, D, dtype=next(iter(model.buffers()), torch.empty(0)).dtype)
         loss = engine(x.to(engine.module.inp.weight.dtype))
@@ -84,10 +82,10 @@ def differences(
     """Per variant, where it differs from plain stage 3 (with the keys of `plain`), relative to the
     largest value.
     """
-    truth = train(plain or {}, extra, exact=exact)
+    truth = three_steps(plain or {}, extra, exact=exact)
     answers = []
     for variant in variants:
-        found = train(variant, extra, exact=exact)
+        found = three_steps(variant, extra, exact=exact)
         assert found.keys() == truth.keys()
         other = {k: v for k, v in truth.items() if not torch.equal(found[k], v)}
         answers.append(

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from ds_testing.truth import train
 from torch import Tensor, nn
 
 D = 6
@@ -99,13 +100,6 @@ def inputs(step: int, rank: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(4, D, generator=torch.Generator().manual_seed(10 * step + rank)).to(dtype)
 
 
-def train(engine: Any, dtype: torch.dtype, steps: int = 3) -> list[float]:
-    from ds_core import comm
-
-    losses = []
-    for step in range(steps):
-        loss = engine(inputs(step, comm.rank(), dtype), step).float().square().mean()
-        losses.append(loss.item())
-        engine.backward(loss)
-        engine.step()
-    return losses
+def losses_of(engine: Any, dtype: torch.dtype) -> list[float]:
+    """Losses of this rank."""
+    return train(engine, lambda step, rank: (inputs(step, rank, dtype), step), mean=False)

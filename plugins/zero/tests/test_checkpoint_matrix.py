@@ -18,6 +18,7 @@ from ds_checkpoint.offline import differences, open_saved
 from ds_testing import run_ranks
 from ds_testing.kits.train.partitioner import PRODUCTS, _axes_data, _coords, _head, _head_names
 from ds_testing.models import Case, build_model, micro_batch
+from ds_testing.truth import start
 from ds_zero.buckets.layout import Layout
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,20 +32,19 @@ CASES = {
 SMALL = {"reduce_bucket_size": 100, "param_persistence_threshold": 6}
 
 
-def start(name: str, stage: int) -> Any:
-    import ds_core
+def engine_of(name: str, stage: int) -> Any:
     from ds_core import comm
 
     case = CASES[name]
-    config = {**case.config(comm.world_size()), "zero_optimization": {"stage": stage, **SMALL}}
-    engine, *_ = ds_core.initialize(model=build_model(case, seed=comm.rank()), config=config)
-    return engine
+    zero = {"stage": stage, **SMALL}
+    model = build_model(case, seed=comm.rank())
+    return start(model, **case.config(comm.world_size()), zero_optimization=zero)
 
 
 def save(folder: Path, name: str, stage: int) -> None:
     from ds_core import comm
 
-    engine = start(name, stage)
+    engine = engine_of(name, stage)
     for step in range(2):
         engine.backward(engine(**micro_batch(CASES[name], step, 0, comm.rank())))
         engine.step()
@@ -53,7 +53,7 @@ def save(folder: Path, name: str, stage: int) -> None:
 
 
 def again(folder: Path, name: str, stage: int, tag: str) -> None:
-    engine = start(name, stage)
+    engine = engine_of(name, stage)
     engine.load_checkpoint(str(folder), tag="from")
     engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
     engine.destroy()
@@ -180,8 +180,8 @@ def test_pieces_of_any_layout_are_covered_by_those_of_any_other(
         rebuilt: list[float] = []
         for rank in range(two):
             need = second.span(index, rank)
-            for start, stop, chunk in stored:
-                low = max(start, need.start)
+            for begin, stop, chunk in stored:
+                low = max(begin, need.start)
                 high = min(stop, need.stop)
-                rebuilt += chunk[low - start : high - start] if low < high else []
+                rebuilt += chunk[low - begin : high - begin] if low < high else []
         assert rebuilt == values

@@ -17,7 +17,7 @@ from plugins.zero.tests.held import Held
 from plugins.zero.tests.plan_cases import CASES, FEW, QUANTISED, WORDS, Case, D, Net
 
 
-def train(case: Case) -> dict[str, int]:
+def held_and_sent(case: Case) -> dict[str, int]:
     """Two steps on this rank; what was held and sent in the second one."""
     import ds_core
     from ds_core import comm
@@ -71,7 +71,7 @@ or the 16-bit copy that is on its way."""
 
 
 def train_all(numbers: list[int]) -> list[dict[str, int]]:
-    return [train(CASES[number]) for number in numbers]
+    return [held_and_sent(CASES[number]) for number in numbers]
 
 
 def foretold(case: Case, world: int, rank: int) -> Need:

@@ -73,7 +73,7 @@ def batch(step: int, number: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(2, 7, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def train(engine: Any, which: range, gas: int = 1) -> None:
+def make_steps(engine: Any, which: range, gas: int = 1) -> None:
     from ds_core import comm
 
     for step in which:
@@ -117,7 +117,7 @@ def followed(zero: dict[str, Any], keys: dict[str, Any], gas: int, choose_every:
     from ds_core import comm
 
     engine, _ = make({**zero, "zenflow": keys}, gradient_accumulation_steps=gas)
-    train(engine, range(STEPS), gas)
+    make_steps(engine, range(STEPS), gas)
     found = whole(engine)
     engine.destroy()
     return far(found, referred(keys, comm.world_size() * gas, choose_every))
@@ -242,13 +242,13 @@ def unlike_offload(zero: dict[str, Any], dtype: str, keys: dict[str, Any]) -> tu
     found = []
     for more in ({}, {"zenflow": keys}):
         engine, _ = make({**zero, **more}, dtype=torch.float32, **DTYPES[dtype])
-        train(engine, range(3))
+        make_steps(engine, range(3))
         engine.backward(
             engine(batch(3, 0, engine.ctx.precision.param), True)
             * (math.inf if dtype == "float16" else 1)
         )
         engine.step()
-        train(engine, range(4, 6))
+        make_steps(engine, range(4, 6))
         found.append(whole(engine))
         skipped = engine.skipped_steps
         engine.destroy()
@@ -290,9 +290,11 @@ def saved(folder: str, zero: dict[str, Any], steps: int) -> None:
 
     gas = 4 // comm.world_size()
     engine, _ = make(zero, gradient_accumulation_steps=gas)
-    train(engine, range(steps), gas)
+    make_steps(engine, range(steps), gas)
     engine.save_checkpoint(folder, tag="now")
-    train(engine, range(steps, steps + 1), gas)  # saving has changed nothing that would fail now
+    make_steps(
+        engine, range(steps, steps + 1), gas
+    )  # saving has changed nothing that would fail now
     engine.destroy()
 
 
@@ -301,9 +303,9 @@ def resumed(folder: str, zero: dict[str, Any], steps: int) -> tuple[dict[str, Te
 
     gas = 4 // comm.world_size()
     engine, _ = make(zero, gradient_accumulation_steps=gas)
-    train(engine, range(40, 43), gas)  # what is replaced is not empty
+    make_steps(engine, range(40, 43), gas)  # what is replaced is not empty
     engine.load_checkpoint(folder, tag="now")
-    train(engine, range(steps, STEPS), gas)
+    make_steps(engine, range(steps, STEPS), gas)
     found = whole(engine)
     began = getattr(engine.partitioner.updates, "begun", True)
     engine.destroy()
@@ -344,7 +346,7 @@ def accessed() -> dict[str, bool]:
     import ds_access as access
 
     engine, model = make({"stage": 3, "zenflow": LATE})
-    train(engine, range(5))
+    make_steps(engine, range(5))
     flow = engine.partitioner.updates
     weight = model.mid.weight
     bias = model.norm.bias
@@ -358,7 +360,7 @@ def accessed() -> dict[str, bool]:
     access.safe_set_full_optimizer_state(weight, torch.zeros_like(full), "exp_avg")
     out["set"] = bool((whole(engine)["mid.weight"] == 0.5).all())
     out["no moments"] = not access.safe_get_full_optimizer_state(weight, "exp_avg").any()
-    train(engine, range(5, 7))
+    make_steps(engine, range(5, 7))
     out["trains on"] = bool((whole(engine)["mid.weight"] - 0.5).abs().max() < 0.2)
     engine.destroy()
     return out
@@ -386,7 +388,7 @@ def killed() -> str:
 
     engine.optimizer.register_step_pre_hook(fail)
     try:
-        train(engine, range(6))
+        make_steps(engine, range(6))
     except WorkerError as error:
         return str(error)
     return ""
@@ -403,7 +405,7 @@ def epochless() -> str:
 
     engine, _ = make({"stage": 1, "zenflow": {"select_strategy": "epoch", "select_interval": 1}})
     try:
-        train(engine, range(1))
+        make_steps(engine, range(1))
     except UsageError as error:
         return str(error)
     finally:

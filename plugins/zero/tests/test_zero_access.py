@@ -19,12 +19,12 @@ from plugins.zero.tests.access_truth import (
     STAGES,
     WORLDS,
     Truth,
+    accessed,
     backward,
-    build,
     check_grads,
     check_states,
+    net,
     new_value,
-    start,
     tolerance,
 )
 
@@ -36,7 +36,7 @@ def read(stage: int, name: str, *place: str) -> dict[str, float]:
 
     case = CASES[name]
     truth = Truth(case, comm.world_size())
-    engine = start(case, stage, *place)
+    engine = accessed(case, stage, *place)
     errors: dict[str, float] = {}
     check_states(errors, engine, truth)
     for step in range(2):
@@ -73,7 +73,7 @@ def write(stage: int, name: str, *place: str) -> dict[str, float]:
 
     case = CASES[name]
     truth = Truth(case, comm.world_size())
-    engine = start(case, stage, *place)
+    engine = accessed(case, stage, *place)
     params = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
 
     def one(step: int, edit: Callable[[], None] | None = None, at: int = case.gas - 1) -> None:
@@ -183,7 +183,7 @@ def rounds(stage: int, name: str) -> list[str]:
     from ds_core import comm
 
     case = CASES[name]
-    engine = start(case, stage)
+    engine = accessed(case, stage)
     batch = micro_batch(case, 0, 0, comm.rank())
     engine(**batch)  # stage 3 keeps what it has gathered for backward
     wrong = []
@@ -201,7 +201,7 @@ def rounds(stage: int, name: str) -> list[str]:
             wrong.append(f"{n}: the weight that is whole here is not the master's")
         if not torch.equal(whole_weights(engine)[n], now.to(p.dtype)):
             wrong.append(f"{n}: the weight as it rests is not the master's")
-    model = build(case).to(case.torch_dtype)
+    model = net(case).to(case.torch_dtype)
     model.load_state_dict(
         {n: w.view(model.get_parameter(n).shape) for n, w in whole_weights(engine).items()}, False
     )
@@ -224,7 +224,7 @@ def stale_graph(stage: int) -> None:
 
     from ds_core import comm
 
-    engine = start(CASES["fp64"], stage)
+    engine = accessed(CASES["fp64"], stage)
     loss = engine(**micro_batch(CASES["fp64"], 0, 0, comm.rank()))
     param = engine.module.mid.weight
     access.safe_set_full_fp32_param(param, torch.ones(13, 13, dtype=torch.float64))
@@ -244,7 +244,7 @@ def mistakes(stage: int) -> None:
     import ds_core
 
     case = CASES["fp32 frozen"]
-    engine = start(case, stage)
+    engine = accessed(case, stage)
     weight = engine.module.inp.weight
     frozen = engine.module.mid.weight
     value = torch.zeros(13, 7)

@@ -14,10 +14,10 @@ from plugins.zero.tests.access_truth import (
     CASES,
     STAGES,
     Truth,
+    accessed,
     backward,
     check_grads,
     check_states,
-    start,
 )
 
 
@@ -30,7 +30,7 @@ def held_back(stage: int) -> dict[str, float]:
     from ds_core import comm
 
     case = replace(CASES["fp64"], gas=1)
-    engine = start(case, stage)
+    engine = accessed(case, stage)
     truth = Truth(case, comm.world_size())
     errors: dict[str, float] = {}
     weight = engine.module.inp.weight
@@ -122,7 +122,7 @@ def vectorized_messages(stage: int) -> tuple[int, bool]:
 
     from ds_core import comm
 
-    engine = start(CASES["fp64"], stage)
+    engine = accessed(CASES["fp64"], stage)
     backward(engine, CASES["fp64"], 0, 0)
     backward_args = list(engine.module.parameters())
     one_by_one = [access.safe_get_full_grad(p) for p in backward_args]

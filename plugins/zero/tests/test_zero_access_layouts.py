@@ -18,12 +18,12 @@ from plugins.zero.tests.access_truth import (
     STAGES,
     WORLDS,
     Truth,
+    accessed,
     backward,
-    build,
     check_grads,
     far,
+    net,
     new_value,
-    start,
 )
 
 
@@ -34,7 +34,7 @@ def locals_of(stage: int) -> list[str]:
     import ds_access as access
 
     case = CASES["bf16"]
-    engine = start(case, stage)
+    engine = accessed(case, stage)
     backward(engine, case, 0, 0)
     engine.step()
     backward(engine, case, 1, 0)
@@ -212,7 +212,7 @@ def whole_tensors(stage: int) -> dict[str, float]:
     case = Case()
     truth = Truth(case, comm.world_size())
     truth.optimizer = torch.optim.Adafactor(list(truth.masters.values()), lr=0.05)
-    engine, *_ = ds_core.initialize(model=build(case, seed=comm.rank()), config=config)
+    engine, *_ = ds_core.initialize(model=net(case, seed=comm.rank()), config=config)
     errors: dict[str, float] = {}
     for step in range(3):
         backward(engine, case, step, 0)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from ds_testing import run_ranks
 from ds_testing.models import Case, build_model, micro_batch
+from ds_testing.truth import start
 from torch import Tensor
 
 CASES = {
@@ -26,17 +27,15 @@ def section(stage: int) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage, **small}}
 
 
-def start(name: str, stage: int, **extra: Any) -> Any:
-    import ds_core
+def engine_of(name: str, stage: int, **extra: Any) -> Any:
     from ds_core import comm
 
     case = CASES[name]
-    config = {**case.config(comm.world_size()), **section(stage)}
-    config["gradient_accumulation_steps"] = GLOBAL // comm.world_size()
+    sections = {**case.config(comm.world_size()), **section(stage)}
+    sections["gradient_accumulation_steps"] = GLOBAL // comm.world_size()
     if extra:
-        config["zero_optimization"] = {**config["zero_optimization"], **extra}
-    engine, *_ = ds_core.initialize(model=build_model(case, seed=comm.rank()), config=config)
-    return engine
+        sections["zero_optimization"] = {**sections["zero_optimization"], **extra}
+    return start(build_model(case, seed=comm.rank()), **sections)
 
 
 def steps(engine: Any, name: str, which: range) -> list[float]:
@@ -64,7 +63,7 @@ def whole(engine: Any) -> dict[str, Tensor]:
 
 
 def save(folder: Path, name: str, stage: int) -> tuple[list[float], dict[str, Tensor]]:
-    engine = start(name, stage)
+    engine = engine_of(name, stage)
     steps(engine, name, range(2))
     engine.save_checkpoint(str(folder), tag="two")
     rest = steps(engine, name, range(2, 4))
@@ -74,7 +73,7 @@ def save(folder: Path, name: str, stage: int) -> tuple[list[float], dict[str, Te
 
 
 def resume(folder: Path, name: str, stage: int) -> tuple[list[float], dict[str, Tensor]]:
-    engine = start(name, stage)
+    engine = engine_of(name, stage)
     steps(engine, name, range(7, 8))  # the states to be replaced are not empty
     path, _ = engine.load_checkpoint(str(folder), tag="two")
     assert path is not None
@@ -118,13 +117,13 @@ def check_masters(folder: Path) -> dict[str, float]:
     """How far the masters are from the 16-bit weights after loading with and without the stored
     fp32 ones.
     """
-    engine = start("bf16", 2)
+    engine = engine_of("bf16", 2)
     steps(engine, "bf16", range(2))
     engine.save_checkpoint(str(folder), tag="t")
     engine.destroy()
     far = {}
     for from_fp32 in (True, False):
-        engine = start("bf16", 2, load_from_fp32_weights=from_fp32)
+        engine = engine_of("bf16", 2, load_from_fp32_weights=from_fp32)
         engine.load_checkpoint(str(folder), tag="t")
         buckets = engine.partitioner.buckets
         far[str(from_fp32)] = max(
@@ -141,7 +140,7 @@ def test_load_from_fp32_weights(tmp_path: Path) -> None:
 
 
 def save_16bit(folder: Path, stage: int, section: dict[str, Any]) -> tuple[bool, dict[str, Tensor]]:
-    engine = start("plain", stage, **section)
+    engine = engine_of("plain", stage, **section)
     written = engine.save_16bit_model(str(folder))
     found = whole(engine)
     engine.destroy()

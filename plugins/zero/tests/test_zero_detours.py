@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ds_testing import run_ranks
+from ds_testing.truth import loss_of, plain, start
 from torch import Tensor, nn
 
 from ds_core.errors import UsageError
@@ -19,7 +20,7 @@ from ds_core.errors import UsageError
 D = 6
 STEPS = 3
 DECAY = 0.9
-SGD = {"lr": 0.1, "momentum": 0.9}
+OPTIMIZER = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 DROP = {"max_reuse_distance": 0, "prefetch_bucket_size": 0}
 
 
@@ -48,16 +49,9 @@ def data(step: int, rank: int) -> Tensor:
     return torch.randn(2, D, dtype=torch.float64, generator=seed, requires_grad=True)
 
 
-def start(model: nn.Module, stage: int, **section: Any) -> Any:
-    import ds_core
-
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": SGD},
-        "zero_optimization": {"stage": stage, "param_persistence_threshold": 0, **section},
-    }
-    return ds_core.initialize(model=model, config=config)[0]
+def engine_of(model: nn.Module, stage: int, **section: Any) -> Any:
+    zero = {"stage": stage, "param_persistence_threshold": 0, **section}
+    return start(model, optimizer=OPTIMIZER, zero_optimization=zero)
 
 
 def world() -> tuple[int, int]:
@@ -67,24 +61,18 @@ def world() -> tuple[int, int]:
     return comm.rank(), comm.world_size()
 
 
-def squares(model: Any, x: Tensor) -> Tensor:
-    out: Tensor = model(x).square().mean()
-    return out
-
-
-def plain(loss_of: Any = squares, after: Any = None) -> Net:
-    """Plain torch on the data of all ranks; `after` is called with the model before the first and
-    after each step.
-    """
+def trained_plainly(loss: Any = loss_of, after: Any = lambda model: None) -> Net:
+    """Plain torch on the data of all ranks; `after` is called with the model after each step."""
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), **SGD)
-    for step in range(STEPS):
-        for rank in range(world()[1]):
-            (loss_of(model, data(step, rank)) / world()[1]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if after is not None:
-            after(model)
+    plain(
+        model,
+        data,
+        STEPS,
+        count=world()[1],
+        loss=loss,
+        optimizer=OPTIMIZER,
+        after=lambda _: after(model),
+    )
     return model
 
 
@@ -107,15 +95,15 @@ def check_copies(stage: int) -> None:
 
     rank, _ = world()
     truth_ema = net()
-    truth = plain(after=lambda model: lerp(truth_ema, model))
+    truth = trained_plainly(after=lambda model: lerp(truth_ema, model))
     model = net()
     seen = []
     model.lin.register_forward_hook(lambda *_: seen.append(1))
-    engine = start(model, stage)
+    engine = engine_of(model, stage)
     ema = copy.deepcopy(engine.module)
     assert off(ema, net()) == 0 and all(p.requires_grad and p.is_leaf for p in ema.parameters())
     for step in range(STEPS):
-        engine.backward(squares(engine, data(step, rank)))
+        engine.backward(loss_of(engine, data(step, rank)))
         engine.step()
         with GatheredParameters(engine.module):
             lerp(ema, engine.module)
@@ -133,7 +121,7 @@ def check_copies(stage: int) -> None:
 
     # And the engine goes on, as if nobody had copied.
     engine.module.load_state_dict(truth.state_dict())
-    engine.backward(squares(engine, data(9, rank)))
+    engine.backward(loss_of(engine, data(9, rank)))
     engine.step()
     with GatheredParameters(engine.module):
         assert off(engine.module, truth) > 1e-6
@@ -154,7 +142,7 @@ def use_copy(copied: Any, seen: list[int], stage: int) -> Any:
 
     rank, _ = world()
     before = len(seen)
-    loss = squares(copied, data(0, rank))
+    loss = loss_of(copied, data(0, rank))
     loss.backward()
     assert len(seen) == before + 2 and copied.emb.weight.grad is not None
     assert not [
@@ -168,7 +156,7 @@ def use_copy(copied: Any, seen: list[int], stage: int) -> Any:
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
     frozen = ds_core.initialize(model=copied, config=config)[0]
     with torch.no_grad():
-        assert abs(squares(frozen, data(0, rank)) - squares(net(), data(0, rank))) < 1e-12
+        assert abs(loss_of(frozen, data(0, rank)) - loss_of(net(), data(0, rank))) < 1e-12
     return frozen
 
 
@@ -187,15 +175,15 @@ def check_compiled(how: str, section: dict[str, Any]) -> None:
     model = net()
     if how == "before":
         model.compile(backend="aot_eager")
-    engine = start(model, 3, **section)
+    engine = engine_of(model, 3, **section)
     if how == "engine":
         engine.compile(backend="aot_eager")
     run = torch.compile(engine.module, backend="aot_eager") if how == "around" else engine
     for step in range(STEPS):
-        engine.backward(squares(run, data(step, rank)))
+        engine.backward(loss_of(run, data(step, rank)))
         engine.step()
     engine.destroy()
-    assert off(engine.module, plain()) < 1e-12
+    assert off(engine.module, trained_plainly()) < 1e-12
 
 
 @pytest.mark.slow
@@ -230,7 +218,7 @@ def penalty(model: Any, x: Tensor) -> Tensor:
 
 def check_double(stage: int, section: dict[str, Any]) -> None:
     rank, _ = world()
-    engine = start(net(), stage, **section)
+    engine = engine_of(net(), stage, **section)
     for step in range(STEPS):
         loss = penalty(engine, data(step, rank))
         if step == 1:  # a penalty that is given up, of which nobody takes a backward
@@ -240,7 +228,7 @@ def check_double(stage: int, section: dict[str, Any]) -> None:
         engine.step()
         assert stage < 3 or engine.partitioner.gathering.live == 0
     engine.destroy()
-    assert off(engine.module, plain(penalty)) < 1e-12
+    assert off(engine.module, trained_plainly(penalty)) < 1e-12
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -268,7 +256,7 @@ def check_status() -> None:
     with ds_zero.GatheredParameters(model):
         assert statuses() == {told.AVAILABLE}
     assert statuses() == {told.NOT_AVAILABLE}
-    engine = start(model, 3, param_persistence_threshold=D + 1, **DROP)  # vectors stay whole
+    engine = engine_of(model, 3, param_persistence_threshold=D + 1, **DROP)  # vectors stay whole
     small = model.lin.bias
     big = model.lin.weight
     seen = []
@@ -278,12 +266,12 @@ def check_status() -> None:
             told.AVAILABLE,
             told.NOT_AVAILABLE,
         )
-        engine.backward(squares(engine, data(step, rank)))
+        engine.backward(loss_of(engine, data(step, rank)))
         engine.step()
     assert ranks == 1 or set(seen) == {told.AVAILABLE}
     engine.destroy()
     assert not hasattr(big, "ds_status")
-    assert off(model, plain()) < 1e-12
+    assert off(model, trained_plainly()) < 1e-12
 
 
 class Tuned(nn.Module):
@@ -318,7 +306,7 @@ def check_attributes() -> None:
     zero = {"stage": 3, "param_persistence_threshold": D + 1}
     frozen = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
     teacher = ds_core.initialize(model=model.base, config=frozen)[0] if ranks == 1 else None
-    engine = start(model, **zero)
+    engine = engine_of(model, **zero)
     shapes = {n: p.shape for n, p in Tuned().named_parameters()}
     for name, param in model.named_parameters():
         assert [n for n in names if not hasattr(param, n)] == [], name

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ds_testing import run_ranks
+from ds_testing.truth import start
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -55,7 +56,7 @@ def freeze(model: nn.Module, step: int) -> None:
     model.first.bias.requires_grad_(step != 2)  # type: ignore[union-attr, operator]
 
 
-def plain() -> dict[str, Tensor]:
+def trained_plainly() -> dict[str, Tensor]:
     model = Net()
     # as in a flat buffer; products round otherwise with strides
     model.turned.data = model.turned.data.contiguous()
@@ -72,22 +73,17 @@ def plain() -> dict[str, Tensor]:
     return {n: p.detach() for n, p in model.named_parameters()}
 
 
-def train(stage: int, how: str, config: dict[str, Any]) -> tuple[Any, str]:
+def trained(stage: int, how: str, config: dict[str, Any]) -> tuple[Any, str]:
     """The engine after four steps of two micro-batches, and the class that took the gradients."""
-    import ds_core
-
-    engine, *_ = ds_core.initialize(
-        model=Net(),
-        config={
-            "train_micro_batch_size_per_gpu": 4,
-            "gradient_clipping": 0.0,
-            "gradient_accumulation_steps": 2,
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1}},
-            # whose last bits are their own
-            "plugins": {"disable": ["ds-optimizers", "ds-ops-cpu"]},
-            "zero_optimization": {"stage": stage, "reduce_bucket_size": 40},
-            **config,
-        },
+    engine = start(
+        Net(),
+        micro=4,
+        gas=2,
+        optimizer={"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1}},
+        # whose last bits are their own
+        plugins={"disable": ["ds-optimizers", "ds-ops-cpu"]},
+        zero_optimization={"stage": stage, "reduce_bucket_size": 40},
+        **config,
     )
     for step in range(4):
         for micro in range(2):
@@ -98,9 +94,9 @@ def train(stage: int, how: str, config: dict[str, Any]) -> tuple[Any, str]:
     return engine, type(getattr(engine.partitioner, "reducer", None)).__name__
 
 
-def compare(stage: int, how: str) -> str:
-    truth = plain()
-    engine, reducer = train(stage, how, {})
+def compare_weights(stage: int, how: str) -> str:
+    truth = trained_plainly()
+    engine, reducer = trained(stage, how, {})
     for name, param in engine.module.named_parameters():
         assert torch.equal(param, truth[name]), name
         assert param.grad is None, name
@@ -112,13 +108,13 @@ def compare(stage: int, how: str) -> str:
 @pytest.mark.parametrize("how", ["manual", "direct"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bit_for_bit_as_plain_torch(stage: int, how: str) -> None:
-    assert run_ranks(1, compare, stage, how) == ["LocalGradients"]
+    assert run_ranks(1, compare_weights, stage, how) == ["LocalGradients"]
 
 
 def compare_masters(stage: int, config: dict[str, Any]) -> str:
     weights = []
     for number in (0, stage):
-        engine, reducer = train(number, "manual", config)
+        engine, reducer = trained(number, "manual", config)
         weights.append([p.detach().clone() for p in engine.module.parameters()])
         engine.destroy()
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
@@ -140,7 +136,7 @@ def test_masters_bit_for_bit_as_stage_0(stage: int, config: dict[str, Any], redu
 
 
 def who_reduces() -> str:
-    engine, reducer = train(2, "manual", {})
+    engine, reducer = trained(2, "manual", {})
     engine.destroy()
     return reducer
 
@@ -149,24 +145,18 @@ def test_not_where_gradients_must_be_averaged() -> None:
     assert run_ranks(2, who_reduces) == ["Reducer", "Reducer"]
 
 
-def start(section: dict[str, Any]) -> Any:
-    import ds_core
-
+def two_layers(section: dict[str, Any]) -> Any:
     torch.manual_seed(0)
-    engine, *_ = ds_core.initialize(
-        model=nn.Sequential(nn.Linear(D, D), nn.Linear(D, D)),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_clipping": 0.0,
-            "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
-            "zero_optimization": {"stage": 2, **section},
-        },
+    return start(
+        nn.Sequential(nn.Linear(D, D), nn.Linear(D, D)),
+        micro=1,
+        optimizer={"type": "SGD", "params": {"lr": 1.0}},
+        zero_optimization={"stage": 2, **section},
     )
-    return engine
 
 
 def without_copies() -> None:
-    engine = start({})
+    engine = two_layers({})
     engine.backward(engine(torch.ones(1, D)).sum())
     param = engine.module[0].weight
     assert param.grad is not None
@@ -187,7 +177,7 @@ def written_part() -> None:
     """The step takes a gradient that somebody has written; one that is missing is told."""
     import ds_access as access
 
-    engine = start({"ignore_unused_parameters": False})
+    engine = two_layers({"ignore_unused_parameters": False})
     first = engine.module[0]
     before = first.weight.detach().clone()
     bias = first.bias.detach().clone()

@@ -74,11 +74,11 @@ def truth(how: str, world: int, gas: int) -> list[Tensor]:
 def train_each(cases: list[list[int]], how: str, gas: int) -> dict[str, float]:
     """`train` for each list of stages and both kinds of backward."""
     return {
-        f"{s} {drive}": train(s, how, drive, gas) for s in cases for drive in ("plain", "engine")
+        f"{s} {drive}": error_of(s, how, drive, gas) for s in cases for drive in ("plain", "engine")
     }
 
 
-def train(stages: list[int], how: str, drive: str, gas: int) -> float:
+def error_of(stages: list[int], how: str, drive: str, gas: int) -> float:
     """How far the weights are from one process's."""
     import ds_core
     from ds_core import comm

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_core.errors import UsageError
-from plugins.zero.tests.gathered_models import D, start, step, unused_are_sharded, weights
+from plugins.zero.tests.gathered_models import D, gathered_engine, step, unused_are_sharded, weights
 
 
 class Holder(nn.Module):
@@ -61,9 +61,9 @@ def check_external(early: bool, by_context: bool) -> None:
         with pytest.raises(
             UsageError, match=r"register_external_parameter\(User, .*\(2,\) belongs to no module"
         ):
-            start(3, model=model, param_persistence_threshold=0)
+            gathered_engine(3, model=model, param_persistence_threshold=0)
         unregister(model.user, stranger)
-    engine = start(3, model=model, param_persistence_threshold=0, max_reuse_distance=0)
+    engine = gathered_engine(3, model=model, param_persistence_threshold=0, max_reuse_distance=0)
     if not early:
         with pytest.raises(RuntimeError):
             engine(torch.ones(4, D))
@@ -125,7 +125,7 @@ def check_late() -> None:
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
-    engine = start(3, max_reuse_distance=0)
+    engine = gathered_engine(3, max_reuse_distance=0)
     step(engine)
     module = engine.module
     module.a = Wrapper(module.a.weight)

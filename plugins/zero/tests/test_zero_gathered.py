@@ -12,7 +12,7 @@ from ds_testing import run_ranks
 from torch import nn
 
 from ds_core.errors import UsageError
-from plugins.zero.tests.gathered_models import D, start, step, unused_are_sharded, weights
+from plugins.zero.tests.gathered_models import D, gathered_engine, step, unused_are_sharded, weights
 
 
 def check_writes(stage: int, dtype: str, optimizer: str, section: dict[str, Any]) -> None:
@@ -21,7 +21,7 @@ def check_writes(stage: int, dtype: str, optimizer: str, section: dict[str, Any]
     """
     from ds_core import comm
 
-    engine = start(stage, dtype, optimizer=optimizer, **section)
+    engine = gathered_engine(stage, dtype, optimizer=optimizer, **section)
     step(engine)
     last = comm.world_size() - 1
     before = weights(engine)
@@ -106,7 +106,7 @@ def whole(*params: Any) -> None:
 
 
 def check_reads() -> None:
-    engine = start(3)
+    engine = gathered_engine(3)
     read_between_steps(engine)
     read_inside_forward(engine)
     read_after_errors(engine)
@@ -203,7 +203,7 @@ def read_after_errors(engine: Any) -> None:
     with pytest.raises(UsageError, match="modifier_rank 2 is not a rank; this run has 0 to 1"):
         gathered(module, modifier_rank=2)
     with pytest.raises(UsageError, match="takes parameters or a module, not int"):
-        gathered(3)
+        gathered_engine(3)
 
 
 def test_reads() -> None:
@@ -211,7 +211,7 @@ def test_reads() -> None:
 
 
 def check_sanity(stage: int) -> None:
-    engine = start(stage, enable_sanity_checks=True)
+    engine = gathered_engine(stage, enable_sanity_checks=True)
     truth = weights(engine)
     for name in ("a.weight", "small"):
         param = engine.module.get_parameter(name)
@@ -234,9 +234,9 @@ def test_writes_without_a_modifier_are_found_out(stage: int) -> None:
 
 
 def check_several_engines() -> None:
-    first = start(3)
-    second = start(2)
-    third = start(3)
+    first = gathered_engine(3)
+    second = gathered_engine(2)
+    third = gathered_engine(3)
     models = [e.module for e in (first, second, third)]
     with (
         ds_zero.GatheredParameters([p for m in models for p in m.parameters()], modifier_rank=0),
@@ -251,13 +251,13 @@ def check_several_engines() -> None:
     with pytest.raises(
         UsageError, match=r"parameter '0.weight' of the model belongs to .* call destroy\(\)"
     ):
-        start(3, model=part)
+        gathered_engine(3, model=part)
     part.requires_grad_(False)  # what is not trained may be shared, but not what is partitioned
     with pytest.raises(
         UsageError,
         match=r"parameter '0.weight' is partitioned by another engine; call that engine's",
     ):
-        start(3, model=part)
+        gathered_engine(3, model=part)
     part.requires_grad_(True)
     joint = first(torch.ones(4, D)).sum() + third(torch.ones(4, D)).sum()
     joint.backward()
@@ -274,7 +274,7 @@ def test_several_engines() -> None:
 
 
 def check_generation(stage: int) -> None:
-    engine = start(stage)
+    engine = gathered_engine(stage)
     step(engine)
     module = engine.module
     with torch.no_grad():

@@ -23,10 +23,10 @@ from plugins.zero.tests.grain_models import (
     MAKERS,
     PLUGIN,
     SMALL,
-    build,
     data,
+    grained,
     groups_of,
-    start,
+    net,
     steps,
     whole,
 )
@@ -83,7 +83,7 @@ def truth(
     kind: str, dtype: str, clip: float, steps: int = 4
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights of one process of plain torch; 16-bit weights have fp32 masters."""
-    model = build(dtype)
+    model = net(dtype)
     low = dtype in ("bfloat16", "float16")
     masters = {
         p: nn.Parameter(p.detach().clone(), p.requires_grad) if low else p
@@ -121,13 +121,13 @@ def truth(
     return losses, {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
-def train(kind: str, dtype: str, clip: float, stage: int) -> dict[str, float]:
+def errors_of(kind: str, dtype: str, clip: float, stage: int) -> dict[str, float]:
     from ds_testing.truth import relative
 
     from ds_core import comm
 
     expected, weights = truth(kind, dtype, clip)
-    engine = start(kind, dtype, stage, seed=comm.rank(), gradient_clipping=clip)
+    engine = grained(kind, dtype, stage, seed=comm.rank(), gradient_clipping=clip)
     losses = steps(engine, dtype, range(4))
     found = whole(engine)
     held = {n for p in engine.partitioner.fragments.values() if p.stop > p.start for n in [p.name]}
@@ -140,7 +140,7 @@ def train(kind: str, dtype: str, clip: float, stage: int) -> dict[str, float]:
         if p.name.startswith("unused") and p.master.grad is None
     ]
     assert not any(engine.optimizer.state.get(p.master) for p in unused)
-    start_weights = dict(build(dtype).named_parameters())
+    start_weights = dict(net(dtype).named_parameters())
     assert torch.equal(
         found["unused.weight"].float(),
         start_weights["unused.weight"].to(getattr(torch, dtype)).float(),
@@ -180,7 +180,7 @@ def train(kind: str, dtype: str, clip: float, stage: int) -> dict[str, float]:
     ],
 )
 def test_trains_as_one_process(kind: str, dtype: str, clip: float, stage: int, world: int) -> None:
-    for rank, errors in enumerate(run_ranks(world, train, kind, dtype, clip, stage)):
+    for rank, errors in enumerate(run_ranks(world, errors_of, kind, dtype, clip, stage)):
         for what, error in errors.items():
             assert error <= DTYPES[dtype], f"rank {rank}: {what} is off by {error:.3g}"
 

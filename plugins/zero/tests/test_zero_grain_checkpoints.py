@@ -15,16 +15,16 @@ from plugins.zero.tests.grain_models import (
     LOAD,
     SMALL,
     Net,
-    build,
     data,
-    start,
+    grained,
+    net,
     steps,
     whole,
 )
 
 
 def save(folder: Path, kind: str, dtype: str, stage: int) -> tuple[list[float], dict[str, Tensor]]:
-    engine = start(kind, dtype, stage)
+    engine = grained(kind, dtype, stage)
     steps(engine, dtype, range(2))
     engine.save_checkpoint(str(folder), tag="two")
     rest = steps(engine, dtype, range(2, 4))
@@ -36,7 +36,7 @@ def save(folder: Path, kind: str, dtype: str, stage: int) -> tuple[list[float], 
 def resume(
     folder: Path, kind: str, dtype: str, stage: int
 ) -> tuple[list[float], dict[str, Tensor]]:
-    engine = start(kind, dtype, stage, seed=3)
+    engine = grained(kind, dtype, stage, seed=3)
     steps(engine, dtype, range(7, 8))  # the states to be replaced are not empty
     engine.load_checkpoint(str(folder), tag="two")
     rest = steps(engine, dtype, range(2, 4))
@@ -79,7 +79,7 @@ def adamw(
     import ds_core
     from ds_core import comm
 
-    model = build(dtype, seed=3 if load else 0)
+    model = net(dtype, seed=3 if load else 0)
     engine, *_ = ds_core.initialize(
         model=model,
         config={
@@ -143,7 +143,7 @@ def taken_over(cls_name: str, dtype: str, stage: int) -> float:
     cls = torch.optim.AdamW if cls_name == "AdamW" else getattr(whole_tensors, cls_name)
 
     def plain(count: int) -> tuple[Net, torch.optim.Optimizer]:
-        model = build(dtype)
+        model = net(dtype)
         optimizer = cls(model.parameters(), lr=0.01)
         for step in range(count):
             for index in range(GLOBAL):

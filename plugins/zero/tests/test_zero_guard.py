@@ -32,7 +32,7 @@ class Net(nn.Module):
         return self.last(self.right(x)).square().mean()
 
 
-def train(stage: int, how: str, guarded: bool) -> list[float]:
+def guarded_losses(stage: int, how: str, guarded: bool) -> list[float]:
     import ds_core
 
     zero = {"stage": stage, "param_persistence_threshold": 0, "reduce_bucket_size": D * D + D}
@@ -79,7 +79,7 @@ def test_all_ranks_are_told_who_parted_from_whom_and_where(
     stage: int, how: str, words: list[str]
 ) -> None:
     with pytest.raises(RemoteError) as info:
-        run_ranks(2, train, stage, how, True)
+        run_ranks(2, guarded_losses, stage, how, True)
     failures = info.value.failures
     assert len(failures) == 2
     assert not any(failure.kind == "hung" for failure in failures)
@@ -95,4 +95,6 @@ def test_all_ranks_are_told_who_parted_from_whom_and_where(
 def test_an_honest_job_trains_as_without_the_guard(stage: int) -> None:
     """In stages 1 and 2 ranks may run different modules."""
     how = "skip" if stage < 3 else "none"
-    assert run_ranks(2, train, stage, how, True) == run_ranks(2, train, stage, how, False)
+    assert run_ranks(2, guarded_losses, stage, how, True) == run_ranks(
+        2, guarded_losses, stage, how, False
+    )

@@ -21,7 +21,7 @@ from plugins.zero.tests.hierarchy_models import (
     D,
     Net,
     differences,
-    train,
+    three_steps,
 )
 
 
@@ -296,8 +296,8 @@ def with_quantised(variants: list[tuple[dict[str, Any], dict[str, Any]]]) -> lis
     """Of pairs of sections, where they differ and by how much."""
     answers = []
     for first, second in variants:
-        one = train(first, {})
-        two = train(second, {})
+        one = three_steps(first, {})
+        two = three_steps(second, {})
         answers.append(
             {
                 k: float((two[k] - v).abs().max())

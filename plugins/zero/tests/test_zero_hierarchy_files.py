@@ -11,7 +11,7 @@ from ds_testing import run_ranks
 from plugins.zero.tests.hierarchy_models import HPZ, MICS, SMALL, D, Net
 
 
-def build(zero: dict[str, Any]) -> list[float]:
+def errors_after_init(zero: dict[str, Any]) -> list[float]:
     """A model built under MiCS_Init on each block, against plain construction on rank 0."""
     import ds_zero
     from ds_testing.truth import whole_weights
@@ -42,7 +42,7 @@ def build(zero: dict[str, Any]) -> list[float]:
     ids=["", "offload"],
 )
 def test_models_are_built_in_shard_groups(offloads: tuple[str, ...]) -> None:
-    for errors in run_ranks(4, build, {key: {"device": "cpu"} for key in offloads}):
+    for errors in run_ranks(4, errors_after_init, {key: {"device": "cpu"} for key in offloads}):
         assert len(errors) >= 12 and not any(errors)
 
 

@@ -19,10 +19,10 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import _len_torch_function_stack
 
 from ds_core.errors import UsageError
-from plugins.zero.tests.init_models import D, Everything, config, inputs, train
+from plugins.zero.tests.init_models import D, Everything, config, inputs, losses_of
 
 
-def compare(stage: int, name: str, section: dict[str, Any]) -> None:
+def same_bits_with_init(stage: int, name: str, section: dict[str, Any]) -> None:
     """Weights after construction, losses and weights after training: the same bits with and without
     `Init`.
     """
@@ -36,7 +36,7 @@ def compare(stage: int, name: str, section: dict[str, Any]) -> None:
     plain = Everything()
     start = {n: p.detach().clone().to(dtype) for n, p in plain.named_parameters()}
     engine, *_ = ds_core.initialize(model=plain, config=config(stage, name, **section))
-    truth = train(engine, dtype), whole_weights(engine)
+    truth = losses_of(engine, dtype), whole_weights(engine)
     engine.destroy()
 
     torch.manual_seed(comm.rank())
@@ -50,7 +50,7 @@ def compare(stage: int, name: str, section: dict[str, Any]) -> None:
             assert torch.equal(param, start[key]), key
     assert [n for n, _ in model.named_parameters()] == list(start)
     engine, *_ = ds_core.initialize(model=model, config=config(stage, name, **section))
-    losses = train(engine, dtype)
+    losses = losses_of(engine, dtype)
     assert losses == truth[0]
     for key, value in whole_weights(engine).items():
         assert torch.equal(value, truth[1][key]), key
@@ -76,7 +76,7 @@ def built_on_disk(folder: str) -> list[int]:
         max(s.untyped_storage().nbytes() for s in shards if s is not None),
         len(list(Path(folder).rglob("*.bin"))),
     ]
-    compare(3, "bfloat16", {"offload_param": far})
+    same_bits_with_init(3, "bfloat16", {"offload_param": far})
     return found
 
 
@@ -92,12 +92,12 @@ def test_shards_rest_on_disk(world: int, tmp_path: Any) -> None:
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
 def test_equals_plain_construction(world: int, name: str) -> None:
-    run_ranks(world, compare, 3, name, {})
+    run_ranks(world, same_bits_with_init, 3, name, {})
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_other_stages_take_the_model_too(stage: int) -> None:
-    run_ranks(2, compare, stage, "bfloat16", {})
+    run_ranks(2, same_bits_with_init, stage, "bfloat16", {})
 
 
 # -- devices, dtypes, places -----------------------------------------------------------------------

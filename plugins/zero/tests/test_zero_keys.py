@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ds_testing import Traffic, run_ranks
+from ds_testing.truth import start
 from torch import Tensor, nn
 
 D = 8
@@ -36,20 +37,19 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def start(stage: int, section: dict[str, Any], **config: Any) -> Any:
-    import ds_core
-
+def engine_at(stage: int, section: dict[str, Any], **config: Any) -> Any:
     torch.manual_seed(0)
-    engine, *_ = ds_core.initialize(
-        model=Net(),
-        config={
-            "train_micro_batch_size_per_gpu": 4,
+    zero = {"stage": stage, "param_persistence_threshold": 0, **section}
+    return start(
+        Net(),
+        **{
+            "micro": 4,
+            "clip": 1.0,
             "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-            "zero_optimization": {"stage": stage, "param_persistence_threshold": 0, **section},
+            "zero_optimization": zero,
             **config,
         },
     )
-    return engine
 
 
 def data(step: int) -> Tensor:
@@ -76,7 +76,7 @@ def sizes(traffic: Traffic) -> dict[str, list[int]]:
 
 
 def one_step(stage: int, section: dict[str, Any]) -> dict[str, list[int]]:
-    engine = start(stage, section)
+    engine = engine_at(stage, section)
     step(engine)
     with Traffic() as traffic:
         step(engine, 1)
@@ -129,7 +129,7 @@ def test_what_travels(stage: int, section: dict[str, Any], expected: dict[str, l
 
 def look_in_backward(stage: int, section: dict[str, Any], what: str) -> Any:
     """What `what` is when backward has come through c and stands before b."""
-    engine = start(stage, section)
+    engine = engine_at(stage, section)
     reducer = engine.partitioner.reducer
     model = engine.module
     model.look = {
@@ -197,7 +197,7 @@ def test_memory_efficient_linear_keeps_no_gathered_weight(efficient: bool) -> No
 def check_unused(allowed: bool) -> str:
     from ds_core.errors import UsageError
 
-    engine = start(2, {"ignore_unused_parameters": allowed})
+    engine = engine_at(2, {"ignore_unused_parameters": allowed})
     try:
         step(engine, order="ac")
     except UsageError as error:
@@ -215,7 +215,7 @@ def test_ignore_unused_parameters() -> None:
 
 
 def check_parts(section: dict[str, Any]) -> list[int]:
-    engine = start(2, {**section, "reduce_bucket_size": 72})
+    engine = engine_at(2, {**section, "reduce_bucket_size": 72})
     parts = [b.weights.shard.numel() for b in engine.partitioner.buckets]
     engine.destroy()
     return parts
@@ -240,7 +240,7 @@ def listen(section: dict[str, Any]) -> list[str]:
     listener = Listener()
     log = logging.getLogger("ds_zero")
     log.addHandler(listener)
-    engine = start(3, section)
+    engine = engine_at(3, section)
     for number, order in enumerate(("abc", "abc", "acb", "acb")):
         step(engine, number, order=order)
     engine.destroy()
@@ -267,7 +267,7 @@ def check_sanity(stage: int, checks: bool) -> str:
     from ds_core import comm
     from ds_core.errors import DSError
 
-    engine = start(stage, {"enable_sanity_checks": checks, "param_persistence_threshold": 9})
+    engine = engine_at(stage, {"enable_sanity_checks": checks, "param_persistence_threshold": 9})
     step(engine)
     bucket = engine.partitioner.buckets[0]
     owner = bucket.start_gather
@@ -297,7 +297,7 @@ def test_enable_sanity_checks(stage: int) -> None:
 
 
 def check_coalesced(stage: int) -> dict[str, Any]:
-    engine = start(stage, {})
+    engine = engine_at(stage, {})
     step(engine)
     with Traffic() as traffic:
         with engine.coalesce_grad_reduction():
@@ -320,7 +320,7 @@ def trained(section: dict[str, Any] | None, config: dict[str, Any], gas: int) ->
     from ds_testing.truth import whole_weights
 
     config = {**config, "gradient_accumulation_steps": gas}
-    engine = start(0 if section is None else 3, section or {}, **config)
+    engine = engine_at(0 if section is None else 3, section or {}, **config)
     for number in range(3):
         for micro in range(gas):
             loss = engine(
@@ -339,7 +339,7 @@ def trained(section: dict[str, Any] | None, config: dict[str, Any], gas: int) ->
     return found
 
 
-def compare(config: dict[str, Any], gas: int) -> float:
+def worst_of_stages(config: dict[str, Any], gas: int) -> float:
     truth = trained(None, config, gas)
     worst = 0.0
     for stage in (1, 2, 3):
@@ -373,7 +373,7 @@ def compare(config: dict[str, Any], gas: int) -> float:
 def test_the_core_s_reduction_keys_mean_the_same(
     config: dict[str, Any], tolerance: float, gas: int
 ) -> None:
-    assert max(run_ranks(2, compare, config, gas)) < tolerance
+    assert max(run_ranks(2, worst_of_stages, config, gas)) < tolerance
 
 
 def bits(stage: int, dtype: str) -> dict[str, Tensor]:
@@ -386,7 +386,7 @@ def bits(stage: int, dtype: str) -> dict[str, Tensor]:
     config: dict[str, Any] = {"gradient_clipping": 0.0, "optimizer": sgd}
     if dtype != "float32":
         config["bf16" if dtype == "bfloat16" else "fp16"] = {"enabled": True}
-    engine = start(stage, {"reduce_bucket_size": 80}, **config)
+    engine = engine_at(stage, {"reduce_bucket_size": 80}, **config)
     for number in range(4):
         engine.backward(engine(data(number).to(getattr(torch, dtype))))
         engine.step()

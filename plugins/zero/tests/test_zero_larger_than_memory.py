@@ -17,7 +17,7 @@ from ds_zero.config import ZeroConfig
 from ds_zero.planning.predict import predict
 
 from ds_core.precision import Precision, cast_module
-from plugins.zero.tests.train_large import LIMIT, WIDTH, build, config
+from plugins.zero.tests.train_large import LIMIT, WIDTH, config, gpt_of
 
 LAYERS = 32
 
@@ -47,7 +47,7 @@ def test_a_model_larger_than_memory_trains(tmp_path: Path) -> None:
     process.
     """
     with torch.device("meta"):
-        model = build(WIDTH, LAYERS)
+        model = gpt_of(WIDTH, LAYERS)
     precision = Precision(param=torch.bfloat16, master=torch.float32)
     cast_module(model, precision)
     section = ZeroConfig.model_validate(config("somewhere")["zero_optimization"])

@@ -10,6 +10,7 @@ import ds_zero
 import pytest
 import torch
 from ds_testing import run_ranks
+from ds_testing.truth import plain, same, start, train, whole_weights
 from torch import Tensor, nn
 
 from ds_core.errors import UsageError
@@ -120,7 +121,7 @@ def test_mistakes(call: Any, kind: type[Exception], message: str) -> None:
 
 def check_config_leaves() -> None:
     net = Net()
-    engine = start(net, classes=["Special"], names=["other"])
+    engine = engine_with_leaves(net, classes=["Special"], names=["other"])
     assert ds_zero.get_z3_leaf_modules(net) == [net.moe, net.other]
     assert ds_zero.z3_leaf_parameter(net.moe.parts[0].weight) and not ds_zero.z3_leaf_parameter(
         net.inp.weight
@@ -134,55 +135,33 @@ def test_leaves_of_the_config_are_told(world: int) -> None:
     run_ranks(world, check_config_leaves)
 
 
-def start(model: nn.Module, **leaf: Any) -> Any:
-    import ds_core
-
-    return ds_core.initialize(
-        model=model,
-        config={
-            "train_micro_batch_size_per_gpu": 4,
-            "gradient_clipping": 0.0,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {
-                "stage": 3,
-                "param_persistence_threshold": 0,
-                "leaf_module": leaf,
-            },
-        },
-    )[0]
+def engine_with_leaves(model: nn.Module, **leaf: Any) -> Any:
+    zero = {"stage": 3, "param_persistence_threshold": 0, "leaf_module": leaf}
+    return start(model, micro=4, zero_optimization=zero)
 
 
-def train(early: bool) -> None:
+def leaves_by_api_and_config(early: bool) -> None:
     """Both containers are leaves, one by the API and one by the config; ranks take different ways
     through them.
     """
-    from ds_testing.truth import whole_weights
-
-    from ds_core import comm
-
-    rank = comm.rank()
     torch.manual_seed(0)
-    plain = Net()
+    wanted = Net()
     torch.manual_seed(0)
     with ds_zero.Init(enabled=early):
         model = Net()
     ds_zero.set_z3_leaf_modules(model, [Special])
-    engine = start(model, names="other")
+    engine = engine_with_leaves(model, names="other")
     assert ds_zero.get_z3_leaf_modules(model) == [model.moe, model.other]
     assert ds_zero.z3_leaf_parameter(model.other.parts[0].weight)
     assert [u.leaf for u in engine.partitioner.units] == [False, True, True]
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for step in range(3):
+
+    def batch(step: int, rank: int) -> tuple[Tensor, int]:
         data = torch.randn(2, 4, D, generator=torch.Generator().manual_seed(step))
-        engine.backward(engine(data[rank], rank).square().mean())
-        engine.step()
-        for other in range(2):
-            (plain(data[other], other).square().mean() / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    found = whole_weights(engine)
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(found[name], param.detach().double(), rtol=1e-6, atol=1e-6)
+        return data[rank], rank
+
+    losses = train(engine, batch)
+    same(losses, plain(wanted, batch, count=2), 1e-6)
+    same(whole_weights(engine), wanted, 1e-6)
     with pytest.raises(UsageError, match="leaf modules must be set before initialize"):
         ds_zero.set_z3_leaf_modules(model, [Net])
     engine.destroy()
@@ -190,11 +169,11 @@ def train(early: bool) -> None:
 
     # What was said by hand goes before what the config says.
     ds_zero.set_z3_leaf_module(model.moe, False)
-    engine = start(model, classes=["Experts"])
+    engine = engine_with_leaves(model, classes=["Experts"])
     assert ds_zero.get_z3_leaf_modules(model) == [model.other]
     engine.destroy()
 
 
 @pytest.mark.parametrize("early", [False, True])
 def test_leaves_are_gathered_whole(early: bool) -> None:
-    run_ranks(2, train, early)
+    run_ranks(2, leaves_by_api_and_config, early)

@@ -14,9 +14,9 @@ import ds_optimizers
 import pytest
 import torch
 from ds_testing import run_ranks
+from ds_testing.truth import start
 from torch import Tensor, nn
 
-import ds_core
 from ds_core.errors import ConfigError
 
 NARROW = {"bf16_master_weights_and_grads": True}
@@ -35,7 +35,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def build(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(4)
     return nn.Sequential(
         nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 9), nn.Tanh(), nn.Linear(9, 3)
@@ -50,7 +50,7 @@ def alone(steps: int, world: int, wide: bool, gas: int = 1) -> dict[str, Tensor]
     """Plain torch around the class: weights, their gradients and, unless `wide`, the moments in
     bf16.
     """
-    model = build(torch.bfloat16)
+    model = net(torch.bfloat16)
     optimizer = ds_optimizers.AdamW(
         model.parameters(), lr=0.01, weight_decay=0.1, fp32_optimizer_states=wide
     )
@@ -73,22 +73,19 @@ def alone(steps: int, world: int, wide: bool, gas: int = 1) -> dict[str, Tensor]
     return {n: p.detach() for n, p in model.named_parameters()}
 
 
-def start(
+def engine_of(
     zero: dict[str, Any], bf16: dict[str, Any], folder: str = "", gas: int = 1, **config: Any
 ) -> Any:
     offload = zero.get("offload_optimizer", {})
     if offload.get("device") == "nvme":
         zero = {**zero, "offload_optimizer": {**offload, "nvme_path": folder}}
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": gas,
-        "gradient_clipping": 0,
-        "bf16": {"enabled": True, **bf16},
+    sections = {
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+        "bf16": {"enabled": True, **bf16},
         "zero_optimization": {**SMALL, **zero},
         **config,
     }
-    return ds_core.initialize(model=build(), config=config)[0]
+    return start(net(), micro=4, gas=gas, **sections)
 
 
 def go(engine: Any, steps: range, gas: int = 1) -> None:
@@ -112,7 +109,7 @@ def errors(engine: Any, wanted: dict[str, Tensor]) -> dict[str, float]:
     return {n: relative(found[n].float(), w.float()) for n, w in wanted.items()}
 
 
-def train(
+def errors_of_cases(
     folder: str, cases: list[dict[str, Any]], steps: int, gas: int
 ) -> list[tuple[str, float]]:
     """(what, largest error) of each case, and of one that goes on from a checkpoint in the
@@ -123,13 +120,13 @@ def train(
     for bf16 in (NARROW, NARROW | STATES):
         wanted = alone(steps, comm.world_size(), bf16 is NARROW, gas)
         for number, case in enumerate(cases):
-            engine = start(case, bf16, folder, gas)
+            engine = engine_of(case, bf16, folder, gas)
             assert engine.ctx.precision.master is None
             go(engine, range(steps // 2), gas)
             path = f"{folder}/{number}{len(bf16)}"
             engine.save_checkpoint(path, tag="half")
             engine.destroy()
-            engine = start(case, bf16, folder, gas)
+            engine = engine_of(case, bf16, folder, gas)
             engine.load_checkpoint(path, tag="half")
             go(engine, range(steps // 2, steps), gas)
             masters = [p for g in engine.optimizer.param_groups for p in g["params"]]
@@ -147,7 +144,7 @@ def train(
 
 
 def test_one_rank_updates_bf16_weights_as_the_optimizer_alone(tmp_path: Path) -> None:
-    rows = train(str(tmp_path), CASES, 8, 1)
+    rows = errors_of_cases(str(tmp_path), CASES, 8, 1)
     assert len(rows) == 2 * len(CASES) and [row for row in rows if row[1] > 0] == []
 
 
@@ -155,26 +152,26 @@ def test_one_rank_updates_bf16_weights_as_the_optimizer_alone(tmp_path: Path) ->
 def test_ranks_do_what_one_does(world: int, tmp_path: Path) -> None:
     """The order in which bf16 gradients are summed shows from the third rank on."""
     cases = CASES if world == 4 else [CASES[0], CASES[2], CASES[4]]
-    for rows in run_ranks(world, train, str(tmp_path), cases, 6, 1):
+    for rows in run_ranks(world, errors_of_cases, str(tmp_path), cases, 6, 1):
         assert [row for row in rows if not row[1] <= (0 if world == 2 else 0.02)] == []
 
 
 @pytest.mark.slow
 def test_accumulation_sums_in_bf16(tmp_path: Path) -> None:
     for rows in run_ranks(
-        2, train, str(tmp_path), [{"stage": 0}, {"stage": 2}, {"stage": 3, **CPU}], 6, 2
+        2, errors_of_cases, str(tmp_path), [{"stage": 0}, {"stage": 2}, {"stage": 3, **CPU}], 6, 2
     ):
         assert [row for row in rows if not row[1] <= 0.02] == []
 
 
 def test_a_checkpoint_with_masters_goes_on_without(tmp_path: Path) -> None:
-    engine = start({"stage": 2}, {})
+    engine = engine_of({"stage": 2}, {})
     go(engine, range(4))
     weights = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
     engine.save_checkpoint(str(tmp_path), tag="four")
     engine.destroy()
     for stage in (0, 3):
-        engine = start({"stage": stage}, NARROW | STATES)
+        engine = engine_of({"stage": stage}, NARROW | STATES)
         engine.load_checkpoint(str(tmp_path), tag="four")
         assert max(errors(engine, weights).values()) == 0
         go(engine, range(4, 6))
@@ -185,7 +182,7 @@ def test_fp16_updates_its_weights() -> None:
     losses = []
     for narrow in (False, True):
         fp16 = {"enabled": True, "loss_scale": 128, "fp16_master_weights_and_grads": narrow}
-        engine = start({"stage": 1, **CPU}, {"enabled": False}, fp16=fp16)
+        engine = engine_of({"stage": 1, **CPU}, {"enabled": False}, fp16=fp16)
         for _ in range(20):
             loss = engine(batch(0, 0, torch.float16)).float().square().mean()
             engine.backward(loss)
@@ -201,11 +198,11 @@ def test_what_does_not_go_together_is_an_error() -> None:
     with pytest.raises(
         ConfigError, match=r"bf16_optimizer_states: needs bf16_master_weights_and_grads"
     ):
-        start({"stage": 1}, STATES)
+        engine_of({"stage": 1}, STATES)
     with pytest.raises(
         ConfigError, match=r"bf16.bf16_optimizer_states: 'lamb' keeps its states in fp32"
     ):
-        start({"stage": 1}, NARROW | STATES, optimizer={"type": "Lamb"})
+        engine_of({"stage": 1}, NARROW | STATES, optimizer={"type": "Lamb"})
 
 
 @pytest.mark.parametrize(("bf16", "states"), [({}, 8), (NARROW, 8), (NARROW | STATES, 4)])
@@ -221,7 +218,7 @@ def test_the_plan_counts_them(bf16: dict[str, Any], states: int) -> None:
 
     chosen = compose({**config, "zero_optimization": {"stage": 1}})
     section: Any = chosen.config.section("zero_optimization")
-    model = build(torch.bfloat16)
+    model = net(torch.bfloat16)
     count = sum(p.numel() for p in model.parameters())
     need = memory(chosen.config, chosen.plugins, section, model, 1)
     masters = 0 if bf16 else 4

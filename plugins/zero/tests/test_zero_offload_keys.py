@@ -18,9 +18,9 @@ import torch
 from ds_optimizers import DeepSpeedCPUAdam
 from ds_state_stores import StateStore
 from ds_testing import run_ranks
+from ds_testing.truth import start
 from torch import Tensor, nn
 
-import ds_core
 from ds_core.accelerator.cpu import CpuAccelerator
 from ds_core.errors import ConfigError, UsageError
 from plugins.zero.tests.offload_models import host_grads
@@ -29,15 +29,19 @@ CPU = {"device": "cpu"}
 STORE = "plugins.zero.tests.disk_store"
 
 
-def start(zero: dict[str, Any], model: nn.Module | None = None, **more: Any) -> Any:
-    optimizer = more.pop("given", None)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"param_persistence_threshold": 0, **zero},
-        **more,
-    }
-    return ds_core.initialize(model=model or nn.Linear(3, 3), optimizer=optimizer, config=config)[0]
+def engine_of(zero: dict[str, Any], model: nn.Module | None = None, **more: Any) -> Any:
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+    zero = {"param_persistence_threshold": 0, **zero}
+    return start(
+        model or nn.Linear(3, 3),
+        **{
+            "micro": 1,
+            "clip": 1.0,
+            "optimizer": optimizer,
+            "zero_optimization": zero,
+            **more,
+        },
+    )
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -83,7 +87,7 @@ def test_what_cannot_be_offloaded_is_named_before_anything_starts(
     zero: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(ConfigError, match=told):
-        start(zero)
+        engine_of(zero)
 
 
 @pytest.mark.usefixtures("clean_ds")
@@ -93,7 +97,7 @@ def test_an_optimizer_of_the_users_needs_permission_with_offload(given: str) -> 
         model = nn.Linear(3, 3)
         made: Any = kind(model.parameters()) if given == "object" else kind
         untested = {"zero_allow_untested_optimizer": True}
-        engine = start({"stage": 2, **zero}, model, given=made, **untested, **more)
+        engine = engine_of({"stage": 2, **zero}, model, optimizer=made, **untested, **more)
         engine.backward(engine(torch.ones(1, 3)).sum())
         engine.step()
         applied = engine.was_step_applied()
@@ -117,7 +121,7 @@ def placed(ratio: float) -> dict[str, Any]:
     """
     sizes = [(7, 11), (11, 40), (40, 3), (3, 3), (3, 19)]
     model = nn.Sequential(*(nn.Linear(*s) for s in sizes))
-    engine = start(
+    engine = engine_of(
         {"stage": 3, "offload_optimizer": {**CPU, "ratio": ratio}}, model, bf16={"enabled": True}
     )
     there = {p for b in engine.partitioner.buckets if b.masters.movable == [] for p in b.params}
@@ -159,7 +163,7 @@ def test_pin_memory(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Pinning()
     monkeypatch.setattr("ds_core.setup.opening.get_accelerator", lambda plugins: device)
     offload = {**CPU, "pin_memory": wanted}
-    engine = start(
+    engine = engine_of(
         {"stage": 3, "offload_optimizer": offload, "offload_param": offload}, bf16={"enabled": True}
     )
     engine.backward(engine(torch.ones(1, 3, dtype=torch.bfloat16)).sum())
@@ -294,7 +298,7 @@ def test_nothing_reads_what_a_copy_has_not_brought_yet(
         zero |= {"offload_optimizer": states, "offload_param": {"device": weights}}
         if disk:
             more |= {"plugins": {"load": [f"disk={STORE}"]}, "disk": {"path": str(tmp_path)}}
-        engine = start(
+        engine = engine_of(
             zero, model, gradient_accumulation_steps=2, bf16={"enabled": dtype == "bf16"}, **more
         )
         found = []
@@ -349,7 +353,7 @@ def measured(zero: dict[str, Any]) -> dict[str, float]:
     before = live_bytes()
     model = nn.Sequential(*(nn.Linear(D, D) for _ in range(LAYERS)))
     count = sum(p.numel() for p in model.parameters())
-    engine = start({**zero, "reduce_bucket_size": D * D}, model, bf16={"enabled": True})
+    engine = engine_of({**zero, "reduce_bucket_size": D * D}, model, bf16={"enabled": True})
     found: dict[str, Any] = {}
     for _ in range(2):
         engine.backward(engine(torch.ones(1, D, dtype=torch.bfloat16)).float().sum())
@@ -429,7 +433,7 @@ def capped(zero: dict[str, Any], room: float, folder: Path | None = None) -> str
                 for _ in range(P_LAYERS)
             )
         )
-        engine = start(
+        engine = engine_of(
             {"reduce_bucket_size": P_WIDTH * P_WIDTH, **zero}, model, bf16={"enabled": True}, **disk
         )
         for _ in range(2):
@@ -476,14 +480,14 @@ def unused_beside_a_device(monkeypatched: bool) -> float:
         for bucket in engine.partitioner.buckets if monkeypatched else ():
             if bucket.masters.staged is not None:
                 bucket.masters.staged.fill_(torch.nan)  # fresh memory may hold anything
-        start = whole(engine)
+        engine_of = whole(engine)
         steps(engine, range(2))
         end = whole(engine)
         engine.destroy()
     finally:
         masters._together = before
-    assert not torch.equal(start["out.weight"], end["out.weight"])
-    return sum(float((start[n] - end[n]).abs().max()) for n in start if "spare" in n)
+    assert not torch.equal(engine_of["out.weight"], end["out.weight"])
+    return sum(float((engine_of[n] - end[n]).abs().max()) for n in engine_of if "spare" in n)
 
 
 def test_unused_weights_stay_where_steps_write_to_the_host() -> None:

@@ -10,23 +10,21 @@ import pytest
 import torch
 from ds_testing import run_ranks
 from ds_testing.models import Case, build_model, micro_batch, param_groups
+from ds_testing.truth import start
 from torch import Tensor, nn
 
 WORLDS = [1, 2, pytest.param(4, marks=pytest.mark.slow)]
 ALL = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 
 
-def start(case: Case, **extra: Any) -> Any:
-    import ds_core
+def engine_of(case: Case, **extra: Any) -> Any:
     from ds_core import comm
 
-    section = {"stage": 3, "reduce_bucket_size": 100, "param_persistence_threshold": 10, **extra}
-    config = {**case.config(comm.world_size()), "zero_optimization": section}
+    zero = {"stage": 3, "reduce_bucket_size": 100, "param_persistence_threshold": 10, **extra}
     model = build_model(case, seed=comm.rank())
-    engine, *_ = ds_core.initialize(
-        model=model, model_parameters=param_groups(case, model), config=config
-    )
-    return engine
+    groups = param_groups(case, model)
+    sections = case.config(comm.world_size())
+    return start(model, model_parameters=groups, **sections, zero_optimization=zero)
 
 
 def forward(engine: Any, case: Case, step: int) -> Tensor:
@@ -60,8 +58,8 @@ def there_and_back(dtype: str, model: str, non_blocking: bool) -> dict[str, Any]
     of both.
     """
     case = Case(dtype=dtype, model=model)
-    still = start(case)
-    moving = start(case)
+    still = engine_of(case)
+    moving = engine_of(case)
     losses: list[tuple[float, float]] = []
     bytes_before = {}
     bytes_away = {}
@@ -109,8 +107,8 @@ def test_memory_is_given_back_and_training_goes_on_bit_equal(
 def with_gradients() -> list[tuple[float, float]]:
     """Between backward and step, and in the middle of a window."""
     case = Case(dtype="bfloat16", gas=2)
-    still = start(case)
-    moving = start(case)
+    still = engine_of(case)
+    moving = engine_of(case)
     losses = []
     for step in range(2):
         for micro in range(2):
@@ -143,7 +141,7 @@ def refusals(folder: str) -> None:
     from ds_zero import OffloadDeviceEnum, OffloadStateTypeEnum, get_state_devices
 
     case = Case(dtype="bfloat16")
-    engine = start(case)
+    engine = engine_of(case)
     one_step(engine, case, 0)
     for device in (OffloadDeviceEnum.none, OffloadDeviceEnum.nvme, "nvme"):
         with pytest.raises(ValueError, match="can only go to 'cpu'"):
@@ -264,8 +262,8 @@ def access_while_away() -> list[str]:
     import ds_access as access
 
     case = Case(dtype="bfloat16")
-    engine = start(case)
-    twin = start(case)
+    engine = engine_of(case)
+    twin = engine_of(case)
     for each in (engine, twin):
         one_step(each, case, 0)
         each.backward(forward(each, case, 1))

@@ -11,9 +11,9 @@ import pytest
 import torch
 from ds_access.states import locate
 from ds_testing import run_ranks
+from ds_testing.truth import start, train
 from torch import Tensor, nn
 
-import ds_core
 from ds_core.kernels import Kernels
 
 CPU = {"device": "cpu"}
@@ -25,37 +25,29 @@ ZERO: list[dict[str, Any]] = [
 ELEMENTWISE = ("AdamW", "Adagrad", "Lion", "SGD")
 
 
-def start(zero: dict[str, Any], dtype: str, optimizer: Any = "AdamW", **more: Any) -> Any:
+def engine_of(zero: dict[str, Any], dtype: str, optimizer: Any = "AdamW", **more: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 30), nn.ReLU(), nn.Linear(30, 7), nn.LayerNorm(7))
-    section = (
-        {"bf16": {"enabled": True}}
-        if dtype == "bf16"
-        else {"fp16": {"enabled": True, "loss_scale": 64}}
-    )
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": zero,
-        "gradient_clipping": 0.01,
+    low: dict[str, Any] = {
+        "fp32": {},
+        "bf16": {"bf16": {"enabled": True}},
+        "fp16": {"fp16": {"enabled": True, "loss_scale": 64}},
     }
-    config["zero_allow_untested_optimizer"] = True
-    config |= section if dtype != "fp32" else {}
     if isinstance(optimizer, str):
-        config["optimizer"] = {"type": optimizer, "params": {"lr": 1e-2}}
-    own = None if isinstance(optimizer, str) else optimizer
-    return ds_core.initialize(model=model, optimizer=own, config={**config, **more})[0]
+        optimizer = {"type": optimizer, "params": {"lr": 1e-2}}
+    sections = {"zero_optimization": zero, "zero_allow_untested_optimizer": True, **low[dtype]}
+    return start(model, micro=4, clip=0.01, optimizer=optimizer, **{**sections, **more})
 
 
-def train(engine: Any, steps: int = 3) -> list[float]:
+def losses_of(engine: Any, steps: int = 3) -> list[float]:
     dtype = next(engine.module.parameters()).dtype
-    losses = []
-    for step in range(steps):
-        x = torch.randn(4, 12, generator=torch.Generator().manual_seed(step)).to(dtype)
-        loss = engine(x).float().pow(3).mean()
-        losses.append(loss.item())
-        engine.backward(loss)
-        engine.step()
-    return losses
+    return train(
+        engine,
+        lambda step, _: torch.randn(4, 12, generator=torch.Generator().manual_seed(step)).to(dtype),
+        steps,
+        loss=lambda model, x: model(x).float().pow(3).mean(),
+        mean=False,
+    )
 
 
 class Ops(torch.utils._python_dispatch.TorchDispatchMode):
@@ -92,8 +84,8 @@ def test_nothing_is_cast_or_scaled_beside_the_kernel(
     monkeypatch.setattr(
         Kernels, "get", lambda self, op, *rest: adam if op == "adam" else found(self, op, *rest)
     )
-    engine = start(zero, dtype)
-    train(engine, 1)
+    engine = engine_of(zero, dtype)
+    losses_of(engine, 1)
     seen.clear()
     param = next(engine.module.parameters())
     x = torch.randn(4, 12).to(param.dtype)
@@ -123,13 +115,13 @@ def test_the_one_pass_gives_the_bits_of_the_plain_way(
 ) -> None:
     from ds_optimizers.base import KernelOptimizer
 
-    engine = start({"stage": stage}, dtype, optimizer)
+    engine = engine_of({"stage": stage}, dtype, optimizer)
     assert engine.optimizer.takes_inputs
-    losses = train(engine)
+    losses = losses_of(engine)
     engine.destroy()
     monkeypatch.setattr(KernelOptimizer, "takes_inputs", False)
-    engine = start({"stage": stage}, dtype, optimizer)
-    assert train(engine) == losses
+    engine = engine_of({"stage": stage}, dtype, optimizer)
+    assert losses_of(engine) == losses
     engine.destroy()
 
 
@@ -141,7 +133,7 @@ def test_who_looks_at_grad_finds_it_there(zero: dict[str, Any]) -> None:
     """
     from ds_optimizers import AdamW
 
-    truth = train(engine := start(zero, "bf16", lambda groups: AdamW(groups, lr=1e-2)))
+    truth = losses_of(engine := engine_of(zero, "bf16", lambda groups: AdamW(groups, lr=1e-2)))
     engine.destroy()
     seen: list[Any] = []
 
@@ -162,14 +154,14 @@ def test_who_looks_at_grad_finds_it_there(zero: dict[str, Any]) -> None:
         return found | {1.0}
 
     for cls in (OwnStep, OwnUpdate):
-        engine = start(zero, "bf16", lambda groups, cls=cls: cls(groups, lr=1e-2))
-        assert train(engine) == truth
+        engine = engine_of(zero, "bf16", lambda groups, cls=cls: cls(groups, lr=1e-2))
+        assert losses_of(engine) == truth
         engine.destroy()
-    engine = start(zero, "bf16")
+    engine = engine_of(zero, "bf16")
     engine.optimizer.register_step_pre_hook(
         lambda optimizer, args, kwargs: seen.append(grads(optimizer))
     )
-    train(engine)
+    losses_of(engine)
     engine.destroy()
     assert len(seen) == 9
     assert all(s == {torch.float32, 1.0} for s in seen)
@@ -178,8 +170,8 @@ def test_who_looks_at_grad_finds_it_there(zero: dict[str, Any]) -> None:
 def several(zero: dict[str, Any]) -> list[list[float]]:
     found = []
     for section in (zero, {"stage": 0}):
-        engine = start(section, "bf16")
-        found.append(train(engine))
+        engine = engine_of(section, "bf16")
+        found.append(losses_of(engine))
         engine.destroy()
     return found
 
@@ -195,7 +187,7 @@ def test_host_gradients_are_wide_only_where_several_are_added() -> None:
     """A second backward at a boundary, which nobody announced, widens what has come; its sum is
     exact in fp32.
     """
-    engine = start({"stage": 2, "offload_optimizer": CPU}, "bf16")
+    engine = engine_of({"stage": 2, "offload_optimizer": CPU}, "bf16")
     reducer = engine.partitioner.reducer
     x = torch.randn(4, 12, dtype=torch.bfloat16)
     engine.backward(engine(x).float().pow(3).mean())

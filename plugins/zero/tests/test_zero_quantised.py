@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ds_testing import run_ranks
+from ds_testing.truth import start, train
 from torch import Tensor, nn
 
 D = 24
@@ -41,22 +42,11 @@ class Net(nn.Module):
         return loss
 
 
-def start(zero: dict[str, Any], **extra: Any) -> Any:
-    import ds_core
-
+def engine_of(zero: dict[str, Any], **extra: Any) -> Any:
     torch.manual_seed(5)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        **extra,
-        "zero_optimization": {
-            "stage": 3,
-            "param_persistence_threshold": 0,
-            "max_reuse_distance": 0,
-            **zero,
-        },
-    }
-    return ds_core.initialize(model=Net(), config=config)[0]
+    section = {"stage": 3, "param_persistence_threshold": 0, "max_reuse_distance": 0, **zero}
+    adamw = {"type": "AdamW", "params": {"lr": 0.01}}
+    return start(Net(), **{"clip": 1.0, "optimizer": adamw, **extra, "zero_optimization": section})
 
 
 def batch(step: int) -> Tensor:
@@ -130,7 +120,7 @@ def wire_against_reference(zero: dict[str, Any], block: int, dtype: torch.dtype)
     """
     from ds_core import comm
 
-    engine = start(zero)
+    engine = engine_of(zero)
     stage = engine.partitioner
     worst = 0.0
     loco = zero.get("zeropp_loco_param")
@@ -194,7 +184,7 @@ def gathered(zero: dict[str, Any]) -> tuple[float, bool, bool]:
 
     from ds_core import comm
 
-    engine = start(zero)
+    engine = engine_of(zero)
     worst = 0.0
     seen = []
     exact = True
@@ -254,7 +244,7 @@ def frozen(zero: dict[str, Any]) -> tuple[float, float, bool, bool]:
 
     torch.manual_seed(5)
     truth = Net().frozen.weight.detach().flatten()
-    engine = start({"zero_quantized_nontrainable_weights": True, **zero})
+    engine = engine_of({"zero_quantized_nontrainable_weights": True, **zero})
     bucket = next(b for b in engine.partitioner.buckets if not b.trainable)
     found = []
     for step in range(2):
@@ -298,7 +288,7 @@ def gradients(zero: dict[str, Any], gas: int) -> list[float]:
         for name, p in net.named_parameters():
             if p.grad is not None:
                 local.setdefault(name, []).append(p.grad.flatten())
-    engine = start(zero, gradient_accumulation_steps=gas)
+    engine = engine_of(zero, gradient_accumulation_steps=gas)
     for step in range(gas):
         engine.backward(engine(batch(step)))
     ratios = []
@@ -341,19 +331,19 @@ def test_gradients_are_off_by_at_most_half_a_step_of_4_bits_per_exchange(
         assert max(ratios) > 0.1
 
 
-def train(zero: dict[str, Any], extra: dict[str, Any], steps: int = 4) -> tuple[list[float], float]:
-    """Losses on all ranks' mean, and the sum of the weights at the end."""
+def losses_and_sum(
+    zero: dict[str, Any], extra: dict[str, Any], steps: int = 4
+) -> tuple[list[float], float]:
+    """Losses of all ranks together, and the sum of the weights at the end."""
     from ds_core import comm
 
-    engine = start(zero, **extra)
-    losses = []
-    for step in range(steps * engine.gradient_accumulation_steps()):
-        loss = engine(batch(step % 3).to(engine.module.inp.weight.dtype))
-        engine.backward(loss)
-        engine.step()
-        mean = loss.detach().float().clone()
-        comm.all_reduce(mean)
-        losses.append(float(mean) / comm.world_size())
+    engine = engine_of(zero, **extra)
+    world = comm.world_size()
+    dtype = engine.module.inp.weight.dtype
+    gas = engine.gradient_accumulation_steps()
+    losses = train(
+        engine, lambda step, index: batch((step * gas + index // world) % 3).to(dtype), steps
+    )
     module = engine.module
     engine.destroy()
     return losses, float(sum(p.double().sum() for p in module.parameters()))
@@ -364,8 +354,8 @@ ALL = {**QWZ, **QGZ, "zeropp_loco_param": {}}
 
 def compared(zero: dict[str, Any], extra: dict[str, Any]) -> tuple[float, float]:
     """The largest relative difference of a loss to unquantised training; the weights' sum."""
-    plain = train({}, extra)[0]
-    (losses, weights) = train(zero, extra)
+    plain = losses_and_sum({}, extra)[0]
+    (losses, weights) = losses_and_sum(zero, extra)
     return max(abs(a - b) / b for a, b in zip(losses, plain, strict=True)), weights
 
 
@@ -404,7 +394,7 @@ def overflow() -> tuple[bool, bool]:
     not."""
     from ds_core import comm
 
-    engine = start(
+    engine = engine_of(
         {**QGZ, "zeropp_loco_param": {}}, fp16={"enabled": True, "initial_scale_power": 2}
     )
     engine.backward(engine(batch(0).half()) * (float("inf") if comm.rank() == 1 else 1.0))

@@ -85,7 +85,7 @@ MODELS: dict[str, tuple[Any, ...]] = {
 PARAMS = {"llama-7b": 6_738_415_616, "gpt2-xl": 1_557_611_200}
 
 
-def build(name: str) -> Model:
+def model_of(name: str) -> Model:
     with torch.device("meta"):
         model = Model(*MODELS[name])
     cast_module(model, BF16)
@@ -114,7 +114,7 @@ def per_rank(model: nn.Module, section: ZeroConfig, world: int) -> list[int]:
 @pytest.mark.fast_cases("gpt2-xl")
 @pytest.mark.parametrize("name", MODELS)
 def test_every_rank_of_4096_holds_its_share(name: str) -> None:
-    model = build(name)
+    model = model_of(name)
     world = 4096
     count = sum(p.numel() for p in model.parameters())
     assert count == PARAMS[name]
@@ -139,7 +139,7 @@ def test_what_small_weights_that_stay_whole_cost(name: str, ratio: float) -> Non
     """With the default persistence threshold every rank has those; the README says how much that
     is.
     """
-    model = build(name)
+    model = model_of(name)
     world = 4096
     need = predict(model, ZeroConfig(stage=3), PlannedRun(world, BF16))
     assert need.device.resting / (16 * PARAMS[name] / world) == pytest.approx(ratio, abs=1e-4)
@@ -265,6 +265,6 @@ CASES = [
 @pytest.mark.parametrize(("name", "stage", "world", "rank"), CASES)
 def test_one_process_as_one_rank_of_many(name: str, stage: int, world: int, rank: int) -> None:
     found = pretend(name, stage, world, rank)
-    need = predict(build(name), ZeroConfig(stage=stage), PlannedRun(world, BF16), rank=rank)
+    need = predict(model_of(name), ZeroConfig(stage=stage), PlannedRun(world, BF16), rank=rank)
     kinds = {k: getattr(need.device, k) for k in found if k != "sent"}
     assert found == kinds | {"sent": need.sent}

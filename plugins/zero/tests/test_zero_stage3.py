@@ -11,6 +11,7 @@ import pytest
 import torch
 from ds_testing import run_ranks
 from ds_testing.models import complex_run
+from ds_testing.truth import start
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -217,24 +218,22 @@ def data(step: int, rank: int, micro: int = 0) -> Tensor:
     return torch.randn(4, D, dtype=torch.float64, generator=seed, requires_grad=True)
 
 
-def build(name: str, section: dict[str, Any] | None, gas: int = 1) -> Any:
-    import ds_core
-
+def engine_of(name: str, section: dict[str, Any] | None, gas: int = 1) -> Any:
     torch.manual_seed(0)
-    model = ZOO[name]().double()
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": gas,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1}},
-    }
-    if section is not None:
-        config["zero_optimization"] = {"stage": 3, "param_persistence_threshold": 2, **section}
-    engine, *_ = ds_core.initialize(model=model, config=config)
-    return engine
+    zero = {"stage": 3, "param_persistence_threshold": 2, **(section or {})}
+    return start(
+        ZOO[name]().double(),
+        micro=4,
+        gas=gas,
+        clip=0.5,
+        optimizer={"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1}},
+        zero_optimization=zero if section is not None else {"stage": 0},
+    )
 
 
-def train(engine: Any, steps: int = 3, gas: int = 1, *, direct: bool = False) -> list[float]:
+def checked_losses(
+    engine: Any, steps: int = 3, gas: int = 1, *, direct: bool = False
+) -> list[float]:
     from ds_core import comm
 
     losses = []
@@ -288,14 +287,14 @@ def truth_of(
     return losses, {n: p.detach() for n, p in model.named_parameters()}
 
 
-def compare(name: str, direct: bool, gas: int) -> dict[str, float]:
+def errors_of(name: str, direct: bool, gas: int) -> dict[str, float]:
     from ds_core import comm
 
     all_losses, truth = truth_of(name, gas, comm.world_size())
     worst = {}
     for setting, section in list(SETTINGS.items())[: 2 if direct else None]:
-        engine = build(name, section, gas)
-        ours = train(engine, gas=gas, direct=direct)
+        engine = engine_of(name, section, gas)
+        ours = checked_losses(engine, gas=gas, direct=direct)
         assert engine.partitioner.units, "nothing is partitioned"
         found = weights(engine)
         off = [abs(a - b) for a, b in zip(ours, all_losses[comm.rank()], strict=True)]
@@ -313,7 +312,7 @@ def compare(name: str, direct: bool, gas: int) -> dict[str, float]:
 @pytest.mark.parametrize("direct", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", list(ZOO))
 def test_every_way_of_using_modules(name: str, direct: bool) -> None:
-    for answer in run_ranks(2, compare, name, direct, 1 if direct else 2):
+    for answer in run_ranks(2, errors_of, name, direct, 1 if direct else 2):
         assert max(answer.values()) < 1e-12, answer
 
 
@@ -321,8 +320,8 @@ def check_misuse_and_detours() -> None:
     from ds_core import comm
 
     rank = comm.rank()
-    engine = build("Tied", {"max_reuse_distance": 10**9})
-    train(engine, 2)
+    engine = engine_of("Tied", {"max_reuse_distance": 10**9})
+    checked_losses(engine, 2)
     model = engine.module
     x = data(9, rank)
 
@@ -343,7 +342,7 @@ def check_misuse_and_detours() -> None:
     with pytest.raises(RuntimeError):
         engine(torch.zeros(4, D + 1, dtype=torch.float64), 0)
     assert not engine.partitioner.hooks._stack
-    train(engine, 1)
+    checked_losses(engine, 1)
 
     # A backward that fails half-way, on all ranks.
     def fail(grad: Tensor) -> None:
@@ -354,7 +353,7 @@ def check_misuse_and_detours() -> None:
     with pytest.raises(ArithmeticError):
         engine(x, 0).square().mean().backward()
     engine.zero_grad()
-    train(engine, 2, direct=True)
+    checked_losses(engine, 2, direct=True)
     x = data(9, rank)
 
     # A weight taken out of the model and used by hand is an error, not a wrong number.

@@ -105,9 +105,9 @@ def everything(engine: Any) -> dict[str, Any]:
     return found
 
 
-def same(first: Any, second: Any) -> bool:
+def same_bits(first: Any, second: Any) -> bool:
     if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
+        return first.keys() == second.keys() and all(same_bits(first[k], second[k]) for k in first)
     # losses may be nan
     return torch.equal(first, second) if isinstance(first, Tensor) else repr(first) == repr(second)
 
@@ -146,7 +146,7 @@ def trained(
 def both(*args: Any, **kwargs: Any) -> tuple[bool, int, int]:
     torch.set_num_threads(1)
     (plain, _), (early, counts) = (trained(ahead, *args, **kwargs) for ahead in (False, True))
-    return same(plain, early), *counts
+    return same_bits(plain, early), *counts
 
 
 @pytest.mark.fast_cases("2-float32-1-4.2-overflows1", "3-bfloat16-2-4.2-overflows3")
@@ -224,7 +224,7 @@ def partly(dtype: str) -> tuple[bool, int]:
     (plain, _), (early, counts) = (
         trained(z["offload_optimizer"]["super_offload"], 3, dtype, zero=z) for z in zeros
     )
-    return same(plain, early), counts[0]
+    return same_bits(plain, early), counts[0]
 
 
 def test_half_of_the_states() -> None:
@@ -307,7 +307,7 @@ def resumed(folder: str) -> bool:
             engine.step()
         found.append([start, everything(engine)])
         engine.destroy()
-    return all(map(same, *found))
+    return all(map(same_bits, *found))
 
 
 def test_checkpoints(tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ def until_broken(stuck: bool) -> tuple[list[str], bool]:
             engine.step()
         ends.append(everything(engine))
         engine.destroy()
-    return messages, same(*ends)
+    return messages, same_bits(*ends)
 
 
 def test_a_worker_that_fails_is_named_and_undone() -> None:

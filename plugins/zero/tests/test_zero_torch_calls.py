@@ -13,7 +13,14 @@ import torch
 from ds_testing import run_ranks
 from torch import Tensor, nn
 
-from plugins.zero.tests.gathered_models import D, Net, start, step, unused_are_sharded, weights
+from plugins.zero.tests.gathered_models import (
+    D,
+    Net,
+    gathered_engine,
+    step,
+    unused_are_sharded,
+    weights,
+)
 
 
 def check_placeholders(engine: Any, names: list[str], said: list[str]) -> None:
@@ -62,7 +69,7 @@ def check_state_dicts(stage: int, folder: str, section: dict[str, Any]) -> None:
     watch = logging.Handler()
     watch.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ds_zero").addHandler(watch)
-    engine = start(stage, "bfloat16", **section)
+    engine = gathered_engine(stage, "bfloat16", **section)
     module = engine.module
     names = list(Net().state_dict())
     assert list(module.state_dict(keep_vars=True)) == names
@@ -156,7 +163,7 @@ def check_apply() -> None:
         if isinstance(module, nn.Sequential):
             module[0].bias.data.fill_(comm.rank() + 4.0)  # of a child
 
-    engine = start(3)
+    engine = gathered_engine(3)
     assert engine.module.apply(start_linear) is engine.module
     unused_are_sharded(engine)
     assert set(seen.values()) == {(D, D)}
@@ -167,7 +174,7 @@ def check_apply() -> None:
     assert "apply" not in vars(module) and "apply" not in vars(module.a)
 
     seen.clear()
-    engine = start(3, override_module_apply=False)
+    engine = gathered_engine(3, override_module_apply=False)
     before = weights(engine)
     assert type(engine.module.apply).__name__ == "method" and "apply" not in vars(engine.module)
     engine.module.apply(start_linear)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ds_testing import run_ranks
+from ds_testing.truth import start
 from torch import Tensor, nn
 
 STAGES = (0, 1, 2, 3)
@@ -19,23 +20,10 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
 
 
-def start(stage: int, gas: int = 1, **more: Any) -> Any:
-    import ds_core
-
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": gas,
-        "gradient_clipping": 0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "plugins": {"load": ["ds_zero.plugin"]},
-        "zero_optimization": {
-            "stage": stage,
-            "param_persistence_threshold": 0,
-            "reduce_bucket_size": 100,
-        },
-        **more,
-    }
-    return ds_core.initialize(model=model(), config=config)[0]
+def engine_at(stage: int, gas: int = 1, **more: Any) -> Any:
+    zero = {"stage": stage, "param_persistence_threshold": 0, "reduce_bucket_size": 100}
+    plugins = {"load": ["ds_zero.plugin"]}
+    return start(model(), gas=gas, **{"zero_optimization": zero, "plugins": plugins, **more})
 
 
 def data(n: int) -> list[Tensor]:
@@ -62,7 +50,7 @@ def dropped(bf16: bool) -> list[str]:
     for stage in STAGES:
         norms: dict[str, float | None] = {}
         for how in ("nothing", "optimizer", "module", "engine"):
-            engine = start(stage, 2, **more)
+            engine = engine_at(stage, 2, **more)
             dtype = torch.bfloat16 if bf16 else torch.float32
             first, *window = [x.to(dtype) for x in data(3)]
             if how != "nothing":  # a batch that is not wanted, in front of the window
@@ -102,7 +90,7 @@ def read_and_set(stage: int) -> list[Tensor]:
 
     found = []
     for how in ("engine", "plain"):
-        engine = start(stage, 2)
+        engine = engine_at(stage, 2)
         weight = engine.module[0].weight
         bias = engine.module[0].bias
         other = engine.module[2].weight
@@ -135,7 +123,7 @@ def ends(stage: int) -> list[str]:
     import ds_core
     from ds_core.errors import UsageError
 
-    engine = start(stage)
+    engine = engine_at(stage)
     net = engine.module
     before = [x.shape for x in model().parameters()]
     engine.backward(engine(data(1)[0]).square().mean())
@@ -180,7 +168,7 @@ def coalesced(world: int) -> list[str]:
         for how in ("window", "coalesced"):
             if how == "window" and stage > 1:
                 continue
-            engine = start(stage, 4 if how == "window" else 1)
+            engine = engine_at(stage, 4 if how == "window" else 1)
             for _ in range(2):
                 if how == "window":
                     for x in data(4):
@@ -221,7 +209,7 @@ def gathered(by_all_reduce: bool) -> tuple[list[int], bool, bool]:
             del auto["lower_precision_safe_modules"]
         zero = {"stage": 3, "param_persistence_threshold": 0, "reduce_bucket_size": 100}
         zero["stage3_use_all_reduce_for_fetch_params"] = by_all_reduce
-        engine = start(3, torch_autocast=auto, zero_optimization=zero)
+        engine = engine_at(3, torch_autocast=auto, zero_optimization=zero)
         sent = 0
         real = comm.all_reduce if by_all_reduce else comm.all_gather_into_tensor
 

@@ -14,7 +14,7 @@ from torch import nn
 from ds_core.errors import UsageError
 
 
-def build() -> nn.Module:
+def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
 
@@ -33,12 +33,12 @@ def infer() -> None:
     from ds_core import comm
 
     x = torch.randn(2, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
-    wanted = build().bfloat16()(x)
+    wanted = net().bfloat16()(x)
     for stage, section in (
         *((s, {}) for s in range(4)),
         (3, {"param_persistence_threshold": 0, "offload_param": {"device": "cpu"}}),
     ):
-        engine, optimizer, *_ = ds_core.initialize(model=build(), config=config(stage, **section))
+        engine, optimizer, *_ = ds_core.initialize(model=net(), config=config(stage, **section))
         assert optimizer is None and torch.equal(engine(x), wanted)
         loss = engine(x + comm.rank()).square().mean()
         if stage == 0:  # gradients are those of all ranks, for an optimizer of one's own
@@ -73,13 +73,13 @@ def check_passing_through(stage: int) -> None:
 
     zero = {"stage": stage, "param_persistence_threshold": 0}
     frozen = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
-    critic = ds_core.initialize(model=build().double().requires_grad_(False), config=frozen)[0]
+    critic = ds_core.initialize(model=net().double().requires_grad_(False), config=frozen)[0]
     inputs = torch.randn(
         2, 8, dtype=torch.double, generator=torch.Generator().manual_seed(comm.rank())
     )
     ours, theirs = (inputs.clone().requires_grad_() for _ in range(2))
     critic(ours).square().mean().backward()
-    plain = build().double()
+    plain = net().double()
     plain(theirs).square().mean().backward()
     assert torch.equal(ours.grad, theirs.grad)
     ours.grad = None
@@ -91,12 +91,12 @@ def check_passing_through(stage: int) -> None:
         "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
     }
-    generator = ds_core.initialize(model=build().double(), config=trained)[0]
+    generator = ds_core.initialize(model=net().double(), config=trained)[0]
     generator.backward(critic(generator(inputs)).square().mean())
     generator.step()
     generator.destroy()
     critic.destroy()
-    truth = build().double()
+    truth = net().double()
     for rank in range(comm.world_size()):
         part = torch.randn(2, 8, dtype=torch.double, generator=torch.Generator().manual_seed(rank))
         (plain(truth(part)).square().mean() / comm.world_size()).backward()

@@ -37,7 +37,7 @@ def config(folder: str) -> dict[str, Any]:
     }
 
 
-def build(width: int, layers: int) -> Any:
+def gpt_of(width: int, layers: int) -> Any:
     spec = importlib.util.spec_from_file_location("gpt", GPT)
     assert spec is not None and spec.loader is not None
     gpt = importlib.util.module_from_spec(spec)
@@ -45,7 +45,7 @@ def build(width: int, layers: int) -> Any:
     return gpt.GPT(context=64, width=width, layers=layers, heads=8)
 
 
-def train(width: int, layers: int, folder: str, limited: bool) -> dict[str, Any]:
+def two_steps(width: int, layers: int, folder: str, limited: bool) -> dict[str, Any]:
     import ds_zero
     import torch
 
@@ -55,7 +55,7 @@ def train(width: int, layers: int, folder: str, limited: bool) -> dict[str, Any]
         resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, LIMIT))
     torch.manual_seed(0)
     with ds_zero.Init(config_dict_or_path=config(folder)):
-        model = build(width, layers)
+        model = gpt_of(width, layers)
     engine, *_ = ds_core.initialize(model=model, config=config(folder))
     generator = torch.Generator().manual_seed(1)
     losses = []
@@ -73,4 +73,4 @@ def train(width: int, layers: int, folder: str, limited: bool) -> dict[str, Any]
 
 if __name__ == "__main__":
     width, layers, limited = map(int, sys.argv[1:4])
-    print(json.dumps(train(width, layers, sys.argv[4], bool(limited))))
+    print(json.dumps(two_steps(width, layers, sys.argv[4], bool(limited))))
